@@ -1,0 +1,48 @@
+# Everything starts from a fresh machine with Python 3.11 or newer, make and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-all lint typecheck docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: $(VENV)/.installed ## train on handwritten digits with AutoBatch
+	$(BIN)/python -m linnaeus.train --cfg configs/digits.yaml
+
+test: $(VENV)/.installed-dev ## run the whole test suite but the slow tests
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.installed-dev ## run the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev ## check style, format and spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+
+typecheck: $(VENV)/.installed-dev ## check types
+	$(BIN)/mypy
+
+docs: $(VENV)/.installed-docs ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+clean: ## remove the environment and everything that was built
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Linnaeus needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Use make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for each set of extras: a second run finds it and installs nothing.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q -e .
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -q -e ".[$*]"
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,209 @@
+"""Replay every search strategy on measured memory curves and print what it costs and what it finds.
+
+A curve is the peak memory of one model's training step at a few batch sizes (rows of
+`model,batch_size,memory_mib`). A replay interpolates it linearly between the measured sizes and extends its
+first and last segment (to no less than 1 MiB), multiplies it by noise of 1 % that is drawn once per quarter
+octave of the size, and searches it from 1 to 8192 with a budget of 80 % of a card of 40,000 MiB. A size that
+needs more than the card has raises `OutOfMemory`.
+
+    python benchmarks/search_replay.py [--curves FILE] [--seeds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from linnaeus.autobatch.search import STRATEGIES, OutOfMemory, SearchResult, find_largest
+
+CURVES = Path(__file__).parents[2] / "shared" / "data" / "memory_curves.csv"
+CAPACITY_MIB = 40_000
+BUDGET_MIB = 0.8 * CAPACITY_MIB
+MAX_SIZE = 8192
+NOISE = 0.01
+USABLE_MIB = 39_000  # rows above are runs that met the end of the card they were measured on
+MIB = 2**20
+
+HEADER = f"{'':<19}{'strategy':<11}  mean  p50  p90  max   beyond     fits  certified    ratio    >=99 %"
+LEGEND = """\
+mean, p50, p90, max: trials of a search
+beyond: probes of a search that need more than the card has
+fits, certified: share of searches whose size fits, and is proved by the next candidate, which does not
+ratio, >=99 %: to the largest size below which all fit: mean, and share of searches that reach 99 %"""
+
+Points = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Mode:
+    name: str
+    multiple_of: int = 1
+    hint: float | None = None  # the start is within this share of the best size
+    strict: bool = False  # whatever exceeds the budget raises OutOfMemory
+
+
+MODES = (
+    Mode("exact"),
+    Mode("multiple of 8", multiple_of=8),
+    Mode("start within 10 %", hint=0.1),
+    Mode("strict cap", strict=True),
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Peak in bytes of every size: a model's measured points with one draw of noise."""
+
+    points: Points
+    noise: Sequence[float]
+
+    def __call__(self, size: int) -> int:
+        right = next((i for i, (n, _) in enumerate(self.points) if n >= size), len(self.points) - 1)
+        right = max(right, 1)
+        (n0, mib0), (n1, mib1) = self.points[right - 1 : right + 1]
+        mib = mib0 + (mib1 - mib0) * (size - n0) / (n1 - n0)
+        return int(max(mib, 1) * self.noise[int(4 * math.log2(size))] * MIB)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A curve to search, its best size (0: none fits) and the hint to start from."""
+
+    curve: Curve
+    best: int
+    start: int | None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One search: what it returned, whether rightly, how close to the best, and how often beyond the card."""
+
+    result: SearchResult
+    fits: bool
+    ratio: float
+    num_beyond: int
+
+
+def read_curves(path: Path) -> dict[str, Points]:
+    """Points of each model up to its first row that is too large or does not grow; two at least."""
+    curves: dict[str, Points] = {}
+    ended: set[str] = set()
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            model, size, mib = row["model"], int(row["batch_size"]), float(row["memory_mib"])
+            points = curves.setdefault(model, [])
+            if mib > USABLE_MIB or (points and mib <= points[-1][1]):
+                ended.add(model)
+            if model not in ended:
+                points.append((size, mib))
+    return {model: points for model, points in curves.items() if len(points) >= 2}
+
+
+def with_noise(model: str, points: Points, seed: int) -> Curve:
+    rng = random.Random(f"{model}/{seed}")
+    return Curve(points, [1 + rng.gauss(0, NOISE) for _ in range(4 * MAX_SIZE.bit_length())])
+
+
+def best_size(curve: Curve, multiple_of: int) -> int:
+    best = 0
+    for size in (*range(1, multiple_of), *range(multiple_of, MAX_SIZE + 1, multiple_of)):
+        if curve(size) > BUDGET_MIB * MIB:
+            break
+        best = size
+    return best
+
+
+def make_cases(curves: dict[str, Points], seeds: Sequence[int], mode: Mode) -> list[Case]:
+    cases = []
+    for seed in seeds:
+        for model, points in curves.items():
+            curve = with_noise(model, points, seed)
+            best = best_size(curve, mode.multiple_of)
+            off = random.Random(f"start/{model}/{seed}").uniform(-1, 1)
+            start = None if mode.hint is None else max(1, round(best * (1 + mode.hint * off)))
+            cases.append(Case(curve, best, start))
+    return cases
+
+
+def replay(case: Case, mode: Mode, strategy: str) -> Replay:
+    num_beyond = 0
+
+    def measure(size: int) -> int:
+        nonlocal num_beyond
+        peak = case.curve(size)
+        num_beyond += peak > CAPACITY_MIB * MIB
+        if peak > (BUDGET_MIB if mode.strict else CAPACITY_MIB) * MIB:
+            raise OutOfMemory
+        return peak
+
+    result = find_largest(
+        measure,
+        budget_bytes=int(BUDGET_MIB * MIB),
+        min_size=1,
+        max_size=MAX_SIZE,
+        multiple_of=mode.multiple_of,
+        strategy=strategy,
+        start=case.start,
+    )
+    fits = case.best == 0 if result.size is None else case.curve(result.size) <= BUDGET_MIB * MIB
+    ratio = (result.size or 0) / case.best if case.best else 1.0
+    return Replay(result, fits, ratio, num_beyond)
+
+
+def percentile(values: Sequence[int], share: float) -> int:
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+def summary(runs: Sequence[Replay]) -> dict[str, float]:
+    """The columns of the table."""
+    trials = [len(run.result.trials) for run in runs]
+
+    def mean(value: Callable[[Replay], float]) -> float:
+        return sum(map(value, runs)) / len(runs)
+
+    return {
+        "mean": sum(trials) / len(trials),
+        "p50": percentile(trials, 0.5),
+        "p90": percentile(trials, 0.9),
+        "max": max(trials),
+        "beyond": mean(lambda run: run.num_beyond),
+        "fits": mean(lambda run: run.fits),
+        "certified": mean(lambda run: run.result.certified),
+        "ratio": mean(lambda run: run.ratio),
+        "near_best": mean(lambda run: run.ratio >= 0.99),
+    }
+
+
+def line(mode: Mode, strategy: str, row: dict[str, float]) -> str:
+    counts = f"{row['mean']:6.2f}{row['p50']:5.0f}{row['p90']:5.0f}{row['max']:5.0f}{row['beyond']:9.3f}"
+    shares = f"{row['fits']:9.1%}{row['certified']:11.1%}{row['ratio']:9.3f}{row['near_best']:10.1%}"
+    return f"{mode.name:<19}{strategy:<11}{counts}{shares}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Replay the search strategies on measured memory curves.")
+    parser.add_argument("--curves", type=Path, default=CURVES, help="CSV of measured peaks")
+    parser.add_argument("--seeds", type=int, default=10, help="draws of noise for each curve")
+    args = parser.parse_args(argv)
+    if not args.curves.is_file():
+        print(f"{args.curves}: no such file; name the measured peaks with --curves FILE", file=sys.stderr)
+        return 2
+    curves = read_curves(args.curves)
+    print(f"{len(curves)} curves, {args.seeds} draws of noise each\n")
+    print(HEADER)
+    for mode in MODES:
+        cases = make_cases(curves, range(args.seeds), mode)
+        for strategy in STRATEGIES:
+            print(line(mode, strategy, summary([replay(case, mode, strategy) for case in cases])))
+    print(f"\n{LEGEND}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

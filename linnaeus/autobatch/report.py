@@ -1,0 +1,75 @@
+"""What a search did: a table for people, a file for programs."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from linnaeus.autobatch.find import AutoBatchResult
+from linnaeus.files import write_text_atomically
+from linnaeus.memory import GIB
+
+_LIMITS = {
+    "memory": "the memory budget",
+    "max_batch_size": "MAX_BATCH_SIZE",
+    "dataset": "the samples of one process",
+    "host_memory": "host memory for the loader",
+    "max_trials": "MAX_TRIALS",
+    "timeout": "TIMEOUT_MINUTES",
+}
+
+
+def device_environment(device: torch.device) -> dict[str, Any]:
+    """Where the sizes hold: device and versions."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = platform.processor() or platform.machine()
+    return {
+        "device": str(device),
+        "device_name": name,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def save_results(results: Mapping[str, AutoBatchResult], environment: Mapping[str, Any], path: Path) -> None:
+    """Write `autobatch.json`, atomically."""
+    content = {
+        "train": results["train"].as_dict() if "train" in results else None,
+        "val": results["val"].as_dict() if "val" in results else None,
+        "environment": dict(environment),
+    }
+    write_text_atomically(path, json.dumps(content, indent=2) + "\n")
+
+
+def trials_table(result: AutoBatchResult) -> Table:
+    """The trials of one search, the size found marked."""
+    table = Table(title=f"AutoBatch trials, {result.mode}", title_justify="left")
+    for heading in ("batch size", "status", "peak GiB", "of budget", "seconds"):
+        table.add_column(heading, justify="left" if heading == "status" else "right")
+    for trial in result.trials:
+        peak = "" if trial.peak_bytes is None else f"{trial.peak_bytes / GIB:.3f}"
+        share = "" if trial.peak_bytes is None else f"{trial.peak_bytes / result.budget_bytes:.1%}"
+        mark = "→ " if trial.size == result.batch_size else ""
+        table.add_row(f"{mark}{trial.size}", trial.status, peak, share, f"{trial.seconds:.2f}")
+    return table
+
+
+def summary(result: AutoBatchResult) -> str:
+    """One sentence: the size, what limits it, and whether that is proven."""
+    proof = "certified" if result.certified else "not certified"
+    limit = _LIMITS[result.limited_by]
+    return (
+        f"AutoBatch {result.mode}: batch size {result.batch_size}, limited by {limit}, {proof}; "
+        f"{len(result.trials)} trials in {result.seconds:.1f} s, budget {result.budget_bytes / GIB:.2f} GiB "
+        f"of {result.total_bytes / GIB:.2f} GiB"
+    )

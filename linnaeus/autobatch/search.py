@@ -1,0 +1,386 @@
+"""Find the largest size that fits in a budget, in few trials, and prove it.
+
+The module knows neither torch nor memory: `measure(n)` says how many bytes size n needs, or raises
+`OutOfMemory`. Sizes that may be tried are the *candidates*. A search keeps a bracket, the largest candidate
+that fitted so far and the smallest one above it that did not, and every trial falls strictly inside: no size
+is tried twice, the bracket always shrinks, and whatever is returned has run. When the ends of the bracket
+are neighbours, the answer is *certified*.
+
+The guided strategy: memory is nearly a line in the size, a fixed cost plus a cost per sample, so a trial
+that ran tells how far the budget still is. The first trial is small. From then on a line goes through the
+end of the bracket whose peak is closest to the budget; its slope comes from the next closest peak that gives
+a believable one, and after a single trial from the assumption that a tenth of the peak is fixed cost. The
+next trial is where the line meets the budget: a little short of it, since a size that fits teaches more than
+one that runs out of memory, and at no more than four times the size that the line starts from. Where the
+line says that a size should fit which failed, the next trial steps back from that size by a tenth of the
+bracket's width. Close to the answer, "where the line meets the budget" is one of the two neighbours that
+certify it. A curve that still leads the line astray after eight trials is settled without it, by doubling
+steps and then bisection: 2·log2(candidates) + 9 trials do for any curve.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+Status = Literal["fits", "over", "oom"]
+LimitedBy = Literal["memory", "max_batch_size", "max_trials", "timeout"]
+
+FIRST_SIZE = 16
+"""First size of a guided search without a hint: small enough to fit almost always, large enough for the
+samples, and not only the fixed cost, to show in the peak."""
+GROWTH = 4
+"""No guided trial is larger than this many times the size that its line starts from: probes beyond the
+device's capacity come from extrapolating small peaks far. The same factor leads down from sizes that left no
+peak."""
+SHORT = 0.02
+"""Share of an upward step that is left out: twice the usual noise of a peak (1 %), so that most far steps
+land on a size that fits. That one leaves a peak even where the device refuses whatever exceeds the budget."""
+RETREAT = 0.1
+"""Share of the bracket's width to step back from a size that failed where the line says that it should fit.
+The line has just been wrong by some per cent of that width: a tenth comes out below, and still close."""
+FIXED_SHARE = 0.1
+"""Share of a peak taken as fixed cost (weights, optimizer, workspaces) while no slope has been measured."""
+MIN_STEEPNESS = 0.1
+"""A slope below this share of peak/size is not believed: it comes from two peaks that differ by less than
+their noise, or lie on a plateau. While nothing has failed, the line is then as steep as this; a bracket is
+bisected."""
+GUIDED_TRIALS = 8
+"""Trials that may follow the line. On measured curves one search in a hundred needs more."""
+
+
+class OutOfMemory(Exception):  # noqa: N818 (it names an event; `measure` raises it, searches expect it)
+    """Raised by `measure` when the size did not fit on the device and so left no peak."""
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One size that was tried.
+
+    Attributes:
+        size: the size.
+        status: `fits` (ran within the budget), `over` (ran, above the budget) or `oom` (did not run).
+        peak_bytes: what `measure` returned; None when it raised `OutOfMemory`.
+        seconds: how long the trial took.
+    """
+
+    size: int
+    status: Status
+    peak_bytes: int | None
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size is {self.size}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        size: the largest size seen to fit; None when none was.
+        certified: the size ran and fits, and the next candidate ran and does not, or there is none. With
+            `size` None: the smallest candidate ran and does not fit.
+        limited_by: why it is not larger: `memory`, `max_batch_size` (the largest candidate fits), or what
+            ended the search early, `max_trials` or `timeout`.
+        trials: every trial of this search, in order. Known records are not among them.
+    """
+
+    size: int | None
+    certified: bool
+    limited_by: LimitedBy
+    trials: tuple[TrialRecord, ...]
+
+
+def find_largest(
+    measure: Callable[[int], int],
+    *,
+    budget_bytes: int,
+    min_size: int,
+    max_size: int,
+    multiple_of: int = 1,
+    strategy: str = "guided",
+    max_trials: int = 25,
+    start: int | None = None,
+    deadline_s: float | None = None,
+    known: Iterable[TrialRecord] = (),
+    clock: Callable[[], float] = time.monotonic,
+    on_start: Callable[[int], None] | None = None,
+    on_trial: Callable[[TrialRecord], None] | None = None,
+) -> SearchResult:
+    """Find the largest size whose peak is within the budget.
+
+    >>> result = find_largest(lambda n: 500 + 7 * n, budget_bytes=2000, min_size=1, max_size=512)
+    >>> result.size, result.certified, [trial.size for trial in result.trials]
+    (214, True, [16, 56, 211, 214, 215])
+
+    Args:
+        measure: runs a size and returns its peak in bytes, or raises `OutOfMemory`. Any other exception ends
+            the search. It is called at most once for each size.
+        budget_bytes: a size fits when it ran with a peak of at most this. It may be zero or negative (others
+            use the whole device): then nothing fits, and the smallest candidate is tried to show it.
+        min_size: smallest size that may be tried, at least 1.
+        max_size: largest size that may be tried.
+        multiple_of: only its multiples are candidates, and every size below the first of them.
+        strategy: `guided` (see the module), `binary` (bisects the bounds), `power` (doubles from the smallest
+            size while that fits) or `binsearch` (doubles, then bisects).
+        max_trials: most trials to run.
+        start: a size to try first, such as the answer of an earlier run; `binary` ignores it. It need not be
+            a candidate.
+        deadline_s: no trial starts later than this many seconds after the call.
+        known: earlier trials. They cost nothing and count as run: they bound the search, guide it, and may
+            hold its answer. Peaks are judged by this search's budget, whatever their status says. A record
+            without a peak is taken to be out of memory at this budget too; `carry_over` drops those that may
+            not be.
+        clock: seconds, for the deadline and the records.
+        on_start: called with each size before it is tried.
+        on_trial: called with each record after the trial.
+
+    Returns:
+        The best size seen to fit, with the trials.
+
+    Raises:
+        ValueError: for an argument out of its range, or bounds without a candidate.
+    """
+    _check(min_size, max_size, multiple_of, strategy, max_trials)
+    began = clock()
+    search = _Search(_Candidates(min_size, max_size, multiple_of), budget_bytes, start)
+    search.absorb(known)
+    stopped_by: LimitedBy = "memory"
+    while not search.settled and (index := STRATEGIES[strategy](search)) is not None:
+        if len(search.trials) >= max_trials:
+            stopped_by = "max_trials"
+            break
+        if deadline_s is not None and clock() - began >= deadline_s:
+            stopped_by = "timeout"
+            break
+        size = search.candidates[search.inside(index)]
+        if on_start:
+            on_start(size)
+        record = _try(measure, size, budget_bytes, clock)
+        search.add(record)
+        if on_trial:
+            on_trial(record)
+    return SearchResult(
+        size=search.candidates[search.low] if search.low >= 0 else None,
+        certified=search.settled,
+        limited_by="max_batch_size" if search.low == len(search.candidates) - 1 else stopped_by,
+        trials=tuple(search.trials),
+    )
+
+
+def carry_over(
+    trials: Iterable[TrialRecord], *, old_budget_bytes: int, budget_bytes: int
+) -> tuple[TrialRecord, ...]:
+    """Return what trials under one budget say about another: records for `find_largest(known=...)`.
+
+    A peak is a peak under any budget, so its status is judged anew. A size that ran out of memory has no
+    peak, and perhaps did so only because the device was capped at the old budget: it says nothing about a
+    larger one.
+
+    >>> trials = [TrialRecord(8, "fits", 900, 0.1), TrialRecord(16, "oom", None, 0.1)]
+    >>> [(t.size, t.status) for t in carry_over(trials, old_budget_bytes=1000, budget_bytes=800)]
+    [(8, 'over'), (16, 'oom')]
+    >>> [(t.size, t.status) for t in carry_over(trials, old_budget_bytes=1000, budget_bytes=1200)]
+    [(8, 'fits')]
+    """
+    return tuple(
+        replace(trial, status=_status(trial.peak_bytes, budget_bytes))
+        for trial in trials
+        if trial.peak_bytes is not None or budget_bytes <= old_budget_bytes
+    )
+
+
+def _check(min_size: int, max_size: int, multiple_of: int, strategy: str, max_trials: int) -> None:
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}")
+    for name, value in (("min_size", min_size), ("multiple_of", multiple_of), ("max_trials", max_trials)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    if max_size < min_size:
+        raise ValueError(f"max_size is {max_size}; it must be at least min_size, {min_size}")
+    if not len(_Candidates(min_size, max_size, multiple_of)):
+        raise ValueError(f"multiple_of is {multiple_of}; it has no multiple from {min_size} to {max_size}")
+
+
+def _try(
+    measure: Callable[[int], int], size: int, budget_bytes: int, clock: Callable[[], float]
+) -> TrialRecord:
+    began = clock()
+    peak_bytes: int | None
+    try:
+        peak_bytes = measure(size)
+    except OutOfMemory:
+        peak_bytes = None
+    return TrialRecord(size, _status(peak_bytes, budget_bytes), peak_bytes, clock() - began)
+
+
+def _status(peak_bytes: int | None, budget_bytes: int) -> Status:
+    if peak_bytes is None:
+        return "oom"
+    return "fits" if peak_bytes <= budget_bytes else "over"
+
+
+class _Candidates:
+    """The sizes that may be tried, ascending: all those below `multiple_of`, then its multiples."""
+
+    def __init__(self, min_size: int, max_size: int, multiple_of: int) -> None:
+        first_multiple = -(-min_size // multiple_of) * multiple_of
+        self._exact = range(min_size, min(multiple_of, max_size + 1))
+        self._multiples = range(first_multiple, max_size + 1, multiple_of)
+
+    def __len__(self) -> int:
+        return len(self._exact) + len(self._multiples)
+
+    def __getitem__(self, index: int) -> int:
+        if index < len(self._exact):
+            return self._exact[index]
+        return self._multiples[index - len(self._exact)]
+
+    def __contains__(self, size: int) -> bool:
+        return size in self._exact or size in self._multiples
+
+    def nearest(self, size: float) -> int:
+        """Index of the candidate closest to a size, which may lie anywhere."""
+        index = bisect.bisect_right(self, size)  # the first candidate above
+        if index == 0:
+            return 0
+        if index == len(self) or size - self[index - 1] <= self[index] - size:
+            return index - 1
+        return index
+
+
+@dataclass
+class _Search:
+    """What is known so far: the bracket, the peaks and the trials.
+
+    `low` is the index of the largest candidate seen to fit, -1 for none; `high` that of the smallest above it
+    seen not to fit, `len(candidates)` for none.
+    """
+
+    candidates: _Candidates
+    budget_bytes: int
+    start: int | None
+    low: int = -1
+    high: int = 0
+    peaks: dict[int, int] = field(default_factory=dict)
+    trials: list[TrialRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.high = len(self.candidates)
+
+    @property
+    def settled(self) -> bool:
+        return self.high - self.low == 1
+
+    @property
+    def unbounded(self) -> bool:
+        """Nothing above `low` has been tried."""
+        return self.high == len(self.candidates)
+
+    @property
+    def hint(self) -> int | None:
+        """Index of `start` as long as no trial has answered it."""
+        if self.start is None:
+            return None
+        index = self.candidates.nearest(self.start)
+        return index if self.low < index < self.high else None
+
+    def distance(self, size: int) -> int:
+        """Bytes between the peak of a measured size and the budget."""
+        return abs(self.peaks[size] - self.budget_bytes)
+
+    def inside(self, index: int) -> int:
+        """The index, or the one inside the bracket that is closest to it."""
+        return max(self.low + 1, min(index, self.high - 1))
+
+    def add(self, trial: TrialRecord) -> None:
+        self.trials.append(trial)
+        self.absorb([trial])
+
+    def absorb(self, records: Iterable[TrialRecord]) -> None:
+        """Narrow the bracket. Records may contradict each other: the largest size that fitted wins."""
+        fits, fails = [self.low], [self.high]
+        for record in records:
+            if record.peak_bytes is not None:
+                self.peaks[record.size] = record.peak_bytes
+            if record.size in self.candidates:
+                fitting = _status(record.peak_bytes, self.budget_bytes) == "fits"
+                (fits if fitting else fails).append(self.candidates.nearest(record.size))
+        self.low = max(fits)
+        self.high = min(index for index in fails if index > self.low)
+
+
+def _guided(search: _Search) -> int:
+    if search.hint is not None:
+        return search.hint
+    if len(search.trials) >= GUIDED_TRIALS:
+        doubled = search.low + 2 ** (len(search.trials) - GUIDED_TRIALS)
+        return doubled if search.unbounded else _middle(search)
+    if not search.peaks:
+        size = FIRST_SIZE if search.unbounded else search.candidates[search.high] / GROWTH
+        return search.candidates.nearest(size)
+    return _where_the_line_meets_the_budget(search)
+
+
+def _where_the_line_meets_the_budget(search: _Search) -> int:
+    candidates, high = search.candidates, search.high
+    anchor = _anchor(search)
+    slope = _slope(search, anchor)
+    if slope is None:
+        return _middle(search)
+    step = (search.budget_bytes - search.peaks[anchor]) / slope
+    if not search.unbounded and anchor < candidates[high] <= anchor + step:
+        return high - round(RETREAT * (high - search.low))
+    if step > 0:
+        step = min((1 - SHORT) * step, (GROWTH - 1) * anchor)
+    return candidates.nearest(anchor + step)
+
+
+def _anchor(search: _Search) -> int:
+    """The measured size that the line goes through: an end of the bracket, if one left a peak."""
+    ends = (search.candidates[i] for i in (search.low, search.high) if 0 <= i < len(search.candidates))
+    measured = [size for size in ends if size in search.peaks]
+    return min(measured or search.peaks, key=search.distance)
+
+
+def _slope(search: _Search, anchor: int) -> float | None:
+    """Bytes per sample at the anchor; None in a bracket whose peaks are too flat to tell."""
+    proportional = max(search.peaks[anchor], 1) / anchor
+    others = sorted(search.peaks.keys() - {anchor}, key=search.distance)
+    if not others:
+        return (1 - FIXED_SHARE) * proportional
+    slopes = ((search.peaks[size] - search.peaks[anchor]) / (size - anchor) for size in others)
+    flattest = MIN_STEEPNESS * proportional
+    return next((slope for slope in slopes if slope >= flattest), flattest if search.unbounded else None)
+
+
+def _middle(search: _Search) -> int:
+    return (search.low + search.high) // 2
+
+
+def _power(search: _Search) -> int | None:
+    """Double the size while it fits; halve it while none has."""
+    candidates = search.candidates
+    if search.low >= 0:
+        return candidates.nearest(2 * candidates[search.low]) if search.unbounded else None
+    if search.unbounded:
+        return search.hint or 0
+    return candidates.nearest(candidates[search.high] / 2)
+
+
+def _binsearch(search: _Search) -> int | None:
+    return _power(search) if search.unbounded else _middle(search)
+
+
+STRATEGIES: dict[str, Callable[[_Search], int | None]] = {
+    "guided": _guided,
+    "binary": _middle,
+    "power": _power,
+    "binsearch": _binsearch,
+}
+"""What each strategy tries next: the index of a candidate, or None to stop."""

@@ -1,0 +1,157 @@
+"""YAML files: every scalar as it was typed, with its line, and every fault named.
+
+PyYAML would turn a name such as `on` or `007` into a bool or a number before the key's type is known, and
+would keep the last of two equal keys. Here plain scalars keep their text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+from typing import Any
+
+import yaml
+
+from linnaeus.config.keys import Path, dotted
+from linnaeus.config.settings import Setting
+from linnaeus.config.values import Bare
+
+FLOAT_TAG = "tag:yaml.org,2002:float"
+EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|[-+]?(?:[0-9][0-9_]*)?\.[0-9_]*[eE][0-9]+")
+"""Numbers such as 1e-3, which YAML 1.1 takes for text."""
+
+
+class Loader(yaml.SafeLoader):
+    """YAML as configurations use it: `1e-3` is a number, and a date is text."""
+
+
+Loader.add_implicit_resolver(FLOAT_TAG, EXPONENT, list("-+0123456789."))
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in Loader.yaml_implicit_resolvers.items()
+}
+for _tag in ("value", "merge"):  # `=` and `<<` are text when they are values
+    Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", lambda loader, node: str(node.value))
+
+
+def read_file(name: str) -> tuple[list[Setting], list[str]]:
+    """Read a configuration file.
+
+    Args:
+        name: the path as the user gave it.
+
+    Returns:
+        The settings in the file's order, and the problems.
+    """
+    problems: list[str] = []
+    try:
+        text = FilePath(name).expanduser().read_text(encoding="utf-8")
+        return list(_Reader(name, text, problems).settings()), problems
+    except FileNotFoundError:
+        problem = f"{name}: no such file (--cfg)"
+    except IsADirectoryError:
+        problem = f"{name}: is a folder, not a file (--cfg)"
+    except OSError as error:
+        problem = f"{name}: cannot be read: {error.strerror} (--cfg)"
+    except yaml.YAMLError as error:
+        problem = _yaml_problem(name, error)
+    except (ValueError, RuntimeError) as error:  # not UTF-8, a NUL in the name, nested too deeply
+        problem = f"{name}: is not a text file in YAML: {error} (--cfg)"
+    return [], [*problems, problem]
+
+
+def _yaml_problem(name: str, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    line = f", line {mark.line + 1}" if mark else ""
+    parts = (getattr(error, "context", None), getattr(error, "problem", None))
+    reason = ", ".join(part for part in parts if part) or str(error).splitlines()[0]
+    return f"{name}{line}: broken YAML: {reason}"
+
+
+class _Reader:
+    """Turns the nodes of one file into settings."""
+
+    def __init__(self, name: str, text: str, problems: list[str]) -> None:
+        self.name = name
+        self.problems = problems
+        self._loader = Loader(text)
+        self._above: set[int] = set()  # nodes being read, for aliases that contain themselves
+
+    def settings(self) -> Iterator[Setting]:
+        root = self._loader.get_single_node()
+        self._find_duplicates(root, (), set())  # before `<<` adds keys that may stand twice
+        if isinstance(root, yaml.MappingNode):
+            yield from self._mapping(root, ())
+        elif root is not None and self._scalar_or_list(root) is not None:
+            self.problems.append(f"{self.name}: must hold keys with values (KEY: value), not {_kind(root)}")
+
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> Iterator[Setting]:
+        self._enter(node)
+        for name, child in self._items(node):
+            here = (*path, name)
+            if isinstance(child, yaml.MappingNode) and child.value:
+                yield from self._mapping(child, here)
+            else:
+                origin = f"{self.name}, line {child.start_mark.line + 1}"
+                yield Setting(here, self._value(child), origin)
+        self._above.discard(id(node))
+
+    def _find_duplicates(self, node: yaml.Node | None, path: Path, done: set[int]) -> None:
+        if not isinstance(node, yaml.CollectionNode) or id(node) in done:
+            return
+        done.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            for child in node.value:
+                self._find_duplicates(child, path, done)
+            return
+        seen: set[Any] = set()
+        for name_node, child in node.value:
+            here = (*path, self._name(name_node))
+            if here[-1] in seen:
+                line = name_node.start_mark.line + 1
+                self.problems.append(f"{dotted(here)}: stands twice ({self.name}, line {line})")
+            seen.add(here[-1])
+            self._find_duplicates(child, here, done)
+
+    def _items(self, node: yaml.MappingNode) -> Iterator[tuple[Any, yaml.Node]]:
+        """The keys and values of a mapping, with `<<` merged in."""
+        self._loader.flatten_mapping(node)
+        yield from {self._name(name_node): child for name_node, child in node.value}.items()
+
+    def _name(self, node: yaml.Node) -> Any:
+        name = self._loader.construct_object(node) if isinstance(node, yaml.ScalarNode) else None
+        if not isinstance(name, (str, int, float)):
+            problem = "a key must be text"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return name
+
+    def _value(self, node: yaml.Node) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            self._enter(node)
+            value: Any = {name: self._value(child) for name, child in self._items(node)}
+            self._above.discard(id(node))
+            return value
+        return self._scalar_or_list(node)
+
+    def _scalar_or_list(self, node: yaml.Node) -> Any:
+        if isinstance(node, yaml.SequenceNode):
+            self._enter(node)
+            items = [self._value(child) for child in node.value]
+            self._above.discard(id(node))
+            return items
+        assert isinstance(node, yaml.ScalarNode)
+        value = self._loader.construct_object(node)
+        if value is not None and not isinstance(value, (str, int, float)):
+            problem = f"a {type(value).__name__} cannot be a value"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return value if value is None or node.style else Bare(node.value, lambda: value)
+
+    def _enter(self, node: yaml.Node) -> None:
+        if id(node) in self._above:
+            raise yaml.constructor.ConstructorError(None, None, "an alias holds itself", node.start_mark)
+        self._above.add(id(node))
+
+
+def _kind(node: yaml.Node) -> str:
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a single value"

@@ -1,0 +1,61 @@
+"""The text of `--help`."""
+
+from __future__ import annotations
+
+from linnaeus.config.keys import NODES
+from linnaeus.config.presets import available
+
+_USAGE = """\
+Linnaeus trains image classifiers from a configuration, with the largest batch size that is safe in memory.
+
+usage: python -m linnaeus.train [--cfg FILE] [group=preset ...] [KEY VALUE | KEY=VALUE ...]
+       torchrun --nproc_per_node=4 -m linnaeus.main --cfg FILE ...
+
+options:
+  --cfg FILE      read a YAML file; only what differs from the defaults needs to stand in it
+  --print-config  print the whole configuration, resolved, and exit
+  --opts          may stand before the overrides; changes nothing
+  -h, --help      print this text and exit
+
+Keys can be set in four ways; the later in this list wins, and of two overrides the one further right:
+  group=preset    a preset that ships with the package
+  --cfg FILE      a file
+  KEY VALUE       an override, such as DATA.BATCH_SIZE 64
+  KEY=VALUE       the same in Hydra's spelling; ~KEY goes back to the default
+"""
+
+_REST = """\
+MODEL, DATA.DATASET, LOSS and OPTIMIZER also take a class of your own:
+  MODEL._target_=my_package.MyModel MODEL.width=64
+
+examples:
+  python -m linnaeus.train DATA.AUTOBATCH.ENABLED True DATA.AUTOBATCH.TARGET_MEMORY_FRACTION 0.85
+  python -m linnaeus.train --cfg my_exp.yaml TRAIN.EPOCHS=5 TRAIN.AMP bf16
+  python -m linnaeus.train model=resnet50 data=imagefolder DATA.DATASET.ROOT /data/birds
+  python -m linnaeus.train --cfg my_exp.yaml --print-config
+
+exit codes: 0 done, 2 configuration, 3 no batch size found, 1 anything else
+"""
+
+
+def help_text() -> str:
+    """Usage, the ways to set a key, the top-level nodes, the presets, examples and exit codes."""
+    nodes = {path[0]: doc for path, doc in NODES.items() if len(path) == 1}
+    presets = {group: ", ".join(names) for group, names in available().items()}
+    return "\n".join(
+        [
+            _USAGE,
+            "nodes (--print-config shows every key):",
+            *_table(nodes),
+            "",
+            "presets (group=name):",
+            *_table(presets),
+            "",
+            _REST,
+        ]
+    )
+
+
+def _table(rows: dict[str, str]) -> list[str]:
+    width = max(map(len, rows), default=0)
+    return [f"  {name:<{width}}  {text}" for name, text in rows.items()]

@@ -1,0 +1,143 @@
+"""Which keys exist, what each one takes, and which real key a misspelled one is closest to.
+
+A path is a tuple of components, `("DATA", "BATCH_SIZE")`; its dotted form is what users type. Keys of a file
+may be numbers or contain dots, so paths, not dotted text, are compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
+from typing import Any
+
+from linnaeus.config.schema import PLUGGABLE, Config
+
+Path = tuple[Any, ...]
+
+TARGET = "_target_"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key that holds a value; the fields are those of `schema.key`."""
+
+    path: Path
+    hint: Any
+    default: Any
+    doc: str
+    unit: str | None
+    choices: tuple[str, ...] | None
+    bounds: Mapping[str, float]
+    check: Callable[[Any], str | None] | None
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether any key may stand below this one."""
+        return typing.get_origin(self.hint) is dict
+
+
+class Place(enum.Enum):
+    """What a path is when it is not a typed key."""
+
+    NODE = "a group of keys"
+    FREE = "below a `_target_` node or a mapping, where any key may stand"
+    UNKNOWN = "no such key"
+
+
+def dotted(path: Path) -> str:
+    """The path as a user types it."""
+    return ".".join(str(part) for part in path)
+
+
+def strip_optional(hint: Any) -> tuple[Any, bool]:
+    """Split `X | None` into X and whether None is allowed."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        members = [member for member in typing.get_args(hint) if member is not type(None)]
+        return members[0], True
+    return hint, False
+
+
+def node_class(field: dataclasses.Field[Any], hint: Any) -> type | None:
+    """The dataclass behind a field that is a group of keys, else None."""
+    for candidate in (hint, field.default_factory):
+        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
+            return candidate
+    return None
+
+
+def _walk(cls: type, path: Path) -> Iterator[Key | tuple[Path, str]]:
+    """Every key, and for every group of keys its path and doc."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        here, hint = (*path, field.name), hints[field.name]
+        node = node_class(field, hint)
+        if node is not None:
+            yield here, field.metadata["doc"]
+            yield from _walk(node, here)
+            continue
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        yield Key(here, hint, default, **field.metadata)
+
+
+_found = list(_walk(Config, ()))
+KEYS: dict[Path, Key] = {found.path: found for found in _found if isinstance(found, Key)}
+NODES: dict[Path, str] = {found[0]: found[1] for found in _found if not isinstance(found, Key)}
+PLUGGABLE_PATHS: frozenset[Path] = frozenset(tuple(name.split(".")) for name in PLUGGABLE)
+
+
+def locate(path: Path, free: Collection[Path] = ()) -> Key | Place:
+    """Say what a path is.
+
+    Args:
+        path: the path in question.
+        free: the nodes that a `_target_` has replaced.
+    """
+    for length in range(1, len(path) + 1):
+        prefix = path[:length]
+        if prefix in free:
+            return Place.NODE if length == len(path) else Place.FREE
+        if prefix in KEYS:
+            key = KEYS[prefix]
+            if length == len(path):
+                return key
+            return Place.FREE if key.is_mapping and TARGET not in path else Place.UNKNOWN
+        if prefix not in NODES:
+            return Place.UNKNOWN
+    return Place.NODE
+
+
+def is_known(name: str) -> bool:
+    """Whether a dotted name is a key, or may be one because its node takes free keys."""
+    path = tuple(name.split("."))
+    return path in KEYS or locate(path, PLUGGABLE_PATHS) is Place.FREE
+
+
+def closest(name: str) -> str | None:
+    """The real key that a misspelled dotted name most likely means.
+
+    The whole name and its last component both count, so a key without its node is found as well.
+
+    >>> closest("DATA.BATCHSIZE"), closest("BATCH_SIZE"), closest("data.autobatch.enable")
+    ('DATA.BATCH_SIZE', 'DATA.BATCH_SIZE', 'DATA.AUTOBATCH.ENABLED')
+    """
+    wanted = name.upper()
+    score, _, best = max((_likeness(wanted, dotted(path)), -len(path), dotted(path)) for path in KEYS)
+    return best if score >= 0.77 else None
+
+
+def _likeness(wanted: str, candidate: str) -> float:
+    whole = SequenceMatcher(None, wanted, candidate).ratio()
+    last = SequenceMatcher(None, wanted.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
+    return max(whole, 0.85 * last + 0.15 * whole)
+
+
+def suggest(word: str, candidates: Collection[str]) -> str:
+    """`; did you mean X?` for the candidate most like the word, or nothing."""
+    matches = get_close_matches(word, list(candidates), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]}?" if matches else ""

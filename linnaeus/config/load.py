@@ -1,0 +1,147 @@
+"""The command line becomes a `Config`; a `Config` becomes a file.
+
+Precedence, lowest first: schema defaults, presets, the `--cfg` file, the command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from linnaeus.config.files import EXPONENT, FLOAT_TAG, read_file
+from linnaeus.config.merge import merge
+from linnaeus.config.overrides import CommandLine, parse_command_line
+from linnaeus.config.presets import read_presets
+from linnaeus.config.resolve import resolve
+from linnaeus.config.schema import PLUGGABLE, Config
+from linnaeus.config.settings import from_overrides
+from linnaeus.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration, and what else the command line asks for.
+
+    Attributes:
+        config: fully resolved; the defaults when help is asked for.
+        print_config: print the configuration and exit.
+        show_help: print the help and exit.
+    """
+
+    config: Config
+    print_config: bool = False
+    show_help: bool = False
+
+
+def load_config(argv: Sequence[str]) -> LoadedConfig:
+    """Load the configuration that a command line describes.
+
+    Args:
+        argv: the tokens after the program's name.
+
+    Raises:
+        ConfigError: lists everything that is wrong.
+    """
+    line = parse_command_line(argv)
+    if line.show_help:
+        line = CommandLine(show_help=True)
+    try:
+        config = _compose(line)
+    except RecursionError:
+        raise ConfigError("values are nested too deeply to be read") from None
+    return LoadedConfig(config, print_config=line.print_config, show_help=line.show_help)
+
+
+def _compose(line: CommandLine) -> Config:
+    """Bring all sources together."""
+    presets, preset_problems = read_presets(line.presets)
+    file, file_problems = read_file(line.cfg) if line.cfg is not None else ([], [])
+    merged = merge(presets, [*file, *from_overrides(line.overrides)])
+    if file_problems and not file:
+        # The file may have set a `_target_`: which keys these nodes take is not known.
+        pluggable = tuple(f"{sign}{name}." for name in PLUGGABLE for sign in ("", "~"))
+        merged.problems = [text for text in merged.problems if not text.startswith(pluggable)]
+    config, problems = resolve(merged)
+    problems = [*line.problems, *preset_problems, *file_problems, *merged.problems, *problems]
+    if problems or config is None:
+        raise ConfigError(problems)
+    return config
+
+
+def with_batch_sizes(config: Config, train: int | None = None, val: int | None = None) -> Config:
+    """A new configuration with other batch sizes; None keeps a size. The given one is left alone."""
+    data = dataclasses.replace(
+        config.DATA,
+        BATCH_SIZE=config.DATA.BATCH_SIZE if train is None else train,
+        BATCH_SIZE_VAL=config.DATA.BATCH_SIZE_VAL if val is None else val,
+    )
+    return dataclasses.replace(config, DATA=data)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `files.Loader` reads back as the same value."""
+
+
+def _represent_str(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # `None` without quotes would be read as null; line breaks and the like survive only in double quotes.
+    needs_quotes = text.lower() in ("none", "null") or not text.isprintable()
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if needs_quotes else None)
+
+
+def _represent_list(dumper: _Dumper, items: list[Any]) -> yaml.SequenceNode:
+    is_flat = not any(isinstance(item, (list, dict)) for item in items)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=is_flat)
+
+
+_Dumper.add_implicit_resolver(FLOAT_TAG, EXPONENT, list("-+0123456789."))
+_Dumper.add_representer(str, _represent_str)
+_Dumper.add_representer(list, _represent_list)
+_Dumper.ignore_aliases = lambda self, data: True  # type: ignore[method-assign]
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as YAML, in the schema's order, with every value written out.
+
+    `--cfg` reads the text back to an equal configuration.
+    """
+    plain = _escape(dataclasses.asdict(config))
+    text: str = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31)
+    return text
+
+
+def _escape(value: Any) -> Any:
+    """Write `${` so that it is read as text: everything is resolved already."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    return [_escape(item) for item in value] if isinstance(value, list) else value
+
+
+def save_config(config: Config, path: str | os.PathLike[str]) -> None:
+    """Write the configuration as YAML, so that a reader sees the old file or the new one, never a part.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(to_yaml(config))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise ConfigError(f"{target}: cannot be written: {error.strerror} (EXPERIMENT.OUTPUT_DIR)") from error

@@ -1,0 +1,187 @@
+"""Settings of all sources become one typed value for each key; what the schema does not know is a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from linnaeus.config.keys import (
+    KEYS,
+    NODES,
+    PLUGGABLE_PATHS,
+    TARGET,
+    Key,
+    Path,
+    Place,
+    closest,
+    dotted,
+    locate,
+)
+from linnaeus.config.settings import Setting, flatten
+from linnaeus.config.values import Bare, convert, show, untyped
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The value that won at one key.
+
+    Attributes:
+        value: of the key's type, or text with interpolations.
+        given: what was typed, for messages.
+        origin: where it was typed; None for the schema's default.
+    """
+
+    value: Any
+    given: Any
+    origin: str | None
+
+    @property
+    def place(self) -> str:
+        """The origin in words."""
+        return self.origin or "default"
+
+
+@dataclass
+class Merged:
+    """All entries, the nodes that a `_target_` replaced, and the problems so far."""
+
+    entries: dict[Path, Entry] = field(default_factory=dict)
+    free: set[Path] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+
+def merge(presets: Sequence[Setting], others: Sequence[Setting]) -> Merged:
+    """Merge settings over the schema's defaults, the later over the earlier.
+
+    Args:
+        presets: settings of presets, the lowest of the sources.
+        others: settings of the file and then of the command line.
+    """
+    merged = Merged()
+    kept = _apply_deletions([*presets, *others], merged.problems)
+    merged.free = {setting.path[:-1] for setting in kept if _is_target(setting.path)}
+    from_presets = {setting.origin for setting in presets}
+    preset_targets = {s.path[:-1] for s in kept if _is_target(s.path) and s.origin in from_presets}
+    for path, key in KEYS.items():
+        if not _below_any(path, merged.free):
+            merged.entries[path] = Entry(convert(key.default, key.hint), key.default, None)
+    for setting in kept:
+        # A preset for the built-in node says nothing about the user's own class.
+        if setting.origin in from_presets and _below_any(setting.path, merged.free - preset_targets):
+            continue
+        problem = _set(merged, setting)
+        if problem:
+            merged.problems.append(f"{dotted(setting.path)}: {problem}")
+    return merged
+
+
+def _is_target(path: Path) -> bool:
+    return path[:-1] in PLUGGABLE_PATHS and path[-1] == TARGET
+
+
+def _below_any(path: Path, nodes: Iterable[Path]) -> bool:
+    return any(path[: len(node)] == node for node in nodes)
+
+
+def _apply_deletions(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
+    """Drop what a later `~KEY` deletes."""
+    kept: list[Setting] = []
+    for setting in settings:
+        if not setting.delete:
+            kept.append(setting)
+            continue
+        path, before = setting.path, len(kept)
+        if setting.value is not None and not _holds(kept, setting):
+            problems.append(
+                f"~{dotted(path)}: is not {show(setting.value)}, nothing deleted ({setting.origin})"
+            )
+            continue
+        kept = [other for other in kept if other.path[: len(path)] != path]
+        if len(kept) == before and locate(path) in (Place.UNKNOWN, Place.FREE):
+            problems.append(f"~{_unknown(path, setting.origin, with_name=True)}")
+    return kept
+
+
+def _holds(kept: Sequence[Setting], deletion: Setting) -> bool:
+    """Whether `~KEY=VALUE` names the value that the key has so far."""
+    key = KEYS.get(deletion.path)
+    current = [key.default] if key else []
+    current += [setting.value for setting in kept if setting.path == deletion.path]
+    try:
+        hint = key.hint if key else Any
+        return bool(current) and convert(current[-1], hint) == convert(deletion.value, hint)
+    except ValueError:
+        return False
+
+
+def _set(merged: Merged, setting: Setting) -> str | None:
+    """Enter one setting; returns what is wrong with it."""
+    place = locate(setting.path, merged.free)
+    if place is Place.UNKNOWN:
+        return _unknown(setting.path, setting.origin)
+    if place is Place.NODE:
+        # An empty section in a file sets nothing.
+        return None if setting.value in (None, {}) else _not_a_value(setting)
+    try:
+        if isinstance(place, Key):
+            if not (place.is_mapping and setting.value is None):
+                value = convert(setting.value, place.hint)
+                _put(merged.entries, setting.path, Entry(value, setting.value, setting.origin))
+            return None
+        if not all(isinstance(part, str) for part in _names(setting.path, merged.free)):
+            return f"the names of arguments must be text ({setting.origin})"
+        for part in flatten(setting.path, untyped(setting.value), setting.origin):
+            _put(merged.entries, part.path, Entry(part.value, setting.value, setting.origin))
+    except ValueError as error:
+        return f"{error} ({setting.origin})"
+    return None
+
+
+def _names(path: Path, free: Iterable[Path]) -> Path:
+    """The components that name arguments: the first below a free node or a mapping."""
+    roots = [*free, *(key.path for key in KEYS.values() if key.is_mapping)]
+    return tuple(path[len(root)] for root in roots if path[: len(root)] == root and len(path) > len(root))
+
+
+def _put(entries: dict[Path, Entry], path: Path, entry: Entry) -> None:
+    """Enter a value, and drop what stood above or below it; an empty mapping adds nothing to a full one."""
+    size = len(path)
+    below = [other for other in entries if other[:size] == path and len(other) > size]
+    if entry.value == {} and below:
+        return
+    for length in range(1, size):
+        above = entries.get(path[:length])
+        if above and isinstance(above.value, list):
+            raise ValueError(f"{dotted(path[:length])} is a list, which can only be set as a whole")
+        entries.pop(path[:length], None)
+    for other in below:
+        del entries[other]
+    entries[path] = entry
+
+
+def _unknown(path: Path, origin: str, *, with_name: bool = False) -> str:
+    name = dotted(path)
+    start = f"{name}: " if with_name else ""
+    upper = next((path[:size] for size in range(1, len(path)) if path[:size] in KEYS), None)
+    if any("." in str(part) for part in path):
+        return f"{start}no such key ({origin}); keys in a file are nested, not joined by dots"
+    if upper and TARGET not in path:
+        return f"{start}no such key ({origin}); {dotted(upper)} takes a value and has no keys below it"
+    if path in NODES:
+        return f"{start}is a group of keys ({origin})"
+    real = closest(name)
+    if real:
+        return f"{start}no such key ({origin}); did you mean {real}?"
+    node = next((node for node in PLUGGABLE_PATHS if path[:-1] == node), None)
+    hint = f"; {dotted(node)} takes other keys when {dotted(node)}._target_ is set" if node else ""
+    return f"{start}no such key ({origin}){hint}"
+
+
+def _not_a_value(setting: Setting) -> str:
+    shown = show(setting.value) if not isinstance(setting.value, Bare) else repr(setting.value.text)
+    first = next((dotted(path) for path in KEYS if path[: len(setting.path)] == setting.path), "")
+    example = f", such as {first}" if first else ""
+    return (
+        f"is a group of keys, not a key that takes {shown} ({setting.origin}); set the keys below it{example}"
+    )

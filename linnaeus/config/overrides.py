@@ -1,0 +1,155 @@
+"""The command line, token by token. Pure: no file is read and no value is given a type here.
+
+Overrides are `KEY VALUE`, or Hydra's `KEY=VALUE` with its prefixes `+`, `++` and `~`; `--opts` may stand
+before them and changes nothing. A lower-case `group=name` selects a preset.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from linnaeus.config.keys import KEYS, NODES, closest, is_known, suggest
+
+FLAGS = ("--cfg", "--opts", "--print-config", "--help", "-h")
+_TOKEN = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
+_GROUP = re.compile(r"[a-z][a-z0-9_]*")
+_NUMBER = re.compile(r"-[\d.]")
+
+
+@dataclass(frozen=True)
+class Override:
+    """One key and the text of its value, as typed.
+
+    Attributes:
+        key: dotted name.
+        text: the value; None when a `~KEY` came without one.
+        delete: the key goes back to what it is without the user's say.
+    """
+
+    key: str
+    text: str | None
+    delete: bool = False
+
+
+@dataclass
+class CommandLine:
+    """What the tokens say.
+
+    Attributes:
+        overrides: in the order typed.
+        presets: the preset chosen for each group, in the order typed.
+        cfg: the configuration file.
+        print_config: `--print-config` was given.
+        show_help: `--help` or `-h` was given.
+        problems: one sentence for each token that cannot be used.
+    """
+
+    overrides: list[Override] = field(default_factory=list)
+    presets: dict[str, str] = field(default_factory=dict)
+    cfg: str | None = None
+    print_config: bool = False
+    show_help: bool = False
+    problems: list[str] = field(default_factory=list)
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+    """Read the tokens after the program's name, left to right.
+
+    Problems are collected, not raised.
+
+    >>> parse_command_line(["DATA.BATCH_SIZE", "8", "data=digits"]).overrides
+    [Override(key='DATA.BATCH_SIZE', text='8', delete=False)]
+    """
+    line = CommandLine()
+    position = 0
+    while position < len(argv):
+        token, following = argv[position], argv[position + 1] if position + 1 < len(argv) else None
+        is_flag = token.startswith("-") and not _NUMBER.match(token)
+        read: Callable[[CommandLine, str, str | None], int] = _flag if is_flag else _override
+        position += read(line, token, following)
+    return line
+
+
+def _flag(line: CommandLine, token: str, following: str | None) -> int:
+    """Read a flag; returns how many tokens it took."""
+    name, has_value, value = token.partition("=")
+    if name == "--cfg":
+        return _cfg(line, value if has_value else None, following)
+    if name not in FLAGS:
+        key = name.lstrip("-")
+        real = closest(key) if "." in key or key.isupper() else None
+        hint = f"; keys have no dashes: {real}" if real else suggest(name, FLAGS)
+        line.problems.append(f"{name}: no such option{hint}")
+    elif has_value:
+        line.problems.append(f"{name}: takes no value")
+    elif name == "--print-config":
+        line.print_config = True
+    elif name != "--opts":
+        line.show_help = True
+    return 1
+
+
+def _cfg(line: CommandLine, value: str | None, following: str | None) -> int:
+    taken = 1
+    if value is None and following is not None and not _is_flag(following):
+        value, taken = following, 2
+    if not value:
+        line.problems.append("--cfg: needs a file")
+    elif line.cfg is not None:
+        line.problems.append(f"--cfg: given twice, {line.cfg} and {value}; there can be one file")
+    else:
+        line.cfg = value
+    return taken
+
+
+def _override(line: CommandLine, token: str, following: str | None) -> int:
+    """Read an override or a preset; returns how many tokens it took."""
+    match = _TOKEN.fullmatch(token)
+    if not match:
+        line.problems.append(_stray(token))
+        return 1
+    prefix, key, text = match.groups()
+    if _GROUP.fullmatch(key) and (text is not None or prefix == "~"):
+        _select(line, key, text, prefix == "~")
+    elif text is not None or prefix == "~":
+        line.overrides.append(Override(key, text, delete=prefix == "~"))
+    elif not _may_be_key(key):
+        line.problems.append(_stray(token))
+    elif following is None or _is_flag(following) or _begins_override(following):
+        line.problems.append(f"{key}: key without a value (command line)")
+    else:
+        line.overrides.append(Override(key, following))
+        return 2
+    return 1
+
+
+def _select(line: CommandLine, group: str, text: str | None, delete: bool) -> None:
+    line.presets.pop(group, None)  # the last one wins, and takes the last place
+    if not delete:
+        line.presets[group] = (text or "").strip("'\"")
+
+
+def _is_flag(token: str) -> bool:
+    return token.partition("=")[0] in FLAGS
+
+
+def _may_be_key(name: str) -> bool:
+    """Whether a token without `=` is meant as a key: upper case, or the misspelled path of one."""
+    top = name.partition(".")[0]
+    return top.isupper() or ("." in name and (top.upper(),) in NODES)
+
+
+def _begins_override(token: str) -> bool:
+    """Whether a token that could be a value is more likely the next override."""
+    match = _TOKEN.fullmatch(token)
+    if not match:
+        return False
+    _, key, text = match.groups()
+    return is_known(key) if text is not None else tuple(key.split(".")) in KEYS
+
+
+def _stray(token: str) -> str:
+    hint = f"; did you mean --cfg {token}?" if token.endswith((".yaml", ".yml")) else ""
+    return f"{token!r}: neither KEY VALUE, KEY=VALUE, group=preset nor an option{hint}"

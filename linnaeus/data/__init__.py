@@ -1,0 +1,1 @@
+"""Datasets, taxonomy, transforms, loaders, and made-up batches of any size."""

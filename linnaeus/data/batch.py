@@ -1,0 +1,223 @@
+"""A batch, its way to the device, and made-up batches of any size for the batch-size search."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import cycle, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from linnaeus.data import nest
+from linnaeus.data.rng import derive_seed, preserved_generators, seed_generators
+from linnaeus.errors import DataError
+
+
+class Batch(NamedTuple):
+    """What one training or validation step consumes.
+
+    Attributes:
+        inputs: float tensor [B, C, H, W], or any nest of tensors for a user's dataset.
+        targets: int64 tensor [B, R], one column per rank, -1 unknown; or whatever a user's dataset without
+            taxonomy gives.
+    """
+
+    inputs: Any
+    targets: Any
+
+
+def batch_size(batch: Batch) -> int:
+    """Number of samples in a batch, as its targets tell, or else its inputs.
+
+    Raises:
+        DataError: nothing in the batch tells.
+    """
+    for part in (batch.targets, batch.inputs):
+        if isinstance(part, Tensor) and part.ndim:
+            return len(part)
+    return num_samples(tuple(batch))
+
+
+def num_samples(part: Any) -> int:
+    """Number of samples in a tensor or in a nest of tensors.
+
+    The first dimension that all tensors share; where they share none, the length of the list that they stand
+    in, as detection models take it.
+
+    Raises:
+        DataError: there is no tensor with a dimension.
+    """
+    leading = {len(tensor) for tensor in nest.tensors(part) if tensor.ndim}
+    if len(leading) == 1:
+        return leading.pop()
+    if not leading:
+        raise DataError("the batch holds no tensor with a batch dimension")
+    first = part[0] if type(part) is tuple and part else part
+    if isinstance(first, tuple | list):
+        return len(first)
+    return next(len(tensor) for tensor in nest.tensors(part) if tensor.ndim)
+
+
+def to_device(
+    batch: Batch, device: torch.device | str, *, non_blocking: bool = False, channels_last: bool = False
+) -> Batch:
+    """Move every tensor of a batch, in nests of tuples, lists and dicts too.
+
+    Args:
+        batch: the batch.
+        device: where to.
+        non_blocking: do not wait for copies from page-locked memory.
+        channels_last: give floating-point inputs with 4 dimensions that memory format.
+    """
+
+    def move(leaf: Any) -> Any:
+        moved = getattr(leaf, "to", None)
+        return moved(device, non_blocking=non_blocking) if moved is not None else leaf
+
+    def move_input(leaf: Any) -> Any:
+        if channels_last and _is_image(leaf):
+            return leaf.to(device, non_blocking=non_blocking, memory_format=torch.channels_last)
+        return move(leaf)
+
+    return Batch(nest.map_leaves(move_input, batch.inputs), nest.map_leaves(move, batch.targets))
+
+
+class BatchSpec:
+    """Makes batches of any size that look like the loader's, without a loader.
+
+    The samples are real ones, of the largest shape among those looked at. Where collating is plainly stacking
+    or concatenating, a batch is filled on the device, and holds bit for bit what collating as many samples
+    would give; else (a collate function that shuffles, packs or counts) the samples are really collated.
+
+    Args:
+        samples: samples of one and the same shape.
+        collate: turns samples into a `Batch`.
+        seed: for collate functions that draw random numbers.
+    """
+
+    def __init__(self, samples: list[Any], collate: Callable[[list[Any]], Batch], seed: int = 0) -> None:
+        self.samples = samples
+        self.collate = collate
+        self.seed = seed
+        self.bytes_per_sample = nest.num_bytes(self._collate([samples[0]]))
+        self._base = self._collate(samples)
+        self._axes = _batch_axes(samples, self._collate)
+
+    @classmethod
+    def from_dataset(
+        cls, dataset: Dataset[Any], collate: Callable[[list[Any]], Batch], num_samples: int, seed: int
+    ) -> BatchSpec:
+        """Look at some samples of a dataset and keep those with the largest shape.
+
+        The global random generators are as they were afterwards.
+
+        Args:
+            dataset: map-style dataset.
+            collate: turns samples into a `Batch`.
+            num_samples: how many samples to look at.
+            seed: chooses the samples, and seeds what they draw.
+
+        Raises:
+            DataError: the dataset is empty.
+        """
+        length = len(dataset)  # type: ignore[arg-type]
+        if length == 0:
+            raise DataError("the dataset has no sample to take the shape of a batch from")
+        chosen = random.Random(seed).sample(range(length), min(num_samples, length))
+        groups: dict[Any, list[Any]] = {}
+        elements: dict[Any, int] = {}
+        with preserved_generators():
+            for index in chosen:
+                seed_generators(derive_seed(seed, index))
+                sample = dataset[index]
+                single = collate([sample])
+                shapes = tuple(tuple(tensor.shape) for tensor in nest.tensors(single))
+                groups.setdefault(shapes, []).append(sample)
+                elements[shapes] = nest.num_elements(single)
+        largest = max(elements, key=lambda shapes: elements[shapes])
+        return cls(groups[largest], collate, seed)
+
+    def make(self, n: int, device: torch.device | str, *, channels_last: bool = False) -> Batch:
+        """A batch of n samples on a device; holds there no more memory than the batch itself.
+
+        Args:
+            n: number of samples, at least 1.
+            device: where the batch lies.
+            channels_last: give floating-point inputs with 4 dimensions that memory format.
+        """
+        if self._axes is None:
+            batch = self._collate(list(islice(cycle(self.samples), n)))
+            return to_device(batch, device, channels_last=channels_last)
+        axes = iter(self._axes)
+        num_base = len(self.samples)
+
+        def fill(leaf: Any, *, is_input: bool) -> Any:
+            axis = next(axes)
+            if axis is None:
+                return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+            wanted = leaf.shape[axis] // num_base * n
+            return _filled(leaf, axis, wanted, device, channels_last=channels_last and is_input)
+
+        inputs = nest.map_leaves(lambda leaf: fill(leaf, is_input=True), self._base.inputs)
+        return Batch(inputs, nest.map_leaves(lambda leaf: fill(leaf, is_input=False), self._base.targets))
+
+    def _collate(self, samples: list[Any]) -> Batch:
+        with preserved_generators():
+            seed_generators(self.seed)
+            return self.collate(samples)
+
+
+def _batch_axes(samples: list[Any], collate: Callable[[list[Any]], Batch]) -> list[int | None] | None:
+    """The batch dimension of each leaf, None for a leaf that does not grow; None altogether where in doubt.
+
+    Collating is known to be no more than laying samples side by side when collating all of them, one of them
+    twice, gives what the single collated samples give when concatenated.
+    """
+    samples = [*samples, samples[0]]
+    joint = collate(samples)
+    singles = [collate([sample]) for sample in samples]
+    if any(nest.structure(single) != nest.structure(joint) for single in singles):
+        return None
+    axes: list[int | None] = []
+    for whole, *parts in zip(*map(nest.leaves, (joint, *singles)), strict=True):
+        axis = _growing_axis(parts[0], whole, len(samples))
+        if axis is None:
+            if not all(nest.same(whole, part) for part in parts):
+                return None
+        elif not nest.same(whole, torch.cat(parts, axis)):
+            return None
+        axes.append(axis)
+    return axes
+
+
+def _growing_axis(one: Any, many: Any, factor: int) -> int | None:
+    """The only dimension in which two tensors differ, when it is `factor` times as long in the second."""
+    if not isinstance(one, Tensor) or not isinstance(many, Tensor) or one.ndim != many.ndim:
+        return None
+    differing = [d for d, (a, b) in enumerate(zip(one.shape, many.shape, strict=True)) if a != b]
+    if len(differing) != 1 or many.shape[differing[0]] != factor * one.shape[differing[0]]:
+        return None
+    return differing[0]
+
+
+def _filled(
+    base: Tensor, axis: int, length: int, device: torch.device | str, *, channels_last: bool
+) -> Tensor:
+    """`base` repeated along `axis` up to `length`, written into one allocation on the device."""
+    shape = [*base.shape[:axis], length, *base.shape[axis + 1 :]]
+    layout = torch.channels_last if channels_last and _is_image(base) else torch.contiguous_format
+    result = torch.empty(shape, dtype=base.dtype, device=device, memory_format=layout)
+    filled = min(length, base.shape[axis])
+    result.narrow(axis, 0, filled).copy_(base.narrow(axis, 0, filled))
+    while filled < length:
+        more = min(filled, length - filled)
+        result.narrow(axis, filled, more).copy_(result.narrow(axis, 0, more))
+        filled += more
+    return result
+
+
+def _is_image(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.is_floating_point()

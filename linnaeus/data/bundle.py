@@ -1,0 +1,66 @@
+"""What every source of data hands over, and how samples become batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import Dataset, default_collate
+
+from linnaeus.data.batch import Batch
+from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.errors import DataError
+
+Collate = Callable[[list[Any]], Batch]
+"""A list of samples to a batch."""
+
+
+@dataclass
+class DataBundle:
+    """Both splits and what the model must know about them.
+
+    Attributes:
+        train, val: map-style datasets; a sample is (input, target).
+        taxonomy: ranks and classes; None for a user's dataset that has none.
+        in_chans: channels of an input [C, H, W]; None where inputs are not images.
+        img_size: height and width of an input, in pixels; None where inputs are not images.
+        collate: turns a list of samples into a `Batch`.
+        report: sentences for the user about what was found, split or left out.
+    """
+
+    train: Dataset[Any]
+    val: Dataset[Any]
+    taxonomy: Taxonomy | None
+    in_chans: int | None
+    img_size: tuple[int, int] | None
+    collate: Collate
+    report: list[str] = field(default_factory=list)
+
+
+def collate_pairs(samples: list[Any]) -> Batch:
+    """Collate (input, target) samples with torch's default rules."""
+    inputs, targets = default_collate(samples)
+    return Batch(inputs, targets)
+
+
+def dataset_length(dataset: Dataset[Any]) -> int:
+    """Length of a map-style dataset.
+
+    Raises:
+        DataError: it has no length.
+    """
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise DataError(
+            f"{type(dataset).__name__} has no length: a dataset needs __len__ and __getitem__ (map style)"
+        ) from error
+
+
+def as_size(img_size: int | list[int] | None, default: tuple[int, int]) -> tuple[int, int]:
+    """`DATA.IMG_SIZE` as (height, width), in pixels."""
+    if img_size is None:
+        return default
+    sides = [img_size] if isinstance(img_size, int) else list(img_size)
+    return sides[0], sides[-1]

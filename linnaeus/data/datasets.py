@@ -1,0 +1,41 @@
+"""From the `DATA` node to datasets, whatever their source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from linnaeus.config.schema import DataConfig
+from linnaeus.data.bundle import DataBundle
+from linnaeus.data.digits import build_digits
+from linnaeus.data.imagefolder import build_imagefolder
+from linnaeus.data.manifest import build_manifest
+from linnaeus.data.synthetic import build_synthetic
+from linnaeus.data.target import build_target
+
+__all__ = ["DataBundle", "build_data"]
+
+_SOURCES: dict[str, Callable[[DataConfig], DataBundle]] = {
+    "digits": build_digits,
+    "synthetic": build_synthetic,
+    "imagefolder": build_imagefolder,
+    "manifest": build_manifest,
+}
+
+
+def build_data(data_config: DataConfig, *, seed: int) -> DataBundle:
+    """Build training and validation data.
+
+    Every process of a run builds the same bundle: the order of samples, the split and the labels depend on
+    the files and the configuration alone.
+
+    Args:
+        data_config: the `DATA` node; `DATASET` is its dataclass or a mapping with `_target_`.
+        seed: for a user's dataset, whose constructor may draw random numbers; the others need none.
+
+    Raises:
+        ConfigError: a key that is missing or does not fit.
+        DataError: files, folders or labels that cannot be used; an error in a user's dataset.
+    """
+    if isinstance(data_config.DATASET, Mapping):
+        return build_target(data_config, seed=seed)
+    return _SOURCES[data_config.DATASET.NAME](data_config)

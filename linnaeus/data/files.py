@@ -1,0 +1,228 @@
+"""Datasets of image files: from a listing of paths and class names to a `DataBundle`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from linnaeus.config.schema import DataConfig
+from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
+from linnaeus.data.image import find_damage, load_image
+from linnaeus.data.split import stratified_split
+from linnaeus.data.taxonomy import LabelIndex, Lineage, Taxonomy, UnknownClassError
+from linnaeus.data.transforms import Transform, build_transform
+from linnaeus.errors import ConfigError, DataError
+
+logger = logging.getLogger("linnaeus.data")
+
+NUM_NAMED = 5
+"""How many files or classes a message names before it says how many more there are."""
+
+_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of one split with their labels by name.
+
+    Attributes:
+        source: the folder or manifest, as messages name it.
+        root: folder that relative paths start from.
+        paths: path of each image, relative to `root` or absolute.
+        lineages: class names of each image, coarse to fine.
+        places: where each sample stands, such as `train.csv, line 7`; empty where the path says it.
+    """
+
+    source: str
+    root: Path
+    paths: list[str]
+    lineages: list[Lineage]
+    places: Sequence[str] = ()
+
+    def take(self, positions: Sequence[int]) -> Listing:
+        """The same listing with only some of its samples."""
+        return replace(
+            self,
+            paths=[self.paths[i] for i in positions],
+            lineages=[self.lineages[i] for i in positions],
+            places=[self.places[i] for i in positions] if self.places else (),
+        )
+
+    def place(self, position: int) -> str:
+        """Where a sample stands, for messages."""
+        return self.places[position] if self.places else str(self.root / self.paths[position])
+
+
+class PackedStrings:
+    """Many strings in two arrays.
+
+    A list of millions of objects is copied page by page into every worker process, as reading an object
+    changes its reference count; two arrays stay shared.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        encoded = [os.fsencode(string) for string in strings]
+        self._bytes = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+        self._ends = np.cumsum([len(part) for part in encoded], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> str:
+        end = int(self._ends[index])
+        start = int(self._ends[index - 1]) if index % len(self._ends) else 0
+        return os.fsdecode(self._bytes[start:end].tobytes())
+
+
+class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
+    """Images decoded when they are asked for.
+
+    Args:
+        root: folder that relative paths start from.
+        paths: path of each image.
+        targets: [N, R], int64; -1 is unknown.
+        channels: 1 or 3; what every image is converted to.
+        transform: applied to each image.
+    """
+
+    def __init__(
+        self, root: Path, paths: Sequence[str], targets: Tensor, channels: int, transform: Transform
+    ) -> None:
+        self.root = str(root)
+        self.paths = PackedStrings(paths)
+        self.targets = targets
+        self.channels = channels
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = load_image(os.path.join(self.root, self.paths[index]), self.channels)  # noqa: PTH118 (hot path)
+        return self.transform(image), self.targets[index]
+
+
+def build_files(train: Listing, val: Listing | None, index: LabelIndex, config: DataConfig) -> DataBundle:
+    """Datasets from listings; without a validation listing, a stratified part of training is held out.
+
+    With `DATA.ON_BAD_IMAGE skip`, every file is decoded once before training and the damaged ones are left
+    out. The choice depends on the files alone, so all processes agree on the samples and on their number.
+
+    Args:
+        train, val: the listings; validation is encoded with the classes of training.
+        index: names to labels.
+        config: the `DATA` node.
+
+    Raises:
+        ConfigError: `CHANNELS` is neither 1 nor 3, or the augmentation does not fit.
+        DataError: a split with no sample, or validation classes that training does not have.
+    """
+    channels = config.DATASET.CHANNELS
+    if channels not in (1, 3):
+        raise ConfigError(
+            f"DATA.DATASET.CHANNELS: images are decoded to 1 (grey) or 3 (RGB) channels, not {channels}"
+        )
+    size = as_size(config.IMG_SIZE, (224, 224))
+    report: list[str] = []
+    if val is None:
+        train, val = _hold_out(train, config.DATASET.VAL_FRACTION, report)
+    datasets = []
+    for listing, is_train in ((train, True), (val, False)):
+        transform = build_transform(config.AUGMENT, size=size, channels=channels, train=is_train)
+        if config.ON_BAD_IMAGE == "skip":
+            listing = _without_damaged(listing, report)
+        if not listing.paths:
+            raise DataError(f"{listing.source}: no sample for {'training' if is_train else 'validation'}")
+        targets = _encode(listing, index)
+        if is_train:
+            _report_empty_classes(targets, index.taxonomy, report)
+        datasets.append(ImageFiles(listing.root, listing.paths, targets, channels, transform))
+    report.insert(0, f"{train.source}: {len(datasets[0])} training and {len(datasets[1])} validation samples")
+    return DataBundle(datasets[0], datasets[1], index.taxonomy, channels, size, collate_pairs, report)
+
+
+def several(names: Sequence[str]) -> str:
+    """The first few of many names, and how many more there are.
+
+    >>> several(["a", "b"]), several(list("abcdefgh"))
+    ('a, b', 'a, b, c, d, e and 3 more')
+    """
+    rest = len(names) - NUM_NAMED
+    return ", ".join(names[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _hold_out(listing: Listing, fraction: float, report: list[str]) -> tuple[Listing, Listing]:
+    train, val = stratified_split(listing.paths, listing.lineages, fraction)
+    if not val:
+        raise DataError(
+            f"{listing.source}: {len(listing.paths)} samples are too few to hold out a share of {fraction:g} "
+            "for validation; raise DATA.DATASET.VAL_FRACTION, or name validation data in DATA.DATASET.VAL"
+        )
+    report.append(f"no validation data of its own: {len(val)} samples held out, stratified by class")
+    return listing.take(train), listing.take(val)
+
+
+def _encode(listing: Listing, index: LabelIndex) -> Tensor:
+    """Targets [N, R] of a listing."""
+    labels: dict[Lineage, tuple[int, ...]] = {}
+    unknown: dict[str, str] = {}
+    for position, lineage in enumerate(listing.lineages):
+        if lineage not in labels:
+            try:
+                labels[lineage] = index.encode(lineage)
+            except UnknownClassError as error:
+                unknown.setdefault(error.args[1], listing.place(position))
+                labels[lineage] = ()
+    if unknown:
+        count = f"{len(unknown)} class{'es' if len(unknown) > 1 else ''}"
+        named = several([f"{name} (first in {place})" for name, place in unknown.items()])
+        raise DataError(f"{listing.source}: {count} of validation do not occur in training: {named}")
+    return torch.tensor([labels[lineage] for lineage in listing.lineages], dtype=torch.int64)
+
+
+def _without_damaged(listing: Listing, report: list[str]) -> Listing:
+    """Leave out the files that cannot be decoded, and report them."""
+    paths = [str(listing.root / path) for path in listing.paths]
+    logger.info("checking %d images of %s", len(paths), listing.source)
+    reasons = _find_all_damage(paths)
+    damaged = [i for i, reason in enumerate(reasons) if reason is not None]
+    if not damaged:
+        return listing
+    named = several([f"{listing.paths[i]} ({reasons[i]})" for i in damaged])
+    if len(damaged) == len(paths):
+        raise DataError(f"{listing.source}: none of the {len(paths)} images can be read: {named}")
+    noun = "image" if len(damaged) == 1 else "images"
+    report.append(f"{listing.source}: {len(damaged)} damaged {noun} left out: {named}")
+    return listing.take([i for i, reason in enumerate(reasons) if reason is None])
+
+
+def _find_all_damage(paths: list[str]) -> list[str | None]:
+    """`find_damage` of all files on all cores; Pillow decodes outside of Python's global lock."""
+
+    def check(start: int) -> list[str | None]:
+        return [find_damage(path) for path in paths[start : start + _CHUNK]]
+
+    with ThreadPoolExecutor(min(32, usable_cores())) as pool:
+        return [reason for chunk in pool.map(check, range(0, len(paths), _CHUNK)) for reason in chunk]
+
+
+def _report_empty_classes(targets: Tensor, taxonomy: Taxonomy, report: list[str]) -> None:
+    for column, rank in enumerate(taxonomy.ranks):
+        counts = torch.bincount(targets[:, column] + 1, minlength=len(rank.classes) + 1)[1:]
+        empty = [rank.classes[label] for label in torch.nonzero(counts == 0).flatten().tolist()]
+        if empty:
+            report.append(f"rank {rank.name}: no training sample for {several(empty)}")

@@ -1,0 +1,188 @@
+"""Folders of images: nested class folders, or the folder names of iNaturalist 2021."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.data.bundle import DataBundle
+from linnaeus.data.files import Listing, build_files, several
+from linnaeus.data.image import EXTENSIONS
+from linnaeus.data.taxonomy import LabelIndex, Lineage, index_labels, require_classes
+from linnaeus.errors import ConfigError, DataError
+
+INAT_RANKS = ("kingdom", "phylum", "class", "order", "family", "genus", "species")
+
+_INAT_FOLDER = re.compile(r"\d+((?:_[^_]+){6})_(.+)")
+_VAL_NAMES = ("val", "valid", "validation")
+_SPLIT_NAMES = frozenset(("train", "test", *_VAL_NAMES))
+
+
+def build_imagefolder(config: DataConfig) -> DataBundle:
+    """Image files whose folders are their classes.
+
+    Each level of nested folders is a rank; all images stand at the same depth. Files and folders are taken in
+    sorted order; hidden ones, and files that are no images, are ignored; symbolic links are followed.
+
+    Raises:
+        ConfigError: no `ROOT`, or `RANKS` that do not fit the folders.
+        DataError: a folder that is missing, unreadable, empty or of another depth; a rank with one class;
+            validation classes that training does not have.
+    """
+    dataset: DatasetConfig = config.DATASET
+    train_folder, val_folder = _split_folders(dataset)
+    found = _scan(train_folder)
+    inat = _is_inat(dataset.FOLDER_NAMES, found, train_folder)
+    train = _listing(train_folder, found, inat)
+    val = None if val_folder is None else _listing(val_folder, _scan(val_folder, need_all=False), inat)
+    if val and len(val.lineages[0]) != len(train.lineages[0]):
+        raise DataError(
+            f"{val_folder}: {len(val.lineages[0])} levels of class folders, but {len(train.lineages[0])} in "
+            f"{train_folder}"
+        )
+    index = _index(train, dataset.RANKS, inat)
+    remedy = "leave it out with DATA.DATASET.RANKS" if inat else "leave out that level of folders"
+    require_classes(index.taxonomy, str(train_folder), remedy)
+    return build_files(train, val, index, config)
+
+
+def _split_folders(dataset: DatasetConfig) -> tuple[Path, Path | None]:
+    """Folders of training and validation; None where validation is to be held out of training."""
+    if dataset.ROOT is None:
+        raise ConfigError("DATA.DATASET.ROOT: name the folder that holds the images")
+    root = Path(dataset.ROOT).expanduser()
+    subfolders = _subfolders(root)
+    train = root / dataset.TRAIN if dataset.TRAIN is not None else None
+    val = root / dataset.VAL if dataset.VAL is not None else None
+    if train is None and "train" in subfolders and (val or _are_splits(subfolders)):
+        train = root / "train"
+    if train is None:
+        if val is not None or _are_splits(subfolders):
+            raise DataError(
+                f"{root}: there is no folder `train`; name the training folder in DATA.DATASET.TRAIN "
+                "(`.` is ROOT itself)"
+            )
+        return root, None
+    if val is None:
+        val = next((root / name for name in _VAL_NAMES if name in subfolders and root / name != train), None)
+    for key, folder in (("TRAIN", train), ("VAL", val)):
+        if folder is not None and not folder.is_dir():
+            raise DataError(f"DATA.DATASET.{key}: there is no folder {folder}")
+    return train, val
+
+
+def _are_splits(subfolders: set[str]) -> bool:
+    """Whether the folders are splits and not classes: `train` could be a class among cars and planes."""
+    return bool(subfolders & {"train", *_VAL_NAMES}) and (
+        subfolders <= _SPLIT_NAMES or ("train" in subfolders and bool(subfolders & set(_VAL_NAMES)))
+    )
+
+
+def _subfolders(root: Path) -> set[str]:
+    try:
+        return {entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")}
+    except OSError as error:
+        raise DataError(f"DATA.DATASET.ROOT: cannot read folder {root}: {error.strerror}") from error
+
+
+def _scan(folder: Path, *, need_all: bool = True) -> list[tuple[tuple[str, ...], str]]:
+    """All images as (names of the class folders, path relative to `folder`), sorted.
+
+    Args:
+        folder: where to look.
+        need_all: whether a class folder without an image is an error.
+    """
+    found: list[tuple[tuple[str, ...], str]] = []
+    empty: list[str] = []
+
+    def visit(path: Path, names: tuple[str, ...], above: frozenset[str]) -> None:
+        real = os.path.realpath(path)
+        if real in above:
+            raise DataError(f"{path}: a symbolic link leads back to a folder above it")
+        num_before = len(found)
+        try:
+            entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+        except OSError as error:
+            raise DataError(f"cannot read folder {path}: {error.strerror}") from error
+        entries = [entry for entry in entries if not entry.name.startswith(".")]
+        folders = [entry.name for entry in entries if entry.is_dir()]
+        for entry in entries:
+            if os.path.splitext(entry.name)[1].lower() in EXTENSIONS and not entry.is_dir():  # noqa: PTH122
+                found.append((names, "/".join((*names, entry.name))))
+        for name in folders:
+            visit(path / name, (*names, name), above | {real})
+        if len(found) == num_before and not folders:
+            empty.append(str(path))
+
+    visit(folder, (), frozenset())
+    if not found:
+        raise DataError(f"{folder}: no image in it or below (looked for {', '.join(sorted(EXTENSIONS))})")
+    if empty and need_all:
+        raise DataError(f"no image in class folder {several(empty)}; remove the folder or put images into it")
+    _check_depth(folder, found)
+    return found
+
+
+def _check_depth(folder: Path, found: list[tuple[tuple[str, ...], str]]) -> None:
+    """Every image stands in as many class folders as the others, and in one at least."""
+    depths = Counter(len(names) for names, _ in found)
+    usual = depths.most_common(1)[0][0]
+    for names, path in found:
+        if not names:
+            raise DataError(f"{folder / path}: an image outside of any class folder")
+        if len(names) != usual:
+            raise DataError(
+                f"{folder.joinpath(*names)}: images {len(names)} folders deep, but {usual} deep elsewhere; "
+                "every level of folders is a rank, so all images must stand at the same depth"
+            )
+
+
+def _is_inat(folder_names: str, found: list[tuple[tuple[str, ...], str]], folder: Path) -> bool:
+    """Whether folder names are those of iNaturalist 2021.
+
+    Raises:
+        DataError: some are and some are not.
+    """
+    if folder_names == "nested":
+        return False
+    names = sorted({"/".join(names) for names, _ in found})
+    others = [name for name in names if not _INAT_FOLDER.fullmatch(name)]
+    if others and (folder_names == "inat2021" or len(others) < len(names)):
+        raise DataError(
+            f"{folder}: not named like `00000_Animalia_Chordata_...` (number, then kingdom to species): "
+            f"{several(others)}; rename, or set DATA.DATASET.FOLDER_NAMES nested"
+        )
+    return not others
+
+
+def _listing(folder: Path, found: list[tuple[tuple[str, ...], str]], inat: bool) -> Listing:
+    lineages: list[Lineage] = [_inat_lineage(names, folder) if inat else names for names, _ in found]
+    return Listing(str(folder), folder, [path for _, path in found], lineages)
+
+
+def _inat_lineage(names: tuple[str, ...], folder: Path) -> Lineage:
+    match = _INAT_FOLDER.fullmatch("/".join(names))
+    if match is None:
+        raise DataError(f"{folder.joinpath(*names)}: not named like `00000_Animalia_Chordata_...`")
+    above = match[1].split("_")[1:]
+    # The last part is the epithet alone, which many genera share.
+    return (*above, f"{above[-1]} {match[2].replace('_', ' ')}")
+
+
+def _index(train: Listing, ranks: list[str] | None, inat: bool) -> LabelIndex:
+    if inat:
+        index = index_labels(INAT_RANKS, train.lineages)
+        wrong = [name for name in ranks or () if name not in INAT_RANKS]
+        if wrong:
+            raise ConfigError(f"DATA.DATASET.RANKS: {several(wrong)} not among {', '.join(INAT_RANKS)}")
+        return index.select(ranks) if ranks else index
+    depth = len(train.lineages[0])
+    names = ranks or (["class"] if depth == 1 else [f"level{level}" for level in range(1, depth + 1)])
+    if len(names) != depth:
+        raise ConfigError(
+            f"DATA.DATASET.RANKS: {len(names)} names for the {depth} level(s) of folders in {train.source}"
+        )
+    return index_labels(names, train.lineages)

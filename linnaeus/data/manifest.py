@@ -1,0 +1,172 @@
+"""CSV manifests: one column with image paths, one column per rank, an empty cell where a label is unknown."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import pairwise
+from pathlib import Path
+
+from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.data.bundle import DataBundle
+from linnaeus.data.files import Listing, build_files, several
+from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes, shared_names
+from linnaeus.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A CSV file: its header, and each row with the number of its (last) line."""
+
+    path: Path
+    header: list[str]
+    rows: list[tuple[int, list[str]]]
+
+
+def build_manifest(config: DataConfig) -> DataBundle:
+    """Image files listed in CSV manifests.
+
+    Relative image paths start from `ROOT`, or from the manifest's own folder where `ROOT` is null.
+
+    Raises:
+        ConfigError: neither `ROOT` nor `TRAIN` is set.
+        DataError: a manifest that is missing, empty or malformed (names file and line); a rank with one
+            class; ranks that go from fine to coarse; validation classes that training does not have.
+    """
+    dataset: DatasetConfig = config.DATASET
+    train_path, val_path = _manifest_paths(dataset)
+    table = _read(train_path)
+    image, ranks, report = _columns(table, dataset)
+    train = _listing(table, image, ranks, dataset)
+    index = index_labels(ranks, train.lineages)
+    require_classes(index.taxonomy, str(train_path), "choose other columns with DATA.DATASET.RANKS")
+    report += _check_nesting(index, ranks, train)
+    val = None if val_path is None else _listing(_read(val_path), image, ranks, dataset)
+    bundle = build_files(train, val, index, config)
+    bundle.report += report
+    return bundle
+
+
+def _manifest_paths(dataset: DatasetConfig) -> tuple[Path, Path | None]:
+    if dataset.ROOT is None and dataset.TRAIN is None:
+        raise ConfigError(
+            "DATA.DATASET.TRAIN: name the training manifest (CSV), or its folder in DATA.DATASET.ROOT"
+        )
+    root = Path(dataset.ROOT or "").expanduser()
+    train = root / Path(dataset.TRAIN or "train.csv").expanduser()
+    if dataset.VAL is not None:
+        return train, root / Path(dataset.VAL).expanduser()
+    val = (root if dataset.ROOT else train.parent) / "val.csv"
+    return train, val if val.is_file() and val != train else None
+
+
+def _read(path: Path) -> _Table:
+    """Read a CSV file, with or without a byte-order mark.
+
+    Raises:
+        DataError: it cannot be read, has no header or no row, or a row has another number of cells.
+    """
+    rows: list[tuple[int, list[str]]] = []
+    line = 0
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            for cells in reader:
+                line = reader.line_num
+                if any(cell.strip() for cell in cells):
+                    rows.append((line, [cell.strip() for cell in cells]))
+    except OSError as error:
+        raise DataError(f"cannot read manifest {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}, line {line + 1} or after: not UTF-8 text; save it as `CSV UTF-8`"
+        ) from error
+    except csv.Error as error:
+        raise DataError(f"{path}, line {line + 1} or after: broken CSV: {error}") from error
+    if not rows:
+        raise DataError(f"{path}: empty; the first line must name the columns")
+    (_, header), *rows = rows
+    if not rows:
+        raise DataError(f"{path}: no row below the header")
+    for line, cells in rows:
+        if len(cells) != len(header):
+            raise DataError(f"{path}, line {line}: {len(cells)} cells, but the header has {len(header)}")
+    return _Table(path, header, rows)
+
+
+def _columns(table: _Table, dataset: DatasetConfig) -> tuple[str, list[str], list[str]]:
+    """The image column, the rank columns and sentences for the report."""
+    named = [name for name in table.header if name]
+    twice = sorted({name for name in named if named.count(name) > 1})
+    if twice:
+        raise DataError(f"{table.path}, line 1: column {several(twice)} occurs more than once")
+    image = dataset.IMAGE_COLUMN
+    ranks = dataset.RANKS if dataset.RANKS is not None else [name for name in named if name != image]
+    _require(table, [image], "DATA.DATASET.IMAGE_COLUMN")
+    _require(table, ranks, "DATA.DATASET.RANKS")
+    if not ranks:
+        raise DataError(f"{table.path}, line 1: no column with labels beside {image!r}")
+    if image in ranks:
+        raise ConfigError(f"DATA.DATASET.RANKS: {image!r} is the image column")
+    unnamed = len(table.header) - len(named)
+    ignored = [f"{table.path}: {unnamed} column(s) without a name ignored"] if unnamed else []
+    return image, list(ranks), ignored
+
+
+def _require(table: _Table, names: Sequence[str], key: str) -> None:
+    for name in names:
+        if name not in table.header:
+            close = get_close_matches(name, table.header, 1)
+            hint = (
+                f"did you mean {close[0]!r}?"
+                if close
+                else f"the file has {', '.join(map(repr, table.header))}"
+            )
+            raise DataError(f"{table.path}, line 1: no column {name!r} ({key}); {hint}")
+
+
+def _listing(table: _Table, image: str, ranks: Sequence[str], dataset: DatasetConfig) -> Listing:
+    _require(table, [image, *ranks], "as in the training manifest")
+    image_column = table.header.index(image)
+    rank_columns = [table.header.index(rank) for rank in ranks]
+    for line, cells in table.rows:
+        if not cells[image_column]:
+            raise DataError(f"{table.path}, line {line}: no image path")
+    root = Path(dataset.ROOT).expanduser() if dataset.ROOT is not None else table.path.parent
+    listing = Listing(
+        str(table.path),
+        root,
+        [cells[image_column] for _, cells in table.rows],
+        [tuple(cells[column] or None for column in rank_columns) for _, cells in table.rows],
+        [f"line {line}" for line, _ in table.rows],
+    )
+    if not any((root / path).exists() for path in listing.paths[:100]):
+        raise DataError(
+            f"{table.path}, {listing.place(0)}: there is no image {root / listing.paths[0]}; relative paths "
+            "start from DATA.DATASET.ROOT, or from the manifest's folder where that is null"
+        )
+    return listing
+
+
+def _check_nesting(index: LabelIndex, ranks: Sequence[str], train: Listing) -> list[str]:
+    """Refuse columns from fine to coarse; report names that stand under several parents.
+
+    Raises:
+        DataError: each class of a rank has one name in the next, but not the other way round.
+    """
+    shared = shared_names(index)
+    for depth, (above, below) in enumerate(pairwise(ranks), start=1):
+        parents = [parent for parent, _ in index.lookup[depth] if parent >= 0]
+        if shared[below] and len(parents) == len(set(parents)):
+            raise DataError(
+                f"{train.source}: {below!r} stands after {above!r}, but it groups the classes of {above!r}; "
+                "order the columns from coarse to fine with DATA.DATASET.RANKS"
+            )
+    return [
+        f"{train.source}: in column {rank!r}, these names stand under several parents and are separate "
+        f"classes for each: {several(names)}"
+        for rank, names in shared.items()
+        if names
+    ]

@@ -1,0 +1,82 @@
+"""Walking nests of tuples, lists and dicts, as a user's collate function may build them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def leaves(nest: Any) -> Iterator[Any]:
+    """Everything in a nest that is not itself a tuple, list or mapping, in order."""
+    if isinstance(nest, Mapping):
+        for value in nest.values():
+            yield from leaves(value)
+    elif isinstance(nest, tuple | list):
+        for value in nest:
+            yield from leaves(value)
+    else:
+        yield nest
+
+
+def tensors(nest: Any) -> Iterator[Tensor]:
+    """The tensors of a nest, in order."""
+    return (leaf for leaf in leaves(nest) if isinstance(leaf, Tensor))
+
+
+def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
+    """The same nest with each leaf replaced by `function(leaf)`; named tuples keep their type."""
+    if isinstance(nest, Mapping):
+        mapped = {name: map_leaves(function, value) for name, value in nest.items()}
+        return mapped if type(nest) is dict else _rebuilt(nest, mapped)
+    if isinstance(nest, tuple | list):
+        values = [map_leaves(function, value) for value in nest]
+        if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+            return type(nest)(*values)
+        return _rebuilt(nest, values)
+    return function(nest)
+
+
+def num_bytes(nest: Any) -> int:
+    """Bytes of all tensors and arrays in a nest."""
+    return sum(int(getattr(leaf, "nbytes", 0)) for leaf in leaves(nest))
+
+
+def num_elements(nest: Any) -> int:
+    """Elements of all tensors in a nest."""
+    return sum(tensor.numel() for tensor in tensors(nest))
+
+
+def structure(nest: Any) -> Any:
+    """What two nests must share for their leaves to correspond: types, lengths and keys."""
+    if isinstance(nest, Mapping):
+        return type(nest), tuple((name, structure(value)) for name, value in nest.items())
+    if isinstance(nest, tuple | list):
+        return type(nest), tuple(structure(value) for value in nest)
+    return type(nest)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two leaves are equal; tensors bit for bit, NaN included."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and _bits_equal(a, b)
+    # `is True`: what compares element by element, such as an array, is not known to be equal.
+    return type(a) is type(b) and (a == b) is True
+
+
+def _bits_equal(a: Tensor, b: Tensor) -> bool:
+    if a.is_floating_point() or a.is_complex():
+        return bool(
+            torch.equal(torch.isnan(a), torch.isnan(b)) and torch.equal(a.nan_to_num(), b.nan_to_num())
+        )
+    return torch.equal(a, b)
+
+
+def _rebuilt(original: Any, values: Any) -> Any:
+    """The values in the original's own type of container, or as they are where it cannot be built so."""
+    try:
+        return type(original)(values)
+    except TypeError:
+        return values

@@ -1,0 +1,131 @@
+"""Images made up on the spot: any size, channels, classes and length, and yet a signal to learn."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+from torch.utils.data import Dataset
+
+from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
+from linnaeus.data.rng import derive_seed
+from linnaeus.data.taxonomy import Rank, Taxonomy
+from linnaeus.data.transforms import Transform, build_transform
+from linnaeus.errors import ConfigError
+
+GRID = 4
+"""A class is a pattern of GRID x GRID fields, blown up to the size of the image."""
+
+NOISE_LEVELS = 64
+"""Standard deviation of the noise, in levels of 255."""
+
+
+class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
+    """Sample i is the sum of one pattern per rank, plus noise; it depends on (split, i) alone.
+
+    Args:
+        num_samples: length of the dataset.
+        num_classes: classes of each rank, coarse to fine, never fewer than in the rank above.
+        shape: channels, height and width.
+        transform: applied to each image.
+        split: 0 for training, 1 for validation; the noise differs, the classes are the same.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        num_classes: list[int],
+        shape: tuple[int, int, int],
+        transform: Transform,
+        split: int,
+    ) -> None:
+        self.num_samples = num_samples
+        self.num_classes = num_classes
+        self.shape = shape
+        self.transform = transform
+        generator = torch.Generator().manual_seed(derive_seed(split, *num_classes))
+        # A window into one buffer is far cheaper than fresh noise for each sample.
+        self.noise = (
+            torch.randn(2 * shape[0] * shape[1] * shape[2] + 4096, generator=generator) * NOISE_LEVELS
+        )
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < self.num_samples:
+            raise IndexError(index)
+        labels = labels_of(index % self.num_classes[-1], self.num_classes)
+        channels, height, width = self.shape
+        fields = torch.stack([_pattern(rank, label, channels) for rank, label in enumerate(labels)]).sum(0)
+        image = interpolate(fields[None], (height, width), mode="bilinear", align_corners=False)[0]
+        numel = channels * height * width
+        start = derive_seed(index) % (len(self.noise) - numel)
+        image = image + self.noise[start : start + numel].view(self.shape)
+        return self.transform((image + 127.5).clamp_(0, 255).to(torch.uint8)), torch.tensor(labels)
+
+
+def labels_of(finest: int, num_classes: list[int]) -> list[int]:
+    """Labels of all ranks, coarse to fine; neighbours in the finest rank share their ancestors.
+
+    >>> labels_of(5, [2, 4, 8])
+    [1, 2, 5]
+    """
+    labels = [finest]
+    for below, above in zip(num_classes[:0:-1], num_classes[-2::-1], strict=True):
+        labels.append(labels[-1] * above // below)
+    return labels[::-1]
+
+
+def build_synthetic(config: DataConfig) -> DataBundle:
+    """Synthetic images of `DATA.IMG_SIZE` (default 64 x 64 pixels).
+
+    Raises:
+        ConfigError: a rank with fewer classes than the rank above it.
+    """
+    dataset: DatasetConfig = config.DATASET
+    size = as_size(config.IMG_SIZE, (64, 64))
+    shape = (dataset.CHANNELS, *size)
+    train, val = (
+        SyntheticImages(
+            length,
+            dataset.NUM_CLASSES,
+            shape,
+            build_transform(config.AUGMENT, size=size, channels=dataset.CHANNELS, train=split == 0),
+            split,
+        )
+        for split, length in enumerate((dataset.NUM_SAMPLES, dataset.NUM_SAMPLES_VAL))
+    )
+    report = [f"synthetic: {len(train)} training and {len(val)} validation samples"]
+    return DataBundle(train, val, _taxonomy(dataset), dataset.CHANNELS, size, collate_pairs, report)
+
+
+def _taxonomy(dataset: DatasetConfig) -> Taxonomy:
+    counts = dataset.NUM_CLASSES
+    names = dataset.RANKS or [f"rank{depth}" for depth in range(1, len(counts) + 1)]
+    problems = []
+    if not counts or counts != sorted(counts):
+        problems.append(
+            f"DATA.DATASET.NUM_CLASSES: {counts} must go from few classes (coarse) to many (fine)"
+        )
+    if len(names) != len(counts):
+        problems.append(f"DATA.DATASET.RANKS: {len(names)} names for {len(counts)} entries of NUM_CLASSES")
+    if problems:
+        raise ConfigError(problems)
+    ranks = tuple(
+        Rank(name, tuple(f"{name}-{label}" for label in range(count)))
+        for name, count in zip(names, counts, strict=True)
+    )
+    parents = tuple(
+        tuple(label * above // below for label in range(below)) for above, below in pairwise(counts)
+    )
+    return Taxonomy(ranks, parents)
+
+
+def _pattern(rank: int, label: int, channels: int) -> Tensor:
+    """Fields [channels, GRID, GRID] of one class, in levels of 255 around 0."""
+    generator = torch.Generator().manual_seed(derive_seed(rank, label))
+    return torch.randint(-60, 61, (channels, GRID, GRID), generator=generator).float()

@@ -1,0 +1,209 @@
+"""A user's own dataset, named by `_target_` in `DATA.DATASET`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import hydra.utils
+import torch
+from hydra.errors import HydraException
+from PIL.Image import Image
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from linnaeus.config.schema import DataConfig
+from linnaeus.data.batch import Batch
+from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs, dataset_length
+from linnaeus.data.image import to_tensor
+from linnaeus.data.rng import preserved_generators, seed_generators
+from linnaeus.data.target_labels import attribute_of, find_taxonomy, target_row
+from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.data.transforms import Transform, build_transform
+from linnaeus.data.user_code import describe, locate, naming_errors, user_error
+from linnaeus.errors import DataError
+
+_NUM_PROBED = 8
+_GREY_MODES = frozenset(("1", "L", "LA", "I", "I;16", "F"))
+
+
+class UserDataset(Dataset[Any]):
+    """A user's dataset: Pillow images become tensors, and targets one label per rank.
+
+    Args:
+        dataset: map-style dataset whose items are (input, target).
+        name: its `_target_`, for messages.
+        taxonomy: ranks of the targets; None leaves targets as they are.
+        raw: hand items out untouched, for a dataset that brings its own `collate_fn`.
+    """
+
+    def __init__(self, dataset: Any, name: str, taxonomy: Taxonomy | None, *, raw: bool) -> None:
+        self.dataset = dataset
+        self.name = name
+        self.taxonomy = taxonomy
+        self.raw = raw
+        self.transform: Transform | None = None
+        self.channels = 3
+
+    def __len__(self) -> int:
+        return dataset_length(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        with naming_errors(f"{self.name}: sample {index}"):
+            item = self.dataset[index]
+        if self.raw:
+            return item
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise DataError(
+                f"{self.name}: sample {index} is {describe(item)}; it must be a pair (input, target), "
+                "or the dataset must have a `collate_fn` that makes (inputs, targets) of a list of samples"
+            )
+        inputs, target = item
+        if isinstance(inputs, Image) and self.transform is not None:
+            with naming_errors(f"{self.name}: image of sample {index}"):
+                inputs = self.transform(to_tensor(inputs, self.channels))
+        if self.taxonomy is not None:
+            target = target_row(target, self.taxonomy, f"{self.name}: target of sample {index}")
+        return inputs, target
+
+
+class UserCollate:
+    """A dataset's own `collate_fn`, its result made a `Batch`.
+
+    Args:
+        collate_fn: list of samples to (inputs, targets).
+        name: the dataset's `_target_`, for messages.
+        taxonomy: where there is one, targets [B] or {rank: [B]} become [B, R].
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], name: str, taxonomy: Taxonomy | None) -> None:
+        self.collate_fn = collate_fn
+        self.name = name
+        self.taxonomy = taxonomy
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        """Collate a list of samples."""
+        with naming_errors(f"{self.name}: collate_fn"):
+            batch = self.collate_fn(samples)
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise DataError(f"{self.name}: collate_fn gave {describe(batch)}; it must give (inputs, targets)")
+        inputs, targets = batch
+        if self.taxonomy is not None and isinstance(targets, Mapping):
+            targets = torch.stack([torch.as_tensor(targets[name]) for name in self.taxonomy.names], dim=1)
+        if self.taxonomy is not None and isinstance(targets, Tensor) and targets.ndim == 1:
+            targets = targets.unsqueeze(1)
+        return Batch(inputs, targets)
+
+
+def build_target(config: DataConfig, *, seed: int) -> DataBundle:
+    """Both splits of a user's dataset.
+
+    The callable is called with `split="train"` and `split="val"` when it takes `split`, with `train=True` and
+    `train=False` when it takes `train`; what the node itself sets is left alone. Global generators are seeded
+    the same way for both calls and in all processes, so that a random split in a user's function agrees.
+
+    Classes come from the dataset's attribute `taxonomy` (a `Taxonomy`, or {rank: names or their number}),
+    `classes` (names) or `num_classes`; a `Subset` is looked through.
+
+    Raises:
+        DataError: names the `_target_` and what is wrong, including errors of the user's own code.
+    """
+    node: Mapping[str, Any] = config.DATASET
+    name = str(node["_target_"])
+    parts = {split: _instantiate(node, name, split, seed) for split in ("train", "val")}
+    taxonomy = find_taxonomy(parts["train"], name)
+    other = find_taxonomy(parts["val"], name)
+    if taxonomy is not None and other is not None and taxonomy.ranks != other.ranks:
+        raise DataError(f"{name}: training and validation have different classes")
+    collate_fn = attribute_of(parts["train"], "collate_fn")
+    raw = callable(collate_fn)
+    collate: Collate = UserCollate(collate_fn, name, taxonomy) if raw else collate_pairs
+    train, val = (UserDataset(part, name, taxonomy, raw=raw) for part in parts.values())
+    in_chans, img_size = _prepare_images(train, val, collate, config)
+    report = [f"{name}: {len(train)} training and {len(val)} validation samples"]
+    if train.transform is None and config.IMG_SIZE is not None:
+        report.append(f"{name}: gives tensors, which pass as they are: no DATA.IMG_SIZE and no DATA.AUGMENT")
+    if config.ON_BAD_IMAGE == "skip":
+        report.append(f"{name}: reads its own images, so DATA.ON_BAD_IMAGE skip has no effect")
+    if taxonomy is None:
+        report.append(f"{name}: no `taxonomy`, `classes` or `num_classes`; targets are passed on as they are")
+    return DataBundle(train, val, taxonomy, in_chans, img_size, collate, report)
+
+
+def _instantiate(node: Mapping[str, Any], name: str, split: str, seed: int) -> Any:
+    arguments = {"_convert_": "all", **node}
+    with preserved_generators():
+        seed_generators(seed)
+        try:
+            function = locate(name)
+        except Exception as error:
+            raise DataError(f"DATA.DATASET._target_: cannot import {name!r}: {error}") from error
+        arguments |= _split_argument(function, node, name, split)
+        try:
+            dataset = hydra.utils.instantiate(arguments)
+        except Exception as error:
+            raise user_error(f"{name} ({split})", _cause(error)) from error
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"{name} gave {describe(dataset)}; a dataset needs __len__ and __getitem__ (map style)"
+        )
+    with naming_errors(f"{name} ({split}): len()"):
+        length = dataset_length(dataset)
+    if length == 0:
+        raise DataError(f"{name}: no sample for {'training' if split == 'train' else 'validation'}")
+    return dataset
+
+
+def _split_argument(function: Any, node: Mapping[str, Any], name: str, split: str) -> dict[str, Any]:
+    """How this callable is told which split it should give."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name}: cannot be called: {error}") from error
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    choices = {"split": split, "train": split == "train"}
+    free = [key for key in choices if key not in node]
+    key = next((key for key in free if key in parameters), free[0] if takes_any and free else None)
+    if key is None:
+        raise DataError(
+            f'{name}: takes neither `split` ("train" or "val") nor `train` (True or False), so it cannot '
+            "tell training from validation; name a function that takes one of them and returns the dataset"
+        )
+    return {key: choices[key]}
+
+
+def _cause(error: Exception) -> BaseException:
+    """What lies under Hydra's wrapper."""
+    return error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
+
+
+def _prepare_images(
+    train: UserDataset, val: UserDataset, collate: Collate, config: DataConfig
+) -> tuple[int | None, tuple[int, int] | None]:
+    """Look at a few samples, set the transforms up for Pillow images; channels and size of an input."""
+    step = max(1, len(train) // _NUM_PROBED)
+    with preserved_generators():
+        samples = [train[index] for index in range(0, len(train), step)[:_NUM_PROBED]]
+        samples.append(val[0])  # so that what is wrong there shows now and not after the first epoch
+        if train.raw:
+            return _shape_of([collate([sample]).inputs for sample in samples], ndim=4)
+    images = [sample[0] for sample in samples if isinstance(sample[0], Image)]
+    if not images:
+        return _shape_of([sample[0] for sample in samples], ndim=3)
+    sizes = {(image.height, image.width) for image in images}
+    size = as_size(config.IMG_SIZE, sizes.pop() if len(sizes) == 1 else (224, 224))
+    channels = 1 if all(image.mode in _GREY_MODES for image in images) else 3
+    for dataset, is_train in ((train, True), (val, False)):
+        dataset.channels = channels
+        dataset.transform = build_transform(config.AUGMENT, size=size, channels=channels, train=is_train)
+    return channels, size
+
+
+def _shape_of(inputs: list[Any], ndim: int) -> tuple[int | None, tuple[int, int] | None]:
+    """Channels and size of image tensors, each where all agree on it."""
+    if not all(isinstance(value, Tensor) and value.ndim == ndim for value in inputs):
+        return None, None
+    channels = {int(value.shape[-3]) for value in inputs}
+    sizes = {(int(value.shape[-2]), int(value.shape[-1])) for value in inputs}
+    return (channels.pop() if len(channels) == 1 else None, sizes.pop() if len(sizes) == 1 else None)

@@ -1,0 +1,114 @@
+"""Augmentation and normalisation, as torchvision v2 pipelines over uint8 tensors [C, H, W]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
+
+from linnaeus.config.schema import AugmentConfig
+from linnaeus.errors import ConfigError
+
+Transform = Callable[[Tensor], Tensor]
+"""uint8 [C, H, W] of any size to float32 [C, height, width], normalised."""
+
+_POLICIES: dict[str, Callable[[], Any]] = {
+    "randaugment": v2.RandAugment,
+    "trivialaugment": v2.TrivialAugmentWide,
+}
+
+
+class CoverAndCrop(nn.Module):
+    """Resize so that the image just covers `size / fraction`, keeping its aspect, then cut out the centre.
+
+    Args:
+        size: height and width of the result, in pixels.
+        fraction: share of the resized image's side that the crop keeps.
+    """
+
+    def __init__(self, size: tuple[int, int], fraction: float = 1.0) -> None:
+        super().__init__()
+        self.size = size
+        self.fraction = fraction
+
+    def forward(self, image: Tensor) -> Tensor:
+        """[C, any, any] to [C, height, width]."""
+        height, width = image.shape[-2:]
+        scale = max(self.size[0] / height, self.size[1] / width) / self.fraction
+        resized = [max(self.size[0], round(height * scale)), max(self.size[1], round(width * scale))]
+        if resized != [height, width]:
+            image = functional.resize(image, resized, antialias=True)
+        if resized != list(self.size):
+            image = functional.center_crop(image, list(self.size))
+        return image
+
+
+def build_transform(
+    augment: AugmentConfig, *, size: tuple[int, int], channels: int, train: bool
+) -> Transform:
+    """The pipeline of one split.
+
+    All random choices come from torch's global generator, which the loader seeds for each sample.
+
+    Args:
+        augment: what to do in training; `CROP_FRACTION`, `MEAN` and `STD` hold for validation too.
+        size: height and width of the result, in pixels.
+        channels: channels of the images that come in.
+        train: training or validation.
+
+    Raises:
+        ConfigError: settings that do not fit the number of channels; names every key.
+    """
+    _check_channels(augment, channels)
+    steps = _augmentation(augment, size) if train else [CoverAndCrop(size, augment.CROP_FRACTION)]
+    steps.append(v2.ToDtype(torch.float32, scale=True))
+    mean = augment.MEAN if augment.MEAN is not None else [0.5] * channels
+    std = augment.STD if augment.STD is not None else [0.5] * channels
+    steps.append(v2.Normalize(mean, std, inplace=True))
+    if train and augment.ERASING:
+        steps.append(v2.RandomErasing(augment.ERASING, inplace=True))
+    pipeline: Transform = v2.Compose(steps)
+    return pipeline
+
+
+def _augmentation(augment: AugmentConfig, size: tuple[int, int]) -> list[Any]:
+    """The steps on uint8 images; the ones that are switched off are left out, as each costs time."""
+    low, high = augment.CROP_SCALE
+    whole = low >= 1.0
+    steps: list[Any] = [
+        CoverAndCrop(size) if whole else v2.RandomResizedCrop(size, (low, high), antialias=True)
+    ]
+    if augment.HFLIP:
+        steps.append(v2.RandomHorizontalFlip(augment.HFLIP))
+    if augment.ROTATION:
+        steps.append(v2.RandomRotation(augment.ROTATION, v2.InterpolationMode.BILINEAR))
+    if augment.COLOR_JITTER:
+        strength = augment.COLOR_JITTER
+        steps.append(v2.ColorJitter(brightness=strength, contrast=strength, saturation=strength))
+    if augment.POLICY != "none":
+        steps.append(_POLICIES[augment.POLICY]())
+    return steps
+
+
+def _check_channels(augment: AugmentConfig, channels: int) -> None:
+    problems = [
+        f"DATA.AUGMENT.{name}: {len(values)} values, but the images have {channels} channel(s); give "
+        "as many, or null"
+        for name, values in (("MEAN", augment.MEAN), ("STD", augment.STD))
+        if values is not None and len(values) != channels
+    ]
+    if channels not in (1, 3):
+        problems += [
+            f"DATA.AUGMENT.{name}: works on 1 or 3 channels, but the images have {channels}; set it to {off}"
+            for name, used, off in (
+                ("COLOR_JITTER", augment.COLOR_JITTER > 0, "0"),
+                ("POLICY", augment.POLICY != "none", "none"),
+            )
+            if used
+        ]
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,151 @@
+"""Processes: one alone, or the ranks that torchrun started, on the same path."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+
+from linnaeus.errors import ConfigError, LinnaeusError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of this run, seen from one of them.
+
+    Attributes:
+        device: where this rank computes.
+        store: the process group's key-value store; None for one process that torchrun did not start.
+    """
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    store: torch_dist.Store | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes the run's files."""
+        return self.rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are other ranks."""
+        return self.world_size > 1
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.is_distributed:
+            torch_dist.barrier()
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. It must be picklable."""
+        if not self.is_distributed:
+            return value
+        box = [value]
+        torch_dist.broadcast_object_list(box, src=0, device=self._object_device())
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order, on every rank. They must be picklable."""
+        if not self.is_distributed:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        torch_dist.all_gather_object(values, value)
+        return values
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks."""
+        if self.is_distributed:
+            torch_dist.all_reduce(value)
+            value /= self.world_size
+        return value
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Rank 0's result of `function`, on every rank.
+
+        Raises:
+            LinnaeusError: what the function raised on rank 0, on every rank.
+        """
+        outcome: tuple[T | None, LinnaeusError | None] = (None, None)
+        if self.is_main:
+            try:
+                outcome = (function(), None)
+            except LinnaeusError as error:
+                outcome = (None, error)
+        result, failure = self.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[no-any-return]
+
+    def _object_device(self) -> torch.device:
+        return self.device if torch_dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device that `EXPERIMENT.DEVICE` names, for the process with this local rank.
+
+    Raises:
+        ConfigError: when torch does not know the device, or the machine does not have it.
+    """
+    problem = f"EXPERIMENT.DEVICE: {name!r} "
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        name = accelerator.type if accelerator else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(problem + "is not a torch device; use auto, cpu, cuda or cuda:0") from None
+    if device.type == "cpu":
+        return device
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        index = local_rank if device.index is None else device.index
+        if index >= count:
+            have = "no CUDA device" if count == 0 else f"{count} CUDA device(s)"
+            remedy = "use cpu" if count == 0 else f"start at most {count} processes per node or use cpu"
+            raise ConfigError(problem + f"needs device {index}, but this machine has {have}; {remedy}")
+        return torch.device("cuda", index)
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None or current.type != device.type:
+        raise ConfigError(problem + "is not available on this machine; use auto or cpu")
+    return device
+
+
+@contextlib.contextmanager
+def join(device_name: str, backend: str, timeout: timedelta) -> Iterator[World]:
+    """Join the process group that torchrun describes in the environment, for the length of the context.
+
+    Args:
+        device_name: `EXPERIMENT.DEVICE`.
+        backend: `auto`, `nccl` or `gloo`.
+        timeout: of ordinary collectives; the batch-size search does not wait in one.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = resolve_device(device_name, local_rank)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        yield World(device)
+        return
+    store, rank, world_size = next(torch_dist.rendezvous("env://", timeout=timeout))
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        yield World(
+            device, rank, world_size, local_rank, local_world_size, torch_dist.PrefixStore("linnaeus", store)
+        )
+    finally:
+        torch_dist.destroy_process_group()

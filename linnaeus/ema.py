@@ -1,0 +1,41 @@
+"""Exponential moving average of the weights, once per optimizer step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from timm.utils import ModelEmaV3
+from torch import nn
+
+
+class Ema:
+    """timm's average of a model, with the count of updates that its decay warm-up needs.
+
+    Args:
+        model: without a wrapper; it is copied.
+        decay: per optimizer step, reached after a warm-up so that short runs profit too.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._source = model
+        self._average = ModelEmaV3(model, decay=decay, use_warmup=True)
+        self.num_updates = 0
+
+    @property
+    def module(self) -> nn.Module:
+        """The averaged model, in eval mode."""
+        return self._average.module  # type: ignore[no-any-return]
+
+    def update(self) -> None:
+        """Take in the model's present weights."""
+        self.num_updates += 1
+        self._average.update(self._source, step=self.num_updates)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averaged weights and the count."""
+        return {"module": self.module.state_dict(), "num_updates": self.num_updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        self.module.load_state_dict(state["module"])
+        self.num_updates = state["num_updates"]

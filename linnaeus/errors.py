@@ -1,0 +1,55 @@
+"""Every error that Linnaeus raises on purpose.
+
+    LinnaeusError             exit code 1
+    ├── ConfigError           exit code 2   a key, a value or a command line that cannot be used
+    ├── DataError             exit code 1   a file, a folder or a label that cannot be used
+    ├── AutoBatchError        exit code 3   no batch size could be found
+    └── CheckpointError       exit code 1   a checkpoint that cannot be read or does not match
+
+The message is written for the person at the terminal: it names the key or file, the value and the remedy.
+The command line prints it without a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class LinnaeusError(Exception):
+    """Base of all errors with a message meant for the user."""
+
+    exit_code = 1
+
+
+class ConfigError(LinnaeusError):
+    """One or several problems in the configuration or on the command line.
+
+    Attributes:
+        problems: one sentence for each problem, in the order in which they were found.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        noun = "problem" if len(self.problems) == 1 else "problems"
+        listed = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(f"{len(self.problems)} {noun} in the configuration:\n{listed}")
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+        """Errors travel between ranks as pickles."""
+        return type(self), (self.problems,)
+
+
+class DataError(LinnaeusError):
+    """A file, a folder or a label that training cannot use."""
+
+
+class AutoBatchError(LinnaeusError):
+    """The batch-size search ended without a size that fits."""
+
+    exit_code = 3
+
+
+class CheckpointError(LinnaeusError):
+    """A checkpoint that cannot be read, or that belongs to another model."""

@@ -1,0 +1,158 @@
+"""Log lines: rank 0 to the console, every rank to its own file; metrics to a JSONL file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import rich.progress
+from rich.console import Console
+from rich.logging import RichHandler
+
+LOGGER_NAME = "linnaeus"
+
+
+def is_interactive(console: Console) -> bool:
+    """Whether a person watches: a terminal, and not a CI job."""
+    return console.is_terminal and os.environ.get("CI", "").lower() not in ("1", "true")
+
+
+def make_console() -> Console:
+    """The console for rank 0. Where the output is not a terminal, lines are not broken at 80 columns."""
+    console = Console(file=sys.stdout, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=sys.stdout, highlight=False, width=max(console.width, 120))
+    return console
+
+
+def set_up_logging(folder: Path | None, *, rank: int, console: Console) -> logging.Logger:
+    """Send the package's log to the console (rank 0) and to `<folder>/rank<rank>.log`.
+
+    Args:
+        folder: where the files go; None logs to the console alone.
+        rank: of this process.
+        console: rank 0's console.
+    """
+    logger = logging.getLogger(LOGGER_NAME)
+    close_logging()
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    if rank == 0:
+        logger.addHandler(_console_handler(console))
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        file_handler = logging.FileHandler(folder / f"rank{rank}.log", encoding="utf-8")
+        file_handler.setFormatter(
+            logging.Formatter(f"%(asctime)s %(levelname)s [rank {rank}] %(name)s: %(message)s")
+        )
+        logger.addHandler(file_handler)
+    return logger
+
+
+def close_logging() -> None:
+    """Close the handlers of the last run of this process."""
+    logger = logging.getLogger(LOGGER_NAME)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+
+
+def _console_handler(console: Console) -> logging.Handler:
+    handler: logging.Handler
+    if is_interactive(console):
+        handler = RichHandler(console=console, show_path=False, show_level=False, omit_repeated_times=False)
+    else:
+        handler = logging.StreamHandler(console.file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    handler.setLevel(logging.INFO)
+    return handler
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object per line, each with `step`, `epoch`, `split` and `time`.
+
+    Args:
+        path: the file; lines are appended.
+        enabled: whether this rank writes it.
+    """
+
+    def __init__(self, path: Path, *, enabled: bool = True) -> None:
+        self._file = path.open("a", encoding="utf-8") if enabled else None
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, *, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
+        """Append one line and flush it. Values that are not finite are written as null."""
+        if self._file is None:
+            return
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        record: dict[str, Any] = {"step": step, "epoch": epoch, "split": split, "time": time.time(), **finite}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+class Progress:
+    """A bar per epoch where a person watches; elsewhere a plain line where metrics are logged.
+
+    Args:
+        console: rank 0's console; None on the other ranks, which show nothing.
+    """
+
+    def __init__(self, console: Console | None) -> None:
+        self._bar: rich.progress.Progress | None = None
+        self._task: rich.progress.TaskID | None = None
+        self._title = ""
+        self._done = self._total = 0
+        if console is not None and is_interactive(console):
+            columns = (
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.BarColumn(),
+                rich.progress.MofNCompleteColumn(),
+                rich.progress.TimeRemainingColumn(),
+                rich.progress.TextColumn("{task.fields[metrics]}"),
+            )
+            self._bar = rich.progress.Progress(*columns, console=console, transient=True)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def start(self, title: str, total: int) -> None:
+        """A new epoch of this many micro-batches."""
+        self._title, self._done, self._total = title, 0, total
+        if self._bar is not None:
+            if self._task is not None:
+                self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(title, total=total, metrics="")
+
+    def advance(self, num_batches: int) -> None:
+        """Micro-batches were done."""
+        self._done += num_batches
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task, num_batches)
+
+    def describe(self, values: Mapping[str, float]) -> None:
+        """Show metrics."""
+        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, metrics=text)
+            logging.getLogger(LOGGER_NAME).debug("%s  %d/%d  %s", self._title, self._done, self._total, text)
+        else:
+            logging.getLogger(LOGGER_NAME).info("%s  %d/%d  %s", self._title, self._done, self._total, text)

@@ -1,0 +1,49 @@
+"""The command line: `python -m linnaeus.main`, `python -m linnaeus.train` and `linnaeus`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from linnaeus.config.help import help_text
+from linnaeus.config.load import load_config, to_yaml
+from linnaeus.errors import ConfigError, LinnaeusError
+
+EXIT_INTERRUPTED = 130
+
+
+def cli(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for.
+
+    Args:
+        argv: tokens after the program's name; the process's own by default.
+
+    Returns:
+        The exit code: 0 done, 2 configuration, 3 AutoBatch, 130 interrupted, 1 anything else.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        loaded = load_config(sys.argv[1:] if argv is None else argv)
+        if loaded.show_help or loaded.print_config:
+            if rank == 0:
+                print(help_text() if loaded.show_help else to_yaml(loaded.config), end="")
+            return 0
+    except ConfigError as error:
+        if rank == 0:  # every rank has read the same command line
+            print(error, file=sys.stderr)
+        return error.exit_code
+    # Here and not above: torch takes seconds to import, and a misspelled key should not.
+    from linnaeus.run import run
+
+    try:
+        return EXIT_INTERRUPTED if run(loaded.config).interrupted else 0
+    except LinnaeusError as error:
+        print(f"[rank {rank}] {error}" if "RANK" in os.environ else error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli())

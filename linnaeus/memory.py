@@ -1,0 +1,420 @@
+"""What a device has, what is in use on it, and a cap that makes its allocator refuse more.
+
+One class per kind of device, all with the same few methods, so that the search never asks which one it is on:
+
+| | CUDA (and HIP) | CPU (Linux) | other accelerators |
+|---|---|---|---|
+| total | the card | machine or cgroup, divided by the ranks on this host | `torch.accelerator` |
+| peak | reserved by the caching allocator | resident set of the process | reserved or allocated |
+| outside the allocator | context, libraries, NCCL, other processes | other processes | not known, 0 |
+| cap | `set_per_process_memory_fraction` | `RLIMIT_DATA` | none: the measured peak decides |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import ctypes
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+import psutil
+import torch
+
+GIB = 1024**3
+_LARGE_BLOCK_BYTES = 1024**2
+_M_MMAP_THRESHOLD = -3  # <malloc.h>
+_KERNEL_BYTES = 4 * 1024**2  # more than the code of any one oneDNN kernel
+
+T = TypeVar("T")
+
+_OUT_OF_MEMORY_TEXTS = (
+    "out of memory",  # CUDA, HIP, XPU, MPS and the driver itself
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "hipblas_status_alloc_failed",
+    "cusolver_status_alloc_failed",
+    "cusparse_status_alloc_failed",
+    "cufft_alloc_failed",
+    "can't allocate memory",  # c10's CPU allocator
+    "not enough memory",  # c10's CPU allocator on Windows
+    "std::bad_alloc",
+    "bad allocation",
+    "could not allocate memory",
+    "failed to allocate memory",
+    "cannot allocate memory",
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an exception, or the cause it was raised from, says that an allocation failed."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RuntimeError | OSError):
+            text = str(error).lower()
+            if any(spelling in text for spelling in _OUT_OF_MEMORY_TEXTS):
+                return True
+        error = error.__cause__
+    return False
+
+
+class DeviceMemory(Protocol):
+    """Memory of one device as the search sees it. All figures are bytes."""
+
+    device: torch.device
+    total_bytes: int
+
+    def budget(self, fraction: float, limit_bytes: int | None) -> int:
+        """What this process may hold, so that `fraction` of the device is in use with everyone else's share.
+
+        Args:
+            fraction: share of the total that may be in use, in (0, 1].
+            limit_bytes: treat the device as if it had no more than this; None is the whole device.
+        """
+        ...
+
+    def clean(self) -> None:
+        """Give back everything that no live object holds."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Start a new peak at what is in use now."""
+        ...
+
+    def peak(self) -> int:
+        """The highest use since `reset_peak`."""
+        ...
+
+    def in_use(self) -> int:
+        """What counts towards the peak now."""
+        ...
+
+    def num_retries(self) -> int:
+        """How often the allocator had to flush its cache to serve a request."""
+        ...
+
+    def refused(self, error: BaseException) -> bool:
+        """Whether an exception that was raised under the cap says that an allocation failed."""
+        ...
+
+    def isolate(self, function: Callable[[], T]) -> T:
+        """Call the function where running out of memory leaves no mark on the rest of the process."""
+        ...
+
+    def cap(self, bytes_: int) -> contextlib.AbstractContextManager[None]:
+        """Inside the context an allocation that would take the process above `bytes_` fails."""
+        ...
+
+
+class CudaMemory:
+    """A CUDA or HIP device, measured at the caching allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.init()
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self.device = torch.device("cuda", index)
+        self.total_bytes = int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    def budget(self, fraction: float, limit_bytes: int | None) -> int:
+        """See `DeviceMemory.budget`. The context and other processes count as use outside the allocator."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        outside = total - free - torch.cuda.memory_reserved(self.device)
+        return int(fraction * min(self.total_bytes, limit_bytes or self.total_bytes)) - outside
+
+    def clean(self) -> None:
+        """Collect garbage and empty the allocator's cache."""
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        """Highest reserved bytes since `reset_peak`: fragmentation counts."""
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_reserved(self.device)
+
+    def in_use(self) -> int:
+        """Bytes that the allocator holds."""
+        return torch.cuda.memory_reserved(self.device)
+
+    def refused(self, error: BaseException) -> bool:
+        """See `is_out_of_memory`."""
+        return is_out_of_memory(error)
+
+    def isolate(self, function: Callable[[], T]) -> T:
+        """The allocator recovers by itself."""
+        return function()
+
+    def num_retries(self) -> int:
+        """The allocator's own count."""
+        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+
+    @contextlib.contextmanager
+    def cap(self, bytes_: int) -> Iterator[None]:
+        """The allocator refuses what would take it above `bytes_`."""
+        before = torch.cuda.get_per_process_memory_fraction(self.device)
+        share = min(max(bytes_, 0) / self.total_bytes, 1.0)
+        torch.cuda.set_per_process_memory_fraction(share, self.device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(before, self.device)
+
+
+class AcceleratorMemory:
+    """Any other accelerator, through `torch.accelerator`; without a cap the measured peak decides."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.total_bytes = int(torch.accelerator.get_memory_info(device)[1])
+
+    def budget(self, fraction: float, limit_bytes: int | None) -> int:
+        """See `DeviceMemory.budget`."""
+        free, total = torch.accelerator.get_memory_info(self.device)
+        outside = total - free - torch.accelerator.memory_reserved(self.device)
+        return int(fraction * min(self.total_bytes, limit_bytes or self.total_bytes)) - outside
+
+    def clean(self) -> None:
+        """Collect garbage and empty the allocator's cache."""
+        gc.collect()
+        torch.accelerator.synchronize(self.device)
+        torch.accelerator.empty_cache()
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+        torch.accelerator.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        """Highest reserved bytes since `reset_peak`."""
+        torch.accelerator.synchronize(self.device)
+        return int(torch.accelerator.max_memory_reserved(self.device))
+
+    def in_use(self) -> int:
+        """Bytes that the allocator holds."""
+        return int(torch.accelerator.memory_reserved(self.device))
+
+    def refused(self, error: BaseException) -> bool:
+        """See `is_out_of_memory`."""
+        return is_out_of_memory(error)
+
+    def isolate(self, function: Callable[[], T]) -> T:
+        """The allocator recovers by itself."""
+        return function()
+
+    def num_retries(self) -> int:
+        """Not counted here."""
+        return 0
+
+    @contextlib.contextmanager
+    def cap(self, bytes_: int) -> Iterator[None]:
+        """No cap is to be had."""
+        yield
+
+
+class _Pool(NamedTuple):
+    """A pool that memory is taken from: the machine, or a cgroup with a limit."""
+
+    total_bytes: int
+    used_bytes: int  # without what the kernel can reclaim
+
+
+class CpuMemory:
+    """Host memory of this process: resident set, `RLIMIT_DATA` as the cap. Linux only.
+
+    glibc keeps freed blocks below a threshold that grows to 32 MiB, so that the peak of one and the same step
+    differs by some 10 % from run to run and creeps up over the first dozen steps. `clean` therefore fixes
+    the threshold at 1 MiB for the rest of the process: every large tensor has its own mapping, goes back to
+    the system when it is freed, and the peak is that of the live tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._libc = ctypes.CDLL(None)
+        self._num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.total_bytes = min(pool.total_bytes for pool in _pools()) // self._num_ranks
+
+    def budget(self, fraction: float, limit_bytes: int | None) -> int:
+        """See `DeviceMemory.budget`. The ranks of one host share its memory evenly.
+
+        `limit_bytes` bounds this process alone: what the rest of a machine holds is not part of a smaller
+        device that it stands in for.
+        """
+        ours = sum(_resident_bytes(process) for process in _ranks_on_this_host(self._num_ranks))
+        budgets = [
+            (fraction * pool.total_bytes - (pool.used_bytes - ours)) / self._num_ranks for pool in _pools()
+        ]
+        if limit_bytes is not None:
+            budgets.append(fraction * limit_bytes)
+        return int(min(budgets))
+
+    def clean(self) -> None:
+        """Collect garbage and hand free pages back to the system."""
+        gc.collect()
+        if hasattr(self._libc, "malloc_trim"):
+            self._libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
+            self._libc.malloc_trim(0)
+
+    def reset_peak(self) -> None:
+        """Set the kernel's high-water mark of this process to what it holds now."""
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> int:
+        """Highest resident set since `reset_peak`."""
+        return _proc_status("VmHWM")
+
+    def in_use(self) -> int:
+        """Resident set of the process."""
+        return _proc_status("VmRSS")
+
+    def refused(self, error: BaseException) -> bool:
+        """Also oneDNN's word for a kernel that it had no memory to write, when there is indeed none left."""
+        if "could not create a primitive" not in str(error):
+            return is_out_of_memory(error)
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        return limit != resource.RLIM_INFINITY and _proc_status("VmData") + _KERNEL_BYTES > limit
+
+    def isolate(self, function: Callable[[], T]) -> T:
+        """Call the function in a thread of its own.
+
+        oneDNN's code generator (Xbyak) keeps an allocation error in a variable of the thread and never clears
+        it: from then on the thread cannot make a new kernel. It goes with the thread.
+        """
+        outcome: list[T] = []
+        failure: list[BaseException] = []
+
+        def call() -> None:
+            _start_threads()
+            try:
+                outcome.append(function())
+            except BaseException as error:
+                failure.append(error)
+
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(call,), name="trial")
+        thread.start()
+        try:
+            thread.join()
+        except BaseException:
+            thread.join()  # Ctrl-C: nothing may be restored under a step that still runs
+            raise
+        if failure:
+            raise failure.pop()
+        return outcome.pop()
+
+    def num_retries(self) -> int:
+        """The C allocator does not retry."""
+        return 0
+
+    @contextlib.contextmanager
+    def cap(self, bytes_: int) -> Iterator[None]:
+        """Private writable memory may grow by what is left to `bytes_`; beyond that the allocator fails."""
+        import resource
+
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        room = max(bytes_ - _proc_status("VmRSS"), 0)
+        limit = _proc_status("VmData") + room
+        if before[0] != resource.RLIM_INFINITY:
+            limit = min(limit, before[0])
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """The memory of a device.
+
+    Raises:
+        NotImplementedError: when the memory of this kind of device cannot be measured.
+    """
+    if device.type == "cuda":
+        return CudaMemory(device)
+    if device.type == "cpu" and sys.platform == "linux":
+        return CpuMemory(device)
+    if device.type == "cpu" or not hasattr(torch.accelerator, "get_memory_info"):
+        raise NotImplementedError(f"the memory of {device} cannot be measured on {sys.platform}")
+    return AcceleratorMemory(device)
+
+
+def _start_threads() -> None:
+    """Start the intra-op threads: OpenMP ends the process when it cannot make one under a cap."""
+    torch.ones(1 << 20).add_(1)
+
+
+def _proc_status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
+
+
+def _resident_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def _ranks_on_this_host(num_ranks: int) -> list[psutil.Process]:
+    """This process, and under torchrun its siblings, which are the other ranks."""
+    process = psutil.Process()
+    parent = process.parent() if num_ranks > 1 else None
+    return parent.children() if parent else [process]
+
+
+def _pools() -> list[_Pool]:
+    """The machine and every cgroup around this process that has a limit."""
+    machine = psutil.virtual_memory()
+    return [_Pool(machine.total, machine.total - machine.available), *_limited_cgroups(machine.total)]
+
+
+def _limited_cgroups(machine_bytes: int, root: Path = Path("/sys/fs/cgroup")) -> Iterator[_Pool]:
+    """Memory cgroups (v1 and v2) of this process with a limit below the machine's memory, innermost first."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names, base = ("memory.max", "memory.current", "inactive_file"), root
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            base = root / "memory"
+        else:
+            continue
+        for folder in _upwards(base, path):
+            pool = _read_cgroup(folder, *names)
+            if pool is not None and pool.total_bytes < machine_bytes:
+                yield pool
+
+
+def _upwards(base: Path, path: str) -> Iterator[Path]:
+    folder = base / path.strip("/")
+    while folder != base:
+        yield folder
+        folder = folder.parent
+    yield base
+
+
+def _read_cgroup(folder: Path, limit_file: str, usage_file: str, reclaimable: str) -> _Pool | None:
+    try:
+        limit = (folder / limit_file).read_text().strip()
+        if limit == "max":
+            return None
+        used = int((folder / usage_file).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return _Pool(int(limit), used - int(stat.get(reclaimable, 0)))

@@ -1,0 +1,112 @@
+"""From the MODEL node to a module."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from linnaeus.config.schema import ModelConfig
+from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.errors import ConfigError
+from linnaeus.instantiate import call_target, is_target
+from linnaeus.models.hierarchical import HierarchicalClassifier
+
+
+def build_model(
+    node: Any, *, taxonomy: Taxonomy | None, in_chans: int | None, img_size: tuple[int, int] | None
+) -> nn.Module:
+    """Build the network on the CPU.
+
+    Args:
+        node: `ModelConfig`, or a `_target_` node. The user's callable is offered `num_classes` (an int for
+            one rank, else {rank: int}), `in_chans` and `img_size` where its signature names them.
+        taxonomy: ranks of the labels; None when a user's dataset has none.
+        in_chans: channels of the images.
+        img_size: [height, width] of the images.
+
+    Raises:
+        ConfigError: an unknown model, weights that do not load, or images that the model cannot take.
+    """
+    if is_target(node):
+        return _custom_model(node, taxonomy, in_chans, img_size)
+    if taxonomy is None or in_chans is None or img_size is None:
+        raise ConfigError(
+            "MODEL: a timm model needs a dataset of images with class labels; "
+            "give the dataset `classes` (or `num_classes`), or name your own model in MODEL._target_"
+        )
+    backbone = _backbone(node, in_chans, img_size)
+    num_features = _probe(node.NAME, backbone, in_chans, img_size)
+    return HierarchicalClassifier(backbone, num_features, list(taxonomy.num_classes.values()), node.DROP_RATE)
+
+
+def set_gradient_checkpointing(model: nn.Module) -> None:
+    """Recompute activations in the backward pass.
+
+    Raises:
+        ConfigError: when the model has no such switch.
+    """
+    target: Any = getattr(model, "backbone", model)
+    try:
+        target.set_grad_checkpointing(True)
+    except (AttributeError, AssertionError) as error:
+        raise ConfigError(
+            "TRAIN.GRADIENT_CHECKPOINTING: True, but this model has no gradient checkpointing "
+            f"(set_grad_checkpointing: {error})"
+        ) from error
+
+
+def _custom_model(
+    node: Any, taxonomy: Taxonomy | None, in_chans: int | None, img_size: tuple[int, int] | None
+) -> nn.Module:
+    offer: dict[str, Any] = {"in_chans": in_chans, "img_size": img_size}
+    if taxonomy is not None:
+        counts = taxonomy.num_classes
+        offer["num_classes"] = counts if len(counts) > 1 else next(iter(counts.values()))
+    known = {name: value for name, value in offer.items() if value is not None}
+    model = call_target(node, "MODEL", offer=known)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"MODEL: {node['_target_']} gave a {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def _backbone(config: ModelConfig, in_chans: int, img_size: tuple[int, int]) -> nn.Module:
+    if not timm.is_model(config.NAME):
+        close = difflib.get_close_matches(config.NAME, timm.list_models(), n=3)
+        hint = f"; did you mean {', '.join(close)}?" if close else "; `timm.list_models()` lists them"
+        raise ConfigError(f"MODEL.NAME: {config.NAME!r} is not a timm model{hint}")
+    arguments: dict[str, Any] = {"drop_path_rate": config.DROP_PATH_RATE} if config.DROP_PATH_RATE else {}
+    pretrained_cfg = timm.get_pretrained_cfg(config.NAME, allow_unregistered=False)
+    if pretrained_cfg is not None and pretrained_cfg.fixed_input_size:
+        arguments["img_size"] = img_size
+    if config.WEIGHTS is not None:
+        if not Path(config.WEIGHTS).is_file():
+            raise ConfigError(f"MODEL.WEIGHTS: {config.WEIGHTS!r} is not a file")
+        arguments |= {"pretrained": True, "pretrained_cfg_overlay": {"file": config.WEIGHTS}}
+    arguments |= config.KWARGS
+    try:
+        return timm.create_model(config.NAME, num_classes=0, in_chans=in_chans, **arguments)  # type: ignore[no-any-return]
+    except Exception as error:
+        key = "MODEL.WEIGHTS" if config.WEIGHTS is not None else "MODEL"
+        raise ConfigError(f"{key}: timm cannot build {config.NAME!r} with {arguments}: {error}") from error
+
+
+def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, int]) -> int:
+    """Width of the pooled features, from a forward pass of one image in eval mode."""
+    was_training = backbone.training
+    backbone.eval()
+    try:
+        with torch.no_grad():
+            features = backbone(torch.zeros(1, in_chans, *img_size))
+    except Exception as error:
+        shape = f"{in_chans}×{img_size[0]}×{img_size[1]}"
+        raise ConfigError(
+            f"MODEL.NAME: {name!r} cannot take images of {shape} (DATA.IMG_SIZE): {error}"
+        ) from error
+    finally:
+        backbone.train(was_training)
+    return int(features.shape[-1])

@@ -1,0 +1,45 @@
+"""From the OPTIMIZER node to an optimizer."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import timm.optim
+import torch
+from torch import nn
+
+from linnaeus.errors import ConfigError
+from linnaeus.instantiate import call_target, is_target
+
+
+def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer over the model's trainable parameters.
+
+    Args:
+        node: `OptimizerConfig` (timm's factory: no weight decay on biases and norms), or a `_target_` node of
+            a callable that takes the parameters first.
+        model: without a wrapper.
+
+    Raises:
+        ConfigError: an unknown optimizer, or arguments that it does not take.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("MODEL: it has no trainable parameter")
+    if is_target(node):
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = call_target(node, "OPTIMIZER", parameters)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"OPTIMIZER: {node['_target_']} is not a torch.optim.Optimizer")
+        return optimizer
+    names = timm.optim.list_optimizers()
+    if node.NAME.lower() not in names:
+        close = difflib.get_close_matches(node.NAME.lower(), names, n=3)
+        hint = f"; did you mean {', '.join(close)}?" if close else ""
+        raise ConfigError(f"OPTIMIZER.NAME: {node.NAME!r} is not an optimizer of timm{hint}")
+    try:
+        return timm.optim.create_optimizer_v2(  # type: ignore[no-any-return]
+            model, opt=node.NAME, lr=node.LR, weight_decay=node.WEIGHT_DECAY, **node.KWARGS
+        )
+    except Exception as error:
+        raise ConfigError(f"OPTIMIZER: {node.NAME!r} with KWARGS {node.KWARGS}: {error}") from error

@@ -1,0 +1,154 @@
+"""Weights & Biases through its own client, or nothing with the same methods."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from linnaeus.config.schema import WandbConfig
+
+logger = logging.getLogger("linnaeus.tracking")
+
+
+class Tracker(Protocol):
+    """Where metrics go beside the run's own files."""
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Metrics at an optimizer step."""
+        ...
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table of values."""
+        ...
+
+    def update_config(self, config: Mapping[str, Any]) -> None:
+        """The configuration with the sizes found."""
+        ...
+
+    def summarise(self, values: Mapping[str, Any]) -> None:
+        """The run's final figures."""
+        ...
+
+    def finish(self, exit_code: int) -> None:
+        """Close the run."""
+        ...
+
+
+class NullTracker:
+    """Takes everything and keeps nothing."""
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Do nothing."""
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Do nothing."""
+
+    def update_config(self, config: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def summarise(self, values: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def finish(self, exit_code: int) -> None:
+        """Do nothing."""
+
+
+class WandbTracker:
+    """One Weights & Biases run.
+
+    Args:
+        run: what `wandb.init` gave.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Metrics at an optimizer step."""
+        self._run.log(dict(values), step=step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table of values."""
+        import wandb
+
+        table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        # It goes with the next metrics; by itself it would use up a step that metrics then cannot have.
+        self._run.log({name: table}, commit=False)
+
+    def update_config(self, config: Mapping[str, Any]) -> None:
+        """The configuration with the sizes found."""
+        self._run.config.update(dict(config), allow_val_change=True)
+
+    def summarise(self, values: Mapping[str, Any]) -> None:
+        """The run's final figures."""
+        self._run.summary.update(dict(values))
+
+    def finish(self, exit_code: int) -> None:
+        """Close the run, and say how to upload one that was recorded offline."""
+        folder = Path(self._run.dir).parent
+        offline = self._run.settings.mode == "offline"
+        self._run.finish(exit_code=exit_code)
+        if offline:
+            logger.info("W&B recorded offline; upload with: wandb sync %s", folder)
+
+
+def start_tracking(
+    node: WandbConfig, *, name: str, folder: Path, config: Mapping[str, Any], resume: bool
+) -> Tracker:
+    """Open the run's tracker.
+
+    Args:
+        node: `EXPERIMENT.WANDB`.
+        name: of the run.
+        folder: where W&B keeps its own files.
+        config: the resolved configuration.
+        resume: whether to go on with the W&B run that this folder belongs to.
+    """
+    if not node.ENABLED:
+        return NullTracker()
+    import wandb
+
+    os.environ.setdefault("WANDB_SILENT", "true")
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = wandb.Settings(console="off", silent=True, init_timeout=30)
+    init = partial(
+        wandb.init, project=node.PROJECT, entity=node.ENTITY, group=node.GROUP, tags=node.TAGS, name=name,
+        dir=str(folder), config=dict(config), id=_run_id(folder, resume), resume="allow", settings=settings,
+    )  # fmt: skip
+    if "WANDB_MODE" in os.environ:
+        return WandbTracker(init())
+    if not _has_credentials():
+        logger.info("W&B: no API key, so the run is recorded offline (`wandb login` stores one)")
+        return WandbTracker(init(mode="offline"))
+    try:
+        return WandbTracker(init())
+    except wandb.errors.Error as error:
+        reason = str(error).partition("\n")[0]
+        logger.warning("W&B cannot be reached (%s), so the run is recorded offline", reason)
+        wandb.teardown()  # the client's service still holds the id of the run that it could not open
+        return WandbTracker(init(mode="offline"))
+
+
+def _has_credentials() -> bool:
+    """Whether W&B knows an account; nobody is asked for one on the terminal."""
+    import wandb
+
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        return bool(wandb.login(prompt=False, verify=False))
+    return wandb.api.api_key is not None  # older clients
+
+
+def _run_id(folder: Path, resume: bool) -> str:
+    """The id of this folder's W&B run, kept in a file so that a resumed run goes on with it."""
+    path = folder / "wandb_run_id"
+    if resume and path.is_file():
+        return path.read_text().strip()
+    run_id = secrets.token_hex(4)
+    path.write_text(run_id)
+    return run_id

@@ -1,0 +1,666 @@
+"""The search is tested on curves of every shape, against an oracle that knows the whole curve."""
+
+import gc
+import importlib.util
+import math
+import random
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from linnaeus.autobatch.search import (
+    GROWTH,
+    STRATEGIES,
+    OutOfMemory,
+    SearchResult,
+    TrialRecord,
+    carry_over,
+    find_largest,
+)
+
+BUDGET = 10_000
+CERTIFYING = ["guided", "binary", "binsearch"]
+
+Curve = Callable[[int], int]
+
+
+class Device:
+    """A `measure` that records its calls, refuses to run a size twice, and has a capacity."""
+
+    def __init__(self, curve: Curve, capacity: float = math.inf) -> None:
+        self.curve, self.capacity = curve, capacity
+        self.peaks: dict[int, float] = {}
+
+    def __call__(self, size: int) -> int:
+        assert size not in self.peaks, f"{size} was measured twice"
+        peak = self.curve(size)
+        self.peaks[size] = peak if peak <= self.capacity else math.inf
+        if peak > self.capacity:
+            raise OutOfMemory
+        return peak
+
+
+def line(fixed: int, per_sample: int) -> Curve:
+    return lambda size: fixed + per_sample * size
+
+
+def sizes(result: SearchResult) -> list[int]:
+    return [trial.size for trial in result.trials]
+
+
+def candidates_of(min_size: int, max_size: int, multiple_of: int) -> list[int]:
+    return [n for n in range(min_size, max_size + 1) if n < multiple_of or n % multiple_of == 0]
+
+
+def check_honest(result: SearchResult, device: Device, candidates: list[int], max_trials: int) -> None:
+    """What holds for every search that does not stop before it has a proof, whatever the curve."""
+    fitting = {size for size, peak in device.peaks.items() if peak <= BUDGET}
+    assert sizes(result) == list(device.peaks)
+    assert device.peaks.keys() <= set(candidates)
+    assert len(result.trials) <= min(max_trials, 2 * math.log2(candidates[-1]) + 10)
+    for trial in result.trials:
+        peak = device.peaks[trial.size]
+        assert trial.peak_bytes == (None if peak == math.inf else peak)
+        assert trial.status == ("oom" if peak == math.inf else "fits" if peak <= BUDGET else "over")
+    assert result.size == max(fitting, default=None)
+    if result.size == candidates[-1]:
+        assert (result.certified, result.limited_by) == (True, "max_batch_size")
+    else:
+        following = candidates[0 if result.size is None else candidates.index(result.size) + 1]
+        proved = following in device.peaks.keys() - fitting
+        assert (result.certified, result.limited_by) == (proved, "memory" if proved else "max_trials")
+        assert proved or len(result.trials) == max_trials
+
+
+# -- curves
+
+
+@st.composite
+def rising_curves(draw: st.DrawFn) -> Curve:
+    """Never falls: a line, a power, stairs, plateaus or a jump of 4×."""
+    fixed = draw(st.integers(0, BUDGET))
+    slope = draw(st.sampled_from([0.01, 0.3, 1, 7, 60, 900, 20_000]))
+    kind = draw(st.sampled_from(["line", "power", "steps", "plateaus", "jump"]))
+    at = draw(st.integers(1, 2000))
+    if kind == "power":
+        exponent = draw(st.sampled_from([0.3, 0.7, 1.5, 3]))
+        return lambda n: int(fixed + slope * n**exponent)
+    if kind == "steps":
+        return lambda n: int(fixed + slope * at * (n // at))
+    if kind == "plateaus":
+        return lambda n: int(fixed + slope * max(n - at, 0))
+    if kind == "jump":
+        return lambda n: int((fixed + slope * n) * (4 if n >= at else 1))
+    return lambda n: int(fixed + slope * n)
+
+
+@st.composite
+def unruly_curves(draw: st.DrawFn) -> Curve:
+    """Noise, dips, a falling curve, peaks around the budget only, or an answer that ignores the size."""
+    curve = draw(rising_curves())
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    kind = draw(st.sampled_from(["noisy", "dips", "falls", "at budget", "different", "all or nothing"]))
+    if kind == "noisy":
+        return lambda n: int(curve(n) * rng.uniform(0.9, 1.1))
+    if kind == "dips":
+        return lambda n: int(curve(n) * (0.5 if n % 5 == 0 else 1))
+    if kind == "falls":
+        return lambda n: max(3 * BUDGET - curve(n), 0)
+    if kind == "at budget":
+        return lambda n: BUDGET + rng.choice([0, 0, 1])
+    if kind == "all or nothing":
+        peak = rng.choice([0, BUDGET, BUDGET + 1, 10**15])
+        return lambda n: peak
+    return lambda n: int(BUDGET * rng.lognormvariate(0, 1))
+
+
+bounds = st.one_of(
+    st.tuples(st.just(1), st.integers(1, 8192)),
+    st.tuples(st.integers(1, 300), st.integers(0, 3000)).map(lambda pair: (pair[0], sum(pair))),
+    st.integers(1, 500).map(lambda n: (n, n)),
+)
+capacities = st.sampled_from([BUDGET, 1.25 * BUDGET, math.inf])
+starts = st.one_of(st.none(), st.integers(1, 9000))
+strategies = st.sampled_from(sorted(STRATEGIES))
+many = settings(max_examples=400, deadline=None)
+
+
+# -- properties
+
+
+@many
+@given(
+    curve=st.one_of(rising_curves(), unruly_curves()),
+    capacity=capacities,
+    bounds=bounds,
+    multiple_of=st.sampled_from([1, 1, 2, 8, 32]),
+    strategy=strategies,
+    start=starts,
+    max_trials=st.sampled_from([1, 2, 3, 5, 10, 25, 10**9]),
+)
+@example(line(0, 0), math.inf, (1, 1), 1, "guided", None, 10**9)
+@example(line(BUDGET, 0), BUDGET, (1, 8192), 1, "guided", 1, 10**9)
+def test_every_search_is_bounded_and_honest(
+    curve: Curve,
+    capacity: float,
+    bounds: tuple[int, int],
+    multiple_of: int,
+    strategy: str,
+    start: int | None,
+    max_trials: int,
+) -> None:
+    candidates = candidates_of(*bounds, multiple_of)
+    device = Device(curve, capacity)
+    arguments = {
+        "budget_bytes": BUDGET,
+        "min_size": bounds[0],
+        "max_size": bounds[1],
+        "multiple_of": multiple_of,
+        "strategy": strategy,
+        "start": start,
+        "max_trials": max_trials,
+    }
+    if not candidates:
+        with pytest.raises(ValueError, match="multiple_of"):
+            find_largest(device, **arguments)
+        return
+    result = find_largest(device, **arguments)
+    if strategy == "power" and not result.certified:  # it stops before it has a proof, by design
+        assert result.size == max((n for n, peak in device.peaks.items() if peak <= BUDGET), default=None)
+        assert len(result.trials) <= math.log2(bounds[1]) + 2
+    else:
+        check_honest(result, device, candidates, max_trials)
+
+
+@many
+@given(
+    curve=rising_curves(),
+    capacity=capacities,
+    bounds=bounds,
+    multiple_of=st.sampled_from([1, 8]),
+    strategy=st.sampled_from(CERTIFYING),
+    start=starts,
+)
+def test_on_a_rising_curve_the_largest_size_is_found(
+    curve: Curve, capacity: float, bounds: tuple[int, int], multiple_of: int, strategy: str, start: int | None
+) -> None:
+    candidates = candidates_of(*bounds, multiple_of)
+    assume(candidates)
+    result = find_largest(
+        Device(curve, capacity),
+        budget_bytes=BUDGET,
+        min_size=bounds[0],
+        max_size=bounds[1],
+        multiple_of=multiple_of,
+        strategy=strategy,
+        start=start,
+        max_trials=10**9,
+    )
+    assert result.size == max((n for n in candidates if curve(n) <= BUDGET), default=None)
+    assert result.certified
+
+
+@many
+@given(curve=st.one_of(rising_curves(), unruly_curves()), capacity=capacities, max_size=st.integers(1, 8192))
+def test_guided_growth_is_at_most_fourfold(curve: Curve, capacity: float, max_size: int) -> None:
+    device = Device(curve, capacity)
+    result = find_largest(device, budget_bytes=BUDGET, min_size=1, max_size=max_size, max_trials=10**9)
+    for index, size in enumerate(sizes(result)[1:], start=1):
+        assert size <= GROWTH * max(sizes(result)[:index])
+
+
+@many
+@given(
+    curve=st.one_of(rising_curves(), unruly_curves()),
+    budgets=st.lists(st.integers(-1, 2 * BUDGET), min_size=2, max_size=4),
+    multiple_of=st.sampled_from([1, 8]),
+    strategy=st.sampled_from(CERTIFYING),
+    strict=st.booleans(),
+    start=starts,
+)
+def test_known_trials_are_never_run_again(
+    curve: Curve, budgets: list[int], multiple_of: int, strategy: str, strict: bool, start: int | None
+) -> None:
+    candidates = candidates_of(1, 2000, multiple_of)
+    device = Device(curve)  # one device for all searches: it refuses to measure a size twice
+    known: tuple[TrialRecord, ...] = ()
+    for old, budget in zip([0, *budgets], budgets, strict=False):
+        known = carry_over(known, old_budget_bytes=old, budget_bytes=budget)
+        for size in device.peaks.keys() - {trial.size for trial in known}:
+            del device.peaks[size]  # an out-of-memory event that a larger budget may not meet
+        device.capacity = budget if strict else math.inf
+        result = find_largest(
+            device,
+            budget_bytes=budget,
+            min_size=1,
+            max_size=2000,
+            multiple_of=multiple_of,
+            strategy=strategy,
+            start=start,
+            max_trials=10**9,
+            known=known,
+        )
+        known += result.trials
+        fitting = [size for size, peak in device.peaks.items() if peak <= budget]
+        assert result.size == max(fitting, default=None)
+        assert result.certified
+        if result.size != candidates[-1]:
+            following = candidates[0 if result.size is None else candidates.index(result.size) + 1]
+            assert device.peaks[following] > budget
+
+
+# -- the guided strategy
+
+
+def test_a_line_takes_two_probes_a_guess_and_the_proof() -> None:
+    result = find_largest(line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512)
+    assert (result.size, result.certified, result.limited_by) == (225, True, "memory")
+    assert len(result.trials) <= 5
+    assert {225, 226} <= set(sizes(result))
+
+
+def test_the_first_trial_is_small_whatever_the_bounds() -> None:
+    for max_size in (1, 5, 16, 512, 10**9):
+        assert (
+            sizes(find_largest(line(0, BUDGET), budget_bytes=BUDGET, min_size=1, max_size=max_size))[0] <= 16
+        )
+
+
+def test_a_model_that_is_too_large_for_the_first_trial_is_searched_below_it() -> None:
+    device = Device(line(1000, 4000), capacity=BUDGET)  # 2 fit; whatever does not leaves no peak
+    result = find_largest(device, budget_bytes=BUDGET, min_size=1, max_size=512)
+    assert (result.size, result.certified) == (2, True)
+    assert len(result.trials) <= 5
+
+
+def test_bounds_of_a_billion_cost_nothing() -> None:
+    result = find_largest(
+        line(0, 1), budget_bytes=10**8 + 3, min_size=1, max_size=10**9, multiple_of=8, max_trials=99
+    )
+    assert (result.size, result.certified) == (10**8, True)
+
+
+def test_a_misleading_curve_is_settled_by_doubling_and_bisection() -> None:
+    """A plateau just below the budget: every line says that the next size is the last."""
+    device = Device(lambda n: BUDGET - 10 if n <= 4321 else 2 * BUDGET)
+    result = find_largest(device, budget_bytes=BUDGET, min_size=1, max_size=8192, max_trials=10**9)
+    assert (result.size, result.certified) == (4321, True)
+    assert len(result.trials) <= 2 * 13 + 9
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.85])
+@pytest.mark.parametrize("largest", [30, 200, 1000])
+def test_a_large_fixed_cost_takes_few_trials(share: float, largest: int) -> None:
+    """Validation beside resident training state: the peak hardly grows at first."""
+    budget = 10**10
+    curve = line(int(share * budget), int((1 - share) * budget / (largest + 0.5)))
+    result = find_largest(curve, budget_bytes=budget, min_size=1, max_size=2048)
+    assert (result.size, result.certified) == (largest, True)
+    assert len(result.trials) <= 11
+
+
+def test_a_peak_that_falls_does_not_make_the_search_creep() -> None:
+    """The line starts from the largest size that fits, even when a smaller one came closer to the budget."""
+    device = Device(lambda n: 5300 if n <= 45 else 5250 + 20 * max(n - 96, 0))
+    result = find_largest(device, budget_bytes=BUDGET, min_size=1, max_size=512)
+    assert (result.size, result.certified) == (333, True)
+    assert len(result.trials) <= 8
+
+
+def test_noise_between_two_close_peaks_is_not_extrapolated() -> None:
+    """The second peak is not above the first; a line through them would never meet the budget."""
+    known = [TrialRecord(100, "fits", 7000, 1.0), TrialRecord(110, "fits", 7001, 1.0)]
+    first, *_ = sizes(
+        find_largest(line(0, 70), budget_bytes=7100, min_size=1, max_size=8192, known=known, max_trials=1)
+    )
+    assert 110 < first <= 130
+
+
+# -- the other strategies
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("binary", [50, 25, 12, 6, 9, 10, 11]),
+        ("power", [1, 2, 4, 8, 16]),
+        ("binsearch", [1, 2, 4, 8, 16, 12, 10, 11]),
+    ],
+)
+def test_the_plain_strategies_try_what_their_names_say(strategy: str, expected: list[int]) -> None:
+    result = find_largest(line(0, 1), budget_bytes=10, min_size=1, max_size=100, strategy=strategy)
+    assert sizes(result) == expected
+    assert (result.size, result.certified) == ((8, False) if strategy == "power" else (10, True))
+    assert result.limited_by == "memory"
+
+
+def test_power_never_exceeds_the_bounds() -> None:
+    result = find_largest(line(0, 1), budget_bytes=BUDGET, min_size=3, max_size=100, strategy="power")
+    assert sizes(result) == [3, 6, 12, 24, 48, 96, 100]
+    assert (result.size, result.certified, result.limited_by) == (100, True, "max_batch_size")
+
+
+# -- start, multiples, known
+
+
+@pytest.mark.parametrize("strategy", ["guided", "power", "binsearch"])
+@pytest.mark.parametrize(("start", "first"), [(200, 200), (1, 1), (9999, 512), (0, 1)])
+def test_start_is_tried_first_within_the_bounds(strategy: str, start: int, first: int) -> None:
+    result = find_largest(
+        line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512, start=start, strategy=strategy
+    )
+    assert sizes(result)[0] == first
+
+
+@pytest.mark.parametrize(("start", "at_most"), [(203, 4), (225, 2), (226, 2), (247, 3)])
+def test_a_good_start_saves_trials(start: int, at_most: int) -> None:
+    result = find_largest(line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512, start=start)
+    assert (result.size, result.certified) == (225, True)
+    assert len(result.trials) <= at_most
+
+
+@pytest.mark.parametrize(
+    ("per_sample", "expected"), [(1800, 5), (1400, 7), (1250, 8), (700, 8), (40, 248), (BUDGET + 1, None)]
+)
+@pytest.mark.parametrize("strategy", CERTIFYING)
+def test_sizes_below_the_multiple_stay_exact(per_sample: int, expected: int | None, strategy: str) -> None:
+    device = Device(line(0, per_sample))
+    result = find_largest(
+        device, budget_bytes=BUDGET, min_size=1, max_size=512, multiple_of=8, strategy=strategy
+    )
+    assert (result.size, result.certified) == (expected, True)
+    assert all(size < 8 or size % 8 == 0 for size in device.peaks)
+
+
+def test_the_last_multiple_within_the_bounds_is_the_largest_candidate() -> None:
+    result = find_largest(line(0, 1), budget_bytes=BUDGET, min_size=1, max_size=100, multiple_of=8)
+    assert (result.size, result.certified, result.limited_by) == (96, True, "max_batch_size")
+
+
+def test_known_trials_can_answer_without_any_trial() -> None:
+    first = find_largest(line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512)
+    again = find_largest(
+        lambda n: pytest.fail(f"{n} was run"),
+        budget_bytes=BUDGET,
+        min_size=1,
+        max_size=512,
+        known=first.trials,
+    )
+    assert again == SearchResult(size=225, certified=True, limited_by="memory", trials=())
+
+
+def test_known_peaks_guide_the_search_for_another_budget() -> None:
+    first = find_largest(line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512)
+    known = carry_over(first.trials, old_budget_bytes=BUDGET, budget_bytes=8000)
+    second = find_largest(line(1000, 40), budget_bytes=8000, min_size=1, max_size=512, known=known)
+    assert (second.size, second.certified) == (175, True)
+    assert len(second.trials) <= 3
+
+
+def test_known_peaks_of_sizes_that_are_no_candidates_guide_only() -> None:
+    known = [TrialRecord(n, "fits", 1000 + 40 * n, 1.0) for n in (3, 100, 205, 600)]
+    device = Device(line(1000, 40))
+    result = find_largest(device, budget_bytes=BUDGET, min_size=8, max_size=512, multiple_of=8, known=known)
+    assert (result.size, result.certified) == (224, True)
+    assert len(result.trials) <= 3
+
+
+def test_the_status_of_a_known_trial_is_judged_by_its_peak() -> None:
+    known = [TrialRecord(4, "over", 400, 1.0), TrialRecord(5, "fits", 600, 1.0)]
+    result = find_largest(line(0, 100), budget_bytes=500, min_size=1, max_size=8, known=known)
+    assert (result.size, result.certified, result.trials) == (4, True, ())
+
+
+def test_of_contradicting_known_trials_the_largest_that_fitted_wins() -> None:
+    known = [TrialRecord(50, "oom", None, 1.0), TrialRecord(100, "fits", 9000, 1.0)]
+    device = Device(line(1000, 80))
+    result = find_largest(device, budget_bytes=BUDGET, min_size=1, max_size=512, known=known)
+    assert (result.size, result.certified) == (112, True)
+    assert min(device.peaks) > 100
+
+
+def test_a_start_that_known_trials_have_answered_is_not_used() -> None:
+    known = [TrialRecord(n, "fits", 1000 + 40 * n, 1.0) for n in (50, 200)]
+    result = find_largest(
+        line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512, known=known, start=60
+    )
+    assert sizes(result)[0] > 210
+
+
+def test_carry_over_drops_out_of_memory_for_larger_budgets_only() -> None:
+    trials = (TrialRecord(8, "fits", 900, 0.5), TrialRecord(16, "oom", None, 0.1))
+    assert carry_over(trials, old_budget_bytes=1000, budget_bytes=1000) == trials
+    assert carry_over(trials, old_budget_bytes=1000, budget_bytes=1001) == trials[:1]
+    assert carry_over(trials, old_budget_bytes=1000, budget_bytes=899)[0].status == "over"
+
+
+# -- what ends a search
+
+
+def test_everything_fits() -> None:
+    result = find_largest(line(0, 1), budget_bytes=BUDGET, min_size=1, max_size=64)
+    assert (result.size, result.certified, result.limited_by) == (64, True, "max_batch_size")
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("budget", [9_999, 0, -5])
+@pytest.mark.parametrize("capacity", [math.inf, 5_000])
+def test_nothing_fits(strategy: str, budget: int, capacity: float) -> None:
+    result = find_largest(
+        Device(line(BUDGET, 10), capacity), budget_bytes=budget, min_size=3, max_size=512, strategy=strategy
+    )
+    assert (result.size, result.certified, result.limited_by) == (None, True, "memory")
+    assert sizes(result)[-1] == 3
+
+
+def test_a_size_exactly_at_the_budget_fits() -> None:
+    result = find_largest(line(0, 100), budget_bytes=700, min_size=1, max_size=512)
+    assert (result.size, result.certified) == (7, True)
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("max_trials", [1, 2, 3])
+def test_max_trials_ends_with_the_best_so_far(strategy: str, max_trials: int) -> None:
+    device = Device(line(1000, 40))
+    result = find_largest(
+        device, budget_bytes=BUDGET, min_size=1, max_size=512, strategy=strategy, max_trials=max_trials
+    )
+    assert len(result.trials) == max_trials
+    assert result.size == max((n for n, peak in device.peaks.items() if peak <= BUDGET), default=None)
+    assert (result.certified, result.limited_by) == (False, "max_trials")
+
+
+def test_a_proof_by_the_last_allowed_trial_counts() -> None:
+    whole = find_largest(line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512)
+    limited = find_largest(
+        line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512, max_trials=len(whole.trials)
+    )
+    assert (limited.size, limited.certified, limited.limited_by) == (225, True, "memory")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("deadline_s", "num_trials"), [(0.0, 0), (10.0, 1), (10.1, 2), (25.0, 3)])
+def test_no_trial_starts_after_the_deadline(deadline_s: float, num_trials: int) -> None:
+    clock = Clock()
+
+    def measure(size: int) -> int:
+        clock.now += 10
+        return 1000 + 40 * size
+
+    result = find_largest(
+        measure, budget_bytes=BUDGET, min_size=1, max_size=512, deadline_s=deadline_s, clock=clock
+    )
+    assert len(result.trials) == num_trials
+    assert [trial.seconds for trial in result.trials] == [10.0] * num_trials
+    assert (result.certified, result.limited_by) == (False, "timeout")
+    assert (result.size is None) == (num_trials == 0)
+
+
+def test_other_exceptions_end_the_search() -> None:
+    def measure(size: int) -> int:
+        raise RuntimeError(f"the model rejects {size}")
+
+    with pytest.raises(RuntimeError, match="the model rejects 16"):
+        find_largest(measure, budget_bytes=BUDGET, min_size=1, max_size=512)
+
+
+def test_callbacks_frame_every_trial() -> None:
+    events: list[object] = []
+
+    def measure(size: int) -> int:
+        events.append(("run", size))
+        if size > 200:
+            raise OutOfMemory
+        return 1000 + 40 * size
+
+    result = find_largest(
+        measure,
+        budget_bytes=BUDGET,
+        min_size=1,
+        max_size=512,
+        on_start=lambda size: events.append(("start", size)),
+        on_trial=events.append,
+    )
+    expected: list[object] = []
+    for trial in result.trials:
+        expected += [("start", trial.size), ("run", trial.size), trial]
+    assert events == expected
+    assert {trial.status for trial in result.trials} == {"fits", "oom"}
+
+
+def test_a_failed_trial_leaves_nothing_alive() -> None:
+    """The exception's traceback holds the trial's frame, and so would hold its tensors."""
+
+    class Tensor:
+        pass
+
+    tensors: list[weakref.ref[Tensor]] = []
+
+    def measure(size: int) -> int:
+        assert all(tensor() is None for tensor in tensors)
+        tensor = Tensor()
+        tensors.append(weakref.ref(tensor))
+        if size > 10:
+            raise OutOfMemory
+        return size
+
+    gc.disable()
+    try:
+        find_largest(measure, budget_bytes=BUDGET, min_size=1, max_size=512)
+        assert all(tensor() is None for tensor in tensors)
+    finally:
+        gc.enable()
+    assert len(tensors) > 2
+
+
+# -- arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strategy": "guess"}, "strategy is 'guess'; it must be one of guided, binary, power, binsearch"),
+        ({"min_size": 0}, "min_size is 0; it must be at least 1"),
+        ({"min_size": 9, "max_size": 8}, "max_size is 8; it must be at least min_size, 9"),
+        ({"multiple_of": 0}, "multiple_of is 0; it must be at least 1"),
+        ({"max_trials": 0}, "max_trials is 0; it must be at least 1"),
+        (
+            {"min_size": 9, "max_size": 15, "multiple_of": 8},
+            "multiple_of is 8; it has no multiple from 9 to 15",
+        ),
+    ],
+)
+def test_bad_arguments_are_named_with_their_value(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match="^" + message):
+        find_largest(line(0, 1), **{"budget_bytes": 1, "min_size": 1, "max_size": 64, **arguments})
+
+
+def test_a_record_has_a_size() -> None:
+    with pytest.raises(ValueError, match="size is 0"):
+        TrialRecord(0, "fits", 1, 0.0)
+
+
+# -- figures on measured curves
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "search_replay.py"
+    spec = importlib.util.spec_from_file_location("search_replay", path)
+    assert spec
+    assert spec.loader
+    module = sys.modules["search_replay"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("mode", "mean", "p90", "beyond"),
+    [
+        ("exact", 5.6, 7, 0.05),
+        ("multiple of 8", 5.0, 7, 0.02),
+        ("start within 10 %", 3.8, 5, 0.05),
+        ("strict cap", 7.0, 7, 0.05),
+    ],
+)
+def test_figures_on_measured_curves(
+    benchmark: ModuleType, mode: str, mean: float, p90: int, beyond: float
+) -> None:
+    if not benchmark.CURVES.is_file():
+        pytest.skip("the measured curves are not here")
+    curves = benchmark.read_curves(benchmark.CURVES)
+    chosen = next(each for each in benchmark.MODES if each.name == mode)
+    cases = benchmark.make_cases(curves, range(2), chosen)
+    row = benchmark.summary([benchmark.replay(case, chosen, "guided") for case in cases])
+    assert len(curves) > 400
+    assert row["mean"] <= mean
+    assert row["p90"] <= p90
+    assert row["beyond"] <= beyond
+    assert row["fits"] == 1
+    assert row["near_best"] >= 0.99
+
+
+def test_the_replay_drops_what_is_no_curve(benchmark: ModuleType, tmp_path: Path) -> None:
+    rows = [
+        "a,8,100",
+        "a,16,200",
+        "a,32,150",
+        "a,64,900",
+        "b,8,5",
+        "b,16,39001",
+        "c,8,7",
+        "c,16,9",
+        "c,32,39000",
+    ]
+    path = tmp_path / "curves.csv"
+    path.write_text("\n".join(["model,batch_size,memory_mib", *rows]))
+    assert benchmark.read_curves(path) == {
+        "a": [(8, 100.0), (16, 200.0)],
+        "c": [(8, 7.0), (16, 9.0), (32, 39000.0)],
+    }
+
+
+def test_the_replay_interpolates_and_extends(benchmark: ModuleType) -> None:
+    curve = benchmark.Curve([(8, 100.0), (16, 200.0), (32, 600.0)], [1.0] * 64)
+    mib = [curve(size) // 2**20 for size in (1, 4, 8, 12, 16, 24, 32, 64)]
+    assert mib == [12, 50, 100, 150, 200, 400, 600, 1400]
+
+
+def test_the_replay_without_curves_says_so(
+    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert benchmark.main(["--curves", str(tmp_path / "none.csv")]) == 2
+    assert "none.csv: no such file" in capsys.readouterr().err

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from linnaeus.data import nest
+from linnaeus.data.batch import Batch, BatchSpec, batch_size, num_samples, to_device
+from linnaeus.data.bundle import collate_pairs
+from linnaeus.errors import DataError
+
+Sample = tuple[Tensor, int]
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+class Images(Dataset[Sample]):
+    """Sample i has the i-th of the given shapes; it draws from all three global generators."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        self.shapes = shapes
+        self.seen: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, index: int) -> Sample:
+        self.seen.append(index)
+        return torch.rand(self.shapes[index]) + random.random() + float(np.random.rand()), index
+
+
+def stacked(samples: list[Sample]) -> Batch:
+    return collate_pairs(samples)
+
+
+def time_first(samples: list[Sample]) -> Batch:
+    return Batch({"x": torch.stack([x for x, _ in samples], dim=1)}, torch.tensor([y for _, y in samples]))
+
+
+def concatenated(samples: list[Sample]) -> Batch:
+    """Rows of all samples one after the other, as for graphs or point clouds."""
+    return Batch(torch.cat([x for x, _ in samples]), torch.tensor([[y, y + 1] for _, y in samples]))
+
+
+def with_constants(samples: list[Sample]) -> Batch:
+    return Batch([torch.stack([x for x, _ in samples]), torch.ones(3), "text", None], [1.5])
+
+
+def graph(samples: list[Sample]) -> Batch:
+    """Every sample's rows carry its position in the batch, and the ends are counted."""
+    rows = torch.cat([torch.full((len(x),), i) for i, (x, _) in enumerate(samples)])
+    ends = torch.tensor([0, *(len(x) for x, _ in samples)]).cumsum(0)
+    return Batch((torch.cat([x for x, _ in samples]), rows, ends), torch.tensor([y for _, y in samples]))
+
+
+def listed(samples: list[Sample]) -> Batch:
+    return Batch([x for x, _ in samples], [{"label": torch.tensor([y])} for _, y in samples])
+
+
+def ordered(samples: list[Sample]) -> Batch:
+    return stacked(sorted(samples, key=lambda sample: sample[1]))
+
+
+def noisy(samples: list[Sample]) -> Batch:
+    batch = stacked(samples)
+    return Batch(batch.inputs + torch.randn_like(batch.inputs), batch.targets)
+
+
+def named(samples: list[Sample]) -> Batch:
+    batch = stacked(samples)
+    return Batch(Pair(batch.inputs, batch.inputs.half()), OrderedDict(y=batch.targets, n=len(samples)))
+
+
+PLAIN: list[Callable[[list[Sample]], Batch]] = [stacked, time_first, concatenated, with_constants]
+ODD: list[Callable[[list[Sample]], Batch]] = [graph, listed, ordered, noisy, named]
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert nest.structure(a) == nest.structure(b)
+    for x, y in zip(nest.leaves(a), nest.leaves(b), strict=True):
+        assert nest.same(x, y)
+
+
+@pytest.mark.parametrize("collate", PLAIN + ODD)
+@settings(max_examples=20, deadline=None)
+@given(num_looked_at=st.integers(1, 5), n=st.integers(1, 23))
+def test_made_batch_is_what_collating_would_give(
+    collate: Callable[[list[Sample]], Batch], num_looked_at: int, n: int
+) -> None:
+    spec = BatchSpec.from_dataset(Images([(4, 3)] * 6), collate, num_looked_at, seed=1)
+    samples = [spec.samples[i % len(spec.samples)] for i in range(n)]
+    torch.manual_seed(0)
+    made = spec.make(n, "cpu")
+    assert_same(made, spec._collate(samples))
+    assert len(spec.samples) == num_looked_at
+
+
+@pytest.mark.parametrize("collate", PLAIN)
+def test_plain_collates_are_recognised(collate: Callable[[list[Sample]], Batch]) -> None:
+    spec = BatchSpec.from_dataset(Images([(4, 3)] * 6), collate, 3, seed=0)
+    spec.collate = lambda samples: pytest.fail("a batch of a recognised collate function is filled")
+    assert batch_size(Batch(spec.make(7, "cpu").inputs, None)) in (7, 28, 4)
+
+
+def test_the_largest_shape_is_taken_and_its_samples_cycled() -> None:
+    shapes = [(3, 8, 8), (3, 16, 8), (3, 4, 4), (3, 16, 8), (3, 8, 2)]
+    spec = BatchSpec.from_dataset(Images(shapes), stacked, num_samples=10, seed=0)
+    batch = spec.make(5, "cpu")
+    assert batch.inputs.shape == (5, 3, 16, 8)
+    assert set(batch.targets.tolist()) == {1, 3}
+    assert spec.bytes_per_sample == 3 * 16 * 8 * 4 + 8
+
+
+def test_reading_samples_leaves_the_global_generators_alone() -> None:
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    expected = torch.rand(2), random.random(), np.random.rand()
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    spec = BatchSpec.from_dataset(Images([(4, 3)] * 9), noisy, num_samples=4, seed=0)
+    spec.make(6, "cpu")
+    got = torch.rand(2), random.random(), np.random.rand()
+    assert torch.equal(expected[0], got[0])
+    assert expected[1:] == got[1:]
+
+
+def test_spec_is_reproducible_and_looks_at_as_many_samples_as_asked() -> None:
+    dataset = Images([(2, 2)] * 50)
+    first = BatchSpec.from_dataset(dataset, stacked, 8, seed=5)
+    assert len(set(dataset.seen)) == 8
+    torch.rand(1), random.random()
+    assert_same(first.make(20, "cpu"), BatchSpec.from_dataset(dataset, stacked, 8, seed=5).make(20, "cpu"))
+    other = BatchSpec.from_dataset(dataset, stacked, 8, seed=6).make(20, "cpu")
+    assert not torch.equal(first.make(20, "cpu").targets, other.targets)
+
+
+def test_an_empty_dataset_has_no_shape() -> None:
+    with pytest.raises(DataError, match="no sample"):
+        BatchSpec.from_dataset(Images([]), stacked, 4, seed=0)
+
+
+def test_made_batch_is_no_view_of_another() -> None:
+    spec = BatchSpec.from_dataset(Images([(4, 3)] * 2), stacked, 2, seed=0)
+    first = spec.make(3, "cpu")
+    first.inputs.zero_()
+    assert spec.make(3, "cpu").inputs.abs().sum() > 0
+    assert first.inputs.untyped_storage().nbytes() == first.inputs.nbytes
+
+
+def test_channels_last_is_for_image_inputs_only() -> None:
+    inputs = {"image": torch.rand(2, 3, 4, 4), "mask": torch.ones(2, 3, 4, 4, dtype=torch.int64)}
+    batch = to_device(Batch(inputs, torch.rand(2, 3, 4, 4)), "cpu", channels_last=True)
+    assert batch.inputs["image"].is_contiguous(memory_format=torch.channels_last)
+    assert batch.inputs["mask"].is_contiguous()
+    assert batch.targets.is_contiguous()
+    spec = BatchSpec.from_dataset(Images([(3, 4, 4)] * 4), stacked, 3, seed=0)
+    made = spec.make(5, "cpu", channels_last=True)
+    assert made.inputs.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(made.inputs, spec.make(5, "cpu").inputs)
+
+
+def test_every_tensor_of_a_nest_is_moved() -> None:
+    batch = Batch(
+        Pair(torch.zeros(2), torch.zeros(2)),
+        OrderedDict(a=[torch.zeros(1), "text", None], b=(torch.zeros(1), {"c": torch.zeros(1)})),
+    )
+    moved = to_device(batch, "meta")
+    assert [tensor.device.type for tensor in nest.tensors(moved)] == ["meta"] * 5
+    assert nest.structure(moved) == nest.structure(batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (Batch(torch.zeros(5, 3), torch.zeros(5, 2)), 5),
+        (Batch(torch.zeros(7, 5, 3), torch.zeros(5)), 5),
+        (Batch({"x": torch.zeros(4, 9), "mask": torch.zeros(4)}, None), 4),
+        (Batch([torch.zeros(6, 1), torch.zeros(6)], {"y": torch.zeros(6)}), 6),
+        (Batch([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)], [{"boxes": torch.zeros(1, 4)}] * 2), 2),
+        (Batch(torch.zeros(3, 8), [torch.zeros(2), torch.zeros(4)]), 3),
+    ],
+)
+def test_batch_size(batch: Batch, expected: int) -> None:
+    assert batch_size(batch) == expected
+
+
+def test_number_of_samples_in_a_part() -> None:
+    assert num_samples(torch.zeros(5, 2)) == 5
+    assert num_samples({"a": torch.zeros(4), "b": [torch.zeros(4, 3)]}) == 4
+    with pytest.raises(DataError, match="no tensor"):
+        num_samples({"a": torch.tensor(1.0)})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_made_batch_takes_no_more_than_itself_on_the_device() -> None:
+    spec = BatchSpec.from_dataset(Images([(3, 64, 64)] * 4), stacked, 4, seed=0)
+    torch.cuda.init()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    batch = spec.make(1000, "cuda", channels_last=True)
+    assert torch.cuda.max_memory_allocated() - before <= 1.01 * batch.inputs.nbytes + 2**20
+    assert torch.equal(batch.inputs.cpu(), spec.make(1000, "cpu").inputs)

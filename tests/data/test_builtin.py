@@ -1,0 +1,143 @@
+"""The datasets that need no files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from sklearn.linear_model import RidgeClassifier
+from torch import Tensor
+
+from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
+from linnaeus.data.bundle import DataBundle
+from linnaeus.data.datasets import build_data
+from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.errors import ConfigError, DataError
+
+PLAIN = AugmentConfig(CROP_SCALE=[1.0, 1.0])
+
+
+def build(augment: AugmentConfig = PLAIN, img_size: Any = None, seed: int = 0, **dataset: Any) -> DataBundle:
+    config = DataConfig(DATASET=DatasetConfig(**dataset), AUGMENT=augment, IMG_SIZE=img_size)
+    return build_data(config, seed=seed)
+
+
+def everything(dataset: Any) -> tuple[Tensor, Tensor]:
+    inputs, targets = zip(*(dataset[i] for i in range(len(dataset))), strict=True)
+    return torch.stack(inputs), torch.stack(targets)
+
+
+def accuracy(bundle: DataBundle, rank: int) -> float:
+    (x, y), (x_val, y_val) = everything(bundle.train), everything(bundle.val)
+    model = RidgeClassifier().fit(x.flatten(1).numpy(), y[:, rank].numpy())
+    return float(model.score(x_val.flatten(1).numpy(), y_val[:, rank].numpy()))
+
+
+def assert_nests(taxonomy: Taxonomy, targets: Tensor) -> None:
+    for depth, row in enumerate(taxonomy.parents):
+        assert torch.equal(torch.tensor(row)[targets[:, depth + 1]], targets[:, depth])
+
+
+def test_digits() -> None:
+    bundle = build(NAME="digits")
+    assert (bundle.in_chans, bundle.img_size) == (1, (32, 32))
+    assert bundle.taxonomy is not None
+    assert bundle.taxonomy.num_classes == {"shape": 3, "digit": 10}
+    inputs, targets = everything(bundle.train)
+    assert inputs.shape == (1438, 1, 32, 32)
+    assert inputs.dtype == torch.float32
+    assert targets.dtype == torch.int64
+    assert inputs.min() == -1.0
+    assert inputs.max() == 1.0
+    assert_nests(bundle.taxonomy, targets)
+    held_out = torch.bincount(everything(bundle.val)[1][:, 1])
+    assert held_out.sum() == 359
+    assert held_out.min() >= 34
+    assert bundle.report == ["digits: 1438 training and 359 validation samples"]
+
+
+def test_digits_split_knows_no_seed() -> None:
+    first, second = build(NAME="digits", seed=0), build(NAME="digits", seed=1)
+    assert torch.equal(everything(first.val)[0], everything(second.val)[0])
+    assert len(build(NAME="digits", VAL_FRACTION=0.5).val) == 898  # type: ignore[arg-type]
+
+
+def test_digits_can_be_learnt_at_both_ranks() -> None:
+    bundle = build(NAME="digits", img_size=8)
+    assert accuracy(bundle, 0) > 0.9
+    assert accuracy(bundle, 1) > 0.9
+
+
+def test_image_size_may_be_a_rectangle() -> None:
+    for train in (True, False):
+        bundle = build(AugmentConfig(), img_size=[16, 24], NAME="digits")
+        assert (bundle.train if train else bundle.val)[0][0].shape == (1, 16, 24)
+        assert bundle.img_size == (16, 24)
+
+
+SYNTHETIC: dict[str, Any] = {
+    "NAME": "synthetic",
+    "NUM_SAMPLES": 96,
+    "NUM_SAMPLES_VAL": 48,
+    "NUM_CLASSES": [2, 5, 10],
+}
+
+
+def test_synthetic_is_what_was_asked_for() -> None:
+    bundle = build(img_size=[12, 20], CHANNELS=5, **SYNTHETIC)
+    assert (bundle.in_chans, bundle.img_size) == (5, (12, 20))
+    assert bundle.taxonomy is not None
+    assert bundle.taxonomy.num_classes == {"rank1": 2, "rank2": 5, "rank3": 10}
+    inputs, targets = everything(bundle.train)
+    assert inputs.shape == (96, 5, 12, 20)
+    assert len(bundle.val) == 48  # type: ignore[arg-type]
+    assert_nests(bundle.taxonomy, targets)
+    assert set(targets[:, 2].tolist()) == set(range(10))
+    assert set(targets[:, 1].tolist()) == set(range(5))
+    with pytest.raises(IndexError):
+        bundle.train[96]
+
+
+def test_synthetic_samples_follow_from_their_index() -> None:
+    first, second = build(img_size=8, **SYNTHETIC), build(img_size=8, seed=9, **SYNTHETIC)
+    torch.manual_seed(1)
+    assert torch.equal(first.train[17][0], second.train[17][0])
+    assert not torch.equal(first.train[17][0], first.train[27][0])
+    assert not torch.equal(first.train[17][0], first.val[17][0])
+    state = torch.get_rng_state()
+    first.train[3]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_synthetic_can_be_learnt_at_every_rank() -> None:
+    bundle = build(img_size=16, **(SYNTHETIC | {"NUM_SAMPLES": 400}))
+    assert all(accuracy(bundle, rank) > 0.9 for rank in range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "named"),
+    [
+        ({"NUM_CLASSES": [10, 5]}, "NUM_CLASSES"),
+        ({"NUM_CLASSES": []}, "NUM_CLASSES"),
+        ({"RANKS": ["a"]}, "RANKS"),
+    ],
+)
+def test_synthetic_ranks_must_fit(dataset: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"DATA.DATASET.{named}"):
+        build(**(SYNTHETIC | dataset))
+
+
+def test_rank_names_must_differ() -> None:
+    with pytest.raises(DataError, match="different names"):
+        build(**SYNTHETIC, RANKS=["a", "b", "a"])
+
+
+def test_all_problems_with_channels_are_named_at_once() -> None:
+    augment = replace(AugmentConfig(), MEAN=[0.5] * 3, STD=[0.5], COLOR_JITTER=0.1, POLICY="randaugment")
+    with pytest.raises(ConfigError) as caught:
+        build(augment, CHANNELS=2, **SYNTHETIC)
+    assert len(caught.value.problems) == 4
+    for key in ("MEAN", "STD", "COLOR_JITTER", "POLICY"):
+        assert f"DATA.AUGMENT.{key}" in str(caught.value)

@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.data.bundle import DataBundle
+from linnaeus.data.datasets import build_data
+from linnaeus.errors import ConfigError, DataError
+
+WriteImage = Callable[..., Path]
+
+
+def build(root: Path | str | None, on_bad_image: str = "raise", **dataset: Any) -> DataBundle:
+    node = DatasetConfig(NAME="imagefolder", ROOT=None if root is None else str(root), **dataset)
+    return build_data(DataConfig(DATASET=node, IMG_SIZE=16, ON_BAD_IMAGE=on_bad_image), seed=0)
+
+
+def paths(dataset: Any) -> list[str]:
+    return [dataset.paths[i] for i in range(len(dataset))]
+
+
+def fails(message: str, *args: Any, error: type[Exception] = DataError, **kwargs: Any) -> str:
+    with pytest.raises(error, match=message) as caught:
+        build(*args, **kwargs)
+    return str(caught.value)
+
+
+def test_levels_of_folders_are_ranks(nested: Path) -> None:
+    bundle = build(nested, VAL_FRACTION=0.4)
+    taxonomy = bundle.taxonomy
+    assert taxonomy is not None
+    assert taxonomy.num_classes == {"level1": 2, "level2": 4}
+    assert taxonomy.ranks[1].classes == ("cat", "Animalia/unknown", "oak", "Plantae/unknown")
+    assert taxonomy.parents == ((0, 0, 1, 1),)
+    assert (bundle.in_chans, bundle.img_size) == (3, (16, 16))
+    assert len(paths(bundle.train)) == 12
+    assert len(paths(bundle.val)) == 8
+    assert not set(paths(bundle.train)) & set(paths(bundle.val))
+    names = taxonomy.ranks[0].classes
+    for dataset in (bundle.train, bundle.val):
+        for i, path in enumerate(paths(dataset)):
+            image, target = dataset[i]
+            assert image.shape == (3, 16, 16)
+            assert path.startswith(names[target[0]] + "/")
+    counts = torch.bincount(torch.stack([bundle.val[i][1] for i in range(8)])[:, 1])
+    assert counts.tolist() == [2, 2, 2, 2]
+    assert "8 samples held out" in " ".join(bundle.report)
+    assert f"{nested}: 12 training and 8 validation samples" in bundle.report
+
+
+def test_everything_is_reproducible(nested: Path, tmp_path: Path) -> None:
+    shutil.copytree(nested, tmp_path / "elsewhere")
+    first, second = build(nested), build(tmp_path / "elsewhere")
+    assert paths(first.train) == paths(second.train) == sorted(paths(first.train))
+    assert paths(first.val) == paths(second.val)
+    assert first.taxonomy == second.taxonomy
+
+
+def test_split_folders_are_used(nested: Path, tmp_path: Path) -> None:
+    shutil.copytree(nested, tmp_path / "data" / "train")
+    shutil.copytree(nested / "Animalia", tmp_path / "data" / "val" / "Animalia")
+    bundle = build(tmp_path / "data", RANKS=["kingdom", "species"])
+    assert len(paths(bundle.train)) == 20
+    assert len(paths(bundle.val)) == 10
+    assert bundle.taxonomy is not None
+    assert bundle.taxonomy.names == ("kingdom", "species")
+    assert {tuple(bundle.val[i][1].tolist()) for i in range(10)} == {(0, 0), (0, 1)}
+    (tmp_path / "data" / "val").rename(tmp_path / "data" / "check")
+    bundle = build(tmp_path / "data", TRAIN="train", VAL="check")
+    assert len(paths(bundle.val)) == 10
+    shutil.rmtree(tmp_path / "data" / "check")
+    bundle = build(tmp_path / "data")
+    assert len(paths(bundle.train)) + len(paths(bundle.val)) == 20
+
+
+def test_train_may_be_a_class(tmp_path: Path, write_image: WriteImage) -> None:
+    for name in ("car", "plane", "train"):
+        for i in range(5):
+            write_image(tmp_path / name / f"{i}.png", seed=i)
+    bundle = build(tmp_path)
+    assert bundle.taxonomy is not None
+    assert bundle.taxonomy.ranks[0].name == "class"
+    assert bundle.taxonomy.ranks[0].classes == ("car", "plane", "train")
+
+
+def test_what_is_hidden_or_no_image_is_ignored_and_links_are_followed(
+    nested: Path, write_image: WriteImage, tmp_path: Path
+) -> None:
+    expected = paths(build(nested).train)
+    write_image(nested / ".trash" / "x" / "0.jpg")
+    write_image(nested / "Animalia" / "cat" / ".0.jpg")
+    (nested / "Animalia" / "cat" / "notes.txt").write_text("x")
+    (nested / "README").write_text("x")
+    assert paths(build(nested).train) == expected
+    (tmp_path / "linked").mkdir()
+    for folder in nested.iterdir():
+        if folder.is_dir():
+            (tmp_path / "linked" / folder.name).symlink_to(folder)
+    write_image(tmp_path / "far.jpg")
+    assert paths(build(tmp_path / "linked").train) == expected
+    assert build(tmp_path / "linked").train[0][0].shape == (3, 16, 16)
+    (nested / "Animalia" / "cat" / "9.jpg").symlink_to(tmp_path / "far.jpg")
+    bundle = build(nested)
+    assert "Animalia/cat/9.jpg" in paths(bundle.train) + paths(bundle.val)
+
+
+def test_a_link_to_a_folder_above_is_an_error(nested: Path) -> None:
+    (nested / "Animalia" / "cat" / "loop").symlink_to(nested)
+    assert str(nested / "Animalia" / "cat" / "loop") in fails("leads back", nested)
+
+
+def test_uneven_depth_names_the_folder(nested: Path, write_image: WriteImage) -> None:
+    write_image(nested / "Fungi" / "0.jpg")
+    assert str(nested / "Fungi") in fails("1 folders deep, but 2 deep elsewhere", nested)
+    shutil.rmtree(nested / "Fungi")
+    write_image(nested / "Animalia" / "cat" / "white" / "0.jpg")
+    assert str(nested / "Animalia" / "cat" / "white") in fails("3 folders deep, but 2", nested)
+    shutil.rmtree(nested / "Animalia" / "cat" / "white")
+    write_image(nested / "0.jpg")
+    assert str(nested / "0.jpg") in fails("outside of any class folder", nested)
+
+
+def test_a_class_folder_without_image_is_named(nested: Path) -> None:
+    (nested / "Plantae" / "elm").mkdir()
+    (nested / "Plantae" / "elm" / "notes.txt").write_text("x")
+    assert str(nested / "Plantae" / "elm") in fails("no image in class folder", nested)
+
+
+def test_a_missing_empty_or_unset_root(tmp_path: Path, nested: Path) -> None:
+    fails(r"DATA\.DATASET\.ROOT", None, error=ConfigError)
+    assert str(tmp_path / "nowhere") in fails(r"DATA\.DATASET\.ROOT: cannot read", tmp_path / "nowhere")
+    (tmp_path / "file").write_text("x")
+    fails(r"DATA\.DATASET\.ROOT: cannot read", tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    assert str(tmp_path / "empty") in fails("no image in it or below", tmp_path / "empty")
+    fails(r"DATA\.DATASET\.TRAIN: there is no folder", nested, TRAIN="nowhere")
+    fails(r"DATA\.DATASET\.VAL: there is no folder", nested, TRAIN=".", VAL="nowhere")
+    fails("there is no folder `train`", nested, VAL="Plantae")
+
+
+def test_a_rank_with_one_class_is_named(nested: Path) -> None:
+    shutil.rmtree(nested / "Plantae")
+    fails("rank 'level1' has one class, 'Animalia'", nested)
+    fails("rank 'top' has one class, 'Animalia'", nested, RANKS=["top", "bottom"])
+
+
+def test_number_of_rank_names_must_fit(nested: Path) -> None:
+    fails(r"DATA\.DATASET\.RANKS: 1 names for the 2 level", nested, RANKS=["species"], error=ConfigError)
+
+
+def test_validation_classes_unknown_to_training_are_named(
+    nested: Path, tmp_path: Path, write_image: WriteImage
+) -> None:
+    shutil.copytree(nested, tmp_path / "data" / "train")
+    shutil.copytree(nested, tmp_path / "data" / "val")
+    write_image(tmp_path / "data" / "val" / "Animalia" / "oak" / "0.jpg")
+    write_image(tmp_path / "data" / "val" / "Fungi" / "boletus" / "0.jpg")
+    message = fails("2 classes of validation do not occur in training", tmp_path / "data")
+    assert "Animalia/oak" in message
+    assert "Fungi" in message
+
+
+def test_validation_of_another_depth(nested: Path, tmp_path: Path) -> None:
+    shutil.copytree(nested, tmp_path / "data" / "train")
+    shutil.copytree(nested / "Animalia", tmp_path / "data" / "val")
+    assert str(tmp_path / "data" / "val") in fails("1 levels of class folders, but 2", tmp_path / "data")
+
+
+def test_too_few_samples_to_split(tmp_path: Path, write_image: WriteImage) -> None:
+    for name in ("a", "b"):
+        write_image(tmp_path / name / "0.jpg")
+    fails("2 samples are too few to hold out", tmp_path)
+
+
+def test_channels_are_one_or_three(nested: Path) -> None:
+    assert build(nested, CHANNELS=1).train[0][0].shape == (1, 16, 16)
+    fails(r"DATA\.DATASET\.CHANNELS", nested, CHANNELS=4, error=ConfigError)
+
+
+INAT = [
+    "00000_Animalia_Chordata_Aves_Passeriformes_Corvidae_Corvus_corax",
+    "00001_Animalia_Chordata_Aves_Passeriformes_Corvidae_Pica_pica",
+    "00002_Animalia_Chordata_Mammalia_Carnivora_Felidae_Felis_catus",
+    "00003_Plantae_Tracheophyta_Magnoliopsida_Fagales_Fagaceae_Quercus_alba",
+    "00004_Plantae_Tracheophyta_Magnoliopsida_Fabales_Fabaceae_Robinia_alba",
+]
+
+
+@pytest.fixture
+def inat(tmp_path: Path, write_image: WriteImage) -> Path:
+    for i, folder in enumerate(INAT):
+        for j in range(3):
+            write_image(tmp_path / "inat" / folder / f"{j}.jpg", seed=10 * i + j)
+    return tmp_path / "inat"
+
+
+def test_folder_names_of_inaturalist_are_seven_ranks(inat: Path) -> None:
+    bundle = build(inat)
+    taxonomy = bundle.taxonomy
+    assert taxonomy is not None
+    assert taxonomy.num_classes == {
+        "kingdom": 2, "phylum": 2, "class": 3, "order": 4, "family": 4, "genus": 5, "species": 5,
+    }  # fmt: skip
+    assert "Quercus alba" in taxonomy.ranks[-1].classes
+    assert "Robinia alba" in taxonomy.ranks[-1].classes
+    for i, path in enumerate(paths(bundle.train)):
+        labels = bundle.train[i][1].tolist()
+        names = [rank.classes[label] for rank, label in zip(taxonomy.ranks, labels, strict=True)]
+        assert "_".join([*names[:-1], names[-1].split(" ")[1]]) == path.split("/")[0][6:]
+
+
+def test_ranks_of_inaturalist_can_be_chosen(inat: Path) -> None:
+    taxonomy = build(inat, RANKS=["kingdom", "family"]).taxonomy
+    assert taxonomy is not None
+    assert taxonomy.num_classes == {"kingdom": 2, "family": 4}
+    assert taxonomy.parents == ((0, 0, 1, 1),)
+    fails(r"DATA\.DATASET\.RANKS: tribe not among", inat, RANKS=["tribe"], error=ConfigError)
+    for folder in INAT[3:]:
+        shutil.rmtree(inat / folder)
+    fails("rank 'kingdom' has one class, 'Animalia'.*DATA.DATASET.RANKS", inat)
+    assert build(inat, RANKS=["class", "species"]).taxonomy is not None
+
+
+def test_mixed_folder_names_are_named_and_can_be_forced(inat: Path, write_image: WriteImage) -> None:
+    for j in range(2):
+        write_image(inat / "others" / f"{j}.jpg")
+    assert "others" in fails("not named like", inat)
+    fails("not named like", inat, FOLDER_NAMES="inat2021")
+    taxonomy = build(inat, FOLDER_NAMES="nested").taxonomy
+    assert taxonomy is not None
+    assert taxonomy.num_classes == {"class": 6}
+
+
+def test_a_damaged_image_is_an_error_when_it_is_loaded(nested: Path) -> None:
+    path = nested / "Animalia" / "cat" / "0.jpg"
+    path.write_bytes(path.read_bytes()[:100])
+    bundle = build(nested)
+    dataset = bundle.train if "Animalia/cat/0.jpg" in paths(bundle.train) else bundle.val
+    index = paths(dataset).index("Animalia/cat/0.jpg")
+    with pytest.raises(DataError, match="cannot read image") as caught:
+        dataset[index]
+    assert str(path) in str(caught.value)
+
+
+def test_damaged_images_are_left_out_counted_and_reported(nested: Path) -> None:
+    whole = build(nested, on_bad_image="skip")
+    assert not any("left out" in line for line in whole.report)
+    bad = ["Animalia/cat/0.jpg", "Plantae/oak/1.jpg", "Plantae/oak/2.jpg"]
+    for path, data in zip(bad, [b"", b"text", (nested / bad[2]).read_bytes()[:-50]], strict=True):
+        (nested / path).write_bytes(data)
+    bundle = build(nested, on_bad_image="skip")
+    assert paths(bundle.train) == [path for path in paths(whole.train) if path not in bad]
+    assert paths(bundle.val) == [path for path in paths(whole.val) if path not in bad]
+    report = " ".join(bundle.report)
+    assert all(path in report for path in bad)
+    counted = sum(int(line.split(": ")[1].split()[0]) for line in bundle.report if "left out" in line)
+    assert counted == 3
+    for dataset in (bundle.train, bundle.val):
+        for i in range(len(dataset)):  # type: ignore[arg-type]
+            dataset[i]
+
+
+def test_nothing_but_damaged_images(nested: Path) -> None:
+    for path in nested.glob("*/*/*.jpg"):
+        path.write_bytes(b"")
+    fails("none of the .* images can be read", nested, on_bad_image="skip")
+
+
+def test_a_class_left_without_a_sample_is_reported(nested: Path) -> None:
+    for path in (nested / "Plantae" / "oak").glob("*.jpg"):
+        path.write_bytes(b"")
+    bundle = build(nested, on_bad_image="skip")
+    assert "rank level2: no training sample for oak" in bundle.report
+    assert bundle.taxonomy is not None
+    assert bundle.taxonomy.num_classes["level2"] == 4

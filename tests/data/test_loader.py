@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
+
+from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
+from linnaeus.data.batch import Batch
+from linnaeus.data.bundle import DataBundle, collate_pairs
+from linnaeus.data.datasets import build_data
+from linnaeus.data.loader import Loaders, build_loaders, steps_per_epoch, val_steps
+from linnaeus.errors import DataError
+
+CPU = torch.device("cpu")
+WORKERS = [0, 2]
+AUGMENT = AugmentConfig(CROP_SCALE=[0.3, 1.0], HFLIP=0.5, COLOR_JITTER=0.3, POLICY="randaugment", ERASING=0.3)
+
+
+class Draws(Dataset[Any]):
+    """Each sample shows what the three global generators give, and its own index."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item(), index]), index
+
+
+class Calls(Dataset[Any]):
+    """Each sample is what a function returns."""
+
+    def __init__(self, length: int, function: Callable[[int], Any]) -> None:
+        self.length = length
+        self.function = function
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.function(index), index
+
+
+def noisy_collate(samples: list[Any]) -> Batch:
+    inputs, targets = collate_pairs(samples)
+    return Batch(inputs + torch.rand(()) + random.random(), targets)
+
+
+def bundle_of(
+    dataset: Dataset[Any], val: Dataset[Any] | None = None, collate: Any = collate_pairs
+) -> DataBundle:
+    return DataBundle(dataset, val or dataset, None, None, None, collate)
+
+
+def loaders(
+    bundle: DataBundle, workers: int = 0, size: int = 4, rank: int = 0, world: int = 1, seed: int = 0
+) -> Loaders:
+    return build_loaders(
+        bundle,
+        batch_size=size,
+        batch_size_val=size + 1,
+        data_config=DataConfig(NUM_WORKERS=workers),
+        seed=seed,
+        rank=rank,
+        world_size=world,
+        device=CPU,
+    )
+
+
+def epochs(made: Loaders, numbers: tuple[int, ...] = (0, 1)) -> list[Tensor]:
+    """All training batches of some epochs, each followed by validation."""
+    batches = []
+    for epoch in numbers:
+        made.train.set_epoch(epoch)
+        batches += [batch.inputs for batch in made.train]
+        batches += [batch.inputs for batch in made.val]
+    return batches
+
+
+def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
+    assert len(a) == len(b)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_samples_do_not_depend_on_the_number_of_workers() -> None:
+    bundle = bundle_of(Draws(23), Draws(11), noisy_collate)
+    results = []
+    for workers in WORKERS:
+        with loaders(bundle, workers) as made:
+            results.append(epochs(made))
+    assert_same(*results)
+    assert len(results[0]) == 2 * (23 // 4 + 3)
+    values = torch.cat(results[0])[:, :3]
+    assert len(set(values.flatten().tolist())) > 0.9 * values[: values.shape[0] // 2].numel()
+
+
+def test_augmented_files_do_not_depend_on_the_number_of_workers(nested: Path) -> None:
+    node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
+    bundle = build_data(DataConfig(DATASET=node, IMG_SIZE=16, AUGMENT=AUGMENT), seed=0)
+    results = []
+    for workers in WORKERS:
+        with loaders(bundle, workers) as made:
+            results.append(epochs(made))
+    assert_same(*results)
+    assert not torch.equal(results[0][0], results[0][5])
+
+
+def test_epochs_and_seeds_differ_and_validation_does_not() -> None:
+    bundle = bundle_of(Draws(12), Draws(6))
+    first = loaders(bundle)
+    train = [torch.cat(epochs(first, (epoch,))[:3]) for epoch in (0, 1)]
+    train.append(torch.cat(epochs(loaders(bundle, seed=1), (0,))[:3]))
+    for i, a in enumerate(train):
+        assert sorted(a[:, 3].tolist()) == list(range(12))
+        for b in train[:i]:
+            assert not torch.equal(a[:, 3], b[:, 3])
+            assert not set(a[:, 0].tolist()) & set(b[:, 0].tolist())
+    assert_same(epochs(first, (0,))[3:], epochs(first, (1,))[3:])
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_an_epoch_can_be_resumed_in_the_middle(workers: int) -> None:
+    bundle = bundle_of(Draws(23), collate=noisy_collate)
+    with loaders(bundle, workers) as made:
+        made.train.set_epoch(3)
+        whole = [batch.inputs for batch in made.train]
+    with loaders(bundle, workers) as made:
+        made.train.set_epoch(3, skip=2 * 4)
+        assert len(made.train) == 3
+        assert_same([batch.inputs for batch in made.train], whole[2:])
+        made.train.set_epoch(4)
+        assert len(made.train) == 5
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_loop_left_early_does_not_disturb_the_next(workers: int) -> None:
+    bundle = bundle_of(Draws(40))
+    expected = epochs(loaders(bundle))
+    with loaders(bundle, workers) as made:
+        made.train.set_epoch(7)
+        for _ in made.train:
+            break
+        assert_same(epochs(made), expected)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_loading_leaves_the_global_generators_alone(workers: int) -> None:
+    def seed() -> None:
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+
+    seed()
+    expected = [draw() for _ in range(12)]
+    seed()
+    got = [draw()]
+    with loaders(bundle_of(Draws(12), Draws(6), noisy_collate), workers) as made:
+        for epoch in range(2):
+            made.train.set_epoch(epoch)
+            got += [draw() for _ in made.train]
+            got += [draw() for _ in made.val]
+    assert got == expected[: len(got)]
+    assert len(got) == 11
+
+
+def test_a_sample_is_seeded_the_same_in_every_batch_size_and_on_every_rank() -> None:
+    bundle = bundle_of(Draws(24))
+    by_index: dict[float, tuple[float, ...]] = {}
+    for size, world in [(4, 1), (6, 1), (3, 2)]:
+        for rank in range(world):
+            for inputs in epochs(loaders(bundle, size=size, rank=rank, world=world), (5,))[
+                : 24 // size // world
+            ]:
+                for *values, index in inputs.tolist():
+                    assert by_index.setdefault(index, tuple(values)) == tuple(values)
+    assert len(by_index) == 24
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "world"), [(23, 4, 1), (23, 4, 2), (3, 4, 1), (7, 4, 2), (8, 4, 2)]
+)
+def test_numbers_of_batches(length: int, size: int, world: int) -> None:
+    indices, val_indices = [], []
+    for rank in range(world):
+        made = loaders(bundle_of(Draws(length)), size=size, rank=rank, world=world)
+        sizes = [len(batch.targets) for batch in made.train]
+        assert len(sizes) == len(made.train) == steps_per_epoch(length, world, size)
+        assert sizes == [min(size, length // world)] * len(sizes)
+        indices += [index for batch in made.train for index in batch.targets.tolist()]
+        assert len(made.val) == val_steps(length, world, size + 1, rank)
+        val_indices += [index for batch in made.val for index in batch.targets.tolist()]
+    assert len(set(indices)) == len(indices)
+    assert sorted(val_indices) == list(range(length))
+
+
+def test_fewer_samples_than_processes() -> None:
+    with pytest.raises(DataError, match="3 training samples are too few for 4 processes"):
+        loaders(bundle_of(Draws(3)), world=4)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_damaged_image_ends_the_epoch_with_one_clear_message(nested: Path, workers: int) -> None:
+    path = nested / "Animalia" / "cat" / "1.jpg"
+    path.write_bytes(path.read_bytes()[:200])
+    node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
+    bundle = build_data(DataConfig(DATASET=node, IMG_SIZE=16), seed=0)
+    with loaders(bundle, workers) as made:
+        with pytest.raises(DataError) as caught:
+            epochs(made)
+        assert type(caught.value) is DataError
+        assert str(caught.value).startswith(f"cannot read image {path}: ")
+        assert "Traceback" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_an_error_in_users_code_tells_its_place(workers: int) -> None:
+    bundle = build_data(DataConfig(DATASET={"_target_": f"{__name__}.failing_at_33"}), seed=0)
+    with loaders(bundle, workers) as made, pytest.raises(DataError) as caught:
+        epochs(made)
+    message = str(caught.value)
+    assert message.startswith(f"{__name__}.failing_at_33: sample 33: ZeroDivisionError: ")
+    assert "test_loader.py, line" in message
+    assert "\n" not in message
+    assert "in divide" in "".join(caught.value.__notes__)
+
+
+def divide(index: int) -> Tensor:
+    return torch.ones(3) * (1 / (index - 33))
+
+
+def failing_at_33(split: str) -> Calls:
+    return Calls(40, divide)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_other_errors_are_not_dressed_up(workers: int) -> None:
+    made = loaders(bundle_of(Calls(8, multiply_wrongly)), workers)
+    with made, pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        epochs(made)
+    assert type(caught.value) is RuntimeError
+    assert caught.value.__cause__ is None
+
+
+def multiply_wrongly(index: int) -> Tensor:
+    return torch.ones(3, 4) @ torch.ones(3, 4)
+
+
+def test_a_dead_worker_is_a_clear_error() -> None:
+    with (
+        loaders(bundle_of(Calls(8, die)), 1) as made,
+        pytest.raises(DataError, match=r"(?s)loader process died.*DATA\.NUM_WORKERS"),
+    ):
+        epochs(made)
+
+
+def die(index: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers_use_one_thread_and_leave_ctrl_c_to_the_main_process() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it anyhow
+    with loaders(bundle_of(Calls(8, describe_worker)), 2) as made:
+        rows = torch.cat(epochs(made, (0,)))
+    signal.signal(signal.SIGINT, before)
+    assert set(rows[:, 0].tolist()) == {1}
+    assert set(rows[:, 1].tolist()) == {1}
+    assert set(rows[:, 2].tolist()) == {0, 1}
+
+
+def describe_worker(index: int) -> Tensor:
+    info = get_worker_info()
+    ignores = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    return torch.tensor([torch.get_num_threads(), ignores, info.id if info else -1])
+
+
+def test_workers_stay_between_epochs_and_end_when_closed() -> None:
+    with loaders(bundle_of(Calls(16, process_id)), 2) as made:
+        seen = [{int(i) for inputs in epochs(made, (epoch,))[:4] for i in inputs} for epoch in (0, 1)]
+        assert seen[0] == seen[1]
+        assert all(is_alive(pid) for pid in seen[0])
+    assert not any(is_alive(pid) for pid in seen[0])
+    made.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(iter(made.train))
+
+
+def process_id(index: int) -> int:
+    return os.getpid()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_what_goes_to_workers_can_be_pickled(nested: Path) -> None:
+    for node in (
+        DatasetConfig(NAME="imagefolder", ROOT=str(nested)),
+        DatasetConfig(NAME="digits"),
+        DatasetConfig(NAME="synthetic"),
+        {"_target_": f"{__name__}.failing_at_33"},
+    ):
+        bundle = build_data(DataConfig(DATASET=node, IMG_SIZE=16, AUGMENT=AUGMENT), seed=0)
+        for loader in (loaders(bundle).train, loaders(bundle).val):
+            assert loader._loader is not None
+            again = pickle.loads(pickle.dumps(loader._loader.dataset))
+            keys = [(3, 1), (3, 2)]
+            a, b = loader._loader.dataset.__getitems__(keys), again.__getitems__(keys)
+            assert torch.equal(a.inputs, b.inputs)
+
+
+def test_memory_is_pinned_for_cuda_only() -> None:
+    made = loaders(bundle_of(Draws(8)))
+    assert made.train._loader is not None
+    assert made.train._loader.pin_memory is False
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("workers", WORKERS)
+def test_pinned_batches(workers: int) -> None:
+    def made(size: int, dataset: Dataset[Any], pin: bool = True) -> Loaders:
+        return build_loaders(
+            bundle_of(dataset),
+            batch_size=size,
+            batch_size_val=size,
+            data_config=DataConfig(NUM_WORKERS=workers, PIN_MEMORY=pin),
+            seed=0,
+            rank=0,
+            world_size=1,
+            device=torch.device("cuda"),
+        )
+
+    with made(4, Draws(16)) as pinned, made(4, Draws(16), pin=False) as plain:
+        batches = list(pinned.train)
+        assert all(type(batch) is Batch and batch.inputs.is_pinned() for batch in batches)
+        assert not any(batch.inputs.is_pinned() for batch in plain.train)
+    node = {"_target_": f"{__name__}.failing_at_33"}
+    bundle = build_data(DataConfig(DATASET=node), seed=0)
+    with made(4, bundle.train) as failing, pytest.raises(DataError, match="sample 33"):
+        epochs(failing)

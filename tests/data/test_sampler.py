@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from linnaeus.data.loader import EpochSampler, ValSampler, samples_per_rank, steps_per_epoch, val_steps
+
+LENGTHS, WORLDS = st.integers(0, 300), st.integers(1, 8)
+
+
+@given(LENGTHS, WORLDS, st.integers(0, 3), st.integers(0, 2**40))
+def test_ranks_share_an_epoch_without_duplicates(length: int, world: int, epoch: int, seed: int) -> None:
+    shares = []
+    for rank in range(world):
+        sampler = EpochSampler(length, seed=seed, rank=rank, world_size=world)
+        sampler.set_epoch(epoch)
+        keys = list(sampler)
+        assert len(keys) == len(sampler) == samples_per_rank(length, world) == length // world
+        assert {key[0] for key in keys} <= {epoch}
+        shares.append([index for _, index in keys])
+    together = [index for share in shares for index in share]
+    assert len(set(together)) == len(together)
+    assert set(together) <= set(range(length))
+
+
+@given(LENGTHS, WORLDS, st.integers(0, 400))
+def test_skipping_gives_the_rest_of_the_same_epoch(length: int, world: int, skip: int) -> None:
+    sampler = EpochSampler(length, seed=1, rank=world - 1, world_size=world)
+    sampler.set_epoch(2)
+    whole = list(sampler)
+    sampler.set_epoch(2, skip)
+    assert list(sampler) == whole[skip:]
+    assert len(sampler) == len(whole[skip:])
+
+
+def test_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        sampler = EpochSampler(50, seed=seed)
+        sampler.set_epoch(epoch)
+        return [index for _, index in sampler]
+
+    orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert orders == [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(o) for o in orders}) == 4
+    assert all(sorted(o) == list(range(50)) for o in orders)
+
+
+@given(LENGTHS, WORLDS)
+def test_validation_loses_and_repeats_nothing(length: int, world: int) -> None:
+    samplers = [ValSampler(length, rank=rank, world_size=world) for rank in range(world)]
+    assert sorted(index for sampler in samplers for _, index in sampler) == list(range(length))
+    sizes = [len(sampler) for sampler in samplers]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(LENGTHS, WORLDS, st.integers(1, 64))
+def test_number_of_steps(length: int, world: int, batch: int) -> None:
+    per_rank = length // world
+    steps = steps_per_epoch(length, world, batch)
+    assert steps == (per_rank // batch or min(1, per_rank))
+    total = sum(val_steps(length, world, batch, rank) for rank in range(world))
+    assert total * batch >= length
+    assert val_steps(length, 1, batch, 0) == -(-length // batch)

@@ -1,0 +1,368 @@
+"""Datasets of a user, named by `_target_`: classes and functions of this module."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset, Subset, random_split
+
+from linnaeus.config.schema import AugmentConfig, DataConfig
+from linnaeus.data.bundle import DataBundle
+from linnaeus.data.datasets import build_data
+from linnaeus.data.taxonomy import Rank, Taxonomy
+from linnaeus.errors import ConfigError, DataError
+
+TAXONOMY = Taxonomy((Rank("coarse", ("a", "b")), Rank("fine", ("p", "q", "r"))), ((0, 0, 1),))
+
+
+class Samples(Dataset[Any]):
+    """Tensors with whatever targets and attributes a test asks for."""
+
+    def __init__(
+        self, split: str, targets: Any = None, length: int = 6, shape: Any = (3, 4, 4), **attributes: Any
+    ) -> None:
+        self.split = split
+        self.targets = targets
+        self.length = length
+        self.shape = shape
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        target = index % 2 if self.targets is None else self.targets
+        return torch.full(self.shape, float(index)), target
+
+
+class TorchvisionStyle(Dataset[Any]):
+    """Split chosen by `train`; Pillow images; class names in `classes`."""
+
+    classes = ("zero", "one", ("two", "deux"))
+
+    def __init__(self, root: str, train: bool = True, mode: str = "RGB", even: bool = True) -> None:
+        self.root, self.train, self.mode, self.even = root, train, mode, even
+
+    def __len__(self) -> int:
+        return 30 if self.train else 12
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        width = 20 if self.even else 20 + index
+        return Image.new("RGB", (width, 10), (index * 8, 0, 0)).convert(self.mode), index % 3
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, split: str) -> None: ...
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Strange(Dataset[Any]):
+    """Takes neither `split` nor `train`."""
+
+    def __init__(self, root: str = "") -> None: ...
+
+
+class Options:
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+
+TARGET: Any = None
+"""What a test wants as the target of every sample; values that no configuration file can hold."""
+
+
+def ranked(split: str) -> Samples:
+    return Samples(split, taxonomy=TAXONOMY, targets=TARGET)
+
+
+def one_rank(split: str) -> Samples:
+    return Samples(split, num_classes=np.int64(2), targets=TARGET)
+
+
+def any_keywords(**kwargs: Any) -> Samples:
+    return Samples(**{"num_classes": 2} | kwargs)
+
+
+def emnist_style(split: str, **kwargs: Any) -> Samples:
+    return Samples("train" if kwargs["train"] else "val", num_classes=2, kind=split)
+
+
+def split_at_random(train: bool) -> Subset[Any]:
+    assert random.random() + np.random.rand() > 0
+    parts = random_split(Samples("all", length=20, num_classes=2), [0.75, 0.25])
+    return parts[0] if train else parts[1]
+
+
+def failing(split: str) -> Samples:
+    raise KeyError(f"no key for {split}")
+
+
+def failing_late(split: str) -> Samples:
+    class Late(Samples):
+        def __getitem__(self, index: int) -> Any:
+            if index == 3:
+                raise OSError("the tape broke")
+            return super().__getitem__(index)
+
+    return Late(split, num_classes=2, length=40)
+
+
+def not_a_dataset(split: str) -> Any:
+    return 5
+
+
+def plain_list(split: str) -> list[tuple[list[float], float]]:
+    return [([1.0, 2.0], 0.5), ([3.0, 4.0], 1.5)]
+
+
+def single_items(split: str) -> list[Any]:
+    return [{"image": torch.zeros(3), "label": 1}] * 4
+
+
+def with_collate(split: str, **attributes: Any) -> Samples:
+    def collate(samples: list[Any]) -> Any:
+        return torch.stack([x for x, _ in samples]) + 1, torch.tensor([y for _, y in samples])
+
+    return Samples(split, collate_fn=collate, **attributes)
+
+
+def collating_to_target(split: str) -> Samples:
+    return Samples(split, taxonomy=TAXONOMY, collate_fn=lambda samples: TARGET)
+
+
+def build(name: str, img_size: Any = None, augment: AugmentConfig | None = None, **node: Any) -> DataBundle:
+    target = name if "." in name else f"{__name__}.{name}"
+    augment = augment or AugmentConfig(CROP_SCALE=[1.0, 1.0])
+    config = DataConfig(DATASET={"_target_": target, **node}, IMG_SIZE=img_size, AUGMENT=augment)
+    return build_data(config, seed=3)
+
+
+def inner(dataset: Any) -> Any:
+    return dataset.dataset
+
+
+def test_split_is_passed_by_name() -> None:
+    bundle = build("Samples", num_classes=2)
+    assert (inner(bundle.train).split, inner(bundle.val).split) == ("train", "val")
+    assert bundle.taxonomy == Taxonomy((Rank("class", ("0", "1")),))
+    assert (bundle.in_chans, bundle.img_size) == (3, (4, 4))
+    batch = bundle.collate([bundle.train[i] for i in range(4)])
+    assert batch.inputs.shape == (4, 3, 4, 4)
+    assert batch.targets.tolist() == [[0], [1], [0], [1]]
+    assert batch.targets.dtype == torch.int64
+
+
+def test_keywords_take_split_unless_the_node_sets_it() -> None:
+    assert inner(build("any_keywords").val).split == "val"
+    bundle = build("emnist_style", split="balanced")
+    assert (inner(bundle.train).split, inner(bundle.train).kind) == ("train", "balanced")
+    assert inner(bundle.val).split == "val"
+
+
+def test_torchvision_style_with_pillow_images() -> None:
+    bundle = build("TorchvisionStyle", root="x")
+    assert (inner(bundle.train).train, inner(bundle.val).train) == (True, False)
+    assert (bundle.in_chans, bundle.img_size) == (3, (10, 20))
+    assert bundle.taxonomy is not None
+    assert bundle.taxonomy.ranks[0].classes == ("zero", "one", "two, deux")
+    image, target = bundle.val[5]
+    assert image.shape == (3, 10, 20)
+    assert image[0, 0, 0] == pytest.approx(40 / 255 * 2 - 1)
+    assert target.tolist() == [2]
+
+
+def test_pillow_images_get_the_size_asked_for_or_one_for_all() -> None:
+    bundle = build("TorchvisionStyle", img_size=8, root="x", even=False)
+    assert bundle.train[7][0].shape == (3, 8, 8)
+    assert build("TorchvisionStyle", root="x", even=False).train[7][0].shape == (3, 224, 224)
+    grey = build("TorchvisionStyle", root="x", mode="L")
+    assert grey.in_chans == 1
+    assert grey.val[0][0].shape == (1, 10, 20)
+    with pytest.raises(ConfigError, match=r"DATA\.AUGMENT\.MEAN"):
+        build("TorchvisionStyle", root="x", mode="L", augment=AugmentConfig(MEAN=[0.1, 0.2, 0.3]))
+
+
+def test_training_images_are_augmented_and_validation_images_are_not() -> None:
+    bundle = build("TorchvisionStyle", root="x", augment=AugmentConfig(HFLIP=0.0, COLOR_JITTER=0.9))
+    assert len({float(bundle.train[9][0][0].mean()) for _ in range(8)}) > 1
+    assert len({float(bundle.val[9][0][0].mean()) for _ in range(8)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ((1, 2), [1, 2]),
+        ([0, -1], [0, -1]),
+        (torch.tensor([1, 2]), [1, 2]),
+        (np.array([1, 2]), [1, 2]),
+        ({"fine": 2, "coarse": 1}, [1, 2]),
+        ({"coarse": 1}, [1, -1]),
+    ],
+)
+def test_targets_of_several_ranks(monkeypatch: pytest.MonkeyPatch, target: Any, expected: list[int]) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "TARGET", target)
+    bundle = build("ranked")
+    assert bundle.taxonomy == TAXONOMY
+    assert bundle.train[0][1].tolist() == expected
+
+
+@pytest.mark.parametrize("target", [1, torch.tensor(1), torch.tensor([1]), np.int64(1), [1]])
+def test_targets_of_one_rank(monkeypatch: pytest.MonkeyPatch, target: Any) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "TARGET", target)
+    assert build("one_rank").train[0][1].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [5, (1, 3), (-2, 0), (1,), (1, 2, 0), "cat", (0.5, 1.0), {"genus": 1}, torch.zeros(3, 3), (True, False)],
+)
+def test_targets_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch, target: Any) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "TARGET", target)
+    with pytest.raises(DataError, match=rf"{__name__}\.ranked: target of sample 0"):
+        build("ranked")
+
+
+def test_a_taxonomy_may_be_a_mapping() -> None:
+    bundle = build("Samples", taxonomy={"coarse": 2, "fine": ["p", "q", "r"]}, targets=[0, 1])
+    assert bundle.taxonomy is not None
+    assert bundle.taxonomy.ranks == (Rank("coarse", ("0", "1")), TAXONOMY.ranks[1])
+
+
+@pytest.mark.parametrize("attributes", [{}, {"taxonomy": None, "classes": ["a", "b"]}])
+def test_without_classes_targets_pass_untouched(attributes: dict[str, Any]) -> None:
+    bundle = build("Samples", targets=(0.5, "text"), **attributes)
+    assert bundle.taxonomy is None
+    batch = bundle.collate([bundle.train[i] for i in range(2)])
+    assert batch.targets[0].tolist() == [0.5, 0.5]
+    assert list(batch.targets[1]) == ["text", "text"]
+    assert any("passed on as they are" in line for line in bundle.report)
+
+
+def test_a_list_of_pairs_is_a_dataset() -> None:
+    bundle = build("plain_list")
+    batch = bundle.collate([bundle.train[0], bundle.train[1]])
+    assert [x.tolist() for x in batch.inputs] == [[1.0, 3.0], [2.0, 4.0]]
+    assert (bundle.in_chans, bundle.img_size) == (None, None)
+
+
+def test_images_of_several_sizes_have_no_one_size() -> None:
+    dataset = build("any_keywords", shape=[5, 4, 4]).train
+    assert dataset[0][0].shape == (5, 4, 4)
+    bundle = build("varied")
+    assert (bundle.in_chans, bundle.img_size) == (2, None)
+
+
+def varied(split: str) -> list[tuple[torch.Tensor, int]]:
+    return [(torch.zeros(2, 4, width), 0) for width in range(4, 8)]
+
+
+def test_a_subset_is_looked_through_and_random_splits_agree() -> None:
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    bundle = build("split_at_random")
+    assert bundle.taxonomy is not None
+    indices = [list(inner(dataset).indices) for dataset in (bundle.train, bundle.val)]
+    assert sorted(indices[0] + indices[1]) == list(range(20))
+    assert torch.equal(state[0], torch.get_rng_state())
+    assert state[1] == random.getstate()
+    assert state[2] == np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    torch.manual_seed(99)  # another process
+    assert list(inner(build("split_at_random").val).indices) == indices[1]
+
+
+def test_nested_targets_are_instantiated_and_lists_are_plain() -> None:
+    options = {"_target_": f"{__name__}.Options", "depth": 4}
+    dataset = inner(build("any_keywords", options=options, sizes=[1, {"a": 2}]).train)
+    assert dataset.options.depth == 4
+    assert type(dataset.sizes) is list
+    assert type(dataset.sizes[1]) is dict
+
+
+def test_own_collate_function() -> None:
+    bundle = build("with_collate", num_classes=2)
+    batch = bundle.collate([bundle.train[i] for i in range(3)])
+    assert batch.inputs[:, 0, 0, 0].tolist() == [1.0, 2.0, 3.0]
+    assert batch.targets.tolist() == [[0], [1], [0]]
+    assert (bundle.in_chans, bundle.img_size) == (3, (4, 4))
+
+
+def test_own_collate_function_with_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = {"fine": torch.tensor([2, 1]), "coarse": torch.tensor([1, 0])}
+    monkeypatch.setattr(sys.modules[__name__], "TARGET", (torch.zeros(2, 1), targets))
+    bundle = build("collating_to_target")
+    assert bundle.collate([]).targets.tolist() == [[1, 2], [0, 1]]
+    monkeypatch.setattr(sys.modules[__name__], "TARGET", [1, 2, 3])
+    with pytest.raises(DataError, match=r"collating_to_target: collate_fn gave a list of 3"):
+        build("collating_to_target")
+
+
+@pytest.mark.parametrize(
+    ("name", "node", "message"),
+    [
+        ("nowhere.to.be.Found", {}, r"DATA\.DATASET\._target_: cannot import .*: No module named 'nowhere'"),
+        ("Missing", {}, r"cannot import '.*\.Missing': module '.*' has no attribute 'Missing'"),
+        ("Samples.deep.er", {}, r"cannot import 'Samples.deep.er': No module named 'Samples'"),
+        ("Strange", {}, r"Strange: takes neither `split`.*nor `train`"),
+        ("failing", {"split": "all"}, r"failing: takes neither"),
+        ("failing", {}, r"failing \(train\): KeyError: 'no key for train' \(.*test_target.py, line \d+\)"),
+        ("Strange", {"train": True, "root": 1}, r"takes neither"),
+        ("TorchvisionStyle", {}, r"TorchvisionStyle \(train\): TypeError: .*'root'"),
+        ("TorchvisionStyle", {"root": "", "extra": 1}, r"TorchvisionStyle \(train\): TypeError: .*'extra'"),
+        ("Stream", {}, r"Stream gave a Stream; a dataset needs __len__"),
+        ("not_a_dataset", {}, r"not_a_dataset gave 5; a dataset needs"),
+        ("Samples", {"length": 0}, r"Samples: no sample for training"),
+        ("single_items", {}, r"single_items: sample 0 is a dict of 2; it must be a pair"),
+        ("Samples", {"num_classes": 1}, r"rank 'class' has one class, '0'"),
+        ("Samples", {"classes": "abc"}, r"Samples: classes must be names or their number, not 'abc'"),
+        ("Samples", {"taxonomy": 5}, r"Samples: taxonomy is 5"),
+    ],
+)
+def test_errors_name_the_target_and_the_cause(name: str, node: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        build(name, **node)
+    assert name.rpartition(".")[2] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_while_reading_names_the_sample_and_the_line() -> None:
+    bundle = build("failing_late")
+    assert bundle.train[0][1].tolist() == [0]
+    message = r"failing_late: sample 3: OSError: the tape broke \(.*test_target\.py, line \d+\)"
+    with pytest.raises(DataError, match=message) as caught:
+        bundle.train[3]
+    assert isinstance(caught.value.__cause__, OSError)
+    assert "Traceback" in "".join(caught.value.__notes__)
+
+
+def test_splits_with_different_classes_are_refused() -> None:
+    with pytest.raises(DataError, match="training and validation have different classes"):
+        build("different_classes")
+
+
+def different_classes(split: str) -> Samples:
+    return Samples(split, classes=["a", "b"] if split == "train" else ["b", "a"])
+
+
+def test_an_import_that_fails_deeper_down_tells_its_own_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their_package").mkdir()
+    (tmp_path / "their_package" / "__init__.py").write_text("")
+    (tmp_path / "their_package" / "data.py").write_text("import not_installed_here\n")
+    (tmp_path / "their_package" / "broken.py").write_text("def f(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DataError, match=r"'their_package\.data\.Set': No module named 'not_installed_here'"):
+        build("their_package.data.Set")
+    with pytest.raises(DataError, match=r"'their_package\.broken\.f': .*syntax"):
+        build("their_package.broken.f")

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from linnaeus.config.schema import AugmentConfig
+from linnaeus.data.transforms import CoverAndCrop, Transform, build_transform
+from linnaeus.errors import ConfigError
+
+IMAGE = torch.randint(0, 256, (3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+OFF = AugmentConfig(CROP_SCALE=[1.0, 1.0])
+
+
+def transform(
+    size: tuple[int, int] = (16, 16), train: bool = True, channels: int = 3, **changes: Any
+) -> Transform:
+    return build_transform(replace(OFF, **changes), size=size, channels=channels, train=train)
+
+
+def results(pipeline: Transform, image: torch.Tensor = IMAGE, tries: int = 20) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [pipeline(image.clone()) for _ in range(tries)]
+
+
+def num_different(pipeline: Transform, image: torch.Tensor = IMAGE) -> int:
+    return len({tuple(result.flatten().tolist()) for result in results(pipeline, image)})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"CROP_SCALE": [0.3, 0.9]},
+        {"HFLIP": 0.5},
+        {"ROTATION": 20.0},
+        {"COLOR_JITTER": 0.4},
+        {"POLICY": "randaugment"},
+        {"POLICY": "trivialaugment"},
+        {"ERASING": 0.5},
+    ],
+)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_each_augmentation_changes_training_and_not_validation(
+    changes: dict[str, Any], channels: int
+) -> None:
+    image = IMAGE[:channels]
+    train = transform(channels=channels, **changes)
+    assert num_different(train, image) > 1
+    assert num_different(transform(channels=channels, train=False, **changes), image) == 1
+    for result in results(train, image):
+        assert result.shape == (channels, 16, 16)
+        assert result.dtype == torch.float32
+        assert result.isfinite().all()
+
+
+def test_without_augmentation_training_sees_what_validation_sees() -> None:
+    assert num_different(transform()) == 1
+    assert torch.equal(transform()(IMAGE), transform(train=False)(IMAGE))
+
+
+def test_probability_of_a_flip() -> None:
+    flipped = transform(HFLIP=1.0)(IMAGE)
+    assert torch.equal(flipped, transform()(IMAGE).flip(-1))
+
+
+def test_normalisation() -> None:
+    pipeline = transform((40, 60), MEAN=[0.0, 0.5, 1.0], STD=[1.0, 0.5, 2.0])
+    expected = (IMAGE / 255 - torch.tensor([0.0, 0.5, 1.0]).view(3, 1, 1)) / torch.tensor(
+        [1.0, 0.5, 2.0]
+    ).view(3, 1, 1)
+    torch.testing.assert_close(pipeline(IMAGE), expected)
+
+
+def test_the_image_that_comes_in_is_not_changed() -> None:
+    before = IMAGE.clone()
+    results(transform((40, 60), ERASING=1.0))
+    assert torch.equal(IMAGE, before)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (20, 48), (40, 60), (80, 120), (7, 5)])
+@pytest.mark.parametrize("fraction", [0.5, 0.875, 1.0])
+def test_cover_and_crop_gives_the_size(size: tuple[int, int], fraction: float) -> None:
+    assert CoverAndCrop(size, fraction)(IMAGE).shape == (3, *size)
+
+
+def test_centre_crop_keeps_its_share_and_the_aspect() -> None:
+    rows, columns = torch.meshgrid(torch.arange(40), torch.arange(60), indexing="ij")
+    image = torch.stack([rows * 6, columns * 4, rows * 0]).to(torch.uint8)
+    whole = CoverAndCrop((20, 20), 1.0)(image)
+    assert whole[0].min() <= 6
+    assert whole[0].max() >= 38 * 6 - 6
+    assert abs(int(whole[1].min()) - 10 * 4) <= 8
+    half = CoverAndCrop((20, 20), 0.5)(image)
+    assert abs(int(half[0].min()) - 10 * 6) <= 8
+    assert abs(int(half[0].max()) - 30 * 6) <= 8
+    assert abs(int(half[1].min()) - 20 * 4) <= 8
+
+
+@pytest.mark.parametrize("key", ["MEAN", "STD"])
+def test_statistics_must_fit_the_channels(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"DATA\.AUGMENT\.{key}: 3 values, but the images have 1 channel"):
+        transform(channels=1, **{key: [0.5, 0.5, 0.5]})
+
+
+def test_pipelines_travel_to_workers() -> None:
+    pipeline = transform(CROP_SCALE=[0.5, 1.0], POLICY="randaugment", ERASING=0.5)
+    again = pickle.loads(pickle.dumps(pipeline))
+    assert all(torch.equal(a, b) for a, b in zip(results(pipeline), results(again), strict=True))

@@ -1,0 +1,134 @@
+"""Runs in processes of their own: killed, interrupted, resumed, and several at once under torchrun."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import SMALL, Child, Run, assert_same_bits, weights
+
+RESUMABLE = (
+    *SMALL, "TRAIN.EPOCHS=12", "DATA.DATASET.NUM_SAMPLES=240", "TRAIN.AUTO_RESUME=True", "TRAIN.EMA.ENABLED=True", "MODEL.DROP_RATE=0.2",
+    "DATA.NUM_WORKERS=1", "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("never_killed")
+    subprocess.run(
+        [sys.executable, "-m", "linnaeus.train", *RESUMABLE], cwd=folder, check=True, capture_output=True
+    )
+    return folder / "runs/small"
+
+
+def size_of(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def test_killed_at_any_moment_and_resumed(never_killed: Path, tmp_path: Path) -> None:
+    moments = random.Random(time.time_ns())
+    run = tmp_path / "runs/small"
+    for _ in range(3):
+        child = Child(tmp_path, *RESUMABLE)
+        before = size_of(run / "metrics.jsonl")
+        child.wait_for(lambda size=before: size_of(run / "metrics.jsonl") > size)
+        time.sleep(moments.random() * 0.5)
+        assert child.end(signal.SIGKILL) in (-signal.SIGKILL, 0)
+    child = Child(tmp_path, *RESUMABLE)
+    assert child.process.wait(timeout=240) == 0, child.log.read_text()
+    assert_same_bits(weights(run), weights(never_killed))
+    assert "batch sizes are kept" in child.log.read_text()
+
+
+def test_interrupted_and_resumed(never_killed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs/small"
+    child = Child(tmp_path, *RESUMABLE)
+    child.wait_for((run / "checkpoints/last.pt").exists)
+    assert child.end(signal.SIGINT) == 130, child.log.read_text()
+    progress = torch.load(run / "checkpoints/last.pt", weights_only=True)["progress"]
+    assert 0 < progress["epoch"] < 12
+    assert "Traceback" not in child.log.read_text()
+    child = Child(tmp_path, *RESUMABLE)
+    assert child.process.wait(timeout=240) == 0, child.log.read_text()
+    assert_same_bits(weights(run), weights(never_killed))
+
+
+def test_truncated_checkpoint_is_reported_and_the_one_before_used(run: Run, tmp_path: Path) -> None:
+    assert run(*RESUMABLE, "TRAIN.EPOCHS=3").code == 0
+    last = tmp_path / "runs/small/checkpoints/last.pt"
+    last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
+    outcome = run(*RESUMABLE, "TRAIN.EPOCHS=3")
+    assert outcome.code == 0, outcome.err
+    assert "last.pt is damaged" in outcome.out
+    assert "epoch 3/3" in outcome.out
+
+
+def test_resuming_a_finished_run_changes_nothing(run: Run, tmp_path: Path) -> None:
+    assert run(*SMALL, "TRAIN.AUTO_RESUME=True").code == 0
+    before = weights(tmp_path / "runs/small")
+    assert run(*SMALL, "TRAIN.AUTO_RESUME=True").code == 0
+    assert_same_bits(weights(tmp_path / "runs/small"), before)
+
+
+def test_resuming_another_model_is_refused(run: Run) -> None:
+    assert run(*SMALL, "TRAIN.AUTO_RESUME=True").code == 0
+    outcome = run(*SMALL, "TRAIN.AUTO_RESUME=True", "MODEL.NAME=test_vit")
+    assert outcome.code == 1
+    assert "checkpoint" in outcome.err
+    assert "EXPERIMENT.NAME" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+@pytest.mark.distributed
+def test_two_processes(torchrun: Run, tmp_path: Path) -> None:
+    outcome = torchrun(2, *SMALL, "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
+    assert outcome.code == 0, outcome.err
+    run = tmp_path / "runs/small"
+    found = json.loads((run / "autobatch.json").read_text())
+    assert (found["train"]["batch_size"], found["val"]["batch_size"]) == (8, 16)
+    assert found["val"]["limited_by"] in ("dataset", "max_batch_size")
+    assert (run / "logs/rank1.log").is_file()
+    assert "rank 1" not in outcome.out
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] == 2 * (96 // 2 // 8)
+
+
+@pytest.mark.distributed
+def test_one_process_and_two_validate_alike(torchrun: Run, run: Run, tmp_path: Path) -> None:
+    """31 samples do not divide by two: none may be counted twice, none left out."""
+    options = (*SMALL, "TRAIN.AUTO_RESUME=True", "OPTIMIZER._target_=torch.optim.SGD", "OPTIMIZER.lr=0.0")
+    assert run(*options, "TRAIN.EPOCHS=1", "DATA.BATCH_SIZE_VAL=31").code == 0
+    outcome = torchrun(2, *options, "TRAIN.EPOCHS=2", "DATA.BATCH_SIZE_VAL=5")
+    assert outcome.code == 0, outcome.err
+    lines = map(json.loads, (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines())
+    one, two = [line for line in lines if line["split"] == "val"]
+    # BatchNorm's running statistics moved in between; the number of samples behind a share did not.
+    for record in (one, two):
+        assert abs(record["consistent"] * 31 - round(record["consistent"] * 31)) < 1e-4
+
+
+@pytest.mark.distributed
+def test_sync_batchnorm_needs_an_accelerator(torchrun: Run) -> None:
+    outcome = torchrun(2, *SMALL, "TRAIN.SYNC_BATCHNORM=True")
+    assert outcome.code != 0
+    assert "TRAIN.SYNC_BATCHNORM" in outcome.err
+
+
+@pytest.mark.distributed
+def test_an_error_ends_all_processes_with_its_code_and_no_noise(torchrun: Run) -> None:
+    outcome = torchrun(2, *SMALL, "MODEL.NAME=resnet5O")
+    assert outcome.code != 0
+    assert "'resnet5O' is not a timm model" in outcome.err
+    outcome = torchrun(2, *SMALL, "DATA.BATCHSIZE=3")
+    assert len(re.findall("did you mean DATA.BATCH_SIZE", outcome.err)) == 1
