@@ -65,7 +65,8 @@ class TrainingState:
 class CheckpointFolder:
     """`last.pt`, the one before it in `previous.pt`, and `best.pt`.
 
-    A process that is killed at any moment leaves at least one of `last.pt` and `previous.pt` whole.
+    A new checkpoint is written to `pending.pt` first. A process that is killed at any moment leaves at least
+    one of `last.pt`, `previous.pt` and `pending.pt` whole, even where `last.pt` was damaged before.
 
     Args:
         folder: the run's `checkpoints/`.
@@ -73,6 +74,7 @@ class CheckpointFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.pending = folder / "pending.pt"
         self.last = folder / "last.pt"
         self.previous = folder / "previous.pt"
         self.best = folder / "best.pt"
@@ -83,15 +85,16 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the disk does not take it; the checkpoints before it are kept.
         """
-        pending = self.folder / "pending.pt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(pending, lambda file: torch.save(content, file))
+            for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed here
+                leftover.unlink()
+            write_atomically(self.pending, lambda file: torch.save(content, file))
+            if is_best:  # first, or a kill could leave a `last.pt` that is the best without that name
+                self._link_best()
             if self.last.exists():
                 self.last.replace(self.previous)
-            pending.replace(self.last)
-            if is_best:
-                self._link_best()
+            self.pending.replace(self.last)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"{self.last} cannot be written: {error}") from error
 
@@ -101,7 +104,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: there are checkpoints, but none can be read.
         """
-        found = [path for path in (self.last, self.previous) if path.exists()]
+        found = [path for path in (self.last, self.previous, self.pending) if path.exists()]
         for path in found:
             try:
                 load_checkpoint(path)
@@ -116,13 +119,12 @@ class CheckpointFolder:
         return None
 
     def _link_best(self) -> None:
-        """Both names share one file: `last.pt` is only ever replaced, never written into."""
+        """Both names share one file: checkpoints are only ever replaced, never written into."""
         temporary = self.folder / ".best.tmp"
-        temporary.unlink(missing_ok=True)
         try:
-            os.link(self.last, temporary)
+            os.link(self.pending, temporary)
         except OSError:
-            shutil.copyfile(self.last, temporary)
+            shutil.copyfile(self.pending, temporary)
         temporary.replace(self.best)
 
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.errors import ConfigError, LinnaeusError
 
@@ -24,6 +26,7 @@ class World:
     Attributes:
         device: where this rank computes.
         store: the process group's key-value store; None for one process that torchrun did not start.
+        solo_group: a group of this rank alone; None with `store`.
     """
 
     device: torch.device
@@ -32,6 +35,7 @@ class World:
     local_rank: int = 0
     local_world_size: int = 1
     store: torch_dist.Store | None = None
+    solo_group: torch_dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -122,6 +126,33 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
+def wrap(
+    model: nn.Module, world: World, *, find_unused_parameters: bool = False, alone: bool = False
+) -> nn.Module:
+    """The model as the training step calls it: in DistributedDataParallel where there are other ranks.
+
+    Args:
+        model: on its device.
+        world: the processes.
+        find_unused_parameters: for models that leave some parameters out of some steps.
+        alone: over a group of this rank alone: the same buckets and hooks, but nobody has to take part.
+            Trials of the batch-size search run like this, since the other ranks wait elsewhere.
+    """
+    if not world.is_distributed:
+        return model
+    group = world.solo_group if alone else torch_dist.group.WORLD
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.process_group = group
+    return DistributedDataParallel(
+        model,
+        device_ids=None if world.device.type == "cpu" else [world.device],
+        process_group=group,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=find_unused_parameters,
+    )
+
+
 @contextlib.contextmanager
 def join(device_name: str, backend: str, timeout: timedelta) -> Iterator[World]:
     """Join the process group that torchrun describes in the environment, for the length of the context.
@@ -138,14 +169,21 @@ def join(device_name: str, backend: str, timeout: timedelta) -> Iterator[World]:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World(device)
         return
-    store, rank, world_size = next(torch_dist.rendezvous("env://", timeout=timeout))
+    store, rank, world_size = next(torch_dist.rendezvous("env://"))  # processes start at different times
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    solo_group = torch_dist.new_group([rank], use_local_synchronization=True)
+    assert isinstance(solo_group, torch_dist.ProcessGroup)  # this rank is a member
     try:
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         yield World(
-            device, rank, world_size, local_rank, local_world_size, torch_dist.PrefixStore("linnaeus", store)
+            device=device,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            store=torch_dist.PrefixStore("linnaeus", store),
+            solo_group=solo_group,
         )
     finally:
         torch_dist.destroy_process_group()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import hydra.utils
@@ -15,6 +17,28 @@ from linnaeus.errors import ConfigError
 def is_target(node: Any) -> bool:
     """Whether a node names the user's own class or function."""
     return isinstance(node, Mapping) and "_target_" in node
+
+
+def locate(path: str) -> Any:
+    """The object that a dotted path names; unlike Hydra's function for it, this one logs nothing.
+
+    Raises:
+        Exception: whatever importing a module on the way raises; `AttributeError` where a name is missing.
+    """
+    first, *names = path.split(".")
+    found: Any = importlib.import_module(first)
+    name_so_far = first
+    for name in names:
+        name_so_far = f"{name_so_far}.{name}"
+        if isinstance(found, ModuleType) and not hasattr(found, name):
+            try:
+                importlib.import_module(name_so_far)
+            except ModuleNotFoundError as error:
+                # Only when this very module is missing is there nothing of that name.
+                if error.name != name_so_far:
+                    raise
+        found = getattr(found, name)
+    return found
 
 
 def find_target(node: Mapping[str, Any], where: str) -> Callable[..., Any]:
@@ -29,10 +53,9 @@ def find_target(node: Mapping[str, Any], where: str) -> Callable[..., Any]:
     """
     path = node["_target_"]
     try:
-        found = hydra.utils.get_object(path)
+        found = locate(path)
     except Exception as error:
-        cause = error.__cause__ or error
-        raise ConfigError(f"{where}._target_: {path!r} cannot be imported: {cause}") from error
+        raise ConfigError(f"{where}._target_: {path!r} cannot be imported: {error}") from error
     if not callable(found):
         raise ConfigError(f"{where}._target_: {path!r} is neither a class nor a function")
     return found  # type: ignore[no-any-return]

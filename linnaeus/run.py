@@ -16,21 +16,18 @@ from typing import Any
 import timm.layers
 import torch
 from rich.console import Console
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.assembly import Assembly, assemble
 from linnaeus.autobatch.find import AutoBatchResult
-from linnaeus.autobatch.protocol import search_on_main
 from linnaeus.autobatch.report import device_environment, save_results, summary, trials_table
-from linnaeus.autobatch.sizes import find_sizes, modes_to_search
+from linnaeus.autobatch.sizes import SizeSearch, find_sizes
 from linnaeus.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
 from linnaeus.config.load import save_config, with_batch_sizes
 from linnaeus.config.schema import Config, TrainConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
-from linnaeus.dist import World, join
+from linnaeus.dist import World, join, wrap
 from linnaeus.errors import ConfigError
 from linnaeus.files import prepare_run_folder
 from linnaeus.log import MetricsFile, Progress, close_logging, make_console, set_up_logging
@@ -66,6 +63,9 @@ def run(config: Config) -> FitResult:
         checkpoint = load_checkpoint(latest) if latest is not None else None
         data = build_data(config.DATA, seed=seed)
         assembly = _assemble(config, data, world)
+        if train.SYNC_BATCHNORM and world.is_distributed:
+            # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
+            timm.layers.convert_sync_batchnorm(assembly.model)
         found = _search(config, data, assembly, world, checkpoint)
         config = with_batch_sizes(config, **{mode: result.batch_size for mode, result in found.items()})
         tracker = stack.enter_context(_tracker(config, folder, world, resume=checkpoint is not None))
@@ -88,7 +88,10 @@ def run(config: Config) -> FitResult:
             config=train,
             world=world,
             loaders=loaders,
-            train_step=dataclasses.replace(assembly.train_step, model=_wrapped(assembly.model, train, world)),
+            train_step=dataclasses.replace(
+                assembly.train_step,
+                model=wrap(assembly.model, world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS),
+            ),
             validation_step=assembly.validation_step,
             metrics=assembly.metrics,
             state=TrainingState(assembly.model, assembly.optimizer, assembly.scaler, schedule, assembly.ema),
@@ -170,19 +173,15 @@ def _search(
     config: Config, data: DataBundle, assembly: Assembly, world: World, checkpoint: Mapping[str, Any] | None
 ) -> dict[str, AutoBatchResult]:
     """What AutoBatch finds for each mode that asks for it; what it found, where that still holds."""
-    node = config.DATA.AUTOBATCH
-    if not modes_to_search(node):
-        return {}
     if checkpoint is not None and checkpoint["searched_for"] == _searched_for(config, world):
-        outcome = checkpoint["autobatch"]
         logger.info("AutoBatch: same device and configuration, so the checkpoint's batch sizes are kept")
-    else:
-        search = partial(
-            find_sizes, config.DATA, data, assembly, world,
-            accumulation_steps=config.TRAIN.ACCUMULATION_STEPS, seed=config.EXPERIMENT.SEED,
-        )  # fmt: skip
-        outcome = search_on_main(world, search, timeout_minutes=node.TIMEOUT_MINUTES)
-    return {mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in outcome.items()}
+        return {
+            mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in checkpoint["autobatch"].items()
+        }
+    search = SizeSearch(
+        config.DATA, data, assembly, world, config.TRAIN.ACCUMULATION_STEPS, config.EXPERIMENT.SEED
+    )
+    return find_sizes(search)
 
 
 def _searched_for(config: Config, world: World) -> str:
@@ -218,17 +217,6 @@ def _record(
     if found:
         save_results(found, device_environment(world.device), folder / "autobatch.json")
     save_config(config, folder / "config.yaml")
-
-
-def _wrapped(model: nn.Module, config: TrainConfig, world: World) -> nn.Module:
-    """The model as the training step calls it."""
-    if not world.is_distributed:
-        return model
-    if config.SYNC_BATCHNORM:
-        # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
-        model = timm.layers.convert_sync_batchnorm(model)
-    device_ids = None if world.device.type == "cpu" else [world.device]
-    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
 
 def _conclude(config: Config, result: FitResult, folder: Path, tracker: Tracker) -> None:

@@ -123,16 +123,15 @@ def start_tracking(
     )  # fmt: skip
     if "WANDB_MODE" in os.environ:
         return WandbTracker(init())
-    if not _has_credentials():
-        logger.info("W&B: no API key, so the run is recorded offline (`wandb login` stores one)")
-        return WandbTracker(init(mode="offline"))
     try:
-        return WandbTracker(init())
+        if _has_credentials():
+            return WandbTracker(init())
+        logger.info("W&B: no API key, so the run is recorded offline (`wandb login` stores one)")
     except wandb.errors.Error as error:
         reason = str(error).partition("\n")[0]
         logger.warning("W&B cannot be reached (%s), so the run is recorded offline", reason)
         wandb.teardown()  # the client's service still holds the id of the run that it could not open
-        return WandbTracker(init(mode="offline"))
+    return WandbTracker(init(mode="offline"))
 
 
 def _has_credentials() -> bool:

@@ -126,7 +126,7 @@ class Trainer:
         """Train until the last epoch or until somebody asks to stop."""
         with self._stop.listening(), self.outlets.progress() as progress:
             while self.done.epoch < self.config.EPOCHS:
-                self._train_epoch(progress)
+                self.train_epoch(progress)
                 if self._stop.agreed:
                     self._save()
                     break
@@ -135,7 +135,8 @@ class Trainer:
         images_per_s = self.world.world_size * self._num_images / self._seconds if self._seconds else 0.0
         return FitResult(self.done.metrics, images_per_s, interrupted=self._stop.agreed)
 
-    def _train_epoch(self, progress: Progress) -> None:
+    def train_epoch(self, progress: Progress) -> None:
+        """The rest of the present epoch's steps, or fewer when somebody asks to stop."""
         loader, config = self.loaders.train, self.config
         loader.set_epoch(self.done.epoch, skip=self.done.samples)
         remaining = len(loader)

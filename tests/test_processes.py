@@ -17,9 +17,16 @@ import torch
 from tests.conftest import SMALL, Child, Run, assert_same_bits, weights
 
 RESUMABLE = (
-    *SMALL, "TRAIN.EPOCHS=12", "DATA.DATASET.NUM_SAMPLES=240", "TRAIN.AUTO_RESUME=True", "TRAIN.EMA.ENABLED=True", "MODEL.DROP_RATE=0.2",
-    "DATA.NUM_WORKERS=1", "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16",
-)  # fmt: skip
+    *SMALL,
+    "TRAIN.EPOCHS=12",
+    "DATA.DATASET.NUM_SAMPLES=240",
+    "TRAIN.AUTO_RESUME=True",
+    "TRAIN.EMA.ENABLED=True",
+    "MODEL.DROP_RATE=0.2",
+    "DATA.NUM_WORKERS=1",
+    "DATA.AUTOBATCH.ENABLED=True",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE=16",
+)
 
 
 @pytest.fixture(scope="module")

@@ -106,6 +106,7 @@ def auto_find_batch_size(
     max_trials: int = 25,
     timeout_minutes: float = 60.0,
     bounds: Mapping[str, int] | None = None,
+    start: int | None = None,
     on_start: Callable[[int], None] | None = None,
 ) -> AutoBatchResult:
     """Find the largest batch size that runs within a fraction of the device's memory.
@@ -133,7 +134,8 @@ def auto_find_batch_size(
         max_trials: bound on trials; the best size so far is used.
         timeout_minutes: deadline of the search; the best size so far is used.
         bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}.
-        on_start: called with each size before it is tried.
+        start: a size known from an earlier run, tried first.
+        on_start: called with each size before it is tried, the small one that warms up included.
 
     Raises:
         AutoBatchError: no size fits.
@@ -161,6 +163,8 @@ def auto_find_batch_size(
     )  # fmt: skip
     try:
         runner.budget_bytes = memory.budget(target_memory_fraction, limit_bytes)
+        if on_start is not None:
+            on_start(min_size)
         runner.warm_up(min_size)
         runner.budget_bytes = memory.budget(target_memory_fraction, limit_bytes)
         found = find_largest(
@@ -171,6 +175,7 @@ def auto_find_batch_size(
             multiple_of=multiple_of,
             strategy=strategy,
             max_trials=max_trials,
+            start=start,
             deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
             on_start=on_start,
             on_trial=_log_trial,

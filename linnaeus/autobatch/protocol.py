@@ -1,20 +1,26 @@
-"""How ranks agree: rank 0 searches, the others wait at the store, and all get one outcome.
+"""How ranks work apart and agree: heartbeats and outcomes through the store, no collective meanwhile.
 
-    rank 0                                 store                       other ranks
-    heartbeat every second  ─────────────▶ beat: "trying 128"  ──────▶ still alive? else give up after 30 s
-    result, or its error    ─────────────▶ outcome             ──────▶ take it
-                                           taken/<rank>        ◀────── so that rank 0 may leave
+    working rank                          store                        waiting rank
+    heartbeat every second ─────────────▶ beat/<rank>: "trying 128" ──▶ still alive? give up after 30 s
+    result, or its error   ─────────────▶ outcome/<rank>            ──▶ take it
+                                          read/<rank>               ◀── so that a rank that failed may leave
 
-One process takes the same path without a store.
+A process alone takes the same path without a store. Keys lie below the name of the exchange; torchrun's store
+begins them with the number of the restart, so that no attempt reads the keys of the one before it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as torch_dist
@@ -25,107 +31,169 @@ from linnaeus.errors import AutoBatchError, LinnaeusError
 BEAT_S = 1.0
 POLL_S = 0.2
 SILENCE_S = 30.0
-"""Without a heartbeat for this long, rank 0 counts as dead or hung."""
+"""Without a heartbeat for this long, a rank counts as dead or hung."""
+GRACE_S = 60.0
+"""How much longer than the search's own deadline the others wait: it ends after the trial that is running."""
 REPORT_S = 60.0
 FAREWELL_S = 3.0
-"""How long rank 0, ending with an error, waits for the others to have read it."""
+"""How long a rank that failed waits for the others to have read why."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
 
 class Status:
-    """What rank 0 is doing, in words, for the heartbeat."""
+    """What a rank is doing, in words, for its heartbeat."""
 
     def __init__(self) -> None:
         self.text = "starting"
 
 
-def search_on_main(
-    world: World, search: Callable[[Status], dict[str, Any]], *, timeout_minutes: float
-) -> dict[str, Any]:
-    """Run the search on rank 0 and give every rank its outcome.
+def exchange(
+    world: World, name: str, work: Callable[[Status], Any], *, timeout_minutes: float = 60.0
+) -> list[Any]:
+    """Let every rank work for as long as it needs, then give each rank the results of all.
+
+    Waiting takes neither a collective (no watchdog, no timeout of the process group) nor the GPU.
 
     Args:
-        world: the processes.
-        search: runs on rank 0 alone, must use no collective, gives a JSON-serialisable result.
-        timeout_minutes: how long the other ranks wait. The search has the same deadline and ends by itself.
+        world: the processes; all must call this with the same name.
+        name: of this exchange, used once in the life of the process group.
+        work: called with the status to keep up to date; must use no collective; gives something that JSON
+            can hold.
+        timeout_minutes: deadline of the work. It must end by itself then; others wait `GRACE_S` longer.
+
+    Returns:
+        The results in rank order.
 
     Raises:
-        LinnaeusError: on the other ranks, with rank 0's message, when the search raised; an `AutoBatchError`
-            when rank 0 fell silent or the time passed. On rank 0 whatever the search raised.
+        LinnaeusError: with its message and exit code, when another rank's work raised.
+        AutoBatchError: when another rank fell silent, or did not end in time.
     """
     if not world.is_distributed or world.store is None:
-        return search(Status())
-    store = torch_dist.PrefixStore("autobatch", world.store)
-    if world.is_main:
-        return _search(world, store, search)
-    return _wait(world, store, timeout_minutes)
+        return [work(Status())]
+    post = _Post(torch_dist.PrefixStore(name, world.store), world)
+    post.put("outcome", _with_heartbeat(post, work))
+    limit_s = timeout_minutes * 60 + GRACE_S
+    outcomes = [post.wait_for(rank, limit_s) for rank in range(world.world_size)]
+    failed = [outcome for outcome in outcomes if "error" in outcome]
+    if failed:
+        post.put("read", True)
+        error = LinnaeusError(failed[0]["error"])
+        error.exit_code = failed[0]["exit_code"]
+        raise error
+    return [outcome["result"] for outcome in outcomes]
 
 
-def _search(
-    world: World, store: torch_dist.Store, search: Callable[[Status], dict[str, Any]]
-) -> dict[str, Any]:
-    status, done = Status(), threading.Event()
-    heart = threading.Thread(target=_beat, args=(store, status, done), daemon=True)
-    heart.start()
+def _with_heartbeat(post: _Post, work: Callable[[Status], Any]) -> dict[str, Any]:
+    """The work's outcome for the store; a failure is posted, read by the others, and raised here."""
+    status = Status()
     try:
-        result = search(status)
+        with _heartbeat(post, status):
+            return {"result": work(status)}
     except BaseException as error:
         message = str(error) if isinstance(error, LinnaeusError) else f"{type(error).__name__}: {error}"
-        store.set("outcome", json.dumps({"error": message, "exit_code": getattr(error, "exit_code", 1)}))
-        _wait_until_read(world, store)
+        exit_code = error.exit_code if isinstance(error, LinnaeusError) else 1
+        post.put("outcome", {"error": f"rank {post.rank}: {message}", "exit_code": exit_code})
+        post.wait_until_read()
         raise
+
+
+@contextmanager
+def _heartbeat(post: _Post, status: Status) -> Iterator[None]:
+    """A sign of life every second, from a thread."""
+    done = threading.Event()
+
+    def beat() -> None:
+        count = 0
+        while True:
+            count += 1
+            with suppress(MemoryError):  # the thread shares the memory cap of a trial
+                post.put("beat", {"count": count, "doing": status.text, **_identity()})
+            if done.wait(BEAT_S):
+                return
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
     finally:
         done.set()
-        heart.join()
-    store.set("outcome", json.dumps({"result": result}))
-    return result
+        thread.join()
 
 
-def _beat(store: torch_dist.Store, status: Status, done: threading.Event) -> None:
-    count = 0
-    while not done.wait(BEAT_S if count else 0):
-        count += 1
-        try:
-            store.set("beat", json.dumps([count, status.text]))
-        except MemoryError:  # the thread shares the cap of a trial
-            continue
+@dataclass
+class _Post:
+    """One exchange's keys in the store, read without blocking."""
+
+    store: torch_dist.Store
+    world: World
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    def put(self, kind: str, value: Any) -> None:
+        """Post this rank's value."""
+        self.store.set(f"{kind}/{self.rank}", json.dumps(value))
+
+    def get(self, kind: str, rank: int) -> Any:
+        """A rank's value; None when it has posted none."""
+        key = f"{kind}/{rank}"
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def wait_for(self, rank: int, limit_s: float) -> dict[str, Any]:
+        """A rank's outcome, as soon as it is there.
+
+        Raises:
+            AutoBatchError: the rank is silent, or takes longer than `limit_s`.
+        """
+        started = heard = reported = time.monotonic()
+        beat: dict[str, Any] = {}
+        logger.info("waiting for rank %d", rank)
+        while (outcome := self.get("outcome", rank)) is None:
+            now = time.monotonic()
+            newest = self.get("beat", rank) or {}
+            if newest.get("count") != beat.get("count"):
+                beat, heard = newest, now
+            if now - heard > SILENCE_S:
+                _end_hung_sibling(beat)
+                raise AutoBatchError(
+                    f"AutoBatch: rank {rank} has given no sign of life for {SILENCE_S:.0f} s: it died or "
+                    f"hangs (last heard of: {beat.get('doing', 'nothing')})"
+                )
+            if now - started > limit_s:
+                raise AutoBatchError(
+                    f"AutoBatch: rank {rank} has taken longer than DATA.AUTOBATCH.TIMEOUT_MINUTES and "
+                    f"{GRACE_S:.0f} s more (it is {beat.get('doing', 'silent')}); raise the timeout or lower "
+                    "DATA.AUTOBATCH.MAX_TRIALS"
+                )
+            if now - reported > REPORT_S:
+                reported = now
+                logger.info("waiting %.0f s for rank %d: %s", now - started, rank, beat.get("doing"))
+            time.sleep(POLL_S)
+        return dict(outcome)
+
+    def wait_until_read(self) -> None:
+        """Stay until the others know: torchrun ends them as soon as one process has failed."""
+        others = [f"read/{rank}" for rank in range(self.world.world_size) if rank != self.rank]
+        deadline = time.monotonic() + FAREWELL_S
+        while not self.store.check(others) and time.monotonic() < deadline:
+            time.sleep(POLL_S / 2)
 
 
-def _wait(world: World, store: torch_dist.Store, timeout_minutes: float) -> dict[str, Any]:
-    started = last_beat = last_report = time.monotonic()
-    beat = b""
-    logger.info("rank %d waits for rank 0's batch-size search", world.rank)
-    while not store.check(["outcome"]):
-        now = time.monotonic()
-        newest = store.get("beat") if store.check(["beat"]) else b""
-        if newest != beat:
-            beat, last_beat = newest, now
-        if now - last_beat > SILENCE_S:
-            raise AutoBatchError(
-                f"AutoBatch: rank 0 gave no sign of life for {SILENCE_S:.0f} s; it died or hangs"
-            )
-        if now - started > timeout_minutes * 60 + SILENCE_S:
-            raise AutoBatchError(
-                f"AutoBatch: rank 0 took longer than DATA.AUTOBATCH.TIMEOUT_MINUTES = {timeout_minutes:g}"
-            )
-        if now - last_report > REPORT_S:
-            last_report = now
-            doing = json.loads(beat)[1] if beat else "nothing known"
-            logger.info("rank %d has waited %.0f s; rank 0: %s", world.rank, now - started, doing)
-        time.sleep(POLL_S)
-    outcome = json.loads(store.get("outcome"))
-    store.set(f"taken/{world.rank}", "1")
-    if "error" in outcome:
-        error = LinnaeusError(outcome["error"])
-        error.exit_code = outcome["exit_code"]
-        raise error
-    return outcome["result"]  # type: ignore[no-any-return]
+def _identity() -> dict[str, Any]:
+    """Which process this is, for the ranks that torchrun started beside it."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return {
+        "host": boot.read_text().strip() if boot.exists() else "",
+        "agent": os.getppid(),
+        "pid": os.getpid(),
+    }
 
 
-def _wait_until_read(world: World, store: torch_dist.Store) -> None:
-    """Stay until the others have the error: torchrun ends them as soon as one process has failed."""
-    keys = [f"taken/{rank}" for rank in range(1, world.world_size)]
-    deadline = time.monotonic() + FAREWELL_S
-    while not store.check(keys) and time.monotonic() < deadline:
-        time.sleep(POLL_S / 2)
+def _end_hung_sibling(beat: dict[str, Any]) -> None:
+    """Kill a hung rank of the same torchrun, whose own, polite signal it would not answer."""
+    mine = _identity()
+    if mine["host"] and beat.get("host") == mine["host"] and beat.get("agent") == mine["agent"]:
+        with suppress(OSError):
+            os.kill(beat["pid"], signal.SIGKILL)

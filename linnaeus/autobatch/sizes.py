@@ -1,118 +1,209 @@
-"""The searches of a training run: both modes, with the run's own steps, batches and bounds."""
+"""The searches of a training run: both modes, on all ranks, with the run's own steps, batches and bounds."""
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from linnaeus.assembly import Assembly
 from linnaeus.autobatch.find import AutoBatchResult, Mode, auto_find_batch_size
-from linnaeus.autobatch.protocol import Status
+from linnaeus.autobatch.protocol import Status, exchange
 from linnaeus.config.schema import AutoBatchConfig, DataConfig
 from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bounds import max_batch_size_for
 from linnaeus.data.bundle import DataBundle
-from linnaeus.dist import World
+from linnaeus.dist import World, wrap
+
+LIMITS_VARIABLE = "LINNAEUS_MEMORY_LIMIT_GB"
+"""Environment variable with a memory limit for each rank, such as `2.0,1.5`; for tests of unequal devices."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
 
 def modes_to_search(config: AutoBatchConfig) -> list[Mode]:
-    """The modes that the configuration asks for; training first, since its state is resident in both."""
+    """The modes that the configuration asks for."""
     wanted: list[tuple[Mode, bool]] = [("train", config.ENABLED), ("val", config.ENABLED_VAL)]
     return [mode for mode, enabled in wanted if enabled]
 
 
-def find_sizes(
-    config: DataConfig,
-    bundle: DataBundle,
-    assembly: Assembly,
-    world: World,
-    status: Status,
-    *,
-    accumulation_steps: int,
-    seed: int,
-) -> dict[str, Any]:
-    """Search every mode that the configuration asks for, on this process alone.
+@dataclass(frozen=True)
+class SizeSearch:
+    """All that a rank needs to search by itself.
 
-    Args:
+    Attributes:
         config: the DATA node.
         bundle: the datasets.
-        assembly: the unwrapped model and its steps.
-        world: for the bounds; no collective runs.
-        status: told what is being tried.
+        assembly: the model without a wrapper, and its steps.
+        world: the processes; no collective runs in a search.
         accumulation_steps: micro-batches per optimizer step; a trial runs two of them at most, which hold as
             much as any number.
         seed: chooses the samples that batches are made from.
+    """
 
-    Returns:
-        The results as `autobatch.json` has them, by mode.
+    config: DataConfig
+    bundle: DataBundle
+    assembly: Assembly
+    world: World
+    accumulation_steps: int
+    seed: int
+
+    def run(self, mode: Mode, status: Status, at_most: int | None = None) -> AutoBatchResult:
+        """Search one mode on this rank alone.
+
+        Args:
+            mode: `train` or `val`.
+            status: told what is being tried.
+            at_most: a size that another rank found; tried first, and not exceeded.
+
+        Raises:
+            AutoBatchError: no size fits.
+        """
+        config = self.config.AUTOBATCH
+        logger.setLevel(_setting(config, "LOG_LEVEL", mode))
+        dataset = self.bundle.train if mode == "train" else self.bundle.val
+        spec = BatchSpec.from_dataset(dataset, self.bundle.collate, config.NUM_SPEC_SAMPLES, self.seed)
+        trial = _TrainTrial(self) if mode == "train" else _ValidationTrial(self)
+
+        def announce(size: int) -> None:
+            status.text = f"{mode}: trying batch size {size}"
+            logger.debug(status.text)
+            trial.renew()
+
+        max_batch_size = _setting(config, "MAX_BATCH_SIZE", mode)
+        result = auto_find_batch_size(
+            trial.step,
+            partial(_batches, spec, self.world, num=trial.num_micro_batches),
+            state=self.assembly.state,
+            mode=mode,
+            device=self.world.device,
+            target_memory_fraction=_setting(config, "TARGET_MEMORY_FRACTION", mode),
+            min_batch_size=_setting(config, "MIN_BATCH_SIZE", mode),
+            max_batch_size=max_batch_size if at_most is None else at_most,
+            steps_per_trial=_setting(config, "STEPS_PER_TRIAL", mode),
+            strategy=config.STRATEGY if at_most is None else "guided",
+            multiple_of=config.MULTIPLE_OF,
+            memory_limit_gb=_memory_limit_gb(config, self.world.rank),
+            max_trials=config.MAX_TRIALS,
+            timeout_minutes=config.TIMEOUT_MINUTES,
+            bounds=self._bounds(mode, spec),
+            start=at_most,
+            on_start=announce,
+        )
+        trial.renew()
+        gc.collect()  # the last wrapper's hooks on the parameters go with it
+        return result
+
+    def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
+        return max_batch_size_for(
+            self.bundle,
+            train=mode == "train",
+            bytes_per_sample=spec.bytes_per_sample,
+            data_config=self.config,
+            device=self.world.device,
+            world_size=self.world.world_size,
+            local_world_size=self.world.local_world_size,
+        )
+
+
+def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
+    """Rank 0 searches each mode, then all ranks agree. Every rank must call this.
 
     Raises:
-        AutoBatchError: no size fits.
+        LinnaeusError: the same on every rank; see `exchange`.
     """
-    num_micro_batches = min(accumulation_steps, 2)
-    results: dict[str, Any] = {}
-    for mode in modes_to_search(config.AUTOBATCH):
-        logger.setLevel(_setting(config.AUTOBATCH, "LOG_LEVEL", mode))
-        dataset = bundle.train if mode == "train" else bundle.val
-        spec = BatchSpec.from_dataset(dataset, bundle.collate, config.AUTOBATCH.NUM_SPEC_SAMPLES, seed)
-        bounds = max_batch_size_for(
-            bundle, train=mode == "train", bytes_per_sample=spec.bytes_per_sample, data_config=config,
-            device=world.device, world_size=world.world_size, local_world_size=world.local_world_size,
-        )  # fmt: skip
-        make_batch = partial(_batches, spec, world, num=num_micro_batches if mode == "train" else 1)
-        step = (
-            partial(_train, assembly, num_micro_batches) if mode == "train" else partial(_validate, assembly)
+    found: dict[str, AutoBatchResult] = {}
+    for mode in modes_to_search(search.config.AUTOBATCH):
+        result = _exchange(search, f"search/{mode}", partial(_search_on_main, search, mode))[0]
+        found[mode] = _agree(search, mode, AutoBatchResult.from_dict(mode, result))
+    search.assembly.metrics.reset()
+    return found
+
+
+def _agree(search: SizeSearch, mode: Mode, result: AutoBatchResult) -> AutoBatchResult:
+    """The largest size that every rank has run; ranks where it does not fit look for their own."""
+    while search.world.is_distributed:
+        size = result.batch_size
+        entries = _exchange(search, f"agree/{mode}/{size}", partial(_try_here, search, mode, size))
+        verdicts = [AutoBatchResult.from_dict(mode, entry) for entry in entries]
+        smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
+        result = dataclasses.replace(result, trials=(*result.trials, *verdicts[0].trials))
+        if smallest.batch_size == size:
+            return result
+        rank = verdicts.index(smallest)
+        logger.info("rank %d fits no more than %d (%s)", rank, smallest.batch_size, mode)
+        result = dataclasses.replace(
+            result,
+            batch_size=smallest.batch_size,
+            certified=smallest.certified,
+            limited_by=smallest.limited_by,
         )
-        result = _search(config.AUTOBATCH, mode, step, make_batch, assembly, world, bounds, status)
-        results[mode] = result.as_dict()
-    assembly.metrics.reset()
-    return results
+    return result
 
 
-def _search(
-    config: AutoBatchConfig, mode: Mode, step: Any, make_batch: Any, assembly: Assembly, world: World,
-    bounds: dict[str, int], status: Status,
-) -> AutoBatchResult:  # fmt: skip
-    def announce(size: int) -> None:
-        status.text = f"{mode}: trying batch size {size}"
-        logger.debug(status.text)
+def _exchange(search: SizeSearch, name: str, work: Callable[[Status], Any]) -> list[Any]:
+    timeout_minutes = search.config.AUTOBATCH.TIMEOUT_MINUTES
+    return exchange(search.world, f"autobatch/{name}", work, timeout_minutes=timeout_minutes)
 
-    return auto_find_batch_size(
-        step,
-        make_batch,
-        state=assembly.state,
-        mode=mode,
-        device=world.device,
-        target_memory_fraction=_setting(config, "TARGET_MEMORY_FRACTION", mode),
-        min_batch_size=_setting(config, "MIN_BATCH_SIZE", mode),
-        max_batch_size=_setting(config, "MAX_BATCH_SIZE", mode),
-        steps_per_trial=_setting(config, "STEPS_PER_TRIAL", mode),
-        strategy=config.STRATEGY,
-        multiple_of=config.MULTIPLE_OF,
-        memory_limit_gb=config.MEMORY_LIMIT_GB,
-        max_trials=config.MAX_TRIALS,
-        timeout_minutes=config.TIMEOUT_MINUTES,
-        bounds=bounds,
-        on_start=announce,
-    )
+
+def _search_on_main(search: SizeSearch, mode: Mode, status: Status) -> dict[str, Any] | None:
+    return search.run(mode, status).as_dict() if search.world.is_main else None
+
+
+def _try_here(search: SizeSearch, mode: Mode, size: int, status: Status) -> dict[str, Any]:
+    return search.run(mode, status, at_most=size).as_dict()
+
+
+class _TrainTrial:
+    """The training step as a trial runs it: in training's wrapper, over a group of this rank alone."""
+
+    def __init__(self, search: SizeSearch) -> None:
+        self._step = search.assembly.train_step
+        self._model = search.assembly.model
+        self._world = search.world
+        self.num_micro_batches = min(search.accumulation_steps, 2)
+
+    def renew(self) -> None:
+        """Forget the wrapper: one that was left in the middle of a step cannot go on."""
+        self._step = dataclasses.replace(self._step, model=self._model)
+
+    def step(self, batches: Iterator[Batch]) -> None:
+        """One optimizer step."""
+        if self._step.model is self._model:
+            self._step = dataclasses.replace(self._step, model=wrap(self._model, self._world, alone=True))
+        self._step(batches, self.num_micro_batches)
+
+
+class _ValidationTrial:
+    """The validation step as a trial runs it."""
+
+    num_micro_batches = 1
+
+    def __init__(self, search: SizeSearch) -> None:
+        self._step = search.assembly.validation_step
+
+    def renew(self) -> None:
+        """Nothing is kept from trial to trial."""
+
+    def step(self, batches: Iterator[Batch]) -> None:
+        """One validation batch."""
+        self._step(next(batches))
 
 
 def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:
     return getattr(config, name if mode == "train" else f"{name}_VAL")
 
 
+def _memory_limit_gb(config: AutoBatchConfig, rank: int) -> float | None:
+    limits = os.environ.get(LIMITS_VARIABLE)
+    return float(limits.split(",")[rank]) if limits else config.MEMORY_LIMIT_GB
+
+
 def _batches(spec: BatchSpec, world: World, size: int, *, num: int) -> Iterator[Batch]:
     """Made one by one: a micro-batch is gone before the next one comes, as in training."""
     return (spec.make(size, world.device) for _ in range(num))
-
-
-def _train(assembly: Assembly, num_micro_batches: int, batches: Iterator[Batch]) -> None:
-    assembly.train_step(batches, num_micro_batches)
-
-
-def _validate(assembly: Assembly, batches: Iterator[Batch]) -> None:
-    assembly.validation_step(next(batches))

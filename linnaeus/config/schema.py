@@ -293,6 +293,7 @@ class DistConfig:
     """Processes under torchrun."""
 
     BACKEND: str = key("auto", "`auto` is nccl on CUDA and gloo elsewhere", choices=("auto", "nccl", "gloo"))
+    FIND_UNUSED_PARAMETERS: bool = key(False, "for models that leave parameters out of some steps")
     TIMEOUT_MINUTES: float = key(10.0, "timeout of ordinary collectives", unit="minutes", gt=0)
 
 

@@ -21,8 +21,9 @@ from linnaeus.data.rng import preserved_generators, seed_generators
 from linnaeus.data.target_labels import attribute_of, find_taxonomy, target_row
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.data.transforms import Transform, build_transform
-from linnaeus.data.user_code import describe, locate, naming_errors, user_error
+from linnaeus.data.user_code import describe, naming_errors, user_error
 from linnaeus.errors import DataError
+from linnaeus.instantiate import locate
 
 _NUM_PROBED = 8
 _GREY_MODES = frozenset(("1", "L", "LA", "I", "I;16", "F"))

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from linnaeus.errors import DataError
-
-
-def locate(path: str) -> Any:
-    """The object that a dotted path names; unlike Hydra's function for it, this one logs nothing.
-
-    Raises:
-        Exception: whatever importing a module on the way raises; `AttributeError` where a name is missing.
-    """
-    first, *names = path.split(".")
-    found: Any = importlib.import_module(first)
-    name_so_far = first
-    for name in names:
-        name_so_far = f"{name_so_far}.{name}"
-        if isinstance(found, ModuleType) and not hasattr(found, name):
-            try:
-                importlib.import_module(name_so_far)
-            except ModuleNotFoundError as error:
-                # Only when this very module is missing is there nothing of that name.
-                if error.name != name_so_far:
-                    raise
-        found = getattr(found, name)
-    return found
 
 
 @contextmanager

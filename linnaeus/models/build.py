@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +85,41 @@ def _backbone(config: ModelConfig, in_chans: int, img_size: tuple[int, int]) -> 
     pretrained_cfg = timm.get_pretrained_cfg(config.NAME, allow_unregistered=False)
     if pretrained_cfg is not None and pretrained_cfg.fixed_input_size:
         arguments["img_size"] = img_size
-    if config.WEIGHTS is not None:
-        if not Path(config.WEIGHTS).is_file():
-            raise ConfigError(f"MODEL.WEIGHTS: {config.WEIGHTS!r} is not a file")
-        arguments |= {"pretrained": True, "pretrained_cfg_overlay": {"file": config.WEIGHTS}}
     arguments |= config.KWARGS
+    create = partial(timm.create_model, config.NAME, num_classes=0, in_chans=in_chans, **arguments)
+    before = torch.get_rng_state()
     try:
-        return timm.create_model(config.NAME, num_classes=0, in_chans=in_chans, **arguments)  # type: ignore[no-any-return]
+        backbone: nn.Module = create()
     except Exception as error:
-        key = "MODEL.WEIGHTS" if config.WEIGHTS is not None else "MODEL"
-        raise ConfigError(f"{key}: timm cannot build {config.NAME!r} with {arguments}: {error}") from error
+        raise ConfigError(f"MODEL: timm cannot build {config.NAME!r} with {arguments}: {error}") from error
+    if config.WEIGHTS is None:
+        return backbone
+    torch.set_rng_state(before)
+    return _with_weights(config, create, untrained=backbone)
+
+
+def _with_weights(config: ModelConfig, create: Callable[..., nn.Module], untrained: nn.Module) -> nn.Module:
+    """The backbone with the weights of a file, adapted by timm to the channels and the size of the images.
+
+    timm loads the tensors whose names it knows and is silent about the rest, so a file of another model would
+    go unnoticed: `untrained` is the same network from the same random numbers, and shows what was not loaded.
+    """
+    if not Path(str(config.WEIGHTS)).is_file():
+        raise ConfigError(f"MODEL.WEIGHTS: {config.WEIGHTS!r} is not a file")
+    problem = f"MODEL.WEIGHTS: {config.WEIGHTS!r} does not load into {config.NAME!r}: "
+    try:
+        backbone = create(pretrained=True, pretrained_cfg_overlay={"file": config.WEIGHTS})
+    except Exception as error:
+        raise ConfigError(f"{problem}{type(error).__name__}: {error}") from error
+    initial = dict(untrained.named_parameters())
+    missed = [
+        name
+        for name, parameter in backbone.named_parameters()
+        if parameter.requires_grad and torch.equal(parameter, initial[name]) and len(parameter.unique()) > 1
+    ]
+    if missed:
+        raise ConfigError(f"{problem}{len(missed)} parameters are not in the file, such as {missed[0]!r}")
+    return backbone
 
 
 def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, int]) -> int:

@@ -1,0 +1,168 @@
+"""Steps per second of Linnaeus' trainer against a bare PyTorch loop, side by side in one run.
+
+    python benchmarks/trainer_overhead.py
+
+Both train the same timm model on the same data and batches with the same optimizer and the same losses. They
+take turns, a few steps each, so that both see the same machine; what is printed is the median of the ratios
+of neighbouring turns. The goal: the trainer is at most 2 % slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as functional
+
+from linnaeus.assembly import Assembly, assemble
+from linnaeus.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.config.load import load_config
+from linnaeus.config.schema import Config
+from linnaeus.data.bundle import DataBundle
+from linnaeus.data.datasets import build_data
+from linnaeus.data.loader import Loaders, build_loaders
+from linnaeus.dist import World, resolve_device
+from linnaeus.log import MetricsFile, Progress
+from linnaeus.rng import seed_all
+from linnaeus.schedule import build_schedule
+from linnaeus.tracking import NullTracker
+from linnaeus.trainer import Outlets, Trainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--turns", type=int, default=30, help="pairs of turns")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps in one turn")
+    parser.add_argument("--model", default="resnet10t")
+    parser.add_argument("--img-size", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=32)
+    arguments = parser.parse_args()
+    config = load_config(
+        [
+            f"MODEL.NAME={arguments.model}",
+            "DATA.DATASET.NAME=synthetic",
+            f"DATA.IMG_SIZE={arguments.img_size}",
+            f"DATA.DATASET.NUM_SAMPLES={arguments.steps * arguments.batch_size}",
+            f"DATA.BATCH_SIZE={arguments.batch_size}",
+            f"TRAIN.EPOCHS={2 * arguments.turns}",
+            "TRAIN.LOG_EVERY=10",
+            "SCHEDULE.NAME=constant",
+            "SCHEDULE.WARMUP_EPOCHS=0",
+        ]
+    ).config
+    device = resolve_device("auto")
+    ours, bare = our_turns(config, device), bare_turns(config, device)
+    turns = [(timed(ours), timed(bare)) for _ in range(arguments.turns + 1)][1:]  # the first warms up
+    report(arguments, device, turns)
+
+
+def timed(turns: Iterator[None]) -> float:
+    started = time.perf_counter()
+    next(turns)
+    return time.perf_counter() - started
+
+
+def build(config: Config, device: torch.device) -> tuple[DataBundle, Assembly, Loaders]:
+    seed_all(0)
+    data = build_data(config.DATA, seed=0)
+    assembly = assemble(
+        model_node=config.MODEL,
+        loss_node=config.LOSS,
+        optimizer_node=config.OPTIMIZER,
+        config=config.TRAIN,
+        taxonomy=data.taxonomy,
+        in_chans=data.in_chans,
+        img_size=data.img_size,
+        device=device,
+    )
+    loaders = build_loaders(
+        data,
+        batch_size=config.DATA.BATCH_SIZE,
+        batch_size_val=config.DATA.BATCH_SIZE,
+        data_config=config.DATA,
+        seed=0,
+        rank=0,
+        world_size=1,
+        device=device,
+    )
+    return data, assembly, loaders
+
+
+def our_turns(config: Config, device: torch.device) -> Iterator[None]:
+    """One epoch of the trainer a turn, with its log lines, meters and stop checks; no validation."""
+    _, assembly, loaders = build(config, device)
+    steps_per_epoch = len(loaders.train)
+    schedule = build_schedule(
+        config.SCHEDULE, assembly.optimizer, steps_per_epoch=steps_per_epoch, num_epochs=config.TRAIN.EPOCHS
+    )
+    state = TrainingState(assembly.model, assembly.optimizer, assembly.scaler, schedule, None)
+    nowhere = MetricsFile(Path("unused"), enabled=False)
+    trainer = Trainer(
+        config=config.TRAIN,
+        world=World(device),
+        loaders=loaders,
+        train_step=assembly.train_step,
+        validation_step=assembly.validation_step,
+        metrics=assembly.metrics,
+        state=state,
+        checkpoints=CheckpointFolder(Path("unused")),
+        outlets=Outlets(nowhere, NullTracker(), lambda: Progress(None)),
+    )
+    progress = Progress(None)
+    while True:
+        trainer.train_epoch(progress)
+        trainer.done.epoch, trainer.done.samples = trainer.done.epoch + 1, 0
+        yield
+
+
+def bare_turns(config: Config, device: torch.device) -> Iterator[None]:
+    """The loop that one would write by hand."""
+    _, assembly, loaders = build(config, device)
+    model, optimizer = assembly.model, assembly.optimizer
+    epoch = 0
+    while True:
+        loaders.train.set_epoch(epoch)
+        model.train()
+        for step, (images, targets) in enumerate(loaders.train):
+            images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            logits = model(images)
+            losses = [functional.cross_entropy(logits[rank], targets[:, rank]) for rank in range(len(logits))]
+            loss = sum(losses) / len(losses)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.TRAIN.CLIP_GRAD_NORM)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if step % 10 == 9:
+                loss.item()
+        epoch += 1
+        yield
+
+
+def report(arguments: argparse.Namespace, device: torch.device, turns: list[tuple[float, float]]) -> None:
+    ratios = sorted(bare / ours for ours, bare in turns)
+    ours, bare = (statistics.median(column) / arguments.steps * 1000 for column in zip(*turns, strict=True))
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.get_num_threads()} CPU threads"
+    )
+    print(f"python {' '.join(sys.argv)}")
+    print(
+        f"{name}, torch {torch.__version__}, {arguments.model} at {arguments.img_size} px, "
+        f"batch {arguments.batch_size}, {arguments.turns} turns of {arguments.steps} steps"
+    )
+    print(f"bare loop {bare:.2f} ms/step, Linnaeus {ours:.2f} ms/step (medians)")
+    quarter = len(ratios) // 4
+    print(
+        f"steps per second, Linnaeus / bare loop: median {statistics.median(ratios):.3f}, "
+        f"middle half {ratios[quarter]:.3f} to {ratios[-quarter - 1]:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

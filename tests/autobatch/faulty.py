@@ -1,0 +1,73 @@
+"""A user's model and optimizer that go wrong where the environment variable FAULT says, in real ways."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LARGEST = 8
+"""Beyond this batch size, the rank with the fault `oom` runs out of memory."""
+
+_last_batch_size = 0
+
+
+def fault() -> tuple[str, str]:
+    """What goes wrong on this rank, and where."""
+    kind, _, rest = os.environ.get("FAULT", "").partition(":")
+    rank, _, place = rest.partition(":")
+    return (kind, place) if rank == os.environ.get("RANK") else ("", "")
+
+
+def exhaust(place: str) -> None:
+    """Ask the real allocator for more than there is."""
+    if fault() == ("oom", place) and _last_batch_size > LARGEST:
+        torch.empty(1 << 50, dtype=torch.uint8)
+
+
+class Exhausting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        exhaust("backward")
+        return gradient
+
+
+class Model(nn.Module):
+    def __init__(self, num_classes: int | dict[str, int]) -> None:
+        super().__init__()
+        counts = [num_classes] if isinstance(num_classes, int) else list(num_classes.values())
+        self.hidden = nn.Linear(3 * 8 * 8, 64)
+        self.heads = nn.ModuleList(nn.Linear(64, count) for count in counts)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        global _last_batch_size
+        _last_batch_size = len(images)
+        self._go_wrong()
+        features = Exhausting.apply(self.hidden(images.flatten(1)).relu())
+        return tuple(head(features) for head in self.heads)
+
+    def _go_wrong(self) -> None:
+        match fault()[0]:
+            case "error":
+                raise ValueError("this forward is broken")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "slow":
+                time.sleep(1.0)
+        exhaust("forward")
+
+
+class Optimizer(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        exhaust("optimizer")
+        return super().step(closure)

@@ -1,0 +1,238 @@
+"""AutoBatch under torchrun, with real processes and real faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import SMALL, assert_same_bits, weights
+
+pytestmark = pytest.mark.distributed
+
+TINY = (
+    *(option for option in SMALL if not option.startswith("MODEL.")),
+    "MODEL._target_=tests.autobatch.faulty.Model",
+    "OPTIMIZER._target_=tests.autobatch.faulty.Optimizer",
+    "DATA.IMG_SIZE=8",
+    "DATA.AUTOBATCH.ENABLED=True",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE=24",
+    "TRAIN.EPOCHS=1",
+)
+ROOT = Path(__file__).parents[2]
+
+
+class Job:
+    """One torchrun, its output in a file; nothing of it outlives the test."""
+
+    def __init__(
+        self, folder: Path, *argv: str, nproc: int = 2, options: Sequence[str] = ("--standalone",), **env: str
+    ) -> None:
+        self.text = folder / f"torchrun{len(list(folder.glob('torchrun*')))}.txt"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", *options, f"--nproc_per_node={nproc}",
+            "-m", "linnaeus.main", *argv,
+        ]  # fmt: skip
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        with self.text.open("w") as file:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env={**os.environ, "PYTHONPATH": path, **env}, stdout=file, stderr=file
+            )
+
+    def finish(self, timeout_s: float = 150) -> tuple[int, str]:
+        """The exit code and everything printed; a job that hangs fails the test."""
+        ranks = []
+        try:
+            with suppress(psutil.Error):
+                ranks = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.wait(timeout_s)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            for rank in ranks:
+                with suppress(psutil.Error):
+                    rank.kill()
+        return self.process.returncode, self.text.read_text()
+
+    def rank(self, number: int) -> psutil.Process:
+        """A rank's process, as soon as it is there."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for child in psutil.Process(self.process.pid).children():
+                with suppress(psutil.Error):
+                    if child.environ().get("RANK") == str(number):
+                        return child
+            time.sleep(0.05)
+        raise AssertionError(f"rank {number} did not start: {self.text.read_text()}")
+
+
+def job(folder: Path, *argv: str, **env: str) -> tuple[int, str]:
+    return Job(folder, *argv, **env).finish()
+
+
+def sizes(folder: Path) -> tuple[int, int]:
+    found = json.loads((folder / "runs/small/autobatch.json").read_text())
+    return found["train"]["batch_size"], found["val"]["batch_size"]
+
+
+def wait_for_text(file: Path, text: str) -> None:
+    deadline = time.monotonic() + 90
+    while not (file.exists() and text in file.read_text()):
+        assert time.monotonic() < deadline, f"{text!r} never came to stand in {file}"
+        time.sleep(0.02)
+
+
+def test_training_is_that_with_the_size_set_by_hand(tmp_path: Path) -> None:
+    code, text = job(tmp_path, *TINY, "TRAIN.EPOCHS=2")
+    assert code == 0, text
+    train, val = sizes(tmp_path)
+    assert (train, val) == (24, 16)
+    code, text = job(
+        tmp_path, *TINY, "TRAIN.EPOCHS=2", "DATA.AUTOBATCH.ENABLED=False", f"DATA.BATCH_SIZE={train}",
+        f"DATA.BATCH_SIZE_VAL={val}", "EXPERIMENT.NAME=by_hand",
+    )  # fmt: skip
+    assert code == 0, text
+    assert_same_bits(weights(tmp_path / "runs/small"), weights(tmp_path / "runs/by_hand"))
+
+
+def test_a_search_longer_than_the_timeout_of_collectives_costs_the_others_no_cpu(tmp_path: Path) -> None:
+    process = Job(tmp_path, *TINY, "DIST.TIMEOUT_MINUTES=0.1", FAULT="slow:0")
+    log = tmp_path / "runs/small/logs"
+    waiting = process.rank(1)
+    wait_for_text(log / "rank1.log", "waiting for rank 0")
+    time.sleep(1)
+    before, started = sum(waiting.cpu_times()[:2]), time.monotonic()
+    time.sleep(6)
+    share = (sum(waiting.cpu_times()[:2]) - before) / (time.monotonic() - started)
+    code, text = process.finish()
+    assert code == 0, text
+    assert sizes(tmp_path) == (24, 16)
+    assert share < 0.02
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
+def test_one_rank_out_of_memory_lowers_the_size_for_all(tmp_path: Path, place: str) -> None:
+    code, text = job(tmp_path, *TINY, FAULT=f"oom:1:{place}")
+    assert code == 0, text
+    train, val = sizes(tmp_path)
+    assert train == 8
+    assert val == (8 if place == "forward" else 16)
+    found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())
+    assert found["train"]["limited_by"] == "memory"
+    assert any(trial["batch_size"] == 8 and trial["status"] == "fits" for trial in found["train"]["trials"])
+
+
+def test_ranks_with_unequal_memory_take_the_smallest_size(tmp_path: Path) -> None:
+    model = ("MODEL.NAME=test_resnet", "DATA.IMG_SIZE=64", "DATA.DATASET.NUM_SAMPLES=1024")
+    limits = "DATA.AUTOBATCH.MAX_BATCH_SIZE=256"
+    enabled = "DATA.AUTOBATCH.ENABLED=True"
+    base = psutil.Process().memory_info().rss / 2**30  # what a process with torch holds, roughly
+    code, text = job(
+        tmp_path, *SMALL, *model, enabled, limits, "TRAIN.EPOCHS=1",
+        LINNAEUS_MEMORY_LIMIT_GB=f"{base + 9:.2f},{base + 0.65:.2f}",
+    )  # fmt: skip
+    assert code == 0, text
+    found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())["train"]
+    assert (found["batch_size"] < 256, found["limited_by"]) == (True, "memory")
+    assert re.search(r"rank 1 fits no more than \d+", text)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_in_the_forward_pass_ends_all_with_its_message(tmp_path: Path, rank: int) -> None:
+    code, text = job(tmp_path, *TINY, FAULT=f"error:{rank}")
+    assert code != 0
+    assert "ValueError: this forward is broken" in text
+    assert f"[rank {1 - rank}] rank {rank}: ValueError: this forward is broken" in text
+
+
+def test_nothing_fits(tmp_path: Path) -> None:
+    code, text = job(tmp_path, *TINY, "DATA.AUTOBATCH.MEMORY_LIMIT_GB=0.05")
+    assert code != 0
+    for rank in (0, 1):
+        assert re.search(rf"\[rank {rank}\] .*no batch size fits", text)
+    assert "linnaeus/autobatch" not in text, "a traceback of ours"
+
+
+def test_time_is_up_before_anything_fits(tmp_path: Path) -> None:
+    code, text = job(tmp_path, *TINY, "DATA.AUTOBATCH.TIMEOUT_MINUTES=0.01", FAULT="slow:0")
+    assert code != 0
+    assert re.search(r"\[rank 1\] .*TIMEOUT_MINUTES", text)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_job(tmp_path: Path, rank: int) -> None:
+    assert job(tmp_path, *TINY, FAULT=f"kill:{rank}")[0] != 0
+
+
+def test_a_waiting_rank_that_dies_ends_the_job(tmp_path: Path) -> None:
+    process = Job(tmp_path, *TINY, FAULT="slow:0")
+    waiting = process.rank(1)
+    wait_for_text(tmp_path / "runs/small/logs/rank1.log", "waiting for rank 0")
+    waiting.send_signal(signal.SIGKILL)
+    assert process.finish()[0] != 0
+
+
+def test_a_hung_rank_ends_the_job_with_its_name(tmp_path: Path) -> None:
+    code, text = job(tmp_path, *TINY, FAULT="stop:0")
+    assert code != 0
+    assert "[rank 1] AutoBatch: rank 0 has given no sign of life for 30 s" in text
+
+
+def test_a_restarted_attempt_does_not_read_the_keys_of_the_last(tmp_path: Path) -> None:
+    """The first attempt ends with an error in the store; the second must search anew."""
+    marker = tmp_path / "second_attempt"
+    wrapper = tmp_path / "restarting.py"
+    wrapper.write_text(
+        "import os, sys\n"
+        "from linnaeus.main import cli\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':\n"
+        "    os.environ['FAULT'] = ''\n"
+        f"    open({str(marker)!r}, 'w').close()\n"
+        "raise SystemExit(cli(sys.argv[1:]))\n"
+    )
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+        "--max-restarts=1", str(wrapper), *TINY,
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "FAULT": "error:0"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert marker.exists()
+    assert sizes(tmp_path) == (24, 16)
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    nodes = [
+        Job(
+            tmp_path, *TINY, nproc=1,
+            options=(
+                "--nnodes=2", f"--node_rank={node}", "--master_addr=localhost", f"--master_port={port}",
+            ),
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    outcomes = [node.finish() for node in nodes]
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert sizes(tmp_path) == (24, 16)
+
+
+def test_one_process_under_torchrun(tmp_path: Path) -> None:
+    code, text = Job(tmp_path, *TINY, nproc=1).finish()
+    assert code == 0, text
+    assert sizes(tmp_path) == (24, 31)

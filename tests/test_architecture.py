@@ -1,0 +1,142 @@
+"""Who may import whom, and what importing may not do."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "linnaeus"
+
+ORDER = (
+    "errors", "files", "config", "dist", "log", "tracking", "rng", "memory", "instantiate", "data", "models",
+    "losses", "optim", "schedule", "metrics", "ema", "step", "assembly", "checkpoint", "autobatch", "trainer",
+    "run", "main", "train",
+)  # fmt: skip
+"""A module imports from its own part and from those before it."""
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def part_of(module: str) -> str:
+    """`data` for `linnaeus.data.loader`; empty for the package itself."""
+    return f"{module}.".split(".")[1]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, inside functions too; `from a import b` counts as `a.b`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_parts(path: Path) -> set[str]:
+    """The parts of the package that a file imports, its own left out."""
+    found = {part_of(name) for name in imports(path) if name.split(".")[0] == "linnaeus"}
+    return found - {part_of(name_of(path))}
+
+
+def outside(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)} - {"linnaeus"}
+
+
+def in_child(program: str, *argv: str) -> str:
+    """What a program prints that runs in a fresh process."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *argv],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_part_has_its_place() -> None:
+    assert {part_of(name_of(path)) for path in MODULES} - {""} == {*ORDER, "utils"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_point_one_way(path: Path) -> None:
+    part = part_of(name_of(path))
+    if part == "utils":
+        allowed: tuple[str, ...] = ("autobatch",)
+    elif part == "":
+        allowed = ()
+    else:
+        allowed = ORDER[: ORDER.index(part)]
+    assert own_parts(path) <= set(allowed)
+
+
+def test_only_commands_import_the_command() -> None:
+    others = [path for folder in ("tools", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    importers = {
+        path.relative_to(ROOT).parts[-1] if path.is_relative_to(PACKAGE) else path.relative_to(ROOT).parts[0]
+        for path in [*MODULES, *others]
+        if own_parts(path) & {"run", "main"}
+    }
+    assert importers <= {"main.py", "train.py", "tools"}
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "config").glob("*.py")), ids=name_of)
+def test_reading_a_configuration_needs_no_torch(path: Path) -> None:
+    assert not outside(path) & {"torch", "torchvision", "timm", "torchmetrics"}
+
+
+@pytest.mark.parametrize("name", ["autobatch/search.py", "data/taxonomy.py", "errors.py"])
+def test_pure_modules_import_the_standard_library_alone(name: str) -> None:
+    assert outside(PACKAGE / name) <= sys.stdlib_module_names
+
+
+def test_the_search_knows_nothing_of_the_rest() -> None:
+    path = PACKAGE / "autobatch" / "search.py"
+    assert not any(name.startswith("linnaeus") for name in imports(path))
+
+
+def test_a_misspelled_key_does_not_wait_for_torch() -> None:
+    program = "import sys, linnaeus.main; print('torch' in sys.modules, 'linnaeus.main' in sys.modules)"
+    assert in_child(program) == "False True\n"
+
+
+IMPORT_ALL = """
+import importlib, json, os, signal, sys
+
+others, own = json.loads(sys.argv[1])
+for name in others:
+    importlib.import_module(name)
+
+def surroundings():
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    return dict(os.environ), handlers, sys.excepthook, sys.path[:], os.getcwd()
+
+before = surroundings()
+for name in own:
+    importlib.import_module(name)
+after = surroundings()
+import torch
+print(json.dumps([a == b for a, b in zip(before, after)] + [torch.cuda.is_initialized()]))
+"""
+
+
+def test_every_module_imports_and_changes_nothing_around_it() -> None:
+    """Other packages are imported first: what they do is not ours."""
+    own = sorted(name_of(path) for path in MODULES)
+    others = sorted({name for path in MODULES for name in outside(path)} - {"__future__"})
+    result = json.loads(in_child(IMPORT_ALL, json.dumps([others, own])))
+    unchanged = dict(zip(("environment", "signals", "excepthook", "path", "folder"), result, strict=False))
+    assert all(unchanged.values()), unchanged
+    assert result[-1] is False, "importing must not touch CUDA"

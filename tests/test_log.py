@@ -1,0 +1,218 @@
+"""What reaches the console, the log files and metrics.jsonl."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+
+from linnaeus.log import MetricsFile, Progress, close_logging, is_interactive, make_console, set_up_logging
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    close_logging()
+
+
+def plain_console() -> tuple[Console, io.StringIO]:
+    output = io.StringIO()
+    return Console(file=output, width=200), output
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> tuple[Console, io.StringIO]:
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    output = io.StringIO()
+    return Console(file=output, force_terminal=True, width=120), output
+
+
+def open_files() -> set[str]:
+    return {file.path for file in psutil.Process().open_files()}
+
+
+def show_an_epoch(console: Console | None) -> None:
+    with Progress(console) as progress:
+        progress.start("epoch 1/2", total=5)
+        progress.advance(3)
+        progress.describe({"loss": 0.123456, "lr": 2e-3})
+
+
+# --- log lines ---
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_every_rank_has_its_file_and_rank_0_the_console(tmp_path: Path, rank: int) -> None:
+    console, output = plain_console()
+    set_up_logging(tmp_path / "logs", rank=rank, console=console)
+    logging.getLogger("linnaeus.trainer").info("epoch %d", 7)
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == [f"rank{rank}.log"]
+    [line] = (tmp_path / "logs" / f"rank{rank}.log").read_text().splitlines()
+    assert line.endswith(f" INFO [rank {rank}] linnaeus.trainer: epoch 7")
+    assert output.getvalue().endswith(" epoch 7\n") if rank == 0 else output.getvalue() == ""
+
+
+def test_details_go_to_the_file_alone(tmp_path: Path) -> None:
+    console, output = plain_console()
+    set_up_logging(tmp_path, rank=0, console=console)
+    logging.getLogger("linnaeus").debug("a detail")
+    logging.getLogger("linnaeus").warning("a warning")
+    assert (tmp_path / "rank0.log").read_text().count("a detail") == 1
+    assert "a detail" not in output.getvalue()
+    assert "a warning" in output.getvalue()
+
+
+def test_without_a_folder_there_is_only_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    console, output = plain_console()
+    set_up_logging(None, rank=0, console=console).info("hello")
+    assert output.getvalue().endswith(" hello\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_run_in_a_process_logs_once_and_to_its_own_file(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        set_up_logging(tmp_path / name, rank=0, console=plain_console()[0]).info("run %s", name)
+    assert (tmp_path / "first" / "rank0.log").read_text().count("run") == 1
+    assert (tmp_path / "second" / "rank0.log").read_text().count("run second") == 1
+
+
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
+    for _ in range(2):
+        set_up_logging(tmp_path, rank=0, console=plain_console()[0]).info("started")
+        close_logging()
+    assert (tmp_path / "rank0.log").read_text().count("started") == 2
+
+
+def test_other_loggers_are_left_alone(tmp_path: Path) -> None:
+    root = logging.getLogger()
+    before = list(root.handlers), root.level
+    set_up_logging(tmp_path, rank=0, console=plain_console()[0])
+    assert (list(root.handlers), root.level) == before
+
+
+def test_close_logging_releases_the_files(tmp_path: Path) -> None:
+    set_up_logging(tmp_path, rank=0, console=plain_console()[0])
+    assert str(tmp_path / "rank0.log") in open_files()
+    close_logging()
+    assert str(tmp_path / "rank0.log") not in open_files()
+    assert logging.getLogger("linnaeus").handlers == []
+
+
+# --- metrics.jsonl ---
+
+
+def test_metrics_are_one_json_object_per_line_on_the_disk_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        file.write(step=20, epoch=0, split="train", values={"loss": 0.5, "lr": 1e-3})
+        file.write(step=40, epoch=1, split="val", values={"top1/species": 0.25})
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    times = [line.pop("time") for line in lines]
+    assert times == sorted(times)
+    assert lines == [
+        {"step": 20, "epoch": 0, "split": "train", "loss": 0.5, "lr": 1e-3},
+        {"step": 40, "epoch": 1, "split": "val", "top1/species": 0.25},
+    ]
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0}
+    with MetricsFile(path) as file:
+        file.write(step=1, epoch=0, split="val", values=values)
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not JSON")
+
+    record = json.loads(path.read_text(), parse_constant=refuse)
+    assert {name: record[name] for name in values} == {"a": None, "b": None, "c": None, "d": 1.0}
+
+
+def test_metrics_of_a_resumed_run_are_appended(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        with MetricsFile(path) as file:
+            file.write(step=step, epoch=0, split="train", values={})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_other_ranks_write_no_metrics(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl", enabled=False) as file:
+        file.write(step=1, epoch=0, split="train", values={"loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- progress ---
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "ci", "expected"),
+    [
+        (True, None, True),
+        (True, "", True),
+        (True, "false", True),
+        (True, "true", False),
+        (True, "True", False),
+        (True, "1", False),
+        (False, None, False),
+    ],
+)
+def test_a_person_watches_a_terminal_outside_ci(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, ci: str | None, expected: bool
+) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    if ci is not None:
+        monkeypatch.setenv("CI", ci)
+    assert is_interactive(Console(file=io.StringIO(), force_terminal=is_terminal)) is expected
+
+
+def test_a_terminal_shows_a_bar_and_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console, output = terminal(monkeypatch)
+    set_up_logging(tmp_path, rank=0, console=console)
+    show_an_epoch(console)
+    assert "3/5" in output.getvalue()
+    assert "\x1b[" in output.getvalue()
+    assert (tmp_path / "rank0.log").read_text().count("epoch 1/2  3/5  loss 0.1235  lr 0.002") == 1
+
+
+@pytest.mark.parametrize("where", ["no terminal", "CI"])
+def test_elsewhere_there_is_a_plain_line_and_no_bar(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    console, output = terminal(monkeypatch) if where == "CI" else plain_console()
+    monkeypatch.setenv("CI", "true" if where == "CI" else "")
+    set_up_logging(None, rank=0, console=console)
+    show_an_epoch(console)
+    [line] = output.getvalue().splitlines()
+    assert line.endswith(" epoch 1/2  3/5  loss 0.1235  lr 0.002")
+    assert "\x1b" not in line
+
+
+def test_other_ranks_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    set_up_logging(None, rank=1, console=make_console())
+    show_an_epoch(None)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_new_epoch_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, output = plain_console()
+    set_up_logging(None, rank=0, console=console)
+    with Progress(console) as progress:
+        for epoch in (1, 2):
+            progress.start(f"epoch {epoch}/2", total=4)
+            progress.advance(epoch)
+            progress.describe({})
+    assert ["1/4" in line for line in output.getvalue().splitlines()] == [True, False]
+    assert "epoch 2/2  2/4" in output.getvalue()
+
+
+def test_long_lines_are_not_broken_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    make_console().print("x" * 110)
+    assert capsys.readouterr().out == "x" * 110 + "\n"

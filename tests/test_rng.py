@@ -1,0 +1,74 @@
+"""The global generators: seeded, saved, put back."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from linnaeus.rng import rng_state, seed_all, set_rng_state
+
+CPU = torch.device("cpu")
+
+
+def draws() -> list[float]:
+    """Some of everything; an odd number of normal ones, so that a second one lies ready in each generator."""
+    normal = torch.randn(3).tolist() + torch.rand(1).tolist()
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *normal]
+
+
+def test_a_seed_fixes_all_generators() -> None:
+    seed_all(3)
+    first = draws()
+    seed_all(3)
+    assert draws() == first
+    seed_all(4)
+    assert all(a != b for a, b in zip(draws(), first, strict=True))
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32 + 5, 2**63 - 1])
+def test_any_seed_will_do(seed: int) -> None:
+    seed_all(seed)
+    first = draws()
+    seed_all(seed)
+    assert draws() == first
+
+
+def test_draws_go_on_where_the_state_was_taken() -> None:
+    seed_all(1)
+    draws()
+    state = rng_state(CPU)
+    expected = [draws() for _ in range(3)]
+    seed_all(99)
+    set_rng_state(state, CPU)
+    assert [draws() for _ in range(3)] == expected
+
+
+def test_taking_the_state_draws_nothing() -> None:
+    seed_all(1)
+    expected = draws()
+    seed_all(1)
+    rng_state(CPU)
+    assert draws() == expected
+
+
+def test_a_state_is_not_changed_by_later_draws() -> None:
+    seed_all(1)
+    state = rng_state(CPU)
+    expected = draws()
+    for _ in range(2):
+        set_rng_state(state, CPU)
+        assert draws() == expected
+
+
+def test_a_state_survives_a_file_read_without_running_code(tmp_path: Path) -> None:
+    seed_all(1)
+    draws()
+    torch.save(rng_state(CPU), tmp_path / "state.pt")
+    expected = draws()
+    seed_all(99)
+    set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True), CPU)
+    assert draws() == expected

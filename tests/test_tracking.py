@@ -1,0 +1,206 @@
+"""Weights & Biases through its real client, offline, and what lies in the file that it records."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linnaeus.config.schema import WandbConfig
+from linnaeus.tracking import NullTracker, start_tracking
+
+PROGRAM = """
+import logging, sys
+from pathlib import Path
+from linnaeus.config.schema import WandbConfig
+from linnaeus.tracking import start_tracking
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+tracker = start_tracking(
+    WandbConfig(ENABLED=True, PROJECT="insects", GROUP="first", TAGS=["small", "fast"]),
+    name="beetles", folder=Path("logs"), config={"DATA": {"BATCH_SIZE": 64}}, resume=sys.argv[1] == "resume",
+)
+for mode in ("train", "val"):
+    tracker.table(f"autobatch/{mode}_trials", ["batch_size", "status", "peak_bytes"],
+                  [[64, "fits", 2**33], [128, "oom", None]])
+    tracker.summarise({f"autobatch/{mode}_batch_size": 64})
+tracker.update_config({"DATA": {"BATCH_SIZE": 96}})
+tracker.log({"train/loss": 1.5}, step=1)
+tracker.log({"val/loss": 1.25}, step=1)
+tracker.log({"train/loss": 1.0}, step=2)
+tracker.summarise({"top1/species": 0.75})
+tracker.finish(0)
+"""
+"""What a run tells its tracker, with metrics from the first step on."""
+
+Record = Any
+
+
+def record(folder: Path, resume: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the program as on a machine that has never seen W&B: no key, no mode, an empty home."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    for name in ("HOME", "USERPROFILE"):
+        clean[name] = str(folder / "home")
+    clean["PYTHONPATH"] = str(Path(__file__).parents[1])
+    (folder / "home").mkdir(exist_ok=True)
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, "resume" if resume else "new"],
+        cwd=folder, env=clean | environment, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+
+
+def read(path: Path) -> Iterator[Record]:
+    """The records of a .wandb file, which is a LevelDB log: blocks of 32 KiB with records in pieces."""
+    from wandb.proto.wandb_internal_pb2 import Record as Message
+
+    data, position, pieces = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        left_in_block = 32768 - position % 32768
+        if left_in_block < 7:
+            position += left_in_block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        pieces += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last piece of one
+            yield Message.FromString(pieces)
+            pieces = b""
+
+
+def recorded(folder: Path) -> list[list[Record]]:
+    """The records of each run of the folder, oldest first; the client may still be writing the last ones."""
+    deadline = time.monotonic() + 30
+    while True:
+        paths = sorted(folder.glob("logs/wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+        runs = [list(read(path)) for path in paths]
+        if all(any(entry.HasField("exit") for entry in run) for run in runs) or time.monotonic() > deadline:
+            return runs
+        time.sleep(0.05)
+
+
+def items(entries: Any) -> dict[str, Any]:
+    return {entry.key or "/".join(entry.nested_key): json.loads(entry.value_json) for entry in entries}
+
+
+def of_kind(run: list[Record], kind: str) -> list[Any]:
+    return [getattr(entry, kind) for entry in run if entry.HasField(kind)]
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A recorded run; the tests that use it only read."""
+    folder = tmp_path_factory.mktemp("wandb")
+    return folder, record(folder)
+
+
+def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) -> None:
+    tracker = start_tracking(WandbConfig(), name="a", folder=tmp_path / "logs", config={}, resume=False)
+    assert isinstance(tracker, NullTracker)
+    tracker.log({"loss": 1.0}, step=1)
+    tracker.table("trials", ["size"], [[1]])
+    tracker.update_config({"a": 1})
+    tracker.summarise({"a": 1})
+    tracker.finish(0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_key_the_run_is_offline_and_says_how_to_sync(
+    fresh: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, outcome = fresh
+    [run_folder] = (folder / "logs/wandb").glob("offline-run-*")
+    lines = outcome.stderr.splitlines()
+    assert len(lines) == 2, outcome.stderr
+    assert "no API key" in lines[0]
+    assert lines[1] == f"W&B recorded offline; upload with: wandb sync {run_folder.relative_to(folder)}"
+    assert outcome.stdout == ""
+    assert not (folder / "wandb").exists()
+
+
+def test_identity_and_configuration_are_recorded(
+    fresh: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    [run] = recorded(fresh[0])
+    [identity] = of_kind(run, "run")
+    assert (identity.project, identity.display_name, identity.run_group) == ("insects", "beetles", "first")
+    assert list(identity.tags) == ["small", "fast"]
+    assert items(identity.config.update)["DATA"] == {"BATCH_SIZE": 64}
+    later = [items(config.update) for config in of_kind(run, "config")]
+    assert {"DATA": {"BATCH_SIZE": 96}} in later
+
+
+def test_every_metric_is_recorded_at_its_step(fresh: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    [run] = recorded(fresh[0])
+    history = [items(row.item) for row in of_kind(run, "history")]
+    metrics = {
+        row["_step"]: {name: row[name] for name in ("train/loss", "val/loss") if name in row}
+        for row in history
+    }
+    assert metrics == {0: {}, 1: {"train/loss": 1.5, "val/loss": 1.25}, 2: {"train/loss": 1.0}}
+
+
+def test_the_trials_are_recorded_as_tables(fresh: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder = fresh[0]
+    [run] = recorded(folder)
+    assert {artifact.type for artifact in of_kind(run, "artifact")} == {"run_table"}
+    paths = [entry.path for listed in of_kind(run, "files") for entry in listed.files]
+    tables = sorted(path for path in paths if path.endswith(".table.json"))
+    assert [Path(path).name.partition("_trials")[0] for path in tables] == ["train", "val"]
+    for path in tables:
+        [file] = (folder / "logs/wandb").glob(f"offline-run-*/files/{path}")
+        assert json.loads(file.read_text()) == {
+            "columns": ["batch_size", "status", "peak_bytes"],
+            "data": [[64, "fits", 2**33], [128, "oom", None]],
+        }
+
+
+def test_the_summary_holds_the_sizes_and_the_final_figures(
+    fresh: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    [run] = recorded(fresh[0])
+    summary: dict[str, Any] = {}
+    for entry in of_kind(run, "summary"):
+        summary |= items(entry.update)
+    assert summary["autobatch/train_batch_size"] == summary["autobatch/val_batch_size"] == 64
+    assert summary["top1/species"] == 0.75
+    assert (summary["train/loss"], summary["val/loss"]) == (1.0, 1.25)
+    assert [entry.exit_code for entry in of_kind(run, "exit")] == [0]
+
+
+def test_a_resumed_run_keeps_its_id_and_a_new_one_does_not(tmp_path: Path) -> None:
+    for resume in (False, True, False):
+        record(tmp_path, resume=resume)
+    ids = [of_kind(run, "run")[0].run_id for run in recorded(tmp_path)]
+    assert len(ids) == 3
+    assert ids[0] == ids[1] != ids[2]
+    assert (tmp_path / "logs" / "wandb_run_id").read_text() == ids[2]
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        pytest.param("k" * 40, "deadline exceeded", marks=pytest.mark.slow),  # it tries for half a minute
+        ("short", "WANDB_API_KEY invalid"),
+    ],
+    ids=["no network", "bad key"],
+)
+def test_a_server_that_cannot_be_reached_or_used_means_offline(tmp_path: Path, key: str, reason: str) -> None:
+    outcome = record(tmp_path, WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
+    [run] = recorded(tmp_path)
+    assert items(of_kind(run, "history")[-1].item)["train/loss"] == 1.0
+    assert "W&B cannot be reached" in outcome.stderr
+    assert reason in outcome.stderr
+    assert "wandb sync" in outcome.stderr
+
+
+def test_a_mode_from_the_environment_is_respected(tmp_path: Path) -> None:
+    record(tmp_path, WANDB_MODE="disabled")
+    assert recorded(tmp_path) == []
