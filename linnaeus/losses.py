@@ -55,15 +55,21 @@ class RankCrossEntropy(nn.Module):
         rank_names: R names, coarse to fine.
         rank_weights: R weights; they are normalised to sum to 1.
         label_smoothing: in [0, 1).
+        num_classes: R counts, to check the model's outputs against; None does not check.
     """
 
     def __init__(
-        self, rank_names: Sequence[str], rank_weights: Sequence[float], label_smoothing: float = 0.0
+        self,
+        rank_names: Sequence[str],
+        rank_weights: Sequence[float],
+        label_smoothing: float = 0.0,
+        num_classes: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.rank_names = tuple(rank_names)
         self.rank_weights = tuple(weight / sum(rank_weights) for weight in rank_weights)
         self.label_smoothing = label_smoothing
+        self.num_classes = None if num_classes is None else tuple(num_classes)
 
     def forward(self, outputs: Any, targets: Tensor) -> Tensor:
         """The loss.
@@ -75,13 +81,22 @@ class RankCrossEntropy(nn.Module):
         Returns:
             A scalar; a rank without any known label in the batch adds 0.
         """
+        logits_by_rank = logits_per_rank(outputs, self.rank_names)
+        if self.num_classes is not None:
+            self._check(logits_by_rank, self.num_classes)
         losses = [
             weight * self._rank_loss(logits, targets[:, rank])
-            for rank, (logits, weight) in enumerate(
-                zip(logits_per_rank(outputs, self.rank_names), self.rank_weights, strict=True)
-            )
+            for rank, (logits, weight) in enumerate(zip(logits_by_rank, self.rank_weights, strict=True))
         ]
         return torch.stack(losses).sum()
+
+    def _check(self, logits_by_rank: Sequence[Tensor], num_classes: Sequence[int]) -> None:
+        for name, logits, count in zip(self.rank_names, logits_by_rank, num_classes, strict=True):
+            if logits.ndim != 2 or logits.shape[1] != count:
+                raise ConfigError(
+                    f"MODEL: its output for rank {name!r} has the shape {list(logits.shape)}; "
+                    f"it must be [batch, {count}], one logit per class"
+                )
 
     def _rank_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         total = functional.cross_entropy(
@@ -115,4 +130,4 @@ def build_loss(node: Any, taxonomy: Taxonomy | None) -> nn.Module:
         )
     if sum(weights) <= 0:
         raise ConfigError(f"LOSS.RANK_WEIGHTS: {weights} are all 0; at least one rank must count")
-    return RankCrossEntropy(names, weights, node.LABEL_SMOOTHING)
+    return RankCrossEntropy(names, weights, node.LABEL_SMOOTHING, list(taxonomy.num_classes.values()))

@@ -280,3 +280,13 @@ def test_print_config_and_help(run: Run) -> None:
     shown = run("--help")
     assert shown.code == 0
     assert "DATA" in shown.out
+
+
+def test_a_model_with_too_few_outputs_is_refused(run: Run) -> None:
+    outcome = run(
+        "DATA.DATASET._target_=tests.test_run.Points", "MODEL._target_=torch.nn.Linear",
+        "MODEL.in_features=2", "MODEL.out_features=3", "EXPERIMENT.DEVICE=cpu",
+    )  # fmt: skip
+    assert outcome.code == 2
+    assert "[batch, 4]" in outcome.err
+    assert "Traceback" not in outcome.err

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -124,22 +124,7 @@ class BatchLoader:
         Raises:
             DataError: a sample cannot be read, or a worker process died.
         """
-        iterator = iter(self._open())
-        while True:
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if not _is_death_of_worker(error):
-                    raise
-                raise DataError(
-                    f"a loader process died: {str(error).splitlines()[0]} Often memory ran out, or shared "
-                    "memory (/dev/shm): lower DATA.NUM_WORKERS, DATA.PREFETCH_FACTOR or DATA.BATCH_SIZE"
-                ) from error
-            if isinstance(batch, Failure):
-                raise batch.error()
-            yield batch
+        return _Batches(iter(self._open()))
 
     def close(self) -> None:
         """End the worker processes; the loader cannot be used afterwards. Closing twice is fine."""
@@ -155,6 +140,27 @@ class BatchLoader:
         if self._loader is None:
             raise RuntimeError("this loader is closed")
         return self._loader
+
+
+class _Batches(Iterator[Batch]):
+    """Turns what torch's loader gives into batches or errors; a generator would keep the last batch alive."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __next__(self) -> Batch:
+        try:
+            batch = next(self._iterator)
+        except RuntimeError as error:
+            if not _is_death_of_worker(error):
+                raise
+            raise DataError(
+                f"a loader process died: {str(error).splitlines()[0]} Often memory ran out, or shared "
+                "memory (/dev/shm): lower DATA.NUM_WORKERS, DATA.PREFETCH_FACTOR or DATA.BATCH_SIZE"
+            ) from error
+        if isinstance(batch, Failure):
+            raise batch.error()
+        return cast(Batch, batch)
 
 
 @dataclass(frozen=True)
