@@ -170,6 +170,8 @@ def join(device_name: str, backend: str, timeout: timedelta) -> Iterator[World]:
         yield World(device)
         return
     store, rank, world_size = next(torch_dist.rendezvous("env://"))  # processes start at different times
+    # A restarted attempt must not find the addresses and outcomes of the one before it.
+    store = torch_dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

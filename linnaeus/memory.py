@@ -7,7 +7,7 @@ One class per kind of device, all with the same few methods, so that the search 
 | total | the card | machine or cgroup, divided by the ranks on this host | `torch.accelerator` |
 | peak | reserved by the caching allocator | resident set of the process | reserved or allocated |
 | outside the allocator | context, libraries, NCCL, other processes | other processes | not known, 0 |
-| cap | `set_per_process_memory_fraction` | `RLIMIT_DATA` | none: the measured peak decides |
+| cap | `set_per_process_memory_fraction` | a look before each operation, and `RLIMIT_DATA` | none |
 """
 
 from __future__ import annotations
@@ -15,53 +15,79 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import errno
 import gc
+import math
+import mmap
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import psutil
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 GIB = 1024**3
-_LARGE_BLOCK_BYTES = 1024**2
+_MIB = 1024**2
+_LARGE_BLOCK_BYTES = 128 * 1024
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
-_KERNEL_BYTES = 4 * 1024**2  # more than the code of any one oneDNN kernel
+_MARGIN_BYTES = 64 * _MIB
+_KERNEL_BYTES = 4 * _MIB  # more than the code of any one oneDNN kernel
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
 
 T = TypeVar("T")
 
-_OUT_OF_MEMORY_TEXTS = (
-    "out of memory",  # CUDA, HIP, XPU, MPS and the driver itself
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
-    "hipblas_status_alloc_failed",
-    "cusolver_status_alloc_failed",
-    "cusparse_status_alloc_failed",
-    "cufft_alloc_failed",
-    "can't allocate memory",  # c10's CPU allocator
-    "not enough memory",  # c10's CPU allocator on Windows
-    "std::bad_alloc",
-    "bad allocation",
-    "could not allocate memory",
-    "failed to allocate memory",
-    "cannot allocate memory",
+_OUT_OF_MEMORY = re.compile(
+    r"out[ _]of[ _](device[ _]|host[ _])?memory"  # CUDA, HIP, XPU, MPS and their drivers
+    r"|ErrorOutOfMemory"  # hipErrorOutOfMemory
+    r"|UR_RESULT_ERROR_OUT_OF_RESOURCES"  # XPU
+    r"|STATUS_?ALLOC_?FAILED"  # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, hipBLAS, MIOpen
+    r"|CUFFT_ALLOC_FAILED"
+    r"|(can't|cannot|could not|failed to|unable to) allocate memory"  # c10's CPU allocator and the system
+    r"|not enough memory"  # c10's CPU allocator on Windows
+    r"|std::bad_alloc|bad allocation",
+    re.IGNORECASE,
 )
+_UNSPECIFIC = re.compile(
+    r"could not (create|execute) a primitive"  # oneDNN
+    r"|can't start new thread"
+    r"|unable to find an engine|unable to find a valid cuDNN algorithm"  # no workspace for any of them
+    r"|CUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR|EXECUTION_FAILED)"
+    r"|CUBLAS_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR|EXECUTION_FAILED)",
+    re.IGNORECASE,
+)
+"""What libraries say when they were refused memory, but at other times too."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an exception, or the cause it was raised from, says that an allocation failed."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        if isinstance(error, RuntimeError | OSError):
-            text = str(error).lower()
-            if any(spelling in text for spelling in _OUT_OF_MEMORY_TEXTS):
-                return True
+    """Whether an exception, or one that it was raised from, says that an allocation failed."""
+    return any(_says_out_of_memory(cause) for cause in _causes(error))
+
+
+def _says_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, OSError):  # its text may hold the name of a file
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError):
+        return isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(error)) is not None
+    return isinstance(error, MemoryError)
+
+
+def _is_unspecific(error: BaseException) -> bool:
+    return any(isinstance(cause, RuntimeError) and _UNSPECIFIC.search(str(cause)) for cause in _causes(error))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception, what it was raised from, and so on."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
         error = error.__cause__
-    return False
 
 
 class DeviceMemory(Protocol):
@@ -120,6 +146,7 @@ class CudaMemory:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
         self.total_bytes = int(torch.cuda.get_device_properties(self.device).total_memory)
+        self._refusals = self._count("num_ooms")
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """See `DeviceMemory.budget`. The context and other processes count as use outside the allocator."""
@@ -147,8 +174,10 @@ class CudaMemory:
         return torch.cuda.memory_reserved(self.device)
 
     def refused(self, error: BaseException) -> bool:
-        """See `is_out_of_memory`."""
-        return is_out_of_memory(error)
+        """Also what cuDNN and cuBLAS say when the allocator has refused them a workspace under the cap."""
+        if is_out_of_memory(error):
+            return True
+        return _is_unspecific(error) and self._count("num_ooms") > self._refusals
 
     def isolate(self, function: Callable[[], T]) -> T:
         """The allocator recovers by itself."""
@@ -156,12 +185,16 @@ class CudaMemory:
 
     def num_retries(self) -> int:
         """The allocator's own count."""
-        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+        return self._count("num_alloc_retries")
+
+    def _count(self, name: str) -> int:
+        return int(torch.cuda.memory_stats(self.device).get(name, 0))
 
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:
         """The allocator refuses what would take it above `bytes_`."""
         before = torch.cuda.get_per_process_memory_fraction(self.device)
+        self._refusals = self._count("num_ooms")
         share = min(max(bytes_, 0) / self.total_bytes, 1.0)
         torch.cuda.set_per_process_memory_fraction(share, self.device)
         try:
@@ -228,19 +261,29 @@ class _Pool(NamedTuple):
 
 
 class CpuMemory:
-    """Host memory of this process: resident set, `RLIMIT_DATA` as the cap. Linux only.
+    """Host memory of this process: resident set, with a cap. Linux only.
 
     glibc keeps freed blocks below a threshold that grows to 32 MiB, so that the peak of one and the same step
     differs by some 10 % from run to run and creeps up over the first dozen steps. `clean` therefore fixes
-    the threshold at 1 MiB for the rest of the process: every large tensor has its own mapping, goes back to
-    the system when it is freed, and the peak is that of the live tensors.
+    the threshold at 128 KiB for the rest of the process: every tensor above it has its own mapping, goes back
+    to the system when it is freed, and the peak is that of the live tensors.
+
+    Args:
+        device: the CPU.
+        cgroups: where the cgroup file system is mounted.
+        membership: file that names the cgroups of this process.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, *, cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP
+    ) -> None:
         self.device = device
         self._libc = ctypes.CDLL(None)
         self._num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.total_bytes = min(pool.total_bytes for pool in _pools()) // self._num_ranks
+        self._cgroups, self._membership = cgroups, membership
+        self.total_bytes = min(pool.total_bytes for pool in self._pools()) // self._num_ranks
+        self._room_bytes = math.inf  # that the cap leaves
+        self._virtual_bytes = 0  # at the start of the cap
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """See `DeviceMemory.budget`. The ranks of one host share its memory evenly.
@@ -250,7 +293,8 @@ class CpuMemory:
         """
         ours = sum(_resident_bytes(process) for process in _ranks_on_this_host(self._num_ranks))
         budgets = [
-            (fraction * pool.total_bytes - (pool.used_bytes - ours)) / self._num_ranks for pool in _pools()
+            (fraction * pool.total_bytes - (pool.used_bytes - ours)) / self._num_ranks
+            for pool in self._pools()
         ]
         if limit_bytes is not None:
             budgets.append(fraction * limit_bytes)
@@ -276,13 +320,15 @@ class CpuMemory:
         return _proc_status("VmRSS")
 
     def refused(self, error: BaseException) -> bool:
-        """Also oneDNN's word for a kernel that it had no memory to write, when there is indeed none left."""
-        if "could not create a primitive" not in str(error):
-            return is_out_of_memory(error)
-        import resource
+        """Also oneDNN's word for a kernel that it had no memory to write, when there was indeed none left.
 
-        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        return limit != resource.RLIM_INFINITY and _proc_status("VmData") + _KERNEL_BYTES > limit
+        The operation that failed has given back what it had by now, so the question is how far the process
+        had grown at the highest.
+        """
+        if is_out_of_memory(error):
+            return True
+        grown_bytes = _proc_status("VmPeak") - self._virtual_bytes
+        return _is_unspecific(error) and grown_bytes + _KERNEL_BYTES > self._room_bytes
 
     def isolate(self, function: Callable[[], T]) -> T:
         """Call the function in a thread of its own.
@@ -292,21 +338,26 @@ class CpuMemory:
         """
         outcome: list[T] = []
         failure: list[BaseException] = []
+        modes = _thread_modes()
 
         def call() -> None:
             _start_threads()
             try:
-                outcome.append(function())
+                with modes():
+                    outcome.append(function())
             except BaseException as error:
                 failure.append(error)
 
         thread = threading.Thread(target=contextvars.copy_context().run, args=(call,), name="trial")
         thread.start()
-        try:
-            thread.join()
-        except BaseException:
-            thread.join()  # Ctrl-C: nothing may be restored under a step that still runs
-            raise
+        interruption: BaseException | None = None
+        while thread.is_alive():  # after Ctrl-C too: nothing may be restored under a step that still runs
+            try:
+                thread.join()
+            except BaseException as error:
+                interruption = error
+        if interruption is not None:
+            raise interruption
         if failure:
             raise failure.pop()
         return outcome.pop()
@@ -317,19 +368,62 @@ class CpuMemory:
 
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:
-        """Private writable memory may grow by what is left to `bytes_`; beyond that the allocator fails."""
+        """Inside, in this thread, no operation of torch begins while the process holds more than `bytes_`.
+
+        Within one operation private writable memory may grow `_MARGIN_BYTES` beyond that; there the allocator
+        fails. Without the margin small allocations inside libraries would fail as often as tensors do, which
+        not all libraries survive: oneDNN calls kernels that it had no memory to write.
+        """
         import resource
 
         before = resource.getrlimit(resource.RLIMIT_DATA)
-        room = max(bytes_ - _proc_status("VmRSS"), 0)
-        limit = _proc_status("VmData") + room
+        room_bytes = max(bytes_ - _proc_status("VmRSS"), 0) + _MARGIN_BYTES
+        limit = _proc_status("VmData") + room_bytes
         if before[0] != resource.RLIM_INFINITY:
             limit = min(limit, before[0])
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, before)
+        with _up_to_virtual_peak(), _Guard(bytes_):
+            self._room_bytes, self._virtual_bytes = room_bytes, _proc_status("VmPeak")
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+            try:
+                yield
+            finally:
+                resource.setrlimit(resource.RLIMIT_DATA, before)
+                self._room_bytes = math.inf
+
+    def _pools(self) -> list[_Pool]:
+        return _pools(self._cgroups, self._membership)
+
+
+class _Guard(TorchDispatchMode):
+    """Refuses to begin an operation while the process holds more than the cap, in the backward pass too."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._limit_bytes = limit_bytes
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """`torch.compile` works as it does without."""
+        return True
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        os.close(self._statm)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        held_bytes = int(os.pread(self._statm, 64, 0).split()[1]) * self._page_bytes
+        if held_bytes > self._limit_bytes:
+            raise MemoryError(
+                f"out of memory: the process holds {held_bytes / _MIB:.0f} MiB, "
+                f"its cap is {self._limit_bytes / _MIB:.0f} MiB"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
@@ -342,9 +436,50 @@ def device_memory(device: torch.device) -> DeviceMemory:
         return CudaMemory(device)
     if device.type == "cpu" and sys.platform == "linux":
         return CpuMemory(device)
+    problem = f"the memory of {device} cannot be measured on {sys.platform} with torch {torch.__version__}"
     if device.type == "cpu" or not hasattr(torch.accelerator, "get_memory_info"):
-        raise NotImplementedError(f"the memory of {device} cannot be measured on {sys.platform}")
-    return AcceleratorMemory(device)
+        raise NotImplementedError(problem)
+    try:
+        return AcceleratorMemory(device)
+    except RuntimeError as error:  # NotImplementedError is one
+        raise NotImplementedError(f"{problem}: {error}") from error
+
+
+def available_host_bytes(cgroups: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> int:
+    """Host memory that this process can take without any other giving way: of the machine and its cgroups.
+
+    Args:
+        cgroups: where the cgroup file system is mounted.
+        membership: file that names the cgroups of this process.
+    """
+    return max(0, min(pool.total_bytes - pool.used_bytes for pool in _pools(cgroups, membership)))
+
+
+def _thread_modes() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What torch keeps for each thread by itself (gradients, autocast): a context for another thread."""
+    gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    @contextlib.contextmanager
+    def modes() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(gradients))
+            if autocast:
+                stack.enter_context(torch.autocast("cpu", dtype))
+            yield
+
+    return modes
+
+
+@contextlib.contextmanager
+def _up_to_virtual_peak() -> Iterator[None]:
+    """Reserve addresses up to the most the process ever had, so that `VmPeak` moves with what comes now."""
+    missing_bytes = _proc_status("VmPeak") - _proc_status("VmSize") + mmap.PAGESIZE
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # addresses are limited too
+            stack.enter_context(mmap.mmap(-1, missing_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0))
+        yield
 
 
 def _start_threads() -> None:
@@ -373,16 +508,17 @@ def _ranks_on_this_host(num_ranks: int) -> list[psutil.Process]:
     return parent.children() if parent else [process]
 
 
-def _pools() -> list[_Pool]:
+def _pools(cgroups: Path, membership: Path) -> list[_Pool]:
     """The machine and every cgroup around this process that has a limit."""
     machine = psutil.virtual_memory()
-    return [_Pool(machine.total, machine.total - machine.available), *_limited_cgroups(machine.total)]
+    limited = _limited_cgroups(machine.total, cgroups, membership)
+    return [_Pool(machine.total, machine.total - machine.available), *limited]
 
 
-def _limited_cgroups(machine_bytes: int, root: Path = Path("/sys/fs/cgroup")) -> Iterator[_Pool]:
+def _limited_cgroups(machine_bytes: int, root: Path, membership: Path) -> Iterator[_Pool]:
     """Memory cgroups (v1 and v2) of this process with a limit below the machine's memory, innermost first."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = membership.read_text().splitlines()
     except OSError:
         return
     for line in lines:

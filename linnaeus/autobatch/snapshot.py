@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -36,36 +38,60 @@ class Snapshot:
     Args:
         state: modules, optimizers, gradient scalers, averages: anything with `state_dict` and
             `load_state_dict`. Modules are taken with their non-persistent buffers, gradients and modes;
-            optimizers with the exact dtype of their state.
+            optimizers with the exact dtype of their state, and with parameters that no module here has.
         device: whose random number generator counts beside the CPU's.
+
+    Raises:
+        TypeError: something in `state` has no `state_dict` and `load_state_dict`.
     """
 
     def __init__(self, state: Iterable[Any], device: torch.device) -> None:
         parts = [part for part in state if part is not None]
-        self._parts = [_snapshot_of(part) for part in parts]
+        in_modules = {
+            parameter for part in parts if isinstance(part, nn.Module) for parameter in part.parameters()
+        }
+        self._parts = [_snapshot_of(part, in_modules) for part in parts]
         self._device = device
         self._rng = rng_state(device)
         self._environment = dict(os.environ)
+        self._switches = {name: read() for name, (read, _) in _SWITCHES.items()}
 
     @property
     def host_bytes(self) -> int:
         """What the copies hold."""
         return sum(_num_bytes(part.copies()) for part in self._parts)
 
-    def restore_between_trials(self) -> None:
-        """Put back all but the optimizers, whose state stays allocated, and the generators."""
+    def restore_parts(self, *, with_optimizers: bool = True) -> None:
+        """Put back what `state` holds; without the optimizers what they have allocated stays."""
         for part in self._parts:
-            if not isinstance(part, _OptimizerSnapshot):
+            if with_optimizers or not isinstance(part, _OptimizerSnapshot):
                 part.restore()
 
     def restore(self) -> None:
         """Put everything back."""
-        for part in self._parts:
-            part.restore()
+        for name, (read, write) in _SWITCHES.items():
+            if read() != self._switches[name]:
+                write(self._switches[name])
+        self.restore_parts()
         set_rng_state(self._rng, self._device)
         if dict(os.environ) != self._environment:
             os.environ.clear()
             os.environ.update(self._environment)
+
+
+def _set_cudnn(name: str) -> Callable[[bool], None]:
+    return partial(setattr, torch.backends.cudnn, name)
+
+
+_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "cudnn": (lambda: torch.backends.cudnn.enabled, _set_cudnn("enabled")),
+    "cudnn benchmark": (lambda: torch.backends.cudnn.benchmark, _set_cudnn("benchmark")),
+    "cudnn deterministic": (lambda: torch.backends.cudnn.deterministic, _set_cudnn("deterministic")),
+}
+"""Switches of the process: how each is read and written."""
 
 
 class _ParameterSnapshot:
@@ -73,12 +99,15 @@ class _ParameterSnapshot:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
+        self._device = parameter.device
         self._gradient = parameter.grad
         self._requires_grad = parameter.requires_grad
         self.value = _host_copy(parameter)
         self.gradient_value = None if parameter.grad is None else _host_copy(parameter.grad)
 
     def restore(self) -> None:
+        if _kind(self._parameter) != _kind(self.value, self._device):
+            self._parameter.data = self.value.to(self._device, copy=True)
         _put_back(self._parameter, self.value)
         _put_back(self._gradient, self.gradient_value)
         self._parameter.grad = self._gradient
@@ -122,10 +151,21 @@ class _ModuleSnapshot:
 
 
 class _OptimizerSnapshot:
-    """Per-parameter state and options. `load_state_dict` would cast the state to the parameters' dtype."""
+    """Per-parameter state and options. `load_state_dict` would cast the state to the parameters' dtype.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    Args:
+        optimizer: the optimizer.
+        in_modules: parameters that a module's snapshot has.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, in_modules: Container[Any]) -> None:
         self._optimizer = optimizer
+        self._parameters = [
+            _ParameterSnapshot(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter not in in_modules
+        ]
         self._state = {parameter: _saved(state) for parameter, state in optimizer.state.items()}
         self._groups = [
             {name: _saved(value) for name, value in group.items() if name != "params"}
@@ -133,16 +173,25 @@ class _OptimizerSnapshot:
         ]
 
     def copies(self) -> Iterator[Any]:
+        for parameter in self._parameters:
+            yield from (parameter.value, parameter.gradient_value)
         yield from self._state.values()
 
+    @torch.no_grad()
     def restore(self) -> None:
-        self._optimizer.state.clear()
-        for parameter, state in self._state.items():
-            self._optimizer.state[parameter] = _loaded(state)
-        for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
+        for parameter in self._parameters:
+            parameter.restore()
+        state = self._optimizer.state
+        for key in [key for key in state if key not in self._state]:
+            del state[key]
+        for key, saved in self._state.items():
+            state[key] = _loaded(saved, state.get(key))
+        groups = self._optimizer.param_groups
+        del groups[len(self._groups) :]
+        for group, values in zip(groups, self._groups, strict=True):
             for name in [name for name in group if name != "params" and name not in values]:
                 del group[name]
-            group.update({name: _loaded(value) for name, value in values.items()})
+            group.update({name: _loaded(value, group.get(name)) for name, value in values.items()})
 
 
 class _ScalerSnapshot:
@@ -150,13 +199,14 @@ class _ScalerSnapshot:
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
-        self._state = copy.deepcopy(scaler.__getstate__())
+        self._state = copy.deepcopy(vars(scaler))
 
     def copies(self) -> Iterator[Any]:
         yield self._state
 
     def restore(self) -> None:
-        self._scaler.__setstate__(copy.deepcopy(self._state))
+        vars(self._scaler).clear()
+        vars(self._scaler).update(copy.deepcopy(self._state))
 
 
 class _StatefulSnapshot:
@@ -176,24 +226,28 @@ class _StatefulSnapshot:
 _PartSnapshot = _ModuleSnapshot | _OptimizerSnapshot | _ScalerSnapshot | _StatefulSnapshot
 
 
-def _snapshot_of(part: Any) -> _PartSnapshot:
+def _snapshot_of(part: Any, in_modules: Container[Any]) -> _PartSnapshot:
     if isinstance(part, nn.Module):
         return _ModuleSnapshot(part)
     if isinstance(part, torch.optim.Optimizer):
-        return _OptimizerSnapshot(part)
+        return _OptimizerSnapshot(part, in_modules)
     if isinstance(part, torch.amp.GradScaler):
         return _ScalerSnapshot(part)
     if isinstance(part, Stateful):
         return _StatefulSnapshot(part)
-    raise TypeError(f"state holds a {type(part).__name__}, which has no state_dict and load_state_dict")
+    raise TypeError(
+        f"state holds a {type(part).__name__}, which has no state_dict and load_state_dict: "
+        "give it both, or leave it out if no step changes it"
+    )
 
 
 @dataclass(frozen=True)
 class _SavedTensor:
-    """A tensor's copy on the host, and where the original was."""
+    """A tensor's copy on the host, where the original was, and the original while somebody else has it."""
 
     value: Tensor
     device: torch.device
+    original: weakref.ref[Tensor]
 
 
 def _saved(state: Any) -> Any:
@@ -201,26 +255,41 @@ def _saved(state: Any) -> Any:
 
     def save(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return _SavedTensor(_host_copy(leaf), leaf.device)
+            return _SavedTensor(_host_copy(leaf), leaf.device, weakref.ref(leaf))
         return copy.deepcopy(leaf)
 
     return nest.map_leaves(save, state)
 
 
-def _loaded(saved: Any) -> Any:
-    """What `_saved` was given, as fresh objects."""
+def _loaded(saved: Any, present: Any = None) -> Any:
+    """What `_saved` was given: the original tensors where they still are in their place, else fresh objects.
 
-    def load(leaf: Any) -> Any:
-        if isinstance(leaf, _SavedTensor):
-            return leaf.value.to(leaf.device, copy=True)
-        return copy.deepcopy(leaf)
-
-    return nest.map_leaves(load, saved)
+    Args:
+        saved: what `_saved` gave.
+        present: what is in its place now.
+    """
+    if isinstance(saved, _SavedTensor):
+        value = saved.value
+        original = saved.original()
+        if original is None or original is not present or _kind(original) != _kind(value, saved.device):
+            return value.to(saved.device, copy=True)
+        _put_back(original, value)
+        return original
+    if type(saved) is dict:
+        now = present if isinstance(present, dict) else {}
+        return {name: _loaded(value, now.get(name)) for name, value in saved.items()}
+    if isinstance(saved, Mapping | tuple | list):
+        return nest.map_leaves(_loaded, saved)
+    return copy.deepcopy(saved)
 
 
 def _num_bytes(saved: Any) -> int:
     values = (leaf.value if isinstance(leaf, _SavedTensor) else leaf for leaf in nest.leaves(saved))
     return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def _kind(tensor: Tensor, device: torch.device | None = None) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, device or tensor.device
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,11 @@ class TrialRunner:
     """`measure` of the search: a size goes in, its peak in bytes comes out, or `OutOfMemory` is raised.
 
     Each trial starts from a clean slate, under a cap that makes the allocator itself refuse what is above the
-    budget, with everything training keeps resident: optimizer state is allocated once, by a real step with
-    zero gradients, so that a gradient scaler that skips its first steps does not hide it.
+    budget, and ends with everything resident that training keeps. A training trial starts as training does,
+    with the optimizer state of the snapshot, and allocates it where training would: after the first backward
+    pass, among the memory that it has left. An optimizer that did not step there (a gradient scaler that
+    skips, a step that only accumulates) then takes one with what gradients there are. A trial of a single
+    step and a validation trial have the state from the beginning.
 
     Args:
         step: runs one full training or validation step on what `make_batch` gave.
@@ -59,7 +63,6 @@ class TrialRunner:
         self._training = training
         self._snapshot = snapshot
         self._ours_bytes = snapshot.host_bytes if memory.device.type == "cpu" else 0
-        self._allocated = False
 
     def __call__(self, size: int) -> int:
         """Run the trial.
@@ -90,12 +93,12 @@ class TrialRunner:
             self(size)
 
     def clean(self) -> None:
-        """Leave nothing of a trial behind but the optimizer's state."""
+        """Leave nothing of a trial behind; a validation search keeps the optimizer's state."""
         for module in self._modules:
             for parameter in module.parameters():
                 parameter.grad = None
-        self._snapshot.restore_between_trials()
-        if _is_compiled(self._modules):
+        self._snapshot.restore_parts(with_optimizers=self._training)
+        if "torch._dynamo" in sys.modules:
             torch.compiler.reset()  # each size is compiled for its own shape, as in training
         self._memory.clean()
 
@@ -105,9 +108,8 @@ class TrialRunner:
         cap_bytes = self.budget_bytes + self._ours_bytes
         if memory.in_use() >= cap_bytes:
             return "the process holds the whole budget before the first sample", 0
-        retries = memory.num_retries()
         with memory.cap(cap_bytes):
-            memory.reset_peak()
+            retries = memory.num_retries()
             failure = self._run(size)
             peak_bytes = memory.peak() - self._ours_bytes
         if failure is None and memory.num_retries() > retries:
@@ -117,11 +119,18 @@ class TrialRunner:
     def _run(self, size: int) -> str | None:
         """The out-of-memory error's first line, or None when the size ran. Other exceptions pass."""
         try:
-            self._allocate_optimizer_state()
+            if not self._training or self._num_steps == 1:
+                self._allocate_optimizer_state()
             for module in self._modules:
                 module.train(self._training)
-            for _ in range(self._num_steps):
-                self._step(self._make_batch(size))
+            self._memory.reset_peak()
+            for number in range(self._num_steps):
+                with _stepped(self._optimizers) as stepped:
+                    self._step(self._make_batch(size))
+                if self._training and number == 0:
+                    for optimizer in self._optimizers:
+                        if optimizer not in stepped:
+                            step_anyway(optimizer, self._memory.refused)
         except Exception as error:
             if not self._memory.refused(error):
                 raise
@@ -130,26 +139,27 @@ class TrialRunner:
         return None
 
     def _allocate_optimizer_state(self) -> None:
-        if self._allocated:
-            return
+        """By a step that leaves nothing else behind. What it takes at its peak is not this trial's."""
         for optimizer in self._optimizers:
-            allocate_state(optimizer, self._memory.refused)
-        self._snapshot.restore_between_trials()
-        self._allocated = True
+            if not _has_state(optimizer):
+                step_anyway(optimizer, self._memory.refused)
+        self._snapshot.restore_parts(with_optimizers=False)
+        self._memory.clean()
 
 
-def allocate_state(optimizer: torch.optim.Optimizer, refused: Callable[[BaseException], bool]) -> None:
-    """Make the optimizer allocate what it keeps per parameter, by a real step with zero gradients.
+def step_anyway(optimizer: torch.optim.Optimizer, refused: Callable[[BaseException], bool]) -> None:
+    """Let the optimizer take a step, with gradients of zero where there are none, so that it allocates.
 
-    Gradients are gone afterwards; parameters may have moved (weight decay). An optimizer that cannot take a
-    step with dense zero gradients or without a closure is left as it is: the trial's own steps allocate.
+    Parameters may move (weight decay). An optimizer that cannot take a step with dense gradients or without a
+    closure is left as it is: the trial's own steps allocate.
+
+    Args:
+        optimizer: the optimizer.
+        refused: whether an exception says that there was no memory; such a one passes.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    if all(optimizer.state.get(parameter) for parameter in trainable):
-        return
+    without_gradient = [parameter for parameter in _trainable(optimizer) if parameter.grad is None]
     try:
-        for parameter in trainable:
+        for parameter in without_gradient:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
     except Exception as error:
@@ -157,16 +167,28 @@ def allocate_state(optimizer: torch.optim.Optimizer, refused: Callable[[BaseExce
             raise
         logger.debug("%s allocates in the trial itself: %s", type(optimizer).__name__, error)
     finally:
-        for parameter in trainable:
+        for parameter in without_gradient:
             parameter.grad = None
 
 
-def _is_compiled(modules: Sequence[nn.Module]) -> bool:
-    return any(
-        submodule._compiled_call_impl is not None or hasattr(submodule, "_orig_mod")
-        for module in modules
-        for submodule in module.modules()
-    )
+def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def _has_state(optimizer: torch.optim.Optimizer) -> bool:
+    return all(optimizer.state.get(parameter) for parameter in _trainable(optimizer))
+
+
+@contextlib.contextmanager
+def _stepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
+    """A list that receives every optimizer that takes a step inside."""
+    seen: list[torch.optim.Optimizer] = []
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            handle = optimizer.register_step_post_hook(lambda stepped, *_: seen.append(stepped))
+            stack.callback(handle.remove)
+        yield seen
 
 
 def _release_frames(error: BaseException) -> None:

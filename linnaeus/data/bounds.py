@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import psutil
 import torch
 
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
+from linnaeus.memory import available_host_bytes
 
 HOST_MEMORY_FRACTION = 0.5
 """Share of the available host memory that the loaders of one machine may fill with batches."""
@@ -38,7 +38,7 @@ def max_batch_size_for(
         device: device of training.
         world_size: processes of the run.
         local_world_size: processes on this machine, which share its memory.
-        available_bytes: host memory to share; by default what the system has available.
+        available_bytes: host memory to share; by default what the machine and its cgroups have available.
 
     Returns:
         `dataset`: samples that one process has. `host_memory`: samples per batch with which all batches that
@@ -72,7 +72,7 @@ def num_host_batches(num_workers: int, prefetch_factor: int, *, pinned: bool) ->
 
 def _available_bytes(num_workers: int) -> int:
     """Host memory that is free to use; batches of workers also have to fit into shared memory."""
-    available = int(psutil.virtual_memory().available)
+    available = available_host_bytes()
     if num_workers and _SHARED_MEMORY.is_dir():
         available = min(available, shutil.disk_usage(_SHARED_MEMORY).free)
     return available

@@ -77,6 +77,9 @@ def _bits_equal(a: Tensor, b: Tensor) -> bool:
 def _rebuilt(original: Any, values: Any) -> Any:
     """The values in the original's own type of container, or as they are where it cannot be built so."""
     try:
-        return type(original)(values)
+        rebuilt = type(original)(values)
     except TypeError:
         return values
+    if isinstance(rebuilt, dict) and hasattr(rebuilt, "__dict__"):
+        vars(rebuilt).update(vars(original))  # a module's state dict has versions in its `_metadata`
+    return rebuilt

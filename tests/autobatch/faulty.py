@@ -25,7 +25,9 @@ def fault() -> tuple[str, str]:
 
 def exhaust(place: str) -> None:
     """Ask the real allocator for more than there is."""
+    global _last_batch_size
     if fault() == ("oom", place) and _last_batch_size > LARGEST:
+        _last_batch_size = 0
         torch.empty(1 << 50, dtype=torch.uint8)
 
 
@@ -69,5 +71,7 @@ class Model(nn.Module):
 
 class Optimizer(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
+        global _last_batch_size
         exhaust("optimizer")
+        _last_batch_size = 0  # a step that no forward pass comes before is not the trial's
         return super().step(closure)

@@ -106,6 +106,7 @@ def test_training_is_that_with_the_size_set_by_hand(tmp_path: Path) -> None:
     assert_same_bits(weights(tmp_path / "runs/small"), weights(tmp_path / "runs/by_hand"))
 
 
+@pytest.mark.slow
 def test_a_search_longer_than_the_timeout_of_collectives_costs_the_others_no_cpu(tmp_path: Path) -> None:
     process = Job(tmp_path, *TINY, "DIST.TIMEOUT_MINUTES=0.1", FAULT="slow:0")
     log = tmp_path / "runs/small/logs"
@@ -121,7 +122,14 @@ def test_a_search_longer_than_the_timeout_of_collectives_costs_the_others_no_cpu
     assert share < 0.02
 
 
-@pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "forward",
+        pytest.param("backward", marks=pytest.mark.slow),
+        pytest.param("optimizer", marks=pytest.mark.slow),
+    ],
+)
 def test_one_rank_out_of_memory_lowers_the_size_for_all(tmp_path: Path, place: str) -> None:
     code, text = job(tmp_path, *TINY, FAULT=f"oom:1:{place}")
     assert code == 0, text
@@ -133,6 +141,7 @@ def test_one_rank_out_of_memory_lowers_the_size_for_all(tmp_path: Path, place: s
     assert any(trial["batch_size"] == 8 and trial["status"] == "fits" for trial in found["train"]["trials"])
 
 
+@pytest.mark.slow
 def test_ranks_with_unequal_memory_take_the_smallest_size(tmp_path: Path) -> None:
     model = ("MODEL.NAME=test_resnet", "DATA.IMG_SIZE=64", "DATA.DATASET.NUM_SAMPLES=1024")
     limits = "DATA.AUTOBATCH.MAX_BATCH_SIZE=256"
@@ -148,7 +157,7 @@ def test_ranks_with_unequal_memory_take_the_smallest_size(tmp_path: Path) -> Non
     assert re.search(r"rank 1 fits no more than \d+", text)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_in_the_forward_pass_ends_all_with_its_message(tmp_path: Path, rank: int) -> None:
     code, text = job(tmp_path, *TINY, FAULT=f"error:{rank}")
     assert code != 0
@@ -164,17 +173,20 @@ def test_nothing_fits(tmp_path: Path) -> None:
     assert "linnaeus/autobatch" not in text, "a traceback of ours"
 
 
+@pytest.mark.slow
 def test_time_is_up_before_anything_fits(tmp_path: Path) -> None:
     code, text = job(tmp_path, *TINY, "DATA.AUTOBATCH.TIMEOUT_MINUTES=0.01", FAULT="slow:0")
     assert code != 0
     assert re.search(r"\[rank 1\] .*TIMEOUT_MINUTES", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_job(tmp_path: Path, rank: int) -> None:
     assert job(tmp_path, *TINY, FAULT=f"kill:{rank}")[0] != 0
 
 
+@pytest.mark.slow
 def test_a_waiting_rank_that_dies_ends_the_job(tmp_path: Path) -> None:
     process = Job(tmp_path, *TINY, FAULT="slow:0")
     waiting = process.rank(1)
@@ -183,12 +195,14 @@ def test_a_waiting_rank_that_dies_ends_the_job(tmp_path: Path) -> None:
     assert process.finish()[0] != 0
 
 
+@pytest.mark.slow
 def test_a_hung_rank_ends_the_job_with_its_name(tmp_path: Path) -> None:
     code, text = job(tmp_path, *TINY, FAULT="stop:0")
     assert code != 0
     assert "[rank 1] AutoBatch: rank 0 has given no sign of life for 30 s" in text
 
 
+@pytest.mark.slow
 def test_a_restarted_attempt_does_not_read_the_keys_of_the_last(tmp_path: Path) -> None:
     """The first attempt ends with an error in the store; the second must search anew."""
     marker = tmp_path / "second_attempt"
@@ -214,6 +228,7 @@ def test_a_restarted_attempt_does_not_read_the_keys_of_the_last(tmp_path: Path) 
     assert sizes(tmp_path) == (24, 16)
 
 
+@pytest.mark.slow
 def test_two_nodes(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -232,6 +247,7 @@ def test_two_nodes(tmp_path: Path) -> None:
     assert sizes(tmp_path) == (24, 16)
 
 
+@pytest.mark.slow
 def test_one_process_under_torchrun(tmp_path: Path) -> None:
     code, text = Job(tmp_path, *TINY, nproc=1).finish()
     assert code == 0, text
