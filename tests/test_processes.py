@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import signal
@@ -33,9 +34,10 @@ RESUMABLE = (
 def never_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("never_killed")
-    subprocess.run(
-        [sys.executable, "-m", "linnaeus.train", *RESUMABLE], cwd=folder, check=True, capture_output=True
-    )
+    # The same number of threads as the runs it is compared with: sums depend on it.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+    command = [sys.executable, "-m", "linnaeus.train", *RESUMABLE]
+    subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True)
     return folder / "runs/small"
 
 
