@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.autobatch.search import SearchResult, TrialRecord, find_largest
 from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.autobatch.trial import TrialRunner
+from linnaeus.autobatch.trial import TrialRunner, only_new_garbage
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory import GIB, DeviceMemory, device_memory
 
@@ -89,6 +89,7 @@ class AutoBatchResult:
         return cls(mode=mode, **{**entry, "trials": trials})
 
 
+@only_new_garbage()
 def auto_find_batch_size(
     step: Callable[[Any], object],
     make_batch: Callable[[int], Any],
@@ -167,9 +168,10 @@ def auto_find_batch_size(
             on_start(min_size)
         runner.warm_up(min_size)
         runner.budget_bytes = memory.budget(target_memory_fraction, limit_bytes)
+        floor_bytes = runner.floor_bytes
         found = find_largest(
-            runner,
-            budget_bytes=runner.budget_bytes,
+            lambda size: runner(size) - floor_bytes,  # above the floor memory grows with the size
+            budget_bytes=runner.budget_bytes - floor_bytes,
             min_size=min_size,
             max_size=max_size,
             multiple_of=multiple_of,
@@ -178,12 +180,13 @@ def auto_find_batch_size(
             start=start,
             deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
             on_start=on_start,
-            on_trial=_log_trial,
+            on_trial=lambda trial: _log_trial(_above(floor_bytes, trial)),
         )
     finally:
         snapshot.restore()
         runner.clean()
         memory.reset_peak()
+    found = replace(found, trials=tuple(_above(floor_bytes, trial) for trial in found.trials))
     if found.size is None:
         raise AutoBatchError(_nothing_fits(mode, found, runner.budget_bytes, memory, target_memory_fraction))
     return AutoBatchResult(
@@ -217,6 +220,11 @@ def _min_size(state: Sequence[Any], mode: Mode, min_batch_size: int, max_batch_s
     if mode == "train" and has_batchnorm:
         return max(min_batch_size, min(2, max_batch_size))
     return min_batch_size
+
+
+def _above(floor_bytes: int, trial: TrialRecord) -> TrialRecord:
+    """The record with the whole peak."""
+    return trial if trial.peak_bytes is None else replace(trial, peak_bytes=trial.peak_bytes + floor_bytes)
 
 
 def _log_trial(trial: TrialRecord) -> None:

@@ -149,7 +149,8 @@ class _Post:
         """
         started = heard = reported = time.monotonic()
         beat: dict[str, Any] = {}
-        logger.info("waiting for rank %d", rank)
+        if not self.world.is_main:  # it stays quiet: its console is the user's
+            logger.info("waiting for rank %d", rank)
         while (outcome := self.get("outcome", rank)) is None:
             now = time.monotonic()
             newest = self.get("beat", rank) or {}

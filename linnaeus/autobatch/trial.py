@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import sys
 import traceback
@@ -18,6 +19,20 @@ from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.memory import DeviceMemory
 
 logger = logging.getLogger("linnaeus.autobatch")
+
+
+@contextlib.contextmanager
+def only_new_garbage() -> Iterator[None]:
+    """Let collections look at what is made inside alone: what torch has loaded takes them half a second."""
+    if gc.get_freeze_count():  # somebody else's; thawing would end theirs too
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class TrialRunner:
@@ -83,6 +98,11 @@ class TrialRunner:
             logger.debug("batch size %d: %s", size, failure)
             raise OutOfMemory(failure)
         return peak_bytes
+
+    @property
+    def floor_bytes(self) -> int:
+        """What the process holds between trials."""
+        return self._memory.in_use() - self._ours_bytes
 
     def warm_up(self, size: int) -> None:
         """Run a size without measuring it, so that libraries and kernels are loaded when the budget is taken.
