@@ -1,0 +1,359 @@
+"""Search for the largest batch size with AutoBatch and with Lightning's batch-size finder, and compare.
+
+    python benchmarks/search_peers.py [--device cuda] [--model NAME] [--memory-limit-gb N]
+
+The same timm model, the same synthetic batches and the same cap on memory in one run. Each search runs in a
+fresh process with the same imports, after the same warm-up step; the processes take turns, round after round.
+The cap is AutoBatch's budget: `set_per_process_memory_fraction` on CUDA, `RLIMIT_DATA` on the CPU, where
+allocations then really fail with the error that Lightning expects. AutoBatch gets the limit as an argument;
+Lightning, which has none, runs inside the cap. Then a size has to survive some training steps of a plain loop
+in a fresh process under the cap.
+
+Lightning is treated well. It searches with the same malloc setting (see `CpuMemory`); its loader hands out
+ready batches and has a length (without one Lightning would fetch a second batch ahead); nothing is logged or
+drawn. On the CPU oneDNN is off for everyone: a real out-of-memory error can leave its code generator unable
+to make kernels in that thread, an error that Lightning does not recognise and that would end its search.
+`power` and `binsearch` run with Lightning's defaults (3 steps a trial, 5 % taken off what binsearch finds),
+`binsearch, exact` with AutoBatch's 2 steps and nothing taken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import itertools
+import logging
+import math
+import multiprocessing
+import platform
+import resource
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch.nn.functional import cross_entropy
+
+from linnaeus.memory import GIB, device_memory, is_out_of_memory
+from linnaeus.utils.autobatch import auto_find_batch_size
+
+NUM_CLASSES = 10
+EPOCH_STEPS = 10_000  # more than any trial takes
+Batch = tuple[torch.Tensor, torch.Tensor]
+Round = dict[str, "Found"]
+
+HEADER = f"{'':<27}  size  survives  trials  steps  seconds  |  size  trials  seconds"
+LEGEND = """
+Medians over the rounds; right of the bar, medians of the ratios to ours in the same round.
+survives: training steps that the finder's largest size ran under the same cap
+trials, steps: how often a size was tried, and the training steps begun, AutoBatch's warm-up among them
+seconds: wall time of the search
+The goal: no other size that survives is above 1.00, and binsearch's seconds are at least 3.00."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every process of a comparison shares."""
+
+    device: str
+    model: str
+    img_size: int
+    memory_limit_gb: float
+    max_batch_size: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """One search: the size, how many trials with how many steps, finished or not, and how long it took."""
+
+    size: int
+    num_trials: int
+    num_steps: int
+    seconds: float
+
+
+class Task:
+    """A model, its optimizer and its training step, warmed up, and the sizes of the batches asked for."""
+
+    def __init__(self, setting: Setting) -> None:
+        torch.set_num_threads(setting.num_threads)
+        if setting.device == "cpu":
+            torch.backends.mkldnn.enabled = False
+        torch.manual_seed(0)
+        self.device = torch.device(setting.device)
+        self.image_shape = (3, setting.img_size, setting.img_size)
+        self.model = build_model(setting).to(self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.memory = device_memory(self.device)
+        self.limit_bytes = int(setting.memory_limit_gb * GIB)
+        self.sizes: list[int] = []
+        self.step(self.make_batch(2))
+        self.optimizer.zero_grad()
+        self.memory.clean()
+        self.sizes.clear()
+
+    def make_batch(self, size: int) -> Batch:
+        self.sizes.append(size)
+        images = torch.randn(size, *self.image_shape, device=self.device)
+        return images, torch.randint(NUM_CLASSES, (size,), device=self.device)
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        images, targets = batch
+        return cross_entropy(self.model(images), targets)
+
+    def step(self, batch: Batch) -> None:
+        loss = self.loss(batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    @contextlib.contextmanager
+    def cap(self) -> Iterator[None]:
+        """Inside, the allocator refuses what would take the process above the limit."""
+        budget_bytes = self.memory.budget(1.0, self.limit_bytes)
+        if self.device.type == "cuda":
+            with self.memory.cap(budget_bytes):
+                yield
+            return
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+        room_bytes = budget_bytes - status_bytes("VmRSS")
+        resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + room_bytes, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def status_bytes(name: str) -> int:
+    """What the kernel says about this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def build_model(setting: Setting) -> torch.nn.Module:
+    create = functools.partial(timm.create_model, setting.model, num_classes=NUM_CLASSES)
+    try:
+        return create(img_size=setting.img_size)
+    except TypeError:  # a network of convolutions takes any size
+        return create()
+
+
+def search_ours(task: Task, setting: Setting) -> int:
+    result = auto_find_batch_size(
+        task.step,
+        task.make_batch,
+        state=(task.model, task.optimizer),
+        target_memory_fraction=1.0,
+        max_batch_size=setting.max_batch_size,
+        memory_limit_gb=setting.memory_limit_gb,
+    )
+    return result.batch_size
+
+
+def search_lightning(task: Task, setting: Setting, **options: Any) -> int:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.tuner import Tuner
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder, task.cap():
+        trainer = Trainer(
+            accelerator="gpu" if setting.device == "cuda" else "cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        module = lightning_module(task)
+        size = Tuner(trainer).scale_batch_size(module, max_val=setting.max_batch_size, **options)
+    assert size is not None
+    return size
+
+
+def lightning_module(task: Task) -> Any:
+    from lightning.pytorch import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = task.model
+            self.batch_size = 2  # the finder sets it
+
+        def train_dataloader(self) -> Batches:
+            return Batches(task, self.batch_size)
+
+        def training_step(self, batch: Batch, _: int) -> torch.Tensor:
+            return task.loss(batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return task.optimizer
+
+    return Module()
+
+
+class Batches:
+    """A loader for Lightning that hands out the task's batches."""
+
+    def __init__(self, task: Task, size: int) -> None:
+        self.task, self.size = task, size
+
+    def __len__(self) -> int:
+        return EPOCH_STEPS
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self.task.make_batch(self.size) for _ in range(EPOCH_STEPS))
+
+
+FINDERS: dict[str, Callable[[Task, Setting], int]] = {
+    "linnaeus": search_ours,
+    "lightning power": functools.partial(search_lightning, mode="power"),
+    "lightning binsearch": functools.partial(search_lightning, mode="binsearch"),
+    "lightning binsearch, exact": functools.partial(
+        search_lightning, mode="binsearch", steps_per_trial=2, margin=0.0
+    ),
+}
+OURS = next(iter(FINDERS))
+
+
+def search(name: str, setting: Setting) -> Found:
+    """One finder's search. Trials are runs of batches of one size, AutoBatch's warm-up among them."""
+    importlib.import_module("lightning.pytorch")  # for everyone: it counts towards the memory in use
+    task = Task(setting)
+    started = time.perf_counter()
+    size = FINDERS[name](task, setting)
+    seconds = time.perf_counter() - started
+    return Found(size, len(list(itertools.groupby(task.sizes))), len(task.sizes), seconds)
+
+
+def survived_steps(size: int, num_steps: int, setting: Setting) -> int:
+    """How many of some training steps at one size run under the cap."""
+    importlib.import_module("lightning.pytorch")
+    task = Task(setting)
+    with task.cap():
+        for done in range(num_steps):
+            try:
+                task.step(task.make_batch(size))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                return done
+    return num_steps
+
+
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def attempt(name: str, setting: Setting) -> Found:
+    """A search in a fresh process; size 0 when it ended in an error, which is told on stderr."""
+    try:
+        found: Found = in_fresh_process(search, name, setting)
+    except Exception as error:
+        print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
+        return Found(0, 0, 0, math.nan)
+    print(f"{name}: {found.size} in {found.seconds:.1f} s", file=sys.stderr)
+    return found
+
+
+def survival(rounds: Sequence[Round], num_steps: int, setting: Setting) -> dict[str, int]:
+    """For each finder, how many of the steps its largest size ran."""
+    largest = {name: max(round_[name].size for round_ in rounds) for name in FINDERS}
+    survived = {0: 0}
+    for size in sorted(set(largest.values()) - {0}):
+        survived[size] = in_fresh_process(survived_steps, size, num_steps, setting)
+    return {name: survived[size] for name, size in largest.items()}
+
+
+def table(rounds: Sequence[Round], survived: dict[str, int], num_steps: int) -> str:
+    lines = [HEADER]
+    for name in FINDERS:
+        runs = [round_[name] for round_ in rounds]
+        size, trials, steps, seconds = (
+            statistics.median(getattr(run, field) for run in runs)
+            for field in ("size", "num_trials", "num_steps", "seconds")
+        )
+        ratios = [ratio_to_ours(rounds, name, field) for field in ("size", "num_trials", "seconds")]
+        survives = f"{survived[name]}/{num_steps}"
+        lines.append(
+            f"{name:<27}{size:6.0f}{survives:>10}{trials:8.0f}{steps:7.0f}{seconds:9.1f}  |"
+            f"{ratios[0]:6.2f}{ratios[1]:8.2f}{ratios[2]:9.2f}"
+        )
+    return "\n".join(lines)
+
+
+def ratio_to_ours(rounds: Sequence[Round], name: str, field: str) -> float:
+    """Median of the ratios of neighbouring searches."""
+    return statistics.median(
+        getattr(round_[name], field) / (getattr(round_[OURS], field) or math.nan) for round_ in rounds
+    )
+
+
+def heading(setting: Setting, num_rounds: int, argv: Sequence[str]) -> str:
+    device = torch.cuda.get_device_name() if setting.device == "cuda" else cpu_name()
+    return (
+        f"$ {shlex.join(['python', 'benchmarks/search_peers.py', *argv])}\n"
+        f"{device}; torch {torch.__version__}, timm {timm.__version__}, "
+        f"lightning {importlib.metadata.version('lightning')}\n"
+        f"{setting.model} at {setting.img_size} px, AdamW, cap {setting.memory_limit_gb} GiB, "
+        f"rounds: {num_rounds}, threads: {setting.num_threads}\n"
+    )
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", default="test_vit", help="a timm model")
+    parser.add_argument("--img-size", type=int, default=128)
+    parser.add_argument("--memory-limit-gb", type=float, default=1.2, help="what the process may hold")
+    parser.add_argument("--max-batch-size", type=int, default=8192)
+    parser.add_argument("--num-threads", type=int, default=1, help="few are less disturbed by other programs")
+    parser.add_argument("--steps", type=int, default=50, help="training steps that a size has to survive")
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    if importlib.util.find_spec("lightning") is None:
+        print("Lightning is missing; install it with: pip install 'linnaeus[bench]'", file=sys.stderr)
+        return 2
+    setting = Setting(
+        device=args.device,
+        model=args.model,
+        img_size=args.img_size,
+        memory_limit_gb=args.memory_limit_gb,
+        max_batch_size=args.max_batch_size,
+        num_threads=args.num_threads,
+    )
+    rounds = [{name: attempt(name, setting) for name in FINDERS} for _ in range(args.rounds)]
+    survived = survival(rounds, args.steps, setting)
+    print(heading(setting, args.rounds, argv))
+    print(table(rounds, survived, args.steps))
+    print(LEGEND)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,59 @@
+"""The examples do what their text says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from tests.conftest import assert_same_bits
+
+GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
+GIB = 1024**3
+
+
+@pytest.fixture(scope="module")
+def gpt() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpt", GPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _limit_gb(room_bytes: int) -> float:
+    """A limit that leaves the search this much beyond what the process holds."""
+    return (psutil.Process().memory_info().rss + room_bytes) / 0.8 / GIB
+
+
+def test_the_search_leaves_no_trace_in_the_training_that_follows(gpt: ModuleType):
+    gpt.run("cpu", 1, 1, None)  # everything is imported when the limit is taken
+    searched = gpt.run("cpu", 5, None, _limit_gb(GIB // 16))
+    assert searched.batch_size > 1
+    plain = gpt.run("cpu", 5, searched.batch_size, None)
+    assert plain.losses == searched.losses
+    assert_same_bits(plain.model.state_dict(), searched.model.state_dict())
+
+
+def test_training_learns(gpt: ModuleType):
+    losses = gpt.run("cpu", 12, 16, None).losses
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.slow
+def test_the_script_trains_at_the_size_that_it_finds(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, str(GPT), "--device", "cpu", "--steps", "3", "--memory-limit-gb", "1.1"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    found, *steps = done.stdout.splitlines()
+    match = re.match(r"found batch size (\d+) \(limited by (memory|max_batch_size)\)", found)
+    assert match
+    assert [line.split()[4] for line in steps] == [match[1]] * 3
