@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 
 from linnaeus.assembly import Assembly, assemble
-from linnaeus.autobatch.find import AutoBatchResult
 from linnaeus.autobatch.report import device_environment, save_results, summary, trials_table
+from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes
 from linnaeus.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
 from linnaeus.config.load import save_config, with_batch_sizes

@@ -2,94 +2,220 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from linnaeus.autobatch.search import SearchResult, TrialRecord, find_largest
+from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
+from linnaeus.autobatch.search import Candidates, OutOfMemory, TrialRecord, carry_over, find_largest
 from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import TrialRunner, only_new_garbage
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory import GIB, DeviceMemory, device_memory
 
-Mode = Literal["train", "val"]
+Objective = Literal["memory", "throughput"]
 logger = logging.getLogger("linnaeus.autobatch")
 
 
-@dataclass(frozen=True)
-class AutoBatchResult:
-    """What a search found.
+class BatchSizeFinder:
+    """Searches of one step on one device. What one of them measured serves the next.
 
-    Attributes:
-        mode: `train` or `val`.
-        batch_size: the largest size that ran within the budget.
-        certified: the next candidate ran and did not fit, or there is none.
-        limited_by: `memory`, `max_batch_size`, `dataset`, `host_memory`, `max_trials` or `timeout`.
-        target_memory_fraction: share of the device's memory that may be in use.
-        budget_bytes: what this process may hold on the device.
-        total_bytes: the device's memory.
-        strategy: how sizes were chosen.
-        seconds: length of the search.
-        trials: every trial, in order.
+    A context: on leaving it, parameters, buffers, gradients, optimizers, scalers, random number generators,
+    modes and the allocator's cap are bit for bit what they were on entering. Arguments are those of
+    `auto_find_batch_size`, and `batches_per_step`: how many batches one step takes, for samples per second.
+
+    Raises:
+        AutoBatchError: the bounds leave no size to try.
+        ValueError: an argument out of its range.
     """
 
-    mode: Mode
-    batch_size: int
-    certified: bool
-    limited_by: str
-    target_memory_fraction: float
-    budget_bytes: int
-    total_bytes: int
-    strategy: str
-    seconds: float
-    trials: tuple[TrialRecord, ...]
+    def __init__(
+        self,
+        step: Callable[[Any], object],
+        make_batch: Callable[[int], Any],
+        *,
+        state: Sequence[Any] = (),
+        mode: Mode = "train",
+        device: torch.device | str | None = None,
+        min_batch_size: int = 1,
+        max_batch_size: int = 512,
+        steps_per_trial: int = 2,
+        multiple_of: int = 1,
+        memory_limit_gb: float | None = None,
+        bounds: Mapping[str, int] | None = None,
+        batches_per_step: int = 1,
+        on_start: Callable[[int], None] | None = None,
+    ) -> None:
+        if mode not in ("train", "val"):
+            raise ValueError(f"mode is {mode!r}; it must be 'train' or 'val'")
+        self.mode = mode
+        self.memory = device_memory(_device(state, device))
+        self.trials: list[TrialRecord] = []
+        self._min_size = _min_size(state, mode, min_batch_size, max_batch_size)
+        self._bound, self._max_size = _upper_bound(mode, self._min_size, max_batch_size, bounds or {})
+        self._multiple_of = multiple_of
+        self._limit_bytes = None if memory_limit_gb is None else int(memory_limit_gb * GIB)
+        self._batches_per_step = batches_per_step
+        self._on_start = on_start or (lambda size: None)
+        self._trial = partial(
+            TrialRunner, step, make_batch, state=state, memory=self.memory, budget_bytes=0,
+            num_steps=steps_per_trial, training=mode == "train",
+        )  # fmt: skip
+        self._state = state
+        self._stack = contextlib.ExitStack()
+        self._budget_bytes = 0  # of the last search
 
-    @property
-    def peak_bytes(self) -> int:
-        """Peak of the trial at the size found."""
-        peaks = [trial.peak_bytes for trial in self.trials if trial.size == self.batch_size]
-        assert peaks[0] is not None  # it fitted, so it left a peak
-        return peaks[0]
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(only_new_garbage())
+            self._snapshot = Snapshot(self._state, self.memory.device)
+            self._runner = self._trial(snapshot=self._snapshot)
+            stack.callback(self._restore)
+            self._stack = stack.pop_all()
+        return self
 
-    def as_dict(self) -> dict[str, Any]:
-        """The entry of `autobatch.json`."""
-        return {
-            "batch_size": self.batch_size,
-            "certified": self.certified,
-            "limited_by": self.limited_by,
-            "target_memory_fraction": self.target_memory_fraction,
-            "budget_bytes": self.budget_bytes,
-            "total_bytes": self.total_bytes,
-            "strategy": self.strategy,
-            "seconds": round(self.seconds, 3),
-            "trials": [
-                {
-                    "batch_size": trial.size,
-                    "status": trial.status,
-                    "peak_bytes": trial.peak_bytes,
-                    "seconds": round(trial.seconds, 3),
-                }
-                for trial in self.trials
-            ],
-        }
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
 
-    @classmethod
-    def from_dict(cls, mode: Mode, entry: Mapping[str, Any]) -> AutoBatchResult:
-        """The inverse of `as_dict`."""
-        trials = tuple(
-            TrialRecord(trial["batch_size"], trial["status"], trial["peak_bytes"], trial["seconds"])
-            for trial in entry["trials"]
+    def _restore(self) -> None:
+        self._snapshot.restore()
+        self._runner.clean()
+        self.memory.reset_peak()
+
+    def find(
+        self,
+        target_memory_fraction: float = 0.8,
+        *,
+        strategy: str = "guided",
+        max_trials: int = 25,
+        timeout_minutes: float = 60.0,
+        start: int | None = None,
+    ) -> AutoBatchResult:
+        """Find the largest size within a fraction of the device's memory.
+
+        Raises:
+            AutoBatchError: no size fits.
+            ValueError: an argument out of its range.
+        """
+        if not 0 < target_memory_fraction <= 1:
+            raise ValueError(f"target_memory_fraction is {target_memory_fraction}; it must lie in (0, 1]")
+        started = time.monotonic()
+        budget_bytes = self._take_budget(target_memory_fraction)
+        floor_bytes = self._runner.floor_bytes
+        found = find_largest(
+            lambda size: self._runner(size) - floor_bytes,  # above the floor memory grows with the size
+            budget_bytes=budget_bytes - floor_bytes,
+            min_size=self._min_size,
+            max_size=self._max_size,
+            multiple_of=self._multiple_of,
+            strategy=strategy,
+            max_trials=max_trials,
+            start=start,
+            deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
+            known=[_raised(trial, -floor_bytes) for trial in self._known(budget_bytes)],
+            on_start=self._on_start,
+            on_trial=lambda trial: _log_trial(_raised(trial, floor_bytes)),
         )
-        return cls(mode=mode, **{**entry, "trials": trials})
+        self._budget_bytes = budget_bytes
+        trials = tuple(_raised(trial, floor_bytes) for trial in found.trials)
+        self.trials += trials
+        if found.size is None:
+            raise AutoBatchError(
+                _nothing_fits(self.mode, found.limited_by, self.trials, budget_bytes, self.memory,
+                              target_memory_fraction)
+            )  # fmt: skip
+        return AutoBatchResult(
+            mode=self.mode,
+            batch_size=found.size,
+            certified=found.certified,
+            limited_by=self._bound if found.limited_by == "max_batch_size" else found.limited_by,
+            target_memory_fraction=target_memory_fraction,
+            budget_bytes=budget_bytes,
+            total_bytes=self.memory.total_bytes,
+            strategy=strategy,
+            seconds=time.monotonic() - started,
+            trials=trials,
+        )
+
+    def fast_enough(self, result: AutoBatchResult, *, timeout_minutes: float = 60.0) -> AutoBatchResult:
+        """The smallest size up to the one found whose samples per second come within 5 % of the best."""
+        started = time.monotonic()
+        sizes = list(Candidates(self._min_size, result.batch_size, self._multiple_of))
+        fast, medians = sizes_by_speed(self._time_steps, sizes, deadline_s=timeout_minutes * 60)
+        size, trials = self._first_that_fits(fast, result)
+        return replace(
+            result,
+            batch_size=size,
+            limited_by="throughput" if size < result.batch_size else result.limited_by,
+            seconds=result.seconds + time.monotonic() - started,
+            trials=result.trials + trials,
+            timings=tuple(self._timing(size, medians[size]) for size in sorted(medians)),
+        )
+
+    def time(self, size: int) -> Timing:
+        """How fast a size runs that is known to fit."""
+        return self._timing(size, statistics.median(self._time_steps(size)))
+
+    def _timing(self, size: int, seconds: float) -> Timing:
+        return Timing(size, seconds, size * self._batches_per_step / seconds)
+
+    def _time_steps(self, size: int) -> list[float]:
+        self._on_start(size)
+        try:
+            return self._runner.time(size)
+        except OutOfMemory:  # what is free has changed since the size ran
+            return [math.inf]
+
+    def _first_that_fits(
+        self, sizes: Iterable[int], result: AutoBatchResult
+    ) -> tuple[int, tuple[TrialRecord, ...]]:
+        """The first size that a trial shows to fit, with the trials run for it."""
+        trials: list[TrialRecord] = []
+        for size in sizes:
+            known = [trial for trial in self.trials if trial.size == size]
+            if not known:
+                known = [self._one_trial(size, result.budget_bytes)]
+                trials += known
+            if any(
+                trial.peak_bytes is not None and trial.peak_bytes <= result.budget_bytes for trial in known
+            ):
+                return size, tuple(trials)
+        return result.batch_size, tuple(trials)
+
+    def _one_trial(self, size: int, budget_bytes: int) -> TrialRecord:
+        found = find_largest(
+            self._runner, budget_bytes=budget_bytes, min_size=size, max_size=size, on_start=self._on_start,
+            on_trial=_log_trial,
+        )  # fmt: skip
+        self.trials += found.trials
+        return found.trials[0]
+
+    def _take_budget(self, fraction: float) -> int:
+        """The budget now. The first one is taken with libraries and kernels loaded, by a size that runs."""
+        budget_bytes = self.memory.budget(fraction, self._limit_bytes)
+        if not self.trials:
+            self._runner.budget_bytes = budget_bytes
+            self._on_start(self._min_size)
+            self._runner.warm_up(self._min_size)
+            budget_bytes = self.memory.budget(fraction, self._limit_bytes)
+        self._runner.budget_bytes = budget_bytes
+        return budget_bytes
+
+    def _known(self, budget_bytes: int) -> Iterable[TrialRecord]:
+        return carry_over(self.trials, old_budget_bytes=self._budget_bytes, budget_bytes=budget_bytes)
 
 
-@only_new_garbage()
 def auto_find_batch_size(
     step: Callable[[Any], object],
     make_batch: Callable[[int], Any],
@@ -106,6 +232,7 @@ def auto_find_batch_size(
     memory_limit_gb: float | None = None,
     max_trials: int = 25,
     timeout_minutes: float = 60.0,
+    objective: Objective = "memory",
     bounds: Mapping[str, int] | None = None,
     start: int | None = None,
     on_start: Callable[[int], None] | None = None,
@@ -134,6 +261,8 @@ def auto_find_batch_size(
         memory_limit_gb: GiB; treat the device as if it had no more than this.
         max_trials: bound on trials; the best size so far is used.
         timeout_minutes: deadline of the search; the best size so far is used.
+        objective: `memory` for the largest size that fits, `throughput` for the smallest of those that fit
+            whose samples per second come within 5 % of the best.
         bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}.
         start: a size known from an earlier run, tried first.
         on_start: called with each size before it is tried, the small one that warms up included.
@@ -142,65 +271,20 @@ def auto_find_batch_size(
         AutoBatchError: no size fits.
         ValueError: an argument out of its range.
     """
-    if not 0 < target_memory_fraction <= 1:
-        raise ValueError(f"target_memory_fraction is {target_memory_fraction}; it must lie in (0, 1]")
-    if mode not in ("train", "val"):
-        raise ValueError(f"mode is {mode!r}; it must be 'train' or 'val'")
-    started = time.monotonic()
-    min_size = _min_size(state, mode, min_batch_size, max_batch_size)
-    upper_bounds = {"max_batch_size": max_batch_size, **(bounds or {})}
-    bound = min(upper_bounds, key=lambda name: upper_bounds[name])
-    max_size = upper_bounds[bound]
-    if max_size < min_size:
-        raise AutoBatchError(
-            f"AutoBatch ({mode}): MIN_BATCH_SIZE is {min_size}, but {bound} allows no more than {max_size}"
-        )
-    memory = device_memory(_device(state, device))
-    limit_bytes = None if memory_limit_gb is None else int(memory_limit_gb * GIB)
-    snapshot = Snapshot(state, memory.device)
-    runner = TrialRunner(
-        step, make_batch, state=state, memory=memory, budget_bytes=0, num_steps=steps_per_trial,
-        training=mode == "train", snapshot=snapshot,
-    )  # fmt: skip
-    try:
-        runner.budget_bytes = memory.budget(target_memory_fraction, limit_bytes)
-        if on_start is not None:
-            on_start(min_size)
-        runner.warm_up(min_size)
-        runner.budget_bytes = memory.budget(target_memory_fraction, limit_bytes)
-        floor_bytes = runner.floor_bytes
-        found = find_largest(
-            lambda size: runner(size) - floor_bytes,  # above the floor memory grows with the size
-            budget_bytes=runner.budget_bytes - floor_bytes,
-            min_size=min_size,
-            max_size=max_size,
-            multiple_of=multiple_of,
-            strategy=strategy,
-            max_trials=max_trials,
-            start=start,
-            deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
-            on_start=on_start,
-            on_trial=lambda trial: _log_trial(_above(floor_bytes, trial)),
-        )
-    finally:
-        snapshot.restore()
-        runner.clean()
-        memory.reset_peak()
-    found = replace(found, trials=tuple(_above(floor_bytes, trial) for trial in found.trials))
-    if found.size is None:
-        raise AutoBatchError(_nothing_fits(mode, found, runner.budget_bytes, memory, target_memory_fraction))
-    return AutoBatchResult(
-        mode=mode,
-        batch_size=found.size,
-        certified=found.certified,
-        limited_by=bound if found.limited_by == "max_batch_size" else found.limited_by,
-        target_memory_fraction=target_memory_fraction,
-        budget_bytes=runner.budget_bytes,
-        total_bytes=memory.total_bytes,
-        strategy=strategy,
-        seconds=time.monotonic() - started,
-        trials=found.trials,
-    )
+    if objective not in get_args(Objective):
+        raise ValueError(f"objective is {objective!r}; it must be 'memory' or 'throughput'")
+    with BatchSizeFinder(
+        step, make_batch, state=state, mode=mode, device=device, min_batch_size=min_batch_size,
+        max_batch_size=max_batch_size, steps_per_trial=steps_per_trial, multiple_of=multiple_of,
+        memory_limit_gb=memory_limit_gb, bounds=bounds, on_start=on_start,
+    ) as finder:  # fmt: skip
+        result = finder.find(
+            target_memory_fraction, strategy=strategy, max_trials=max_trials,
+            timeout_minutes=timeout_minutes, start=start,
+        )  # fmt: skip
+        if objective == "memory":
+            return result
+        return finder.fast_enough(result, timeout_minutes=timeout_minutes - result.seconds / 60)
 
 
 def _device(state: Sequence[Any], device: torch.device | str | None) -> torch.device:
@@ -222,9 +306,23 @@ def _min_size(state: Sequence[Any], mode: Mode, min_batch_size: int, max_batch_s
     return min_batch_size
 
 
-def _above(floor_bytes: int, trial: TrialRecord) -> TrialRecord:
-    """The record with the whole peak."""
-    return trial if trial.peak_bytes is None else replace(trial, peak_bytes=trial.peak_bytes + floor_bytes)
+def _upper_bound(
+    mode: Mode, min_size: int, max_batch_size: int, bounds: Mapping[str, int]
+) -> tuple[str, int]:
+    """The lowest upper bound, with its name."""
+    upper_bounds = {"max_batch_size": max_batch_size, **bounds}
+    bound = min(upper_bounds, key=lambda name: upper_bounds[name])
+    if upper_bounds[bound] < min_size:
+        raise AutoBatchError(
+            f"AutoBatch ({mode}): MIN_BATCH_SIZE is {min_size}, but {bound} allows no more than "
+            f"{upper_bounds[bound]}"
+        )
+    return bound, upper_bounds[bound]
+
+
+def _raised(trial: TrialRecord, bytes_: int) -> TrialRecord:
+    """The record with so much more at its peak."""
+    return trial if trial.peak_bytes is None else replace(trial, peak_bytes=trial.peak_bytes + bytes_)
 
 
 def _log_trial(trial: TrialRecord) -> None:
@@ -236,14 +334,15 @@ def _peak(trial: TrialRecord) -> str:
 
 
 def _nothing_fits(
-    mode: Mode, found: SearchResult, budget_bytes: int, memory: DeviceMemory, fraction: float
-) -> str:
+    mode: Mode, limited_by: str, trials: Sequence[TrialRecord], budget_bytes: int, memory: DeviceMemory,
+    fraction: float,
+) -> str:  # fmt: skip
     suffix = "_VAL" if mode == "val" else ""
-    tried = ", ".join(f"{trial.size} ({_peak(trial)})" for trial in found.trials)
+    tried = ", ".join(f"{trial.size} ({_peak(trial)})" for trial in trials)
     reason = {
         "timeout": "the time ran out (DATA.AUTOBATCH.TIMEOUT_MINUTES) before a batch size fitted",
         "max_trials": "the trials ran out (DATA.AUTOBATCH.MAX_TRIALS) before a batch size fitted",
-    }.get(found.limited_by, "no batch size fits")
+    }.get(limited_by, "no batch size fits")
     return (
         f"AutoBatch ({mode}): {reason}. Budget {budget_bytes / GIB:.2f} GiB for this process: "
         f"{fraction:.0%} of {memory.total_bytes / GIB:.2f} GiB on {memory.device}, less what others use"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from linnaeus.autobatch.find import AutoBatchResult
+from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.files import write_text_atomically
 from linnaeus.memory import GIB
 
@@ -22,6 +22,7 @@ _LIMITS = {
     "host_memory": "host memory for the loader",
     "max_trials": "MAX_TRIALS",
     "timeout": "TIMEOUT_MINUTES",
+    "throughput": "samples per second, which more would not raise by 5 %",
 }
 
 

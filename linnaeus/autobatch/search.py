@@ -21,8 +21,9 @@ steps and then bisection: 2·log2(candidates) + 9 trials do for any curve.
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -148,7 +149,7 @@ def find_largest(
     """
     _check(min_size, max_size, multiple_of, strategy, max_trials)
     began = clock()
-    search = _Search(_Candidates(min_size, max_size, multiple_of), budget_bytes, start)
+    search = _Search(Candidates(min_size, max_size, multiple_of), budget_bytes, start)
     search.absorb(known)
     stopped_by: LimitedBy = "memory"
     while not search.settled and (index := STRATEGIES[strategy](search)) is not None:
@@ -203,7 +204,7 @@ def _check(min_size: int, max_size: int, multiple_of: int, strategy: str, max_tr
             raise ValueError(f"{name} is {value}; it must be at least 1")
     if max_size < min_size:
         raise ValueError(f"max_size is {max_size}; it must be at least min_size, {min_size}")
-    if not len(_Candidates(min_size, max_size, multiple_of)):
+    if not len(Candidates(min_size, max_size, multiple_of)):
         raise ValueError(f"multiple_of is {multiple_of}; it has no multiple from {min_size} to {max_size}")
 
 
@@ -225,7 +226,7 @@ def _status(peak_bytes: int | None, budget_bytes: int) -> Status:
     return "fits" if peak_bytes <= budget_bytes else "over"
 
 
-class _Candidates:
+class Candidates:
     """The sizes that may be tried, ascending: all those below `multiple_of`, then its multiples."""
 
     def __init__(self, min_size: int, max_size: int, multiple_of: int) -> None:
@@ -240,6 +241,9 @@ class _Candidates:
         if index < len(self._exact):
             return self._exact[index]
         return self._multiples[index - len(self._exact)]
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain(self._exact, self._multiples)
 
     def __contains__(self, size: int) -> bool:
         return size in self._exact or size in self._multiples
@@ -262,7 +266,7 @@ class _Search:
     seen not to fit, `len(candidates)` for none.
     """
 
-    candidates: _Candidates
+    candidates: Candidates
     budget_bytes: int
     start: int | None
     low: int = -1

@@ -7,13 +7,15 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from linnaeus.assembly import Assembly
-from linnaeus.autobatch.find import AutoBatchResult, Mode, auto_find_batch_size
+from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.autobatch.protocol import Status, exchange
+from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.config.schema import AutoBatchConfig, DataConfig
 from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bounds import max_batch_size_for
@@ -66,6 +68,23 @@ class SizeSearch:
         """
         config = self.config.AUTOBATCH
         logger.setLevel(_setting(config, "LOG_LEVEL", mode))
+        with self.finder(mode, status, at_most) as finder:
+            result = finder.find(
+                _setting(config, "TARGET_MEMORY_FRACTION", mode),
+                strategy=config.STRATEGY if at_most is None else "guided",
+                max_trials=config.MAX_TRIALS,
+                timeout_minutes=config.TIMEOUT_MINUTES,
+                start=at_most,
+            )
+            if config.OBJECTIVE == "throughput" and at_most is None:
+                rest_minutes = config.TIMEOUT_MINUTES - result.seconds / 60
+                result = finder.fast_enough(result, timeout_minutes=rest_minutes)
+        return result
+
+    @contextmanager
+    def finder(self, mode: Mode, status: Status, at_most: int | None = None) -> Iterator[BatchSizeFinder]:
+        """Searches of one mode on this rank alone; arguments as for `run`."""
+        config = self.config.AUTOBATCH
         dataset = self.bundle.train if mode == "train" else self.bundle.val
         spec = BatchSpec.from_dataset(dataset, self.bundle.collate, config.NUM_SPEC_SAMPLES, self.seed)
         trial = _TrainTrial(self) if mode == "train" else _ValidationTrial(self)
@@ -75,29 +94,24 @@ class SizeSearch:
             logger.debug(status.text)
             trial.renew()
 
-        max_batch_size = _setting(config, "MAX_BATCH_SIZE", mode)
-        result = auto_find_batch_size(
+        with BatchSizeFinder(
             trial.step,
             partial(_batches, spec, self.world, num=trial.num_micro_batches),
             state=self.assembly.state,
             mode=mode,
             device=self.world.device,
-            target_memory_fraction=_setting(config, "TARGET_MEMORY_FRACTION", mode),
             min_batch_size=_setting(config, "MIN_BATCH_SIZE", mode),
-            max_batch_size=max_batch_size if at_most is None else at_most,
+            max_batch_size=_setting(config, "MAX_BATCH_SIZE", mode) if at_most is None else at_most,
             steps_per_trial=_setting(config, "STEPS_PER_TRIAL", mode),
-            strategy=config.STRATEGY if at_most is None else "guided",
             multiple_of=config.MULTIPLE_OF,
             memory_limit_gb=_memory_limit_gb(config, self.world.rank),
-            max_trials=config.MAX_TRIALS,
-            timeout_minutes=config.TIMEOUT_MINUTES,
             bounds=self._bounds(mode, spec),
-            start=at_most,
+            batches_per_step=trial.num_micro_batches,
             on_start=announce,
-        )
+        ) as finder:
+            yield finder
         trial.renew()
         gc.collect()  # the last wrapper's hooks on the parameters go with it
-        return result
 
     def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
         return max_batch_size_for(

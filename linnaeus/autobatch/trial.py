@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,6 +18,11 @@ from torch import nn
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.memory import DeviceMemory
+
+MIN_TIMED_STEPS = 5
+MAX_TIMED_STEPS = 50
+MIN_TIMED_S = 0.25
+"""Steps are timed until they are so many and took so long together."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -112,6 +118,19 @@ class TrialRunner:
         with contextlib.suppress(OutOfMemory):
             self(size)
 
+    def time(self, size: int) -> list[float]:
+        """Seconds of each of several steps, after one that warms up; without a cap, for a size that fits.
+
+        Raises:
+            OutOfMemory: it does not fit any more.
+        """
+        self.clean()
+        seconds = self._memory.isolate(partial(self._timed_steps, size))
+        self.clean()
+        if not seconds:
+            raise OutOfMemory(f"batch size {size} does not fit any more")
+        return seconds
+
     def clean(self) -> None:
         """Leave nothing of a trial behind; a validation search keeps the optimizer's state."""
         for module in self._modules:
@@ -135,6 +154,33 @@ class TrialRunner:
         if failure is None and memory.num_retries() > retries:
             failure = "the allocator had to flush its cache"
         return failure, peak_bytes
+
+    def _timed_steps(self, size: int) -> list[float]:
+        """Seconds of each step; nothing after an out-of-memory error."""
+        seconds: list[float] = []
+        try:
+            for module in self._modules:
+                module.train(self._training)
+            self._step(self._make_batch(size))
+            while len(seconds) < MAX_TIMED_STEPS and (
+                len(seconds) < MIN_TIMED_STEPS or sum(seconds) < MIN_TIMED_S
+            ):
+                self._wait()
+                began = time.perf_counter()
+                self._step(self._make_batch(size))
+                self._wait()
+                seconds.append(time.perf_counter() - began)
+        except Exception as error:
+            if not self._memory.refused(error):
+                raise
+            _release_frames(error)
+            return []
+        return seconds
+
+    def _wait(self) -> None:
+        """Until the device has done what it was told."""
+        if self._memory.device.type != "cpu":
+            torch.accelerator.synchronize(self._memory.device)
 
     def _run(self, size: int) -> str | None:
         """The out-of-memory error's first line, or None when the size ran. Other exceptions pass."""

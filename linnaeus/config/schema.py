@@ -187,6 +187,11 @@ class AutoBatchConfig:
         "the same for validation",
         choices=("DEBUG", "INFO", "WARNING", "ERROR"),
     )
+    OBJECTIVE: str = key(
+        "memory",
+        "`memory`: the largest size that fits; `throughput`: the smallest within 5 % of the best images/s",
+        choices=("memory", "throughput"),
+    )
     STRATEGY: str = key("guided", "how sizes are chosen", choices=("guided", "binary", "power", "binsearch"))
     MULTIPLE_OF: int = key(1, "only multiples of this are tried; sizes below it stay exact", ge=1)
     MEMORY_LIMIT_GB: float | None = key(

@@ -1,0 +1,134 @@
+"""Which of the sizes that fit is fast enough, on curves of known shape and in real runs."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from linnaeus.autobatch import throughput
+from linnaeus.autobatch.throughput import sizes_by_speed
+from tests.conftest import SMALL, Run, assert_same_bits, weights
+
+
+class Device:
+    """Steps of an overhead and a time per sample, with noise; remembers what it was asked."""
+
+    def __init__(self, seconds: Callable[[int], float], noise: float = 0.0, seed: int = 0) -> None:
+        self.seconds, self.noise, self.random = seconds, noise, random.Random(seed)
+        self.asked: list[int] = []
+
+    def __call__(self, size: int) -> Sequence[float]:
+        self.asked.append(size)
+        return [self.seconds(size) * (1 + abs(self.random.gauss(0, self.noise))) for _ in range(5)]
+
+
+def line(overhead: float, per_sample: float) -> Callable[[int], float]:
+    return lambda size: overhead + per_sample * size
+
+
+def test_the_example_in_the_docstring() -> None:
+    assert doctest.testmod(throughput).failed == 0
+
+
+def test_a_device_that_is_busy_with_few_samples_gets_a_small_size() -> None:
+    device = Device(line(0.010, 0.001))
+    fast, seconds = sizes_by_speed(device, range(1, 1025))
+    best = max(size / second for size, second in seconds.items())
+    exact = next(size for size in range(1, 1025) if size / device.seconds(size) >= 0.95 * best)
+    assert exact <= fast[0] <= 1.1 * exact
+    assert len(device.asked) <= 11
+
+
+def test_a_device_that_is_never_busy_gets_the_largest_size() -> None:
+    fast, _ = sizes_by_speed(Device(line(1.0, 1e-6)), range(1, 1025))
+    assert fast[0] >= 0.95 * 1024
+
+
+def test_a_fastest_size_below_the_largest_is_found() -> None:
+    """As where the largest sizes fall back to a slow kernel."""
+    fast, seconds = sizes_by_speed(Device(lambda n: 0.01 + 0.001 * n * (2 if n > 600 else 1)), range(1, 1025))
+    assert max(seconds, key=lambda size: size / seconds[size]) == 512
+    assert fast[-1] <= 600
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_of_a_few_per_cent_does_not_lead_far_astray(seed: int) -> None:
+    device = Device(line(0.010, 0.001), noise=0.03, seed=seed)
+    fast, _ = sizes_by_speed(device, range(1, 1025))
+    rate = {size: size / device.seconds(size) for size in (fast[0], 1024)}
+    assert rate[fast[0]] >= 0.92 * rate[1024]
+    assert fast[0] <= 512
+
+
+def test_only_candidates_are_timed() -> None:
+    candidates = [*range(1, 24), *range(24, 1000, 24)]
+    device = Device(line(0.05, 0.001))
+    fast, seconds = sizes_by_speed(device, candidates)
+    assert {*fast, *seconds} <= {*candidates}
+
+
+def test_a_size_that_runs_no_more_is_not_fast() -> None:
+    device = Device(lambda n: math.inf if n > 100 else 0.01 + 0.001 * n)
+    fast, _ = sizes_by_speed(device, range(1, 201))
+    assert fast[-1] <= 100
+
+
+def test_nothing_is_timed_after_the_deadline_but_the_first() -> None:
+    device = Device(line(0.1, 0.001))
+    fast, _ = sizes_by_speed(device, range(1, 1025), deadline_s=0.0)
+    assert (fast, device.asked) == ([1024], [1024])
+
+
+@given(
+    st.integers(1, 5000), st.integers(1, 64), st.floats(0, 10), st.floats(1e-6, 1),
+    st.floats(0, 0.2), st.integers(0, 99),
+)  # fmt: skip
+def test_any_curve_ends_with_a_size_that_was_timed(
+    largest: int, multiple: int, overhead: float, per_sample: float, noise: float, seed: int
+) -> None:
+    candidates = sorted({*range(1, min(multiple, largest)), *range(multiple, largest + 1, multiple)} or {1})
+    device = Device(line(overhead, per_sample), noise, seed)
+    fast, seconds = sizes_by_speed(device, candidates)
+    assert fast
+    assert {*fast} <= {*seconds} <= {*candidates}
+    best = max(size / second for size, second in seconds.items())
+    assert all(size / seconds[size] >= 0.95 * best * (1 - 1e-9) for size in fast)
+    assert len(device.asked) <= 6 * (math.log2(largest) + 5)
+
+
+def test_a_run_asks_for_throughput(run: Run, tmp_path: Path) -> None:
+    options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=64", "TRAIN.EPOCHS=1")
+    outcome = run(*SMALL, *options, "DATA.AUTOBATCH.OBJECTIVE=throughput", "TRAIN.ACCUMULATION_STEPS=2")
+    assert outcome.code == 0, outcome.err
+    found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())
+    for result in (found["train"], found["val"]):
+        timings = {timing["batch_size"]: timing["samples_per_s"] for timing in result["timings"]}
+        assert timings[result["batch_size"]] >= 0.95 * max(timings.values())
+        ran = {trial["batch_size"] for trial in result["trials"] if trial["status"] == "fits"}
+        assert result["batch_size"] in ran
+        assert (result["limited_by"] == "throughput") == (result["batch_size"] < max(ran))
+
+
+def test_timing_changes_nothing_about_the_training(run: Run, tmp_path: Path) -> None:
+    options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16", "TRAIN.EPOCHS=1")
+    assert run(*SMALL, *options, "DATA.AUTOBATCH.OBJECTIVE=throughput").code == 0
+    found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())
+    sizes = {mode: found[mode]["batch_size"] for mode in ("train", "val")}
+    by_hand = (f"DATA.BATCH_SIZE={sizes['train']}", f"DATA.BATCH_SIZE_VAL={sizes['val']}", "TRAIN.EPOCHS=1")
+    assert run(*SMALL, *by_hand, "EXPERIMENT.NAME=by_hand").code == 0
+    assert_same_bits(weights(tmp_path / "runs/small"), weights(tmp_path / "runs/by_hand"))
+
+
+def test_an_unknown_objective_is_refused(run: Run) -> None:
+    outcome = run(*SMALL, "DATA.AUTOBATCH.OBJECTIVE=speed")
+    assert outcome.code == 2
+    assert "DATA.AUTOBATCH.OBJECTIVE" in outcome.err
+    assert "throughput" in outcome.err
