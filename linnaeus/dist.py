@@ -18,6 +18,8 @@ from linnaeus.errors import ConfigError, LinnaeusError
 
 T = TypeVar("T")
 
+_BUCKET_BYTES = 25 * 1024**2  # of DistributedDataParallel
+
 
 @dataclass(frozen=True)
 class World:
@@ -51,6 +53,11 @@ class World:
         """Wait for all ranks."""
         if self.is_distributed:
             torch_dist.barrier()
+
+    def connect(self) -> None:
+        """Let the accelerator's collectives take the buffers that training will need, a bucket's worth."""
+        if self.is_distributed and self.device.type != "cpu":
+            torch_dist.all_reduce(torch.zeros(_BUCKET_BYTES, dtype=torch.uint8, device=self.device))
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank. It must be picklable."""

@@ -11,25 +11,29 @@ begins them with the number of the restart, so that no attempt reads the keys of
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as torch_dist
 
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError, LinnaeusError
 
 BEAT_S = 1.0
-POLL_S = 0.2
+POLL_S = (0.05, 1.0)
+"""Shortest and longest pause between two looks at the store; it grows with the time waited."""
 SILENCE_S = 30.0
 """Without a heartbeat for this long, a rank counts as dead or hung."""
 GRACE_S = 60.0
@@ -42,10 +46,25 @@ logger = logging.getLogger("linnaeus.autobatch")
 
 
 class Status:
-    """What a rank is doing, in words, for its heartbeat."""
+    """What a rank is doing, in words, for its heartbeat.
 
-    def __init__(self) -> None:
+    Args:
+        tell: called with every new text.
+    """
+
+    def __init__(self, tell: Callable[[str], None] = lambda text: None) -> None:
+        self._tell = tell
         self.text = "starting"
+
+    @property
+    def text(self) -> str:
+        """The words."""
+        return self._text
+
+    @text.setter
+    def text(self, text: str) -> None:
+        self._text = text
+        self._tell(text)
 
 
 def exchange(
@@ -72,9 +91,10 @@ def exchange(
     if not world.is_distributed or world.store is None:
         return [work(Status())]
     post = _Post(torch_dist.PrefixStore(name, world.store), world)
-    post.put("outcome", _with_heartbeat(post, work))
     limit_s = timeout_minutes * 60 + GRACE_S
-    outcomes = [post.wait_for(rank, limit_s) for rank in range(world.world_size)]
+    with _last_words(post):
+        post.put("outcome", _with_heartbeat(post, work))
+        outcomes = [post.wait_for(rank, limit_s) for rank in range(world.world_size)]
     failed = [outcome for outcome in outcomes if "error" in outcome]
     if failed:
         post.put("read", True)
@@ -86,7 +106,7 @@ def exchange(
 
 def _with_heartbeat(post: _Post, work: Callable[[Status], Any]) -> dict[str, Any]:
     """The work's outcome for the store; a failure is posted, read by the others, and raised here."""
-    status = Status()
+    status = Status(post.beat)
     try:
         with _heartbeat(post, status):
             return {"result": work(status)}
@@ -104,13 +124,9 @@ def _heartbeat(post: _Post, status: Status) -> Iterator[None]:
     done = threading.Event()
 
     def beat() -> None:
-        count = 0
-        while True:
-            count += 1
+        while not done.wait(BEAT_S):
             with suppress(MemoryError):  # the thread shares the memory cap of a trial
-                post.put("beat", {"count": count, "doing": status.text, **_identity()})
-            if done.wait(BEAT_S):
-                return
+                post.beat(status.text)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
     thread.start()
@@ -121,12 +137,41 @@ def _heartbeat(post: _Post, status: Status) -> Iterator[None]:
         thread.join()
 
 
+@contextmanager
+def _last_words(post: _Post) -> Iterator[None]:
+    """Say why when the launcher ends this process: it does so as soon as another one has died."""
+    if threading.current_thread() is not threading.main_thread():  # others may not handle signals
+        yield
+        return
+
+    def explain(number: int, _: Any) -> None:
+        print(f"[rank {post.rank}] {_why_ended(post)}", file=sys.stderr, flush=True)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGTERM, explain)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _why_ended(post: _Post) -> str:
+    dead = []
+    with suppress(RuntimeError):  # the store may have gone with the process that kept it
+        dead = [f"rank {rank} ({doing})" for rank, doing in post.dead()]
+    if dead:
+        return f"AutoBatch: {' and '.join(dead)} died, so that this rank was ended too"
+    return "AutoBatch: this rank was ended from outside; the first error of the job says why"
+
+
 @dataclass
 class _Post:
     """One exchange's keys in the store, read without blocking."""
 
     store: torch_dist.Store
     world: World
+    beats: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def rank(self) -> int:
@@ -135,6 +180,10 @@ class _Post:
     def put(self, kind: str, value: Any) -> None:
         """Post this rank's value."""
         self.store.set(f"{kind}/{self.rank}", json.dumps(value))
+
+    def beat(self, doing: str) -> None:
+        """Give a sign of life."""
+        self.put("beat", {"count": next(self.beats), "doing": doing, **_identity()})
 
     def get(self, kind: str, rank: int) -> Any:
         """A rank's value; None when it has posted none."""
@@ -171,30 +220,47 @@ class _Post:
             if now - reported > REPORT_S:
                 reported = now
                 logger.info("waiting %.0f s for rank %d: %s", now - started, rank, beat.get("doing"))
-            time.sleep(POLL_S)
+            time.sleep(min(max(POLL_S[0], (now - started) / 20), POLL_S[1]))
         return dict(outcome)
+
+    def dead(self) -> Iterator[tuple[int, str]]:
+        """The ranks of this host whose process is gone, and what they were doing."""
+        for rank in range(self.world.world_size):
+            beat = self.get("beat", rank)
+            if beat and _is_neighbour(beat) and not _is_alive(beat["pid"]):
+                yield rank, beat["doing"]
 
     def wait_until_read(self) -> None:
         """Stay until the others know: torchrun ends them as soon as one process has failed."""
         others = [f"read/{rank}" for rank in range(self.world.world_size) if rank != self.rank]
         deadline = time.monotonic() + FAREWELL_S
         while not self.store.check(others) and time.monotonic() < deadline:
-            time.sleep(POLL_S / 2)
+            time.sleep(POLL_S[0])
 
 
 def _identity() -> dict[str, Any]:
-    """Which process this is, for the ranks that torchrun started beside it."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return {
-        "host": boot.read_text().strip() if boot.exists() else "",
-        "agent": os.getppid(),
-        "pid": os.getpid(),
-    }
+    """Which process this is, for the ranks beside it. Process numbers hold within a namespace of one boot."""
+    host = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        host = f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return {"host": host, "agent": os.getppid(), "pid": os.getpid()}
+
+
+def _is_neighbour(beat: dict[str, Any]) -> bool:
+    """Whether a rank's process number means something here."""
+    return beat.get("host") not in ("", None) and beat["host"] == _identity()["host"]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _end_hung_sibling(beat: dict[str, Any]) -> None:
     """Kill a hung rank of the same torchrun, whose own, polite signal it would not answer."""
-    mine = _identity()
-    if mine["host"] and beat.get("host") == mine["host"] and beat.get("agent") == mine["agent"]:
+    if _is_neighbour(beat) and beat["agent"] == os.getppid():
         with suppress(OSError):
             os.kill(beat["pid"], signal.SIGKILL)

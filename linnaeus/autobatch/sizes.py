@@ -96,7 +96,7 @@ class SizeSearch:
 
         with BatchSizeFinder(
             trial.step,
-            partial(_batches, spec, self.world, num=trial.num_micro_batches),
+            partial(self._batches, spec, num=trial.num_micro_batches),
             state=self.assembly.state,
             mode=mode,
             device=self.world.device,
@@ -112,6 +112,13 @@ class SizeSearch:
             yield finder
         trial.renew()
         gc.collect()  # the last wrapper's hooks on the parameters go with it
+
+    def _batches(self, spec: BatchSpec, size: int, *, num: int) -> Iterator[Batch]:
+        """Made one by one: a micro-batch is gone before the next one comes, as in training."""
+        device = self.world.device
+        if device.type == "cpu" and self.config.NUM_WORKERS == 0:  # the loader's memory is the device's
+            return (spec.load(size) for _ in range(num))
+        return (spec.make(size, device) for _ in range(num))
 
     def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
         return max_batch_size_for(
@@ -132,6 +139,7 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
         LinnaeusError: the same on every rank; see `exchange`.
     """
     found: dict[str, AutoBatchResult] = {}
+    search.world.connect()
     for mode in modes_to_search(search.config.AUTOBATCH):
         result = _exchange(search, f"search/{mode}", partial(_search_on_main, search, mode))[0]
         found[mode] = _agree(search, mode, AutoBatchResult.from_dict(mode, result))
@@ -166,7 +174,10 @@ def _exchange(search: SizeSearch, name: str, work: Callable[[Status], Any]) -> l
 
 
 def _search_on_main(search: SizeSearch, mode: Mode, status: Status) -> dict[str, Any] | None:
-    return search.run(mode, status).as_dict() if search.world.is_main else None
+    if not search.world.is_main:
+        status.text = "waiting"
+        return None
+    return search.run(mode, status).as_dict()
 
 
 def _try_here(search: SizeSearch, mode: Mode, size: int, status: Status) -> dict[str, Any]:
@@ -216,8 +227,3 @@ def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:
 def _memory_limit_gb(config: AutoBatchConfig, rank: int) -> float | None:
     limits = os.environ.get(LIMITS_VARIABLE)
     return float(limits.split(",")[rank]) if limits else config.MEMORY_LIMIT_GB
-
-
-def _batches(spec: BatchSpec, world: World, size: int, *, num: int) -> Iterator[Batch]:
-    """Made one by one: a micro-batch is gone before the next one comes, as in training."""
-    return (spec.make(size, world.device) for _ in range(num))
