@@ -244,19 +244,16 @@ def test_a_restarted_attempt_does_not_read_the_keys_of_the_last(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_two_nodes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_two_nodes(tmp_path: Path, rendezvous: str) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    nodes = [
-        Job(
-            tmp_path, *TINY, nproc=1,
-            options=(
-                "--nnodes=2", f"--node_rank={node}", "--master_addr=localhost", f"--master_port={port}",
-            ),
-        )
-        for node in (0, 1)
-    ]  # fmt: skip
+    options = {
+        "static": [f"--master_addr=localhost --master_port={port} --node_rank={node}" for node in (0, 1)],
+        "c10d": [f"--rdzv_id=a --rdzv_backend=c10d --rdzv_endpoint=localhost:{port}"] * 2,
+    }[rendezvous]
+    nodes = [Job(tmp_path, *TINY, nproc=1, options=["--nnodes=2", *line.split()]) for line in options]
     outcomes = [node.finish() for node in nodes]
     assert [code for code, _ in outcomes] == [0, 0], outcomes
     assert sizes(tmp_path) == (24, 16)
