@@ -16,6 +16,8 @@ import rich.progress
 from rich.console import Console
 from rich.logging import RichHandler
 
+from linnaeus.files import write_text_atomically
+
 LOGGER_NAME = "linnaeus"
 
 
@@ -81,9 +83,14 @@ class MetricsFile:
     Args:
         path: the file; lines are appended.
         enabled: whether this rank writes it.
+        last_step: optimizer steps done so far. Lines about later steps go: a run that was killed after its
+            last checkpoint will take those steps again.
     """
 
-    def __init__(self, path: Path, *, enabled: bool = True) -> None:
+    def __init__(self, path: Path, *, enabled: bool = True, last_step: int = 0) -> None:
+        if enabled and path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            write_text_atomically(path, "".join(line for line in lines if _step(line) <= last_step))
         self._file = path.open("a", encoding="utf-8") if enabled else None
 
     def __enter__(self) -> MetricsFile:
@@ -101,6 +108,14 @@ class MetricsFile:
         record: dict[str, Any] = {"step": step, "epoch": epoch, "split": split, "time": time.time(), **finite}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+
+
+def _step(line: str) -> float:
+    """The step that a line is about; infinity for a line that was cut off."""
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return math.inf
 
 
 class Progress:

@@ -27,10 +27,6 @@ class Tracker(Protocol):
         """A table of values."""
         ...
 
-    def update_config(self, config: Mapping[str, Any]) -> None:
-        """The configuration with the sizes found."""
-        ...
-
     def summarise(self, values: Mapping[str, Any]) -> None:
         """The run's final figures."""
         ...
@@ -47,9 +43,6 @@ class NullTracker:
         """Do nothing."""
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Do nothing."""
-
-    def update_config(self, config: Mapping[str, Any]) -> None:
         """Do nothing."""
 
     def summarise(self, values: Mapping[str, Any]) -> None:
@@ -80,10 +73,6 @@ class WandbTracker:
         table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
         # It goes with the next metrics; by itself it would use up a step that metrics then cannot have.
         self._run.log({name: table}, commit=False)
-
-    def update_config(self, config: Mapping[str, Any]) -> None:
-        """The configuration with the sizes found."""
-        self._run.config.update(dict(config), allow_val_change=True)
 
     def summarise(self, values: Mapping[str, Any]) -> None:
         """The run's final figures."""
@@ -121,7 +110,7 @@ def start_tracking(
         wandb.init, project=node.PROJECT, entity=node.ENTITY, group=node.GROUP, tags=node.TAGS, name=name,
         dir=str(folder), config=dict(config), id=_run_id(folder, resume), resume="allow", settings=settings,
     )  # fmt: skip
-    if "WANDB_MODE" in os.environ:
+    if os.environ.get("WANDB_MODE", "online") != "online":  # somebody wants it otherwise
         return WandbTracker(init())
     try:
         if _has_credentials():

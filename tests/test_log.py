@@ -140,9 +140,24 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
 def test_metrics_of_a_resumed_run_are_appended(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in (1, 2):
-        with MetricsFile(path) as file:
+        with MetricsFile(path, last_step=1) as file:
             file.write(step=step, epoch=0, split="train", values={})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_steps_that_a_killed_run_will_take_again_stand_once_in_the_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        for step in range(1, 8):
+            file.write(step=step, epoch=0, split="train", values={"loss": 1.0})
+    with path.open("a") as half_written:
+        half_written.write('{"step": 4, "epo')
+    with MetricsFile(path, last_step=4) as file:
+        file.write(step=5, epoch=0, split="train", values={"loss": 2.0})
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(record["step"], record["loss"]) for record in records] == [
+        (1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0),
+    ]  # fmt: skip
 
 
 def test_other_ranks_write_no_metrics(tmp_path: Path) -> None:

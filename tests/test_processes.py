@@ -45,6 +45,12 @@ def size_of(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
+def lines_of(run: Path) -> list[tuple[int, str]]:
+    """What the metrics are about."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(record["step"], record["split"]) for record in records]
+
+
 def test_killed_at_any_moment_and_resumed(never_killed: Path, tmp_path: Path) -> None:
     moments = random.Random(time.time_ns())
     run = tmp_path / "runs/small"
@@ -57,6 +63,7 @@ def test_killed_at_any_moment_and_resumed(never_killed: Path, tmp_path: Path) ->
     child = Child(tmp_path, *RESUMABLE)
     assert child.process.wait(timeout=240) == 0, child.log.read_text()
     assert_same_bits(weights(run), weights(never_killed))
+    assert lines_of(run) == lines_of(never_killed)
     assert "batch sizes are kept" in child.log.read_text()
 
 
