@@ -47,7 +47,9 @@ _OUT_OF_MEMORY = re.compile(
     r"|ErrorOutOfMemory"  # hipErrorOutOfMemory
     r"|UR_RESULT_ERROR_OUT_OF_RESOURCES"  # XPU
     r"|STATUS_?ALLOC_?FAILED"  # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, hipBLAS, MIOpen
+    r"|CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED"
     r"|CUFFT_ALLOC_FAILED"
+    r"|invalid buffer size: "  # MPS, for one tensor above what the device can give
     r"|(can't|cannot|could not|failed to|unable to) allocate memory"  # c10's CPU allocator and the system
     r"|not enough memory"  # c10's CPU allocator on Windows
     r"|std::bad_alloc|bad allocation",
@@ -56,6 +58,7 @@ _OUT_OF_MEMORY = re.compile(
 _UNSPECIFIC = re.compile(
     r"could not (create|execute) a primitive"  # oneDNN
     r"|can't start new thread"
+    r"|error return without exception set|without setting an exception"  # Python, with no memory for one
     r"|unable to find an engine|unable to find a valid cuDNN algorithm"  # no workspace for any of them
     r"|CUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR|EXECUTION_FAILED)"
     r"|CUBLAS_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR|EXECUTION_FAILED)",
@@ -78,7 +81,10 @@ def _says_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_unspecific(error: BaseException) -> bool:
-    return any(isinstance(cause, RuntimeError) and _UNSPECIFIC.search(str(cause)) for cause in _causes(error))
+    return any(
+        isinstance(cause, RuntimeError | SystemError) and _UNSPECIFIC.search(str(cause))
+        for cause in _causes(error)
+    )
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -338,24 +344,28 @@ class CpuMemory:
         """
         outcome: list[T] = []
         failure: list[BaseException] = []
+        done = threading.Event()  # before Python 3.13 an interrupted `join` takes the thread for ended
         modes = _thread_modes()
 
         def call() -> None:
-            _start_threads()
             try:
+                _start_threads()
                 with modes():
                     outcome.append(function())
             except BaseException as error:
                 failure.append(error)
+            finally:
+                done.set()
 
         thread = threading.Thread(target=contextvars.copy_context().run, args=(call,), name="trial")
         thread.start()
         interruption: BaseException | None = None
-        while thread.is_alive():  # after Ctrl-C too: nothing may be restored under a step that still runs
+        while not done.is_set():  # after Ctrl-C too: nothing may be restored under a step that still runs
             try:
-                thread.join()
+                done.wait()
             except BaseException as error:
                 interruption = error
+        thread.join()
         if interruption is not None:
             raise interruption
         if failure:
@@ -441,7 +451,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
         raise NotImplementedError(problem)
     try:
         return AcceleratorMemory(device)
-    except RuntimeError as error:  # NotImplementedError is one
+    except (RuntimeError, ValueError) as error:  # NotImplementedError is a RuntimeError
         raise NotImplementedError(f"{problem}: {error}") from error
 
 
@@ -518,12 +528,13 @@ def _pools(cgroups: Path, membership: Path) -> list[_Pool]:
 def _limited_cgroups(machine_bytes: int, root: Path, membership: Path) -> Iterator[_Pool]:
     """Memory cgroups (v1 and v2) of this process with a limit below the machine's memory, innermost first."""
     try:
-        lines = membership.read_text().splitlines()
+        lines = membership.read_text(errors="surrogateescape").splitlines()  # as file names are
     except OSError:
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
+        _, separator, controllers_and_path = line.partition(":")
+        controllers, _, path = controllers_and_path.partition(":")
+        if separator and controllers == "":
             names, base = ("memory.max", "memory.current", "inactive_file"), root
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -546,11 +557,16 @@ def _upwards(base: Path, path: str) -> Iterator[Path]:
 
 def _read_cgroup(folder: Path, limit_file: str, usage_file: str, reclaimable: str) -> _Pool | None:
     try:
-        limit = (folder / limit_file).read_text().strip()
-        if limit == "max":
-            return None
-        used = int((folder / usage_file).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        limit_bytes = int((folder / limit_file).read_text())  # "max" is no limit
+        used_bytes = int((folder / usage_file).read_text())
     except (OSError, ValueError):
         return None
-    return _Pool(int(limit), used - int(stat.get(reclaimable, 0)))
+    return _Pool(limit_bytes, used_bytes - _stat(folder / "memory.stat", reclaimable))
+
+
+def _stat(file: Path, name: str) -> int:
+    """One figure of a file of lines `name bytes`; 0 where it cannot be read."""
+    try:
+        return int(dict(line.split() for line in file.read_text().splitlines())[name])
+    except (OSError, ValueError, KeyError):
+        return 0

@@ -35,6 +35,10 @@ class BatchSizeFinder:
     modes and the allocator's cap are bit for bit what they were on entering. Arguments are those of
     `auto_find_batch_size`, and `batches_per_step`: how many batches one step takes, for samples per second.
 
+    Attributes:
+        trials: every trial so far, each as soon as it has run.
+        budget_bytes: of the last search; 0 before the first one.
+
     Raises:
         AutoBatchError: the bounds leave no size to try.
         ValueError: an argument out of its range.
@@ -74,7 +78,7 @@ class BatchSizeFinder:
         )  # fmt: skip
         self._state = state
         self._stack = contextlib.ExitStack()
-        self._budget_bytes = 0  # of the last search
+        self.budget_bytes = 0
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -112,7 +116,9 @@ class BatchSizeFinder:
             raise ValueError(f"target_memory_fraction is {target_memory_fraction}; it must lie in (0, 1]")
         started = time.monotonic()
         budget_bytes = self._take_budget(target_memory_fraction)
-        floor_bytes = self._runner.floor_bytes
+        floor_bytes = self.floor_bytes
+        known = [_raised(trial, -floor_bytes) for trial in self._known(budget_bytes)]
+        self.budget_bytes = budget_bytes
         found = find_largest(
             lambda size: self._runner(size) - floor_bytes,  # above the floor memory grows with the size
             budget_bytes=budget_bytes - floor_bytes,
@@ -123,13 +129,11 @@ class BatchSizeFinder:
             max_trials=max_trials,
             start=start,
             deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
-            known=[_raised(trial, -floor_bytes) for trial in self._known(budget_bytes)],
+            known=known,
             on_start=self._on_start,
-            on_trial=lambda trial: _log_trial(_raised(trial, floor_bytes)),
+            on_trial=lambda trial: self._record(_raised(trial, floor_bytes)),
         )
-        self._budget_bytes = budget_bytes
         trials = tuple(_raised(trial, floor_bytes) for trial in found.trials)
-        self.trials += trials
         if found.size is None:
             raise AutoBatchError(
                 _nothing_fits(self.mode, found.limited_by, self.trials, budget_bytes, self.memory,
@@ -162,6 +166,16 @@ class BatchSizeFinder:
             trials=result.trials + trials,
             timings=tuple(self._timing(size, medians[size]) for size in sorted(medians)),
         )
+
+    @property
+    def floor_bytes(self) -> int:
+        """What the process holds now, between two trials."""
+        return self._runner.floor_bytes
+
+    def measure(self, size: int) -> TrialRecord:
+        """Run one size, with the whole device (or the memory limit) for a budget."""
+        self.budget_bytes = self._take_budget(1.0)
+        return self._one_trial(size, self.budget_bytes)
 
     def time(self, size: int) -> Timing:
         """How fast a size runs that is known to fit."""
@@ -196,10 +210,13 @@ class BatchSizeFinder:
     def _one_trial(self, size: int, budget_bytes: int) -> TrialRecord:
         found = find_largest(
             self._runner, budget_bytes=budget_bytes, min_size=size, max_size=size, on_start=self._on_start,
-            on_trial=_log_trial,
+            on_trial=self._record,
         )  # fmt: skip
-        self.trials += found.trials
         return found.trials[0]
+
+    def _record(self, trial: TrialRecord) -> None:
+        self.trials.append(trial)
+        _log_trial(trial)
 
     def _take_budget(self, fraction: float) -> int:
         """The budget now. The first one is taken with libraries and kernels loaded, by a size that runs."""
@@ -213,7 +230,7 @@ class BatchSizeFinder:
         return budget_bytes
 
     def _known(self, budget_bytes: int) -> Iterable[TrialRecord]:
-        return carry_over(self.trials, old_budget_bytes=self._budget_bytes, budget_bytes=budget_bytes)
+        return carry_over(self.trials, old_budget_bytes=self.budget_bytes, budget_bytes=budget_bytes)
 
 
 def auto_find_batch_size(
@@ -294,7 +311,7 @@ def _device(state: Sequence[Any], device: torch.device | str | None) -> torch.de
         if isinstance(part, nn.Module):
             for parameter in part.parameters():
                 return parameter.device
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _min_size(state: Sequence[Any], mode: Mode, min_batch_size: int, max_batch_size: int) -> int:

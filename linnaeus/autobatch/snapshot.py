@@ -59,7 +59,7 @@ class Snapshot:
     @property
     def host_bytes(self) -> int:
         """What the copies hold."""
-        return sum(_num_bytes(part.copies()) for part in self._parts)
+        return sum(_num_bytes(saved) for part in self._parts for saved in part.copies())
 
     def restore_parts(self, *, with_optimizers: bool = True) -> None:
         """Put back what `state` holds; without the optimizers what they have allocated stays."""
@@ -94,24 +94,42 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 """Switches of the process: how each is read and written."""
 
 
-class _ParameterSnapshot:
-    """Value, gradient and flag of one parameter."""
+class _TensorSnapshot:
+    """Value of one tensor: a buffer or a gradient."""
 
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
-        self._device = parameter.device
-        self._gradient = parameter.grad
-        self._requires_grad = parameter.requires_grad
-        self.value = _host_copy(parameter)
-        self.gradient_value = None if parameter.grad is None else _host_copy(parameter.grad)
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._device = tensor.device
+        self.value = _host_copy(tensor)
+
+    def copies(self) -> Iterator[Tensor]:
+        yield self.value
 
     def restore(self) -> None:
-        if _kind(self._parameter) != _kind(self.value, self._device):
-            self._parameter.data = self.value.to(self._device, copy=True)
-        _put_back(self._parameter, self.value)
-        _put_back(self._gradient, self.gradient_value)
-        self._parameter.grad = self._gradient
-        self._parameter.requires_grad_(self._requires_grad)
+        _put_back(self._tensor, self.value, self._device)
+
+
+class _ParameterSnapshot(_TensorSnapshot):
+    """Value, gradient and flag of one parameter."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__(parameter)
+        self._gradient = parameter.grad
+        self._gradient_snapshot = None if parameter.grad is None else _TensorSnapshot(parameter.grad)
+        self._requires_grad = parameter.requires_grad
+
+    def copies(self) -> Iterator[Tensor]:
+        yield self.value
+        if self._gradient_snapshot is not None:
+            yield self._gradient_snapshot.value
+
+    def restore(self) -> None:
+        self._tensor.grad = None  # whose type and shape would have to fit the value
+        super().restore()
+        if self._gradient_snapshot is not None:
+            self._gradient_snapshot.restore()
+        self._tensor.grad = self._gradient
+        self._tensor.requires_grad_(self._requires_grad)
 
 
 class _ModuleSnapshot:
@@ -119,11 +137,12 @@ class _ModuleSnapshot:
 
     def __init__(self, module: nn.Module) -> None:
         self._modes = [(submodule, submodule.training) for submodule in module.modules()]
-        self._parameters = [_ParameterSnapshot(parameter) for parameter in module.parameters()]
-        self._buffers = [
-            (submodule, name, buffer, None if buffer is None else _host_copy(buffer))
+        self._tensors: list[_TensorSnapshot] = [_ParameterSnapshot(tensor) for tensor in module.parameters()]
+        self._tensors += [_TensorSnapshot(buffer) for buffer in module.buffers()]
+        self._registries: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (registry, dict(registry))
             for submodule in module.modules()
-            for name, buffer in submodule._buffers.items()
+            for registry in (submodule._parameters, submodule._buffers)
         ]
         self._extra = [
             (submodule, copy.deepcopy(submodule.get_extra_state()))
@@ -132,18 +151,18 @@ class _ModuleSnapshot:
         ]
 
     def copies(self) -> Iterator[Any]:
-        for parameter in self._parameters:
-            yield from (parameter.value, parameter.gradient_value)
-        for _, _, _, value in self._buffers:
-            yield value
+        for tensor in self._tensors:
+            yield from tensor.copies()
+        for _, state in self._extra:
+            yield state
 
     @torch.no_grad()
     def restore(self) -> None:
-        for parameter in self._parameters:
-            parameter.restore()
-        for submodule, name, buffer, value in self._buffers:
-            _put_back(buffer, value)
-            submodule._buffers[name] = buffer
+        for tensor in self._tensors:
+            tensor.restore()
+        for registry, tensors in self._registries:  # a step may exchange some, or register more
+            registry.clear()
+            registry.update(tensors)
         for submodule, state in self._extra:
             submodule.set_extra_state(copy.deepcopy(state))
         for submodule, training in self._modes:
@@ -174,8 +193,9 @@ class _OptimizerSnapshot:
 
     def copies(self) -> Iterator[Any]:
         for parameter in self._parameters:
-            yield from (parameter.value, parameter.gradient_value)
+            yield from parameter.copies()
         yield from self._state.values()
+        yield from self._groups
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -271,9 +291,9 @@ def _loaded(saved: Any, present: Any = None) -> Any:
     if isinstance(saved, _SavedTensor):
         value = saved.value
         original = saved.original()
-        if original is None or original is not present or _kind(original) != _kind(value, saved.device):
+        if original is None or original is not present:
             return value.to(saved.device, copy=True)
-        _put_back(original, value)
+        _put_back(original, value, saved.device)
         return original
     if type(saved) is dict:
         now = present if isinstance(present, dict) else {}
@@ -285,7 +305,13 @@ def _loaded(saved: Any, present: Any = None) -> Any:
 
 def _num_bytes(saved: Any) -> int:
     values = (leaf.value if isinstance(leaf, _SavedTensor) else leaf for leaf in nest.leaves(saved))
-    return sum(value.nbytes for value in values if isinstance(value, Tensor))
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return sum(part.nbytes for tensor in tensors for part in _parts(tensor))
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The dense tensors that hold the values."""
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
 def _kind(tensor: Tensor, device: torch.device | None = None) -> tuple[Any, ...]:
@@ -296,6 +322,12 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _put_back(tensor: Tensor | None, value: Tensor | None) -> None:
-    if tensor is not None and value is not None:
-        tensor.detach().copy_(value)
+def _put_back(tensor: Tensor, value: Tensor, device: torch.device) -> None:
+    """In place, or in fresh memory where the tensor's own no longer fits the value."""
+    if tensor.is_sparse or _kind(tensor) != _kind(value, device):
+        tensor.data = value.to(device, copy=True)
+        return
+    if 0 in tensor.stride():  # expanded: several values have one place
+        once = tuple(slice(None if stride else 1) for stride in tensor.stride())
+        tensor, value = tensor[once], value[once]
+    tensor.detach().copy_(value)

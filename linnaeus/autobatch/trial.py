@@ -48,8 +48,8 @@ class TrialRunner:
     budget, and ends with everything resident that training keeps. A training trial starts as training does,
     with the optimizer state of the snapshot, and allocates it where training would: after the first backward
     pass, among the memory that it has left. An optimizer that did not step there (a gradient scaler that
-    skips, a step that only accumulates) then takes one with what gradients there are. A trial of a single
-    step and a validation trial have the state from the beginning.
+    skips, a step that only accumulates) then takes one with gradients of zero. A trial of a single step and
+    a validation trial have the state from the beginning.
 
     Args:
         step: runs one full training or validation step on what `make_batch` gave.
@@ -214,19 +214,25 @@ class TrialRunner:
 
 
 def step_anyway(optimizer: torch.optim.Optimizer, refused: Callable[[BaseException], bool]) -> None:
-    """Let the optimizer take a step, with gradients of zero where there are none, so that it allocates.
+    """Let the optimizer take a step with gradients of zero, so that it allocates.
 
-    Parameters may move (weight decay). An optimizer that cannot take a step with dense gradients or without a
-    closure is left as it is: the trial's own steps allocate.
+    The gradients there are may be infinite (a gradient scaler skipped them): with those, the trial's next
+    step would run on NaN. Parameters may still move (weight decay). An optimizer that cannot take a step with
+    dense gradients or without a closure is left as it is: the trial's own steps allocate.
 
     Args:
         optimizer: the optimizer.
         refused: whether an exception says that there was no memory; such a one passes.
     """
-    without_gradient = [parameter for parameter in _trainable(optimizer) if parameter.grad is None]
+    trainable = _trainable(optimizer)
+    without_gradient = [parameter for parameter in trainable if parameter.grad is None]
     try:
-        for parameter in without_gradient:
-            parameter.grad = torch.zeros_like(parameter)
+        for parameter in trainable:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                with torch.no_grad():
+                    parameter.grad.zero_()
         optimizer.step()
     except Exception as error:
         if refused(error):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -79,7 +81,10 @@ def _rebuilt(original: Any, values: Any) -> Any:
     try:
         rebuilt = type(original)(values)
     except TypeError:
-        return values
+        if not isinstance(original, defaultdict):
+            return values
+        rebuilt = copy.copy(original)
+        rebuilt.update(values)
     if isinstance(rebuilt, dict) and hasattr(rebuilt, "__dict__"):
         vars(rebuilt).update(vars(original))  # a module's state dict has versions in its `_metadata`
     return rebuilt

@@ -1,0 +1,804 @@
+"""After `restore` every bit is what it was, in the objects that everybody else refers to."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from linnaeus.autobatch.snapshot import Snapshot, Stateful
+from linnaeus.config.schema import ScheduleConfig
+from linnaeus.ema import Ema
+from linnaeus.schedule import build_schedule
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Weights of two types, BatchNorm, tied weights, and buffers of every sort."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))
+        self.low = nn.Linear(8, 8, dtype=torch.bfloat16)
+        self.embedding = nn.Linear(6, 8, bias=False)
+        self.output = nn.Linear(8, 6, bias=False)
+        self.output.weight = nn.Parameter(self.embedding.weight.detach().T.contiguous())
+        self.tied = nn.Linear(6, 8, bias=False)
+        self.tied.weight = self.embedding.weight
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("scratch", torch.randn(5), persistent=False)
+        self.register_buffer("mask", torch.arange(3.0).expand(4, 3), persistent=False)
+        self.register_buffer("counts", torch.tensor([1, 2]))
+        self.register_buffer("absent", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x) + self.embedding(x) + self.tied(x)
+        hidden = hidden + self.low(hidden.to(torch.bfloat16)).float()
+        return self.output(hidden)  # type: ignore[no-any-return]
+
+
+def step(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    """A training step; gradients stay."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    model(torch.randn(4, 6)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def bits(value: Any) -> Any:
+    """A copy that compares equal only if every bit does."""
+    if isinstance(value, Tensor):
+        dense = value.detach().to_dense().contiguous()
+        raw = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return (str(value.dtype), tuple(value.shape), value.layout, raw)
+    if isinstance(value, dict):
+        return {name: bits(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits(part) for part in value]
+    return copy.deepcopy(value)
+
+
+def bits_of_module(module: nn.Module) -> dict[str, Any]:
+    """All that a module has, whether in its state dict or not."""
+    return {
+        "parameters": {
+            name: (id(parameter), bits(parameter), bits(parameter.grad), parameter.requires_grad)
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        },
+        "buffers": {
+            f"{path}.{name}": (id(buffer), bits(buffer))
+            for path, submodule in module.named_modules()
+            for name, buffer in submodule._buffers.items()
+        },
+        "modes": [submodule.training for submodule in module.modules()],
+    }
+
+
+def bits_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
+    groups = [{name: bits(value) for name, value in group.items() if name != "params"}
+              for group in optimizer.param_groups]  # fmt: skip
+    params = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    state = {id(parameter): bits(state) for parameter, state in optimizer.state.items()}
+    return groups, params, state
+
+
+# -- modules
+
+
+def spoil(module: nn.Module) -> None:
+    """Change whatever a module has."""
+    module.train(not module.training)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.requires_grad_(not parameter.requires_grad)
+            parameter.grad = torch.full_like(parameter, 3.0)
+            parameter.add_(1.0)
+        for submodule in module.modules():
+            for name, buffer in list(submodule._buffers.items()):
+                submodule._buffers[name] = torch.ones(2) if buffer is None else buffer + 1
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "with gradients"])
+def test_a_module_comes_back_bit_for_bit(trained: bool) -> None:
+    model = Net()
+    if trained:
+        step(model)
+    before = bits_of_module(model)
+    snapshot = Snapshot([model], CPU)
+    for _ in range(2):
+        spoil(model)
+        assert bits_of_module(model) != before
+        snapshot.restore()
+        assert bits_of_module(model) == before
+
+
+def test_batchnorm_buffers_that_changed_in_place_come_back() -> None:
+    model = Net()
+    before = bits_of_module(model)
+    snapshot = Snapshot([model], CPU)
+    step(model)
+    assert bits_of_module(model)["buffers"] != before["buffers"]
+    snapshot.restore()
+    assert bits_of_module(model) == before
+
+
+def test_a_gradient_comes_back_in_the_tensor_that_others_hold() -> None:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    gradient = model.weight.grad
+    assert gradient is not None
+    expected = gradient.clone()
+    snapshot = Snapshot([model], CPU)
+    gradient.mul_(5)
+    model.weight.grad = None
+    snapshot.restore()
+    assert model.weight.grad is gradient
+    assert torch.equal(gradient, expected)
+
+
+def test_a_gradient_that_was_not_there_goes() -> None:
+    model = Net()
+    snapshot = Snapshot([model], CPU)
+    step(model)
+    assert model.low.weight.grad is not None
+    snapshot.restore()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_sparse_gradient_comes_back() -> None:
+    model = nn.Embedding(10, 3, sparse=True)
+    model(torch.tensor([1, 4])).sum().backward()
+    before = bits_of_module(model)
+    snapshot = Snapshot([model], CPU)
+    assert snapshot.host_bytes >= model.weight.nbytes
+    model(torch.tensor([7])).sum().backward()
+    snapshot.restore()
+    assert bits_of_module(model) == before
+
+
+def test_each_submodule_keeps_its_own_mode() -> None:
+    model = Net()
+    model.inner[1].eval()
+    model.low.eval()
+    modes = [module.training for module in model.modules()]
+    assert set(modes) == {True, False}
+    snapshot = Snapshot([model], CPU)
+    for training in (True, False):
+        model.train(training)
+        snapshot.restore()
+        assert [module.training for module in model.modules()] == modes
+
+
+def test_special_values_come_back() -> None:
+    values = torch.tensor([float("nan"), -0.0, 0.0, float("inf"), -float("inf"), 1e-45])
+    model = nn.ParameterList([nn.Parameter(values.to(dtype)) for dtype in (torch.float32, torch.float64)])
+    before = bits_of_module(model)
+    snapshot = Snapshot([model], CPU)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    snapshot.restore()
+    assert bits_of_module(model) == before
+
+
+def test_tied_parameters_stay_tied() -> None:
+    model = Net()
+    snapshot = Snapshot([model], CPU)
+    spoil(model)
+    snapshot.restore()
+    assert model.tied.weight is model.embedding.weight
+    with torch.no_grad():
+        model.tied.weight.fill_(7)
+    assert (model.embedding.weight == 7).all()
+
+
+def test_two_parameters_over_one_storage_stay_so() -> None:
+    flat = torch.randn(10)
+    model = nn.ParameterList([nn.Parameter(flat[:4]), nn.Parameter(flat[2:])])
+    expected = flat.clone()
+    snapshot = Snapshot([model], CPU)
+    flat.zero_()
+    snapshot.restore()
+    assert torch.equal(flat, expected)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [torch.zeros(8, 6), torch.zeros(48), torch.zeros(2, 6), torch.zeros(8, 6, dtype=torch.bfloat16)],
+    ids=["same kind", "other shape", "smaller", "other type"],
+)
+def test_a_parameter_whose_data_was_replaced_comes_back(data: Tensor) -> None:
+    model = Net()
+    before = bits_of_module(model)
+    snapshot = Snapshot([model], CPU)
+    model.embedding.weight.data = data.clone()
+    snapshot.restore()
+    assert bits_of_module(model) == before
+    model(torch.randn(4, 6)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [torch.zeros(5), torch.zeros(9), torch.zeros(3, 5), torch.zeros(5, dtype=torch.float64)],
+    ids=["same kind", "larger", "more dimensions", "other type"],
+)
+def test_a_buffer_whose_data_was_replaced_comes_back(data: Tensor) -> None:
+    model = Net()
+    before = bits_of_module(model)
+    snapshot = Snapshot([model], CPU)
+    model.scratch.data = data.clone()
+    snapshot.restore()
+    assert bits_of_module(model) == before
+
+
+def test_what_a_step_registers_goes() -> None:
+    """Such as a table for the longest batch yet."""
+    model = Net()
+    before = bits_of_module(model)
+    snapshot = Snapshot([model], CPU)
+    model.inner.register_buffer("table", torch.randn(1000), persistent=False)
+    model.register_parameter("late", nn.Parameter(torch.randn(3)))
+    snapshot.restore()
+    assert bits_of_module(model) == before
+
+
+def test_a_parameter_that_was_exchanged_or_deleted_comes_back() -> None:
+    model = Net()
+    before = bits_of_module(model)
+    snapshot = Snapshot([model], CPU)
+    model.low.weight = nn.Parameter(torch.zeros(8, 8))
+    del model.output.weight
+    del model.scratch
+    snapshot.restore()
+    assert bits_of_module(model) == before
+
+
+def test_strides_come_back_with_replaced_data() -> None:
+    model = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    stride = model.weight.stride()
+    snapshot = Snapshot([model], CPU)
+    model.weight.data = torch.zeros(1)
+    snapshot.restore()
+    assert model.weight.stride() == stride
+
+
+class WithExtraState(nn.Module):
+    """Counts its calls in its extra state, as quantisers and metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {"calls": 0, "history": []}
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["calls"] += 1
+        self.seen["history"].append(x.sum().item())
+        return x
+
+
+def test_extra_state_of_submodules_comes_back() -> None:
+    extra = WithExtraState()
+    model = nn.Sequential(nn.Linear(2, 2), extra)
+    model(torch.ones(1, 2))
+    before = copy.deepcopy(extra.seen)
+    snapshot = Snapshot([model], CPU)
+    for _ in range(2):  # what was put back must not be the snapshot's own copy
+        model(torch.ones(1, 2))
+        assert extra.seen != before
+        snapshot.restore()
+        assert extra.seen == before
+
+
+# -- optimizers
+
+OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "fused adamw": lambda p: torch.optim.AdamW(p, fused=True),
+    "foreach adamw": lambda p: torch.optim.AdamW(p, foreach=True),
+    "tensor rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+    "radam": lambda p: torch.optim.RAdam(p, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_an_optimizer_comes_back_bit_for_bit(name: str, num_steps: int) -> None:
+    model = Net()
+    optimizer = OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad])
+    for _ in range(num_steps):
+        step(model, optimizer)
+    before = bits_of_module(model), bits_of_optimizer(optimizer)
+    tensors = {
+        (id(parameter), name): value
+        for parameter, state in optimizer.state.items()
+        for name, value in state.items()
+    }
+    groups = [id(group) for group in optimizer.param_groups]
+    snapshot = Snapshot([model, optimizer], CPU)
+    for _ in range(2):
+        step(model, optimizer)
+        optimizer.param_groups[0]["lr"] = 77.0
+        optimizer.param_groups[0]["added"] = True
+        snapshot.restore()
+        assert (bits_of_module(model), bits_of_optimizer(optimizer)) == before
+    assert [id(group) for group in optimizer.param_groups] == groups
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                assert value is tensors[id(parameter), name]
+
+
+def test_going_on_after_a_restore_is_as_if_nothing_had_been() -> None:
+    def run(interrupted: bool) -> Any:
+        torch.manual_seed(3)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer)
+        if interrupted:
+            snapshot = Snapshot([model, optimizer], CPU)
+            for _ in range(3):
+                step(model.eval(), optimizer)
+            snapshot.restore()
+        step(model, optimizer)
+        return bits(model.state_dict()), bits(optimizer.state_dict())
+
+    assert run(interrupted=True) == run(interrupted=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_state_keeps_a_type_that_is_not_the_parameters_own(dtype: torch.dtype) -> None:
+    """`load_state_dict` would cast it."""
+    parameter = nn.Parameter(torch.randn(4))
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": torch.randn(4).to(dtype)}
+    before = bits_of_optimizer(optimizer)
+    snapshot = Snapshot([optimizer], CPU)
+    optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros(4)}
+    snapshot.restore()
+    assert bits_of_optimizer(optimizer) == before
+    assert optimizer.state[parameter]["exp_avg"].dtype == dtype
+
+
+def test_state_that_was_thrown_away_comes_back() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    before = bits_of_optimizer(optimizer)
+    snapshot = Snapshot([model, optimizer], CPU)
+    optimizer.state.clear()
+    snapshot.restore()
+    assert bits_of_optimizer(optimizer) == before
+    assert isinstance(optimizer.state, defaultdict)
+
+
+def test_nested_state_comes_back() -> None:
+    """LBFGS keeps lists of directions; a state may hold tuples and dicts too."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = (model(torch.arange(12.0).view(4, 3)) - 3).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.state[model.bias] = {"nest": {"a": (torch.ones(1), [torch.zeros(2)])}, "empty": []}
+    before = bits_of_module(model), bits_of_optimizer(optimizer)
+    snapshot = Snapshot([model, optimizer], CPU)
+    for _ in range(2):
+        optimizer.step(closure)
+        optimizer.state[model.bias]["nest"]["a"][1][0].add_(1)
+        optimizer.state[model.bias]["empty"].append(1)
+        snapshot.restore()
+        assert (bits_of_module(model), bits_of_optimizer(optimizer)) == before
+
+
+def test_a_group_that_a_step_adds_goes() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.inner.parameters(), lr=0.1)
+    before = bits_of_optimizer(optimizer)
+    snapshot = Snapshot([model, optimizer], CPU)
+    optimizer.add_param_group({"params": list(model.low.parameters())})
+    snapshot.restore()
+    assert bits_of_optimizer(optimizer) == before
+
+
+def test_parameters_that_only_an_optimizer_holds_come_back() -> None:
+    temperature = nn.Parameter(torch.tensor([1.5, 2.5]))
+    temperature.grad = torch.ones(2)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": [temperature]}])
+    before = bits(temperature), bits(temperature.grad)
+    snapshot = Snapshot([model, optimizer], CPU)
+    assert snapshot.host_bytes == sum(p.nbytes for p in model.parameters()) + 2 * temperature.nbytes
+    (model(torch.ones(1, 2)) * temperature).sum().backward()
+    optimizer.step()
+    temperature.requires_grad_(False)
+    assert bits(temperature) != before[0]
+    snapshot.restore()
+    assert (bits(temperature), bits(temperature.grad)) == before
+    assert temperature.requires_grad
+
+
+def test_without_the_optimizers_what_they_allocated_stays() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = bits_of_module(model)
+    snapshot = Snapshot([model, optimizer], CPU)
+    step(model, optimizer)
+    trained = bits_of_optimizer(optimizer)
+    snapshot.restore_parts(with_optimizers=False)
+    assert bits_of_module(model) == before
+    assert bits_of_optimizer(optimizer) == trained
+    snapshot.restore_parts()
+    assert not optimizer.state
+
+
+# -- scalers, averages, schedules, anything
+
+
+def scale_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, factor: float) -> None:
+    parameter = optimizer.param_groups[0]["params"][0]
+    optimizer.zero_grad()
+    scaler.scale(parameter.sum() * factor).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def bits_of_scaler(scaler: torch.amp.GradScaler) -> Any:
+    return bits(dict(vars(scaler), _per_optimizer_states=dict(scaler._per_optimizer_states)))
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_scaler_comes_back(num_steps: int) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    for _ in range(num_steps):
+        scale_step(scaler, optimizer, 1.0)
+    before = bits_of_scaler(scaler)
+    snapshot = Snapshot([optimizer, scaler], CPU)
+    for _ in range(2):
+        scale_step(scaler, optimizer, float("inf"))
+        scaler.set_growth_interval(100)
+        assert bits_of_scaler(scaler) != before
+        snapshot.restore()
+        assert bits_of_scaler(scaler) == before
+        assert scaler.get_scale() == (64.0 if num_steps == 0 else 128.0)
+
+
+def test_a_scaler_in_the_middle_of_a_step_comes_back_there() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.unscale_(optimizer)
+    snapshot = Snapshot([optimizer, scaler], CPU)
+    scaler.step(optimizer)
+    scaler.update()
+    snapshot.restore()
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert torch.equal(parameter, torch.full((3,), 0.9))  # unscaled once: the gradient is one
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(optimizer)
+
+
+def test_a_disabled_scaler_is_no_trouble() -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    Snapshot([scaler], CPU).restore()
+    assert not scaler.is_enabled()
+
+
+def test_an_average_comes_back() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ema = Ema(model, 0.5)
+    step(model, optimizer)
+    ema.update()
+    before = bits_of_module(ema.module), ema.num_updates
+    snapshot = Snapshot([model, optimizer, ema], CPU)
+    for _ in range(3):
+        step(model, optimizer)
+        ema.update()
+    assert bits_of_module(ema.module) != before[0]
+    snapshot.restore()
+    assert (bits_of_module(ema.module), ema.num_updates) == before
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "linnaeus": lambda o: build_schedule(ScheduleConfig(), o, steps_per_epoch=5, num_epochs=4),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=30),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "milestones": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, milestones=[2, 4, 4]),
+    "chain": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_where_it_was(name: str) -> None:
+    def rates(interrupted: bool) -> list[float]:
+        model = nn.Linear(6, 6)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        schedule = SCHEDULES[name](optimizer)
+        rates: list[float] = []
+
+        def go_on(num_steps: int) -> None:
+            for _ in range(num_steps):
+                step(model, optimizer)
+                schedule.step(*([1.0] if name == "plateau" else []))
+                rates.append(optimizer.param_groups[0]["lr"])
+
+        go_on(2)
+        if interrupted:
+            snapshot = Snapshot([model, optimizer, schedule], CPU)
+            go_on(3)
+            del rates[2:]
+            snapshot.restore()
+        go_on(5)
+        return rates
+
+    undisturbed = rates(interrupted=False)
+    assert rates(interrupted=True) == undisturbed
+    assert len(set(undisturbed)) > 1
+
+
+class Queue:
+    """Anything that can hand out its state and take it back."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, Any] = {
+            "keys": torch.randn(4),
+            "nest": [torch.zeros(2), {"deep": (torch.ones(1), "text")}],
+            "counts": defaultdict(int, a=1),
+            "pointer": 0,
+            "none": None,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.content
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.content = state
+
+    def use(self) -> None:
+        self.content["keys"].add_(1)
+        self.content["nest"][0].add_(1)
+        self.content["nest"].append(3)
+        self.content["counts"]["new"] += 1
+        self.content["pointer"] += 1
+
+
+def test_any_object_with_a_state_dict_comes_back() -> None:
+    queue = Queue()
+    assert isinstance(queue, Stateful)
+    before = bits(queue.content)
+    snapshot = Snapshot([None, queue], CPU)
+    for _ in range(3):
+        queue.use()
+        assert bits(queue.content) != before
+        snapshot.restore()
+        assert bits(queue.content) == before
+
+
+@pytest.mark.parametrize("part", [object(), 3, "model", [nn.Linear(1, 1)], torch.ones(1)])
+def test_an_object_without_a_state_dict_is_refused(part: Any) -> None:
+    with pytest.raises(
+        TypeError, match=f"holds a {type(part).__name__}, which has no state_dict and load_st"
+    ):
+        Snapshot([nn.Linear(1, 1), part], CPU)
+
+
+def test_half_a_contract_is_not_enough() -> None:
+    class Reader:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    with pytest.raises(TypeError, match="Reader"):
+        Snapshot([Reader()], CPU)
+
+
+def test_the_copies_are_counted() -> None:
+    model = nn.Linear(100, 10, bias=False)
+    model.register_buffer("scratch", torch.zeros(50), persistent=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    assert Snapshot([model, optimizer], CPU).host_bytes == 4 * 1050
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    assert Snapshot([model, optimizer], CPU).host_bytes == 4 * (1050 + 3 * 1000 + 1)
+    assert Snapshot([], CPU).host_bytes == 0
+
+
+def test_the_copies_share_nothing_with_the_state() -> None:
+    """They lie on the host, and on the host too they are copies."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))
+    queue = Queue()
+    snapshot = Snapshot([model, optimizer, queue], CPU)
+    expected = bits(model.weight), bits(queue.content)
+    snapshot.restore()
+    with torch.no_grad():
+        model.weight.fill_(9)
+        optimizer.param_groups[0]["lr"].fill_(9)
+    queue.use()
+    snapshot.restore()
+    assert (bits(model.weight), bits(queue.content)) == expected
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+# -- the process
+
+
+def draw() -> tuple[float, float, float, float]:
+    """From every generator; `gauss` and `standard_normal` keep a second number in store."""
+    return random.gauss(0, 1), random.random(), float(np.random.standard_normal()), torch.randn(1).item()
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), before=st.integers(0, 5), inside=st.integers(0, 700))
+def test_every_generator_draws_on_where_it_was(seed: int, before: int, inside: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    for _ in range(before):
+        draw()
+    snapshot = Snapshot([], CPU)
+    expected = [draw() for _ in range(3)]
+    for _ in range(inside):
+        draw()
+    np.random.seed(1)
+    snapshot.restore()
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_the_environment_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LINNAEUS_KEPT", "a")
+    monkeypatch.setenv("LINNAEUS_REMOVED", "b")
+    before = dict(os.environ)
+    snapshot = Snapshot([], CPU)
+    os.environ["LINNAEUS_KEPT"] = "changed"
+    os.environ["LINNAEUS_NEW"] = "c"
+    del os.environ["LINNAEUS_REMOVED"]
+    snapshot.restore()
+    assert dict(os.environ) == before
+    assert os.getenv("LINNAEUS_NEW") is None
+
+
+SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], object], tuple[Any, ...]]] = {
+    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled, (True, False)),
+    "default type": (
+        torch.get_default_dtype, torch.set_default_dtype, (torch.float32, torch.float64, torch.bfloat16)
+    ),
+    "deterministic": (
+        torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, (0, 1, 2)
+    ),
+    "cudnn": (
+        lambda: torch.backends.cudnn.enabled, lambda on: setattr(torch.backends.cudnn, "enabled", on),
+        (True, False),
+    ),
+    "cudnn benchmark": (
+        lambda: torch.backends.cudnn.benchmark, lambda on: setattr(torch.backends.cudnn, "benchmark", on),
+        (True, False),
+    ),
+    "cudnn deterministic": (
+        lambda: torch.backends.cudnn.deterministic,
+        lambda on: setattr(torch.backends.cudnn, "deterministic", on), (True, False),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def _switches_as_before() -> Iterator[None]:
+    values = {name: read() for name, (read, _, _) in SWITCHES.items()}
+    yield
+    for name, (_, write, _) in SWITCHES.items():
+        write(values[name])
+
+
+@pytest.mark.usefixtures("_switches_as_before")
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switches_of_the_process_come_back(name: str) -> None:
+    read, write, values = SWITCHES[name]
+    for value in values:
+        for other in values:
+            write(value)
+            snapshot = Snapshot([nn.Linear(1, 1)], CPU)
+            write(other)
+            snapshot.restore()
+            assert read() == value
+
+
+def test_parts_are_put_back_under_any_switch() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    before = bits_of_module(model), bits_of_optimizer(optimizer)
+    snapshot = Snapshot([model, optimizer], CPU)
+    step(model, optimizer)
+    with torch.inference_mode():
+        model(torch.ones(2, 6))
+    with torch.no_grad():
+        snapshot.restore_parts()
+    assert (bits_of_module(model), bits_of_optimizer(optimizer)) == before
+    step(model, optimizer)
+
+
+# -- all together
+
+ACTIONS: dict[str, Callable[[Net, torch.optim.Optimizer, Ema], object]] = {
+    "step": lambda model, optimizer, ema: step(model.requires_grad_(True), optimizer),
+    "average": lambda model, optimizer, ema: ema.update(),
+    "forward": lambda model, optimizer, ema: model(torch.randn(3, 6)),
+    "eval": lambda model, optimizer, ema: model.eval(),
+    "train": lambda model, optimizer, ema: model.train(),
+    "spoil": lambda model, optimizer, ema: spoil(model),
+    "no gradients": lambda model, optimizer, ema: model.zero_grad(),
+    "zero gradients": lambda model, optimizer, ema: model.zero_grad(set_to_none=False),
+    "forget": lambda model, optimizer, ema: optimizer.state.clear(),
+    "rate": lambda model, optimizer, ema: optimizer.param_groups[0].update(lr=0.3),
+    "draw": lambda model, optimizer, ema: draw(),
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    before=st.lists(st.sampled_from(list(ACTIONS)), max_size=4),
+    inside=st.lists(st.sampled_from(list(ACTIONS)), max_size=6),
+    again=st.lists(st.sampled_from(list(ACTIONS)), max_size=3),
+)
+def test_whatever_happens_in_between_is_undone(
+    before: list[str], inside: list[str], again: list[str]
+) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ema = Ema(model, 0.9)
+
+    def act(names: list[str]) -> None:
+        for name in names:
+            ACTIONS[name](model, optimizer, ema)
+
+    def everything() -> Any:
+        generators = torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())
+        return (bits_of_module(model), bits_of_optimizer(optimizer), bits_of_module(ema.module),
+                ema.num_updates, generators)  # fmt: skip
+
+    act(before)
+    expected = everything()
+    snapshot = Snapshot([model, optimizer, ema], CPU)
+    for names in (inside, again):
+        act(names)
+        model.frozen.data = torch.zeros(len(names))  # of the same length or another
+        snapshot.restore()
+        assert everything() == expected

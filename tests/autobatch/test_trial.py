@@ -1,0 +1,759 @@
+"""Trials of real models, in the memory of this very process."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import resource
+import shutil
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from linnaeus.autobatch.search import OutOfMemory
+from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.autobatch.trial import TrialRunner, only_new_garbage
+from linnaeus.memory import CpuMemory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="host memory is measured on Linux")
+
+MIB = 1024**2
+CPU = torch.device("cpu")
+NOISE = 8 * MIB  # what the rest of the process takes or gives back between two readings
+AMPLE = 1024  # MiB that no trial here needs
+MARGIN = 64 * MIB  # that one operation may go beyond the cap
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _only_new_garbage() -> Iterator[None]:
+    """What the first optimizer loads is loaded by now, or every collection would look at it."""
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+    importlib.import_module("torch._dynamo")
+    with only_new_garbage():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def make_runner(
+    step: Callable[[Any], object],
+    make_batch: Callable[[int], Any],
+    *state: Any,
+    room_mib: int = AMPLE,
+    num_steps: int = 2,
+    training: bool = True,
+    warm: int | None = 4,
+) -> TrialRunner:
+    """A runner that may take `room_mib` above what the process holds, with all libraries loaded."""
+    memory = CpuMemory(CPU)
+    memory.clean()
+    runner = TrialRunner(
+        step, make_batch, state=state, memory=memory, budget_bytes=memory.in_use() + AMPLE * MIB,
+        num_steps=num_steps, training=training, snapshot=Snapshot(state, CPU),
+    )  # fmt: skip
+    if warm is not None:
+        runner.warm_up(warm)
+    runner.clean()
+    runner.budget_bytes = runner.floor_bytes + room_mib * MIB
+    return runner
+
+
+def wide_model() -> nn.Sequential:
+    """8 KiB of activations a sample."""
+    return nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 1))
+
+
+def samples(size: int) -> Tensor:
+    return torch.randn(size, 16)
+
+
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], object]:
+    def step(batch: Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+class Table(nn.Module):
+    """Memory in the weights and hardly any in the activations."""
+
+    def __init__(self, mib: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((mib, MIB // 4), 0.5))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.weight[0, : len(batch)].mul(batch[:, 0]).sum()
+
+
+class Hungry(torch.autograd.Function):
+    """Takes MiB for as long as it runs, in the forward or in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_mib: int, backward_mib: int) -> Tensor:
+        ctx.mib = backward_mib
+        torch.ones(forward_mib * MIB // 4).neg()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        torch.ones(ctx.mib * MIB // 4).neg()
+        return gradient, None, None
+
+
+# -- the peak
+
+
+def test_the_peak_grows_with_the_size() -> None:
+    model = wide_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    runner = make_runner(training_step(model, optimizer), samples, model, optimizer)
+    sizes = [1000, 2000, 4000, 8000]
+    peaks = [runner(size) for size in sizes]
+    for low, high, growth in zip(peaks[:-1], peaks[1:], (1000, 2000, 4000), strict=True):
+        assert 8 * 1024 * growth <= high - low <= 40 * 1024 * growth
+    for size, peak in zip(sizes, peaks, strict=True):
+        assert runner(size) == pytest.approx(peak, abs=NOISE)
+    assert runner.floor_bytes < peaks[0] < runner.budget_bytes
+
+
+def test_each_step_of_a_trial_gets_a_batch_of_the_size() -> None:
+    model = nn.Linear(16, 1)
+    made, ran = [], []
+
+    def make_batch(size: int) -> Tensor:
+        made.append(size)
+        return samples(size)
+
+    for num_steps in (1, 2, 5):
+        runner = make_runner(lambda batch: ran.append(len(batch)), make_batch, model, num_steps=num_steps,
+                             warm=None)  # fmt: skip
+        made.clear()
+        ran.clear()
+        runner(7)
+        assert made == ran == [7] * num_steps
+
+
+def test_the_highest_of_all_steps_is_the_peak() -> None:
+    sizes = iter([10, 100, 10])
+    runner = make_runner(lambda _: torch.ones(next(sizes) * MIB // 4), samples, num_steps=3, warm=None)
+    assert runner(1) - runner.floor_bytes == pytest.approx(100 * MIB, abs=NOISE)
+
+
+def test_copies_on_the_host_are_not_the_trials() -> None:
+    model = Table(mib=100)
+    memory = CpuMemory(CPU)
+    memory.clean()
+    before = memory.in_use()
+    runner = make_runner(lambda batch: torch.ones(10 * MIB // 4), samples, model, room_mib=60)
+    assert memory.in_use() == pytest.approx(before + 100 * MIB, abs=NOISE)
+    assert runner.floor_bytes == pytest.approx(before, abs=NOISE)
+    assert runner(1) == pytest.approx(before + 10 * MIB, abs=NOISE)
+
+
+def test_modules_are_in_the_mode_of_the_trial_and_come_back() -> None:
+    model = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4))
+    model[1].eval()
+    modes: set[tuple[bool, ...]] = set()
+    for training in (True, False):
+        runner = make_runner(
+            lambda batch: modes.add(tuple(module.training for module in model.modules())), samples, model,
+            training=training,
+        )  # fmt: skip
+        modes.clear()
+        runner(4)
+        assert modes == {(training,) * 3}
+        assert [module.training for module in model.modules()] == [True, True, False]
+
+
+# -- out of memory
+
+
+@pytest.mark.parametrize("place", ["batch", "forward", "backward"])
+def test_running_out_is_reported_from_wherever_it_happens(place: str) -> None:
+    model = nn.Linear(16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = model.weight.detach().clone()
+    reached: list[str] = []
+
+    def make_batch(size: int) -> tuple[Tensor, int]:
+        reached.append("batch")
+        torch.ones(size * (place == "batch") * MIB // 4).neg()
+        return samples(4), size
+
+    def step(batch: tuple[Tensor, int]) -> None:
+        reached.append("forward")
+        inputs, mib = batch
+        output = Hungry.apply(model(inputs), mib * (place == "forward"), mib * (place == "backward"))
+        reached.append("backward")
+        output.sum().backward()
+        optimizer.step()
+        reached.append("end")
+
+    runner = make_runner(step, make_batch, model, optimizer, room_mib=100)
+    for mib in (10_000, 300, 90):
+        reached.clear()
+        with pytest.raises(OutOfMemory, match="memory"):
+            runner(mib)
+        assert reached[-1] == place
+        assert torch.equal(model.weight, expected)
+        assert model.weight.grad is None
+    runner(5)
+    assert reached[-1] == "end"
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_running_out_in_the_optimizers_step_is_reported(foreach: bool) -> None:
+    """The weights and their gradients fit, the moments do not."""
+    model = Table(mib=48)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)
+    reached: list[str] = []
+
+    def step(batch: Tensor) -> None:
+        optimizer.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        reached.append("backward")
+        optimizer.step()
+        reached.append("end")
+
+    runner = make_runner(step, samples, model, optimizer, room_mib=120)
+    reached.clear()
+    with pytest.raises(OutOfMemory):
+        runner(4)
+    assert reached == ["backward"]
+    assert not optimizer.state
+    assert (model.weight == 0.5).all()
+    runner.budget_bytes = runner.floor_bytes + 48 * 8 * MIB
+    assert runner(4) - runner.floor_bytes >= 48 * 3 * MIB - NOISE
+
+
+def test_the_process_never_holds_much_more_than_the_budget() -> None:
+    model = wide_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    runner = make_runner(training_step(model, optimizer), samples, model, optimizer, room_mib=80)
+    memory = CpuMemory(CPU)
+    outcomes = set()
+    for size in (1000, 3000, 6000, 12_000, 50_000, 200_000):
+        try:
+            peak = runner(size)
+        except OutOfMemory:
+            outcomes.add("oom")
+        else:
+            outcomes.add("ran")
+            assert peak <= runner.budget_bytes + MARGIN + NOISE
+        assert memory.peak() <= runner.budget_bytes + runner._snapshot.host_bytes + MARGIN + NOISE
+    assert outcomes == {"ran", "oom"}
+
+
+def test_nothing_runs_when_the_process_holds_the_whole_budget() -> None:
+    calls: list[int] = []
+    runner = make_runner(lambda _: calls.append(1), samples, nn.Linear(16, 1), room_mib=-50)
+    calls.clear()
+    with pytest.raises(OutOfMemory, match="holds the whole budget before the first sample"):
+        runner(1)
+    assert not calls
+
+
+def test_a_warm_up_that_does_not_fit_is_no_error() -> None:
+    runner = make_runner(lambda _: torch.ones(400 * MIB), samples, room_mib=10, warm=None)
+    runner.warm_up(1)
+    with pytest.raises(OutOfMemory):
+        runner(1)
+
+
+# -- other exceptions
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("labels out of range"),
+        RuntimeError("the loss is NaN"),
+        FloatingPointError("nan"),
+        FileNotFoundError(2, "No such file or directory", "out of memory"),
+        RuntimeError("could not create a primitive"),
+        KeyboardInterrupt(),
+        SystemExit(3),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_any_other_exception_passes_and_all_can_be_put_back(error: BaseException, training: bool) -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    limit = resource.getrlimit(resource.RLIMIT_DATA)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    fails = False
+
+    def step(batch: Tensor) -> None:
+        training_step(model, optimizer)(batch)
+        if fails:
+            raise error
+
+    runner = make_runner(step, samples, model, optimizer, training=training)
+    fails = True
+    with pytest.raises(type(error)) as caught:
+        runner(4)
+    assert caught.value is error
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limit
+    assert not optimizer._optimizer_step_post_hooks
+    assert optimizer.state
+    runner._snapshot.restore()
+    assert not optimizer.state
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    fails = False
+    runner(4)
+
+
+def test_a_real_mistake_in_the_step_passes() -> None:
+    model = nn.Linear(16, 1)
+    runner = make_runner(model, lambda size: torch.ones(size, 17), model, warm=None)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        runner(3)
+
+
+def test_a_mistake_in_the_batch_passes() -> None:
+    runner = make_runner(print, lambda size: {}["image"], nn.Linear(16, 1), warm=None)
+    with pytest.raises(KeyError, match="image"):
+        runner(3)
+
+
+def test_a_nan_loss_is_a_result_like_any_other() -> None:
+    model = wide_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses: list[float] = []
+
+    def step(batch: Tensor) -> None:
+        optimizer.zero_grad()
+        loss = model(batch * float("nan")).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+
+    runner = make_runner(step, samples, model, optimizer)
+    assert runner(2000) > runner.floor_bytes + 2000 * 8 * 1024
+    assert losses
+    assert all(loss != loss for loss in losses)
+    assert model[0].weight.isfinite().all()
+
+
+# -- the optimizer's state
+
+
+@pytest.mark.parametrize("clears", ["before", "after", "never"])
+def test_a_scaler_that_skips_does_not_hide_the_optimizers_state(clears: str) -> None:
+    """Infinite gradients must not get into the weights either: a step may check its loss."""
+    model = Table(mib=20)
+    optimizer = torch.optim.Adam(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    states: list[bool] = []
+    skipped: list[bool] = []
+
+    def step(batch: Tensor) -> None:
+        states.append(model.weight in optimizer.state)
+        if clears == "before":
+            optimizer.zero_grad()
+        loss = model(batch + 100)
+        if not loss.isfinite():
+            raise FloatingPointError(f"the loss is {loss.item()}")
+        scaler.scale(loss).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped.append(scaler.get_scale() < before)
+        if clears == "after":
+            optimizer.zero_grad()
+
+    runner = make_runner(step, samples, model, optimizer, scaler)
+    states.clear()
+    skipped.clear()
+    peak = runner(4)
+    assert skipped == [True, True]
+    assert states == [False, True]
+    assert peak - runner.floor_bytes >= 20 * 3 * MIB - NOISE  # a gradient and two moments
+    assert scaler.get_scale() == 2.0**127
+    assert not optimizer.state
+
+
+def test_a_step_that_only_accumulates_does_not_hide_the_optimizers_state() -> None:
+    model = Table(mib=20)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    states: list[bool] = []
+    gradients: list[bool] = []
+    calls = 0
+
+    def step(batch: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        states.append(model.weight in optimizer.state)
+        gradients.append(model.weight.grad is not None)
+        assert (model.weight == 0.5).all()
+        model(batch).backward()
+        if calls % 1000 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    runner = make_runner(step, samples, model, optimizer, num_steps=3)
+    states.clear()
+    gradients.clear()
+    peak = runner(4)
+    assert states == [False, True, True]
+    assert gradients == [False, True, True]  # they stay, as in training
+    assert peak - runner.floor_bytes >= 20 * 3 * MIB - NOISE
+
+
+def test_moments_are_counted_in_a_trial_of_one_step() -> None:
+    model = Table(mib=20)
+    optimizer = torch.optim.Adam(model.parameters())
+    states: list[bool] = []
+
+    def step(batch: Tensor) -> None:
+        states.append(model.weight in optimizer.state)
+        assert (model.weight == 0.5).all()
+        training_step(model, optimizer)(batch)
+
+    runner = make_runner(step, samples, model, optimizer, num_steps=1)
+    assert runner(4) - runner.floor_bytes >= 20 * 3 * MIB - NOISE
+    assert all(states)
+
+
+def test_a_step_that_steps_is_left_alone() -> None:
+    """With state from the step itself, none is taken beside it."""
+    model = Table(mib=1)
+    optimizer = torch.optim.Adam(model.parameters())
+    counts: list[float] = []
+
+    def step(batch: Tensor) -> None:
+        training_step(model, optimizer)(batch)
+        counts.append(optimizer.state[model.weight]["step"].item())
+
+    runner = make_runner(step, samples, model, optimizer, num_steps=3)
+    counts.clear()
+    runner(4)
+    assert counts == [1, 2, 3]
+
+
+def test_only_the_optimizer_that_did_not_step_is_helped() -> None:
+    generator, critic = Table(mib=4), Table(mib=4)
+    first, second = (torch.optim.Adam(part.parameters()) for part in (generator, critic))
+    counts: list[tuple[int, int]] = []
+
+    def step(batch: Tensor) -> None:
+        counts.append((len(first.state), len(second.state)))
+        training_step(generator, first)(batch)
+
+    runner = make_runner(step, samples, generator, critic, first, second)
+    counts.clear()
+    runner(4)
+    assert counts == [(0, 0), (1, 1)]
+    assert not first.state
+    assert not second.state
+
+
+def test_frozen_parameters_get_neither_gradient_nor_state() -> None:
+    model, frozen = Table(mib=1), nn.Parameter(torch.ones(4), requires_grad=False)
+    optimizer = torch.optim.Adam([*model.parameters(), frozen])
+    seen: list[bool] = []
+
+    def step(batch: Tensor) -> None:
+        seen.append(frozen in optimizer.state or frozen.grad is not None)
+        model(batch).backward()
+
+    for num_steps in (1, 2):
+        make_runner(step, samples, model, optimizer, num_steps=num_steps)(4)
+    assert seen
+    assert not any(seen)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+@pytest.mark.parametrize("training", [True, False])
+def test_an_optimizer_that_needs_a_closure_works(num_steps: int, training: bool) -> None:
+    model = wide_model()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, history_size=3)
+    expected = model[0].weight.detach().clone()
+
+    def step(batch: Tensor) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        if training:
+            optimizer.step(closure)
+        else:
+            with torch.no_grad():
+                model(batch)
+
+    runner = make_runner(step, samples, model, optimizer, num_steps=num_steps, training=training)
+    assert runner(1000) - runner.floor_bytes >= 1000 * 8 * 1024
+    assert not optimizer.state
+    assert torch.equal(model[0].weight, expected)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+@pytest.mark.parametrize("training", [True, False])
+def test_an_optimizer_of_sparse_gradients_works(num_steps: int, training: bool) -> None:
+    model = nn.Embedding(1000, 2048, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    expected = model.weight.detach().clone()
+
+    def step(batch: Tensor) -> None:
+        with torch.set_grad_enabled(training):
+            loss = model(batch).square().sum()
+        if training:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    runner = make_runner(
+        step, lambda size: torch.randint(1000, (size,)), model, optimizer, num_steps=num_steps,
+        training=training,
+    )  # fmt: skip
+    assert runner(1000) - runner.floor_bytes >= 1000 * 8 * 1024
+    assert not optimizer.state
+    assert torch.equal(model.weight, expected)
+
+
+def test_sparse_gradients_that_only_accumulate_work() -> None:
+    model = nn.Embedding(1000, 256, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    states: list[int] = []
+
+    def step(batch: Tensor) -> None:
+        states.append(len(optimizer.state))
+        model(batch).square().sum().backward()
+
+    runner = make_runner(step, lambda size: torch.randint(1000, (size,)), model, optimizer)
+    states.clear()
+    runner(100)
+    assert states == [0, 1]
+
+
+# -- validation
+
+
+def test_validation_has_the_optimizers_state_resident() -> None:
+    """Though no trial of it ever steps; and it meets the weights that training has now."""
+    model = Table(mib=30)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+    seen: list[tuple[bool, bool]] = []
+
+    @torch.no_grad()
+    def step(batch: Tensor) -> None:
+        seen.append((model.weight in optimizer.state, model.weight.grad is None))
+        assert (model.weight == 0.5).all()
+        model(batch)
+
+    memory = CpuMemory(CPU)
+    memory.clean()
+    before = memory.in_use()
+    runner = make_runner(step, samples, model, optimizer, training=False)
+    assert runner.floor_bytes == pytest.approx(before + 60 * MIB, abs=NOISE)
+    moments = optimizer.state[model.weight]["exp_avg"]
+    for size in (1, 4):
+        assert runner(size) == pytest.approx(before + 60 * MIB, abs=NOISE)
+        assert optimizer.state[model.weight]["exp_avg"] is moments
+    assert set(seen) == {(True, True)}
+    runner._snapshot.restore()
+    assert not optimizer.state
+
+
+def test_validation_with_no_room_for_the_optimizers_state_does_not_fit() -> None:
+    model = Table(mib=60)
+    optimizer = torch.optim.Adam(model.parameters())
+    steps: list[int] = []
+    runner = make_runner(
+        lambda batch: steps.append(1), samples, model, optimizer, training=False, room_mib=70, warm=None
+    )
+    with pytest.raises(OutOfMemory):
+        runner(1)
+    assert not steps
+
+
+# -- nothing stays
+
+
+def num_tensors() -> int:
+    return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+
+
+def test_thirty_trials_leave_nothing_behind() -> None:
+    model = wide_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    runner = make_runner(training_step(model, optimizer), samples, model, optimizer, room_mib=60)
+    memory = CpuMemory(CPU)
+    outcomes: list[str] = []
+
+    def trial(size: int) -> None:
+        try:
+            runner(size)
+        except OutOfMemory:
+            outcomes.append("oom")
+        else:
+            outcomes.append("ran")
+
+    for size in (500, 30_000):
+        trial(size)
+    before, tensors, threads = memory.in_use(), num_tensors(), sys._current_frames().keys()
+    for number in range(30):
+        trial([200, 500, 800, 20_000, 5_000_000][number % 5])
+    assert outcomes.count("oom") == 13
+    assert outcomes.count("ran") == 19
+    assert abs(memory.in_use() - before) <= 4 * MIB
+    assert num_tensors() == tensors
+    assert sys._current_frames().keys() == threads
+
+
+@pytest.mark.parametrize("wraps", ["not at all", "from", "while handling", "keeps"])
+def test_the_traceback_of_a_failed_trial_keeps_nothing_alive(wraps: str) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    kept: list[BaseException] = []
+    model = nn.Linear(16, 1)
+
+    def inner(batch: Tensor) -> None:
+        activations = torch.ones(20 * MIB // 4)
+        alive.extend([weakref.ref(batch), weakref.ref(activations)])
+        torch.ones(2000 * MIB // 4)
+
+    def step(batch: Tensor) -> None:
+        copy = batch.clone()
+        alive.append(weakref.ref(copy))
+        try:
+            inner(copy)
+        except RuntimeError as error:
+            if wraps == "from":
+                raise ValueError("the step failed") from error
+            if wraps == "while handling":
+                raise MemoryError("the step failed")  # noqa: B904
+            if wraps == "keeps":
+                kept.append(error)
+            raise
+
+    runner = make_runner(step, samples, model, room_mib=100, warm=None)
+    before = CpuMemory(CPU).in_use()
+    with pytest.raises(OutOfMemory) as caught:
+        runner(4)
+    assert len(alive) == 3
+    assert [reference() for reference in alive] == [None] * 3
+    assert abs(CpuMemory(CPU).in_use() - before) <= 4 * MIB
+    assert caught.value.__cause__ is None
+    assert len(kept) == (wraps == "keeps")
+
+
+def test_what_a_step_keeps_on_its_module_is_its_own() -> None:
+    """But gradients go, also of parameters that were given none before."""
+    model = wide_model()
+    runner = make_runner(lambda batch: model(batch).sum().backward(), samples, model)
+    runner(10)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_gradient_from_before_is_there_again_after_each_trial() -> None:
+    model = nn.Linear(16, 1)
+    model(torch.ones(1, 16)).sum().backward()
+    runner = make_runner(lambda batch: model(batch).sum().backward(), samples, model)
+    for _ in range(2):
+        runner(10)
+        assert torch.equal(model.weight.grad, torch.ones(1, 16))
+
+
+# -- gradient checkpointing and compilation
+
+
+class Deep(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+                                    for _ in range(12))  # fmt: skip
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x.square().mean()
+
+
+def test_checkpointing_saves_memory_in_a_trial_as_it_does_in_training() -> None:
+    def make(checkpointed: bool, room_mib: int) -> TrialRunner:
+        model = Deep(checkpointed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch: Tensor) -> None:
+            optimizer.zero_grad()
+            model(batch).backward()
+            optimizer.step()
+
+        return make_runner(step, lambda n: torch.randn(n, 256), model, optimizer, room_mib=room_mib)
+
+    plain = make(False, AMPLE)
+    plain_bytes = plain(2000) - plain.floor_bytes
+    saving = make(True, AMPLE)
+    saving_bytes = saving(2000) - saving.floor_bytes
+    assert saving_bytes < 0.75 * plain_bytes
+    between_mib = (saving_bytes + plain_bytes) // 2 // MIB
+    with pytest.raises(OutOfMemory):
+        make(False, between_mib)(2000)
+    make(True, between_mib)(2000)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_can_be_tried() -> None:
+    model = wide_model()
+    compiled = torch.compile(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    runner = make_runner(training_step(compiled, optimizer), samples, model, optimizer, warm=500)
+    runner.budget_bytes = runner.floor_bytes + AMPLE * MIB
+    peaks = [runner(size) for size in (1000, 4000)]
+    assert peaks[1] - peaks[0] >= 3000 * 8 * 1024 - NOISE
+    with pytest.raises(OutOfMemory):
+        runner(100_000)
+    assert runner(1000) == pytest.approx(peaks[0], abs=4 * NOISE)
+
+
+# -- garbage
+
+
+def test_collections_inside_look_at_new_things_alone() -> None:
+    assert gc.get_freeze_count() > 0  # these tests run inside already
+    with only_new_garbage():
+        pass
+    assert gc.get_freeze_count() > 0  # somebody else's freeze is left alone
+    gc.unfreeze()
+    try:
+        old: Sequence[object] = [[]]
+        with only_new_garbage():
+            assert gc.get_freeze_count() > 0
+            assert not any(thing is old for thing in gc.get_objects())
+        assert gc.get_freeze_count() == 0
+        assert any(thing is old for thing in gc.get_objects())
+    finally:
+        gc.freeze()
+
+
+def test_a_cycle_that_a_trial_leaves_is_collected() -> None:
+    references: list[weakref.ref[Tensor]] = []
+
+    def step(batch: Tensor) -> None:
+        cycle: list[object] = [batch]
+        cycle.append(cycle)
+        references.append(weakref.ref(batch))
+
+    runner = make_runner(step, samples, nn.Linear(16, 1))
+    runner(10)
+    assert references
+    assert all(reference() is None for reference in references)
