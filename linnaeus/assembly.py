@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnaeus.config.schema import TrainConfig
+from linnaeus.config.schema import Config, TrainConfig
+from linnaeus.data.bundle import DataBundle
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.ema import Ema
 from linnaeus.losses import build_loss
@@ -107,4 +108,22 @@ def assemble(
             precision=precision,
             update_metrics=metrics.update,
         ),
+    )
+
+
+def assemble_for(config: Config, data: DataBundle, device: torch.device) -> Assembly:
+    """What the whole configuration asks for, on its data.
+
+    Raises:
+        ConfigError: a node that cannot be built.
+    """
+    return assemble(
+        model_node=config.MODEL,
+        loss_node=config.LOSS,
+        optimizer_node=config.OPTIMIZER,
+        config=config.TRAIN,
+        taxonomy=data.taxonomy,
+        in_chans=data.in_chans,
+        img_size=data.img_size,
+        device=device,
     )

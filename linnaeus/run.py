@@ -17,7 +17,7 @@ import timm.layers
 import torch
 from rich.console import Console
 
-from linnaeus.assembly import Assembly, assemble
+from linnaeus.assembly import Assembly, assemble_for
 from linnaeus.autobatch.report import device_environment, save_results, summary, trials_table
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes
@@ -62,7 +62,7 @@ def run(config: Config) -> FitResult:
         latest = world.on_main(checkpoints.find_latest) if train.AUTO_RESUME else None
         checkpoint = load_checkpoint(latest) if latest is not None else None
         data = build_data(config.DATA, seed=seed)
-        assembly = _assemble(config, data, world)
+        assembly = assemble_for(config, data, world.device)
         if train.SYNC_BATCHNORM and world.is_distributed:
             # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
             timm.layers.convert_sync_batchnorm(assembly.model)
@@ -97,7 +97,13 @@ def run(config: Config) -> FitResult:
             state=TrainingState(assembly.model, assembly.optimizer, assembly.scaler, schedule, assembly.ema),
             checkpoints=checkpoints,
             outlets=Outlets(
-                stack.enter_context(MetricsFile(folder / "metrics.jsonl", enabled=world.is_main)),
+                stack.enter_context(
+                    MetricsFile(
+                        folder / "metrics.jsonl",
+                        enabled=world.is_main,
+                        last_step=checkpoint["progress"]["step"] if checkpoint is not None else 0,
+                    )
+                ),
                 tracker,
                 partial(Progress, console if world.is_main else None),
             ),
@@ -154,19 +160,6 @@ def _check_device(config: TrainConfig, world: World) -> None:
         raise ConfigError(
             "TRAIN.SYNC_BATCHNORM: True, but SyncBatchNorm needs an accelerator; set it False on the CPU"
         )
-
-
-def _assemble(config: Config, data: DataBundle, world: World) -> Assembly:
-    return assemble(
-        model_node=config.MODEL,
-        loss_node=config.LOSS,
-        optimizer_node=config.OPTIMIZER,
-        config=config.TRAIN,
-        taxonomy=data.taxonomy,
-        in_chans=data.in_chans,
-        img_size=data.img_size,
-        device=world.device,
-    )
 
 
 def _search(

@@ -164,6 +164,17 @@ class BatchSpec:
         inputs = nest.map_leaves(lambda leaf: fill(leaf, is_input=True), self._base.inputs)
         return Batch(inputs, nest.map_leaves(lambda leaf: fill(leaf, is_input=False), self._base.targets))
 
+    def load(self, n: int) -> Batch:
+        """A batch of n samples on the host, made as a loader in this process makes it.
+
+        Each sample has memory of its own until they are collated. The C library keeps what small samples
+        had, so that a process which loads holds more than its batch.
+
+        Args:
+            n: number of samples, at least 1.
+        """
+        return self._collate([nest.map_leaves(_own, sample) for sample in islice(cycle(self.samples), n)])
+
     def _collate(self, samples: list[Any]) -> Batch:
         with preserved_generators():
             seed_generators(self.seed)
@@ -217,6 +228,10 @@ def _filled(
         result.narrow(axis, filled, more).copy_(result.narrow(axis, 0, more))
         filled += more
     return result
+
+
+def _own(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _is_image(leaf: Any) -> bool:

@@ -1,0 +1,666 @@
+"""`auto_find_batch_size` as a library, on plain PyTorch loops."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import random
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
+from linnaeus.ema import Ema
+from linnaeus.errors import AutoBatchError
+from linnaeus.memory import GIB, device_memory
+
+CPU = torch.device("cpu")
+MIB = 1024**2
+WIDTH = MIB // 4  # float32 values in one MiB
+
+
+def of_this_process(name: str) -> int:
+    """A figure of `/proc/self/status`, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def room(extra_mib: float) -> dict[str, float]:
+    """Arguments that leave so much above what the process holds."""
+    device_memory(CPU).clean()
+    limit_gb = (of_this_process("VmRSS") + extra_mib * MIB) / GIB
+    return {"target_memory_fraction": 1.0, "memory_limit_gb": limit_gb}
+
+
+def make_batch(size: int) -> Tensor:
+    """One MiB a sample."""
+    return torch.ones(size, WIDTH)
+
+
+def plain_step(batch: Tensor) -> None:
+    """Twice the batch at its peak."""
+    (batch * 2).sum()
+
+
+find_on_cpu = partial(auto_find_batch_size, device="cpu")
+
+
+class Loop:
+    """A plain training loop's step, with everything that one may keep."""
+
+    def __init__(self, width: int = 256, depth: int = 4) -> None:
+        torch.manual_seed(0)
+        layers = [part for _ in range(depth) for part in (nn.Linear(width, width), nn.GELU())]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.width = width
+
+    def make_batch(self, size: int) -> Tensor:
+        return torch.randn(size * 128, self.width)
+
+    def step(self, batch: Tensor) -> None:
+        self.model(batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def find(self, extra_mib: float = 60, **arguments: Any) -> AutoBatchResult:
+        state = arguments.pop("state", (self.model, self.optimizer))
+        step = arguments.pop("step", self.step)
+        return auto_find_batch_size(
+            step, self.make_batch, state=state, **{**room(extra_mib), "max_batch_size": 512, **arguments}
+        )
+
+
+def record_of(result: AutoBatchResult, size: int) -> Any:
+    return next(trial for trial in result.trials if trial.size == size)
+
+
+# --- the size found ---
+
+
+@pytest.mark.parametrize("strategy", ["guided", "binary", "binsearch"])
+@pytest.mark.parametrize("multiple_of", [1, 8])
+def test_the_size_ran_within_the_budget_and_the_next_one_did_not(strategy: str, multiple_of: int) -> None:
+    seen: list[int] = []
+
+    def step(batch: Tensor) -> None:
+        seen.append(len(batch))
+        plain_step(batch)
+
+    result = find_on_cpu(
+        step, make_batch, strategy=strategy, multiple_of=multiple_of, max_batch_size=300, **room(150)
+    )
+    assert result.certified
+    assert result.limited_by == "memory"
+    assert result.batch_size % multiple_of == 0
+    fits, next_one = (
+        record_of(result, size) for size in (result.batch_size, result.batch_size + multiple_of)
+    )
+    assert fits.status == "fits"
+    assert 0 < fits.peak_bytes <= result.budget_bytes
+    assert next_one.status in ("over", "oom")
+    assert next_one.peak_bytes is None or next_one.peak_bytes > result.budget_bytes
+    assert {trial.size for trial in result.trials} <= set(seen) | {next_one.size}
+    assert seen.count(result.batch_size) >= 2
+    assert 50 <= result.batch_size <= 80, "two MiB a sample in 150 MiB"
+
+
+def test_power_gives_the_largest_power_of_two_that_fits() -> None:
+    result = find_on_cpu(plain_step, make_batch, strategy="power", max_batch_size=512, **room(150))
+    assert result.batch_size == 64
+    assert record_of(result, 64).status == "fits"
+    assert record_of(result, 128).status in ("over", "oom")
+
+
+def test_the_size_found_holds_outside_the_search_and_a_larger_one_does_not() -> None:
+    loop = Loop()
+    result = loop.find(strategy="guided")
+    assert result.limited_by == "memory"
+    peaks = {}
+    loop.step(loop.make_batch(1))  # the optimizer's state
+    for size in (result.batch_size, round(result.batch_size * 1.3)):
+        device_memory(CPU).clean()
+        Path("/proc/self/clear_refs").write_text("5")
+        for _ in range(4):
+            loop.step(loop.make_batch(size))
+        peaks[size] = of_this_process("VmHWM")
+    fits, too_large = peaks.values()
+    assert fits <= 1.02 * result.peak_bytes
+    assert too_large > result.budget_bytes
+
+
+def test_a_tighter_memory_limit_gives_a_smaller_size() -> None:
+    large, small = (
+        find_on_cpu(plain_step, make_batch, max_batch_size=300, **room(extra)) for extra in (160, 80)
+    )
+    assert large.batch_size > 1.5 * small.batch_size
+    assert small.limited_by == large.limited_by == "memory"
+
+
+def test_the_budget_is_the_fraction_of_the_limit() -> None:
+    limit_gb = (of_this_process("VmRSS") + 400 * MIB) / GIB
+    result = find_on_cpu(
+        plain_step, make_batch, max_batch_size=2, target_memory_fraction=0.9, memory_limit_gb=limit_gb
+    )
+    assert result.budget_bytes == pytest.approx(0.9 * limit_gb * GIB, rel=1e-6)
+    assert result.target_memory_fraction == 0.9
+    assert result.total_bytes >= result.budget_bytes
+
+
+# --- what limits it ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limited_by", "size"),
+    [
+        ({"max_batch_size": 24}, "max_batch_size", 24),
+        ({"max_batch_size": 24, "multiple_of": 7}, "max_batch_size", 21),
+        ({"max_batch_size": 24, "bounds": {"dataset": 17}}, "dataset", 17),
+        ({"bounds": {"dataset": 17, "host_memory": 13}}, "host_memory", 13),
+        ({"max_batch_size": 11, "bounds": {"dataset": 17, "host_memory": 13}}, "max_batch_size", 11),
+    ],
+)
+def test_the_lowest_bound_is_reached_and_named(arguments: dict[str, Any], limited_by: str, size: int) -> None:
+    result = find_on_cpu(plain_step, make_batch, **room(300), **arguments)
+    assert (result.limited_by, result.batch_size) == (limited_by, size)
+    assert result.certified
+    assert max(trial.size for trial in result.trials) == size
+
+
+def test_a_bound_that_memory_undercuts_is_not_named() -> None:
+    result = find_on_cpu(plain_step, make_batch, bounds={"dataset": 200}, **room(100))
+    assert result.limited_by == "memory"
+    assert result.batch_size < 200
+
+
+def test_no_more_trials_run_than_allowed() -> None:
+    result = find_on_cpu(plain_step, make_batch, max_trials=2, max_batch_size=300, **room(150))
+    assert result.limited_by == "max_trials"
+    assert len(result.trials) == 2
+    assert not result.certified
+    assert record_of(result, result.batch_size).status == "fits"
+
+
+def test_the_deadline_ends_the_search_with_the_best_size_so_far() -> None:
+    deadline_s = 4.0
+    sizes: list[int] = []
+
+    def step(batch: Tensor) -> None:
+        if len(batch) not in sizes:
+            sizes.append(len(batch))
+            if len(sizes) == 3:  # one that warms up, one trial, and this one
+                time.sleep(deadline_s)
+        plain_step(batch)
+
+    result = find_on_cpu(step, make_batch, timeout_minutes=deadline_s / 60, max_batch_size=300, **room(150))
+    assert result.limited_by == "timeout"
+    assert not result.certified
+    assert sizes == [1, *(trial.size for trial in result.trials)]
+    assert len(result.trials) == 2
+    assert record_of(result, result.batch_size).status == "fits"
+
+
+def test_sizes_below_the_smallest_are_not_tried() -> None:
+    sizes: set[int] = set()
+
+    def step(batch: Tensor) -> None:
+        sizes.add(len(batch))
+        plain_step(batch)
+
+    find_on_cpu(step, make_batch, min_batch_size=10, max_batch_size=40, **room(200))
+    assert min(sizes) >= 10
+    assert max(sizes) == 40
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(("mode", "suffix"), [("train", ""), ("val", "_VAL")])
+def test_when_nothing_fits_the_error_names_sizes_peaks_budget_and_keys(mode: Any, suffix: str) -> None:
+    with pytest.raises(AutoBatchError) as caught:
+        find_on_cpu(plain_step, make_batch, min_batch_size=90, mode=mode, **room(60))
+    text = str(caught.value)
+    assert caught.value.exit_code == 3
+    assert f"({mode})" in text
+    assert "90 (" in text
+    assert "Budget" in text
+    assert "GiB" in text
+    for key in ("MIN_BATCH_SIZE", "TARGET_MEMORY_FRACTION"):
+        assert f"DATA.AUTOBATCH.{key}{suffix} " in text or f"DATA.AUTOBATCH.{key}{suffix}," in text
+    for key in ("DATA.IMG_SIZE", "MODEL.NAME", "TRAIN.AMP", "TRAIN.GRADIENT_CHECKPOINTING"):
+        assert key in text
+
+
+def test_a_process_that_already_holds_more_than_the_budget_finds_nothing() -> None:
+    with pytest.raises(AutoBatchError, match="no batch size fits"):
+        find_on_cpu(plain_step, make_batch, target_memory_fraction=1.0, memory_limit_gb=0.01)
+
+
+def test_a_bound_below_the_smallest_size_is_an_error_that_names_it() -> None:
+    with pytest.raises(AutoBatchError, match=r"MIN_BATCH_SIZE is 20, but dataset allows no more than 7"):
+        find_on_cpu(plain_step, make_batch, min_batch_size=20, bounds={"dataset": 7})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("target_memory_fraction", 0.0),
+        ("target_memory_fraction", 1.01),
+        ("target_memory_fraction", -0.5),
+        ("mode", "test"),
+        ("strategy", "magic"),
+        ("multiple_of", 0),
+        ("max_trials", 0),
+        ("min_batch_size", 0),
+    ],
+)
+def test_an_argument_out_of_its_range_is_named(name: str, value: Any) -> None:
+    arguments: dict[str, Any] = {"max_batch_size": 4, name: value}
+    with pytest.raises(ValueError, match=name.replace("_batch_", "_(batch_)?")):
+        find_on_cpu(plain_step, make_batch, **arguments)
+
+
+def test_state_without_a_state_dict_is_refused() -> None:
+    with pytest.raises(TypeError, match="state_dict"):
+        find_on_cpu(plain_step, make_batch, state=(object(),))
+
+
+# --- kinds of loops ---
+
+
+def test_batchnorm_trains_on_no_single_sample_and_validates_on_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sizes: list[int] = []
+
+    def step(batch: Tensor) -> None:
+        sizes.append(len(batch))
+        loss = model(batch).sum()
+        if model.training:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    arguments: dict[str, Any] = {"state": (model, optimizer), "max_batch_size": 8, **room(300)}
+    assert auto_find_batch_size(step, lambda n: torch.randn(n, 4), **arguments).batch_size == 8
+    assert min(sizes) == 2
+    sizes.clear()
+    found = auto_find_batch_size(step, lambda n: torch.randn(n, 4), mode="val", **arguments)
+    assert found.batch_size == 8
+    assert min(sizes) == 1
+
+
+def test_samples_of_differing_shapes() -> None:
+    def make_lists(size: int) -> list[Tensor]:
+        return [torch.ones(WIDTH if number % 2 else WIDTH // 4) for number in range(size)]
+
+    def step(batch: list[Tensor]) -> None:
+        torch.cat(batch).sum()
+
+    result = find_on_cpu(step, make_lists, max_batch_size=400, **room(100))
+    assert result.limited_by == "memory"
+    assert result.certified
+    assert 60 <= result.batch_size <= 90, "1.25 MiB a sample in 100 MiB"
+
+
+def test_without_state_and_device_the_search_looks_at_the_device_that_torch_would_use() -> None:
+    available = torch.accelerator.current_accelerator(check_available=True)
+    device = available or CPU
+    result = auto_find_batch_size(
+        lambda batch: batch.sum(), lambda n: torch.ones(n, 8, device=device), max_batch_size=2
+    )
+    assert result.total_bytes == device_memory(device).total_bytes
+
+
+def test_without_state_the_step_may_keep_what_it_likes() -> None:
+    calls: list[int] = []
+
+    def step(batch: Tensor) -> None:
+        calls.append(len(batch))
+
+    result = find_on_cpu(step, make_batch, max_batch_size=6, steps_per_trial=3, **room(200))
+    assert result.batch_size == 6
+    assert all(calls.count(trial.size) >= 3 for trial in result.trials)
+
+
+@pytest.mark.parametrize(("mode", "training"), [("train", True), ("val", False)])
+def test_modules_are_in_the_mode_of_the_search(mode: Any, training: bool) -> None:
+    loop = Loop()
+    modes: set[bool] = set()
+
+    def step(batch: Tensor) -> None:
+        modes.update(module.training for module in loop.model.modules())
+
+    loop.model.train(not training)
+    loop.find(step=step, mode=mode, max_batch_size=4)
+    assert modes == {training}
+    assert loop.model.training is not training
+
+
+def test_validation_is_measured_with_the_optimizer_state_of_training_resident() -> None:
+    loop = Loop(width=1536, depth=4)
+    parameter_bytes = sum(parameter.nbytes for parameter in loop.model.parameters())
+
+    @torch.no_grad()
+    def step(batch: Tensor) -> None:
+        loop.model(batch)
+
+    peaks = {}
+    for name, state in (("with", (loop.model, loop.optimizer)), ("without", (loop.model,))):
+        result = loop.find(step=step, state=state, mode="val", max_batch_size=2, extra_mib=600)
+        peaks[name] = result.peak_bytes
+    assert not loop.optimizer.state
+    assert peaks["with"] - peaks["without"] == pytest.approx(2 * parameter_bytes, rel=0.1)
+
+
+def test_gradient_checkpointing_allows_larger_batches() -> None:
+    loop = Loop(depth=8)
+
+    def step(batch: Tensor) -> None:
+        hidden = batch.requires_grad_()
+        for block in blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        hidden.square().mean().backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+    blocks = [loop.model[start : start + 4] for start in range(0, len(loop.model), 4)]
+    plain = loop.find()
+    saving = loop.find(step=step)
+    assert plain.limited_by == saving.limited_by == "memory"
+    assert saving.batch_size > 1.5 * plain.batch_size
+
+
+def test_bf16_autocast_allows_larger_batches_and_leaves_the_weights_as_they_are() -> None:
+    loop = Loop(depth=8)
+    before = [parameter.clone() for parameter in loop.model.parameters()]
+    seen: set[torch.dtype] = set()
+
+    def step(batch: Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = loop.model(batch)
+        seen.add(output.dtype)
+        output.square().mean().backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+    plain = loop.find()
+    half = loop.find(step=step)
+    assert seen == {torch.bfloat16}
+    assert plain.limited_by == half.limited_by == "memory"
+    assert half.batch_size > 1.2 * plain.batch_size
+    assert all(torch.equal(a, b) for a, b in zip(before, loop.model.parameters(), strict=True))
+
+
+def test_a_step_under_the_callers_autocast_and_no_grad_sees_them() -> None:
+    seen: set[tuple[bool, bool]] = set()
+
+    def step(batch: Tensor) -> None:
+        seen.add((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        find_on_cpu(step, make_batch, max_batch_size=2, **room(200))
+    assert seen == {(True, False)}
+
+
+def test_a_search_after_a_step_that_really_ran_out_of_memory_goes_on_and_training_too() -> None:
+    """The allocator itself refuses: a batch far above the cap, made in one piece."""
+    loop = Loop()
+    grown: list[int] = []
+
+    def step(batch: Tensor) -> None:
+        if len(batch) >= 128 * 32:
+            torch.empty(1 << 50)  # no machine has it
+        grown.append(len(batch) // 128)
+        loop.step(batch)
+
+    result = loop.find(step=step, max_batch_size=100, extra_mib=600)
+    assert result.batch_size == 31
+    assert result.certified
+    assert record_of(result, 32).status == "oom"
+    assert 32 not in grown
+    loop.step(loop.make_batch(200))
+    assert torch.ones(300 * WIDTH).sum() == 300 * WIDTH
+
+
+def test_a_batch_far_above_the_budget_is_refused_and_not_built() -> None:
+    """The machine's other processes must not miss what a trial takes."""
+    arguments = room(100)
+    held, highest = of_this_process("VmRSS"), 0
+
+    def make_pieces(size: int) -> list[Tensor]:
+        nonlocal highest
+        pieces = []
+        for _ in range(size):
+            pieces.append(torch.zeros(10 * WIDTH))
+            highest = max(highest, of_this_process("VmRSS"))
+        return pieces
+
+    result = find_on_cpu(torch.cat, make_pieces, strategy="binary", max_batch_size=200, **arguments)
+    assert record_of(result, 100).status == "oom"
+    assert record_of(result, result.batch_size).status == "fits"
+    assert highest < held + 200 * MIB
+
+
+# --- the result ---
+
+
+def test_a_result_survives_its_file() -> None:
+    result = find_on_cpu(plain_step, make_batch, max_batch_size=300, mode="val", **room(80))
+    written = json.loads(json.dumps(result.as_dict()))
+    again = AutoBatchResult.from_dict("val", written)
+    assert again.as_dict() == written
+    trials = tuple(dataclasses.replace(trial, seconds=0.0) for trial in result.trials)
+    assert tuple(dataclasses.replace(trial, seconds=0.0) for trial in again.trials) == trials
+    assert (again.batch_size, again.mode, again.peak_bytes) == (result.batch_size, "val", result.peak_bytes)
+    assert {trial["status"] for trial in written["trials"]} <= {"fits", "over", "oom"}
+
+
+# --- neutrality ---
+
+
+class Everything:
+    """A loop whose step changes all that a step can change."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.LazyLinear(5)
+        )
+        self.model(torch.randn(2, 3, 16, 16))
+        self.model[3].eval()  # one part of a model that trains
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=2)
+        self.ema = Ema(self.model, 0.9)
+        self.fails: Callable[[int], BaseException | None] = lambda size: None
+        for _ in range(2):
+            self.update(self.make_batch(4))
+        self.model(self.make_batch(4)).sum().backward()  # left by an unfinished step
+        self.model[0].bias.grad = None
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        return self.model, self.optimizer, self.scaler, self.ema
+
+    def make_batch(self, size: int) -> Tensor:
+        return torch.randn(size, 3, 16, 16)
+
+    def step(self, batch: Tensor) -> None:
+        random.random()
+        np.random.rand()
+        os.environ["LEFT_BY_A_STEP"] = "1"
+        os.environ.pop("SET_BEFORE_THE_SEARCH", None)
+        torch.set_default_dtype(torch.float32)
+        if self.model.training:
+            self.update(batch)
+        else:
+            self.model[1].running_mean.add_(1)
+        error = self.fails(len(batch))
+        if error is not None:
+            raise error
+
+    def update(self, batch: Tensor) -> None:
+        self.scaler.scale(self.model(batch).square().mean()).backward()
+        self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.ema.update()
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+
+    def picture(self) -> dict[str, Any]:
+        """All that the process could tell a search by."""
+        parameters = dict(self.model.named_parameters())
+        return {
+            "parameters": {name: parameter.detach().clone() for name, parameter in parameters.items()},
+            "identities": [id(parameter) for parameter in parameters.values()],
+            "gradients": {
+                name: None if parameter.grad is None else parameter.grad.clone()
+                for name, parameter in parameters.items()
+            },
+            "buffers": {name: buffer.clone() for name, buffer in self.model.named_buffers()},
+            "modes": [module.training for module in self.model.modules()],
+            "ema modes": [module.training for module in self.ema.module.modules()],
+            "optimizer": copied(self.optimizer.state_dict()),
+            "scaler": copied(self.scaler.state_dict()),
+            "ema": copied(self.ema.state_dict()),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "limit": resource.getrlimit(resource.RLIMIT_DATA),
+            "environment": dict(os.environ),
+            "frozen": gc.get_freeze_count(),
+            "collects": gc.isenabled(),
+            "switches": (
+                torch.is_grad_enabled(), torch.get_default_dtype(), torch.is_autocast_enabled("cpu"),
+                torch.are_deterministic_algorithms_enabled(), torch.is_inference_mode_enabled(),
+                torch.get_num_threads(),
+            ),
+        }  # fmt: skip
+
+
+def copied(nest: Any) -> Any:
+    if isinstance(nest, Tensor):
+        return nest.clone()
+    if isinstance(nest, Mapping):
+        return {key: copied(value) for key, value in nest.items()}
+    if isinstance(nest, list | tuple):
+        return [copied(value) for value in nest]
+    return nest
+
+
+def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
+    """Where two nests are not the same, bit for bit."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype != b.dtype or a.numpy().tobytes() != b.numpy().tobytes():
+            yield path
+    elif isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        if a.tobytes() != b.tobytes():
+            yield path
+    elif isinstance(a, Mapping):
+        for key in {*a, *b}:
+            if key not in a or key not in b:
+                yield f"{path}.{key} is on one side only"
+            else:
+                yield from differences(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, list | tuple):
+        if len(a) != len(b):
+            yield f"{path}: {len(a)} and {len(b)} items"
+        for index, pair in enumerate(zip(a, b, strict=False)):
+            yield from differences(*pair, f"{path}[{index}]")
+    elif a != b:
+        yield f"{path}: {a!r} and {b!r}"
+
+
+OUTCOMES = {
+    "found": (lambda size: None, {}, None),
+    "an error in the middle": (
+        lambda size: ValueError("the model is wrong") if size > 3 else None, {}, ValueError,
+    ),
+    "an error in the first step": (lambda size: ValueError("the model is wrong"), {}, ValueError),
+    "an interrupt": (lambda size: KeyboardInterrupt() if size > 3 else None, {}, KeyboardInterrupt),
+    "out of memory": (lambda size: MemoryError("no memory") if size > 3 else None, {}, None),
+    "nothing fits": (lambda size: MemoryError("no memory"), {}, AutoBatchError),
+    "no room at all": (lambda size: None, {"memory_limit_gb": 0.01}, AutoBatchError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["train", "val"])
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_a_search_leaves_no_trace(mode: Any, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_BEFORE_THE_SEARCH", "1")
+    loop = Everything()
+    loop.fails, arguments, error = OUTCOMES[outcome]
+    before = loop.picture()
+    with pytest.raises(error) if error else contextlib.nullcontext() as caught:
+        result = auto_find_batch_size(
+            loop.step, loop.make_batch, state=loop.state, mode=mode, max_batch_size=6,
+            **{**room(300), **arguments},
+        )  # fmt: skip
+    assert list(differences(before, loop.picture())) == []
+    if error is None:
+        assert result.batch_size == (3 if outcome == "out of memory" else 6)
+    elif error is ValueError:
+        assert "the model is wrong" in str(caught.value)
+
+
+def test_training_after_a_search_goes_as_without_one() -> None:
+    pictures = []
+    for searches in (True, False):
+        loop = Everything()
+        torch.manual_seed(11)
+        if searches:
+            auto_find_batch_size(loop.step, loop.make_batch, state=loop.state, max_batch_size=5, **room(300))
+        for _ in range(3):
+            loop.update(loop.make_batch(5))
+        picture = loop.picture()
+        del picture["identities"], picture["python"], picture["numpy"]
+        pictures.append(picture)
+    assert list(differences(*pictures)) == []
+
+
+def test_the_picture_sees_a_step() -> None:
+    """Else the tests above could not fail."""
+    loop = Everything()
+    before = loop.picture()
+    loop.step(loop.make_batch(2))
+    changed = " ".join(differences(before, loop.picture()))
+    for name in ("parameters", "gradients", "buffers", "optimizer", "scaler", "ema", "python", "numpy"):
+        assert f".{name}" in changed
+    os.environ.pop("LEFT_BY_A_STEP")
+
+
+def test_objects_that_the_caller_froze_stay_frozen() -> None:
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        find_on_cpu(plain_step, make_batch, max_batch_size=2, **room(200))
+        assert gc.get_freeze_count() >= 0.99 * before > 0
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.slow
+def test_no_thread_is_left_and_nothing_of_a_trial_is_alive() -> None:
+    threads = threading.active_count()
+    loop = Loop(depth=2)
+    held = []
+    for _ in range(3):
+        loop.find(extra_mib=100)
+        device_memory(CPU).clean()
+        held.append(of_this_process("VmRSS"))
+    assert threading.active_count() == threads
+    assert held[-1] - held[0] < 30 * MIB, "a step at the budget takes 100"

@@ -1,0 +1,278 @@
+"""The searches of a run: its own data, bounds and switches, and what it says about them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from linnaeus.assembly import Assembly, assemble
+from linnaeus.autobatch.sizes import SizeSearch, find_sizes
+from linnaeus.config.load import load_config
+from linnaeus.data.batch import BatchSpec
+from linnaeus.data.bundle import collate_pairs
+from linnaeus.data.datasets import build_data
+from linnaeus.dist import World
+from linnaeus.memory import GIB, device_memory
+from linnaeus.rng import seed_all
+from tests.conftest import SMALL, Run
+
+CPU = torch.device("cpu")
+MIB = 1024**2
+ON = "DATA.AUTOBATCH.ENABLED=True"
+SEEN: dict[str, list[Any]] = {"shapes": [], "dtypes": []}
+"""What `Model` was given, and what its layer gave."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_seen() -> None:
+    for values in SEEN.values():
+        values.clear()
+
+
+class Growing(Dataset[tuple[Tensor, int]]):
+    """Images of sides 8, 9, 10, ... with zeros around the smaller ones of a batch."""
+
+    classes = ("a", "b")
+
+    def __init__(self, split: str, length: int = 12) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((3, 8 + index, 8 + index), 0.5), index % 2
+
+    @staticmethod
+    def collate_fn(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+        side = max(image.shape[-1] for image, _ in samples)
+        images = torch.zeros(len(samples), 3, side, side)
+        for number, (image, _) in enumerate(samples):
+            images[number, :, : image.shape[-2], : image.shape[-1]] = image
+        return images, torch.tensor([label for _, label in samples])
+
+
+class Model(nn.Module):
+    """Averages, then a layer of a width that can be large."""
+
+    def __init__(self, num_classes: Any, width: int = 16, fails_at: int = 10**9) -> None:
+        super().__init__()
+        self.fails_at = fails_at
+        self.first = nn.Linear(3, width)
+        self.second = nn.Linear(width, width)
+        counts = list(num_classes.values()) if isinstance(num_classes, dict) else [num_classes]
+        self.heads = nn.ModuleList(nn.Linear(width, count) for count in counts)
+
+    def forward(self, images: Tensor) -> Any:
+        SEEN["shapes"].append(tuple(images.shape))
+        if len(images) >= self.fails_at:
+            raise ZeroDivisionError("the user's model is wrong")
+        hidden = self.second(self.first(images.mean((2, 3))).relu())
+        SEEN["dtypes"].append(hidden.dtype)
+        outputs = [head(hidden) for head in self.heads]
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+OWN_MODEL = f"MODEL._target_={__name__}.Model"
+BARE = [option for option in SMALL if not option.startswith("MODEL.")]
+OWN_DATA = f"DATA.DATASET._target_={__name__}.Growing"
+
+
+def prepared(*argv: str) -> tuple[SizeSearch, Assembly]:
+    """A search as a run prepares it."""
+    config = load_config([ON, "EXPERIMENT.DEVICE=cpu", *argv]).config
+    seed_all(0)
+    data = build_data(config.DATA, seed=0)
+    assembly = assemble(
+        model_node=config.MODEL, loss_node=config.LOSS, optimizer_node=config.OPTIMIZER, config=config.TRAIN,
+        taxonomy=data.taxonomy, in_chans=data.in_chans, img_size=data.img_size, device=CPU,
+    )  # fmt: skip
+    steps = config.TRAIN.ACCUMULATION_STEPS
+    return SizeSearch(config.DATA, data, assembly, World(CPU), steps, config.EXPERIMENT.SEED), assembly
+
+
+def found_in(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "runs/small/autobatch.json").read_text())
+    return content
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+# --- bounds ---
+
+
+def test_the_length_of_the_dataset_bounds_both_sizes_and_is_named(run: Run, tmp_path: Path) -> None:
+    outcome = run(*BARE, ON, OWN_MODEL, "TRAIN.EPOCHS=1")
+    assert outcome.code == 0, outcome.err
+    found = found_in(tmp_path)
+    for mode, size in (("train", 96), ("val", 31)):
+        assert (found[mode]["batch_size"], found[mode]["limited_by"]) == (size, "dataset")
+        assert found[mode]["certified"]
+        assert max(trial["batch_size"] for trial in found[mode]["trials"]) == size
+    assert "batch size 96, limited by the samples of one process, certified" in one_line(outcome.out)
+
+
+def test_each_of_several_processes_has_its_share_of_the_dataset() -> None:
+    search, _ = prepared(
+        OWN_MODEL, "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=100", "DATA.IMG_SIZE=8"
+    )
+    spec = BatchSpec.from_dataset(search.bundle.train, search.bundle.collate, 4, 0)
+    shared = dataclasses.replace(search, world=World(CPU, rank=0, world_size=3, local_world_size=3))
+    assert search._bounds("train", spec)["dataset"] == 100
+    assert shared._bounds("train", spec)["dataset"] == 33
+
+
+def test_host_memory_that_the_loader_needs_bounds_the_size_and_is_named(run: Run, tmp_path: Path) -> None:
+    bytes_per_sample = 3 * 32 * 32 * 4 + 2 * 8
+    shared_memory = psutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 1 << 60
+    available = min(psutil.virtual_memory().available, shared_memory, device_memory(CPU).total_bytes)
+    prefetch = int(0.5 * available / bytes_per_sample / 8)  # room for batches of some 8
+    outcome = run(
+        *BARE, ON, OWN_MODEL, "TRAIN.EPOCHS=1", "DATA.NUM_WORKERS=1", f"DATA.PREFETCH_FACTOR={prefetch}"
+    )
+    assert outcome.code == 0, outcome.err
+    found = found_in(tmp_path)
+    for mode in ("train", "val"):
+        size = found[mode]["batch_size"]
+        assert found[mode]["limited_by"] == "host_memory"
+        assert 1 <= size <= 9
+        assert max(trial["batch_size"] for trial in found[mode]["trials"]) == size
+    assert "limited by host memory for the loader" in one_line(outcome.out)
+
+
+def test_memory_bounds_the_size_and_is_named(run: Run, tmp_path: Path) -> None:
+    device_memory(CPU).clean()
+    held = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    )
+    outcome = run(
+        *SMALL, ON, "DATA.IMG_SIZE=96", "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0", "TRAIN.EPOCHS=1",
+        f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={(held + 60 * MIB) / GIB}", "DATA.AUTOBATCH.ENABLED_VAL=False",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    train = found_in(tmp_path)["train"]
+    assert train["limited_by"] == "memory"
+    assert train["batch_size"] < 96
+    status = {trial["batch_size"]: trial["status"] for trial in train["trials"]}
+    assert status[train["batch_size"]] == "fits"
+    assert status[train["batch_size"] + 1] in ("over", "oom")
+    assert "limited by the memory budget, certified" in one_line(outcome.out)
+
+
+def test_when_nothing_fits_the_run_ends_with_code_3_and_no_traceback(run: Run, tmp_path: Path) -> None:
+    outcome = run(*SMALL, ON, "DATA.AUTOBATCH.MEMORY_LIMIT_GB=0.01")
+    assert outcome.code == 3
+    assert "AutoBatch (train): no batch size fits" in outcome.err
+    assert "DATA.AUTOBATCH.MIN_BATCH_SIZE" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert not (tmp_path / "runs/small/autobatch.json").exists()
+
+
+# --- which modes ---
+
+
+@pytest.mark.parametrize(("train", "val"), [(True, False), (False, True), (False, False)])
+def test_only_the_modes_asked_for_are_searched(run: Run, tmp_path: Path, train: bool, val: bool) -> None:
+    outcome = run(
+        *SMALL, f"DATA.AUTOBATCH.ENABLED={train}", f"DATA.AUTOBATCH.ENABLED_VAL={val}", "TRAIN.EPOCHS=1",
+        "DATA.BATCH_SIZE=7", "DATA.BATCH_SIZE_VAL=5", "DATA.AUTOBATCH.MAX_BATCH_SIZE=12",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    saved = yaml.safe_load((tmp_path / "runs/small/config.yaml").read_text())["DATA"]
+    assert (saved["BATCH_SIZE"], saved["BATCH_SIZE_VAL"]) == (12 if train else 7, 24 if val else 5)
+    if not train and not val:
+        assert not (tmp_path / "runs/small/autobatch.json").exists()
+        return
+    found = found_in(tmp_path)
+    assert (found["train"] is not None, found["val"] is not None) == (train, val)
+
+
+# --- what a trial sees ---
+
+
+def test_samples_of_differing_shape_are_measured_at_the_largest_of_those_looked_at() -> None:
+    search, _ = prepared(OWN_MODEL, OWN_DATA)
+    SEEN["shapes"].clear()
+    found = find_sizes(search)
+    assert {shape[2:] for shape in SEEN["shapes"]} == {(19, 19)}
+    assert {shape[0] for shape in SEEN["shapes"]} >= {found["train"].batch_size}
+
+
+def test_no_more_samples_are_looked_at_than_configured() -> None:
+    sides = set()
+    for seed in range(3):
+        search, _ = prepared(
+            OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=1", f"EXPERIMENT.SEED={seed}"
+        )
+        SEEN["shapes"].clear()
+        find_sizes(search)
+        assert len({shape[2:] for shape in SEEN["shapes"]}) == 1
+        sides |= {shape[2] for shape in SEEN["shapes"]}
+    assert len(sides) > 1
+
+
+def test_bf16_is_on_in_trials_and_the_search_changes_nothing() -> None:
+    search, assembly = prepared(OWN_MODEL, OWN_DATA, "TRAIN.AMP=bf16", "TRAIN.EMA.ENABLED=True")
+    assert assembly.ema is not None
+    before = {name: value.clone() for name, value in assembly.model.state_dict().items()}
+    before_ema = {name: value.clone() for name, value in assembly.ema.module.state_dict().items()}
+    SEEN["dtypes"].clear()
+    find_sizes(search)
+    assert set(SEEN["dtypes"]) == {torch.bfloat16}
+    assert all(torch.equal(value, before[name]) for name, value in assembly.model.state_dict().items())
+    assert all(torch.equal(v, before_ema[name]) for name, v in assembly.ema.module.state_dict().items())
+    assert assembly.ema.num_updates == 0
+    assert not assembly.optimizer.state
+    assert all(parameter.grad is None for parameter in assembly.model.parameters())
+
+
+@pytest.mark.parametrize(("steps", "num_micro_batches"), [(1, 1), (2, 2), (5, 2)])
+def test_a_step_of_a_trial_has_two_micro_batches_when_gradients_accumulate(
+    steps: int, num_micro_batches: int
+) -> None:
+    search, _ = prepared(
+        OWN_MODEL, OWN_DATA, f"TRAIN.ACCUMULATION_STEPS={steps}", "DATA.AUTOBATCH.ENABLED_VAL=False"
+    )
+    SEEN["shapes"].clear()
+    found = find_sizes(search)["train"]
+    sizes = [shape[0] for shape in SEEN["shapes"]]
+    assert found.batch_size == 12
+    tried = [trial.size for trial in found.trials]
+    assert tried.count(12) == 1
+    assert sizes.count(12) == 2 * num_micro_batches, "two steps a trial"
+
+
+def test_a_batch_of_a_trial_holds_what_the_loader_would_collate() -> None:
+    search, _ = prepared(
+        OWN_MODEL, "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=9", "DATA.IMG_SIZE=8"
+    )
+    samples = [search.bundle.train[index] for index in range(3)]
+    spec = BatchSpec(samples, collate_pairs)
+    loaded = spec.load(7)
+    expected = collate_pairs([samples[index % 3] for index in range(7)])
+    assert torch.equal(loaded.inputs, expected.inputs)
+    assert torch.equal(loaded.targets, expected.targets)
+    loaded.inputs.zero_()
+    assert torch.equal(spec.load(7).inputs, expected.inputs)
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize("fails_at", [1, 5])
+def test_an_error_of_the_users_model_ends_the_run_with_that_error(run: Run, fails_at: int) -> None:
+    with pytest.raises(ZeroDivisionError, match="the user's model is wrong"):
+        run(*BARE, ON, OWN_MODEL, f"MODEL.fails_at={fails_at}")
