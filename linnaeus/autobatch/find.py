@@ -136,8 +136,10 @@ class BatchSizeFinder:
         trials = tuple(_raised(trial, floor_bytes) for trial in found.trials)
         if found.size is None:
             raise AutoBatchError(
-                _nothing_fits(self.mode, found.limited_by, self.trials, budget_bytes, floor_bytes, self.memory,
-                              target_memory_fraction)
+                _nothing_fits(
+                    self.mode, found.limited_by, self.trials, budget_bytes, floor_bytes, self.memory,
+                    target_memory_fraction,
+                )
             )  # fmt: skip
         return AutoBatchResult(
             mode=self.mode,

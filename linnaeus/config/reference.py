@@ -12,8 +12,8 @@ from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, Key, Path, dotted
 _INTRODUCTION = """\
 # Configuration reference
 
-Every key with its default, made from the schema. `python -m linnaeus.train --print-config` prints them as YAML.
-A default in `${...}` follows another key.
+Every key with its default. `python -m linnaeus.train --print-config` prints them as YAML. A default in
+`${...}` follows another key.
 """
 _NAMES = {int: "whole number", float: "number", str: "text", bool: "True or False", Any: "see the text"}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
