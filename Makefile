@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadscope
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all lint typecheck docs clean
@@ -13,10 +14,10 @@ train: $(VENV)/.installed ## train on handwritten digits with AutoBatch
 	$(BIN)/python -m linnaeus.train --cfg configs/digits.yaml
 
 test: $(VENV)/.installed-dev ## run the whole test suite but the slow tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
 test-all: $(VENV)/.installed-dev ## run the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(VENV)/.installed-dev ## check style, format and spelling
 	$(BIN)/ruff check .

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 MEANING = (
@@ -97,8 +96,9 @@ class GradientProbe:
     """Takes the two norms from the training step, on the steps that it is armed for.
 
     With one process the smaller batch is the first micro-batch, whose gradient is still alone then. With
-    several it is one rank's share of the step, seen as DistributedDataParallel is about to average it: every
-    rank's norm counts. On other steps nothing is computed.
+    several it is one rank's share of the step, and every rank's norm counts: on such a step the ranks keep
+    their gradients to themselves, and the probe averages them in place once it has seen them. On other steps
+    it does nothing.
 
     Args:
         model: as the step calls it.
@@ -114,18 +114,21 @@ class GradientProbe:
         self._small_norm_sq: Tensor | None = None
         self._small_batch = 0
         self._num_samples = 0
-        self.group: torch_dist.ProcessGroup | None = None
+        self._group: torch_dist.ProcessGroup | None = None
         self._num_ranks = 1
         if isinstance(model, DistributedDataParallel):
-            self.group = model.process_group
-            self._num_ranks = torch_dist.get_world_size(self.group)
-            # A function with annotations would have to have the very ones that torch expects.
-            model.register_comm_hook(self, lambda probe, bucket: probe.average(bucket))
+            self._group = model.process_group
+            self._num_ranks = torch_dist.get_world_size(self._group)
 
     def arm(self) -> None:
         """Measure the next step."""
         self._armed = True
         self._small_norm_sq, self._small_batch, self._num_samples = None, 0, 0
+
+    @property
+    def averages(self) -> bool:
+        """Whether the probe, and not DistributedDataParallel, averages the present step's gradients."""
+        return self._armed and self._num_ranks > 1
 
     def after_backward(self, number: int, num_micro_batches: int, num_samples: int) -> None:
         """Called by the step after each backward pass, before anything changes the gradients.
@@ -145,32 +148,34 @@ class GradientProbe:
             self._armed = False
             self._measure()
 
-    def average(self, bucket: torch_dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """What DistributedDataParallel does with each bucket of gradients, and a look at it before.
-
-        The bucket holds this rank's own gradients, those of all its micro-batches.
-        """
-        if self._armed:
-            norm_sq = bucket.buffer().detach().float().square().sum()
-            self._small_norm_sq = norm_sq if self._small_norm_sq is None else self._small_norm_sq + norm_sq
-        assert self.group is not None  # the hook is registered with several ranks alone
-        return default_hooks.allreduce_hook(self.group, bucket)
-
     def _measure(self) -> None:
-        small_batch = self._num_samples if self._num_ranks > 1 else self._small_batch
-        large_batch = self._num_samples * self._num_ranks
+        small_batch, large_batch = self._small_batch, self._num_samples * self._num_ranks
+        if self._num_ranks > 1:
+            small_batch, self._small_norm_sq = self._num_samples, _norm_sq(self._model)
+            self._average()
         if self._small_norm_sq is None or small_batch >= large_batch:
             return
         norms = torch.stack([self._small_norm_sq, _norm_sq(self._model)])
         if self._num_ranks > 1:
-            torch_dist.all_reduce(norms, group=self.group)
+            torch_dist.all_reduce(norms, group=self._group)
             norms /= self._num_ranks
         norms /= self._scaler.get_scale() ** 2
         small_norm_sq, large_norm_sq = norms.tolist()
-        if math.isfinite(small_norm_sq) and math.isfinite(
-            large_norm_sq
-        ):  # a gradient scaler skips what is not
+        if math.isfinite(small_norm_sq) and math.isfinite(large_norm_sq):  # a gradient scaler skips others
             self.scale.add(small_batch, small_norm_sq, large_batch, large_norm_sq)
+
+    def _average(self) -> None:
+        """The ranks' mean of every gradient, in place; no copy, for which there might be no memory."""
+        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        device = parameters[0].device
+        is_used = torch.tensor([parameter.grad is not None for parameter in parameters], device=device).int()
+        torch_dist.all_reduce(is_used, group=self._group)  # a rank may have left some out
+        for parameter, num_ranks in zip(parameters, is_used.tolist(), strict=True):
+            if num_ranks:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad /= self._num_ranks
+                torch_dist.all_reduce(parameter.grad, group=self._group)
 
 
 def _norm_sq(model: nn.Module) -> Tensor:

@@ -5,8 +5,8 @@ Legend of shapes: B samples in a micro-batch, R ranks of the taxonomy.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,10 @@ class Precision:
     autocast_dtype: torch.dtype | None = None
     channels_last: bool = False
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
         """The context of the forward pass and the loss."""
         if self.autocast_dtype is None:
-            return contextlib.nullcontext()
+            return nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)
 
     def place(self, batch: Batch) -> Batch:
@@ -79,7 +79,7 @@ class TrainStep:
         batches = iter(micro_batches)
         total = torch.zeros((), device=self.precision.device)
         for number in range(1, num_micro_batches + 1):
-            with self._no_sync() if number < num_micro_batches else contextlib.nullcontext():
+            with self._alone() if number < num_micro_batches or self._probe_averages else nullcontext():
                 # The batch gets no name here: a micro-batch is freed before the next one is made.
                 total += self._backward(next(batches), number, num_micro_batches)
         self._update()
@@ -104,10 +104,15 @@ class TrainStep:
         if self.after_step is not None:
             self.after_step()
 
-    def _no_sync(self) -> contextlib.AbstractContextManager[None]:
+    @property
+    def _probe_averages(self) -> bool:
+        return self.probe is not None and self.probe.averages
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Inside, ranks keep their gradients to themselves."""
         if isinstance(self.model, DistributedDataParallel):
             return self.model.no_sync()
-        return contextlib.nullcontext()
+        return nullcontext()
 
 
 @dataclass

@@ -157,6 +157,19 @@ def test_a_checkpoint_keeps_the_averages() -> None:
     assert after == before
 
 
+def torchrun(folder: Path, text: str, *argv: str) -> str:
+    """What a program prints in two processes."""
+    program = folder / "ranks.py"
+    program.write_text(text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, str(program), *argv],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 RANKS = """
 import json, sys, torch
 from datetime import timedelta
@@ -165,31 +178,83 @@ from linnaeus.noise_scale import GradientProbe
 from linnaeus.step import Precision, TrainStep
 from tests.test_noise_scale import CPU, Point, batches, half_square
 
-with join("cpu", "gloo", timedelta(minutes=2)) as world:
-    model = wrap(Point(), world)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    probe = GradientProbe(model, scaler, decay=0.999)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = TrainStep(model, half_square, optimizer, scaler, Precision(CPU), clip_grad_norm=0.1, probe=probe)
-    source = batches(4, seed=world.rank)
-    for _ in range(3000):
-        probe.arm()
-        step(source, int(sys.argv[1]))
-    if world.is_main:
-        print(json.dumps([probe.scale.num, probe.scale.value]))
+
+def main():  # nothing of the process group may live on until the interpreter ends
+    with join("cpu", "gloo", timedelta(minutes=2)) as world:
+        model = wrap(Point(), world)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        probe = GradientProbe(model, scaler, decay=0.999)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        step = TrainStep(
+            model, half_square, optimizer, scaler, Precision(CPU), clip_grad_norm=0.1, probe=probe
+        )
+        source = batches(4, seed=world.rank)
+        for _ in range(1500):
+            probe.arm()
+            step(source, int(sys.argv[1]))
+        if world.is_main:
+            print(json.dumps([probe.scale.num, probe.scale.value]))
+
+main()
 """
+
+
+SAME = """
+import json, torch
+from datetime import timedelta
+from torch import nn
+from linnaeus.data.batch import Batch
+from linnaeus.dist import join, wrap
+from linnaeus.noise_scale import GradientProbe
+from linnaeus.step import Precision, TrainStep
+from tests.test_noise_scale import CPU, batches, half_square
+
+class Sometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(self.a(x)) if x[0, 0] > 0.6 else self.a(x)
+
+
+def main():  # nothing of the process group may live on until the interpreter ends
+    with join("cpu", "gloo", timedelta(minutes=2)) as world:
+        found = []
+        for probed in (False, True):
+            torch.manual_seed(0)
+            module = Sometimes()
+            model = wrap(module, world, find_unused_parameters=True)
+            scaler = torch.amp.GradScaler("cpu", enabled=False)
+            probe = GradientProbe(model, scaler, decay=0.9) if probed else None
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            step = TrainStep(
+                model, half_square, optimizer, scaler, Precision(CPU), clip_grad_norm=1.0, probe=probe
+            )
+            source = batches(4, seed=world.rank)
+            for number in range(12):
+                if probed and number % 3:
+                    probe.arm()
+                step(source, 2)
+            found.append([parameter.flatten().tolist() for parameter in module.parameters()])
+        if world.is_main:
+            print(json.dumps(found))
+
+main()
+"""
+
+
+@pytest.mark.distributed
+def test_ranks_train_the_same_with_and_without_measuring(tmp_path: Path) -> None:
+    """Also where a rank leaves some parameters out of a step, and all leave out others."""
+    without, with_probe = json.loads(torchrun(tmp_path, SAME))
+    for ours, theirs in zip(with_probe, without, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_several_ranks_measure_the_exact_value(tmp_path: Path, micro_batches: int) -> None:
-    program = tmp_path / "ranks.py"
-    program.write_text(RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*command, str(program), str(micro_batches)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=True,
-    )  # fmt: skip
-    num, value = json.loads(done.stdout)
-    assert num == 3000
+    num, value = json.loads(torchrun(tmp_path, RANKS, str(micro_batches)))
+    assert num == 1500
     assert value == pytest.approx(EXACT, rel=0.12)
