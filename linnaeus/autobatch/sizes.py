@@ -46,6 +46,8 @@ class SizeSearch:
         accumulation_steps: micro-batches per optimizer step; a trial runs two of them at most, which hold as
             much as any number.
         seed: chooses the samples that batches are made from.
+        max_share: samples per process that an optimizer step takes at most; nothing larger is tried for
+            training. None where that follows from what fits.
     """
 
     config: DataConfig
@@ -54,6 +56,7 @@ class SizeSearch:
     world: World
     accumulation_steps: int
     seed: int
+    max_share: int | None = None
 
     def run(self, mode: Mode, status: Status, at_most: int | None = None) -> AutoBatchResult:
         """Search one mode on this rank alone.
@@ -121,7 +124,7 @@ class SizeSearch:
         return (spec.make(size, device) for _ in range(num))
 
     def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
-        return max_batch_size_for(
+        bounds = max_batch_size_for(
             self.bundle,
             train=mode == "train",
             bytes_per_sample=spec.bytes_per_sample,
@@ -130,6 +133,11 @@ class SizeSearch:
             world_size=self.world.world_size,
             local_world_size=self.world.local_world_size,
         )
+        share = self.max_share
+        # A smaller share is no reason to fail: the plan divides what is found.
+        if mode == "train" and share is not None and share >= max(2, self.config.AUTOBATCH.MIN_BATCH_SIZE):
+            bounds["effective_batch"] = share
+        return bounds
 
 
 def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
