@@ -28,6 +28,8 @@ from linnaeus.scaling import (
 )
 from linnaeus.stages import Stage
 
+_STAGE_COLUMNS = ("FROM_STEP", "MICRO_BATCH", "ACCUMULATION_STEPS", "EFFECTIVE_BATCH")
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -150,6 +152,16 @@ class BatchPlan:
         stages = list(chain.from_iterable(self.epochs))
         return list(accumulate(stage.num_steps for stage in stages)), stages
 
+    def _changes(self) -> list[list[int]]:
+        """A row of `_STAGE_COLUMNS` for every optimizer step from which on another size holds."""
+        rows: list[list[int]] = []
+        ends, stages = self._timeline
+        for start, stage in zip([0, *ends], stages, strict=False):
+            row = [start, stage.micro_batch, stage.accumulation_steps, stage.effective_batch]
+            if not rows or rows[-1][1:] != row[1:]:
+                rows.append(row)
+        return rows
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for `config.yaml`, checkpoints and W&B."""
         steps = self.steps_per_epoch
@@ -165,12 +177,7 @@ class BatchPlan:
             "TOTAL_STEPS": self.total_steps,
         }
         if self.changes:
-            plan["STAGES"] = [
-                {"EPOCH": epoch, "STEPS": stage.num_steps, "MICRO_BATCH": stage.micro_batch,
-                 "ACCUMULATION_STEPS": stage.accumulation_steps, "EFFECTIVE_BATCH": stage.effective_batch}
-                for epoch, stages in enumerate(self.epochs)
-                for stage in stages
-            ]  # fmt: skip
+            plan["STAGES"] = [list(_STAGE_COLUMNS), *self._changes()]
         return plan | {"NOTES": list(self.notes), "WARNINGS": list(self.warnings)}
 
 
