@@ -44,33 +44,29 @@ class Room:
         return self.num_samples // self.world_size
 
 
-def largest_share(
-    train: TrainConfig, world_size: int, num_samples: int, *, batchnorm: bool = False
-) -> int | None:
+def largest_share(train: TrainConfig, room: Room) -> int | None:
     """The most samples per process that an optimizer step is asked to take; None: whatever fits.
 
     A search for what fits need not look further, and what is wrong here no device could mend.
 
     Args:
         train: the TRAIN node.
-        world_size: processes.
-        num_samples: of the training data.
-        batchnorm: whether each process normalises its own micro-batches.
+        room: before such a search, with the largest micro-batch that it may find.
 
     Raises:
         ConfigError: lists every size that cannot be had.
 
-    >>> largest_share(TrainConfig(EFFECTIVE_BATCH_SIZE=96), 4, 1000), largest_share(TrainConfig(), 4, 1000)
+    >>> room = Room(max_micro_batch=64, world_size=4, num_samples=1000)
+    >>> largest_share(TrainConfig(EFFECTIVE_BATCH_SIZE=96), room), largest_share(TrainConfig(), room)
     (24, None)
     """
     asked = _asked_for(train)
     problems = _contradictions(train)
-    least = 2 if batchnorm else 1
-    problems += [text for key, size in asked if (text := _misfit(key, size, world_size, num_samples, least))]
+    problems += [text for key, size in asked if (text := _misfit(key, size, room))]
     if problems:
         raise ConfigError(problems)
     is_open = train.BATCH_SCHEDULE.NAME in _GROWING and len(asked) == 1
-    return None if is_open or not asked else max(size for _, size in asked) // world_size
+    return None if is_open or not asked else max(size for _, size in asked) // room.world_size
 
 
 def plan_epochs(train: TrainConfig, room: Room) -> tuple[list[Split], tuple[tuple[Stage, ...], ...]]:
@@ -79,7 +75,7 @@ def plan_epochs(train: TrainConfig, room: Room) -> tuple[list[Split], tuple[tupl
     Raises:
         ConfigError: the sizes asked for cannot be had; the message names sizes that can.
     """
-    largest_share(train, room.world_size, room.num_samples, batchnorm=room.batchnorm)
+    largest_share(train, room)
     for name, size in _asked_for(train):
         _check_split(name, size, room)
     per_process, schedule = room.samples_per_process, train.BATCH_SCHEDULE
@@ -186,9 +182,10 @@ def _contradictions(train: TrainConfig) -> list[str]:
     return problems
 
 
-def _misfit(name: str, size: int, world_size: int, num_samples: int, least: int) -> str | None:
+def _misfit(name: str, size: int, room: Room) -> str | None:
     """What is wrong with an effective batch on any device."""
-    largest = num_samples // world_size * world_size
+    world_size, num_samples = room.world_size, room.num_samples
+    largest = room.samples_per_process * world_size
     if size < world_size:
         return f"{name}: {size} is below the {world_size} processes, each of which takes at least one sample"
     if size > largest:
@@ -197,12 +194,17 @@ def _misfit(name: str, size: int, world_size: int, num_samples: int, least: int)
             f"{'process' if world_size == 1 else 'processes'}; {largest} is the most"
         )
     if size % world_size:
-        near = nearest(size, largest, lambda other: other % world_size == 0)
+        near = nearest(
+            size,
+            min(largest, 2 * size + world_size * room.max_micro_batch),
+            lambda other: other % world_size == 0 and _splits_well(other // world_size, room),
+        )
         return f"{name}: {size} does not divide by {world_size} processes; {_either(near)} would"
-    if size // world_size < least:
+    if size == world_size and room.batchnorm:
+        remedy = "TRAIN.SYNC_BATCHNORM True" if world_size > 1 else "a model without it"
         return (
-            f"{name}: {size} is one sample for each of {world_size} processes, too few for BatchNorm; "
-            f"{least * world_size} would do (or TRAIN.SYNC_BATCHNORM True)"
+            f"{name}: {size} is one sample for each process, too few for BatchNorm; "
+            f"{2 * world_size} would do (or {remedy})"
         )
     return None
 
@@ -220,9 +222,10 @@ def _check_split(name: str, size: int, room: Room) -> None:
     limit = min(2 * share + room.max_micro_batch, room.samples_per_process)
     near = nearest(share, limit, lambda other: _splits_well(other, room)) if room.max_micro_batch > 1 else []
     remedy = f"; {_either([other * room.world_size for other in near])} would do" if near else ""
+    other_way = "TRAIN.SYNC_BATCHNORM True" if room.world_size > 1 else "a model without it"
     raise ConfigError(
         f"{name}: {size} is {share} for each process, of which {room.max_micro_batch} fit at once, and only "
-        f"micro-batches of 1 divide that: too few for BatchNorm{remedy} (or TRAIN.SYNC_BATCHNORM True)"
+        f"micro-batches of 1 divide that: too few for BatchNorm{remedy} (or {other_way})"
     )
 
 

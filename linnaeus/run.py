@@ -29,7 +29,7 @@ from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World, join, wrap
-from linnaeus.effective_batch import accumulates, largest_share
+from linnaeus.effective_batch import Room, accumulates, largest_share
 from linnaeus.errors import ConfigError
 from linnaeus.files import prepare_run_folder
 from linnaeus.log import MetricsFile, Progress, close_logging, make_console, set_up_logging
@@ -181,8 +181,14 @@ def _search(
 ) -> dict[str, AutoBatchResult]:
     """What AutoBatch finds for each mode that asks for it; what it found, where that still holds."""
     train = config.TRAIN
-    batchnorm = batchnorm_kind(assembly.model) == "local"
-    max_share = largest_share(train, world.world_size, dataset_length(data.train), batchnorm=batchnorm)
+    autobatch = config.DATA.AUTOBATCH
+    room = Room(
+        autobatch.MAX_BATCH_SIZE if autobatch.ENABLED else config.DATA.BATCH_SIZE,
+        world.world_size,
+        dataset_length(data.train),
+        batchnorm=batchnorm_kind(assembly.model) == "local",
+    )
+    max_share = largest_share(train, room)
     if checkpoint is not None and checkpoint["searched_for"] == _searched_for(config, world):
         logger.info("AutoBatch: same device and configuration, so the checkpoint's batch sizes are kept")
         return {
