@@ -196,6 +196,15 @@ GROWTH = (
     "OPTIMIZER.LR_SCALING=linear", "OPTIMIZER.BASE_BATCH_SIZE=8", "SCHEDULE.NAME=constant",
 )  # fmt: skip
 GROWING = (*PLAIN, *GROWTH)
+SCHEDULES: dict[str, list[str]] = {
+    "by steps": [],
+    "by epochs": ["TRAIN.BATCH_SCHEDULE.UNIT=epochs", "TRAIN.BATCH_SCHEDULE.LENGTH=2"],
+    "another micro-batch within the epoch": [
+        "TRAIN.BATCH_SCHEDULE.NAME=milestones", "TRAIN.BATCH_SCHEDULE.FIRST=8",
+        "TRAIN.BATCH_SCHEDULE.LAST=20", "TRAIN.BATCH_SCHEDULE.MILESTONES=[[3,12],[7,20]]",
+    ],
+}  # fmt: skip
+"""On top of `GROWING`; the last takes 8, 2 x 6 and 4 x 5 samples."""
 
 
 def test_a_growing_batch_takes_the_sizes_and_rates_of_its_plan(run: Run, tmp_path: Path) -> None:
@@ -211,17 +220,15 @@ def test_a_growing_batch_takes_the_sizes_and_rates_of_its_plan(run: Run, tmp_pat
     assert "linear, 4 (4 x 1) to 24 (4 x 6), 6 sizes" in outcome.out
 
 
-@pytest.mark.parametrize("unit", ["steps", "epochs"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("num_workers", "after"), [(0, 66), (0, 166), (2, 66)])
 def test_resuming_within_a_schedule_changes_no_bit(
-    run: Run, tmp_path: Path, unit: str, num_workers: int, after: int
+    run: Run, tmp_path: Path, schedule: str, num_workers: int, after: int
 ) -> None:
     options = [
         *GROWING, "MODEL.drop=0.3", "TRAIN.EMA.ENABLED=True", "TRAIN.AUTO_RESUME=True", "TRAIN.EPOCHS=4",
-        f"DATA.NUM_WORKERS={num_workers}",
+        f"DATA.NUM_WORKERS={num_workers}", *SCHEDULES[schedule],
     ]  # fmt: skip
-    if unit == "epochs":
-        options += ["TRAIN.BATCH_SCHEDULE.UNIT=epochs", "TRAIN.BATCH_SCHEDULE.LENGTH=2"]
     assert run(*options, f"{NAME}whole").code == 0
     interrupted = run(*options, f"{NAME}parts", f"DATA.DATASET.interrupt_after={after}")
     assert interrupted.code == 130, interrupted.err
