@@ -53,7 +53,7 @@ def _steps(plan: BatchPlan) -> str:
     steps, samples = plan.steps_per_epoch, plan.samples_per_epoch
     per_epoch = _span(min(steps), max(steps))
     return (
-        f"{per_epoch} per epoch, {plan.total_steps} in {plan.num_epochs} epochs; "
+        f"{per_epoch} per epoch, {plan.total_steps} in all (TRAIN.EPOCHS {plan.num_epochs}); "
         f"{_span(min(samples), max(samples))} of {plan.num_samples} samples per epoch"
     )
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from linnaeus.assembly import Assembly, assemble_for
 from linnaeus.autobatch.report import device_environment, save_results, summary, trials_table
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.sizes import SizeSearch, find_sizes
+from linnaeus.autobatch.sizes import SizeSearch, confirm, find_sizes
 from linnaeus.batch_plan import BatchPlan, Facts, plan_batches
 from linnaeus.batch_summary import summary_lines
 from linnaeus.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
@@ -71,8 +71,7 @@ def run(config: Config) -> FitResult:
             # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
             timm.layers.convert_sync_batchnorm(assembly.model)
         found = _search(config, data, assembly, world, checkpoint)
-        config = with_batch_sizes(config, **{mode: result.batch_size for mode, result in found.items()})
-        plan = _plan(config, data, assembly, world)
+        config, plan = _plan_sizes_that_ran(config, data, assembly, world, found)
         scale_values(
             assembly.optimizer, rate_scale=plan.rate_scale, weight_decay_scale=plan.weight_decay_scale
         )
@@ -180,24 +179,50 @@ def _search(
     config: Config, data: DataBundle, assembly: Assembly, world: World, checkpoint: Mapping[str, Any] | None
 ) -> dict[str, AutoBatchResult]:
     """What AutoBatch finds for each mode that asks for it; what it found, where that still holds."""
-    train = config.TRAIN
-    autobatch = config.DATA.AUTOBATCH
+    search = _size_search(config, data, assembly, world)
+    if checkpoint is not None and checkpoint["searched_for"] == _searched_for(config, world):
+        logger.info("AutoBatch: same device and configuration, so the checkpoint's batch sizes are kept")
+        return {
+            mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in checkpoint["autobatch"].items()
+        }
+    return find_sizes(search)
+
+
+def _size_search(config: Config, data: DataBundle, assembly: Assembly, world: World) -> SizeSearch:
+    """The searches of this run, which look no further than the effective batch asked for."""
+    autobatch, train = config.DATA.AUTOBATCH, config.TRAIN
     room = Room(
         autobatch.MAX_BATCH_SIZE if autobatch.ENABLED else config.DATA.BATCH_SIZE,
         world.world_size,
         dataset_length(data.train),
         batchnorm=batchnorm_kind(assembly.model) == "local",
     )
-    max_share = largest_share(train, room)
-    if checkpoint is not None and checkpoint["searched_for"] == _searched_for(config, world):
-        logger.info("AutoBatch: same device and configuration, so the checkpoint's batch sizes are kept")
-        return {
-            mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in checkpoint["autobatch"].items()
-        }
-    search = SizeSearch(
-        config.DATA, data, assembly, world, 2 if accumulates(train) else 1, config.EXPERIMENT.SEED, max_share
+    return SizeSearch(
+        config=config.DATA,
+        bundle=data,
+        assembly=assembly,
+        world=world,
+        accumulation_steps=2 if accumulates(train) else 1,
+        seed=config.EXPERIMENT.SEED,
+        max_share=largest_share(train, room),
     )
-    return find_sizes(search)
+
+
+def _plan_sizes_that_ran(
+    config: Config, data: DataBundle, assembly: Assembly, world: World, found: dict[str, AutoBatchResult]
+) -> tuple[Config, BatchPlan]:
+    """The configuration with the sizes found, and the plan; what AutoBatch has not tried of it, it tries."""
+    while True:
+        config = with_batch_sizes(config, **{mode: result.batch_size for mode, result in found.items()})
+        plan = _plan(config, data, assembly, world)
+        if "train" not in found:
+            return config, plan
+        ran = {trial.size for trial in found["train"].trials if trial.status == "fits"}
+        untried = {stage.micro_batch for stages in plan.epochs for stage in stages} - ran
+        if not untried:
+            return config, plan
+        search = _size_search(config, data, assembly, world)
+        found["train"] = confirm(search, found["train"], max(untried))
 
 
 def _plan(config: Config, data: DataBundle, assembly: Assembly, world: World) -> BatchPlan:

@@ -501,7 +501,7 @@ def test_summary() -> None:
     plan = plan_batches(train, optimizer, ScheduleConfig(WARMUP_EPOCHS=1), facts)
     assert summary_lines(plan, train, optimizer) == [
         "batch         64 micro-batch x 4 accumulation x 2 processes = 512 samples per optimizer step",
-        "steps         2 per epoch, 24 in 12 epochs; 1024 of 1200 samples per epoch",
+        "steps         2 per epoch, 24 in all (TRAIN.EPOCHS 12); 1024 of 1200 samples per epoch",
         "rate          0.004 at the peak = OPTIMIZER.LR 0.002 x 512/256 (linear)",
         "weight decay  0.05 (not scaled)",
         "warm-up       2 steps",

@@ -205,6 +205,7 @@ SCHEDULES: dict[str, list[str]] = {
     ],
 }  # fmt: skip
 """On top of `GROWING`; the last takes 8, 2 x 6 and 4 x 5 samples."""
+SIZES = ("TRAIN.BATCH_SCHEDULE.UNIT=steps", "TRAIN.BATCH_SCHEDULE.LENGTH=20")
 
 
 def test_a_growing_batch_takes_the_sizes_and_rates_of_its_plan(run: Run, tmp_path: Path) -> None:
@@ -301,6 +302,35 @@ def test_the_search_stops_at_the_share_asked_for(run: Run, tmp_path: Path) -> No
     found = json.loads((tmp_path / "runs/plain/autobatch.json").read_text())["train"]
     assert (found["batch_size"], found["limited_by"]) == (24, "effective_batch")
     assert "limited by the effective batch asked for" in outcome.out
+
+
+def test_the_micro_batches_of_the_plan_have_run(run: Run, tmp_path: Path) -> None:
+    options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=13", "TRAIN.AUTO_RESUME=True")
+    assert run(*PLAIN, *options, *SCHEDULES["another micro-batch within the epoch"], *SIZES).code == 0
+    folder = tmp_path / "runs/plain"
+    found = json.loads((folder / "autobatch.json").read_text())["train"]
+    ran = [trial["batch_size"] for trial in found["trials"] if trial["status"] == "fits"]
+    used = {row[1] for row in plan_of(folder)["STAGES"][1:]}
+    assert used == {8, 12, 10}
+    assert used <= set(ran)
+    assert found["batch_size"] == 13
+    assert sorted(set(ran)) == sorted(ran)  # none is tried twice
+    resumed = run(*PLAIN, *options, *SCHEDULES["another micro-batch within the epoch"], *SIZES)
+    assert resumed.code == 0
+    assert "batch sizes are kept" in resumed.out
+    assert json.loads((folder / "autobatch.json").read_text())["train"] == found
+
+
+def test_a_micro_batch_below_the_bounds_of_the_search_is_not_rounded(run: Run, tmp_path: Path) -> None:
+    options = (
+        "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=64", "DATA.AUTOBATCH.MULTIPLE_OF=8",
+        "DATA.AUTOBATCH.MIN_BATCH_SIZE=56",
+    )  # fmt: skip
+    outcome = run(*PLAIN, *options, "TRAIN.EFFECTIVE_BATCH_SIZE=100")
+    assert outcome.code == 0, outcome.err
+    found = json.loads((tmp_path / "runs/plain/autobatch.json").read_text())["train"]
+    assert found["batch_size"] == 64
+    assert found["trials"][-1]["batch_size"] == plan_of(tmp_path / "runs/plain")["MICRO_BATCH"] == 50
 
 
 NORM = "MODEL.norm=BatchNorm1d"
