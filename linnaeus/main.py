@@ -1,4 +1,7 @@
-"""The command line: `python -m linnaeus.main`, `python -m linnaeus.train` and `linnaeus`."""
+"""The command line: `python -m linnaeus.main`, `python -m linnaeus.train` and `linnaeus`.
+
+It trains, unless its first word is `analyze`.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from linnaeus.analysis.command import EXIT_INTERRUPTED, analyze
 from linnaeus.config.help import help_text
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.errors import ConfigError, LinnaeusError
-
-EXIT_INTERRUPTED = 130
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
@@ -22,9 +24,12 @@ def cli(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 2 configuration, 3 AutoBatch, 130 interrupted, 1 anything else.
     """
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    if tokens[:1] == ["analyze"]:
+        return analyze(tokens[1:])
     rank = int(os.environ.get("RANK", "0"))
     try:
-        loaded = load_config(sys.argv[1:] if argv is None else argv)
+        loaded = load_config(tokens)
         if loaded.show_help or loaded.print_config:
             if rank == 0:
                 print(help_text() if loaded.show_help else to_yaml(loaded.config), end="")

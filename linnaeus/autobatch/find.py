@@ -136,8 +136,10 @@ class BatchSizeFinder:
         trials = tuple(_raised(trial, floor_bytes) for trial in found.trials)
         if found.size is None:
             raise AutoBatchError(
-                _nothing_fits(self.mode, found.limited_by, self.trials, budget_bytes, self.memory,
-                              target_memory_fraction)
+                _nothing_fits(
+                    self.mode, found.limited_by, self.trials, budget_bytes, floor_bytes, self.memory,
+                    target_memory_fraction,
+                )
             )  # fmt: skip
         return AutoBatchResult(
             mode=self.mode,
@@ -351,8 +353,8 @@ def _peak(trial: TrialRecord) -> str:
 
 
 def _nothing_fits(
-    mode: Mode, limited_by: str, trials: Sequence[TrialRecord], budget_bytes: int, memory: DeviceMemory,
-    fraction: float,
+    mode: Mode, limited_by: str, trials: Sequence[TrialRecord], budget_bytes: int, floor_bytes: int,
+    memory: DeviceMemory, fraction: float,
 ) -> str:  # fmt: skip
     suffix = "_VAL" if mode == "val" else ""
     tried = ", ".join(f"{trial.size} ({_peak(trial)})" for trial in trials)
@@ -363,7 +365,8 @@ def _nothing_fits(
     return (
         f"AutoBatch ({mode}): {reason}. Budget {budget_bytes / GIB:.2f} GiB for this process: "
         f"{fraction:.0%} of {memory.total_bytes / GIB:.2f} GiB on {memory.device}, less what others use"
-        f" (or of DATA.AUTOBATCH.MEMORY_LIMIT_GB). Tried: {tried or 'nothing'}. "
+        f" (or of DATA.AUTOBATCH.MEMORY_LIMIT_GB); {floor_bytes / GIB:.2f} GiB are held before the first "
+        f"sample. Tried: {tried or 'nothing'}. "
         f"Lower DATA.AUTOBATCH.MIN_BATCH_SIZE{suffix} or DATA.IMG_SIZE, choose a smaller MODEL.NAME, set "
         f"TRAIN.GRADIENT_CHECKPOINTING or TRAIN.AMP bf16, raise "
         f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION{suffix}, or free memory on the device."

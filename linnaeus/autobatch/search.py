@@ -13,15 +13,17 @@ a believable one, and after a single trial from the assumption that a tenth of t
 next trial is where the line meets the budget: a little short of it, since a size that fits teaches more than
 one that runs out of memory, and at no more than four times the size that the line starts from. Where the
 line says that a size should fit which failed, the next trial steps back from that size by a tenth of the
-bracket's width. Close to the answer, "where the line meets the budget" is one of the two neighbours that
-certify it. A curve that still leads the line astray after eight trials is settled without it, by doubling
-steps and then bisection: 2·log2(candidates) + 9 trials do for any curve.
+bracket's width, and by twice as much each time that this fails too. Close to the answer, "where the line
+meets the budget" is one of the two neighbours that certify it. A curve that still leads the line astray after
+eight trials is settled without it, by doubling steps and then bisection: 2·log2(candidates) + 9 trials do for
+any curve.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -294,6 +296,12 @@ class _Search:
         index = self.candidates.nearest(self.start)
         return index if self.low < index < self.high else None
 
+    @property
+    def num_failed_again(self) -> int:
+        """How many of the last trials failed, beyond the first of them."""
+        fits = (record.status == "fits" for record in reversed(self.trials))
+        return max(sum(1 for _ in itertools.takewhile(operator.not_, fits)) - 1, 0)
+
     def distance(self, size: int) -> int:
         """Bytes between the peak of a measured size and the budget."""
         return abs(self.peaks[size] - self.budget_bytes)
@@ -339,7 +347,7 @@ def _where_the_line_meets_the_budget(search: _Search) -> int:
         return _middle(search)
     step = (search.budget_bytes - search.peaks[anchor]) / slope
     if not search.unbounded and anchor < candidates[high] <= anchor + step:
-        return high - round(RETREAT * (high - search.low))
+        return high - round(RETREAT * (1 << search.num_failed_again) * (high - search.low))
     if step > 0:
         step = min((1 - SHORT) * step, (GROWTH - 1) * anchor)
     return candidates.nearest(anchor + step)

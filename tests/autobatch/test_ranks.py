@@ -211,6 +211,23 @@ def test_a_waiting_rank_that_dies_ends_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_after_the_search_all_ranks_hold_the_same_parameters_and_sizes(tmp_path: Path) -> None:
+    """Hashes of everything that a step may change, with one rank that ran out of memory on the way."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3",
+        "-m", "tests.autobatch.digests", *TINY, "TRAIN.EMA.ENABLED=True",
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "FAULT": "oom:1:backward"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180, check=True
+    )
+    lines = sorted(map(json.loads, done.stdout.splitlines()), key=lambda line: line["rank"])
+    assert [line["rank"] for line in lines] == [0, 1, 2]
+    assert {(line["train"], line["val"]) for line in lines} == {(8, 11)}
+    assert len({line["before"] for line in lines} | {line["after"] for line in lines}) == 1
+
+
+@pytest.mark.slow
 def test_a_hung_rank_ends_the_job_with_its_name(tmp_path: Path) -> None:
     code, text = job(tmp_path, *TINY, FAULT="stop:0")
     assert code != 0

@@ -1,0 +1,197 @@
+"""Every command in the README and the docs does what it says, made small: fewer epochs, smaller images."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from linnaeus.main import cli
+from tests.conftest import Run
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SMALLER = (
+    "EXPERIMENT.DEVICE=cpu", "TRAIN.EPOCHS=1", "DATA.IMG_SIZE=32", "DATA.BATCH_SIZE=4", "DATA.NUM_WORKERS=1",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
+)  # fmt: skip
+SMALL_MODEL = ("MODEL.NAME=test_resnet",)
+
+EXPERIMENT = """\
+DATA:
+  DATASET:
+    NAME: synthetic
+    NUM_SAMPLES: 32
+    NUM_SAMPLES_VAL: 16
+"""
+MY_PACKAGE = """\
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+class MyModel(nn.Module):
+    def __init__(self, num_classes, width):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(3 * 8 * 8, width), nn.ReLU(), nn.Linear(width, num_classes)
+        )
+
+    def forward(self, images):
+        return self.layers(images)
+
+class MyDataset(Dataset):
+    num_classes = 3
+
+    def __init__(self, split):
+        self.images = torch.rand(24 if split == "train" else 9, 3, 8, 8)
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.images[index], index % 3
+"""
+
+
+def blocks(page: Path) -> Iterator[str]:
+    """The shell blocks of a page, one command on each line."""
+    for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        yield block.replace("\\\n", " ")
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for block in blocks(page):
+            if not block.startswith("#!"):
+                yield from ((page.name, line) for line in block.splitlines() if line.strip())
+
+
+COMMANDS = sorted(set(commands()))
+"""(page, command)."""
+
+
+def of_kind(*starts: str) -> list[tuple[str, str]]:
+    return [(page, line) for page, line in COMMANDS if line.startswith(starts)]
+
+
+def test_every_command_has_a_test() -> None:
+    known = ("git clone ", "make ", "pip install ", "python ", "torchrun ", "linnaeus ", "srun ")
+    assert [line for _, line in COMMANDS if not line.startswith(known)] == []
+    assert len(of_kind("python -m linnaeus.train")) >= 5
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the commands speak of."""
+    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
+    (tmp_path / "my_package.py").write_text(MY_PACKAGE)
+    for split, count in (("train", 6), ("val", 2)):
+        for species in (
+            "Passeriformes/Corvus_corax",
+            "Passeriformes/Parus_major",
+            "Piciformes/Picus_viridis",
+        ):
+            folder = tmp_path / "birds" / split / species
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (40, 40), (number * 40, 90, len(species) * 10)).save(
+                    folder / f"{number}.jpg"
+                )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def tokens_of(line: str, desk: Path) -> list[str]:
+    line = line.partition("  #")[0].replace("/data/birds", str(desk / "birds"))
+    return shlex.split(line.replace("configs/", f"{ROOT}/configs/"))
+
+
+def smaller(tokens: list[str]) -> list[str]:
+    """The same command on a small scale."""
+    if "--help" in tokens or "--print-config" in tokens:
+        return tokens
+    own_model = any(token.startswith("MODEL._target_") for token in tokens)
+    return [*tokens, *SMALLER, *(() if own_model else SMALL_MODEL)]
+
+
+@pytest.mark.parametrize(("page", "line"), of_kind("python -m linnaeus.train", "linnaeus "))
+def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: Run) -> None:
+    tokens = tokens_of(line, desk)
+    argv = tokens[3:] if tokens[0] == "python" else tokens[1:]
+    outcome = run(*smaller(argv))
+    assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("page", "line"), of_kind("torchrun"))
+def test_a_command_of_several_processes_works(page: str, line: str, desk: Path) -> None:
+    tokens = re.sub(r"--nproc_per_node=\d+", "--standalone --nproc_per_node=2", line)
+    command = [sys.executable, "-m", "torch.distributed.run", *smaller(tokens_of(tokens, desk)[1:])]
+    done = subprocess.run(command, cwd=desk, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "line"), of_kind("python tools/", "python examples/"))
+def test_a_script_works(page: str, line: str, desk: Path) -> None:
+    _, script, *argv = tokens_of(line, desk)
+    if script.startswith("tools/"):
+        argv = smaller(argv)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *argv],
+        cwd=desk, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_benchmarks_that_are_named_are_there_and_take_their_options() -> None:
+    named = {name for page in PAGES for name in re.findall(r"benchmarks/\w+\.(?:py|txt)", page.read_text())}
+    named |= {name for page in PAGES for name in re.findall(r"benchmarks/results/\w+\.txt", page.read_text())}
+    assert named
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_targets_of_make_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {target for page in PAGES for target in re.findall(r"`make ([\w-]+)`", page.read_text())}
+    targets |= {line.split()[1] for _, line in of_kind("make ")}
+    assert {"train", "test"} <= targets
+    assert [target for target in targets if f"\n{target}:" not in makefile] == []
+
+
+def test_job_scripts_are_valid_and_ask_torchrun_for_what_it_has() -> None:
+    from torch.distributed.run import get_args_parser
+
+    scripts = [block for page in PAGES for block in blocks(page) if block.startswith("#!")]
+    assert scripts
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        [line] = [line for line in script.splitlines() if "torchrun" in line]
+        arguments = get_args_parser().parse_args(shlex.split(line.replace("$SLURM_NNODES", "2"))[2:])
+        assert arguments.module
+        config = [*arguments.training_script_args, "--print-config"]
+        assert arguments.training_script == "linnaeus.main"
+        assert "--cfg" in config
+
+
+def test_links_between_the_pages_lead_somewhere() -> None:
+    made = {"configuration.md"}  # when the site is built
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+\.(?:md|png|svg|html))(?:#[\w-]+)?\)", page.read_text()):
+            assert (page.parent / target).is_file() or Path(target).name in made, f"{page.name}: {target}"
+
+
+def test_the_yaml_of_every_page_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for page in PAGES:
+        for number, text in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S)):
+            file = tmp_path / f"{page.stem}{number}.yaml"
+            file.write_text(text)
+            assert cli(["--cfg", str(file), "--print-config"]) == 0, capsys.readouterr().err
