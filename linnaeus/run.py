@@ -34,9 +34,11 @@ from linnaeus.errors import ConfigError
 from linnaeus.files import prepare_run_folder
 from linnaeus.log import MetricsFile, Progress, close_logging, make_console, set_up_logging
 from linnaeus.models.build import batchnorm_kind
+from linnaeus.noise_scale import MEANING, GradientProbe
 from linnaeus.optim import peak_values, scale_values
 from linnaeus.rng import seed_all
 from linnaeus.schedule import build_schedule
+from linnaeus.step import TrainStep
 from linnaeus.tracking import NullTracker, Tracker, start_tracking
 from linnaeus.trainer import FitResult, Outlets, Trainer
 
@@ -57,8 +59,9 @@ def run(config: Config) -> FitResult:
                 config.EXPERIMENT.DEVICE, config.DIST.BACKEND, timedelta(minutes=config.DIST.TIMEOUT_MINUTES)
             )
         )
-        console = stack.enter_context(_folder_and_logs(folder, world, keep=train.AUTO_RESUME))
         _check_device(train, world)
+        _check_noise_scale(train, world, micro_batches_held(train))
+        console = stack.enter_context(_folder_and_logs(folder, world, keep=train.AUTO_RESUME))
         torch.use_deterministic_algorithms(train.DETERMINISTIC)
         seed_all(seed)
 
@@ -122,6 +125,7 @@ def run(config: Config) -> FitResult:
                 "plan": plan.as_dict(),
             },
         )
+        trainer.train_step.probe = _probe(train, trainer.train_step, plan, world)
         seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's
         if checkpoint is not None:
             trainer.resume(checkpoint)
@@ -173,6 +177,25 @@ def _check_device(config: TrainConfig, world: World) -> None:
         raise ConfigError(
             "TRAIN.SYNC_BATCHNORM: True, but SyncBatchNorm needs an accelerator; set it False on the CPU"
         )
+
+
+def _check_noise_scale(config: TrainConfig, world: World, accumulation_steps: int) -> None:
+    if config.NOISE_SCALE.ENABLED and world.world_size * accumulation_steps == 1:
+        raise ConfigError(
+            "TRAIN.NOISE_SCALE.ENABLED: True, but with one process and one micro-batch per optimizer step "
+            "there is only one batch size to measure gradients at, and two are needed: set "
+            "TRAIN.ACCUMULATION_STEPS 2 or more, a TRAIN.EFFECTIVE_BATCH_SIZE above DATA.BATCH_SIZE, or run "
+            "several processes under torchrun"
+        )
+
+
+def _probe(config: TrainConfig, step: TrainStep, plan: BatchPlan, world: World) -> GradientProbe | None:
+    """What measures the noise scale, where the plan leaves two batch sizes to do so."""
+    if not config.NOISE_SCALE.ENABLED:
+        return None
+    stages = (stage for stages in plan.epochs for stage in stages)
+    _check_noise_scale(config, world, max(stage.accumulation_steps for stage in stages))
+    return GradientProbe(step.model, step.scaler, decay=config.NOISE_SCALE.DECAY)
 
 
 def _search(
@@ -265,7 +288,7 @@ def _compare_plans(plan: BatchPlan, checkpoint: Mapping[str, Any]) -> None:
 def _searched_for(config: Config, world: World) -> str:
     """All that the sizes found depend on, as text that can be compared."""
     train = dataclasses.asdict(config.TRAIN)
-    for name in ("EPOCHS", "LOG_EVERY", "VALIDATE_EVERY", "CHECKPOINT_EVERY", "AUTO_RESUME"):
+    for name in ("EPOCHS", "LOG_EVERY", "VALIDATE_EVERY", "CHECKPOINT_EVERY", "AUTO_RESUME", "NOISE_SCALE"):
         del train[name]
     data = dataclasses.asdict(config.DATA)
     for name in ("BATCH_SIZE", "BATCH_SIZE_VAL"):
@@ -305,7 +328,8 @@ def _record(
 
 def _conclude(config: Config, plan: BatchPlan, result: FitResult, folder: Path, tracker: Tracker) -> None:
     """Say what the run came to, on rank 0."""
-    tracker.summarise({**result.metrics, "images_per_s": result.images_per_s})
+    noise = {} if result.noise_scale is None else {"noise_scale": result.noise_scale}
+    tracker.summarise({**result.metrics, "images_per_s": result.images_per_s, **noise})
     if result.interrupted:
         logger.info("interrupted; TRAIN.AUTO_RESUME True goes on from the checkpoint in %s", folder)
         return
@@ -314,4 +338,6 @@ def _conclude(config: Config, plan: BatchPlan, result: FitResult, folder: Path, 
         logger.info("%-16s %.4f", name, value)
     if result.images_per_s:
         logger.info("training speed: %.0f images/s", result.images_per_s)
+    if result.noise_scale is not None:
+        logger.info(f"gradient noise scale: {MEANING}", result.noise_scale)
     logger.info("files: %s", folder.resolve())

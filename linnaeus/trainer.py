@@ -61,11 +61,13 @@ class FitResult:
         metrics: of the last validation.
         images_per_s: training samples per second over all processes, of this process's lifetime.
         interrupted: whether somebody stopped the run; a checkpoint has been saved.
+        noise_scale: the gradient noise scale in samples, where it was measured.
     """
 
     metrics: dict[str, float]
     images_per_s: float
     interrupted: bool = False
+    noise_scale: float | None = None
 
 
 @dataclass
@@ -122,6 +124,8 @@ class Trainer:
         """
         self.state.load_state_dict(checkpoint["state"])
         self.done = Progressed(**checkpoint["progress"])
+        if self.train_step.probe is not None and checkpoint.get("noise_scale") is not None:
+            self.train_step.probe.scale.load_state_dict(checkpoint["noise_scale"])
         generators = checkpoint["rng"]
         if self.world.rank < len(generators):
             set_rng_state(generators[self.world.rank], self.world.device)
@@ -138,7 +142,12 @@ class Trainer:
                 self.done.epoch, self.done.samples = self.done.epoch + 1, 0
                 self._end_epoch()
         images_per_s = self._num_images / self._seconds if self._seconds else 0.0
-        return FitResult(self.done.metrics, images_per_s, interrupted=self._stop.agreed)
+        return FitResult(self.done.metrics, images_per_s, self._stop.agreed, self._noise_scale)
+
+    @property
+    def _noise_scale(self) -> float | None:
+        probe = self.train_step.probe
+        return None if probe is None else probe.scale.value
 
     def train_epoch(self, progress: Progress) -> None:
         """The rest of the present epoch's steps, or fewer when somebody asks to stop."""
@@ -155,6 +164,9 @@ class Trainer:
             if self._stop.check(self.done.step):
                 break
             rate = self.state.optimizer.param_groups[0]["lr"]
+            probe = self.train_step.probe
+            if probe is not None and self.done.step % self.config.NOISE_SCALE.EVERY == 0:
+                probe.arm()
             meter.add(self.train_step(batches, stage.accumulation_steps))
             self.state.schedule.step()
             remaining -= 1
@@ -170,6 +182,8 @@ class Trainer:
         values = {"loss": meter.drain(), "lr": rate}
         if self.plan.changes:
             values["effective_batch"] = stage.effective_batch
+        if self._noise_scale is not None:
+            values["noise_scale"] = self._noise_scale
         progress.describe(values)
         self.outlets.write(step=self.done.step, epoch=self.done.epoch, split="train", values=values)
 
@@ -207,11 +221,13 @@ class Trainer:
     def _save(self, *, is_best: bool = False) -> None:
         """Write a checkpoint on rank 0; every rank must call this."""
         generators = self.world.gather(rng_state(self.world.device))
+        probe = self.train_step.probe
         if self.world.is_main:
             content = {
                 "progress": vars(self.done).copy(),
                 "state": self.state.state_dict(),
                 "rng": generators,
+                "noise_scale": None if probe is None else probe.scale.state_dict(),
                 **self.checkpoint_extras,
             }
             self.checkpoints.save(content, is_best=is_best)

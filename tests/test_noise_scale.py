@@ -20,6 +20,7 @@ from linnaeus import noise_scale
 from linnaeus.data.batch import Batch
 from linnaeus.noise_scale import GradientProbe, NoiseScale, unbiased_moments
 from linnaeus.step import Precision, TrainStep
+from tests.conftest import SMALL, Run
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
@@ -155,6 +156,46 @@ def test_a_checkpoint_keeps_the_averages() -> None:
     after = NoiseScale(0.999)
     after.load_state_dict(before.state_dict())
     assert after == before
+
+
+OPTIONS = (
+    "TRAIN.NOISE_SCALE.ENABLED=True",
+    "TRAIN.NOISE_SCALE.EVERY=1",
+    "TRAIN.LOG_EVERY=1",
+    "DATA.BATCH_SIZE=4",
+)
+
+
+def test_a_run_writes_it_down_and_says_what_it_means(run: Run, tmp_path: Path) -> None:
+    outcome = run(*SMALL, *OPTIONS, "TRAIN.ACCUMULATION_STEPS=3", "MODEL.NAME=test_vit")
+    assert outcome.code == 0, outcome.err
+    records = map(json.loads, (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines())
+    found = [record["noise_scale"] for record in records if "noise_scale" in record]
+    assert len(found) >= 4  # noise hides the gradient now and then
+    assert all(value > 0 for value in found)
+    assert f"below about {found[-1]:.0f} samples per step, doubling the batch almost halves" in outcome.out
+
+
+def test_a_run_that_goes_on_goes_on_measuring(run: Run, tmp_path: Path) -> None:
+    options = (
+        *SMALL,
+        *OPTIONS,
+        "TRAIN.ACCUMULATION_STEPS=2",
+        "TRAIN.AUTO_RESUME=True",
+        "SCHEDULE.NAME=constant",
+    )
+    assert run(*options, "TRAIN.EPOCHS=1").code == 0
+    assert run(*options, "TRAIN.EPOCHS=2").code == 0
+    checkpoint = torch.load(tmp_path / "runs/small/checkpoints/last.pt", weights_only=True)
+    assert checkpoint["noise_scale"]["num"] == 2 * 96 // 8
+
+
+def test_without_two_batch_sizes_the_error_says_what_is_needed(run: Run, tmp_path: Path) -> None:
+    for options in ((), ("TRAIN.EFFECTIVE_BATCH_SIZE=4",)):
+        outcome = run(*SMALL, *OPTIONS, *options)
+        assert outcome.code == 2
+        for key in ("TRAIN.NOISE_SCALE.ENABLED", "TRAIN.ACCUMULATION_STEPS", "torchrun"):
+            assert key in outcome.err
 
 
 def torchrun(folder: Path, text: str, *argv: str) -> str:

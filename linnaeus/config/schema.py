@@ -326,6 +326,17 @@ class BatchScheduleConfig:
 
 
 @dataclass
+class NoiseScaleConfig:
+    """The gradient noise scale: up to which effective batch more samples are worth their while."""
+
+    ENABLED: bool = key(
+        False, "measure it; needs several micro-batches per optimizer step, or several processes"
+    )
+    EVERY: int = key(10, "optimizer steps from one measurement to the next", ge=1)
+    DECAY: float = key(0.98, "share of the running averages that a measurement leaves", ge=0, lt=1)
+
+
+@dataclass
 class TrainConfig:
     """The training loop and the training step."""
 
@@ -340,6 +351,7 @@ class TrainConfig:
         ge=1,
     )
     BATCH_SCHEDULE: BatchScheduleConfig = key(BatchScheduleConfig, "effective batch that changes")
+    NOISE_SCALE: NoiseScaleConfig = key(NoiseScaleConfig, "gradient noise scale")
     AMP: str = key("off", "automatic mixed precision", choices=("off", "bf16", "fp16"))
     CLIP_GRAD_NORM: float | None = key(
         1.0, "largest norm of all gradients together; null does not clip", gt=0
