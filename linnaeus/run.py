@@ -340,4 +340,6 @@ def _conclude(config: Config, plan: BatchPlan, result: FitResult, folder: Path, 
         logger.info("training speed: %.0f images/s", result.images_per_s)
     if result.noise_scale is not None:
         logger.info(f"gradient noise scale: {MEANING}", result.noise_scale)
+    elif config.TRAIN.NOISE_SCALE.ENABLED:
+        logger.info("gradient noise scale: not known yet, noise still hides the gradient; train longer")
     logger.info("files: %s", folder.resolve())

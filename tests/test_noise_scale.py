@@ -167,7 +167,8 @@ OPTIONS = (
 
 
 def test_a_run_writes_it_down_and_says_what_it_means(run: Run, tmp_path: Path) -> None:
-    outcome = run(*SMALL, *OPTIONS, "TRAIN.ACCUMULATION_STEPS=3", "MODEL.NAME=test_vit")
+    options = ("TRAIN.ACCUMULATION_STEPS=3", "MODEL.NAME=test_vit", "OPTIMIZER.LR=1e-6")
+    outcome = run(*SMALL, *OPTIONS, *options)
     assert outcome.code == 0, outcome.err
     records = map(json.loads, (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines())
     found = [record["noise_scale"] for record in records if "noise_scale" in record]
