@@ -9,7 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from linnaeus.analysis.command import EXIT_INTERRUPTED, analyze
+from linnaeus.analysis.command import analyze
+from linnaeus.command.entry import EXIT_INTERRUPTED
 from linnaeus.config.help import help_text
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.errors import ConfigError, LinnaeusError
