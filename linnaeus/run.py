@@ -29,12 +29,16 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World, join, wrap
 from linnaeus.errors import ConfigError
-from linnaeus.files import prepare_run_folder
+from linnaeus.files import prepare_run_folder, write_text_atomically
 from linnaeus.log import MetricsFile, Progress, close_logging, make_console, set_up_logging
+from linnaeus.metrics import headline
 from linnaeus.rng import seed_all
 from linnaeus.schedule import build_schedule
 from linnaeus.tracking import NullTracker, Tracker, start_tracking
 from linnaeus.trainer import FitResult, Outlets, Trainer
+
+RESULT = "result.json"
+"""A run's file that is there when it has ended well."""
 
 logger = logging.getLogger("linnaeus.run")
 
@@ -117,6 +121,8 @@ def run(config: Config) -> FitResult:
             trainer.resume(checkpoint)
         result = trainer.fit()
         _conclude(config, result, folder, tracker)
+        if world.is_main and not result.interrupted:
+            _save_result(config, result, world, folder / RESULT)
         return result
 
 
@@ -198,6 +204,7 @@ def _record(
     """Write down and show what this run is: data, sizes and how they were found, configuration."""
     if not world.is_main:
         return
+    (folder / RESULT).unlink(missing_ok=True)  # of a run that is gone on with
     for sentence in data.report:
         logger.info(sentence)
     for mode, result in found.items():
@@ -225,3 +232,18 @@ def _conclude(config: Config, result: FitResult, folder: Path, tracker: Tracker)
     if result.images_per_s:
         logger.info("training speed: %.0f images/s", result.images_per_s)
     logger.info("files: %s", folder.resolve())
+
+
+def _save_result(config: Config, result: FitResult, world: World, path: Path) -> None:
+    """Write what a run that has ended well came to; what is not finite becomes null."""
+    metrics = {name: value if math.isfinite(value) else None for name, value in result.metrics.items()}
+    content = {
+        "metrics": metrics,
+        "headline": headline(result.metrics)[0].removeprefix("-"),
+        "training_s": round(result.training_s, 3),
+        "images_per_s": round(result.images_per_s, 3) or None,  # none where nothing was left to train
+        "batch_size": config.DATA.BATCH_SIZE,
+        "accumulation_steps": config.TRAIN.ACCUMULATION_STEPS,
+        "world_size": world.world_size,
+    }
+    write_text_atomically(path, json.dumps(content, indent=2) + "\n")

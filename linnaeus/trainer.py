@@ -42,6 +42,7 @@ class Progressed:
         step: optimizer steps done.
         best: best headline metric so far; None before the first validation.
         metrics: of the last validation.
+        seconds: spent in training steps, data included and validation left out.
     """
 
     epoch: int = 0
@@ -49,6 +50,7 @@ class Progressed:
     step: int = 0
     best: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 @dataclass
@@ -58,11 +60,13 @@ class FitResult:
     Attributes:
         metrics: of the last validation.
         images_per_s: training samples per second over all processes, of this process's lifetime.
+        training_s: seconds of training without validation, those before a resumption included.
         interrupted: whether somebody stopped the run; a checkpoint has been saved.
     """
 
     metrics: dict[str, float]
     images_per_s: float
+    training_s: float
     interrupted: bool = False
 
 
@@ -133,7 +137,7 @@ class Trainer:
                 self.done.epoch, self.done.samples = self.done.epoch + 1, 0
                 self._end_epoch()
         images_per_s = self.world.world_size * self._num_images / self._seconds if self._seconds else 0.0
-        return FitResult(self.done.metrics, images_per_s, interrupted=self._stop.agreed)
+        return FitResult(self.done.metrics, images_per_s, self.done.seconds, interrupted=self._stop.agreed)
 
     def train_epoch(self, progress: Progress) -> None:
         """The rest of the present epoch's steps, or fewer when somebody asks to stop."""
@@ -154,7 +158,9 @@ class Trainer:
             progress.advance(num_micro_batches)
             if self.done.step % config.LOG_EVERY == 0 or not remaining:
                 self._log_training(meter, progress)
-        self._seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._seconds += seconds
+        self.done.seconds += seconds
         self._num_images += batches.num_samples
         self.done.samples += batches.num_samples
 

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "linnaeus"
 ORDER = (
     "errors", "files", "config", "dist", "log", "tracking", "rng", "memory", "instantiate", "data", "models",
     "losses", "optim", "schedule", "metrics", "ema", "step", "assembly", "checkpoint", "autobatch", "trainer",
-    "run", "command", "analysis", "main", "train",
+    "run", "command", "analysis", "sweep", "main", "train",
 )  # fmt: skip
 """A module imports from its own part and from those before it."""
 
