@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as functional
 
 from linnaeus.assembly import Assembly, assemble
+from linnaeus.batch_plan import Facts, plan_batches
 from linnaeus.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
@@ -96,14 +97,16 @@ def build(config: Config, device: torch.device) -> tuple[DataBundle, Assembly, L
 def our_turns(config: Config, device: torch.device) -> Iterator[None]:
     """One epoch of the trainer a turn, with its log lines, meters and stop checks; no validation."""
     _, assembly, loaders = build(config, device)
-    steps_per_epoch = len(loaders.train)
+    facts = Facts(config.DATA.BATCH_SIZE, 1, config.DATA.DATASET.NUM_SAMPLES, config.OPTIMIZER.LR)
+    plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
     schedule = build_schedule(
-        config.SCHEDULE, assembly.optimizer, steps_per_epoch=steps_per_epoch, num_epochs=config.TRAIN.EPOCHS
+        config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps, warmup_steps=plan.warmup_steps
     )
     state = TrainingState(assembly.model, assembly.optimizer, assembly.scaler, schedule, None)
     nowhere = MetricsFile(Path("unused"), enabled=False)
     trainer = Trainer(
         config=config.TRAIN,
+        plan=plan,
         world=World(device),
         loaders=loaders,
         train_step=assembly.train_step,

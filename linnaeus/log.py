@@ -150,18 +150,18 @@ class Progress:
             self._bar.stop()
 
     def start(self, title: str, total: int) -> None:
-        """A new epoch of this many micro-batches."""
+        """A new epoch of this many optimizer steps."""
         self._title, self._done, self._total = title, 0, total
         if self._bar is not None:
             if self._task is not None:
                 self._bar.remove_task(self._task)
             self._task = self._bar.add_task(title, total=total, metrics="")
 
-    def advance(self, num_batches: int) -> None:
-        """Micro-batches were done."""
-        self._done += num_batches
+    def advance(self, num_steps: int) -> None:
+        """Optimizer steps were done."""
+        self._done += num_steps
         if self._bar is not None and self._task is not None:
-            self._bar.advance(self._task, num_batches)
+            self._bar.advance(self._task, num_steps)
 
     def describe(self, values: Mapping[str, float]) -> None:
         """Show metrics."""

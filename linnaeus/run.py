@@ -20,18 +20,23 @@ from rich.console import Console
 from linnaeus.assembly import Assembly, assemble_for
 from linnaeus.autobatch.report import device_environment, save_results, summary, trials_table
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.sizes import SizeSearch, find_sizes
+from linnaeus.autobatch.sizes import SizeSearch, confirm, find_sizes
+from linnaeus.batch_plan import BatchPlan, Facts, plan_batches
+from linnaeus.batch_summary import summary_lines
 from linnaeus.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
 from linnaeus.config.load import save_config, with_batch_sizes
-from linnaeus.config.schema import Config, TrainConfig
-from linnaeus.data.bundle import DataBundle
+from linnaeus.config.schema import Config, OptimizerConfig, TrainConfig
+from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World, join, wrap
+from linnaeus.effective_batch import Room, accumulates, largest_share
 from linnaeus.errors import ConfigError
 from linnaeus.files import prepare_run_folder, write_text_atomically
 from linnaeus.log import MetricsFile, Progress, close_logging, make_console, set_up_logging
 from linnaeus.metrics import headline
+from linnaeus.models.build import batchnorm_kind
+from linnaeus.optim import peak_values, scale_values
 from linnaeus.rng import seed_all
 from linnaeus.schedule import build_schedule
 from linnaeus.tracking import NullTracker, Tracker, start_tracking
@@ -71,25 +76,30 @@ def run(config: Config) -> FitResult:
             # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
             timm.layers.convert_sync_batchnorm(assembly.model)
         found = _search(config, data, assembly, world, checkpoint)
-        config = with_batch_sizes(config, **{mode: result.batch_size for mode, result in found.items()})
-        tracker = stack.enter_context(_tracker(config, folder, world, resume=checkpoint is not None))
-        _record(config, data, found, world, folder, console, tracker)
+        config, plan = _plan_sizes_that_ran(config, data, assembly, world, found)
+        scale_values(
+            assembly.optimizer, rate_scale=plan.rate_scale, weight_decay_scale=plan.weight_decay_scale
+        )
+        tracker = stack.enter_context(_tracker(config, plan, folder, world, resume=checkpoint is not None))
+        _record(config, data, found, plan, world, folder, console, tracker)
 
         loaders = stack.enter_context(
             build_loaders(
                 data, batch_size=config.DATA.BATCH_SIZE, batch_size_val=config.DATA.BATCH_SIZE_VAL,
                 data_config=config.DATA, seed=seed, rank=world.rank, world_size=world.world_size,
-                device=world.device,
+                device=world.device, sizes=plan.micro_batches,
             )
         )  # fmt: skip
         schedule = build_schedule(
             config.SCHEDULE,
             assembly.optimizer,
-            steps_per_epoch=math.ceil(len(loaders.train) / train.ACCUMULATION_STEPS),
-            num_epochs=train.EPOCHS,
+            total_steps=plan.total_steps,
+            warmup_steps=plan.warmup_steps,
+            rate_share=plan.rate_share,
         )
         trainer = Trainer(
             config=train,
+            plan=plan,
             world=world,
             loaders=loaders,
             train_step=dataclasses.replace(
@@ -114,15 +124,17 @@ def run(config: Config) -> FitResult:
             checkpoint_extras={
                 "autobatch": {mode: result.as_dict() for mode, result in found.items()},
                 "searched_for": _searched_for(config, world),
+                "plan": plan.as_dict(),
             },
         )
         seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's
         if checkpoint is not None:
             trainer.resume(checkpoint)
+            _compare_plans(plan, checkpoint)
         result = trainer.fit()
-        _conclude(config, result, folder, tracker)
+        _conclude(config, plan, result, folder, tracker)
         if world.is_main and not result.interrupted:
-            _save_result(config, result, world, folder / RESULT)
+            _save_result(plan, result, folder / RESULT)
         return result
 
 
@@ -141,7 +153,9 @@ def _folder_and_logs(folder: Path, world: World, *, keep: bool) -> Iterator[Cons
 
 
 @contextmanager
-def _tracker(config: Config, folder: Path, world: World, *, resume: bool) -> Iterator[Tracker]:
+def _tracker(
+    config: Config, plan: BatchPlan, folder: Path, world: World, *, resume: bool
+) -> Iterator[Tracker]:
     """Rank 0's tracker, closed with the run's outcome."""
     tracker: Tracker = NullTracker()
     if world.is_main:
@@ -150,7 +164,7 @@ def _tracker(config: Config, folder: Path, world: World, *, resume: bool) -> Ite
             node.WANDB,
             name=node.NAME,
             folder=folder / "logs",
-            config=dataclasses.asdict(config),
+            config={**dataclasses.asdict(config), "PLAN": plan.as_dict()},
             resume=resume,
         )
     exit_code = 1
@@ -172,15 +186,87 @@ def _search(
     config: Config, data: DataBundle, assembly: Assembly, world: World, checkpoint: Mapping[str, Any] | None
 ) -> dict[str, AutoBatchResult]:
     """What AutoBatch finds for each mode that asks for it; what it found, where that still holds."""
+    search = _size_search(config, data, assembly, world)
     if checkpoint is not None and checkpoint["searched_for"] == _searched_for(config, world):
         logger.info("AutoBatch: same device and configuration, so the checkpoint's batch sizes are kept")
         return {
             mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in checkpoint["autobatch"].items()
         }
-    search = SizeSearch(
-        config.DATA, data, assembly, world, config.TRAIN.ACCUMULATION_STEPS, config.EXPERIMENT.SEED
-    )
     return find_sizes(search)
+
+
+def _size_search(config: Config, data: DataBundle, assembly: Assembly, world: World) -> SizeSearch:
+    """The searches of this run, which look no further than the effective batch asked for."""
+    autobatch, train = config.DATA.AUTOBATCH, config.TRAIN
+    room = Room(
+        autobatch.MAX_BATCH_SIZE if autobatch.ENABLED else config.DATA.BATCH_SIZE,
+        world.world_size,
+        dataset_length(data.train),
+        batchnorm=batchnorm_kind(assembly.model) == "local",
+    )
+    return SizeSearch(
+        config=config.DATA,
+        bundle=data,
+        assembly=assembly,
+        world=world,
+        accumulation_steps=2 if accumulates(train) else 1,
+        seed=config.EXPERIMENT.SEED,
+        max_share=largest_share(train, room),
+    )
+
+
+def _plan_sizes_that_ran(
+    config: Config, data: DataBundle, assembly: Assembly, world: World, found: dict[str, AutoBatchResult]
+) -> tuple[Config, BatchPlan]:
+    """The configuration with the sizes found, and the plan; what AutoBatch has not tried of it, it tries."""
+    while True:
+        config = with_batch_sizes(config, **{mode: result.batch_size for mode, result in found.items()})
+        plan = _plan(config, data, assembly, world)
+        if "train" not in found:
+            return config, plan
+        ran = {trial.size for trial in found["train"].trials if trial.status == "fits"}
+        untried = {stage.micro_batch for stages in plan.epochs for stage in stages} - ran
+        if not untried:
+            return config, plan
+        search = _size_search(config, data, assembly, world)
+        found["train"] = confirm(search, found["train"], max(untried))
+
+
+def _plan(config: Config, data: DataBundle, assembly: Assembly, world: World) -> BatchPlan:
+    """All that depends on the batch size, now that this is known."""
+    learning_rate, weight_decay = peak_values(assembly.optimizer)
+    node, model = config.OPTIMIZER, config.MODEL
+    facts = Facts(
+        max_micro_batch=config.DATA.BATCH_SIZE,
+        world_size=world.world_size,
+        num_samples=dataset_length(data.train),
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        optimizer=node.NAME if isinstance(node, OptimizerConfig) else str(node["_target_"]),
+        batchnorm=batchnorm_kind(assembly.model),
+        pretrained=bool(model.get("pretrained") if isinstance(model, dict) else model.WEIGHTS),
+    )
+    return plan_batches(config.TRAIN, _own_optimizer(config), config.SCHEDULE, facts)
+
+
+def _own_optimizer(config: Config) -> OptimizerConfig | None:
+    """The OPTIMIZER node where it is no `_target_` node."""
+    return config.OPTIMIZER if isinstance(config.OPTIMIZER, OptimizerConfig) else None
+
+
+def _compare_plans(plan: BatchPlan, checkpoint: Mapping[str, Any]) -> None:
+    """Say so where a resumed run would go on with other sizes."""
+    before, now = checkpoint.get("plan", {}), plan.as_dict()
+    names = ("EFFECTIVE_BATCH", "LEARNING_RATE", "TOTAL_STEPS", "WARMUP_STEPS")
+    changed = [
+        f"{name} {before[name]} -> {now[name]}" for name in names if before.get(name, now[name]) != now[name]
+    ]
+    if changed:
+        logger.warning(
+            "warning: the checkpoint was written with another batch plan (%s); its peak rate and weight "
+            "decay are kept",
+            ", ".join(changed),
+        )
 
 
 def _searched_for(config: Config, world: World) -> str:
@@ -198,10 +284,10 @@ def _searched_for(config: Config, world: World) -> str:
 
 
 def _record(
-    config: Config, data: DataBundle, found: Mapping[str, AutoBatchResult], world: World, folder: Path,
-    console: Console, tracker: Tracker,
+    config: Config, data: DataBundle, found: Mapping[str, AutoBatchResult], plan: BatchPlan, world: World,
+    folder: Path, console: Console, tracker: Tracker,
 ) -> None:  # fmt: skip
-    """Write down and show what this run is: data, sizes and how they were found, configuration."""
+    """Write down and show what this run is: data, sizes and how they were found, plan, configuration."""
     if not world.is_main:
         return
     (folder / RESULT).unlink(missing_ok=True)  # of a run that is gone on with
@@ -216,17 +302,22 @@ def _record(
         tracker.summarise({f"autobatch/{mode}_batch_size": result.batch_size})
     if found:
         save_results(found, device_environment(world.device), folder / "autobatch.json")
-    save_config(config, folder / "config.yaml")
+    for line in summary_lines(plan, config.TRAIN, _own_optimizer(config)):
+        logger.info(line)
+    for note in plan.notes:
+        logger.info("note: %s", note)
+    for warning in plan.warnings:
+        logger.warning("warning: %s", warning)
+    save_config(config, folder / "config.yaml", plan.as_dict())
 
 
-def _conclude(config: Config, result: FitResult, folder: Path, tracker: Tracker) -> None:
+def _conclude(config: Config, plan: BatchPlan, result: FitResult, folder: Path, tracker: Tracker) -> None:
     """Say what the run came to, on rank 0."""
     tracker.summarise({**result.metrics, "images_per_s": result.images_per_s})
     if result.interrupted:
         logger.info("interrupted; TRAIN.AUTO_RESUME True goes on from the checkpoint in %s", folder)
         return
-    data = config.DATA
-    logger.info("batch sizes: training %d, validation %d", data.BATCH_SIZE, data.BATCH_SIZE_VAL)
+    logger.info("batch sizes: training %d, validation %d", plan.micro_batch, config.DATA.BATCH_SIZE_VAL)
     for name, value in result.metrics.items():
         logger.info("%-16s %.4f", name, value)
     if result.images_per_s:
@@ -234,7 +325,7 @@ def _conclude(config: Config, result: FitResult, folder: Path, tracker: Tracker)
     logger.info("files: %s", folder.resolve())
 
 
-def _save_result(config: Config, result: FitResult, world: World, path: Path) -> None:
+def _save_result(plan: BatchPlan, result: FitResult, path: Path) -> None:
     """Write what a run that has ended well came to; what is not finite becomes null."""
     metrics = {name: value if math.isfinite(value) else None for name, value in result.metrics.items()}
     content = {
@@ -242,8 +333,12 @@ def _save_result(config: Config, result: FitResult, world: World, path: Path) ->
         "headline": headline(result.metrics)[0].removeprefix("-"),
         "training_s": round(result.training_s, 3),
         "images_per_s": round(result.images_per_s, 3) or None,  # none where nothing was left to train
-        "batch_size": config.DATA.BATCH_SIZE,
-        "accumulation_steps": config.TRAIN.ACCUMULATION_STEPS,
-        "world_size": world.world_size,
+        "batch_size": plan.micro_batch,
+        "accumulation_steps": plan.accumulation_steps,
+        "world_size": plan.world_size,
+        "effective_batch": plan.effective_batch,
+        "learning_rate": plan.learning_rate,
+        "warmup_steps": plan.warmup_steps,
+        "total_steps": plan.total_steps,
     }
     write_text_atomically(path, json.dumps(content, indent=2) + "\n")

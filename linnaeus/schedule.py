@@ -46,32 +46,24 @@ def lr_factor(
     return factor
 
 
-def warmup_steps(config: ScheduleConfig, *, steps_per_epoch: int, total_steps: int) -> int:
-    """Length of the warm-up in optimizer steps, never longer than the run.
-
-    >>> warmup_steps(ScheduleConfig(WARMUP_EPOCHS=1.5), steps_per_epoch=10, total_steps=100)
-    15
-    """
-    steps = config.WARMUP_STEPS
-    if steps is None:
-        steps = round(config.WARMUP_EPOCHS * steps_per_epoch)
-    return min(steps, total_steps)
-
-
 def build_schedule(
-    config: ScheduleConfig, optimizer: torch.optim.Optimizer, *, steps_per_epoch: int, num_epochs: int
+    config: ScheduleConfig,
+    optimizer: torch.optim.Optimizer,
+    *,
+    total_steps: int,
+    warmup_steps: int,
+    rate_share: Callable[[int], float] = lambda step: 1.0,
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """The schedule; call its `step` once per optimizer step.
 
     Args:
-        config: the SCHEDULE node.
+        config: the SCHEDULE node; how long the warm-up is comes from the batch plan.
         optimizer: its rates are the peaks.
-        steps_per_epoch: optimizer steps in one epoch, from the final batch size.
-        num_epochs: epochs of the whole run.
+        total_steps: optimizer steps of the whole run, the warm-up included.
+        warmup_steps: optimizer steps of the warm-up.
+        rate_share: what each optimizer step's batch size leaves of the rate.
     """
-    total_steps = steps_per_epoch * num_epochs
-    warmup = warmup_steps(config, steps_per_epoch=steps_per_epoch, total_steps=total_steps)
     factor = lr_factor(
-        config.NAME, total_steps=total_steps, warmup_steps=warmup, min_fraction=config.MIN_LR_FRACTION
+        config.NAME, total_steps=total_steps, warmup_steps=warmup_steps, min_fraction=config.MIN_LR_FRACTION
     )
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step) * rate_share(step))

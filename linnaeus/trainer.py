@@ -9,20 +9,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from types import FrameType
 from typing import Any
 
 import torch
 
+from linnaeus.batch_plan import BatchPlan
 from linnaeus.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.config.schema import TrainConfig
-from linnaeus.data.batch import Batch, batch_size
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
 from linnaeus.log import MetricsFile, Progress
 from linnaeus.metrics import ClassificationMetrics, headline
 from linnaeus.rng import rng_state, set_rng_state
+from linnaeus.stages import Stage
 from linnaeus.step import TrainStep, ValidationStep
 from linnaeus.tracking import Tracker
 
@@ -38,7 +40,7 @@ class Progressed:
 
     Attributes:
         epoch: epochs finished.
-        samples: samples of the unfinished epoch that are done, per process.
+        samples: samples of the unfinished epoch that are done, over all processes.
         step: optimizer steps done.
         best: best headline metric so far; None before the first validation.
         metrics: of the last validation.
@@ -89,6 +91,8 @@ class Trainer:
     """Runs the epochs. Everything it needs is built before and handed in.
 
     Attributes:
+        config: the TRAIN node; how often to log, validate and save.
+        plan: what each optimizer step takes, and how many there are.
         train_step: THE training step.
         validation_step: THE validation step.
         metrics: what the validation step updates.
@@ -97,6 +101,7 @@ class Trainer:
     """
 
     config: TrainConfig
+    plan: BatchPlan
     world: World
     loaders: Loaders
     train_step: TrainStep
@@ -129,51 +134,55 @@ class Trainer:
     def fit(self) -> FitResult:
         """Train until the last epoch or until somebody asks to stop."""
         with self._stop.listening(), self.outlets.progress() as progress:
-            while self.done.epoch < self.config.EPOCHS:
+            while self.done.epoch < self.plan.num_epochs:
                 self.train_epoch(progress)
                 if self._stop.agreed:
                     self._save()
                     break
                 self.done.epoch, self.done.samples = self.done.epoch + 1, 0
                 self._end_epoch()
-        images_per_s = self.world.world_size * self._num_images / self._seconds if self._seconds else 0.0
+        images_per_s = self._num_images / self._seconds if self._seconds else 0.0
         return FitResult(self.done.metrics, images_per_s, self.done.seconds, interrupted=self._stop.agreed)
 
     def train_epoch(self, progress: Progress) -> None:
         """The rest of the present epoch's steps, or fewer when somebody asks to stop."""
-        loader, config = self.loaders.train, self.config
-        loader.set_epoch(self.done.epoch, skip=self.done.samples)
-        remaining = len(loader)
-        progress.start(f"epoch {self.done.epoch + 1}/{config.EPOCHS}", remaining)
+        epoch, samples_done = self.done.epoch, self.done.samples // self.world.world_size
+        self.loaders.train.set_epoch(epoch, skip=samples_done)
+        stages = self.plan.rest_of_epoch(epoch, samples_done)
+        remaining = sum(stage.num_steps for stage in stages)
+        progress.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", remaining)
         self.train_step.model.train()
         meter = LossMeter(self.world)
-        batches = CountedBatches(iter(loader))
+        batches = iter(self.loaders.train)
         started = time.perf_counter()
-        while remaining and not self._stop.check(self.done.step):
-            num_micro_batches = min(config.ACCUMULATION_STEPS, remaining)
-            meter.add(self.train_step(batches, num_micro_batches))
+        for stage in chain.from_iterable(repeat(stage, stage.num_steps) for stage in stages):
+            if self._stop.check(self.done.step):
+                break
+            rate = self.state.optimizer.param_groups[0]["lr"]
+            meter.add(self.train_step(batches, stage.accumulation_steps))
             self.state.schedule.step()
-            remaining -= num_micro_batches
+            remaining -= 1
             self.done.step += 1
-            progress.advance(num_micro_batches)
-            if self.done.step % config.LOG_EVERY == 0 or not remaining:
-                self._log_training(meter, progress)
+            self.done.samples += stage.effective_batch
+            self._num_images += stage.effective_batch
+            progress.advance(1)
+            if self.done.step % self.config.LOG_EVERY == 0 or not remaining:
+                self._log_training(meter, rate, stage, progress)
         seconds = time.perf_counter() - started
         self._seconds += seconds
         self.done.seconds += seconds
-        self._num_images += batches.num_samples
-        self.done.samples += batches.num_samples
 
-    def _log_training(self, meter: LossMeter, progress: Progress) -> None:
-        rate = self.state.optimizer.param_groups[0]["lr"]
+    def _log_training(self, meter: LossMeter, rate: float, stage: Stage, progress: Progress) -> None:
         values = {"loss": meter.drain(), "lr": rate}
+        if self.plan.changes:
+            values["effective_batch"] = stage.effective_batch
         progress.describe(values)
         self.outlets.write(step=self.done.step, epoch=self.done.epoch, split="train", values=values)
 
     def _end_epoch(self) -> None:
         """Validate and save where it is due; always after the last epoch."""
         epoch, config = self.done.epoch, self.config
-        is_last = epoch == config.EPOCHS
+        is_last = epoch == self.plan.num_epochs
         is_best = False
         if is_last or epoch % config.VALIDATE_EVERY == 0:
             is_best = self._validate()
@@ -194,7 +203,7 @@ class Trainer:
         self.done.metrics = values
         self.outlets.write(step=self.done.step, epoch=self.done.epoch, split="val", values=values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        logger.info("epoch %d/%d  %s  (%.1f s)", self.done.epoch, self.config.EPOCHS, shown, seconds)
+        logger.info("epoch %d/%d  %s  (%.1f s)", self.done.epoch, self.plan.num_epochs, shown, seconds)
         _, value = headline(values)
         if math.isnan(value) or (self.done.best is not None and value <= self.done.best):
             return False
@@ -243,22 +252,6 @@ class LossMeter:
                 "TRAIN.CLIP_GRAD_NORM, or use TRAIN.AMP bf16 or off; the last checkpoint is kept"
             )
         return mean
-
-
-class CountedBatches:
-    """Passes batches on and counts their samples."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-        self.num_samples = 0
-
-    def __iter__(self) -> CountedBatches:
-        return self
-
-    def __next__(self) -> Batch:
-        batch = next(self._batches)
-        self.num_samples += batch_size(batch)
-        return batch
 
 
 class StopRequest:

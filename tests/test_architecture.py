@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "linnaeus"
 
 ORDER = (
-    "errors", "files", "config", "dist", "log", "tracking", "rng", "memory", "instantiate", "data", "models",
+    "errors", "files", "config", "scaling", "stages", "effective_batch", "batch_advice", "batch_plan",
+    "batch_summary", "dist", "log", "tracking", "rng", "memory", "instantiate", "data", "models",
     "losses", "optim", "schedule", "metrics", "ema", "step", "assembly", "checkpoint", "autobatch", "trainer",
     "run", "command", "analysis", "sweep", "main", "train",
 )  # fmt: skip
@@ -98,8 +99,12 @@ def test_reading_a_configuration_needs_no_torch(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["autobatch/search.py", "autobatch/throughput.py", "data/taxonomy.py", "errors.py"]
-)
+    "name",
+    [
+        "autobatch/search.py", "autobatch/throughput.py", "data/taxonomy.py", "errors.py", "scaling.py",
+        "stages.py", "effective_batch.py", "batch_advice.py", "batch_plan.py", "batch_summary.py",
+    ],
+)  # fmt: skip
 def test_pure_modules_import_the_standard_library_alone(name: str) -> None:
     assert outside(PACKAGE / name) <= sys.stdlib_module_names
 
@@ -107,6 +112,11 @@ def test_pure_modules_import_the_standard_library_alone(name: str) -> None:
 def test_the_search_knows_nothing_of_the_rest() -> None:
     path = PACKAGE / "autobatch" / "search.py"
     assert not any(name.startswith("linnaeus") for name in imports(path))
+
+
+def test_planning_batches_needs_no_torch() -> None:
+    program = "import sys, linnaeus.batch_plan, linnaeus.batch_summary; print('torch' in sys.modules)"
+    assert in_child(program) == "False\n"
 
 
 def test_a_misspelled_key_does_not_wait_for_torch() -> None:

@@ -68,7 +68,9 @@ def train() -> tuple[dict[str, Any], dict[str, Tensor]]:
     assert parts.ema is not None
     for model in (parts.model, parts.ema.module):
         model.double()
-    schedule = build_schedule(ScheduleConfig(), parts.optimizer, steps_per_epoch=NUM_STEPS // 2, num_epochs=2)
+    schedule = build_schedule(
+        ScheduleConfig(), parts.optimizer, total_steps=NUM_STEPS, warmup_steps=NUM_STEPS // 2
+    )
     losses = []
     with build_loaders(
         data, batch_size=32, batch_size_val=64, data_config=DATA, seed=0, rank=0, world_size=1, device=device

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from linnaeus.batch_plan import configured_warmup
 from linnaeus.config.schema import ScheduleConfig
-from linnaeus.schedule import build_schedule, lr_factor, warmup_steps
+from linnaeus.schedule import build_schedule, lr_factor
 
 NAMES = ("cosine", "linear", "constant")
 
@@ -26,7 +27,10 @@ runs = st.fixed_dictionaries(
 def rates(config: ScheduleConfig, *, steps_per_epoch: int, num_epochs: int, lr: float = 2.0) -> list[float]:
     """The rate that each optimizer step of a run really uses."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    schedule = build_schedule(config, optimizer, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs)
+    warmup = configured_warmup(config, [steps_per_epoch] * num_epochs)
+    schedule = build_schedule(
+        config, optimizer, total_steps=steps_per_epoch * num_epochs, warmup_steps=warmup
+    )
     used = []
     for _ in range(steps_per_epoch * num_epochs):
         used.append(optimizer.param_groups[0]["lr"])
@@ -84,6 +88,7 @@ def test_ends_at_the_smallest_rate_and_stays_there(name: str, run: dict[str, flo
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
+        (ScheduleConfig(), 0),
         (ScheduleConfig(WARMUP_EPOCHS=0), 0),
         (ScheduleConfig(WARMUP_EPOCHS=0.5), 5),
         (ScheduleConfig(WARMUP_EPOCHS=2), 20),
@@ -91,10 +96,14 @@ def test_ends_at_the_smallest_rate_and_stays_there(name: str, run: dict[str, flo
         (ScheduleConfig(WARMUP_EPOCHS=2, WARMUP_STEPS=0), 0),
         (ScheduleConfig(WARMUP_EPOCHS=99), 30),
         (ScheduleConfig(WARMUP_STEPS=31), 30),
+        (ScheduleConfig(WARMUP_FRACTION=0.1), 3),
+        (ScheduleConfig(WARMUP_FRACTION=1), 30),
+        (ScheduleConfig(WARMUP_FRACTION=0.1, WARMUP_EPOCHS=2), 3),
+        (ScheduleConfig(WARMUP_FRACTION=0.1, WARMUP_STEPS=7), 7),
     ],
 )
 def test_length_of_the_warm_up(config: ScheduleConfig, expected: int) -> None:
-    assert warmup_steps(config, steps_per_epoch=10, total_steps=30) == expected
+    assert configured_warmup(config, [10, 10, 10]) == expected
 
 
 def test_a_warm_up_longer_than_the_run_peaks_at_the_last_step() -> None:
@@ -111,5 +120,5 @@ def test_the_optimizer_really_uses_it_from_the_first_step() -> None:
 def test_groups_keep_their_own_peaks() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1.0, 4.0)]
     optimizer = torch.optim.SGD(groups)
-    build_schedule(ScheduleConfig(WARMUP_STEPS=2), optimizer, steps_per_epoch=5, num_epochs=1)
+    build_schedule(ScheduleConfig(WARMUP_STEPS=2), optimizer, total_steps=5, warmup_steps=2)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]

@@ -24,6 +24,7 @@ from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.config.schema import Config, TrainConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.dist import World
+from linnaeus.effective_batch import accumulates
 from linnaeus.errors import ConfigError
 from linnaeus.memory import GIB
 
@@ -121,7 +122,7 @@ def _run(
     try:
         assembly = assemble_for(config, data, world.device)
         search = SizeSearch(
-            config.DATA, data, assembly, world, config.TRAIN.ACCUMULATION_STEPS, config.EXPERIMENT.SEED
+            config.DATA, data, assembly, world, 2 if accumulates(config.TRAIN) else 1, config.EXPERIMENT.SEED
         )
         with search.finder(mode, status) as finder:
             for size in sizes:

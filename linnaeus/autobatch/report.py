@@ -19,6 +19,7 @@ _LIMITS = {
     "memory": "the memory budget",
     "max_batch_size": "MAX_BATCH_SIZE",
     "dataset": "the samples of one process",
+    "effective_batch": "the effective batch asked for",
     "host_memory": "host memory for the loader",
     "max_trials": "MAX_TRIALS",
     "timeout": "TIMEOUT_MINUTES",

@@ -34,8 +34,8 @@ class AutoBatchResult:
         mode: `train` or `val`.
         batch_size: the largest size that ran within the budget, or a smaller one that is about as fast.
         certified: the candidate after the largest that fits ran and did not fit, or there is none.
-        limited_by: `memory`, `max_batch_size`, `dataset`, `host_memory`, `max_trials` or `timeout`;
-            `throughput` for a size below the largest.
+        limited_by: `memory`, `max_batch_size`, `dataset`, `effective_batch`, `host_memory`, `max_trials` or
+            `timeout`; `throughput` for a size below the largest.
         target_memory_fraction: share of the device's memory that may be in use.
         budget_bytes: what this process may hold on the device.
         total_bytes: the device's memory.

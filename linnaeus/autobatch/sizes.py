@@ -46,6 +46,8 @@ class SizeSearch:
         accumulation_steps: micro-batches per optimizer step; a trial runs two of them at most, which hold as
             much as any number.
         seed: chooses the samples that batches are made from.
+        max_share: samples per process that an optimizer step takes at most; nothing larger is tried for
+            training. None where that follows from what fits.
     """
 
     config: DataConfig
@@ -54,6 +56,7 @@ class SizeSearch:
     world: World
     accumulation_steps: int
     seed: int
+    max_share: int | None = None
 
     def run(self, mode: Mode, status: Status, at_most: int | None = None) -> AutoBatchResult:
         """Search one mode on this rank alone.
@@ -61,7 +64,7 @@ class SizeSearch:
         Args:
             mode: `train` or `val`.
             status: told what is being tried.
-            at_most: a size that another rank found; tried first, and not exceeded.
+            at_most: a size that is already chosen; tried first, and not exceeded.
 
         Raises:
             AutoBatchError: no size fits.
@@ -88,6 +91,11 @@ class SizeSearch:
         dataset = self.bundle.train if mode == "train" else self.bundle.val
         spec = BatchSpec.from_dataset(dataset, self.bundle.collate, config.NUM_SPEC_SAMPLES, self.seed)
         trial = _TrainTrial(self) if mode == "train" else _ValidationTrial(self)
+        low, high = (_setting(config, f"{bound}_BATCH_SIZE", mode) for bound in ("MIN", "MAX"))
+        multiple_of = config.MULTIPLE_OF
+        if at_most is not None:  # it may be a share of an effective batch, which nobody rounds
+            low, high = min(low, at_most), at_most
+            multiple_of = multiple_of if at_most % multiple_of == 0 else 1
 
         def announce(size: int) -> None:
             status.text = f"{mode}: trying batch size {size}"
@@ -100,10 +108,10 @@ class SizeSearch:
             state=self.assembly.state,
             mode=mode,
             device=self.world.device,
-            min_batch_size=_setting(config, "MIN_BATCH_SIZE", mode),
-            max_batch_size=_setting(config, "MAX_BATCH_SIZE", mode) if at_most is None else at_most,
+            min_batch_size=low,
+            max_batch_size=high,
             steps_per_trial=_setting(config, "STEPS_PER_TRIAL", mode),
-            multiple_of=config.MULTIPLE_OF,
+            multiple_of=multiple_of,
             memory_limit_gb=_memory_limit_gb(config, self.world.rank),
             bounds=self._bounds(mode, spec),
             batches_per_step=trial.num_micro_batches,
@@ -121,7 +129,7 @@ class SizeSearch:
         return (spec.make(size, device) for _ in range(num))
 
     def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
-        return max_batch_size_for(
+        bounds = max_batch_size_for(
             self.bundle,
             train=mode == "train",
             bytes_per_sample=spec.bytes_per_sample,
@@ -130,6 +138,11 @@ class SizeSearch:
             world_size=self.world.world_size,
             local_world_size=self.world.local_world_size,
         )
+        share = self.max_share
+        # A smaller share is no reason to fail: the plan divides what is found.
+        if mode == "train" and share is not None and share >= max(2, self.config.AUTOBATCH.MIN_BATCH_SIZE):
+            bounds["effective_batch"] = share
+        return bounds
 
 
 def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
@@ -145,6 +158,32 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
         found[mode] = _agree(search, mode, AutoBatchResult.from_dict(mode, result))
     search.assembly.metrics.reset()
     return found
+
+
+def confirm(search: SizeSearch, result: AutoBatchResult, size: int) -> AutoBatchResult:
+    """Run one more training size, below the one found, on every rank. Every rank must call this.
+
+    Memory is not quite monotone in the size: a smaller one need not fit before it has run.
+
+    Returns:
+        The result with the new trials. Where a rank does not fit the size, its own is the new batch size.
+
+    Raises:
+        LinnaeusError: the same on every rank; see `exchange`.
+    """
+    search.world.connect()
+    entries = _exchange(search, f"confirm/train/{size}", partial(_try_here, search, "train", size))
+    verdicts = [AutoBatchResult.from_dict("train", entry) for entry in entries]
+    result = dataclasses.replace(result, trials=(*result.trials, *verdicts[0].trials))
+    smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
+    if smallest.batch_size == size:
+        return result
+    return dataclasses.replace(
+        result,
+        batch_size=smallest.batch_size,
+        certified=smallest.certified,
+        limited_by=smallest.limited_by,
+    )
 
 
 def _agree(search: SizeSearch, mode: Mode, result: AutoBatchResult) -> AutoBatchResult:

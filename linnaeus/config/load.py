@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from linnaeus.config.resolve import resolve
 from linnaeus.config.schema import PLUGGABLE, Config
 from linnaeus.config.settings import from_overrides
 from linnaeus.errors import ConfigError
+
+PLAN = "PLAN"
+"""The node of a run's `config.yaml` that says what was worked out; a file is read as if it were not there."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ def _compose(line: CommandLine) -> Config:
     """Bring all sources together."""
     presets, preset_problems = read_presets(line.presets)
     file, file_problems = read_file(line.cfg) if line.cfg is not None else ([], [])
+    file = [setting for setting in file if setting.path[0] != PLAN]
     merged = merge(presets, [*file, *from_overrides(line.overrides)])
     if file_problems and not file:
         # The file may have set a `_target_`: which keys these nodes take is not known.
@@ -107,12 +111,23 @@ _Dumper.add_representer(list, _represent_list)
 _Dumper.ignore_aliases = lambda self, data: True  # type: ignore[method-assign]
 
 
-def to_yaml(config: Config) -> str:
+def to_yaml(config: Config, plan: Mapping[str, Any] | None = None) -> str:
     """The configuration as YAML, in the schema's order, with every value written out.
 
     `--cfg` reads the text back to an equal configuration.
+
+    Args:
+        config: the configuration.
+        plan: what was worked out from it; written below it for readers.
     """
-    plain = _escape(dataclasses.asdict(config))
+    text = _dump(_escape(dataclasses.asdict(config)))
+    if plan is not None:
+        text += "# Worked out for this run. `--cfg` leaves it out, and works it out again.\n"
+        text += _dump({PLAN: _escape(dict(plan))})
+    return text
+
+
+def _dump(plain: Any) -> str:
     text: str = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31)
     return text
 
@@ -126,7 +141,7 @@ def _escape(value: Any) -> Any:
     return [_escape(item) for item in value] if isinstance(value, list) else value
 
 
-def save_config(config: Config, path: str | os.PathLike[str]) -> None:
+def save_config(config: Config, path: str | os.PathLike[str], plan: Mapping[str, Any] | None = None) -> None:
     """Write the configuration as YAML, so that a reader sees the old file or the new one, never a part.
 
     Raises:
@@ -137,7 +152,7 @@ def save_config(config: Config, path: str | os.PathLike[str]) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("w", encoding="utf-8") as file:
-            file.write(to_yaml(config))
+            file.write(to_yaml(config, plan))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)

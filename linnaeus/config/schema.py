@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
@@ -76,6 +77,15 @@ def _not_empty(value: list[Any] | None) -> str | None:
 
 def _crop_scale(value: list[float]) -> str | None:
     return None if len(value) == 2 and value[0] <= value[1] else "must be [low, high] with low <= high"
+
+
+def _milestones(value: list[list[int]]) -> str | None:
+    starts = [pair[0] for pair in value if pair]
+    if all(len(pair) == 2 and pair[0] >= 1 and pair[1] >= 1 for pair in value) and all(
+        a < b for a, b in pairwise(starts)
+    ):
+        return None
+    return "must be pairs [at, size] of whole numbers >= 1, with each `at` above the one before it"
 
 
 @dataclass
@@ -209,7 +219,10 @@ class DataConfig:
     """Datasets, loading and batch sizes."""
 
     DATASET: Any = key(DatasetConfig, "the dataset, or a `_target_` node")
-    BATCH_SIZE: int = key(64, "training samples per process and micro-batch", ge=1)
+    BATCH_SIZE: int = key(
+        64, "training samples per process and micro-batch; the most that fits where "
+        "TRAIN.EFFECTIVE_BATCH_SIZE or TRAIN.BATCH_SCHEDULE is set", ge=1,
+    )  # fmt: skip
     BATCH_SIZE_VAL: int = key("${DATA.BATCH_SIZE}", "validation samples per process and batch", ge=1)
     IMG_SIZE: Any = key(
         None, "side of the image, or [height, width]; null is the dataset's own size (224 for files)",
@@ -250,6 +263,17 @@ class OptimizerConfig:
     NAME: str = key("adamw", "any name that timm's optimizer factory knows")
     LR: float = key(2e-3, "peak learning rate", gt=0)
     WEIGHT_DECAY: float = key(0.05, "weight decay; biases and norms are left out", ge=0)
+    LR_SCALING: str = key(
+        "none",
+        "how LR follows the effective batch over BASE_BATCH_SIZE: `linear` (SGD) or `sqrt` (Adam)",
+        choices=("none", "linear", "sqrt"),
+    )
+    WEIGHT_DECAY_SCALING: str = key(
+        "none", "how WEIGHT_DECAY follows the effective batch", choices=("none", "sqrt")
+    )
+    BASE_BATCH_SIZE: int = key(
+        256, "effective batch that LR and WEIGHT_DECAY were tuned for", unit="samples", ge=1
+    )
     KWARGS: dict[str, Any] = key(dict, "further arguments for the optimizer")
 
 
@@ -258,8 +282,14 @@ class ScheduleConfig:
     """Learning rate over optimizer steps: warm-up, then a decay."""
 
     NAME: str = key("cosine", "decay after the warm-up", choices=("cosine", "linear", "constant"))
-    WARMUP_EPOCHS: float = key(1.0, "length of the linear warm-up", unit="epochs", ge=0)
-    WARMUP_STEPS: int | None = key(None, "the same in optimizer steps; wins over WARMUP_EPOCHS", ge=0)
+    WARMUP_EPOCHS: float | None = key(
+        None, "length of the linear warm-up; null is none, unless OPTIMIZER.LR_SCALING calls for one",
+        unit="epochs", ge=0,
+    )  # fmt: skip
+    WARMUP_FRACTION: float | None = key(
+        None, "the same as a share of all optimizer steps; wins over WARMUP_EPOCHS", ge=0, le=1
+    )
+    WARMUP_STEPS: int | None = key(None, "the same in optimizer steps; wins over both", ge=0)
     MIN_LR_FRACTION: float = key(0.01, "rate at the end, as a share of the peak", ge=0, le=1)
 
 
@@ -272,11 +302,44 @@ class EmaConfig:
 
 
 @dataclass
+class BatchScheduleConfig:
+    """An effective batch that changes while training goes on."""
+
+    NAME: str = key(
+        "constant",
+        "how the effective batch goes from FIRST to LAST; `milestones` takes its sizes from MILESTONES",
+        choices=("constant", "linear", "exponential", "milestones"),
+    )
+    FIRST: int | None = key(None, "effective batch at the start", unit="samples", ge=1)
+    LAST: int | None = key(
+        None, "effective batch in the end; null is what it would be without a schedule", unit="samples", ge=1
+    )
+    UNIT: str = key("epochs", "what LENGTH and MILESTONES count", choices=("epochs", "steps"))
+    LENGTH: int | None = key(
+        None, "after how many epochs or optimizer steps LAST is reached; null is the last epoch", ge=1
+    )
+    MILESTONES: list[list[int]] = key(
+        list,
+        "pairs of [epoch or step, counted from 0, effective batch from there on], such as [[30, 512]]",
+        check=_milestones,
+    )
+
+
+@dataclass
 class TrainConfig:
     """The training loop and the training step."""
 
     EPOCHS: int = key(12, "passes over the training data", ge=1)
-    ACCUMULATION_STEPS: int = key(1, "micro-batches per optimizer step", ge=1)
+    EFFECTIVE_BATCH_SIZE: int | None = key(
+        None, "samples per optimizer step over all processes; micro-batch and accumulation follow from it; "
+        "null is DATA.BATCH_SIZE x processes x ACCUMULATION_STEPS", unit="samples", ge=1,
+    )  # fmt: skip
+    ACCUMULATION_STEPS: int = key(
+        1,
+        "micro-batches per optimizer step, where neither EFFECTIVE_BATCH_SIZE nor BATCH_SCHEDULE is set",
+        ge=1,
+    )
+    BATCH_SCHEDULE: BatchScheduleConfig = key(BatchScheduleConfig, "effective batch that changes")
     AMP: str = key("off", "automatic mixed precision", choices=("off", "bf16", "fp16"))
     CLIP_GRAD_NORM: float | None = key(
         1.0, "largest norm of all gradients together; null does not clip", gt=0

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_worker_info
 
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
@@ -19,7 +19,9 @@ from linnaeus.data.bundle import Collate, DataBundle, dataset_length
 from linnaeus.data.rng import derive_seed, preserved_generators, seed_generators
 from linnaeus.data.sampler import (
     EpochSampler,
+    PlannedBatches,
     SampleKey,
+    Sizes,
     ValSampler,
     drops_last,
     samples_per_rank,
@@ -107,7 +109,6 @@ class BatchLoader:
         self._loader: DataLoader[Any] | None = loader
         self.sampler = sampler
         self.dataset = dataset
-        self.batch_size = loader.batch_size
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
         """Choose epoch and starting point of the next iteration; see `EpochSampler.set_epoch`."""
@@ -192,11 +193,13 @@ def build_loaders(
     rank: int,
     world_size: int,
     device: torch.device,
+    sizes: Sizes | None = None,
 ) -> Loaders:
     """Loaders of both splits.
 
     Training leaves out an incomplete last batch, unless one process has fewer samples than one batch: then
-    that smaller batch is the epoch. Validation keeps every sample.
+    that smaller batch is the epoch. With `sizes` its batches are exactly those. Validation keeps every
+    sample.
 
     Args:
         bundle: the datasets.
@@ -205,6 +208,7 @@ def build_loaders(
         seed: seed of the run.
         rank, world_size: this process, and how many there are.
         device: device of training; host memory is page-locked for CUDA only.
+        sizes: the size of each training batch, instead of `batch_size`.
 
     Raises:
         DataError: fewer training samples than processes.
@@ -216,14 +220,12 @@ def build_loaders(
     val_sampler = ValSampler(length_val, rank=rank, world_size=world_size)
 
     def loader(
-        dataset: Dataset[Any], sampler: EpochSampler | ValSampler, size: int, drop_last: bool
+        dataset: Dataset[Any], sampler: EpochSampler | ValSampler, batches: Sampler[Any]
     ) -> BatchLoader:
         return BatchLoader(
             DataLoader(
                 SeededBatches(dataset, bundle.collate, seed),
-                batch_size=size,
-                sampler=sampler,
-                drop_last=drop_last,
+                batch_sampler=batches,
                 collate_fn=_already_collated,
                 num_workers=data_config.NUM_WORKERS,
                 prefetch_factor=data_config.PREFETCH_FACTOR if data_config.NUM_WORKERS else None,
@@ -237,10 +239,16 @@ def build_loaders(
             dataset,
         )
 
+    drop_last = drops_last(length, world_size, batch_size)
+    equal = _equal_batches(train_sampler, batch_size, drop_last=drop_last)
     return Loaders(
-        loader(bundle.train, train_sampler, batch_size, drops_last(length, world_size, batch_size)),
-        loader(bundle.val, val_sampler, batch_size_val, drop_last=False),
+        loader(bundle.train, train_sampler, PlannedBatches(train_sampler, sizes) if sizes else equal),
+        loader(bundle.val, val_sampler, _equal_batches(val_sampler, batch_size_val, drop_last=False)),
     )
+
+
+def _equal_batches(sampler: Sampler[SampleKey], size: int, *, drop_last: bool) -> Sampler[Any]:
+    return BatchSampler(cast(Any, sampler), size, drop_last)
 
 
 def _already_collated(batch: Any) -> Any:

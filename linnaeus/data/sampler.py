@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
 from torch.utils.data import Sampler
@@ -56,6 +57,31 @@ class EpochSampler(Sampler[SampleKey]):
         for start in range(0, len(mine), 4096):
             for index in mine[start : start + 4096].tolist():
                 yield epoch, index
+
+
+Sizes = Callable[[int, int], Iterator[int]]
+"""From an epoch and the samples of it to leave out at the start, to the size of each batch that is left."""
+
+
+class PlannedBatches(Sampler[list[SampleKey]]):
+    """The samples of an `EpochSampler` in batches of given sizes.
+
+    Args:
+        sampler: decides which samples come, and where an epoch starts.
+        sizes: gives the size of each batch. The samples that are left over come in no batch.
+    """
+
+    def __init__(self, sampler: EpochSampler, sizes: Sizes) -> None:
+        self.sampler = sampler
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.sizes(self.sampler.epoch, self.sampler.skip))
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        keys = iter(self.sampler)
+        for size in self.sizes(self.sampler.epoch, self.sampler.skip):
+            yield list(islice(keys, size))
 
 
 class ValSampler(Sampler[SampleKey]):

@@ -11,6 +11,7 @@ from typing import Any
 import timm
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import Taxonomy
@@ -137,3 +138,11 @@ def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, i
     finally:
         backbone.train(was_training)
     return int(features.shape[-1])
+
+
+def batchnorm_kind(model: nn.Module) -> str:
+    """Where BatchNorm takes its statistics: `local`, or `synchronised` over processes; `none` without it."""
+    kinds = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    if not kinds:
+        return "none"
+    return "synchronised" if all(isinstance(module, nn.SyncBatchNorm) for module in kinds) else "local"

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linnaeus.data.loader import EpochSampler, ValSampler, samples_per_rank, steps_per_epoch, val_steps
+from linnaeus.data.sampler import PlannedBatches
 
 LENGTHS, WORLDS = st.integers(0, 300), st.integers(1, 8)
 
@@ -61,3 +62,29 @@ def test_number_of_steps(length: int, world: int, batch: int) -> None:
     total = sum(val_steps(length, world, batch, rank) for rank in range(world))
     assert total * batch >= length
     assert val_steps(length, 1, batch, 0) == -(-length // batch)
+
+
+@given(
+    length=st.integers(48, 300), world=st.sampled_from([1, 2, 4]), epoch=st.integers(0, 3),
+    steps=st.lists(st.tuples(st.sampled_from([4, 8, 12]), st.integers(1, 2)), max_size=4),
+)  # fmt: skip
+def test_a_step_has_the_same_samples_on_any_number_of_processes(
+    length: int, world: int, epoch: int, steps: list[tuple[int, int]]
+) -> None:
+    """Each step is (effective batch, accumulation steps); sizes differ from step to step."""
+    sizes = [effective // world // parts for effective, parts in steps if effective // world % parts == 0]
+    batches = []
+    for rank in range(world):
+        sampler = EpochSampler(length, seed=1, rank=rank, world_size=world)
+        planned = PlannedBatches(sampler, lambda epoch, skip: iter(sizes))
+        sampler.set_epoch(epoch)
+        batches.append(list(planned))
+        assert len(planned) == len(sizes)
+        assert [len(batch) for batch in batches[-1]] == sizes
+    whole = EpochSampler(length, seed=1)
+    whole.set_epoch(epoch)
+    order = list(whole)
+    for number, size in enumerate(sizes):
+        start = world * sum(sizes[:number])
+        together = sorted(key for rank in range(world) for key in batches[rank][number])
+        assert together == sorted(order[start : start + world * size])

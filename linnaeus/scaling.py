@@ -1,0 +1,74 @@
+"""How learning rate, weight decay and warm-up follow the effective batch size.
+
+`k` is the effective batch (samples per optimizer step over all processes) divided by the batch that the rate
+was tuned for. Accumulation alone does not change `k`, nor does the number of processes.
+"""
+
+from __future__ import annotations
+
+import math
+
+WARMUP_ADDED_FROM = 8.0
+"""A rate raised this many times gets a warm-up where none is set."""
+
+WARMUP_HINT_FROM = 4.0
+"""A rate raised this many times without a warm-up gets a hint."""
+
+WARMUP_FRACTION = 0.05
+"""Share of all optimizer steps that an added warm-up takes."""
+
+WARMUP_MAX_EPOCHS = 5
+"""Longest added warm-up, in epochs: as long as that of Goyal et al. 2017."""
+
+
+def rate_scale(rule: str, effective_batch: int, base_batch: int) -> float:
+    """What the learning rate is multiplied by.
+
+    `linear`: k. A step of k times as many samples replaces k steps of SGD ("Accurate, Large Minibatch SGD",
+    Goyal et al. 2017, section 2.1). `sqrt`: the square root of k, which keeps the noise of Adam and RMSprop
+    alike ("On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", Malladi et al. 2022,
+    definition 5.1; that rule also moves the betas and epsilon, which stay as they are here). `none`: 1.
+
+    Args:
+        rule: `none`, `linear` or `sqrt`.
+        effective_batch: samples per optimizer step over all processes.
+        base_batch: the effective batch that the rate was tuned for.
+
+    >>> rate_scale("linear", 1024, 256), rate_scale("sqrt", 1024, 256), rate_scale("none", 1024, 256)
+    (4.0, 2.0, 1.0)
+    """
+    match rule:
+        case "linear":
+            return effective_batch / base_batch
+        case "sqrt":
+            return math.sqrt(effective_batch / base_batch)
+        case _:
+            return 1.0
+
+
+def weight_decay_scale(rule: str, effective_batch: int, base_batch: int) -> float:
+    """What the weight decay is multiplied by.
+
+    `sqrt`: the square root of k ("Decoupled Weight Decay Regularization", Loshchilov and Hutter 2019,
+    appendix B.1: the decay that suits is proportional to the root of batch / (samples × epochs)). With a rate
+    that also grows by the root, the decay per epoch stays as it was. `none`: 1.
+
+    >>> weight_decay_scale("sqrt", 1024, 256), weight_decay_scale("none", 1024, 256)
+    (2.0, 1.0)
+    """
+    return rate_scale("sqrt" if rule == "sqrt" else "none", effective_batch, base_batch)
+
+
+def added_warmup(total_steps: int, steps_in_max_epochs: int) -> int:
+    """Optimizer steps of the warm-up that a much raised rate gets.
+
+    Large batches fail in the first epochs unless the rate rises slowly (Goyal et al. 2017, section 2.2).
+
+    Args:
+        total_steps: optimizer steps of the run.
+        steps_in_max_epochs: optimizer steps of the first `WARMUP_MAX_EPOCHS` epochs.
+
+    >>> added_warmup(1000, 400), added_warmup(100_000, 400), added_warmup(3, 3)
+    (50, 400, 1)
+    """
+    return max(1, min(round(WARMUP_FRACTION * total_steps), steps_in_max_epochs))
