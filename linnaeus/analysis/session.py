@@ -9,7 +9,6 @@ from datetime import timedelta
 import torch
 from rich.console import Console
 
-from linnaeus.analysis.environment import describe, device_sentence
 from linnaeus.analysis.measure import measure_mode
 from linnaeus.analysis.options import Options
 from linnaeus.analysis.output import save, tables, yaml_lines
@@ -19,6 +18,7 @@ from linnaeus.assembly import assemble_for
 from linnaeus.autobatch.protocol import Status
 from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.command.entry import EXIT_INTERRUPTED
+from linnaeus.command.environment import describe, device_sentence
 from linnaeus.command.status import status_line
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle

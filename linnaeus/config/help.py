@@ -13,6 +13,7 @@ usage: python -m linnaeus.train [--cfg FILE] [group=preset ...] [KEY VALUE | KEY
 
 other commands (linnaeus COMMAND --help):
   analyze         memory, batch size and speed before a run
+  plan            time, rate and warnings of a few batch sizes that fit
   sweep           a run for each combination of values, compared
 
 options:

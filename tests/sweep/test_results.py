@@ -29,7 +29,7 @@ def row(values: dict[str, str], found: dict[str, Any] | None, exit_code: int = 0
 
 def test_effective_batch() -> None:
     assert effective_batch(result(8)) == 8 * 2 * 3
-    assert effective_batch(result(8, effective_batch=40)) == 40
+    assert effective_batch(result(8, effective_batch=40)) == 40, "what the run says counts"
 
 
 def test_runs_that_differ_in_size_and_seed_are_one_series() -> None:
