@@ -25,8 +25,8 @@ def test_everything_can_be_set() -> None:
     found, loaded = read_options(
         [
             "--fraction=0.5", "--sizes", "8,4,8", "--dataset-length", "1000", "--epochs", "7",
-            "--noise-scale", "1e3", "--world-size=4", "--time-budget", "90s", "--output", "a.csv", "--plot=a.SVG",
-            "--min-bs=2", "--max-bs", "99", "--memory-limit-gb", "1.5", "TRAIN.AMP", "bf16",
+            "--noise-scale", "1e3", "--world-size=4", "--time-budget", "90s", "--output", "a.csv",
+            "--plot=a.SVG", "--min-bs=2", "--max-bs", "99", "--memory-limit-gb", "1.5", "TRAIN.AMP", "bf16",
         ]
     )  # fmt: skip
     assert found == options.Options(
