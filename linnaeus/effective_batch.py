@@ -209,9 +209,13 @@ def _misfit(name: str, size: int, room: Room) -> str | None:
     return None
 
 
-def accumulates(train: TrainConfig) -> bool:
-    """Whether an optimizer step may take several micro-batches."""
-    return train.ACCUMULATION_STEPS > 1 or bool(_asked_for(train))
+def micro_batches_held(train: TrainConfig) -> int:
+    """Micro-batches that a trial runs in an optimizer step: where there may be several, two hold as much.
+
+    >>> micro_batches_held(TrainConfig()), micro_batches_held(TrainConfig(EFFECTIVE_BATCH_SIZE=64))
+    (1, 2)
+    """
+    return 2 if train.ACCUMULATION_STEPS > 1 or _asked_for(train) else 1
 
 
 def _check_split(name: str, size: int, room: Room) -> None:

@@ -30,7 +30,7 @@ from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World, join, wrap
-from linnaeus.effective_batch import Room, accumulates, largest_share
+from linnaeus.effective_batch import Room, largest_share, micro_batches_held
 from linnaeus.errors import ConfigError
 from linnaeus.files import prepare_run_folder, write_text_atomically
 from linnaeus.log import MetricsFile, Progress, close_logging, make_console, set_up_logging
@@ -209,7 +209,7 @@ def _size_search(config: Config, data: DataBundle, assembly: Assembly, world: Wo
         bundle=data,
         assembly=assembly,
         world=world,
-        accumulation_steps=2 if accumulates(train) else 1,
+        accumulation_steps=micro_batches_held(train),
         seed=config.EXPERIMENT.SEED,
         max_share=largest_share(train, room),
     )

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus.data.batch import Batch, to_device
+from linnaeus.data.batch import Batch, batch_size, to_device
+from linnaeus.noise_scale import GradientProbe
 
 Criterion = Callable[[Any, Any], Tensor]
 """From the model's outputs and the targets to a scalar loss."""
@@ -53,6 +54,7 @@ class TrainStep:
         scaler: scales the loss under float16; a disabled one otherwise.
         clip_grad_norm: largest L2 norm of all gradients together; None does not clip.
         after_step: called once per optimizer step, after the parameters have changed (EMA).
+        probe: looks at the gradients after each backward pass, before clipping.
     """
 
     model: nn.Module
@@ -62,6 +64,7 @@ class TrainStep:
     precision: Precision
     clip_grad_norm: float | None = None
     after_step: Callable[[], None] | None = None
+    probe: GradientProbe | None = None
 
     def __call__(self, micro_batches: Iterable[Batch], num_micro_batches: int = 1) -> Tensor:
         """Run the step.
@@ -78,15 +81,17 @@ class TrainStep:
         for number in range(1, num_micro_batches + 1):
             with self._no_sync() if number < num_micro_batches else contextlib.nullcontext():
                 # The batch gets no name here: a micro-batch is freed before the next one is made.
-                total += self._backward(next(batches), num_micro_batches)
+                total += self._backward(next(batches), number, num_micro_batches)
         self._update()
         return total
 
-    def _backward(self, batch: Batch, num_micro_batches: int) -> Tensor:
+    def _backward(self, batch: Batch, number: int, num_micro_batches: int) -> Tensor:
         inputs, targets = self.precision.place(batch)
         with self.precision.autocast():
             loss = self.criterion(self.model(inputs), targets) / num_micro_batches
         self.scaler.scale(loss).backward()
+        if self.probe is not None:
+            self.probe.after_backward(number, num_micro_batches, batch_size(batch))
         return loss.detach()
 
     def _update(self) -> None:

@@ -17,9 +17,9 @@ PACKAGE = ROOT / "linnaeus"
 
 ORDER = (
     "errors", "files", "config", "scaling", "stages", "effective_batch", "batch_advice", "batch_plan",
-    "batch_summary", "dist", "log", "tracking", "rng", "memory", "instantiate", "data", "models",
-    "losses", "optim", "schedule", "metrics", "ema", "step", "assembly", "checkpoint", "autobatch", "trainer",
-    "run", "command", "analysis", "sweep", "plan", "main", "train",
+    "batch_summary", "dist", "log", "tracking", "rng", "memory", "instantiate", "data", "models", "losses",
+    "optim", "schedule", "metrics", "ema", "noise_scale", "step", "assembly", "checkpoint", "autobatch",
+    "trainer", "run", "command", "analysis", "sweep", "plan", "main", "train",
 )  # fmt: skip
 """A module imports from its own part and from those before it."""
 

@@ -24,7 +24,7 @@ from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.config.schema import Config, TrainConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.dist import World
-from linnaeus.effective_batch import accumulates
+from linnaeus.effective_batch import micro_batches_held
 from linnaeus.errors import ConfigError
 from linnaeus.memory import GIB
 
@@ -122,7 +122,7 @@ def _run(
     try:
         assembly = assemble_for(config, data, world.device)
         search = SizeSearch(
-            config.DATA, data, assembly, world, 2 if accumulates(config.TRAIN) else 1, config.EXPERIMENT.SEED
+            config.DATA, data, assembly, world, micro_batches_held(config.TRAIN), config.EXPERIMENT.SEED
         )
         with search.finder(mode, status) as finder:
             for size in sizes:

@@ -24,7 +24,7 @@ from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World, join
-from linnaeus.effective_batch import accumulates
+from linnaeus.effective_batch import micro_batches_held
 from linnaeus.errors import AutoBatchError
 from linnaeus.log import close_logging, make_console, set_up_logging
 from linnaeus.rng import seed_all
@@ -94,7 +94,7 @@ def _search_all(
     analysis.environment = describe(config, data, assembly, world.device)
     logger.info("%s", device_sentence(analysis.environment))
     search = SizeSearch(
-        config.DATA, data, assembly, world, 2 if accumulates(config.TRAIN) else 1, config.EXPERIMENT.SEED
+        config.DATA, data, assembly, world, micro_batches_held(config.TRAIN), config.EXPERIMENT.SEED
     )
     for mode in options.modes:
         measure_mode(search, mode, options, analysis, status, on_row=_log_row)

@@ -19,7 +19,7 @@ from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World, join
-from linnaeus.effective_batch import accumulates
+from linnaeus.effective_batch import micro_batches_held
 from linnaeus.log import close_logging, make_console, set_up_logging
 from linnaeus.plan.advice import largest_micro_batch
 from linnaeus.plan.measure import Measuring
@@ -92,7 +92,7 @@ def _time(
         bundle=data,
         assembly=assembly,
         world=world,
-        accumulation_steps=2 if accumulates(config.TRAIN) else 1,
+        accumulation_steps=micro_batches_held(config.TRAIN),
         seed=config.EXPERIMENT.SEED,
         max_share=max_share,
     )

@@ -19,6 +19,7 @@ import torch
 from linnaeus.assembly import Assembly, assemble
 from linnaeus.autobatch.find import AutoBatchResult
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes
+from linnaeus.batch_plan import Facts, plan_batches
 from linnaeus.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
@@ -129,8 +130,10 @@ def train(searched: Searched, folder: Path) -> tuple[int, int]:
     size_val = found["val"].batch_size if "val" in found else 8
     config.DATA.DATASET.NUM_SAMPLES = NUM_STEPS * accumulation * size
     config.DATA.DATASET.NUM_SAMPLES_VAL = NUM_STEPS * size_val if "val" in found else 8
+    facts = Facts(size, 1, config.DATA.DATASET.NUM_SAMPLES, config.OPTIMIZER.LR)
+    plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
     schedule = build_schedule(
-        config.SCHEDULE, assembly.optimizer, steps_per_epoch=NUM_STEPS, num_epochs=config.TRAIN.EPOCHS
+        config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps, warmup_steps=plan.warmup_steps
     )
     with build_loaders(
         build_data(config.DATA, seed=0), batch_size=size, batch_size_val=size_val, data_config=config.DATA,
@@ -138,6 +141,7 @@ def train(searched: Searched, folder: Path) -> tuple[int, int]:
     ) as loaders:  # fmt: skip
         trainer = Trainer(
             config=config.TRAIN,
+            plan=plan,
             world=World(CPU),
             loaders=loaders,
             train_step=assembly.train_step,

@@ -536,7 +536,7 @@ def test_an_average_comes_back() -> None:
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "linnaeus": lambda o: build_schedule(ScheduleConfig(), o, steps_per_epoch=5, num_epochs=4),
+    "linnaeus": lambda o: build_schedule(ScheduleConfig(), o, total_steps=20, warmup_steps=5),
     "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=30),
     "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
     "milestones": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, milestones=[2, 4, 4]),

@@ -1,0 +1,179 @@
+"""The gradient noise scale: up to which batch size more samples per step are worth their while.
+
+For the gradient G of the whole data and the covariance Σ of the gradient of one sample,
+
+    B_simple = tr(Σ) / |G|²                         (McCandlish et al. 2018, "An Empirical Model of
+                                                     Large-Batch Training", eq. 2.9)
+
+A gradient g_B over B samples has E|g_B|² = |G|² + tr(Σ)/B, so that the norms at two batch sizes give both
+without bias (their appendix A.1). The two are averaged over steps separately, and only then divided: the mean
+of their quotients would be far off. Norms at two sizes come for free where an optimizer step has several
+micro-batches, or several ranks: the smaller is one part's, the larger the whole step's, before clipping.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+MEANING = (
+    "below about %.0f samples per step, doubling the batch almost halves the steps needed; above, it mostly "
+    "wastes samples (early values understate later ones)"
+)
+
+
+def unbiased_moments(
+    small_batch: float, small_norm_sq: float, large_batch: float, large_norm_sq: float
+) -> tuple[float, float]:
+    """|G|² and tr(Σ) from squared gradient norms at two batch sizes (McCandlish et al. 2018, eq. A.2, A.3).
+
+    Each is right in the mean; by itself it may be far off, and |G|² even negative.
+
+    >>> unbiased_moments(2, 1 + 12 / 2, 8, 1 + 12 / 8)
+    (1.0, 12.0)
+
+    Args:
+        small_batch, large_batch: samples that the two gradients are means of.
+        small_norm_sq, large_norm_sq: their squared norms.
+
+    Raises:
+        ValueError: the batches do not differ.
+    """
+    if not 0 < small_batch < large_batch:
+        raise ValueError(f"the batches are {small_batch} and {large_batch}; the second must be larger")
+    gradient_sq = (large_batch * large_norm_sq - small_batch * small_norm_sq) / (large_batch - small_batch)
+    trace = (small_norm_sq - large_norm_sq) / (1 / small_batch - 1 / large_batch)
+    return gradient_sq, trace
+
+
+@dataclass
+class NoiseScale:
+    """Running estimate of B_simple: exponential averages of |G|² and of tr(Σ).
+
+    Attributes:
+        decay: share of the averages that a further measurement leaves.
+        num: measurements so far.
+        gradient_sq, trace: the averages, with the first measurements not yet at full weight; that cancels in
+            the quotient.
+    """
+
+    decay: float
+    num: int = 0
+    gradient_sq: float = 0.0
+    trace: float = 0.0
+
+    def add(self, small_batch: float, small_norm_sq: float, large_batch: float, large_norm_sq: float) -> None:
+        """One measurement, as for `unbiased_moments`."""
+        gradient_sq, trace = unbiased_moments(small_batch, small_norm_sq, large_batch, large_norm_sq)
+        self.gradient_sq = self.decay * self.gradient_sq + (1 - self.decay) * gradient_sq
+        self.trace = self.decay * self.trace + (1 - self.decay) * trace
+        self.num += 1
+
+    @property
+    def value(self) -> float | None:
+        """Samples; None as long as noise hides the gradient, or the gradient the noise."""
+        if self.gradient_sq <= 0 or self.trace <= 0:
+            return None
+        return self.trace / self.gradient_sq
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"num": self.num, "gradient_sq": self.gradient_sq, "trace": self.trace}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.num, self.gradient_sq, self.trace = state["num"], state["gradient_sq"], state["trace"]
+
+
+class GradientProbe:
+    """Takes the two norms from the training step, on the steps that it is armed for.
+
+    With one process the smaller batch is the first micro-batch, whose gradient is still alone then. With
+    several it is one rank's share of the step, seen as DistributedDataParallel is about to average it: every
+    rank's norm counts. On other steps nothing is computed.
+
+    Args:
+        model: as the step calls it.
+        scaler: the step's; its scale is taken out.
+        decay: of the running averages.
+    """
+
+    def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler, *, decay: float) -> None:
+        self.scale = NoiseScale(decay)
+        self._model = model
+        self._scaler = scaler
+        self._armed = False
+        self._small_norm_sq: Tensor | None = None
+        self._small_batch = 0
+        self._num_samples = 0
+        self.group: torch_dist.ProcessGroup | None = None
+        self._num_ranks = 1
+        if isinstance(model, DistributedDataParallel):
+            self.group = model.process_group
+            self._num_ranks = torch_dist.get_world_size(self.group)
+            # A function with annotations would have to have the very ones that torch expects.
+            model.register_comm_hook(self, lambda probe, bucket: probe.average(bucket))
+
+    def arm(self) -> None:
+        """Measure the next step."""
+        self._armed = True
+        self._small_norm_sq, self._small_batch, self._num_samples = None, 0, 0
+
+    def after_backward(self, number: int, num_micro_batches: int, num_samples: int) -> None:
+        """Called by the step after each backward pass, before anything changes the gradients.
+
+        Args:
+            number: of the micro-batch, from 1.
+            num_micro_batches: of this optimizer step.
+            num_samples: of this micro-batch, on this rank.
+        """
+        if not self._armed:
+            return
+        self._num_samples += num_samples
+        if number == 1 and self._num_ranks == 1:
+            self._small_norm_sq = num_micro_batches**2 * _norm_sq(self._model)
+            self._small_batch = num_samples
+        if number == num_micro_batches:
+            self._armed = False
+            self._measure()
+
+    def average(self, bucket: torch_dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """What DistributedDataParallel does with each bucket of gradients, and a look at it before.
+
+        The bucket holds this rank's own gradients, those of all its micro-batches.
+        """
+        if self._armed:
+            norm_sq = bucket.buffer().detach().float().square().sum()
+            self._small_norm_sq = norm_sq if self._small_norm_sq is None else self._small_norm_sq + norm_sq
+        assert self.group is not None  # the hook is registered with several ranks alone
+        return default_hooks.allreduce_hook(self.group, bucket)
+
+    def _measure(self) -> None:
+        small_batch = self._num_samples if self._num_ranks > 1 else self._small_batch
+        large_batch = self._num_samples * self._num_ranks
+        if self._small_norm_sq is None or small_batch >= large_batch:
+            return
+        norms = torch.stack([self._small_norm_sq, _norm_sq(self._model)])
+        if self._num_ranks > 1:
+            torch_dist.all_reduce(norms, group=self.group)
+            norms /= self._num_ranks
+        norms /= self._scaler.get_scale() ** 2
+        small_norm_sq, large_norm_sq = norms.tolist()
+        if math.isfinite(small_norm_sq) and math.isfinite(
+            large_norm_sq
+        ):  # a gradient scaler skips what is not
+            self.scale.add(small_batch, small_norm_sq, large_batch, large_norm_sq)
+
+
+def _norm_sq(model: nn.Module) -> Tensor:
+    """Squared norm of all gradients together."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return nn.utils.get_total_norm(gradients).float().square()
