@@ -23,7 +23,7 @@ def results_table(sweep: Sweep) -> Table:
     names = [sweep.metric, *(["loss"] if sweep.metric != "loss" else [])]
     for key in keys:
         table.add_column(key.rpartition(".")[2] if _is_clear(key, keys) else key, overflow="fold")
-    for heading in ("effective batch", *names, "training s", "images/s"):
+    for heading in ("batch", "rate", "warm-up", *names, "training s", "images/s"):
         table.add_column(heading, justify="right")
     table.add_column("status")
     for row in sweep.rows:
@@ -32,7 +32,8 @@ def results_table(sweep: Sweep) -> Table:
 
 
 def _figures(row: Row, names: list[str]) -> list[str]:
-    figures = [_shown(row.effective_batch, "d")]
+    planned = [row.result.get(name) for name in ("learning_rate", "warmup_steps")]
+    figures = [_shown(row.effective_batch, "d"), _shown(planned[0], ".3g"), _shown(planned[1], "d")]
     figures += [_shown(row.metric(name), ".4f") for name in names]
     return [
         *figures,

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from linnaeus.sweep.folder import Outcome, effective_batch
 
 Status = Literal["finished", "failed", "interrupted", "not run"]
+PLANNED = ("learning_rate", "warmup_steps", "total_steps")
+"""What a run's batch plan gave it, beside the effective batch."""
 SEED = "EXPERIMENT.SEED"
 """Runs that differ in it alone are repetitions of one measurement."""
 
@@ -67,6 +69,7 @@ class Row:
             "status": self.status,
             "exit_code": None if outcome is None else outcome.exit_code,
             "effective_batch": self.effective_batch,
+            **{name: self.result.get(name) for name in PLANNED},
             **{name: self.metric(name) for name in metrics},
             "training_s": self.result.get("training_s"),
             "images_per_s": self.result.get("images_per_s"),
