@@ -25,6 +25,8 @@ INK = "#7d7d7d"
 BLUE, GREEN, VERMILION, PURPLE = "#0072b2", "#009e73", "#d55e00", "#cc79a7"
 SERIES = (BLUE, VERMILION, GREEN, PURPLE, "#e69f00", "#56b4e9")
 """Colours of series, in order."""
+LABELS_APART = 1.3
+"""Factor between two batch sizes that both have a label."""
 _STYLE = {
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -72,6 +74,23 @@ def decorate(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(color=INK, alpha=0.25, linewidth=0.7)
+
+
+def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
+    """An axis of batch sizes, by powers of two; where sizes lie close, not every one has a label.
+
+    Args:
+        axes: whose x axis it is.
+        sizes: ascending, at least one.
+    """
+    shown = [sizes[-1]]
+    for size in reversed(sizes):
+        if size * LABELS_APART <= shown[-1]:
+            shown.append(size)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(shown, [str(size) for size in shown])
+    axes.minorticks_off()
+    axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
 
 
 def save_picture(

@@ -22,12 +22,12 @@ def results_table(plan: Plan) -> Table:
     goal, choice = plan.goal, plan.choice()
     table = Table(title="Batch sizes by time", title_justify="left")
     differs = any(row.effective_batch != row.batch_size for row in plan.rows)
-    headings = ["batch size", *(["effective"] if differs else []), "samples/s", "s/step", "epoch", "run"]
+    headings = ["batch size", *(["effective"] if differs else []), "samples/s", "epoch", "run"]
     headings += ["in time"] if goal.time_budget_s is not None else []
-    headings += ["steps", "to the loss"] if goal.noise_scale is not None else []
+    headings += ["steps", "to loss"] if goal.noise_scale is not None else []
     for heading in [*headings, "rate"]:
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
+    table.add_column("", min_width=len("recommended"))
     for row in plan.rows:
         table.add_row(*_cells(row, choice, differs))
     return table
@@ -38,7 +38,6 @@ def _cells(row: Row, choice: Choice, with_effective: bool) -> Iterator[str]:
     if with_effective:
         yield str(row.effective_batch)
     yield f"{row.samples_per_s:.4g}"
-    yield f"{row.seconds_per_step:.3g}"
     yield show_duration(row.epoch_s)
     yield show_duration(row.run_s)
     if row.in_time is not None:

@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linnaeus.command.duration import UNITS, show_duration
-from linnaeus.command.picture import BLUE, GREEN, PURPLE, VERMILION, Tips, decorate, save_picture, style
+from linnaeus.command.picture import (
+    BLUE,
+    GREEN,
+    PURPLE,
+    VERMILION,
+    Tips,
+    decorate,
+    save_picture,
+    size_axis,
+    style,
+)
 from linnaeus.plan.results import Choice, Plan
 
 if TYPE_CHECKING:
@@ -42,7 +52,6 @@ def draw(plan: Plan) -> tuple[Figure, Tips]:
             speeds = [(row.batch_size, row.samples_per_s) for row in plan.rows]
             texts = [f"batch size {size}: {speed:.4g} samples/s" for size, speed in speeds]
             _line(left, speeds, texts, PURPLE, tips)
-            left.set_ylim(bottom=0)
             _mark(left, plan.choice())
             _mark(right, plan.choice())
         figure.suptitle(_headline(plan), fontsize=11)
@@ -73,8 +82,8 @@ def _run_panel(axes: Axes, plan: Plan, tips: Tips) -> None:
         axes.axhline(
             plan.goal.time_budget_s / UNITS[unit], color=VERMILION, linestyle=(0, (5, 3)), gid="budget"
         )
-    _line(axes, points, texts, BLUE, tips)
-    axes.set_ylim(bottom=0)
+    if points:
+        _line(axes, points, texts, BLUE, tips)
 
 
 def _loss_panel(axes: Axes, plan: Plan, tips: Tips) -> None:
@@ -86,15 +95,13 @@ def _loss_panel(axes: Axes, plan: Plan, tips: Tips) -> None:
     times = [(row.batch_size, choice.relative_time(row) or 0.0) for row in plan.rows]
     texts = [f"batch size {size}: {time:.2f} x the time" for size, time in times]
     _line(axes, times, texts, BLUE, tips)
-    axes.set_ylim(bottom=0)
 
 
 def _line(axes: Axes, points: list[tuple[int, float]], texts: list[str], colour: str, tips: Tips) -> None:
     sizes = [size for size, _ in points]
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.minorticks_off()
+    size_axis(axes, sizes)
     axes.plot(sizes, [value for _, value in points], "-", color=colour, alpha=0.7, linewidth=1.6, zorder=3)
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     for (size, value), text in zip(points, texts, strict=True):
         axes.plot([size], [value], "o", color=colour, markersize=6, gid=tips.add(text), zorder=4)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linnaeus.command.picture import SERIES, Tips, decorate, save_picture, style
+from linnaeus.command.picture import SERIES, Tips, decorate, save_picture, size_axis, style
 from linnaeus.sweep.folder import effective_batch
 from linnaeus.sweep.results import Series, Sweep, series_of, value_of
 
@@ -54,10 +54,7 @@ def _lines(axes: Axes, series: list[Series], name: str, tips: Tips) -> None:
     """A point for each run, and a line through the means of each size."""
     sizes = sorted({effective_batch(row.result) for one in series for row in one.rows})
     if sizes:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.minorticks_off()
-        axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
+        size_axis(axes, sizes)
     for number, one in enumerate(series):
         colour, marker = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
         means = one.means(name)
