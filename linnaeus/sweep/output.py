@@ -20,23 +20,22 @@ def results_table(sweep: Sweep) -> Table:
     """One line per run."""
     table = Table(title="Runs", title_justify="left")
     keys = list(sweep.rows[0].values)
-    names = [sweep.metric, *(["loss"] if sweep.metric != "loss" else [])]
     for key in keys:
         table.add_column(key.rpartition(".")[2] if _is_clear(key, keys) else key, overflow="fold")
-    for heading in ("batch", "rate", "warm-up", *names, "training s", "images/s"):
+    for heading in ("batch", "rate", "warm-up", sweep.metric, "training s", "images/s"):
         table.add_column(heading, justify="right")
     table.add_column("status")
     for row in sweep.rows:
-        table.add_row(*row.values.values(), *_figures(row, names), row.status)
+        table.add_row(*row.values.values(), *_figures(row, sweep.metric), row.status)
     return table
 
 
-def _figures(row: Row, names: list[str]) -> list[str]:
+def _figures(row: Row, metric: str) -> list[str]:
     planned = [row.result.get(name) for name in ("learning_rate", "warmup_steps")]
     figures = [_shown(row.effective_batch, "d"), _shown(planned[0], ".3g"), _shown(planned[1], "d")]
-    figures += [_shown(row.metric(name), ".4f") for name in names]
     return [
         *figures,
+        _shown(row.metric(metric), ".4f"),
         _shown(row.result.get("training_s"), ".1f"),
         _shown(row.result.get("images_per_s"), ".0f"),
     ]

@@ -39,7 +39,7 @@ def draw(sweep: Sweep) -> tuple[Figure, Tips]:
         if series:
             right.set_ylim(bottom=0)
         if len(series) > 1:
-            left.legend(frameon=False, fontsize=9)
+            _legend(left, series)
         figure.suptitle(_headline(sweep), fontsize=11)
     return figure, tips
 
@@ -60,7 +60,7 @@ def _lines(axes: Axes, series: list[Series], name: str, tips: Tips) -> None:
         means = one.means(name)
         axes.plot(
             [size for size, _ in means], [mean for _, mean in means], "-", color=colour, alpha=0.7, zorder=3,
-            linewidth=1.6, marker=marker, markersize=0, label=one.label or None,
+            linewidth=1.6,
         )  # fmt: skip
         for row in one.rows:
             value = value_of(row, name)
@@ -70,3 +70,14 @@ def _lines(axes: Axes, series: list[Series], name: str, tips: Tips) -> None:
                     [effective_batch(row.result)], [value], marker, color=colour, markersize=6, gid=tip,
                     zorder=4,
                 )  # fmt: skip
+
+
+def _legend(axes: Axes, series: list[Series]) -> None:
+    from matplotlib.lines import Line2D
+
+    looks = [(SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]) for number in range(len(series))]
+    entries = [
+        Line2D([], [], color=colour, marker=marker, label=one.label)
+        for one, (colour, marker) in zip(series, looks, strict=True)
+    ]
+    axes.legend(handles=entries, frameon=False, fontsize=9)

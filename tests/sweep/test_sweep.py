@@ -104,9 +104,9 @@ def test_a_sweep_with_a_run_that_fails(run: Run, tmp_path: Path) -> None:
 
 def check_table(text: str, good: dict[str, Any]) -> None:
     metrics = good["metrics"]
-    cells = ("test_resnet", "32", "0.002", "0", f"{metrics['top1/rank2']:.4f}", f"{metrics['loss']:.4f}")
+    cells = ("test_resnet", "32", "0.002", "0", f"{metrics['top1/rank2']:.4f}")
     assert re.search(" +│ +".join(cells) + r" │ .* │ finished │", text)
-    assert re.search(r"resnet5O +│ +│ +│ +│ +│ +│ +│ +│ failed +│", text)
+    assert re.search(r"resnet5O +│ +│ +│ +│ +│ +│ +│ failed +│", text)
 
 
 def check_csv(path: Path, runs: list[dict[str, Any]]) -> None:
