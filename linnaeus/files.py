@@ -32,12 +32,13 @@ def write_text_atomically(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-def prepare_run_folder(folder: Path, *, keep: bool) -> Path | None:
+def prepare_run_folder(folder: Path, *, keep: bool, suffix: str = ".") -> Path | None:
     """Make the folder of a run; an earlier run of that name is moved aside, never overwritten.
 
     Args:
         folder: `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`.
         keep: go on in the folder that is there (a resumed run).
+        suffix: what an earlier run's folder gets after its name, before a number.
 
     Returns:
         Where the earlier run is now; None when there was none.
@@ -48,7 +49,7 @@ def prepare_run_folder(folder: Path, *, keep: bool) -> Path | None:
     aside = None
     try:
         if not keep and folder.is_dir() and any(folder.iterdir()):
-            aside = _free_name(folder)
+            aside = _free_name(folder, suffix)
             folder.rename(aside)
         folder.mkdir(parents=True, exist_ok=True)
         write_text_atomically(folder / ".writable", "")
@@ -60,8 +61,8 @@ def prepare_run_folder(folder: Path, *, keep: bool) -> Path | None:
     return aside
 
 
-def _free_name(folder: Path) -> Path:
+def _free_name(folder: Path, suffix: str) -> Path:
     number = 1
-    while (candidate := folder.with_name(f"{folder.name}.{number}")).exists():
+    while (candidate := folder.with_name(f"{folder.name}{suffix}{number}")).exists():
         number += 1
     return candidate

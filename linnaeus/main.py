@@ -1,18 +1,24 @@
 """The command line: `python -m linnaeus.main`, `python -m linnaeus.train` and `linnaeus`.
 
-It trains, unless its first word is `analyze`.
+It trains, unless its first word is one of `COMMANDS`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from linnaeus.analysis.command import EXIT_INTERRUPTED, analyze
+from linnaeus.analysis.command import analyze
+from linnaeus.command.entry import EXIT_INTERRUPTED
 from linnaeus.config.help import help_text
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.plan.command import plan
+from linnaeus.sweep.command import sweep
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"analyze": analyze, "sweep": sweep, "plan": plan}
+"""What the first word may be. Each takes the tokens after it and gives the exit code."""
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
@@ -25,8 +31,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 2 configuration, 3 AutoBatch, 130 interrupted, 1 anything else.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
-    if tokens[:1] == ["analyze"]:
-        return analyze(tokens[1:])
+    if tokens and tokens[0] in COMMANDS:
+        return COMMANDS[tokens[0]](tokens[1:])
     rank = int(os.environ.get("RANK", "0"))
     try:
         loaded = load_config(tokens)

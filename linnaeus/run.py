@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -31,8 +32,9 @@ from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World, join, wrap
 from linnaeus.effective_batch import Room, largest_share, micro_batches_held
 from linnaeus.errors import ConfigError
-from linnaeus.files import prepare_run_folder
+from linnaeus.files import prepare_run_folder, write_text_atomically
 from linnaeus.log import MetricsFile, Progress, close_logging, make_console, set_up_logging
+from linnaeus.metrics import headline
 from linnaeus.models.build import batchnorm_kind
 from linnaeus.noise_scale import MEANING, GradientProbe
 from linnaeus.optim import peak_values, scale_values
@@ -41,6 +43,9 @@ from linnaeus.schedule import build_schedule
 from linnaeus.step import TrainStep
 from linnaeus.tracking import NullTracker, Tracker, start_tracking
 from linnaeus.trainer import FitResult, Outlets, Trainer
+
+RESULT = "result.json"
+"""A run's file that is there when it has ended well."""
 
 logger = logging.getLogger("linnaeus.run")
 
@@ -132,6 +137,8 @@ def run(config: Config) -> FitResult:
             _compare_plans(plan, checkpoint)
         result = trainer.fit()
         _conclude(config, plan, result, folder, tracker)
+        if world.is_main and not result.interrupted:
+            _save_result(plan, result, folder / RESULT)
         return result
 
 
@@ -306,6 +313,7 @@ def _record(
     """Write down and show what this run is: data, sizes and how they were found, plan, configuration."""
     if not world.is_main:
         return
+    (folder / RESULT).unlink(missing_ok=True)  # of a run that is gone on with
     for sentence in data.report:
         logger.info(sentence)
     for mode, result in found.items():
@@ -343,3 +351,22 @@ def _conclude(config: Config, plan: BatchPlan, result: FitResult, folder: Path, 
     elif config.TRAIN.NOISE_SCALE.ENABLED:
         logger.info("gradient noise scale: not known yet, noise still hides the gradient; train longer")
     logger.info("files: %s", folder.resolve())
+
+
+def _save_result(plan: BatchPlan, result: FitResult, path: Path) -> None:
+    """Write what a run that has ended well came to; what is not finite becomes null."""
+    metrics = {name: value if math.isfinite(value) else None for name, value in result.metrics.items()}
+    content = {
+        "metrics": metrics,
+        "headline": headline(result.metrics)[0].removeprefix("-"),
+        "training_s": round(result.training_s, 3),
+        "images_per_s": round(result.images_per_s, 3) or None,  # none where nothing was left to train
+        "batch_size": plan.micro_batch,
+        "accumulation_steps": plan.accumulation_steps,
+        "world_size": plan.world_size,
+        "effective_batch": plan.effective_batch,
+        "learning_rate": plan.learning_rate,
+        "warmup_steps": plan.warmup_steps,
+        "total_steps": plan.total_steps,
+    }
+    write_text_atomically(path, json.dumps(content, indent=2) + "\n")

@@ -44,6 +44,7 @@ class Progressed:
         step: optimizer steps done.
         best: best headline metric so far; None before the first validation.
         metrics: of the last validation.
+        seconds: spent in training steps, data included and validation left out.
     """
 
     epoch: int = 0
@@ -51,6 +52,7 @@ class Progressed:
     step: int = 0
     best: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 @dataclass
@@ -60,12 +62,14 @@ class FitResult:
     Attributes:
         metrics: of the last validation.
         images_per_s: training samples per second over all processes, of this process's lifetime.
+        training_s: seconds of training without validation, those before a resumption included.
         interrupted: whether somebody stopped the run; a checkpoint has been saved.
         noise_scale: the gradient noise scale in samples, where it was measured.
     """
 
     metrics: dict[str, float]
     images_per_s: float
+    training_s: float
     interrupted: bool = False
     noise_scale: float | None = None
 
@@ -142,7 +146,9 @@ class Trainer:
                 self.done.epoch, self.done.samples = self.done.epoch + 1, 0
                 self._end_epoch()
         images_per_s = self._num_images / self._seconds if self._seconds else 0.0
-        return FitResult(self.done.metrics, images_per_s, self._stop.agreed, self._noise_scale)
+        return FitResult(
+            self.done.metrics, images_per_s, self.done.seconds, self._stop.agreed, self._noise_scale
+        )
 
     @property
     def _noise_scale(self) -> float | None:
@@ -176,7 +182,9 @@ class Trainer:
             progress.advance(1)
             if self.done.step % self.config.LOG_EVERY == 0 or not remaining:
                 self._log_training(meter, rate, stage, progress)
-        self._seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._seconds += seconds
+        self.done.seconds += seconds
 
     def _log_training(self, meter: LossMeter, rate: float, stage: Stage, progress: Progress) -> None:
         values = {"loss": meter.drain(), "lr": rate}

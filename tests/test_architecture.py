@@ -19,7 +19,7 @@ ORDER = (
     "errors", "files", "config", "scaling", "stages", "effective_batch", "batch_advice", "batch_plan",
     "batch_summary", "dist", "log", "tracking", "rng", "memory", "instantiate", "data", "models", "losses",
     "optim", "schedule", "metrics", "ema", "noise_scale", "step", "assembly", "checkpoint", "autobatch",
-    "trainer", "run", "analysis", "main", "train",
+    "trainer", "run", "command", "analysis", "sweep", "plan", "main", "train",
 )  # fmt: skip
 """A module imports from its own part and from those before it."""
 
@@ -103,6 +103,7 @@ def test_reading_a_configuration_needs_no_torch(path: Path) -> None:
     [
         "autobatch/search.py", "autobatch/throughput.py", "data/taxonomy.py", "errors.py", "scaling.py",
         "stages.py", "effective_batch.py", "batch_advice.py", "batch_plan.py", "batch_summary.py",
+        "plan/arithmetic.py", "command/duration.py",
     ],
 )  # fmt: skip
 def test_pure_modules_import_the_standard_library_alone(name: str) -> None:

@@ -121,12 +121,28 @@ def smaller(tokens: list[str]) -> list[str]:
     return [*tokens, *SMALLER, *(() if own_model else SMALL_MODEL)]
 
 
-@pytest.mark.parametrize(("page", "line"), of_kind("python -m linnaeus.train", "linnaeus "))
+SWEEPS = of_kind("linnaeus sweep ")
+OF_ONE_PROCESS = [
+    command for command in of_kind("python -m linnaeus.train", "linnaeus ") if command not in SWEEPS
+]
+
+
+@pytest.mark.parametrize(("page", "line"), OF_ONE_PROCESS)
 def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: Run) -> None:
     tokens = tokens_of(line, desk)
     argv = tokens[3:] if tokens[0] == "python" else tokens[1:]
     outcome = run(*smaller(argv))
     assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "line"), SWEEPS)
+def test_a_sweep_works(page: str, line: str, desk: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    few = re.sub(r"(BATCH_SIZE|SEED)=([^, ]+),[^ ]*", r"\1=\2,9", " ".join(tokens_of(line, desk)[1:])).split()
+    smaller_runs = [token for token in smaller(few) if token != "DATA.BATCH_SIZE=4"]
+    outcome = run(*smaller_runs)
+    assert outcome.code == 0, outcome.out + outcome.err
 
 
 @pytest.mark.slow

@@ -43,7 +43,9 @@ def test_files_of_a_run(run: Run, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     folder = tmp_path / "runs" / "small"
     names = {path.name for path in folder.iterdir()}
-    assert names == {"config.yaml", "autobatch.json", "metrics.jsonl", "checkpoints", "logs"}
+    assert names == {
+        "config.yaml", "autobatch.json", "metrics.jsonl", "result.json", "checkpoints", "logs",
+    }  # fmt: skip
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"last.pt", "previous.pt", "best.pt"}
 
     found = json.loads((folder / "autobatch.json").read_text())
@@ -59,6 +61,11 @@ def test_files_of_a_run(run: Run, tmp_path: Path) -> None:
     assert (config["DATA"]["BATCH_SIZE"], config["DATA"]["BATCH_SIZE_VAL"]) == (24, 31)
     assert len(metrics_of(folder, "val")) == 2
     assert [record["step"] for record in metrics_of(folder, "train")] == [4, 8]
+    result = json.loads((folder / "result.json").read_text())
+    last = metrics_of(folder, "val")[-1]
+    assert result["metrics"] == {name: last[name] for name in result["metrics"]}
+    assert (result["headline"], result["effective_batch"], result["world_size"]) == ("top1/rank2", 24, 1)
+    assert result["training_s"] * result["images_per_s"] == pytest.approx(2 * 96, rel=0.05)
     for text in ("batch sizes: training 24, validation 31", "top1/", "images/s", str(folder)):
         assert text in outcome.out
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+from linnaeus.command.options import (
+    PLOT_ENDINGS,
+    TABLE_ENDINGS,
+    Grammar,
+    read_command_line,
+    read_count,
+    read_path,
+    read_positive,
+    read_share,
+)
 from linnaeus.config.keys import suggest
-from linnaeus.config.load import LoadedConfig, load_config
-from linnaeus.config.overrides import FLAGS
-from linnaeus.errors import ConfigError
+from linnaeus.config.load import LoadedConfig
 
 Mode = Literal["train", "val"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-TABLE_ENDINGS = (".json", ".jsonl", ".csv")
-PLOT_ENDINGS = (".png", ".svg", ".html")
 STRATEGIES = ("guided", "binary", "power", "binsearch")
 
 HELP = """\
@@ -78,78 +83,22 @@ class Options:
     remedies: bool = False
 
 
-def read_command_line(argv: Sequence[str]) -> tuple[Options, LoadedConfig]:
+def read_options(argv: Sequence[str]) -> tuple[Options, LoadedConfig]:
     """Read the tokens after `analyze`.
+
+    >>> options, loaded = read_options(["--fractions", "0.8,0.5", "--steps=3", "TRAIN.AMP", "bf16"])
+    >>> options.fractions, loaded.config.DATA.AUTOBATCH.STEPS_PER_TRIAL_VAL, loaded.config.TRAIN.AMP
+    ([0.5, 0.8], 3, 'bf16')
 
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
-    options, rest, problems = parse_options(argv)
-    try:
-        loaded = load_config(rest)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
-    if problems and not loaded.show_help:
-        raise ConfigError(problems)
-    return options, loaded
-
-
-def parse_options(argv: Sequence[str]) -> tuple[Options, list[str], list[str]]:
-    """Take the options out of a command line; those that set a key become overrides in their place.
-
-    >>> options, rest, problems = parse_options(["--fractions", "0.8,0.5", "--steps=3", "TRAIN.AMP", "bf16"])
-    >>> options.fractions, problems
-    ([0.5, 0.8], [])
-    >>> rest
-    ['DATA.AUTOBATCH.STEPS_PER_TRIAL=3', 'DATA.AUTOBATCH.STEPS_PER_TRIAL_VAL=3', 'TRAIN.AMP', 'bf16']
-
-    Returns:
-        The options, the tokens for `load_config`, and one sentence for each problem.
-    """
-    options, rest, problems = Options(), list[str](), list[str]()
-    tokens = list(argv)
-    while tokens:
-        name, has_value, value = tokens[0].partition("=")
-        if name in _SWITCHES and has_value:
-            problems.append(f"{name}: takes no value")
-        elif name in _SWITCHES:
-            setattr(options, _SWITCHES[name], True)
-        elif name in _READERS:
-            if not has_value and len(tokens) > 1 and not tokens[1].startswith("--"):
-                value = tokens.pop(1)
-            try:
-                rest += _take(options, name, value)
-            except ValueError as error:
-                problems.append(f"{name}: {error}")
-        elif name.startswith("--") and name not in FLAGS and "." not in name:
-            problems.append(f"{name}: no such option{suggest(name, [*_READERS, *_SWITCHES, *FLAGS])}")
-        else:
-            rest.append(tokens[0])
-        tokens.pop(0)
-    return options, rest, problems
-
-
-def _take(options: Options, name: str, text: str) -> list[str]:
-    """Read an option's value into the options, or into overrides of the keys that it stands for."""
-    if not text:
-        raise ValueError("needs a value; --help shows examples")
-    value = _READERS[name](text)
-    if name not in _KEYS:
-        setattr(options, name[2:], value)
-    return [f"DATA.AUTOBATCH.{key}={value}" for key in _KEYS.get(name, ())]
+    options = Options()
+    return options, read_command_line(argv, options, GRAMMAR)
 
 
 def _fractions(text: str) -> list[float]:
-    found: set[float] = set()
-    for part in text.split(","):
-        try:
-            fraction = float(part)
-        except ValueError:
-            raise ValueError(f"{part!r} is not a number; give shares of the memory such as 0.6,0.8") from None
-        if not 0 < fraction <= 1:
-            raise ValueError(f"{part} is outside (0, 1]; give shares of the device's memory such as 0.6,0.8")
-        found.add(fraction)
-    return sorted(found)
+    return sorted({read_share(part) for part in text.split(",")})
 
 
 def _modes(text: str) -> list[Mode]:
@@ -161,55 +110,31 @@ def _modes(text: str) -> list[Mode]:
     return [mode for mode in MODES if mode in names]
 
 
-def _path(endings: tuple[str, ...]) -> Callable[[str], Path]:
-    def read(text: str) -> Path:
-        path = Path(text)
-        if path.suffix.lower() not in endings:
-            ending = f"the ending {path.suffix}" if path.suffix else "no ending"
-            raise ValueError(f"{text!r} has {ending}; the ending says the format: {', '.join(endings)}")
-        return path
-
-    return read
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _gib(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError(f"{text!r} is not a positive number of GiB")
-    return value
-
-
 def _strategy(text: str) -> str:
     if text not in STRATEGIES:
         raise ValueError(f"{text!r} is not one of {', '.join(STRATEGIES)}{suggest(text, STRATEGIES)}")
     return text
 
 
-_SWITCHES = {"--throughput": "throughput", "--remedies": "remedies"}
-_READERS: dict[str, Callable[[str], Any]] = {
-    "--fractions": _fractions,
-    "--modes": _modes,
-    "--output": _path(TABLE_ENDINGS),
-    "--plot": _path(PLOT_ENDINGS),
-    "--steps": _count,
-    "--min-bs": _count,
-    "--max-bs": _count,
-    "--strategy": _strategy,
-    "--memory-limit-gb": _gib,
-}
-_KEYS = {
-    "--steps": ("STEPS_PER_TRIAL", "STEPS_PER_TRIAL_VAL"),
-    "--min-bs": ("MIN_BATCH_SIZE", "MIN_BATCH_SIZE_VAL"),
-    "--max-bs": ("MAX_BATCH_SIZE", "MAX_BATCH_SIZE_VAL"),
-    "--strategy": ("STRATEGY",),
-    "--memory-limit-gb": ("MEMORY_LIMIT_GB",),
-}
+_AUTOBATCH = "DATA.AUTOBATCH"
+GRAMMAR = Grammar(
+    readers={
+        "--fractions": _fractions,
+        "--modes": _modes,
+        "--output": read_path(TABLE_ENDINGS),
+        "--plot": read_path(PLOT_ENDINGS),
+        "--steps": read_count,
+        "--min-bs": read_count,
+        "--max-bs": read_count,
+        "--strategy": _strategy,
+        "--memory-limit-gb": read_positive("number of GiB"),
+    },
+    switches=("--throughput", "--remedies"),
+    keys={
+        "--steps": (f"{_AUTOBATCH}.STEPS_PER_TRIAL", f"{_AUTOBATCH}.STEPS_PER_TRIAL_VAL"),
+        "--min-bs": (f"{_AUTOBATCH}.MIN_BATCH_SIZE", f"{_AUTOBATCH}.MIN_BATCH_SIZE_VAL"),
+        "--max-bs": (f"{_AUTOBATCH}.MAX_BATCH_SIZE", f"{_AUTOBATCH}.MAX_BATCH_SIZE_VAL"),
+        "--strategy": (f"{_AUTOBATCH}.STRATEGY",),
+        "--memory-limit-gb": (f"{_AUTOBATCH}.MEMORY_LIMIT_GB",),
+    },
+)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
 from linnaeus.analysis.results import PARTS, Analysis, Row
-from linnaeus.files import write_text_atomically
+from linnaeus.command.tables import save_table
 from linnaeus.memory import GIB
 
 _MIB = 1024**2
@@ -29,21 +25,8 @@ _TITLES = {
 
 def save(analysis: Analysis, path: Path) -> None:
     """Write the figures, atomically, in the format that the ending names."""
-    rows = [row.scalars() for row in analysis.sorted_rows()]
-    text = {
-        ".json": lambda: json.dumps(analysis.as_dict(), indent=2) + "\n",
-        ".jsonl": lambda: "".join(json.dumps(row) + "\n" for row in rows),
-        ".csv": lambda: _csv(rows),
-    }[path.suffix.lower()]()
-    write_text_atomically(path, text)
-
-
-def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(Row("train", 1.0).scalars()), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
+    columns = list(Row("train", 1.0).scalars())
+    save_table(path, analysis.as_dict(), [row.scalars() for row in analysis.sorted_rows()], columns)
 
 
 def tables(analysis: Analysis) -> list[Table]:

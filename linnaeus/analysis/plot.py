@@ -1,81 +1,40 @@
-"""The picture of an analysis: memory against batch size, and samples per second where sizes were timed.
-
-One drawing serves all formats. Axes and text have a middle grey on a transparent ground, so that it reads on
-white and on black; in the HTML file they follow the reader's colour scheme. Series have the colours of Okabe
-and Ito (Color Universal Design, 2008), which readers with any colour vision can tell apart.
-"""
+"""The picture of an analysis: memory against batch size, and samples per second where sizes were timed."""
 
 from __future__ import annotations
 
-import html
-import io
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING
 
 from linnaeus.analysis.options import Mode
 from linnaeus.analysis.results import Analysis, Curve, Row, fit_line
-from linnaeus.files import write_atomically
+from linnaeus.command.picture import BLUE, GREEN, PURPLE, VERMILION, Tips, decorate, save_picture, style
 from linnaeus.memory import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK = "#7d7d7d"
-BLUE, GREEN, VERMILION, PURPLE = "#0072b2", "#009e73", "#d55e00", "#cc79a7"
 _MIB = 1024**2
-_STYLE = {
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.labelsize": 11,
-    "font.size": 10,
-    "font.family": "sans-serif",
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "linnaeus",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-}
-
-
-@dataclass
-class _Tips:
-    """What each point says on hover, by the id of its element."""
-
-    texts: dict[str, str] = field(default_factory=dict)
-
-    def add(self, text: str) -> str:
-        name = f"point-{len(self.texts)}"
-        self.texts[name] = text
-        return name
 
 
 def save_plot(analysis: Analysis, path: Path) -> None:
     """Draw the picture and write it, atomically, in the format that the ending names."""
-    ending = path.suffix.lower()
-    if ending == ".png":
-        figure, _ = draw(analysis)
-        write_atomically(path, lambda file: _save(figure, file, "png"))
-        return
-    text = svg_text(analysis) if ending == ".svg" else html_page(analysis)
-    write_atomically(path, lambda file: file.write(text.encode()))
+    figure, tips = draw(analysis)
+    columns = (
+        "mode", "memory_fraction", "batch_size", "limited_by", "peak_bytes", "budget_bytes", "samples_per_s",
+    )  # fmt: skip
+    rows = [row.scalars() for row in analysis.sorted_rows()]
+    save_picture(path, figure, tips, title=_headline(analysis), columns=columns, rows=rows)
 
 
-def draw(analysis: Analysis) -> tuple[Figure, dict[str, str]]:
+def draw(analysis: Analysis) -> tuple[Figure, Tips]:
     """The figure, and what its points say on hover."""
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with_speed = any(curve.knee is not None for curve in analysis.curves.values())
     num_rows, num_columns = 1 + with_speed, len(analysis.curves)
-    tips = _Tips()
-    with mpl.rc_context(_STYLE):
+    tips = Tips()
+    with style():
         figure = Figure(figsize=(6.4 * num_columns, 4.4 * num_rows), layout="constrained")
         panels = figure.subplots(num_rows, num_columns, squeeze=False)
         for column, (mode, curve) in enumerate(analysis.curves.items()):
@@ -83,57 +42,7 @@ def draw(analysis: Analysis) -> tuple[Figure, dict[str, str]]:
             if with_speed:
                 _speed_panel(panels[1][column], analysis, mode, curve, tips)
         figure.suptitle(_headline(analysis), fontsize=11)
-    return figure, tips.texts
-
-
-def svg_text(analysis: Analysis) -> str:
-    """The picture as SVG, with what each point says as its title, which browsers show on hover."""
-    figure, tips = draw(analysis)
-    buffer = io.BytesIO()
-    _save(figure, buffer, "svg")
-    text = buffer.getvalue().decode()
-    for name, tip in tips.items():
-        text = text.replace(
-            f'<g id="{name}">', f'<g id="{name}" class="point"><title>{html.escape(tip)}</title>'
-        )
-    return text
-
-
-def html_page(analysis: Analysis) -> str:
-    """The picture and its figures in one file that needs nothing else; values appear on hover."""
-    svg = svg_text(analysis)
-    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
-    rows = [row.scalars() for row in analysis.sorted_rows()]
-    columns = (
-        "mode",
-        "memory_fraction",
-        "batch_size",
-        "limited_by",
-        "peak_bytes",
-        "budget_bytes",
-        "samples_per_s",
-    )
-    head = "".join(f"<th>{column}</th>" for column in columns)
-    body = "\n".join(
-        "<tr>" + "".join(f"<td>{html.escape(_cell(row[column]))}</td>" for column in columns) + "</tr>"
-        for row in rows
-    )
-    headline = html.escape(_headline(analysis))
-    return _PAGE.format(title=headline, svg=svg, head=head, body=body)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _save(figure: Figure, file: BinaryIO | io.BytesIO, kind: str) -> None:
-    import matplotlib as mpl
-
-    metadata = {"Date": None} if kind == "svg" else None
-    with mpl.rc_context(_STYLE):
-        figure.savefig(file, format=kind, dpi=120, transparent=True, metadata=metadata)
+    return figure, tips
 
 
 def _headline(analysis: Analysis) -> str:
@@ -153,7 +62,7 @@ def _headline(analysis: Analysis) -> str:
     )
 
 
-def _memory_panel(axes: Axes, analysis: Analysis, mode: Mode, curve: Curve, tips: _Tips) -> None:
+def _memory_panel(axes: Axes, analysis: Analysis, mode: Mode, curve: Curve, tips: Tips) -> None:
     """Measured peaks, the line through them, the budgets and the sizes chosen."""
     rows = analysis.sorted_rows(mode)
     points = curve.measured()
@@ -161,7 +70,7 @@ def _memory_panel(axes: Axes, analysis: Analysis, mode: Mode, curve: Curve, tips
     heights = [*budgets, *(peak for _, peak in points)]
     refused = _refused(rows)
     unit, name = (GIB, "GiB") if max(heights, default=0) >= GIB else (_MIB, "MiB")
-    _decorate(axes, f"{mode}: memory", f"peak memory ({name})")
+    decorate(axes, f"{mode}: memory", "batch size", f"peak memory ({name})")
     if not heights:
         return
     right = 1.12 * max([size for size, _ in points] + list(refused), default=1)
@@ -213,7 +122,7 @@ def _fitted_line(axes: Axes, points: list[tuple[int, int]], unit: int, right: fl
         axes.plot(ends, heights, "-", color=BLUE, alpha=0.8, linewidth=1.6, gid="fitted-line", zorder=3)
 
 
-def _chosen_sizes(axes: Axes, rows: list[Row], unit: int, name: str, tips: _Tips) -> None:
+def _chosen_sizes(axes: Axes, rows: list[Row], unit: int, name: str, tips: Tips) -> None:
     for size, row in {row.batch_size: row for row in rows}.items():
         if size is None or row.peak_bytes is None:
             continue
@@ -254,9 +163,9 @@ def _legend(axes: Axes, *, with_refused: bool) -> None:
     axes.legend(handles=entries, loc="lower right", frameon=False, fontsize=9)
 
 
-def _speed_panel(axes: Axes, analysis: Analysis, mode: Mode, curve: Curve, tips: _Tips) -> None:
+def _speed_panel(axes: Axes, analysis: Analysis, mode: Mode, curve: Curve, tips: Tips) -> None:
     """Samples per second, and the smallest size that is about as fast as the fastest."""
-    _decorate(axes, f"{mode}: throughput", "samples per second")
+    decorate(axes, f"{mode}: throughput", "batch size", "samples per second")
     sizes = [timing.batch_size for timing in curve.timings]
     speeds = [timing.samples_per_s for timing in curve.timings]
     axes.plot(sizes, speeds, "-", color=PURPLE, alpha=0.7, linewidth=1.6, zorder=3)
@@ -272,71 +181,3 @@ def _speed_panel(axes: Axes, analysis: Analysis, mode: Mode, curve: Curve, tips:
             textcoords="offset points", color=GREEN, fontsize=12, fontweight="bold",
             ha="left" if curve.knee < 0.7 * max(sizes, default=1) else "right",
         )  # fmt: skip
-
-
-def _decorate(axes: Axes, title: str, label: str) -> None:
-    axes.set_title(title, loc="left")
-    axes.set_xlabel("batch size")
-    axes.set_ylabel(label)
-    axes.grid(color=INK, alpha=0.25, linewidth=0.7)
-
-
-_PAGE = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>
-body {{ margin: 1.5rem auto; max-width: 90rem; font: 15px/1.4 system-ui, sans-serif;
-  background: #ffffff; color: #333333; }}
-svg {{ width: 100%; height: auto; }}
-.point {{ cursor: pointer; }}
-#tip {{ position: fixed; pointer-events: none; padding: .35rem .6rem; border-radius: .3rem;
-  background: #222222; color: #ffffff; visibility: hidden; }}
-table {{ border-collapse: collapse; margin: 1rem 0; }}
-th, td {{ padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #8888; }}
-@media (prefers-color-scheme: dark) {{
-  body {{ background: #14171c; color: #d5d9df; }}
-  #tip {{ background: #e8eaee; color: #14171c; }}
-}}
-</style>
-</head>
-<body>
-{svg}
-<table>
-<thead><tr>{head}</tr></thead>
-<tbody>
-{body}
-</tbody>
-</table>
-<div id="tip" role="status"></div>
-<script>
-const tip = document.getElementById("tip");
-const points = [...document.querySelectorAll(".point")].map(point => {{
-  const title = point.querySelector("title");
-  const text = title.textContent;
-  title.remove();  // the box below shows it at once
-  point.setAttribute("aria-label", text);
-  return {{point, text}};
-}});
-document.addEventListener("mousemove", event => {{
-  let nearest = null, least = 24;
-  for (const {{point, text}} of points) {{
-    const box = point.getBoundingClientRect();
-    const x = event.clientX - box.x - box.width / 2, y = event.clientY - box.y - box.height / 2;
-    const distance = Math.hypot(x, y);
-    if (distance <= least) [nearest, least] = [text, distance];
-  }}
-  tip.style.visibility = nearest ? "visible" : "hidden";
-  if (!nearest) return;
-  tip.textContent = nearest;
-  const left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
-  tip.style.left = left + "px";
-  tip.style.top = event.clientY + 14 + "px";
-}});
-</script>
-</body>
-</html>
-"""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 from rich.console import Console
 
-from linnaeus.analysis.environment import describe, device_sentence
 from linnaeus.analysis.measure import measure_mode
 from linnaeus.analysis.options import Options
 from linnaeus.analysis.output import save, tables, yaml_lines
@@ -20,16 +17,18 @@ from linnaeus.analysis.results import Analysis, Row
 from linnaeus.assembly import assemble_for
 from linnaeus.autobatch.protocol import Status
 from linnaeus.autobatch.sizes import SizeSearch
+from linnaeus.command.entry import EXIT_INTERRUPTED
+from linnaeus.command.environment import describe, device_sentence
+from linnaeus.command.status import status_line
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World, join
 from linnaeus.effective_batch import micro_batches_held
 from linnaeus.errors import AutoBatchError
-from linnaeus.log import close_logging, is_interactive, make_console, set_up_logging
+from linnaeus.log import close_logging, make_console, set_up_logging
 from linnaeus.rng import seed_all
 
-EXIT_INTERRUPTED = 130
 logger = logging.getLogger("linnaeus.analysis")
 
 
@@ -74,7 +73,10 @@ def reasons(analysis: Analysis) -> list[str]:
 
 def _measure(options: Options, config: Config, analysis: Analysis, console: Console) -> None:
     timeout = timedelta(minutes=config.DIST.TIMEOUT_MINUTES)
-    with join(config.EXPERIMENT.DEVICE, config.DIST.BACKEND, timeout) as world, _status(console) as status:
+    with (
+        join(config.EXPERIMENT.DEVICE, config.DIST.BACKEND, timeout) as world,
+        status_line(console) as status,
+    ):
         torch.use_deterministic_algorithms(config.TRAIN.DETERMINISTIC)
         seed_all(config.EXPERIMENT.SEED)
         data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
@@ -123,30 +125,3 @@ def _log_row(row: Row) -> None:
     logger.info(
         "%s, %s of the memory: %s, %d trials", row.mode, f"{row.memory_fraction:.0%}", size, len(row.trials)
     )
-
-
-class _Announcer(Status):
-    """Shows what is being tried where a person watches."""
-
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self._show = show
-        super().__init__()
-
-    @property
-    def text(self) -> str:
-        """What is being tried."""
-        return self._text
-
-    @text.setter
-    def text(self, text: str) -> None:
-        self._text = text
-        self._show(text)
-
-
-@contextmanager
-def _status(console: Console) -> Iterator[Status]:
-    if not is_interactive(console):
-        yield Status()
-        return
-    with console.status("starting") as spinner:
-        yield _Announcer(spinner.update)

@@ -170,6 +170,11 @@ class BatchSizeFinder:
         )
 
     @property
+    def min_size(self) -> int:
+        """The smallest size that can be tried."""
+        return self._min_size
+
+    @property
     def floor_bytes(self) -> int:
         """What the process holds now, between two trials."""
         return self._runner.floor_bytes

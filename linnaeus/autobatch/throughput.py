@@ -52,7 +52,7 @@ def sizes_by_speed(
     largest = candidates[-1]
     stopwatch.add(largest)
     slow_in_a_row = 0
-    for rung in _rungs(candidates):
+    for rung in rungs(candidates):
         if slow_in_a_row == 2 or stopwatch.is_late():
             break
         slow_in_a_row = 0 if stopwatch.is_fast(rung) else slow_in_a_row + 1
@@ -122,7 +122,7 @@ def _relative_error(seconds: Sequence[float]) -> float:
     return math.sqrt(math.pi / 2) * 1.4826 * deviation / math.sqrt(len(seconds)) / median
 
 
-def _rungs(candidates: Sequence[int]) -> list[int]:
+def rungs(candidates: Sequence[int]) -> list[int]:
     """The candidates at or next below the powers of two under the largest, descending."""
     largest, smallest = candidates[-1], candidates[0]
     powers = (1 << exponent for exponent in reversed(range(largest.bit_length())))

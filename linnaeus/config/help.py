@@ -11,6 +11,11 @@ Linnaeus trains image classifiers from a configuration, with the largest batch s
 usage: python -m linnaeus.train [--cfg FILE] [group=preset ...] [KEY VALUE | KEY=VALUE ...]
        torchrun --nproc_per_node=4 -m linnaeus.main --cfg FILE ...
 
+other commands (linnaeus COMMAND --help):
+  analyze         memory, batch size and speed before a run
+  plan            time, rate and warnings of a few batch sizes that fit
+  sweep           a run for each combination of values, compared
+
 options:
   --cfg FILE      read a YAML file; only what differs from the defaults needs to stand in it
   --print-config  print the whole configuration, resolved, and exit

@@ -21,7 +21,7 @@ import yaml
 from PIL import Image
 from torch import Tensor, nn
 
-from linnaeus.analysis.environment import driver_version
+from linnaeus.command.environment import driver_version
 from tests.conftest import SMALL, Child, Outcome, Run
 
 ROOT = Path(__file__).parents[2]

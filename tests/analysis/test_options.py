@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from linnaeus.analysis import options
-from linnaeus.analysis.options import read_command_line
+from linnaeus.analysis.options import read_options
 from tests.conftest import SMALL, Run
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ def test_the_example_in_the_docstring() -> None:
 
 
 def test_everything_can_be_set() -> None:
-    found, loaded = read_command_line(
+    found, loaded = read_options(
         [
             "--fractions=0.8,0.5,0.8", "--modes", "val,train", "--output", "a.csv", "--plot=a.HTML",
             "--steps", "3", "--min-bs=2", "--max-bs", "99", "--strategy", "binsearch",
@@ -45,7 +45,7 @@ def test_everything_can_be_set() -> None:
 
 def test_the_later_of_an_option_and_an_override_wins() -> None:
     def max_size(*argv: str) -> int:
-        return read_command_line(argv)[1].config.DATA.AUTOBATCH.MAX_BATCH_SIZE
+        return read_options(argv)[1].config.DATA.AUTOBATCH.MAX_BATCH_SIZE
 
     assert max_size("--max-bs", "8", "DATA.AUTOBATCH.MAX_BATCH_SIZE", "9") == 9
     assert max_size("DATA.AUTOBATCH.MAX_BATCH_SIZE=9", "--max-bs", "8") == 8
@@ -111,7 +111,7 @@ def test_help_shows_examples(run: Run) -> None:
     outcome = run("analyze", "--help", "--fractions", "7")
     assert outcome.code == 0
     assert "examples:" in outcome.out
-    for name in [*options._READERS, *options._SWITCHES]:
+    for name in [*options.GRAMMAR.readers, *options.GRAMMAR.switches]:
         assert name in outcome.out
 
 

@@ -1,4 +1,4 @@
-"""Where the figures of an analysis hold."""
+"""Where measured figures hold."""
 
 from __future__ import annotations
 

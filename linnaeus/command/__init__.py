@@ -1,0 +1,1 @@
+"""What the commands beside training share: options, the way to an exit code, tables, pictures."""

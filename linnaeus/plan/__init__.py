@@ -1,0 +1,1 @@
+"""Which batch size is worth its time, before a long run: `linnaeus plan`."""

@@ -1,0 +1,112 @@
+"""What is kept of a run in its folder: what it was asked for, and how it ended.
+
+`asked.yaml` is the configuration that the run's process reads, and `outcome.json` says how the process ended;
+`result.json` is the run's own. An outcome counts as long as the same is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from linnaeus.config.load import to_yaml
+from linnaeus.config.schema import Config
+from linnaeus.files import prepare_run_folder, write_text_atomically
+
+ASKED, OUTCOME, RESULT, OUTPUT = "asked.yaml", "outcome.json", "result.json", "logs/output.txt"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the process of a run ended.
+
+    Attributes:
+        exit_code: of the process; negative for a signal.
+        seconds: from start to end, with the starts before an interruption.
+        reason: what went wrong, in the run's own words.
+        result: the content of `result.json`; None for a run that did not end well.
+    """
+
+    exit_code: int
+    seconds: float
+    reason: str | None = None
+    result: dict[str, Any] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run ended well."""
+        return self.exit_code == 0 and self.result is not None
+
+
+def prepare(folder: Path, config: Config) -> Outcome | None:
+    """Make a run's folder ready for the run, unless it has ended well.
+
+    An interrupted run of the same configuration is gone on with; a failed one, or one of another
+    configuration, is moved aside.
+
+    Returns:
+        The outcome of an earlier process with the same configuration that ended well or was interrupted.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+    is_same = _read_text(folder / ASKED) == to_yaml(config)
+    earlier = read_outcome(folder) if is_same else None
+    if earlier is not None and earlier.finished:
+        return earlier
+    goes_on = is_same and (earlier is None or is_interruption(earlier.exit_code))
+    prepare_run_folder(folder, keep=goes_on, suffix=".earlier-")
+    (folder / OUTPUT).parent.mkdir(exist_ok=True)
+    (folder / OUTCOME).unlink(missing_ok=True)
+    write_text_atomically(folder / ASKED, to_yaml(config))
+    return earlier if goes_on else None
+
+
+def is_interruption(exit_code: int) -> bool:
+    """Whether somebody ended the process: Ctrl-C, or a signal."""
+    return exit_code == 130 or exit_code < 0
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """How the last process of a folder ended; None when nobody saw its end."""
+    written = _read_json(folder / OUTCOME)
+    if written is not None:
+        return Outcome(**written)
+    result = read_result(folder)  # the run ended well, but the sweep did not live to see it
+    return None if result is None else Outcome(0, result["training_s"], None, result)
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """What a run that ended well came to."""
+    return _read_json(folder / RESULT)
+
+
+def save_outcome(folder: Path, outcome: Outcome) -> None:
+    """Write down how the process ended, atomically."""
+    write_text_atomically(folder / OUTCOME, json.dumps(asdict(outcome), indent=2) + "\n")
+
+
+def effective_batch(result: Mapping[str, Any]) -> int:
+    """Samples per optimizer step over all processes, as the run says or as its sizes give it."""
+    if "effective_batch" in result:
+        return int(result["effective_batch"])
+    return int(result["batch_size"] * result["accumulation_steps"] * result["world_size"])
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is no such file, or somebody has damaged it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
