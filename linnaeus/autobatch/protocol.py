@@ -220,7 +220,7 @@ class _Post:
             if now - reported > REPORT_S:
                 reported = now
                 logger.info("waiting %.0f s for rank %d: %s", now - started, rank, beat.get("doing"))
-            time.sleep(min(max(POLL_S[0], (now - started) / 20), POLL_S[1]))
+            time.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
         return dict(outcome)
 
     def dead(self) -> Iterator[tuple[int, str]]:
