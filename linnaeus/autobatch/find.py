@@ -28,6 +28,12 @@ Objective = Literal["memory", "throughput"]
 logger = logging.getLogger("linnaeus.autobatch")
 
 
+MAX_PASSES = 4
+"""A search is taken up again when the process has come to hold so much that its answer no longer fits."""
+DRIFT_TOLERANCE = 0.005
+"""Share of the budget by which it may have come to hold more all the same."""
+
+
 class BatchSizeFinder:
     """Searches of one step on one device. What one of them measured serves the next.
 
@@ -116,24 +122,36 @@ class BatchSizeFinder:
             raise ValueError(f"target_memory_fraction is {target_memory_fraction}; it must lie in (0, 1]")
         started = time.monotonic()
         budget_bytes = self._take_budget(target_memory_fraction)
-        floor_bytes = self.floor_bytes
-        known = [_raised(trial, -floor_bytes) for trial in self._known(budget_bytes)]
+        earlier = known = list(self._known(budget_bytes))
         self.budget_bytes = budget_bytes
-        found = find_largest(
-            lambda size: self._runner(size) - floor_bytes,  # above the floor memory grows with the size
-            budget_bytes=budget_bytes - floor_bytes,
-            min_size=self._min_size,
-            max_size=self._max_size,
-            multiple_of=self._multiple_of,
-            strategy=strategy,
-            max_trials=max_trials,
-            start=start,
-            deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
-            known=known,
-            on_start=self._on_start,
-            on_trial=lambda trial: self._record(_raised(trial, floor_bytes)),
-        )
-        trials = tuple(_raised(trial, floor_bytes) for trial in found.trials)
+        num_before = len(self.trials)
+        for number in range(1, MAX_PASSES + 1):
+            floor_bytes = self.floor_bytes
+            found = find_largest(
+                self._growth,
+                budget_bytes=budget_bytes - floor_bytes,
+                min_size=self._min_size,
+                max_size=self._max_size,
+                multiple_of=self._multiple_of,
+                strategy=strategy,
+                max_trials=max_trials if number == 1 else max(max_trials - len(self.trials) + num_before, 1),
+                start=start,
+                deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
+                known=[_raised(trial, -floor_bytes) for trial in known],
+                on_start=self._on_start,
+                on_trial=partial(self._record, floor_bytes=floor_bytes),
+            )
+            # Libraries keep kernels for every size, so that the process may hold more than before the search.
+            drift_bytes = self.floor_bytes - floor_bytes
+            drifted = [_raised(trial, drift_bytes) for trial in self.trials[num_before:]]
+            excess = 0.0 if found.size is None else self._excess(found.size, [*earlier, *drifted])
+            if excess <= 0 or (excess > DRIFT_TOLERANCE and number < MAX_PASSES):
+                self.trials[num_before:] = self._known(budget_bytes, drifted)  # judged anew
+            if excess <= DRIFT_TOLERANCE:
+                break
+            known, start = [*earlier, *self.trials[num_before:]], None
+        floor_bytes = self.floor_bytes
+        trials = tuple(self.trials[num_before:])
         if found.size is None:
             raise AutoBatchError(
                 _nothing_fits(
@@ -221,9 +239,21 @@ class BatchSizeFinder:
         )  # fmt: skip
         return found.trials[0]
 
-    def _record(self, trial: TrialRecord) -> None:
-        self.trials.append(trial)
-        _log_trial(trial)
+    def _growth(self, size: int) -> int:
+        """Peak of a trial above what the process holds before it; only this grows with the size."""
+        floor_bytes = self.floor_bytes
+        return self._runner(size) - floor_bytes
+
+    def _excess(self, size: int, trials: Iterable[TrialRecord]) -> float:
+        """By how much the last peak of a size is above the budget, as a share of it."""
+        peaks = [trial.peak_bytes for trial in trials if trial.size == size and trial.peak_bytes is not None]
+        return peaks[-1] / self.budget_bytes - 1
+
+    def _record(self, trial: TrialRecord, floor_bytes: int = 0) -> None:
+        """Keep a trial, whose peak is above `floor_bytes`."""
+        whole = _raised(trial, floor_bytes)
+        self.trials.append(whole)
+        _log_trial(whole)
 
     def _take_budget(self, fraction: float) -> int:
         """The budget now. The first one is taken with libraries and kernels loaded, by a size that runs."""
@@ -236,8 +266,9 @@ class BatchSizeFinder:
         self._runner.budget_bytes = budget_bytes
         return budget_bytes
 
-    def _known(self, budget_bytes: int) -> Iterable[TrialRecord]:
-        return carry_over(self.trials, old_budget_bytes=self.budget_bytes, budget_bytes=budget_bytes)
+    def _known(self, budget_bytes: int, trials: Iterable[TrialRecord] | None = None) -> Iterable[TrialRecord]:
+        trials = self.trials if trials is None else trials
+        return carry_over(trials, old_budget_bytes=self.budget_bytes, budget_bytes=budget_bytes)
 
 
 def auto_find_batch_size(
