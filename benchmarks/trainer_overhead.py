@@ -19,9 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as functional
 
-from linnaeus.assembly import Assembly, assemble
-from linnaeus.batch_plan import Facts, plan_batches
-from linnaeus.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.batching.plan import Facts, plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle
@@ -30,9 +28,11 @@ from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.dist import World, resolve_device
 from linnaeus.log import MetricsFile, Progress
 from linnaeus.rng import seed_all
-from linnaeus.schedule import build_schedule
 from linnaeus.tracking import NullTracker
-from linnaeus.trainer import Outlets, Trainer
+from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.training.schedule import build_schedule
+from linnaeus.training.trainer import Outlets, Trainer
 
 
 def main() -> None:

@@ -9,13 +9,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from linnaeus.analysis.command import analyze
-from linnaeus.command.entry import EXIT_INTERRUPTED
+from linnaeus.commands.analyze.command import analyze
+from linnaeus.commands.entry import EXIT_INTERRUPTED
+from linnaeus.commands.plan.command import plan
+from linnaeus.commands.sweep.command import sweep
 from linnaeus.config.help import help_text
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.plan.command import plan
-from linnaeus.sweep.command import sweep
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"analyze": analyze, "sweep": sweep, "plan": plan}
 """What the first word may be. Each takes the tokens after it and gives the exit code."""

@@ -17,32 +17,32 @@ import timm.layers
 import torch
 from rich.console import Console
 
-from linnaeus.assembly import Assembly, assemble_for
 from linnaeus.autobatch.report import device_environment, save_results, summary, trials_table
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.sizes import SizeSearch, confirm, find_sizes
-from linnaeus.batch_plan import BatchPlan, Facts, plan_batches
-from linnaeus.batch_summary import summary_lines
-from linnaeus.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
+from linnaeus.batching.plan import BatchPlan, Facts, plan_batches
+from linnaeus.batching.sizes import Room, largest_share, micro_batches_held
+from linnaeus.batching.summary import summary_lines
 from linnaeus.config.load import save_config, with_batch_sizes
 from linnaeus.config.schema import Config, OptimizerConfig, TrainConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World, join, wrap
-from linnaeus.effective_batch import Room, largest_share, micro_batches_held
 from linnaeus.errors import ConfigError
 from linnaeus.files import prepare_run_folder, write_text_atomically
 from linnaeus.log import MetricsFile, Progress, close_logging, make_console, set_up_logging
-from linnaeus.metrics import headline
 from linnaeus.models.build import batchnorm_kind
-from linnaeus.noise_scale import MEANING, GradientProbe
-from linnaeus.optim import peak_values, scale_values
 from linnaeus.rng import seed_all
-from linnaeus.schedule import build_schedule
-from linnaeus.step import TrainStep
 from linnaeus.tracking import NullTracker, Tracker, start_tracking
-from linnaeus.trainer import FitResult, Outlets, Trainer
+from linnaeus.training.build import Assembly, assemble_for
+from linnaeus.training.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
+from linnaeus.training.metrics import headline
+from linnaeus.training.noise_scale import MEANING, GradientProbe
+from linnaeus.training.optim import peak_values, scale_values
+from linnaeus.training.schedule import build_schedule
+from linnaeus.training.step import TrainStep
+from linnaeus.training.trainer import FitResult, Outlets, Trainer
 
 RESULT = "result.json"
 """A run's file that is there when it has ended well."""

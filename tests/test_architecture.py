@@ -16,10 +16,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "linnaeus"
 
 ORDER = (
-    "errors", "files", "config", "scaling", "stages", "effective_batch", "batch_advice", "batch_plan",
-    "batch_summary", "dist", "log", "tracking", "rng", "memory", "instantiate", "data", "models", "losses",
-    "optim", "schedule", "metrics", "ema", "noise_scale", "step", "assembly", "checkpoint", "autobatch",
-    "trainer", "run", "command", "analysis", "sweep", "plan", "main", "train",
+    "errors", "files", "rng", "nest", "config", "batching", "memory", "dist", "log", "tracking", "data",
+    "models", "training", "autobatch", "run", "commands", "main", "train",
 )  # fmt: skip
 """A module imports from its own part and from those before it."""
 
@@ -101,9 +99,9 @@ def test_reading_a_configuration_needs_no_torch(path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "autobatch/search.py", "autobatch/throughput.py", "data/taxonomy.py", "errors.py", "scaling.py",
-        "stages.py", "effective_batch.py", "batch_advice.py", "batch_plan.py", "batch_summary.py",
-        "plan/arithmetic.py", "command/duration.py",
+        "autobatch/search.py", "autobatch/throughput.py", "data/taxonomy.py", "errors.py",
+        "batching/scaling.py", "batching/stages.py", "batching/sizes.py", "batching/advice.py",
+        "batching/plan.py", "batching/summary.py", "commands/plan/arithmetic.py", "commands/duration.py",
     ],
 )  # fmt: skip
 def test_pure_modules_import_the_standard_library_alone(name: str) -> None:
@@ -116,7 +114,7 @@ def test_the_search_knows_nothing_of_the_rest() -> None:
 
 
 def test_planning_batches_needs_no_torch() -> None:
-    program = "import sys, linnaeus.batch_plan, linnaeus.batch_summary; print('torch' in sys.modules)"
+    program = "import sys, linnaeus.batching.plan, linnaeus.batching.summary; print('torch' in sys.modules)"
     assert in_child(program) == "False\n"
 
 

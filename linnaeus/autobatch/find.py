@@ -22,7 +22,7 @@ from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import TrialRunner, only_new_garbage
 from linnaeus.errors import AutoBatchError
-from linnaeus.memory import GIB, DeviceMemory, device_memory
+from linnaeus.memory.device import GIB, DeviceMemory, device_memory
 
 Objective = Literal["memory", "throughput"]
 logger = logging.getLogger("linnaeus.autobatch")
@@ -297,8 +297,8 @@ def auto_find_batch_size(
     Every size is really run; afterwards parameters, buffers, gradients, optimizers, scalers, random number
     generators, modes and the allocator's cap are bit for bit what they were.
 
-    On the CPU this fixes glibc's threshold for own mappings (see `linnaeus.memory.CpuMemory`): for the rest
-    of the process peaks are exact and large allocations slower.
+    On the CPU this fixes glibc's threshold for own mappings (see `linnaeus.memory.device.CpuMemory`): for
+    the rest of the process peaks are exact and large allocations slower.
 
     Args:
         step: runs one full training (or validation) step on a batch.

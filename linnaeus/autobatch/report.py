@@ -13,7 +13,7 @@ from rich.table import Table
 
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.files import write_text_atomically
-from linnaeus.memory import GIB
+from linnaeus.memory.device import GIB
 
 _LIMITS = {
     "memory": "the memory budget",

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from linnaeus.assembly import Assembly
+from linnaeus.autobatch.bounds import max_batch_size_for
 from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.autobatch.protocol import Status, exchange
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.config.schema import AutoBatchConfig, DataConfig
 from linnaeus.data.batch import Batch, BatchSpec
-from linnaeus.data.bounds import max_batch_size_for
 from linnaeus.data.bundle import DataBundle
 from linnaeus.dist import World, wrap
+from linnaeus.training.build import Assembly
 
 LIMITS_VARIABLE = "LINNAEUS_MEMORY_LIMIT_GB"
 """Environment variable with a memory limit for each rank, such as `2.0,1.5`; for tests of unequal devices."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from linnaeus.data import nest
+from linnaeus import nest
 from linnaeus.rng import rng_state, set_rng_state
 
 

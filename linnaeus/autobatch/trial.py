@@ -17,7 +17,7 @@ from torch import nn
 
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.memory import DeviceMemory
+from linnaeus.memory.device import DeviceMemory
 
 MIN_TIMED_STEPS = 5
 MAX_TIMED_STEPS = 50

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from linnaeus.data import nest
+from linnaeus import nest
 from linnaeus.data.rng import derive_seed, preserved_generators, seed_generators
 from linnaeus.errors import DataError
 

@@ -14,7 +14,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_wor
 
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
-from linnaeus.data.bounds import max_batch_size_for
 from linnaeus.data.bundle import Collate, DataBundle, dataset_length
 from linnaeus.data.rng import derive_seed, preserved_generators, seed_generators
 from linnaeus.data.sampler import (
@@ -36,7 +35,6 @@ __all__ = [
     "Loaders",
     "ValSampler",
     "build_loaders",
-    "max_batch_size_for",
     "samples_per_rank",
     "steps_per_epoch",
     "val_steps",

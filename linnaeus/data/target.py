@@ -13,6 +13,7 @@ from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from linnaeus.config.instantiate import locate
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs, dataset_length
@@ -23,7 +24,6 @@ from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.data.transforms import Transform, build_transform
 from linnaeus.data.user_code import describe, naming_errors, user_error
 from linnaeus.errors import DataError
-from linnaeus.instantiate import locate
 
 _NUM_PROBED = 8
 _GREY_MODES = frozenset(("1", "L", "LA", "I", "I;16", "F"))

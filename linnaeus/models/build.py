@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from linnaeus.config.instantiate import call_target, is_target
 from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.errors import ConfigError
-from linnaeus.instantiate import call_target, is_target
 from linnaeus.models.hierarchical import HierarchicalClassifier
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from linnaeus.assembly import Assembly, assemble_for
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes
 from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import join
 from linnaeus.rng import rng_state, seed_all
+from linnaeus.training.build import Assembly, assemble_for
 
 
 def digest(assembly: Assembly) -> str:

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
-from linnaeus.ema import Ema
 from linnaeus.errors import AutoBatchError
-from linnaeus.memory import GIB, device_memory
+from linnaeus.memory.device import GIB, device_memory
+from linnaeus.training.ema import Ema
 
 CPU = torch.device("cpu")
 MIB = 1024**2

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnaeus.assembly import Assembly, assemble
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes
 from linnaeus.config.load import load_config
@@ -23,8 +22,9 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
-from linnaeus.memory import CudaMemory
+from linnaeus.memory.device import CudaMemory
 from linnaeus.rng import seed_all
+from linnaeus.training.build import Assembly, assemble
 from tests.conftest import SMALL, Run
 
 pytestmark = [

@@ -16,22 +16,22 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from linnaeus.assembly import Assembly, assemble
 from linnaeus.autobatch.find import AutoBatchResult
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes
-from linnaeus.batch_plan import Facts, plan_batches
-from linnaeus.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.batching.plan import Facts, plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World
 from linnaeus.log import MetricsFile, Progress
-from linnaeus.memory import GIB, device_memory
+from linnaeus.memory.device import GIB, device_memory
 from linnaeus.rng import seed_all
-from linnaeus.schedule import build_schedule
 from linnaeus.tracking import NullTracker
-from linnaeus.trainer import Outlets, Trainer
+from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.training.schedule import build_schedule
+from linnaeus.training.trainer import Outlets, Trainer
 from tests.conftest import Run
 
 CPU = torch.device("cpu")

@@ -14,15 +14,15 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from linnaeus.assembly import Assembly, assemble
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes
 from linnaeus.config.load import load_config
 from linnaeus.data.batch import BatchSpec
 from linnaeus.data.bundle import collate_pairs
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
-from linnaeus.memory import GIB, device_memory
+from linnaeus.memory.device import GIB, device_memory
 from linnaeus.rng import seed_all
+from linnaeus.training.build import Assembly, assemble
 from tests.conftest import SMALL, Run
 
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from linnaeus.autobatch.snapshot import Snapshot, Stateful
 from linnaeus.config.schema import ScheduleConfig
-from linnaeus.ema import Ema
-from linnaeus.schedule import build_schedule
+from linnaeus.training.ema import Ema
+from linnaeus.training.schedule import build_schedule
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from linnaeus.data import nest
+from linnaeus import nest
 from linnaeus.data.batch import Batch, BatchSpec, batch_size, num_samples, to_device
 from linnaeus.data.bundle import collate_pairs
 from linnaeus.errors import DataError

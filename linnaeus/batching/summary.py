@@ -1,0 +1,81 @@
+"""The batch plan in a few aligned lines, for the start of a run."""
+
+from __future__ import annotations
+
+from linnaeus.batching.plan import BatchPlan
+from linnaeus.batching.stages import Stage
+from linnaeus.config.schema import OptimizerConfig, TrainConfig
+
+
+def summary_lines(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerConfig | None) -> list[str]:
+    """One line for each figure of the plan; notes and warnings are not among them.
+
+    Args:
+        plan: the plan.
+        train: the TRAIN node it comes from.
+        optimizer: the OPTIMIZER node; None for a `_target_` node.
+    """
+    rows = [
+        ("batch", _batch(plan)),
+        *([("schedule", _schedule(plan, train))] if plan.changes else []),
+        ("steps", _steps(plan)),
+        ("rate", _rate(plan, optimizer)),
+        ("weight decay", _weight_decay(plan, optimizer)),
+        ("warm-up", f"{plan.warmup_steps} steps" if plan.warmup_steps else "none"),
+    ]
+    width = max(len(label) for label, _ in rows)
+    return [f"{label:<{width}}  {text}" for label, text in rows]
+
+
+def _batch(plan: BatchPlan) -> str:
+    processes = "process" if plan.world_size == 1 else "processes"
+    return (
+        f"{plan.micro_batch} micro-batch x {plan.accumulation_steps} accumulation x {plan.world_size} "
+        f"{processes} = {plan.effective_batch} samples per optimizer step"
+    )
+
+
+def _schedule(plan: BatchPlan, train: TrainConfig) -> str:
+    stages = [stage for epoch in plan.epochs for stage in epoch]
+    first, last = stages[0], stages[-1]
+    kinds = len({stage.effective_batch for stage in stages})
+    return (
+        f"{train.BATCH_SCHEDULE.NAME}, {_split(first)} to {_split(last)}, {kinds} sizes; "
+        "the line above is the largest"
+    )
+
+
+def _split(stage: Stage) -> str:
+    return f"{stage.effective_batch} ({stage.micro_batch} x {stage.accumulation_steps})"
+
+
+def _steps(plan: BatchPlan) -> str:
+    steps, samples = plan.steps_per_epoch, plan.samples_per_epoch
+    per_epoch = _span(min(steps), max(steps))
+    return (
+        f"{per_epoch} per epoch, {plan.total_steps} in all (TRAIN.EPOCHS {plan.num_epochs}); "
+        f"{_span(min(samples), max(samples))} of {plan.num_samples} samples per epoch"
+    )
+
+
+def _span(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _rate(plan: BatchPlan, optimizer: OptimizerConfig | None) -> str:
+    peak = f"{plan.learning_rate:.6g}"
+    if optimizer is None:
+        return f"{peak} at the peak (the optimizer's own)"
+    if optimizer.LR_SCALING == "none":
+        return f"{peak} at the peak (OPTIMIZER.LR, not scaled)"
+    ratio = f"{plan.effective_batch}/{optimizer.BASE_BATCH_SIZE}"
+    factor = ratio if optimizer.LR_SCALING == "linear" else f"sqrt({ratio})"
+    return f"{peak} at the peak = OPTIMIZER.LR {optimizer.LR:.6g} x {factor} ({optimizer.LR_SCALING})"
+
+
+def _weight_decay(plan: BatchPlan, optimizer: OptimizerConfig | None) -> str:
+    decay = f"{plan.weight_decay:.6g}"
+    if optimizer is None or optimizer.WEIGHT_DECAY_SCALING == "none":
+        return f"{decay} (not scaled)"
+    ratio = f"{plan.effective_batch}/{optimizer.BASE_BATCH_SIZE}"
+    return f"{decay} = OPTIMIZER.WEIGHT_DECAY {optimizer.WEIGHT_DECAY:.6g} x sqrt({ratio})"

@@ -1,0 +1,220 @@
+"""The searches of an analysis: per mode one finder, that all fractions share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.protocol import Status
+from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.autobatch.search import TrialRecord
+from linnaeus.autobatch.sizes import SizeSearch
+from linnaeus.commands.analyze.breakdown import Breakdown, StateBytes, break_down, counting
+from linnaeus.commands.analyze.options import Mode, Options
+from linnaeus.commands.analyze.results import Analysis, Curve, Row
+from linnaeus.config.schema import AutoBatchConfig
+from linnaeus.errors import AutoBatchError
+from linnaeus.memory.device import GIB
+
+EXTRA_TRIALS = 0.6
+"""Trials of all further fractions together, as a share of the first one's; each may run one at least."""
+CLOSE = 0.9
+"""Share of the size expected that a further fraction must reach; below it, more trials are run."""
+MOST_TRIALS = 4
+"""Of one further fraction, where the size found is not close."""
+RETREAT = 0.75
+"""Share of the way from the largest size that fits to one that failed, for the next trial."""
+SHORT = 0.06
+"""Share of the budget above the floor that the first guess leaves free, for the noise of a peak."""
+
+
+def measure_mode(
+    search: SizeSearch, mode: Mode, options: Options, analysis: Analysis, status: Status,
+    on_row: Callable[[Row], None],
+) -> None:  # fmt: skip
+    """Search every fraction of one mode, the largest first, and time the sizes found.
+
+    A fraction at which nothing fits gets a row that says so.
+
+    Args:
+        search: the run's own steps, data and bounds.
+        mode: which step.
+        options: fractions, and whether further sizes are timed.
+        analysis: takes the rows and the curve as they are measured.
+        status: told what is being tried.
+        on_row: called with each row when its size is found.
+    """
+    curve = analysis.curves[mode] = Curve()
+    rows: list[Row] = []
+    fractions = sorted(options.fractions, reverse=True)
+    try:
+        with (
+            counting(search.assembly, search.world.device) as state,
+            search.finder(mode, status) as finder,
+        ):
+            curve.trials = finder.trials
+            found: list[AutoBatchResult] = []
+            for fraction in fractions:
+                row = Row(mode, fraction)
+                rows.append(row)
+                analysis.rows.append(row)
+                result = _find(finder, rows, num_fractions=len(fractions), config=search.config.AUTOBATCH)
+                if result is not None:
+                    found.append(result)
+                    row.breakdown = _breakdown(row, rows, state)
+                on_row(row)
+            if found:
+                _time(finder, found[0], rows, curve, options, search.config.AUTOBATCH.TIMEOUT_MINUTES)
+    except AutoBatchError as error:  # the bounds leave no size to try
+        for fraction in fractions:
+            analysis.rows.append(Row(mode, fraction, reason=str(error)))
+            on_row(analysis.rows[-1])
+
+
+def _find(
+    finder: BatchSizeFinder, rows: Sequence[Row], *, num_fractions: int, config: AutoBatchConfig
+) -> AutoBatchResult | None:
+    """Search the last row's fraction and fill the row, also with what an interrupted search has measured."""
+    row = rows[-1]
+    num_before = len(finder.trials)
+    result = None
+    row.limited_by = "interrupted"
+    try:
+        if rows[0].budget_bytes is None:
+            result = finder.find(
+                row.memory_fraction, strategy=config.STRATEGY, max_trials=config.MAX_TRIALS,
+                timeout_minutes=config.TIMEOUT_MINUTES,
+            )  # fmt: skip
+        else:
+            result = _find_further(finder, rows, num_fractions, config)
+        row.batch_size, row.certified = result.batch_size, result.certified
+        row.limited_by = result.limited_by
+    except AutoBatchError as error:
+        row.limited_by, row.reason = None, str(error)
+    except KeyboardInterrupt:
+        row.batch_size = _largest_that_fitted(finder)
+        raise
+    finally:
+        row.budget_bytes = finder.budget_bytes or None
+        row.floor_bytes = finder.floor_bytes
+        row.trials = tuple(finder.trials[num_before:])
+        row.peak_bytes = _peak(finder.trials, row.batch_size)
+    return result
+
+
+def _find_further(
+    finder: BatchSizeFinder, rows: Sequence[Row], num_fractions: int, config: AutoBatchConfig
+) -> AutoBatchResult:
+    """Search a fraction below the first, near where the peaks measured so far say that its budget is met.
+
+    To certify a size takes two trials at least, and many fractions shall cost little more than one: the size
+    may end uncertified.
+    """
+    first, *others, row = rows
+    find = partial(finder.find, row.memory_fraction, timeout_minutes=config.TIMEOUT_MINUTES)
+    num_left = int(EXTRA_TRIALS * len(first.trials)) - sum(len(other.trials) for other in others)
+    num_trials = max(1, math.ceil(num_left / (num_fractions - len(others) - 1)))
+    expected = start = _expected(finder, rows, config.MEMORY_LIMIT_GB)
+    num_before = len(finder.trials)
+    try:
+        result = find(start=start, max_trials=1)
+        while not result.certified:
+            is_close = start is None or expected is None or result.batch_size >= CLOSE * expected
+            if len(finder.trials) - num_before >= (num_trials if is_close else MOST_TRIALS):
+                break
+            if is_close or start is None:
+                start = None
+            else:
+                start = result.batch_size + int(RETREAT * (start - result.batch_size))
+            result = find(start=start, max_trials=1)
+    except AutoBatchError:  # nothing has fitted yet, and a size is what is asked for
+        result = find()
+    # The bound on trials here is ours, not the configuration's.
+    return replace(result, limited_by="memory") if result.limited_by == "max_trials" else result
+
+
+def _expected(finder: BatchSizeFinder, rows: Sequence[Row], limit_gb: float | None) -> int | None:
+    """The size that the last row's fraction should have; what the process holds may have changed since."""
+    first, row = rows[0], rows[-1]
+    total_bytes = finder.memory.total_bytes if limit_gb is None else int(limit_gb * GIB)
+    total_bytes = min(total_bytes, finder.memory.total_bytes)
+    assert first.budget_bytes is not None
+    budget_bytes = first.budget_bytes - int((first.memory_fraction - row.memory_fraction) * total_bytes)
+    floor_bytes = finder.floor_bytes
+    points = [
+        (trial.size, trial.peak_bytes - other.floor_bytes + floor_bytes)
+        for other in rows
+        for trial in other.trials
+        if trial.peak_bytes is not None
+    ]
+    return where_budget_is_met(sorted(points), budget_bytes, floor_bytes)
+
+
+def where_budget_is_met(points: Sequence[tuple[int, int]], budget_bytes: int, floor_bytes: int) -> int | None:
+    """The size between two measured ones at which the budget is nearly met.
+
+    >>> where_budget_is_met([(10, 200), (110, 1200)], budget_bytes=700, floor_bytes=100)
+    56
+
+    Args:
+        points: (size, peak in bytes), ascending.
+        budget_bytes: what may be held.
+        floor_bytes: what is held anyway.
+
+    Returns:
+        None when the budget does not lie between two peaks.
+    """
+    below = [point for point in points if point[1] <= budget_bytes]
+    above = [point for point in points if point[1] > budget_bytes]
+    if not below or not above:
+        return None
+    (low, low_bytes), (high, high_bytes) = max(below), min(above)
+    wanted_bytes = budget_bytes - SHORT * (budget_bytes - floor_bytes)
+    if low >= high or wanted_bytes <= low_bytes:
+        return None
+    return int(low + (high - low) * (wanted_bytes - low_bytes) / (high_bytes - low_bytes))
+
+
+def _largest_that_fitted(finder: BatchSizeFinder) -> int | None:
+    sizes = (
+        trial.size
+        for trial in finder.trials
+        if trial.peak_bytes is not None and trial.peak_bytes <= finder.budget_bytes
+    )
+    return max(sizes, default=None)
+
+
+def _peak(trials: Sequence[TrialRecord], size: int | None) -> int | None:
+    """Of the last trial of the size, which an earlier fraction's search may have run."""
+    peaks = [trial.peak_bytes for trial in trials if trial.size == size and trial.peak_bytes is not None]
+    return peaks[-1] if peaks else None
+
+
+def _breakdown(row: Row, rows: Sequence[Row], state: StateBytes) -> Breakdown | None:
+    if row.peak_bytes is None:
+        return None
+    ran_in = next(
+        other for other in reversed(rows) if any(trial.size == row.batch_size for trial in other.trials)
+    )
+    return break_down(row.mode, state, peak_bytes=row.peak_bytes, floor_bytes=ran_in.floor_bytes)
+
+
+def _time(
+    finder: BatchSizeFinder, largest: AutoBatchResult, rows: Sequence[Row], curve: Curve, options: Options,
+    timeout_minutes: float,
+) -> None:  # fmt: skip
+    """Time the sizes found; with `--throughput` further ones up to the largest, for the knee."""
+    if options.throughput:
+        fast = finder.fast_enough(largest, timeout_minutes=timeout_minutes)
+        curve.knee = fast.batch_size
+        for timing in fast.timings:
+            curve.add_timing(timing)
+        row = next(row for row in rows if row.memory_fraction == largest.target_memory_fraction)
+        row.trials += fast.trials[len(largest.trials) :]
+    for row in rows:
+        if row.batch_size is not None and curve.speed(row.batch_size) is None:
+            curve.add_timing(finder.time(row.batch_size))
+        row.samples_per_s = curve.speed(row.batch_size)

@@ -1,0 +1,123 @@
+"""The figures of an analysis for programs (JSON, JSONL, CSV) and for people (tables, YAML to paste)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from linnaeus.commands.analyze.results import PARTS, Analysis, Row
+from linnaeus.commands.tables import save_table
+from linnaeus.memory.device import GIB
+
+_MIB = 1024**2
+_TITLES = {
+    "parameters": "parameters",
+    "buffers": "buffers",
+    "average": "EMA copy",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "activations": "activations",
+    "rest": "the rest",
+}
+
+
+def save(analysis: Analysis, path: Path) -> None:
+    """Write the figures, atomically, in the format that the ending names."""
+    columns = list(Row("train", 1.0).scalars())
+    save_table(path, analysis.as_dict(), [row.scalars() for row in analysis.sorted_rows()], columns)
+
+
+def tables(analysis: Analysis) -> list[Table]:
+    """All that the console shows: sizes, what the memory consists of, remedies."""
+    by_mode = [analysis.sorted_rows(mode) for mode in analysis.curves]
+    breakdowns = [breakdown_table(rows) for rows in by_mode if any(row.breakdown for row in rows)]
+    has_remedies = any(row.remedies for row in analysis.rows)
+    remedies = [remedies_table(analysis.sorted_rows())] if has_remedies else []
+    return [results_table(analysis), *breakdowns, *remedies]
+
+
+def results_table(analysis: Analysis) -> Table:
+    """One line per mode and fraction."""
+    table = Table(title="Batch sizes", title_justify="left")
+    headings = (
+        "mode", "memory", "batch size", "limited by", "certified", "peak GiB", "budget GiB", "samples/s",
+        "trials",
+    )  # fmt: skip
+    for heading in headings:
+        is_text = heading in ("mode", "limited by", "certified")
+        width = len("max_batch_size") if heading == "limited by" else None
+        table.add_column(heading, justify="left" if is_text else "right", min_width=width)
+    for row in analysis.sorted_rows():
+        table.add_row(
+            row.mode,
+            f"{row.memory_fraction:.0%}",
+            "none" if row.batch_size is None else str(row.batch_size),
+            row.limited_by or "",
+            "yes" if row.certified else "no",
+            _gib(row.peak_bytes),
+            _gib(row.budget_bytes),
+            "" if row.samples_per_s is None else f"{row.samples_per_s:.4g}",
+            str(len(row.trials)),
+        )
+    return table
+
+
+def breakdown_table(rows: Sequence[Row]) -> Table:
+    """The parts of the memory at each size of one mode."""
+    table = Table(title=f"Memory at the {rows[0].mode} sizes", title_justify="left")
+    table.add_column("part")
+    shown = {row.batch_size: row for row in rows if row.breakdown is not None}
+    for size in shown:
+        table.add_column(f"batch size {size}", justify="right")
+    for name in PARTS:
+        parts = [row.breakdown.parts()[name] for row in shown.values() if row.breakdown is not None]
+        if any(parts):
+            cells = [_part(part, row) for part, row in zip(parts, shown.values(), strict=True)]
+            table.add_row(_TITLES[name], *cells)
+    table.add_section()
+    table.add_row("peak", *(_mib(row.peak_bytes or 0) for row in shown.values()))
+    return table
+
+
+def remedies_table(rows: Sequence[Row]) -> Table:
+    """What each remedy saves at each size."""
+    table = Table(title="Remedies, measured", title_justify="left")
+    for heading in ("mode", "batch size", "remedy", "before", "after", "saved", "samples/s"):
+        table.add_column(heading, justify="left" if heading in ("mode", "remedy") else "right")
+    for row in {(row.mode, row.batch_size): row for row in rows}.values():
+        for remedy in row.remedies:
+            keys = " ".join(f"{key}={value}" for key, value in remedy.keys.items())
+            before = "" if remedy.peak_bytes_before is None else _mib(remedy.peak_bytes_before)
+            if remedy.peak_bytes is None:
+                cells = (f"{keys}: {remedy.reason}", before, "", "", "")
+            else:
+                speed = "" if remedy.samples_per_s is None else f"{remedy.samples_per_s:.4g}"
+                cells = (keys, before, _mib(remedy.peak_bytes), f"{remedy.saved_percent:.1f} %", speed)
+            table.add_row(row.mode, str(row.batch_size), *cells)
+    return table
+
+
+def yaml_lines(analysis: Analysis) -> str:
+    """What to paste into a configuration: one block for each fraction that has a size."""
+    keys = {"train": "BATCH_SIZE", "val": "BATCH_SIZE_VAL"}
+    blocks = []
+    for fraction in sorted({row.memory_fraction for row in analysis.rows}):
+        rows = [row for row in analysis.sorted_rows() if row.memory_fraction == fraction]
+        lines = [f"  {keys[row.mode]}: {row.batch_size}" for row in rows if row.batch_size is not None]
+        if lines:
+            blocks.append("\n".join([f"# {fraction:.0%} of the memory", "DATA:", *lines]))
+    return "\n\n".join(blocks)
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / GIB:.3f}"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.1f} MiB" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.2f} GiB"
+
+
+def _part(num_bytes: int, row: Row) -> str:
+    return f"{_mib(num_bytes)} {num_bytes / (row.peak_bytes or 1):6.1%}"

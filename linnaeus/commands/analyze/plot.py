@@ -1,0 +1,183 @@
+"""The picture of an analysis: memory against batch size, and samples per second where sizes were timed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from linnaeus.commands.analyze.options import Mode
+from linnaeus.commands.analyze.results import Analysis, Curve, Row, fit_line
+from linnaeus.commands.picture import BLUE, GREEN, PURPLE, VERMILION, Tips, decorate, save_picture, style
+from linnaeus.memory.device import GIB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MIB = 1024**2
+
+
+def save_plot(analysis: Analysis, path: Path) -> None:
+    """Draw the picture and write it, atomically, in the format that the ending names."""
+    figure, tips = draw(analysis)
+    columns = (
+        "mode", "memory_fraction", "batch_size", "limited_by", "peak_bytes", "budget_bytes", "samples_per_s",
+    )  # fmt: skip
+    rows = [row.scalars() for row in analysis.sorted_rows()]
+    save_picture(path, figure, tips, title=_headline(analysis), columns=columns, rows=rows)
+
+
+def draw(analysis: Analysis) -> tuple[Figure, Tips]:
+    """The figure, and what its points say on hover."""
+    from matplotlib.figure import Figure
+
+    with_speed = any(curve.knee is not None for curve in analysis.curves.values())
+    num_rows, num_columns = 1 + with_speed, len(analysis.curves)
+    tips = Tips()
+    with style():
+        figure = Figure(figsize=(6.4 * num_columns, 4.4 * num_rows), layout="constrained")
+        panels = figure.subplots(num_rows, num_columns, squeeze=False)
+        for column, (mode, curve) in enumerate(analysis.curves.items()):
+            _memory_panel(panels[0][column], analysis, mode, curve, tips)
+            if with_speed:
+                _speed_panel(panels[1][column], analysis, mode, curve, tips)
+        figure.suptitle(_headline(analysis), fontsize=11)
+    return figure, tips
+
+
+def _headline(analysis: Analysis) -> str:
+    environment = analysis.environment
+    size = "×".join(map(str, environment["image_size"] or []))
+    limit = environment["memory_limit_gb"] or environment["total_bytes"] / GIB
+    return ", ".join(
+        part
+        for part in (
+            environment["model"],
+            size and f"{size} pixels",
+            environment["precision"],
+            environment["optimizer"],
+            f"{environment['device']} with {limit:.3g} GiB",
+        )
+        if part
+    )
+
+
+def _memory_panel(axes: Axes, analysis: Analysis, mode: Mode, curve: Curve, tips: Tips) -> None:
+    """Measured peaks, the line through them, the budgets and the sizes chosen."""
+    rows = analysis.sorted_rows(mode)
+    points = curve.measured()
+    budgets = [row.budget_bytes for row in rows if row.budget_bytes is not None]
+    heights = [*budgets, *(peak for _, peak in points)]
+    refused = _refused(rows)
+    unit, name = (GIB, "GiB") if max(heights, default=0) >= GIB else (_MIB, "MiB")
+    decorate(axes, f"{mode}: memory", "batch size", f"peak memory ({name})")
+    if not heights:
+        return
+    right = 1.12 * max([size for size, _ in points] + list(refused), default=1)
+    _budget_lines(axes, rows, unit, right)
+    _fitted_line(axes, points, unit, right)
+    for size, peak in points:
+        tip = tips.add(f"{mode}, batch size {size}: {peak / unit:.3f} {name}")
+        axes.plot([size], [peak / unit], "o", color=BLUE, markersize=6, gid=tip, zorder=4)
+    top = max(heights) / unit
+    for size, budget in refused.items():
+        tip = tips.add(f"{mode}, batch size {size}: out of memory")
+        axes.plot(
+            [size], [budget / unit], "x", color=VERMILION, markersize=7, markeredgewidth=2, gid=tip, zorder=4
+        )
+    _chosen_sizes(axes, rows, unit, name, tips)
+    low = min(heights) / unit
+    axes.set_xlim(0, right)
+    axes.set_ylim(0 if low < 0.5 * top else low - 0.15 * (top - low), top + 0.12 * (top - low or top))
+    _legend(axes, with_refused=bool(refused))
+
+
+def _refused(rows: list[Row]) -> dict[int, int]:
+    """The budget under which each size ran out of memory."""
+    return {
+        trial.size: row.budget_bytes
+        for row in rows
+        for trial in row.trials
+        if trial.peak_bytes is None and row.budget_bytes is not None
+    }
+
+
+def _budget_lines(axes: Axes, rows: list[Row], unit: int, right: float) -> None:
+    for row in rows:
+        if row.budget_bytes is not None:
+            height = row.budget_bytes / unit
+            axes.axhline(height, color=VERMILION, linestyle=(0, (5, 3)), linewidth=1.3, zorder=2)
+            axes.text(
+                0.01 * right, height, f"{row.memory_fraction:.0%}", color=VERMILION, va="bottom", zorder=5,
+                fontweight="bold",
+            )  # fmt: skip
+
+
+def _fitted_line(axes: Axes, points: list[tuple[int, int]], unit: int, right: float) -> None:
+    fit = fit_line(points)
+    if fit is not None:
+        start, slope = fit
+        ends = [0.0, right]
+        heights = [(start + slope * end) / unit for end in ends]
+        axes.plot(ends, heights, "-", color=BLUE, alpha=0.8, linewidth=1.6, gid="fitted-line", zorder=3)
+
+
+def _chosen_sizes(axes: Axes, rows: list[Row], unit: int, name: str, tips: Tips) -> None:
+    for size, row in {row.batch_size: row for row in rows}.items():
+        if size is None or row.peak_bytes is None:
+            continue
+        fractions = ", ".join(f"{other.memory_fraction:.0%}" for other in rows if other.batch_size == size)
+        speed = "" if row.samples_per_s is None else f", {row.samples_per_s:.4g} samples/s"
+        tip = tips.add(
+            f"{row.mode}, chosen for {fractions}: batch size {size}, "
+            f"{row.peak_bytes / unit:.3f} {name}{speed}"
+        )
+        height = row.peak_bytes / unit
+        axes.plot(
+            [size], [height], "D", markerfacecolor="none", markeredgecolor=GREEN, markeredgewidth=2.2,
+            markersize=11, gid=tip, zorder=5,
+        )  # fmt: skip
+        axes.annotate(
+            str(size), (size, height), xytext=(-9, 5), textcoords="offset points", ha="right", color=GREEN,
+            fontsize=12, fontweight="bold", zorder=6,
+        )  # fmt: skip
+
+
+def _legend(axes: Axes, *, with_refused: bool) -> None:
+    from matplotlib.lines import Line2D
+
+    entries = [
+        Line2D([], [], color=BLUE, marker="o", alpha=0.9, label="measured, and fitted line"),
+        Line2D([], [], color=VERMILION, linestyle="--", label="budget"),
+        Line2D(
+            [], [], color=GREEN, marker="D", linestyle="", markerfacecolor="none", markeredgewidth=2,
+            label="size chosen",
+        ),
+    ]  # fmt: skip
+    if with_refused:
+        entries.append(
+            Line2D(
+                [], [], color=VERMILION, marker="x", linestyle="", markeredgewidth=2, label="out of memory"
+            )
+        )
+    axes.legend(handles=entries, loc="lower right", frameon=False, fontsize=9)
+
+
+def _speed_panel(axes: Axes, analysis: Analysis, mode: Mode, curve: Curve, tips: Tips) -> None:
+    """Samples per second, and the smallest size that is about as fast as the fastest."""
+    decorate(axes, f"{mode}: throughput", "batch size", "samples per second")
+    sizes = [timing.batch_size for timing in curve.timings]
+    speeds = [timing.samples_per_s for timing in curve.timings]
+    axes.plot(sizes, speeds, "-", color=PURPLE, alpha=0.7, linewidth=1.6, zorder=3)
+    for size, speed in zip(sizes, speeds, strict=True):
+        tip = tips.add(f"{mode}, batch size {size}: {speed:.4g} samples/s")
+        axes.plot([size], [speed], "o", color=PURPLE, markersize=6, gid=tip, zorder=4)
+    axes.set_ylim(0, 1.2 * max(speeds, default=1))
+    axes.set_xlim(0, 1.12 * max(sizes, default=1))
+    if curve.knee is not None:
+        axes.axvline(curve.knee, color=GREEN, linewidth=1.6, linestyle=":", gid="knee", zorder=2)
+        axes.annotate(
+            f"knee: {curve.knee}", (curve.knee, 0.04), xycoords=("data", "axes fraction"), xytext=(5, 0),
+            textcoords="offset points", color=GREEN, fontsize=12, fontweight="bold",
+            ha="left" if curve.knee < 0.7 * max(sizes, default=1) else "right",
+        )  # fmt: skip

@@ -1,0 +1,220 @@
+"""What an analysis has measured so far, as objects and as plain data for files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from linnaeus.autobatch.result import Timing
+from linnaeus.autobatch.search import TrialRecord
+from linnaeus.commands.analyze.breakdown import Breakdown
+from linnaeus.commands.analyze.options import Mode
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What one change of the configuration does to the memory of one size.
+
+    Attributes:
+        name: `bf16`, `gradient_checkpointing` or `accumulation`.
+        keys: what to set, as YAML would have it.
+        batch_size: samples of a micro-batch.
+        peak_bytes_before: peak without the change, measured like the one with it.
+        peak_bytes: peak with the change; None when it was skipped or did not fit.
+        samples_per_s: speed with the change.
+        reason: why there is no peak.
+    """
+
+    name: str
+    keys: dict[str, Any]
+    batch_size: int
+    peak_bytes_before: int | None = None
+    peak_bytes: int | None = None
+    samples_per_s: float | None = None
+    reason: str | None = None
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """Bytes less at the peak; negative when there are more."""
+        if self.peak_bytes is None or self.peak_bytes_before is None:
+            return None
+        return self.peak_bytes_before - self.peak_bytes
+
+    @property
+    def saved_percent(self) -> float | None:
+        """`saved_bytes` as a share of the peak without the change."""
+        if self.saved_bytes is None or not self.peak_bytes_before:
+            return None
+        return 100 * self.saved_bytes / self.peak_bytes_before
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry of a file."""
+        percent = None if self.saved_percent is None else round(self.saved_percent, 2)
+        return {**asdict(self), "saved_bytes": self.saved_bytes, "saved_percent": percent}
+
+
+@dataclass
+class Row:
+    """One mode at one fraction.
+
+    Attributes:
+        batch_size: the largest size that fits; None when none was found.
+        certified: the next candidate ran and did not fit, or there is none.
+        limited_by: as in `AutoBatchResult`, and `interrupted`.
+        peak_bytes: at that size.
+        budget_bytes: what the process may hold.
+        samples_per_s: at that size.
+        floor_bytes: what the process held between the trials.
+        trials: those run for this row; what earlier rows measured is not repeated.
+        reason: why there is no size.
+    """
+
+    mode: Mode
+    memory_fraction: float
+    batch_size: int | None = None
+    certified: bool = False
+    limited_by: str | None = None
+    peak_bytes: int | None = None
+    budget_bytes: int | None = None
+    floor_bytes: int = 0
+    samples_per_s: float | None = None
+    trials: tuple[TrialRecord, ...] = ()
+    reason: str | None = None
+    breakdown: Breakdown | None = None
+    remedies: list[Remedy] = field(default_factory=list)
+
+    def scalars(self) -> dict[str, Any]:
+        """What fits in a table: the figures of the row, and the parts of the breakdown in bytes."""
+        parts = self.breakdown.parts() if self.breakdown is not None else dict.fromkeys(PARTS)
+        return {
+            "mode": self.mode,
+            "memory_fraction": self.memory_fraction,
+            "batch_size": self.batch_size,
+            "certified": self.certified,
+            "limited_by": self.limited_by,
+            "peak_bytes": self.peak_bytes,
+            "budget_bytes": self.budget_bytes,
+            "samples_per_s": None if self.samples_per_s is None else round(self.samples_per_s, 3),
+            "num_trials": len(self.trials),
+            **{f"{name}_bytes": value for name, value in parts.items()},
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry of the JSON file."""
+        names = [name for name in self.scalars() if name.removesuffix("_bytes") not in PARTS]
+        names.remove("num_trials")
+        return {
+            **{name: self.scalars()[name] for name in names},
+            "trials": [
+                {
+                    "batch_size": trial.size,
+                    "status": trial.status,
+                    "peak_bytes": trial.peak_bytes,
+                    "seconds": round(trial.seconds, 3),
+                }
+                for trial in self.trials
+            ],
+            "reason": self.reason,
+            "breakdown": self._breakdown(),
+            "remedies": [remedy.as_dict() for remedy in self.remedies],
+        }
+
+    def _breakdown(self) -> dict[str, dict[str, float]] | None:
+        if self.breakdown is None or not self.peak_bytes:
+            return None
+        return {
+            name: {"bytes": num_bytes, "percent": round(100 * num_bytes / self.peak_bytes, 2)}
+            for name, num_bytes in self.breakdown.parts().items()
+        }
+
+
+PARTS = tuple(Breakdown.__dataclass_fields__)
+
+
+@dataclass
+class Curve:
+    """What the trials of one mode showed.
+
+    Attributes:
+        trials: all of them.
+        timings: sizes that were timed, ascending.
+        knee: the smallest size within 5 % of the best samples per second; None without `--throughput`.
+    """
+
+    trials: list[TrialRecord] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
+    knee: int | None = None
+
+    def measured(self) -> list[tuple[int, int]]:
+        """(size, peak in bytes) of the trials that ran, ascending."""
+        return sorted((trial.size, trial.peak_bytes) for trial in self.trials if trial.peak_bytes is not None)
+
+    def add_timing(self, timing: Timing) -> None:
+        """Note a speed, unless the size did not run."""
+        if math.isfinite(timing.seconds_per_step):
+            others = [known for known in self.timings if known.batch_size != timing.batch_size]
+            self.timings = sorted([*others, timing], key=lambda known: known.batch_size)
+
+    def speed(self, size: int | None) -> float | None:
+        """Samples per second of a size that was timed."""
+        return next((timing.samples_per_s for timing in self.timings if timing.batch_size == size), None)
+
+
+@dataclass
+class Analysis:
+    """Everything measured so far; filled while it is measured, so that an interruption loses nothing.
+
+    Attributes:
+        environment: where the figures hold.
+        rows: in the order measured.
+        curves: by mode.
+        interrupted: the measuring was cut short.
+    """
+
+    environment: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    curves: dict[Mode, Curve] = field(default_factory=dict)
+    interrupted: bool = False
+
+    def sorted_rows(self, mode: Mode | None = None) -> list[Row]:
+        """By mode as measured, then by fraction."""
+        modes = list(self.curves)
+        rows = [row for row in self.rows if mode in (None, row.mode)]
+        return sorted(rows, key=lambda row: (modes.index(row.mode), row.memory_fraction))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of the JSON file."""
+        timed = {mode: curve for mode, curve in self.curves.items() if curve.knee is not None}
+        throughput = {
+            mode: {"knee": curve.knee, "timings": [asdict(timing) for timing in curve.timings]}
+            for mode, curve in timed.items()
+        }
+        return {
+            "environment": self.environment,
+            "results": [row.as_dict() for row in self.sorted_rows()],
+            **({"throughput": throughput} if throughput else {}),
+            "interrupted": self.interrupted,
+        }
+
+
+def fit_line(points: Iterable[tuple[int, int]]) -> tuple[float, float] | None:
+    """Least squares through (size, bytes).
+
+    >>> fit_line([(1, 103), (2, 106), (3, 109)])
+    (100.0, 3.0)
+    >>> fit_line([(1, 103)]) is None
+    True
+
+    Returns:
+        Bytes at size 0 and bytes per sample; None where there are not two sizes.
+    """
+    points = list(points)
+    if len({size for size, _ in points}) < 2:
+        return None
+    mean_size = sum(size for size, _ in points) / len(points)
+    mean_bytes = sum(num_bytes for _, num_bytes in points) / len(points)
+    slope = sum((size - mean_size) * (num_bytes - mean_bytes) for size, num_bytes in points)
+    slope /= sum((size - mean_size) ** 2 for size, _ in points)
+    return mean_bytes - slope * mean_size, slope

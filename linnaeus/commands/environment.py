@@ -1,0 +1,71 @@
+"""Where measured figures hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linnaeus.autobatch.report import device_environment
+from linnaeus.config.instantiate import is_target
+from linnaeus.config.schema import Config
+from linnaeus.data.bundle import DataBundle
+from linnaeus.memory.device import GIB, device_memory
+from linnaeus.training.build import Assembly
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def describe(config: Config, data: DataBundle, assembly: Assembly, device: torch.device) -> dict[str, Any]:
+    """Device, versions, and what of the configuration the memory depends on."""
+    autobatch, train = config.DATA.AUTOBATCH, config.TRAIN
+    parameters = list(assembly.model.parameters())
+    return {
+        **device_environment(device),
+        "total_bytes": device_memory(device).total_bytes,
+        "memory_limit_gb": autobatch.MEMORY_LIMIT_GB,
+        "driver": driver_version() if device.type == "cuda" else None,
+        "model": _name(config.MODEL),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "precision": _precision(parameters, train.AMP),
+        "optimizer": type(assembly.optimizer).__name__,
+        "image_size": None if data.img_size is None else list(data.img_size),
+        "gradient_checkpointing": train.GRADIENT_CHECKPOINTING,
+        "accumulation_steps": train.ACCUMULATION_STEPS,
+        "ema": train.EMA.ENABLED,
+        "steps_per_trial": autobatch.STEPS_PER_TRIAL,
+        "strategy": autobatch.STRATEGY,
+    }
+
+
+def device_sentence(environment: Mapping[str, Any]) -> str:
+    """What was measured, on what, for people."""
+    limit = environment["memory_limit_gb"]
+    return (
+        f"measured on {environment['device']} ({environment['device_name']}) with "
+        f"{environment['total_bytes'] / GIB:.1f} GiB{'' if limit is None else f', taken as {limit:g} GiB'}, "
+        f"torch {environment['torch']}; {environment['model']}, {environment['parameters']:,} parameters, "
+        f"{environment['precision']}, {environment['optimizer']}"
+    )
+
+
+def driver_version(path: Path = _DRIVER) -> str | None:
+    """Version of the NVIDIA driver; None where there is none."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return None
+    found = re.search(r"Module.*?\s(\d+(?:\.\d+)+)", text)
+    return found.group(1) if found else None
+
+
+def _name(node: Any) -> str:
+    return str(node["_target_"] if is_target(node) else node.NAME)
+
+
+def _precision(parameters: list[torch.nn.Parameter], amp: str) -> str:
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
+    return ", ".join(dtypes) if amp == "off" else f"{amp} autocast over {', '.join(dtypes)}"

@@ -1,0 +1,190 @@
+"""What the runs of a sweep came to, as objects and as plain data for files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from linnaeus.commands.sweep.folder import Outcome, effective_batch
+
+Status = Literal["finished", "failed", "interrupted", "not run"]
+PLANNED = ("learning_rate", "warmup_steps", "total_steps")
+"""What a run's batch plan gave it, beside the effective batch."""
+SEED = "EXPERIMENT.SEED"
+"""Runs that differ in it alone are repetitions of one measurement."""
+
+
+@dataclass
+class Row:
+    """One run.
+
+    Attributes:
+        values: of the swept keys.
+        folder: where its files are.
+        outcome: how its process ended; None before it has.
+        stopped: it was ended because the sweep was.
+    """
+
+    values: dict[str, str]
+    folder: Path
+    outcome: Outcome | None = None
+    stopped: bool = False
+
+    @property
+    def title(self) -> str:
+        """The values as they would be typed."""
+        return " ".join(f"{key}={value}" for key, value in self.values.items())
+
+    @property
+    def status(self) -> Status:
+        """How far the run has come."""
+        if self.outcome is None:
+            return "not run"
+        if self.outcome.finished:
+            return "finished"
+        return "interrupted" if self.stopped else "failed"
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """The content of the run's `result.json`; empty for a run that has not ended well."""
+        return (self.outcome and self.outcome.result) or {}
+
+    @property
+    def effective_batch(self) -> int | None:
+        """Samples per optimizer step over all processes."""
+        return effective_batch(self.result) if self.result else None
+
+    def metric(self, name: str) -> float | None:
+        """A metric of the last validation."""
+        value: float | None = self.result.get("metrics", {}).get(name)
+        return value
+
+    def scalars(self, metrics: Sequence[str]) -> dict[str, Any]:
+        """The row of a table for programs."""
+        outcome = self.outcome
+        return {
+            **self.values,
+            "status": self.status,
+            "exit_code": None if outcome is None else outcome.exit_code,
+            "effective_batch": self.effective_batch,
+            **{name: self.result.get(name) for name in PLANNED},
+            **{name: self.metric(name) for name in metrics},
+            "training_s": self.result.get("training_s"),
+            "images_per_s": self.result.get("images_per_s"),
+            "seconds": None if outcome is None else outcome.seconds,
+            "folder": str(self.folder),
+            "reason": None if outcome is None else outcome.reason,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry of the JSON file."""
+        fields = self.scalars([])
+        values = {key: fields.pop(key) for key in self.values}
+        return {"values": values, **fields, "metrics": dict(self.result.get("metrics", {}))}
+
+
+@dataclass
+class Sweep:
+    """All runs, finished or not.
+
+    Attributes:
+        rows: in the order of the grid.
+        wanted_metric: the one that the user names.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    wanted_metric: str | None = None
+
+    @property
+    def metric(self) -> str:
+        """The metric that is compared: the one wanted where there is one, else the runs' own headline."""
+        known = self.metrics
+        if self.wanted_metric in known:
+            return str(self.wanted_metric)
+        return next((row.result["headline"] for row in self.rows if row.result), "loss")
+
+    @property
+    def metrics(self) -> list[str]:
+        """All metrics of the runs, in their order."""
+        names = (name for row in self.rows for name in row.result.get("metrics", {}))
+        return list(dict.fromkeys(names))
+
+    @property
+    def columns(self) -> list[str]:
+        """Of a table for programs."""
+        return list(self.rows[0].scalars(self.metrics))
+
+    def scalars(self) -> list[dict[str, Any]]:
+        """The rows of a table for programs."""
+        return [row.scalars(self.metrics) for row in self.rows]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of the JSON file."""
+        return {"metric": self.metric, "runs": [row.as_dict() for row in self.rows]}
+
+    def with_status(self, *wanted: Status) -> list[Row]:
+        """The rows of some kinds."""
+        return [row for row in self.rows if row.status in wanted]
+
+
+@dataclass
+class Series:
+    """Finished runs that belong on one line of a picture: they differ in size and seed alone.
+
+    Attributes:
+        label: the values of the other keys; empty when there are none.
+        rows: by ascending effective batch.
+    """
+
+    label: str
+    rows: list[Row]
+
+    def means(self, name: str) -> list[tuple[int, float]]:
+        """(effective batch, mean over the runs of that size) of a metric, or of `training_s`."""
+        by_size: dict[int, list[float]] = {}
+        for row in self.rows:
+            value = value_of(row, name)
+            if value is not None:
+                by_size.setdefault(effective_batch(row.result), []).append(value)
+        return [(size, sum(values) / len(values)) for size, values in by_size.items()]
+
+
+def value_of(row: Row, name: str) -> float | None:
+    """A metric of a finished run, or its `training_s`."""
+    if name == "training_s":
+        seconds: float | None = row.result.get(name)
+        return seconds
+    return row.metric(name)
+
+
+def series_of(rows: Sequence[Row]) -> list[Series]:
+    """Group the finished runs into lines over the effective batch, in the order of the grid."""
+    finished = sorted((row for row in rows if row.result), key=lambda row: effective_batch(row.result))
+    size_keys = {key for key in _keys(rows) if _changes_size(key, finished)}
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.result:
+            groups.setdefault(_label(row, size_keys), [])
+    for row in finished:
+        groups[_label(row, size_keys)].append(row)
+    return [Series(label, members) for label, members in groups.items()]
+
+
+def _keys(rows: Sequence[Row]) -> list[str]:
+    return list(rows[0].values) if rows else []
+
+
+def _label(row: Row, size_keys: set[str]) -> str:
+    shown = {key: value for key, value in row.values.items() if key not in size_keys and key != SEED}
+    return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in shown.items())
+
+
+def _changes_size(key: str, finished: Sequence[Row]) -> bool:
+    """Whether runs that differ in this key alone have different effective batches."""
+    sizes: dict[tuple[tuple[str, str], ...], set[int]] = {}
+    for row in finished:
+        others = tuple(item for item in row.values.items() if item[0] != key)
+        sizes.setdefault(others, set()).add(effective_batch(row.result))
+    return any(len(found) > 1 for found in sizes.values())

@@ -1,0 +1,133 @@
+"""The loss: cross-entropy per rank, or a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from linnaeus.config.instantiate import call_target, is_target
+from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.errors import ConfigError
+
+UNKNOWN = -1
+"""The label of a rank that a sample has no label for."""
+
+
+def logits_per_rank(outputs: Any, rank_names: Sequence[str]) -> tuple[Tensor, ...]:
+    """The logits of each rank, coarse to fine, from whatever shape a model gives them in.
+
+    Args:
+        outputs: a tensor (one rank), a sequence in rank order, or a mapping from rank names.
+        rank_names: names of the ranks, coarse to fine.
+
+    Raises:
+        ConfigError: when the model gives something else, or not one output per rank.
+    """
+    if isinstance(outputs, Tensor):
+        outputs = (outputs,)
+    if isinstance(outputs, Mapping):
+        missing = [name for name in rank_names if name not in outputs]
+        if missing:
+            raise ConfigError(
+                f"MODEL: its output has no key for rank {missing[0]!r}; it has {sorted(outputs)}"
+            )
+        outputs = tuple(outputs[name] for name in rank_names)
+    if not isinstance(outputs, Sequence):
+        raise ConfigError(
+            f"MODEL: it gives a {type(outputs).__name__}; the loss needs a tensor of logits, a sequence of "
+            f"them or a mapping from the ranks {list(rank_names)}"
+        )
+    if len(outputs) != len(rank_names):
+        raise ConfigError(
+            f"MODEL: it gives {len(outputs)} outputs for {len(rank_names)} ranks {list(rank_names)}"
+        )
+    return tuple(outputs)
+
+
+class RankCrossEntropy(nn.Module):
+    """Weighted mean over the ranks of each rank's mean cross-entropy over its known labels.
+
+    Args:
+        rank_names: R names, coarse to fine.
+        rank_weights: R weights; they are normalised to sum to 1.
+        label_smoothing: in [0, 1).
+        num_classes: R counts, to check the model's outputs against; None does not check.
+    """
+
+    def __init__(
+        self,
+        rank_names: Sequence[str],
+        rank_weights: Sequence[float],
+        label_smoothing: float = 0.0,
+        num_classes: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.rank_names = tuple(rank_names)
+        self.rank_weights = tuple(weight / sum(rank_weights) for weight in rank_weights)
+        self.label_smoothing = label_smoothing
+        self.num_classes = None if num_classes is None else tuple(num_classes)
+
+    def forward(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The loss.
+
+        Args:
+            outputs: logits [B, num_classes[r]] per rank; see `logits_per_rank`.
+            targets: labels [B, R], -1 where unknown.
+
+        Returns:
+            A scalar; a rank without any known label in the batch adds 0.
+        """
+        logits_by_rank = logits_per_rank(outputs, self.rank_names)
+        if self.num_classes is not None:
+            self._check(logits_by_rank, self.num_classes)
+        losses = [
+            weight * self._rank_loss(logits, targets[:, rank])
+            for rank, (logits, weight) in enumerate(zip(logits_by_rank, self.rank_weights, strict=True))
+        ]
+        return torch.stack(losses).sum()
+
+    def _check(self, logits_by_rank: Sequence[Tensor], num_classes: Sequence[int]) -> None:
+        for name, logits, count in zip(self.rank_names, logits_by_rank, num_classes, strict=True):
+            if logits.ndim != 2 or logits.shape[1] != count:
+                raise ConfigError(
+                    f"MODEL: its output for rank {name!r} has the shape {list(logits.shape)}; "
+                    f"it must be [batch, {count}], one logit per class"
+                )
+
+    def _rank_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        total = functional.cross_entropy(
+            logits, labels, ignore_index=UNKNOWN, reduction="sum", label_smoothing=self.label_smoothing
+        )
+        return total / (labels != UNKNOWN).sum().clamp(min=1)
+
+
+def build_loss(node: Any, taxonomy: Taxonomy | None) -> nn.Module:
+    """Build the loss.
+
+    Args:
+        node: `LossConfig`, or a `_target_` node of a callable (outputs, targets) -> scalar.
+        taxonomy: ranks of the labels.
+
+    Raises:
+        ConfigError: weights that do not fit the ranks, or no labels to build a loss for.
+    """
+    if is_target(node):
+        loss = call_target(node, "LOSS", offer={"taxonomy": taxonomy})
+        if not isinstance(loss, nn.Module):
+            raise ConfigError(f"LOSS: {node['_target_']} gave a {type(loss).__name__}, not an nn.Module")
+        return loss
+    if taxonomy is None:
+        raise ConfigError("LOSS: the dataset has no class labels; name your own loss in LOSS._target_")
+    names = [rank.name for rank in taxonomy.ranks]
+    weights = node.RANK_WEIGHTS if node.RANK_WEIGHTS is not None else [1.0] * len(names)
+    if len(weights) != len(names):
+        raise ConfigError(
+            f"LOSS.RANK_WEIGHTS: {weights} has {len(weights)} weights for {len(names)} ranks {names}"
+        )
+    if sum(weights) <= 0:
+        raise ConfigError(f"LOSS.RANK_WEIGHTS: {weights} are all 0; at least one rank must count")
+    return RankCrossEntropy(names, weights, node.LABEL_SMOOTHING, list(taxonomy.num_classes.values()))

@@ -1,0 +1,59 @@
+"""From the OPTIMIZER node to an optimizer."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import timm.optim
+import torch
+from torch import nn
+
+from linnaeus.config.instantiate import call_target, is_target
+from linnaeus.errors import ConfigError
+
+
+def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer over the model's trainable parameters.
+
+    Args:
+        node: `OptimizerConfig` (timm's factory: no weight decay on biases and norms), or a `_target_` node of
+            a callable that takes the parameters first.
+        model: without a wrapper.
+
+    Raises:
+        ConfigError: an unknown optimizer, or arguments that it does not take.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("MODEL: it has no trainable parameter")
+    if is_target(node):
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = call_target(node, "OPTIMIZER", parameters)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"OPTIMIZER: {node['_target_']} is not a torch.optim.Optimizer")
+        return optimizer
+    names = timm.optim.list_optimizers()
+    if node.NAME.lower() not in names:
+        close = difflib.get_close_matches(node.NAME.lower(), names, n=3)
+        hint = f"; did you mean {', '.join(close)}?" if close else ""
+        raise ConfigError(f"OPTIMIZER.NAME: {node.NAME!r} is not an optimizer of timm{hint}")
+    try:
+        return timm.optim.create_optimizer_v2(  # type: ignore[no-any-return]
+            model, opt=node.NAME, lr=node.LR, weight_decay=node.WEIGHT_DECAY, **node.KWARGS
+        )
+    except Exception as error:
+        raise ConfigError(f"OPTIMIZER: {node.NAME!r} with KWARGS {node.KWARGS}: {error}") from error
+
+
+def peak_values(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+    """Learning rate and weight decay: of the first group, and the largest of all groups (some have none)."""
+    groups = optimizer.param_groups
+    return float(groups[0].get("lr", 0.0)), max(float(group.get("weight_decay", 0.0)) for group in groups)
+
+
+def scale_values(optimizer: torch.optim.Optimizer, *, rate_scale: float, weight_decay_scale: float) -> None:
+    """Multiply every group's learning rate and weight decay; a scale of 1 leaves all bits alone."""
+    for group in optimizer.param_groups:
+        for name, scale in (("lr", rate_scale), ("weight_decay", weight_decay_scale)):
+            if scale != 1:
+                group[name] *= scale

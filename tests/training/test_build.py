@@ -1,0 +1,145 @@
+"""The pieces of a step fit together as the configuration says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from linnaeus.config.schema import EmaConfig, LossConfig, ModelConfig, OptimizerConfig, TrainConfig
+from linnaeus.data.batch import Batch
+from linnaeus.data.digits import TAXONOMY
+from linnaeus.errors import ConfigError
+from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.losses import RankCrossEntropy
+
+
+def assembled(loss_node: Any = None, model_name: str = "test_resnet", **changes: Any) -> Assembly:
+    torch.manual_seed(0)
+    return assemble(
+        model_node=ModelConfig(NAME=model_name),
+        loss_node=loss_node or LossConfig(),
+        optimizer_node=OptimizerConfig(),
+        config=TrainConfig(**changes),
+        taxonomy=TAXONOMY,
+        in_chans=1,
+        img_size=(32, 32),
+        device=torch.device("cpu"),
+    )
+
+
+def make_batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(0, 3, (6, 2), generator=generator)
+    return Batch(torch.randn(6, 1, 32, 32, generator=generator), targets)
+
+
+class MarginLoss(nn.Module):
+    """A user's loss with a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("margin", torch.ones(3))
+
+    def forward(self, outputs: Any, targets: Any) -> torch.Tensor:
+        total: torch.Tensor = outputs[0].sum() * self.get_buffer("margin").sum()
+        return total
+
+
+def test_training_and_validation_share_model_loss_and_precision() -> None:
+    parts = assembled(AMP="bf16")
+    train, validation = parts.train_step, parts.validation_step
+    assert train.model is validation.model is parts.model
+    assert train.criterion is validation.criterion is parts.criterion
+    assert train.precision is validation.precision
+    assert train.optimizer is parts.optimizer
+    assert train.scaler is parts.scaler
+    assert train.after_step is None
+    assert isinstance(parts.criterion, RankCrossEntropy)
+
+
+def test_the_optimizer_holds_every_parameter_of_the_model() -> None:
+    parts = assembled()
+    held = {parameter for group in parts.optimizer.param_groups for parameter in group["params"]}
+    assert held == set(parts.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("amp", "dtype", "scales"),
+    [("off", None, False), ("bf16", torch.bfloat16, False), ("fp16", torch.float16, True)],
+)
+def test_precision(amp: str, dtype: torch.dtype | None, scales: bool) -> None:
+    parts = assembled(AMP=amp)
+    assert parts.train_step.precision.autocast_dtype is dtype
+    assert parts.scaler.is_enabled() is scales
+    parts.train_step([make_batch()])
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_channels_last_holds_for_weights_and_images(channels_last: bool) -> None:
+    parts = assembled(CHANNELS_LAST=channels_last)
+    assert parts.train_step.precision.channels_last is channels_last
+    [weight] = [p for p in parts.model.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1][:1]
+    assert weight.is_contiguous(memory_format=torch.channels_last) is channels_last
+    images = parts.train_step.precision.place(Batch(torch.randn(6, 3, 32, 32), torch.zeros(6, 2))).inputs
+    assert images.is_contiguous(memory_format=torch.channels_last) is channels_last
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_the_clipping_limit_reaches_the_step(limit: float | None) -> None:
+    assert assembled(CLIP_GRAD_NORM=limit).train_step.clip_grad_norm == limit
+
+
+def test_the_average_follows_every_step_and_is_what_validates() -> None:
+    parts = assembled(EMA=EmaConfig(ENABLED=True, DECAY=0.5))
+    assert parts.ema is not None
+    assert parts.validation_step.model is parts.ema.module
+    assert parts.train_step.model is parts.model
+    for number in (1, 2, 3):
+        parts.train_step([make_batch(), make_batch()], 2)
+        assert parts.ema.num_updates == number
+    same = [
+        torch.equal(a, b)
+        for a, b in zip(parts.model.parameters(), parts.ema.module.parameters(), strict=True)
+    ]
+    assert not all(same)
+
+
+def test_without_an_average_there_is_none() -> None:
+    assert assembled().ema is None
+
+
+def test_the_state_is_all_that_a_step_may_change() -> None:
+    parts = assembled({"_target_": f"{__name__}.MarginLoss"}, EMA=EmaConfig(ENABLED=True))
+    assert parts.state == (parts.model, parts.criterion, parts.optimizer, parts.scaler, parts.ema)
+    assert isinstance(parts.criterion, MarginLoss)
+
+
+def test_gradient_checkpointing_is_switched_on_in_the_backbone() -> None:
+    on, off = assembled(GRADIENT_CHECKPOINTING=True), assembled()
+    assert on.model.backbone.grad_checkpointing is True  # type: ignore[union-attr]
+    assert off.model.backbone.grad_checkpointing is False  # type: ignore[union-attr]
+    torch.testing.assert_close(on.train_step([make_batch()]), off.train_step([make_batch()]))
+
+
+@pytest.mark.parametrize("compile_model", [True, False])
+def test_compile_is_a_switch_that_keeps_the_names_of_the_weights(compile_model: bool) -> None:
+    parts = assembled(COMPILE=compile_model, EMA=EmaConfig(ENABLED=True))
+    assert (parts.model._compiled_call_impl is not None) is compile_model
+    assert parts.model.state_dict().keys() == assembled().model.state_dict().keys()
+
+
+def test_a_validation_pass_fills_the_metrics() -> None:
+    parts = assembled()
+    parts.model.eval()
+    parts.validation_step(make_batch())
+    values = parts.metrics.compute()
+    assert values.keys() == {"loss", "top1/shape", "top1/digit", "top5/digit", "consistent"}
+    assert values["loss"] > 0
+
+
+def test_a_node_that_cannot_be_built_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"MODEL.NAME: 'test_resnt'"):
+        assembled(model_name="test_resnt")

@@ -1,0 +1,320 @@
+"""Checkpoints: exact, safe to load, and there whatever happens to the process or the disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from linnaeus.errors import CheckpointError
+from linnaeus.rng import rng_state, seed_all, set_rng_state
+from linnaeus.training.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
+from linnaeus.training.ema import Ema
+
+CPU = torch.device("cpu")
+
+
+def make_state(num_features: int = 4, *, scaler: bool = True, ema: bool = True) -> TrainingState:
+    model = nn.Sequential(
+        nn.Linear(num_features, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return TrainingState(
+        model,
+        optimizer,
+        torch.amp.GradScaler("cpu", enabled=scaler, init_scale=8.0, growth_interval=2),
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        Ema(model, 0.9) if ema else None,
+    )
+
+
+def train(state: TrainingState, num_steps: int) -> None:
+    """Steps that draw from the generators: data, and dropout."""
+    for _ in range(num_steps):
+        loss = state.model.train()(torch.randn(6, state.model[0].in_features)).square().mean()  # type: ignore[index]
+        state.scaler.scale(loss).backward()
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.optimizer.zero_grad()
+        state.schedule.step()
+        if state.ema is not None:
+            state.ema.update()
+
+
+def content(epoch: int, **more: Any) -> dict[str, Any]:
+    return {"progress": {"epoch": epoch}, "weights": torch.full((1000,), float(epoch)), **more}
+
+
+def epoch_of(checkpoint: dict[str, Any] | None) -> int | None:
+    return None if checkpoint is None else checkpoint["progress"]["epoch"]
+
+
+def latest(checkpoints: CheckpointFolder) -> dict[str, Any] | None:
+    path = checkpoints.find_latest()
+    return None if path is None else load_checkpoint(path)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert_same(a[name], b[name])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "checkpoints")
+
+
+# --- what goes in comes out ---
+
+
+@pytest.mark.parametrize("scaler", [True, False])
+@pytest.mark.parametrize("ema", [True, False])
+def test_training_goes_on_bit_for_bit(checkpoints: CheckpointFolder, scaler: bool, ema: bool) -> None:
+    seed_all(0)
+    state = make_state(scaler=scaler, ema=ema)
+    train(state, 3)
+    checkpoints.save({"progress": {"epoch": 1}, "state": state.state_dict(), "rng": rng_state(CPU)})
+    train(state, 4)
+
+    seed_all(99)
+    resumed = make_state(scaler=scaler, ema=ema)
+    checkpoint = latest(checkpoints)
+    assert checkpoint is not None
+    resumed.load_state_dict(checkpoint["state"])
+    set_rng_state(checkpoint["rng"], CPU)
+    train(resumed, 4)
+
+    assert_same(resumed.state_dict(), state.state_dict())
+    assert state.state_dict().keys() >= {"model", "optimizer", "scaler", "schedule"}
+    assert ("ema" in state.state_dict()) is ema
+
+
+def test_a_checkpoint_loads_without_running_code(checkpoints: CheckpointFolder) -> None:
+    state = make_state()
+    train(state, 2)
+    checkpoints.save({"progress": {}, "state": state.state_dict(), "rng": [rng_state(CPU)]})
+    assert torch.load(checkpoints.last, weights_only=True).keys() == {"progress", "state", "rng"}
+
+
+class Malicious:
+    """Runs code when it is unpickled by somebody careless."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_file_with_code_is_refused(tmp_path: Path) -> None:
+    torch.save({"progress": Malicious(tmp_path / "owned")}, tmp_path / "last.pt")
+    with pytest.raises(CheckpointError, match=r"last.pt is damaged or no checkpoint"):
+        load_checkpoint(tmp_path / "last.pt")
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("stored", [{"model": 1}, [1, 2], torch.zeros(2)])
+def test_a_file_of_something_else_is_refused(tmp_path: Path, stored: Any) -> None:
+    torch.save(stored, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"model.pt is no checkpoint of Linnaeus"):
+        load_checkpoint(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "part"),
+    [
+        ({"num_features": 4}, {"num_features": 5}, "the checkpoint's model does not fit"),
+        ({"ema": False}, {"ema": True}, "the checkpoint has no ema"),
+        ({"scaler": False}, {"scaler": True}, "the checkpoint's scaler does not fit"),
+    ],
+)
+def test_a_checkpoint_of_another_configuration_says_what_to_do(
+    written: dict[str, Any], read: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(
+        CheckpointError, match=f"(?s){part}.*Choose another EXPERIMENT.NAME or .*AUTO_RESUME False"
+    ):
+        make_state(**read).load_state_dict(make_state(**written).state_dict())
+
+
+def test_a_checkpoint_of_another_optimizer_says_what_to_do() -> None:
+    state, other = make_state().state_dict(), make_state()
+    state["optimizer"]["param_groups"][0]["params"].pop()
+    with pytest.raises(CheckpointError, match="the checkpoint's optimizer does not fit"):
+        other.load_state_dict(state)
+
+
+# --- which file is read ---
+
+
+def test_a_new_run_has_none(checkpoints: CheckpointFolder) -> None:
+    assert latest(checkpoints) is None
+
+
+def test_the_latest_is_read_and_the_one_before_it_kept(checkpoints: CheckpointFolder) -> None:
+    for epoch in (1, 2, 3):
+        checkpoints.save(content(epoch))
+        assert epoch_of(latest(checkpoints)) == epoch
+    assert epoch_of(load_checkpoint(checkpoints.previous)) == 2
+    assert names(checkpoints.folder) == {"last.pt", "previous.pt"}
+
+
+@pytest.mark.parametrize(
+    "damage", [truncate, lambda path: path.write_bytes(b""), lambda path: path.write_text("x")]
+)
+def test_a_damaged_last_is_reported_and_the_one_before_it_read(
+    checkpoints: CheckpointFolder, caplog: pytest.LogCaptureFixture, damage: Any
+) -> None:
+    for epoch in (1, 2):
+        checkpoints.save(content(epoch))
+    damage(checkpoints.last)
+    logging.getLogger("linnaeus").propagate = True
+    assert epoch_of(latest(checkpoints)) == 1
+    [(level, message)] = {(record.levelname, record.getMessage()) for record in caplog.records}
+    assert level == "WARNING"
+    assert f"{checkpoints.last} is damaged" in message
+
+
+def test_when_all_are_damaged_nothing_is_made_up(checkpoints: CheckpointFolder) -> None:
+    for epoch in (1, 2):
+        checkpoints.save(content(epoch))
+    for path in (checkpoints.last, checkpoints.previous):
+        truncate(path)
+    with pytest.raises(
+        CheckpointError, match=r"none of .*last.pt, .*previous.pt can be read; delete them or"
+    ):
+        checkpoints.find_latest()
+
+
+def test_best_survives_later_checkpoints(checkpoints: CheckpointFolder) -> None:
+    for epoch, is_best in enumerate((False, True, False, True, False, False, False), start=1):
+        checkpoints.save(content(epoch), is_best=is_best)
+    found = [
+        epoch_of(load_checkpoint(path)) for path in (checkpoints.best, checkpoints.previous, checkpoints.last)
+    ]
+    assert found == [4, 6, 7]
+
+
+def test_best_survives_damage_to_the_others(checkpoints: CheckpointFolder) -> None:
+    checkpoints.save(content(1), is_best=True)
+    for epoch in (2, 3):
+        checkpoints.save(content(epoch))
+    for path in (checkpoints.last, checkpoints.previous):
+        truncate(path)
+    assert epoch_of(load_checkpoint(checkpoints.best)) == 1
+
+
+# --- disks that take nothing ---
+
+
+def test_a_full_disk_keeps_the_checkpoints_there_are(checkpoints: CheckpointFolder) -> None:
+    for epoch in (1, 2):
+        checkpoints.save(content(epoch), is_best=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"last.pt cannot be written"):
+            checkpoints.save(content(3, more=torch.zeros(10_000)), is_best=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    found = [load_checkpoint(checkpoints.folder / name) for name in ("previous.pt", "last.pt", "best.pt")]
+    assert [epoch_of(checkpoint) for checkpoint in found] == [1, 2, 2]
+    assert names(checkpoints.folder) == {"last.pt", "previous.pt", "best.pt"}
+
+
+def test_a_folder_that_cannot_be_made_is_named(checkpoints: CheckpointFolder) -> None:
+    checkpoints.folder.write_text("a file where the folder should be")
+    with pytest.raises(CheckpointError, match=r"checkpoints/last.pt cannot be written"):
+        checkpoints.save(content(1))
+
+
+# --- kills ---
+
+KILLED_SAVES = """
+import os, shutil, signal, sys
+from pathlib import Path
+import torch
+from linnaeus.training.checkpoint import CheckpointFolder
+
+torch.set_num_threads(1)
+countdown = 10**9
+
+def kill(event, arguments):
+    global countdown
+    if event.startswith(("os.", "open", "shutil.")):
+        countdown -= 1
+        if countdown == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
+for start in map(Path, sys.argv[1:]):
+    number, status = 0, None
+    while status != 0:
+        number += 1
+        folder = start.with_name(f"{start.name} killed") / str(number)
+        shutil.copytree(start, folder)
+        child = os.fork()
+        if child == 0:
+            countdown = number
+            content = {"progress": {"epoch": 3}, "weights": torch.full((1000,), 3.0)}
+            CheckpointFolder(folder).save(content, is_best=True)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, -signal.SIGKILL), status
+"""
+"""Saves epoch 3 over and over, killed at its first operation on a file, at its second, and so on."""
+
+
+def test_a_kill_between_any_two_file_operations_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
+    good, damaged = CheckpointFolder(tmp_path / "good"), CheckpointFolder(tmp_path / "damaged")
+    for epoch in (1, 2):
+        good.save(content(epoch), is_best=True)
+        damaged.save(content(epoch), is_best=epoch == 1)
+    truncate(damaged.last)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_SAVES, good.folder, damaged.folder],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for name, before in (("good", 2), ("damaged", 1)):
+        folders = sorted((tmp_path / f"{name} killed").iterdir(), key=lambda folder: int(folder.name))
+        assert len(folders) > 6
+        found = []
+        for killed in map(CheckpointFolder, folders):
+            found.append((epoch_of(latest(killed)), epoch_of(load_checkpoint(killed.best))))
+            # The run goes on: it reaches epoch 3 again, and the folder is as if nothing had happened.
+            if found[-1][0] != 3:
+                killed.save(content(3), is_best=True)
+            assert epoch_of(latest(killed)) == 3
+            assert epoch_of(load_checkpoint(killed.best)) == 3
+            killed.save(content(4))
+            assert names(killed.folder) == {"last.pt", "previous.pt", "best.pt"}
+        assert found[0] == (before, before)
+        assert found[-1] == (3, 3)
+        assert {last for last, _ in found} == {before, 3}

@@ -1,0 +1,170 @@
+"""Cross-entropy per rank, against torch by hand."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from linnaeus.config.schema import LossConfig
+from linnaeus.data.taxonomy import Rank, Taxonomy
+from linnaeus.errors import ConfigError
+from linnaeus.training.losses import RankCrossEntropy, build_loss, logits_per_rank
+
+RANKS = ("family", "species")
+TAXONOMY = Taxonomy(
+    (Rank("family", ("cats", "dogs")), Rank("species", ("lion", "lynx", "wolf"))), ((0, 0, 1),)
+)
+TARGETS = torch.tensor([[0, 1], [1, 2], [-1, 0], [0, -1]])
+
+
+def logits(requires_grad: bool = False) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    coarse, fine = (torch.randn(4, count, generator=generator, dtype=torch.float64) for count in (2, 3))
+    return coarse.requires_grad_(requires_grad), fine.requires_grad_(requires_grad)
+
+
+class Distance(nn.Module):
+    """A user's loss that knows the classes."""
+
+    def __init__(self, taxonomy: Taxonomy, power: float = 1.0) -> None:
+        super().__init__()
+        self.taxonomy, self.power = taxonomy, power
+
+
+def not_a_module() -> int:
+    return 3
+
+
+# --- the value ---
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 3.0), (0.0, 2.0)])
+def test_weighted_mean_of_the_ranks_means_over_known_labels(
+    smoothing: float, weights: tuple[float, float]
+) -> None:
+    coarse, fine = logits()
+    by_rank = (
+        cross_entropy(coarse[[0, 1, 3]], torch.tensor([0, 1, 0]), label_smoothing=smoothing),
+        cross_entropy(fine[[0, 1, 2]], torch.tensor([1, 2, 0]), label_smoothing=smoothing),
+    )
+    expected = (weights[0] * by_rank[0] + weights[1] * by_rank[1]) / sum(weights)
+    loss = RankCrossEntropy(RANKS, weights, smoothing)((coarse, fine), TARGETS)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
+def test_unknown_labels_have_no_gradient() -> None:
+    coarse, fine = logits(requires_grad=True)
+    RankCrossEntropy(RANKS, (1, 1), 0.1)((coarse, fine), TARGETS).backward()
+    assert coarse.grad is not None
+    assert fine.grad is not None
+    assert coarse.grad.abs().sum(1).bool().tolist() == [True, True, False, True]
+    assert fine.grad.abs().sum(1).bool().tolist() == [True, True, True, False]
+
+
+def test_a_rank_without_known_labels_adds_nothing() -> None:
+    coarse, fine = logits()
+    targets = torch.tensor([[0, -1], [1, -1], [1, -1], [0, -1]])
+    loss = RankCrossEntropy(RANKS, (1, 1))((coarse, fine), targets)
+    torch.testing.assert_close(loss, cross_entropy(coarse, targets[:, 0]) / 2)
+
+
+def test_no_known_label_at_all_gives_zero_and_a_finite_gradient() -> None:
+    coarse, fine = logits(requires_grad=True)
+    loss = RankCrossEntropy(RANKS, (1, 1), 0.1)((coarse, fine), torch.full((4, 2), -1))
+    loss.backward()
+    assert loss.item() == 0
+    assert coarse.grad is not None
+    assert fine.grad is not None
+    assert not coarse.grad.any()
+    assert not fine.grad.any()
+
+
+# --- the outputs of a model ---
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        logits(),
+        list(logits()),
+        dict(zip(RANKS, logits(), strict=True)),
+        OrderedDict(zip(RANKS[::-1], logits()[::-1], strict=True)),
+        {**dict(zip(RANKS, logits(), strict=True)), "features": torch.zeros(4, 7)},
+    ],
+    ids=["tuple", "list", "dict", "another order", "more than the ranks"],
+)
+def test_outputs_are_taken_in_rank_order(outputs: Any) -> None:
+    found = logits_per_rank(outputs, RANKS)
+    assert all(torch.equal(a, b) for a, b in zip(found, logits(), strict=True))
+
+
+def test_one_rank_may_be_a_plain_tensor() -> None:
+    coarse, _ = logits()
+    assert logits_per_rank(coarse, ["family"])[0] is coarse
+    loss = RankCrossEntropy(["family"], [5.0])(coarse, torch.tensor([[0], [1], [1], [0]]))
+    torch.testing.assert_close(loss, cross_entropy(coarse, torch.tensor([0, 1, 1, 0])))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        (torch.zeros(4, 3), r"MODEL: it gives 1 outputs for 2 ranks \['family', 'species'\]"),
+        ((torch.zeros(4, 3),) * 3, "MODEL: it gives 3 outputs for 2 ranks"),
+        ({"family": 0, "genus": 0}, r"no key for rank 'species'; it has \['family', 'genus'\]"),
+        (None, "MODEL: it gives a NoneType"),
+        (3.0, "MODEL: it gives a float"),
+    ],
+)
+def test_outputs_that_do_not_fit_say_so(outputs: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        logits_per_rank(outputs, RANKS)
+
+
+# --- from the LOSS node ---
+
+
+def test_ranks_count_the_same_unless_told_otherwise() -> None:
+    loss = build_loss(LossConfig(LABEL_SMOOTHING=0.2), TAXONOMY)
+    assert isinstance(loss, RankCrossEntropy)
+    assert (loss.rank_names, loss.rank_weights, loss.label_smoothing) == (RANKS, (0.5, 0.5), 0.2)
+
+
+def test_weights_are_normalised() -> None:
+    loss = build_loss(LossConfig(RANK_WEIGHTS=[1.0, 3.0]), TAXONOMY)
+    assert loss.rank_weights == (0.25, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("node", "taxonomy", "message"),
+    [
+        (LossConfig(RANK_WEIGHTS=[1.0]), TAXONOMY, r"LOSS.RANK_WEIGHTS: \[1.0\] has 1 weights for 2 ranks"),
+        (LossConfig(RANK_WEIGHTS=[0.0, 0.0]), TAXONOMY, "LOSS.RANK_WEIGHTS: .* at least one rank must count"),
+        (LossConfig(), None, "no class labels; name your own loss in LOSS._target_"),
+        (
+            {"_target_": "torch.nn.NoSuchLoss"},
+            None,
+            "LOSS._target_: 'torch.nn.NoSuchLoss' cannot be imported",
+        ),
+        ({"_target_": f"{__name__}.not_a_module"}, None, "LOSS: .*not_a_module gave a int, not an nn.Module"),
+    ],
+)
+def test_nodes_that_cannot_be_used_say_why(node: Any, taxonomy: Taxonomy | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_loss(node, taxonomy)
+
+
+def test_a_users_loss_is_offered_the_taxonomy() -> None:
+    loss = build_loss({"_target_": f"{__name__}.Distance", "power": 2.0}, TAXONOMY)
+    assert isinstance(loss, Distance)
+    assert loss.taxonomy is TAXONOMY
+    assert loss.power == 2.0
+
+
+def test_a_users_loss_need_not_know_the_taxonomy() -> None:
+    assert isinstance(build_loss({"_target_": "torch.nn.MSELoss"}, None), nn.MSELoss)

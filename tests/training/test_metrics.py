@@ -1,0 +1,200 @@
+"""Accuracy, loss and consistency, against numpy by hand, in one process and in several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from linnaeus.data.taxonomy import Rank, Taxonomy
+from linnaeus.training.metrics import ClassificationMetrics, headline
+
+NUM_CLASSES = (3, 8)
+PARENTS = (0, 0, 0, 1, 1, 1, 2, 2)
+NUM_SAMPLES = 11
+
+
+def make_taxonomy(parents: tuple[tuple[int, ...], ...] = (PARENTS,)) -> Taxonomy:
+    names = ("family", "species")
+    ranks = [
+        Rank(name, tuple(f"{name}{i}" for i in range(n))) for name, n in zip(names, NUM_CLASSES, strict=True)
+    ]
+    return Taxonomy(tuple(ranks), parents)
+
+
+def samples() -> tuple[list[Tensor], Tensor, Tensor]:
+    """Logits per rank, targets with unknown labels, and a loss per sample that adds up without rounding."""
+    generator = torch.Generator().manual_seed(3)
+    logits = [torch.randn(NUM_SAMPLES, count, generator=generator) for count in NUM_CLASSES]
+    targets = torch.stack(
+        [torch.randint(0, count, (NUM_SAMPLES,), generator=generator) for count in NUM_CLASSES], 1
+    )
+    targets[:4, 1] = logits[1][:4].argmax(1)
+    targets[2, 0] = targets[5, 1] = targets[7, 0] = targets[7, 1] = -1
+    return logits, targets, torch.arange(NUM_SAMPLES) / 8
+
+
+def fill(metrics: ClassificationMetrics, indices: Iterable[int], batch_size: int = 4) -> None:
+    logits, targets, losses = samples()
+    for rows in torch.tensor(list(indices), dtype=torch.long).split(batch_size):
+        if len(rows):
+            metrics.update(tuple(rank[rows] for rank in logits), targets[rows], losses[rows].mean())
+
+
+def computed_by_hand() -> dict[str, float]:
+    logits, targets, losses = ([x.numpy() for x in samples()[0]], samples()[1].numpy(), samples()[2].numpy())
+    values = {"loss": losses.mean()}
+    for rank, name in enumerate(("family", "species")):
+        known = targets[:, rank] >= 0
+        best_first = np.argsort(-logits[rank], axis=1)
+        hits = best_first == targets[:, rank, None]
+        values[f"top1/{name}"] = hits[known, :1].any(1).mean()
+        values[f"top5/{name}"] = hits[known, :5].any(1).mean()
+    del values["top5/family"]
+    parents = np.array(PARENTS)[logits[1].argmax(1)]
+    values["consistent"] = (parents == logits[0].argmax(1)).mean()
+    return values
+
+
+def test_values_against_numpy() -> None:
+    metrics = ClassificationMetrics(make_taxonomy())
+    fill(metrics, range(NUM_SAMPLES))
+    expected = computed_by_hand()
+    assert all(0 < value < 2 for value in expected.values())
+    assert metrics.compute() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, NUM_SAMPLES])
+def test_batches_do_not_matter(batch_size: int) -> None:
+    metrics = ClassificationMetrics(make_taxonomy())
+    fill(metrics, range(NUM_SAMPLES), batch_size)
+    assert metrics.compute() == pytest.approx(computed_by_hand(), rel=1e-6)
+
+
+def test_reset_forgets() -> None:
+    metrics = ClassificationMetrics(make_taxonomy())
+    fill(metrics, [0, 1, 2])
+    metrics.reset()
+    fill(metrics, range(NUM_SAMPLES))
+    assert metrics.compute() == pytest.approx(computed_by_hand(), rel=1e-6)
+
+
+@pytest.mark.parametrize(("num_classes", "has_top5"), [(5, False), (6, True)])
+def test_top5_only_where_there_are_more_than_five_classes(num_classes: int, has_top5: bool) -> None:
+    rank = Rank("species", tuple(map(str, range(num_classes))))
+    metrics = ClassificationMetrics(Taxonomy((rank,)))
+    logits = torch.arange(float(num_classes)).repeat(2, 1)
+    metrics.update(logits, torch.tensor([[0], [1]]), torch.tensor(1.0))
+    values = metrics.compute()
+    assert ("top5/species" in values) is has_top5
+    assert values["top1/species"] == 0
+    assert values.get("top5/species", 0.5) == 0.5
+    assert "consistent" not in values
+
+
+# --- consistency ---
+
+
+def predict(*classes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    columns = zip(*classes, strict=True)
+    coarse, fine = (
+        torch.nn.functional.one_hot(torch.tensor(column), count).float()
+        for column, count in zip(columns, NUM_CLASSES, strict=True)
+    )
+    return coarse, fine
+
+
+def consistency(taxonomy: Taxonomy, *classes: tuple[int, int]) -> float | None:
+    metrics = ClassificationMetrics(taxonomy)
+    metrics.update(predict(*classes), torch.zeros(len(classes), 2, dtype=torch.long), torch.tensor(0.0))
+    return metrics.compute().get("consistent")
+
+
+def test_consistent_is_the_share_of_children_under_their_predicted_parent() -> None:
+    assert consistency(make_taxonomy(), (0, 2), (1, 2), (2, 7), (1, 3)) == 0.75
+
+
+def test_predictions_whose_parent_nobody_knows_are_left_out() -> None:
+    taxonomy = make_taxonomy(((-1, *PARENTS[1:]),))
+    assert consistency(taxonomy, (0, 0), (0, 1), (1, 1)) == 0.5
+
+
+def test_without_known_parents_there_is_no_consistency() -> None:
+    assert consistency(make_taxonomy(()), (0, 0), (1, 1)) is None
+
+
+# --- special cases ---
+
+
+def test_without_a_taxonomy_there_is_only_the_loss() -> None:
+    metrics = ClassificationMetrics(None)
+    metrics.update({"boxes": torch.zeros(3, 4)}, torch.zeros(3, 7), torch.tensor(2.0))
+    metrics.update({"boxes": torch.zeros(1, 4)}, torch.zeros(1, 7), torch.tensor(4.0))
+    assert metrics.compute() == {"loss": 2.5}
+
+
+def test_a_loss_that_is_not_a_number_is_not_hidden() -> None:
+    metrics = ClassificationMetrics(None)
+    for loss in (1.0, math.nan):
+        metrics.update(torch.zeros(2, 2), torch.zeros(2, 1), torch.tensor(loss))
+    assert math.isnan(metrics.compute()["loss"])
+
+
+def test_half_precision_outputs() -> None:
+    metrics = ClassificationMetrics(make_taxonomy())
+    logits, targets, losses = samples()
+    metrics.update([rank.bfloat16() for rank in logits], targets, losses.mean().bfloat16())
+    assert metrics.compute()["top1/family"] == pytest.approx(computed_by_hand()["top1/family"])
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"loss": 2.0}, ("-loss", -2.0)),
+        ({"loss": 2.0, "top1/family": 0.9, "top1/species": 0.5, "consistent": 1.0}, ("top1/species", 0.5)),
+    ],
+)
+def test_the_headline_is_the_finest_rank_or_the_loss(
+    values: dict[str, float], expected: tuple[str, float]
+) -> None:
+    assert headline(values) == expected
+
+
+# --- several processes ---
+
+SHARDS = {
+    "uneven": [range(0, NUM_SAMPLES, 2), range(1, NUM_SAMPLES, 2)],
+    "one empty": [range(NUM_SAMPLES), []],
+}
+
+
+def compute_shards(rank: int, folder: str) -> None:
+    """One rank's part; it writes what it computed for each way of sharding."""
+    store = torch_dist.FileStore(f"{folder}/store", 2)
+    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    try:
+        metrics = ClassificationMetrics(make_taxonomy())
+        values = []
+        for shards in SHARDS.values():
+            metrics.reset()
+            fill(metrics, shards[rank])
+            values.append(metrics.compute())
+        torch.save(values, f"{folder}/rank{rank}.pt")
+    finally:
+        torch_dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_two_processes_compute_exactly_what_one_computes(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(compute_shards, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    metrics = ClassificationMetrics(make_taxonomy())
+    fill(metrics, range(NUM_SAMPLES))
+    alone = metrics.compute()
+    for rank in (0, 1):
+        assert torch.load(tmp_path / f"rank{rank}.pt") == [alone] * len(SHARDS)

@@ -1,0 +1,124 @@
+"""The learning rate at every step: golden values and what must always hold."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from linnaeus.batching.plan import configured_warmup
+from linnaeus.config.schema import ScheduleConfig
+from linnaeus.training.schedule import build_schedule, lr_factor
+
+NAMES = ("cosine", "linear", "constant")
+
+runs = st.fixed_dictionaries(
+    {
+        "total_steps": st.integers(1, 300),
+        "warmup_steps": st.integers(0, 300),
+        "min_fraction": st.floats(0, 1),
+    }
+).map(lambda run: run | {"warmup_steps": min(run["warmup_steps"], run["total_steps"])})
+
+
+def rates(config: ScheduleConfig, *, steps_per_epoch: int, num_epochs: int, lr: float = 2.0) -> list[float]:
+    """The rate that each optimizer step of a run really uses."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    warmup = configured_warmup(config, [steps_per_epoch] * num_epochs)
+    schedule = build_schedule(
+        config, optimizer, total_steps=steps_per_epoch * num_epochs, warmup_steps=warmup
+    )
+    used = []
+    for _ in range(steps_per_epoch * num_epochs):
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return used
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cosine", [0.5, 1, 1, 0.868198, 0.55, 0.231802, 0.1, 0.1]),
+        ("linear", [0.5, 1, 1, 0.775, 0.55, 0.325, 0.1, 0.1]),
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_golden_values(name: str, expected: list[float]) -> None:
+    factor = lr_factor(name, total_steps=6, warmup_steps=2, min_fraction=0.1)
+    assert [factor(step) for step in range(8)] == pytest.approx(expected, abs=1e-6)
+
+
+@given(name=st.sampled_from(NAMES), run=runs, step=st.integers(0, 600))
+def test_never_zero_or_above_the_peak_before_the_end(name: str, run: dict[str, float], step: int) -> None:
+    share = lr_factor(name, **run)(step)  # type: ignore[arg-type]
+    assert share <= 1 + 1e-12
+    assert share >= min(run["min_fraction"], 1 / max(run["warmup_steps"], 1)) - 1e-12
+    assert share > 0 or step >= run["total_steps"]
+
+
+@given(name=st.sampled_from(NAMES), run=runs)
+def test_rises_to_the_peak_then_never_rises(name: str, run: dict[str, float]) -> None:
+    factor, warmup = lr_factor(name, **run), int(run["warmup_steps"])  # type: ignore[arg-type]
+    values = [factor(step) for step in range(int(run["total_steps"]) + 1)]
+    assert all(a < b for a, b in pairwise(values[:warmup]))
+    assert values[max(warmup - 1, 0)] == pytest.approx(1)
+    assert all(a >= b - 1e-12 for a, b in pairwise(values[warmup:]))
+
+
+@given(name=st.sampled_from(NAMES), run=runs)
+def test_has_no_jump(name: str, run: dict[str, float]) -> None:
+    factor, total, warmup = lr_factor(name, **run), int(run["total_steps"]), int(run["warmup_steps"])  # type: ignore[arg-type]
+    steepest = max(1 / max(warmup, 1), 2 / max(total - warmup, 1))  # a cosine falls at most π/2 times a line
+    values = [factor(step) for step in range(total)]
+    assert all(abs(a - b) <= steepest + 1e-12 for a, b in pairwise(values))
+
+
+@given(name=st.sampled_from(("cosine", "linear")), run=runs, after=st.integers(0, 50))
+def test_ends_at_the_smallest_rate_and_stays_there(name: str, run: dict[str, float], after: int) -> None:
+    end = int(run["total_steps"]) + after
+    if run["warmup_steps"] == run["total_steps"]:
+        end += 1
+    assert lr_factor(name, **run)(end) == pytest.approx(run["min_fraction"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (ScheduleConfig(), 0),
+        (ScheduleConfig(WARMUP_EPOCHS=0), 0),
+        (ScheduleConfig(WARMUP_EPOCHS=0.5), 5),
+        (ScheduleConfig(WARMUP_EPOCHS=2), 20),
+        (ScheduleConfig(WARMUP_EPOCHS=2, WARMUP_STEPS=7), 7),
+        (ScheduleConfig(WARMUP_EPOCHS=2, WARMUP_STEPS=0), 0),
+        (ScheduleConfig(WARMUP_EPOCHS=99), 30),
+        (ScheduleConfig(WARMUP_STEPS=31), 30),
+        (ScheduleConfig(WARMUP_FRACTION=0.1), 3),
+        (ScheduleConfig(WARMUP_FRACTION=1), 30),
+        (ScheduleConfig(WARMUP_FRACTION=0.1, WARMUP_EPOCHS=2), 3),
+        (ScheduleConfig(WARMUP_FRACTION=0.1, WARMUP_STEPS=7), 7),
+    ],
+)
+def test_length_of_the_warm_up(config: ScheduleConfig, expected: int) -> None:
+    assert configured_warmup(config, [10, 10, 10]) == expected
+
+
+def test_a_warm_up_longer_than_the_run_peaks_at_the_last_step() -> None:
+    used = rates(ScheduleConfig(WARMUP_EPOCHS=50), steps_per_epoch=2, num_epochs=2)
+    assert used == pytest.approx([0.5, 1.0, 1.5, 2.0])
+
+
+def test_the_optimizer_really_uses_it_from_the_first_step() -> None:
+    config = ScheduleConfig(NAME="linear", WARMUP_EPOCHS=1, MIN_LR_FRACTION=0.0)
+    used = rates(config, steps_per_epoch=2, num_epochs=3)
+    assert used == pytest.approx([1.0, 2.0, 2.0, 1.5, 1.0, 0.5])
+
+
+def test_groups_keep_their_own_peaks() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1.0, 4.0)]
+    optimizer = torch.optim.SGD(groups)
+    build_schedule(ScheduleConfig(WARMUP_STEPS=2), optimizer, total_steps=5, warmup_steps=2)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]

@@ -1,0 +1,306 @@
+"""THE step: what it does to gradients and parameters, and what it leaves behind."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from linnaeus.data.batch import Batch
+from linnaeus.training.step import Precision, TrainStep, ValidationStep
+
+CPU = torch.device("cpu")
+NUM_FEATURES, NUM_CLASSES = 5, 3
+
+
+def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(NUM_FEATURES, 8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+    return layers.to(dtype)
+
+
+def make_batch(size: int = 12, dtype: torch.dtype = torch.float64, seed: int = 1) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, NUM_FEATURES, generator=generator, dtype=dtype)
+    return Batch(inputs, torch.randint(0, NUM_CLASSES, (size,), generator=generator))
+
+
+def split(batch: Batch, num: int) -> list[Batch]:
+    return [Batch(*parts) for parts in zip(batch.inputs.chunk(num), batch.targets.chunk(num), strict=True)]
+
+
+def make_step(model: nn.Module, lr: float = 0.1, momentum: float = 0.0, **changes: Any) -> TrainStep:
+    arguments: dict[str, Any] = {
+        "criterion": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum),
+        "scaler": torch.amp.GradScaler("cpu", enabled=False),
+        "precision": Precision(CPU),
+    }
+    return TrainStep(model, **arguments | changes)
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def gradients_by_hand(model: nn.Module, batch: Batch) -> list[Tensor]:
+    loss = nn.functional.cross_entropy(model(batch.inputs), batch.targets)
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
+    yield
+    torch_dist.destroy_process_group()
+
+
+class Spy(nn.Module):
+    """Keeps what a layer sees and gives."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.inputs: list[Tensor] = []
+        self.output_dtypes: list[torch.dtype] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.layer(inputs)
+        self.inputs.append(inputs)
+        self.output_dtypes.append(output.dtype)
+        return output
+
+
+# --- accumulation ---
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 4, 12])
+@pytest.mark.parametrize("clip_grad_norm", [None, 0.05])
+def test_micro_batches_give_the_update_of_one_big_batch(
+    num_micro_batches: int, clip_grad_norm: float | None
+) -> None:
+    model, reference = make_model(), make_model()
+    step = make_step(model, momentum=0.9, clip_grad_norm=clip_grad_norm)
+    big_step = make_step(reference, momentum=0.9, clip_grad_norm=clip_grad_norm)
+    for seed in range(3):
+        batch = make_batch(seed=seed)
+        loss = step(split(batch, num_micro_batches), num_micro_batches)
+        torch.testing.assert_close(loss, big_step([batch]))
+    assert not torch.equal(parameters(model)[0], parameters(make_model())[0])
+    torch.testing.assert_close(parameters(model), parameters(reference), rtol=1e-12, atol=1e-12)
+
+
+def test_an_incomplete_group_is_scaled_by_the_micro_batches_really_seen() -> None:
+    """Five micro-batches with two to a step: the last step has one, and it counts in full."""
+    model, reference = make_model(), make_model()
+    step, by_hand = make_step(model), make_step(reference)
+    micro_batches = split(make_batch(15), 5)
+    stream = iter(micro_batches)
+    for num_micro_batches in (2, 2, 1):
+        step(stream, num_micro_batches)
+    for start, stop in ((0, 2), (2, 4), (4, 5)):
+        group = micro_batches[start:stop]
+        by_hand([Batch(torch.cat([b.inputs for b in group]), torch.cat([b.targets for b in group]))])
+    assert next(stream, None) is None
+    torch.testing.assert_close(parameters(model), parameters(reference), rtol=1e-12, atol=1e-12)
+
+
+def test_no_more_micro_batches_are_taken_than_asked_for() -> None:
+    stream = iter(split(make_batch(), 4))
+    make_step(make_model())(stream, 3)
+    assert len(list(stream)) == 1
+
+
+def test_the_loss_is_the_mean_over_the_micro_batches_and_detached() -> None:
+    model, batch = make_model(), make_batch()
+    expected = nn.functional.cross_entropy(model(batch.inputs), batch.targets)
+    loss = make_step(model)(split(batch, 3), 3)
+    assert loss.shape == ()
+    assert not loss.requires_grad
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_at_most_one_micro_batch_is_alive() -> None:
+    """Otherwise a step needs more memory than AutoBatch has measured."""
+    references: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def micro_batches() -> Iterator[Batch]:
+        for seed in range(4):
+            alive.append(sum(reference() is not None for reference in references))
+            yield remember(make_batch(seed=seed))
+
+    def remember(batch: Batch) -> Batch:
+        references.extend(weakref.ref(tensor) for tensor in batch)
+        return batch
+
+    make_step(make_model())(micro_batches(), 4)
+    assert alive == [0, 0, 0, 0]
+    assert len(references) == 8
+
+
+# --- clipping ---
+
+
+def test_clipping_scales_all_parameters_by_one_factor() -> None:
+    model, batch = make_model(), make_batch()
+    before, gradients = parameters(model), gradients_by_hand(model, batch)
+    limit = norm(gradients) / 7
+    make_step(model, lr=1.0, clip_grad_norm=limit)([batch])
+    expected = [p - g * limit / (norm(gradients) + 1e-6) for p, g in zip(before, gradients, strict=True)]
+    torch.testing.assert_close(parameters(model), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_small_gradients_are_not_clipped() -> None:
+    model, batch = make_model(), make_batch()
+    before, gradients = parameters(model), gradients_by_hand(model, batch)
+    make_step(model, lr=1.0, clip_grad_norm=2 * norm(gradients))([batch])
+    expected = [p - g for p, g in zip(before, gradients, strict=True)]
+    torch.testing.assert_close(parameters(model), expected, rtol=1e-12, atol=1e-12)
+
+
+# --- precision ---
+
+
+def test_clipping_under_a_scaler_sees_unscaled_gradients() -> None:
+    """Scaled by 1024, every gradient would be above the limit and the step 1024 times too small."""
+    model, batch = make_model(torch.float32), make_batch(dtype=torch.float32)
+    before, gradients = parameters(model), gradients_by_hand(model, batch)
+    step = make_step(
+        model, lr=1.0, clip_grad_norm=2 * norm(gradients),
+        scaler=torch.amp.GradScaler("cpu", init_scale=1024.0), precision=Precision(CPU, torch.float16),
+    )  # fmt: skip
+    step(split(batch, 2), 2)
+    expected = [p - g for p, g in zip(before, gradients, strict=True)]
+    torch.testing.assert_close(parameters(model), expected, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("clip_grad_norm", [None, 1.0])
+def test_a_step_whose_gradients_overflow_changes_nothing_but_the_scale(clip_grad_norm: float | None) -> None:
+    model = make_model(torch.float32)
+    before = parameters(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    step = make_step(
+        model, clip_grad_norm=clip_grad_norm, scaler=scaler, precision=Precision(CPU, torch.float16)
+    )
+    step([make_batch(dtype=torch.float32)])
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
+    assert scaler.get_scale() == 2.0**39
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_lowers_the_layers_and_not_parameters_or_loss(dtype: torch.dtype) -> None:
+    model = Spy(make_model(torch.float32))
+    loss = make_step(model, precision=Precision(CPU, dtype))([make_batch(dtype=torch.float32)])
+    assert model.output_dtypes == [dtype]
+    assert loss.dtype == torch.float32
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_without_autocast_layers_keep_their_precision() -> None:
+    model = Spy(make_model(torch.float32))
+    make_step(model)([make_batch(dtype=torch.float32)])
+    assert model.output_dtypes == [torch.float32]
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_images_come_in_the_memory_format_of_the_model(channels_last: bool) -> None:
+    layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = Spy(layers)
+    batch = Batch(torch.randn(2, 2, 6, 6), torch.tensor([0, 1]))
+    make_step(model, precision=Precision(CPU, channels_last=channels_last))([batch])
+    assert model.inputs[0].is_contiguous(memory_format=torch.channels_last) is channels_last
+    assert torch.equal(model.inputs[0], batch.inputs)
+
+
+# --- what a step leaves behind ---
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_after_step_runs_once_with_the_new_parameters_and_no_gradients(num_micro_batches: int) -> None:
+    model = make_model()
+    before = parameters(model)
+    seen: list[tuple[bool, bool]] = []
+
+    def after_step() -> None:
+        moved = not torch.equal(before[0], next(model.parameters()))
+        seen.append((moved, all(parameter.grad is None for parameter in model.parameters())))
+
+    make_step(model, after_step=after_step)(split(make_batch(), num_micro_batches), num_micro_batches)
+    assert seen == [(True, True)]
+
+
+def test_no_gradient_is_left_and_none_of_the_last_step_counts() -> None:
+    model, batch = make_model(), make_batch()
+    step = make_step(model, lr=1.0)
+    step([make_batch(seed=9)])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    before, gradients = parameters(model), gradients_by_hand(model, batch)
+    step([batch])
+    expected = [p - g for p, g in zip(before, gradients, strict=True)]
+    torch.testing.assert_close(parameters(model), expected, rtol=1e-12, atol=1e-12)
+
+
+# --- several processes ---
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_gradients_are_exchanged_once_per_optimizer_step(process_group: None, num_micro_batches: int) -> None:
+    model, reference = make_model(), make_model()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    exchanged: list[int] = []
+
+    def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations and takes no strings
+        exchanged.append(bucket.index())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped.register_comm_hook(None, hook)
+    step, plain = make_step(wrapped, momentum=0.9), make_step(reference, momentum=0.9)
+    for seed in range(3):
+        exchanged.clear()
+        step(split(make_batch(seed=seed), num_micro_batches), num_micro_batches)
+        plain([make_batch(seed=seed)])
+        assert len(exchanged) == len(set(exchanged)) > 0
+    torch.testing.assert_close(parameters(model), parameters(reference), rtol=1e-12, atol=1e-12)
+
+
+# --- validation ---
+
+
+def test_validation_hands_on_outputs_targets_and_loss_and_changes_nothing() -> None:
+    model, batch = make_model().eval(), make_batch()
+    before = parameters(model)
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    step = ValidationStep(model, nn.CrossEntropyLoss(), Precision(CPU), lambda *args: seen.append(args))
+    step(batch)
+    [(outputs, targets, loss)] = seen
+    torch.testing.assert_close(outputs, model(batch.inputs).detach())
+    assert torch.equal(targets, batch.targets)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(outputs, targets))
+    assert not outputs.requires_grad
+    assert not loss.requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_validation_computes_in_the_precision_of_training() -> None:
+    model = Spy(make_model(torch.float32))
+    step = ValidationStep(
+        model, nn.CrossEntropyLoss(), Precision(CPU, torch.bfloat16), lambda outputs, targets, loss: None
+    )
+    step(make_batch(dtype=torch.float32))
+    assert model.output_dtypes == [torch.bfloat16]
