@@ -32,7 +32,7 @@ from linnaeus.tracking import NullTracker
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.schedule import build_schedule
-from linnaeus.training.trainer import Outlets, Trainer
+from linnaeus.training.trainer import MetricsWriter, Trainer
 
 
 def main() -> None:
@@ -114,7 +114,7 @@ def our_turns(config: Config, device: torch.device) -> Iterator[None]:
         metrics=assembly.metrics,
         state=state,
         checkpoints=CheckpointFolder(Path("unused")),
-        outlets=Outlets(nowhere, NullTracker(), lambda: Progress(None)),
+        metrics_writer=MetricsWriter(nowhere, NullTracker(), lambda: Progress(None)),
     )
     progress = Progress(None)
     while True:

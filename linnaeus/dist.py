@@ -54,7 +54,7 @@ class World:
         if self.is_distributed:
             torch_dist.barrier()
 
-    def connect(self) -> None:
+    def warm_up_collectives(self) -> None:
         """Let the accelerator's collectives take the buffers that training will need, a bucket's worth."""
         if self.is_distributed and self.device.type != "cpu":
             torch_dist.all_reduce(torch.zeros(_BUCKET_BYTES, dtype=torch.uint8, device=self.device))

@@ -21,7 +21,7 @@ from linnaeus.autobatch.report import device_environment, save_results, summary,
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.sizes import SizeSearch, confirm, find_sizes
 from linnaeus.batching.plan import BatchPlan, Facts, plan_batches
-from linnaeus.batching.sizes import Room, largest_share, micro_batches_held
+from linnaeus.batching.sizes import SizeLimits, max_samples_per_rank, micro_batches_held
 from linnaeus.batching.summary import summary_lines
 from linnaeus.config.load import save_config, with_batch_sizes
 from linnaeus.config.schema import Config, OptimizerConfig, TrainConfig
@@ -42,7 +42,7 @@ from linnaeus.training.noise_scale import MEANING, GradientProbe
 from linnaeus.training.optim import peak_values, scale_values
 from linnaeus.training.schedule import build_schedule
 from linnaeus.training.step import TrainStep
-from linnaeus.training.trainer import FitResult, Outlets, Trainer
+from linnaeus.training.trainer import FitResult, MetricsWriter, Trainer
 
 RESULT = "result.json"
 """A run's file that is there when it has ended well."""
@@ -80,9 +80,7 @@ def run(config: Config) -> FitResult:
             timm.layers.convert_sync_batchnorm(assembly.model)
         found = _search(config, data, assembly, world, checkpoint)
         config, plan = _plan_sizes_that_ran(config, data, assembly, world, found)
-        scale_values(
-            assembly.optimizer, rate_scale=plan.rate_scale, weight_decay_scale=plan.weight_decay_scale
-        )
+        scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
         tracker = stack.enter_context(_tracker(config, plan, folder, world, resume=checkpoint is not None))
         _record(config, data, found, plan, world, folder, console, tracker)
 
@@ -98,7 +96,7 @@ def run(config: Config) -> FitResult:
             assembly.optimizer,
             total_steps=plan.total_steps,
             warmup_steps=plan.warmup_steps,
-            rate_share=plan.rate_share,
+            batch_size_lr_factor=plan.batch_size_lr_factor,
         )
         trainer = Trainer(
             config=train,
@@ -113,7 +111,7 @@ def run(config: Config) -> FitResult:
             metrics=assembly.metrics,
             state=TrainingState(assembly.model, assembly.optimizer, assembly.scaler, schedule, assembly.ema),
             checkpoints=checkpoints,
-            outlets=Outlets(
+            metrics_writer=MetricsWriter(
                 stack.enter_context(
                     MetricsFile(
                         folder / "metrics.jsonl",
@@ -221,7 +219,7 @@ def _search(
 def _size_search(config: Config, data: DataBundle, assembly: Assembly, world: World) -> SizeSearch:
     """The searches of this run, which look no further than the effective batch asked for."""
     autobatch, train = config.DATA.AUTOBATCH, config.TRAIN
-    room = Room(
+    limits = SizeLimits(
         autobatch.MAX_BATCH_SIZE if autobatch.ENABLED else config.DATA.BATCH_SIZE,
         world.world_size,
         dataset_length(data.train),
@@ -234,7 +232,7 @@ def _size_search(config: Config, data: DataBundle, assembly: Assembly, world: Wo
         world=world,
         accumulation_steps=micro_batches_held(train),
         seed=config.EXPERIMENT.SEED,
-        max_share=largest_share(train, room),
+        max_samples_per_rank=max_samples_per_rank(train, limits),
     )
 
 
@@ -248,7 +246,7 @@ def _plan_sizes_that_ran(
         if "train" not in found:
             return config, plan
         ran = {trial.size for trial in found["train"].trials if trial.status == "fits"}
-        untried = {stage.micro_batch for stages in plan.epochs for stage in stages} - ran
+        untried = {stage.micro_batch_size for stages in plan.epochs for stage in stages} - ran
         if not untried:
             return config, plan
         search = _size_search(config, data, assembly, world)
@@ -260,7 +258,7 @@ def _plan(config: Config, data: DataBundle, assembly: Assembly, world: World) ->
     learning_rate, weight_decay = peak_values(assembly.optimizer)
     node, model = config.OPTIMIZER, config.MODEL
     facts = Facts(
-        max_micro_batch=config.DATA.BATCH_SIZE,
+        max_micro_batch_size=config.DATA.BATCH_SIZE,
         world_size=world.world_size,
         num_samples=dataset_length(data.train),
         learning_rate=learning_rate,
@@ -341,7 +339,7 @@ def _conclude(config: Config, plan: BatchPlan, result: FitResult, folder: Path, 
     if result.interrupted:
         logger.info("interrupted; TRAIN.AUTO_RESUME True goes on from the checkpoint in %s", folder)
         return
-    logger.info("batch sizes: training %d, validation %d", plan.micro_batch, config.DATA.BATCH_SIZE_VAL)
+    logger.info("batch sizes: training %d, validation %d", plan.micro_batch_size, config.DATA.BATCH_SIZE_VAL)
     for name, value in result.metrics.items():
         logger.info("%-16s %.4f", name, value)
     if result.images_per_s:
@@ -361,10 +359,10 @@ def _save_result(plan: BatchPlan, result: FitResult, path: Path) -> None:
         "headline": headline(result.metrics)[0].removeprefix("-"),
         "training_s": round(result.training_s, 3),
         "images_per_s": round(result.images_per_s, 3) or None,  # none where nothing was left to train
-        "batch_size": plan.micro_batch,
+        "batch_size": plan.micro_batch_size,
         "accumulation_steps": plan.accumulation_steps,
         "world_size": plan.world_size,
-        "effective_batch": plan.effective_batch,
+        "effective_batch": plan.effective_batch_size,
         "learning_rate": plan.learning_rate,
         "warmup_steps": plan.warmup_steps,
         "total_steps": plan.total_steps,

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from linnaeus.rng import rng_state, seed_all, set_rng_state
+from linnaeus.rng import (
+    derive_seed,
+    preserved_generators,
+    rng_state,
+    seed_all,
+    seed_generators,
+    set_rng_state,
+)
 
 CPU = torch.device("cpu")
 
@@ -72,3 +79,31 @@ def test_a_state_survives_a_file_read_without_running_code(tmp_path: Path) -> No
     seed_all(99)
     set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True), CPU)
     assert draws() == expected
+
+
+def test_generators_go_on_as_if_nothing_had_happened() -> None:
+    seed_generators(4)
+    expected = draws()
+    seed_generators(4)
+    with preserved_generators():
+        seed_generators(5)
+        assert all(a != b for a, b in zip(draws(), expected, strict=True))
+    assert draws() == expected
+    seed_generators(4)
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert draws() == expected
+
+
+def fail_inside() -> None:
+    with preserved_generators():
+        draws()
+        raise ZeroDivisionError
+
+
+def test_seeds_are_spread_out() -> None:
+    seeds = {derive_seed(s, e, i) for s in range(10) for e in range(10) for i in range(100)}
+    assert len(seeds) == 10_000
+    assert len({seed & 0xFFFFFFFF for seed in seeds}) > 9_990
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert derive_seed(0, 1) != derive_seed(1, 0)

@@ -20,7 +20,7 @@ from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
 from linnaeus.autobatch.search import Candidates, OutOfMemory, TrialRecord, carry_over, find_largest
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.autobatch.throughput import sizes_by_speed
-from linnaeus.autobatch.trial import TrialRunner, only_new_garbage
+from linnaeus.autobatch.trial import TrialRunner, existing_objects_frozen
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, DeviceMemory, device_memory
 
@@ -88,7 +88,7 @@ class BatchSizeFinder:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(only_new_garbage())
+            stack.enter_context(existing_objects_frozen())
             self._snapshot = Snapshot(self._state, self.memory.device)
             self._runner = self._trial(snapshot=self._snapshot)
             stack.callback(self._restore)
@@ -172,7 +172,7 @@ class BatchSizeFinder:
             trials=trials,
         )
 
-    def fast_enough(self, result: AutoBatchResult, *, timeout_minutes: float = 60.0) -> AutoBatchResult:
+    def prefer_throughput(self, result: AutoBatchResult, *, timeout_minutes: float = 60.0) -> AutoBatchResult:
         """The smallest size up to the one found whose samples per second come within 5 % of the best."""
         started = time.monotonic()
         sizes = list(Candidates(self._min_size, result.batch_size, self._multiple_of))
@@ -339,7 +339,7 @@ def auto_find_batch_size(
         )  # fmt: skip
         if objective == "memory":
             return result
-        return finder.fast_enough(result, timeout_minutes=timeout_minutes - result.seconds / 60)
+        return finder.prefer_throughput(result, timeout_minutes=timeout_minutes - result.seconds / 60)
 
 
 def _device(state: Sequence[Any], device: torch.device | str | None) -> torch.device:

@@ -90,7 +90,7 @@ def exchange(
     """
     if not world.is_distributed or world.store is None:
         return [work(Status())]
-    post = _Post(torch_dist.PrefixStore(name, world.store), world)
+    post = _ExchangeStore(torch_dist.PrefixStore(name, world.store), world)
     limit_s = timeout_minutes * 60 + GRACE_S
     with _last_words(post):
         post.put("outcome", _with_heartbeat(post, work))
@@ -104,7 +104,7 @@ def exchange(
     return [outcome["result"] for outcome in outcomes]
 
 
-def _with_heartbeat(post: _Post, work: Callable[[Status], Any]) -> dict[str, Any]:
+def _with_heartbeat(post: _ExchangeStore, work: Callable[[Status], Any]) -> dict[str, Any]:
     """The work's outcome for the store; a failure is posted, read by the others, and raised here."""
     status = Status(post.beat)
     try:
@@ -119,7 +119,7 @@ def _with_heartbeat(post: _Post, work: Callable[[Status], Any]) -> dict[str, Any
 
 
 @contextmanager
-def _heartbeat(post: _Post, status: Status) -> Iterator[None]:
+def _heartbeat(post: _ExchangeStore, status: Status) -> Iterator[None]:
     """A sign of life every second, from a thread."""
     done = threading.Event()
 
@@ -138,7 +138,7 @@ def _heartbeat(post: _Post, status: Status) -> Iterator[None]:
 
 
 @contextmanager
-def _last_words(post: _Post) -> Iterator[None]:
+def _last_words(post: _ExchangeStore) -> Iterator[None]:
     """Say why when the launcher ends this process: it does so as soon as another one has died."""
     if threading.current_thread() is not threading.main_thread():  # others may not handle signals
         yield
@@ -156,7 +156,7 @@ def _last_words(post: _Post) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _why_ended(post: _Post) -> str:
+def _why_ended(post: _ExchangeStore) -> str:
     dead = []
     with suppress(RuntimeError):  # the store may have gone with the process that kept it
         dead = [f"rank {rank} ({doing})" for rank, doing in post.dead()]
@@ -166,7 +166,7 @@ def _why_ended(post: _Post) -> str:
 
 
 @dataclass
-class _Post:
+class _ExchangeStore:
     """One exchange's keys in the store, read without blocking."""
 
     store: torch_dist.Store

@@ -46,7 +46,8 @@ class SizeSearch:
         accumulation_steps: micro-batches per optimizer step; a trial runs two of them at most, which hold as
             much as any number.
         seed: chooses the samples that batches are made from.
-        max_share: samples per process that an optimizer step takes at most; nothing larger is tried for
+        max_samples_per_rank: samples that a rank takes per optimizer step at most; nothing larger is tried
+            for
             training. None where that follows from what fits.
     """
 
@@ -56,7 +57,7 @@ class SizeSearch:
     world: World
     accumulation_steps: int
     seed: int
-    max_share: int | None = None
+    max_samples_per_rank: int | None = None
 
     def run(self, mode: Mode, status: Status, at_most: int | None = None) -> AutoBatchResult:
         """Search one mode on this rank alone.
@@ -81,7 +82,7 @@ class SizeSearch:
             )
             if config.OBJECTIVE == "throughput" and at_most is None:
                 rest_minutes = config.TIMEOUT_MINUTES - result.seconds / 60
-                result = finder.fast_enough(result, timeout_minutes=rest_minutes)
+                result = finder.prefer_throughput(result, timeout_minutes=rest_minutes)
         return result
 
     @contextmanager
@@ -138,7 +139,7 @@ class SizeSearch:
             world_size=self.world.world_size,
             local_world_size=self.world.local_world_size,
         )
-        share = self.max_share
+        share = self.max_samples_per_rank
         # A smaller share is no reason to fail: the plan divides what is found.
         if mode == "train" and share is not None and share >= max(2, self.config.AUTOBATCH.MIN_BATCH_SIZE):
             bounds["effective_batch"] = share
@@ -152,7 +153,7 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
         LinnaeusError: the same on every rank; see `exchange`.
     """
     found: dict[str, AutoBatchResult] = {}
-    search.world.connect()
+    search.world.warm_up_collectives()
     for mode in modes_to_search(search.config.AUTOBATCH):
         result = _exchange(search, f"search/{mode}", partial(_search_on_main, search, mode))[0]
         found[mode] = _agree(search, mode, AutoBatchResult.from_dict(mode, result))
@@ -171,7 +172,7 @@ def confirm(search: SizeSearch, result: AutoBatchResult, size: int) -> AutoBatch
     Raises:
         LinnaeusError: the same on every rank; see `exchange`.
     """
-    search.world.connect()
+    search.world.warm_up_collectives()
     entries = _exchange(search, f"confirm/train/{size}", partial(_try_here, search, "train", size))
     verdicts = [AutoBatchResult.from_dict("train", entry) for entry in entries]
     result = dataclasses.replace(result, trials=(*result.trials, *verdicts[0].trials))

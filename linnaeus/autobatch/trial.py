@@ -28,7 +28,7 @@ logger = logging.getLogger("linnaeus.autobatch")
 
 
 @contextlib.contextmanager
-def only_new_garbage() -> Iterator[None]:
+def existing_objects_frozen() -> Iterator[None]:
     """Let collections look at what is made inside alone: what torch has loaded takes them half a second."""
     if gc.get_freeze_count():  # somebody else's; thawing would end theirs too
         yield
@@ -196,7 +196,7 @@ class TrialRunner:
                 if self._training and number == 0:
                     for optimizer in self._optimizers:
                         if optimizer not in stepped:
-                            step_anyway(optimizer, self._memory.refused)
+                            step_with_zero_gradients(optimizer, self._memory.refused)
         except Exception as error:
             if not self._memory.refused(error):
                 raise
@@ -208,12 +208,14 @@ class TrialRunner:
         """By a step that leaves nothing else behind. What it takes at its peak is not this trial's."""
         for optimizer in self._optimizers:
             if not _has_state(optimizer):
-                step_anyway(optimizer, self._memory.refused)
+                step_with_zero_gradients(optimizer, self._memory.refused)
         self._snapshot.restore_parts(with_optimizers=False)
         self._memory.clean()
 
 
-def step_anyway(optimizer: torch.optim.Optimizer, refused: Callable[[BaseException], bool]) -> None:
+def step_with_zero_gradients(
+    optimizer: torch.optim.Optimizer, refused: Callable[[BaseException], bool]
+) -> None:
     """Let the optimizer take a step with gradients of zero, so that it allocates.
 
     The gradients there are may be infinite (a gradient scaler skipped them): with those, the trial's next

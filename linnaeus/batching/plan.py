@@ -13,17 +13,17 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
-from linnaeus.batching.advice import Situation, warnings
+from linnaeus.batching.advice import AdviceContext, warnings
 from linnaeus.batching.scaling import (
     WARMUP_ADDED_FROM,
     WARMUP_FRACTION,
     WARMUP_HINT_FROM,
     WARMUP_MAX_EPOCHS,
     added_warmup,
-    rate_scale,
+    lr_scale,
     weight_decay_scale,
 )
-from linnaeus.batching.sizes import EFFECTIVE, SCHEDULE, Room, plan_epochs, unused_keys
+from linnaeus.batching.sizes import EFFECTIVE, SCHEDULE, SizeLimits, plan_epochs, unused_keys
 from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from linnaeus.errors import DataError
@@ -36,7 +36,7 @@ class Facts:
     """What a plan depends on beside the configuration.
 
     Attributes:
-        max_micro_batch: samples per process and forward pass that fit.
+        max_micro_batch_size: samples per process and forward pass that fit.
         world_size: processes.
         num_samples: of the training data.
         learning_rate: the optimizer's, before scaling.
@@ -46,7 +46,7 @@ class Facts:
         pretrained: whether training starts from somebody's weights.
     """
 
-    max_micro_batch: int
+    max_micro_batch_size: int
     world_size: int
     num_samples: int
     learning_rate: float
@@ -61,32 +61,32 @@ class BatchPlan:
     """All that depends on the batch size. Where the size changes, the largest is meant.
 
     Attributes:
-        micro_batch: samples per process and forward pass.
+        micro_batch_size: samples per process and forward pass.
         accumulation_steps: forward passes per optimizer step.
         world_size: processes.
-        effective_batch: samples per optimizer step over all processes.
+        effective_batch_size: samples per optimizer step over all processes.
         learning_rate: the peak.
         weight_decay: as it is used.
-        rate_scale, weight_decay_scale: what the configured values were multiplied by.
+        lr_scale, weight_decay_scale: what the configured values were multiplied by.
         warmup_steps: optimizer steps of the warm-up.
         num_samples: of the training data.
         epochs: the stages of each epoch.
-        rate_scales: the rate's scale of each effective batch that occurs.
+        lr_scales: the rate's scale of each effective batch that occurs.
         notes, warnings: what the user should know.
     """
 
-    micro_batch: int
+    micro_batch_size: int
     accumulation_steps: int
     world_size: int
-    effective_batch: int
+    effective_batch_size: int
     learning_rate: float
     weight_decay: float
-    rate_scale: float
+    lr_scale: float
     weight_decay_scale: float
     warmup_steps: int
     num_samples: int
     epochs: tuple[tuple[Stage, ...], ...]
-    rate_scales: dict[int, float]
+    lr_scales: dict[int, float]
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -103,7 +103,7 @@ class BatchPlan:
     @cached_property
     def samples_per_epoch(self) -> tuple[int, ...]:
         """Samples of each epoch over all processes, those left out not counted."""
-        return tuple(sum(s.num_steps * s.effective_batch for s in stages) for stages in self.epochs)
+        return tuple(sum(s.num_steps * s.effective_batch_size for s in stages) for stages in self.epochs)
 
     @cached_property
     def total_steps(self) -> int:
@@ -113,7 +113,7 @@ class BatchPlan:
     @property
     def changes(self) -> bool:
         """Whether the effective batch changes on purpose."""
-        return len(self.rate_scales) > 1
+        return len(self.lr_scales) > 1
 
     def rest_of_epoch(self, epoch: int, samples_done: int = 0) -> list[Stage]:
         """The stages that are left of an epoch.
@@ -124,10 +124,10 @@ class BatchPlan:
         """
         stages = []
         for stage in self.epochs[epoch]:
-            samples = stage.num_steps * stage.share
+            samples = stage.num_steps * stage.samples_per_rank
             skipped = min(samples_done, samples)
             samples_done -= skipped
-            steps = (samples - skipped) // stage.share
+            steps = (samples - skipped) // stage.samples_per_rank
             if steps:
                 stages.append(replace(stage, num_steps=steps))
         return stages
@@ -136,15 +136,15 @@ class BatchPlan:
         """The size of each micro-batch that is left of an epoch; arguments as for `rest_of_epoch`."""
         for stage in self.rest_of_epoch(epoch, samples_done):
             for _ in range(stage.num_steps * stage.accumulation_steps):
-                yield stage.micro_batch
+                yield stage.micro_batch_size
 
-    def rate_share(self, step: int) -> float:
-        """The share of the peak rate that the effective batch of an optimizer step gets, by the same rule."""
+    def batch_size_lr_factor(self, step: int) -> float:
+        """Learning-rate factor for the effective batch size of an optimizer step, relative to the peak."""
         if not self.changes:
             return 1.0
         ends, stages = self._timeline
         stage = stages[min(bisect.bisect_right(ends, step), len(stages) - 1)]
-        return self.rate_scales[stage.effective_batch] / self.rate_scale
+        return self.lr_scales[stage.effective_batch_size] / self.lr_scale
 
     @cached_property
     def _timeline(self) -> tuple[list[int], list[Stage]]:
@@ -157,7 +157,7 @@ class BatchPlan:
         rows: list[list[int]] = []
         ends, stages = self._timeline
         for start, stage in zip([0, *ends], stages, strict=False):
-            row = [start, stage.micro_batch, stage.accumulation_steps, stage.effective_batch]
+            row = [start, stage.micro_batch_size, stage.accumulation_steps, stage.effective_batch_size]
             if not rows or rows[-1][1:] != row[1:]:
                 rows.append(row)
         return rows
@@ -166,10 +166,10 @@ class BatchPlan:
         """Plain values, for `config.yaml`, checkpoints and W&B."""
         steps = self.steps_per_epoch
         plan: dict[str, Any] = {
-            "MICRO_BATCH": self.micro_batch,
+            "MICRO_BATCH": self.micro_batch_size,
             "ACCUMULATION_STEPS": self.accumulation_steps,
             "WORLD_SIZE": self.world_size,
-            "EFFECTIVE_BATCH": self.effective_batch,
+            "EFFECTIVE_BATCH": self.effective_batch_size,
             "LEARNING_RATE": self.learning_rate,
             "WEIGHT_DECAY": self.weight_decay,
             "WARMUP_STEPS": self.warmup_steps,
@@ -196,41 +196,46 @@ def plan_batches(
         ConfigError: the sizes asked for cannot be had; the message names sizes that can.
         DataError: fewer training samples than processes.
 
-    >>> facts = Facts(max_micro_batch=48, world_size=2, num_samples=1000, learning_rate=0.1)
+    >>> facts = Facts(max_micro_batch_size=48, world_size=2, num_samples=1000, learning_rate=0.1)
     >>> plan = plan_batches(TrainConfig(EFFECTIVE_BATCH_SIZE=128), None, ScheduleConfig(), facts)
-    >>> plan.micro_batch, plan.accumulation_steps, plan.total_steps
+    >>> plan.micro_batch_size, plan.accumulation_steps, plan.total_steps
     (32, 2, 84)
     """
     world_size, num_samples = facts.world_size, facts.num_samples
     if num_samples < world_size:
         raise DataError(f"{num_samples} training samples are too few for {world_size} processes")
-    room = Room(facts.max_micro_batch, world_size, num_samples, batchnorm=facts.batchnorm == "local")
-    splits, epochs = plan_epochs(train, room)
-    largest = max(splits, key=lambda split: split.share)
-    effective = largest.share * world_size
-    scales = {split.share * world_size: _rate_scale(optimizer, split.share * world_size) for split in splits}
+    limits = SizeLimits(
+        facts.max_micro_batch_size, world_size, num_samples, batchnorm=facts.batchnorm == "local"
+    )
+    splits, epochs = plan_epochs(train, limits)
+    largest = max(splits, key=lambda split: split.samples_per_rank)
+    effective = largest.samples_per_rank * world_size
+    scales = {
+        split.samples_per_rank * world_size: _lr_scale(optimizer, split.samples_per_rank * world_size)
+        for split in splits
+    }
     decay_scale = 1.0
     if optimizer is not None:
         rule = optimizer.WEIGHT_DECAY_SCALING
         decay_scale = weight_decay_scale(rule, effective, optimizer.BASE_BATCH_SIZE)
     plan = BatchPlan(
-        micro_batch=largest.micro_batch,
+        micro_batch_size=largest.micro_batch_size,
         accumulation_steps=largest.accumulation_steps,
         world_size=world_size,
-        effective_batch=effective,
+        effective_batch_size=effective,
         learning_rate=facts.learning_rate * scales[effective],
         weight_decay=facts.weight_decay * decay_scale,
-        rate_scale=scales[effective],
+        lr_scale=scales[effective],
         weight_decay_scale=decay_scale,
         warmup_steps=0,
         num_samples=num_samples,
         epochs=epochs,
-        rate_scales=scales,
+        lr_scales=scales,
     )
-    raised = scales[splits[0].share * world_size]
-    warmup_steps, notes = _warmup(schedule, plan.steps_per_epoch, raised)
-    situation = Situation(
-        splits=splits, room=room, batchnorm=facts.batchnorm, pretrained=facts.pretrained,
+    first_lr_scale = scales[splits[0].samples_per_rank * world_size]
+    warmup_steps, notes = _warmup(schedule, plan.steps_per_epoch, first_lr_scale)
+    context = AdviceContext(
+        splits=splits, limits=limits, batchnorm=facts.batchnorm, pretrained=facts.pretrained,
         optimizer=facts.optimizer, learning_rate=plan.learning_rate, size_key=_size_key(train),
         micro_batch_key=_micro_batch_key(train),
     )  # fmt: skip
@@ -238,7 +243,7 @@ def plan_batches(
         plan,
         warmup_steps=warmup_steps,
         notes=(*unused_keys(train), *notes),
-        warnings=tuple(warnings(situation)),
+        warnings=tuple(warnings(context)),
     )
 
 
@@ -269,19 +274,21 @@ def _steps_in(epochs: float, steps_per_epoch: Sequence[int]) -> int:
     return round(sum(steps_per_epoch[:whole]) + part)
 
 
-def _rate_scale(optimizer: OptimizerConfig | None, effective_batch: int) -> float:
+def _lr_scale(optimizer: OptimizerConfig | None, effective_batch_size: int) -> float:
     if optimizer is None:
         return 1.0
-    return rate_scale(optimizer.LR_SCALING, effective_batch, optimizer.BASE_BATCH_SIZE)
+    return lr_scale(optimizer.LR_SCALING, effective_batch_size, optimizer.BASE_BATCH_SIZE)
 
 
-def _warmup(schedule: ScheduleConfig, steps_per_epoch: Sequence[int], raised: float) -> tuple[int, list[str]]:
-    """Optimizer steps of the warm-up, and what to say about it; `raised` is the scale of the first rate."""
+def _warmup(
+    schedule: ScheduleConfig, steps_per_epoch: Sequence[int], first_lr_scale: float
+) -> tuple[int, list[str]]:
+    """Optimizer steps of the warm-up, and the notes on it; `first_lr_scale` is the LR scale at the start."""
     steps = configured_warmup(schedule, steps_per_epoch)
-    if steps or raised < WARMUP_HINT_FROM:
+    if steps or first_lr_scale < WARMUP_HINT_FROM:
         return steps, []
-    reason = f"OPTIMIZER.LR_SCALING multiplies the rate by {raised:.4g}"
-    if raised < WARMUP_ADDED_FROM:
+    reason = f"OPTIMIZER.LR_SCALING multiplies the rate by {first_lr_scale:.4g}"
+    if first_lr_scale < WARMUP_ADDED_FROM:
         return 0, [f"{reason} and no warm-up is set; SCHEDULE.WARMUP_EPOCHS 1 or more may steady the start"]
     steps = added_warmup(sum(steps_per_epoch), _steps_in(WARMUP_MAX_EPOCHS, steps_per_epoch))
     return steps, [

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 
 WARMUP_ADDED_FROM = 8.0
-"""A rate raised this many times gets a warm-up where none is set."""
+"""A rate first_lr_scale this many times gets a warm-up where none is set."""
 
 WARMUP_HINT_FROM = 4.0
-"""A rate raised this many times without a warm-up gets a hint."""
+"""A rate first_lr_scale this many times without a warm-up gets a hint."""
 
 WARMUP_FRACTION = 0.05
 """Share of all optimizer steps that an added warm-up takes."""
@@ -21,7 +21,7 @@ WARMUP_MAX_EPOCHS = 5
 """Longest added warm-up, in epochs: as long as that of Goyal et al. 2017."""
 
 
-def rate_scale(rule: str, effective_batch: int, base_batch: int) -> float:
+def lr_scale(rule: str, effective_batch_size: int, base_batch_size: int) -> float:
     """What the learning rate is multiplied by.
 
     `linear`: k. A step of k times as many samples replaces k steps of SGD ("Accurate, Large Minibatch SGD",
@@ -31,22 +31,22 @@ def rate_scale(rule: str, effective_batch: int, base_batch: int) -> float:
 
     Args:
         rule: `none`, `linear` or `sqrt`.
-        effective_batch: samples per optimizer step over all processes.
-        base_batch: the effective batch that the rate was tuned for.
+        effective_batch_size: samples per optimizer step over all processes.
+        base_batch_size: the effective batch that the rate was tuned for.
 
-    >>> rate_scale("linear", 1024, 256), rate_scale("sqrt", 1024, 256), rate_scale("none", 1024, 256)
+    >>> lr_scale("linear", 1024, 256), lr_scale("sqrt", 1024, 256), lr_scale("none", 1024, 256)
     (4.0, 2.0, 1.0)
     """
     match rule:
         case "linear":
-            return effective_batch / base_batch
+            return effective_batch_size / base_batch_size
         case "sqrt":
-            return math.sqrt(effective_batch / base_batch)
+            return math.sqrt(effective_batch_size / base_batch_size)
         case _:
             return 1.0
 
 
-def weight_decay_scale(rule: str, effective_batch: int, base_batch: int) -> float:
+def weight_decay_scale(rule: str, effective_batch_size: int, base_batch_size: int) -> float:
     """What the weight decay is multiplied by.
 
     `sqrt`: the square root of k ("Decoupled Weight Decay Regularization", Loshchilov and Hutter 2019,
@@ -56,11 +56,11 @@ def weight_decay_scale(rule: str, effective_batch: int, base_batch: int) -> floa
     >>> weight_decay_scale("sqrt", 1024, 256), weight_decay_scale("none", 1024, 256)
     (2.0, 1.0)
     """
-    return rate_scale("sqrt" if rule == "sqrt" else "none", effective_batch, base_batch)
+    return lr_scale("sqrt" if rule == "sqrt" else "none", effective_batch_size, base_batch_size)
 
 
 def added_warmup(total_steps: int, steps_in_max_epochs: int) -> int:
-    """Optimizer steps of the warm-up that a much raised rate gets.
+    """Optimizer steps of the warm-up that a much first_lr_scale rate gets.
 
     Large batches fail in the first epochs unless the rate rises slowly (Goyal et al. 2017, section 2.2).
 

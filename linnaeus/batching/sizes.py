@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from linnaeus.batching.stages import (
-    Piece,
+    SizeChange,
     Split,
     Stage,
     changing_epochs,
@@ -13,7 +13,7 @@ from linnaeus.batching.stages import (
     growth,
     milestones,
     nearest,
-    split_share,
+    split_samples,
 )
 from linnaeus.config.schema import TrainConfig
 from linnaeus.errors import ConfigError
@@ -23,77 +23,79 @@ _GROWING = ("linear", "exponential")
 
 
 @dataclass(frozen=True)
-class Room:
+class SizeLimits:
     """What bounds the sizes.
 
     Attributes:
-        max_micro_batch: samples per process and forward pass that fit.
+        max_micro_batch_size: samples per process and forward pass that fit.
         world_size: processes.
         num_samples: of the training data.
         batchnorm: whether each process normalises its own micro-batches, which a single sample cannot do.
     """
 
-    max_micro_batch: int
+    max_micro_batch_size: int
     world_size: int
     num_samples: int
     batchnorm: bool = False
 
     @property
-    def samples_per_process(self) -> int:
+    def epoch_samples_per_rank(self) -> int:
         """Samples that each process sees in an epoch."""
         return self.num_samples // self.world_size
 
 
-def largest_share(train: TrainConfig, room: Room) -> int | None:
+def max_samples_per_rank(train: TrainConfig, limits: SizeLimits) -> int | None:
     """The most samples per process that an optimizer step is asked to take; None: whatever fits.
 
     A search for what fits need not look further, and what is wrong here no device could mend.
 
     Args:
         train: the TRAIN node.
-        room: before such a search, with the largest micro-batch that it may find.
+        limits: before such a search, with the largest micro-batch that it may find.
 
     Raises:
         ConfigError: lists every size that cannot be had.
 
-    >>> room = Room(max_micro_batch=64, world_size=4, num_samples=1000)
-    >>> largest_share(TrainConfig(EFFECTIVE_BATCH_SIZE=96), room), largest_share(TrainConfig(), room)
-    (24, None)
+    >>> limits = SizeLimits(max_micro_batch_size=64, world_size=4, num_samples=1000)
+    >>> max_samples_per_rank(TrainConfig(EFFECTIVE_BATCH_SIZE=96), limits)
+    24
+    >>> max_samples_per_rank(TrainConfig(), limits) is None
+    True
     """
     asked = _asked_for(train)
     problems = _contradictions(train)
-    problems += [text for key, size in asked if (text := _misfit(key, size, room))]
+    problems += [text for key, size in asked if (text := _misfit(key, size, limits))]
     if problems:
         raise ConfigError(problems)
     is_open = train.BATCH_SCHEDULE.NAME in _GROWING and len(asked) == 1
-    return None if is_open or not asked else max(size for _, size in asked) // room.world_size
+    return None if is_open or not asked else max(size for _, size in asked) // limits.world_size
 
 
-def plan_epochs(train: TrainConfig, room: Room) -> tuple[list[Split], tuple[tuple[Stage, ...], ...]]:
+def plan_epochs(train: TrainConfig, limits: SizeLimits) -> tuple[list[Split], tuple[tuple[Stage, ...], ...]]:
     """The splits that occur, in order, and the stages of each epoch.
 
     Raises:
         ConfigError: the sizes asked for cannot be had; the message names sizes that can.
     """
-    largest_share(train, room)
+    max_samples_per_rank(train, limits)
     for name, size in _asked_for(train):
-        _check_split(name, size, room)
-    per_process, schedule = room.samples_per_process, train.BATCH_SCHEDULE
+        _check_split(name, size, limits)
+    per_process, schedule = limits.epoch_samples_per_rank, train.BATCH_SCHEDULE
     if schedule.NAME == "constant":
-        split = _constant(train, room)
+        split = _constant(train, limits)
         keep_rest = train.EFFECTIVE_BATCH_SIZE is None
-        epochs = equal_epochs(split, train.EPOCHS, per_process, room.world_size, keep_rest=keep_rest)
+        epochs = equal_epochs(split, train.EPOCHS, per_process, limits.world_size, keep_rest=keep_rest)
         return [split], epochs
-    pieces = _pieces(train, room)
-    epochs = changing_epochs(pieces, schedule.UNIT, train.EPOCHS, per_process, room.world_size)
+    changes = _changes_of_size(train, limits)
+    epochs = changing_epochs(changes, schedule.UNIT, train.EPOCHS, per_process, limits.world_size)
     num_steps = sum(stage.num_steps for stages in epochs for stage in stages)
-    if schedule.UNIT == "steps" and pieces[-1][0] >= num_steps:
+    if schedule.UNIT == "steps" and changes[-1][0] >= num_steps:
         key = "MILESTONES" if schedule.NAME == "milestones" else "LENGTH"
         raise ConfigError(
-            f"{SCHEDULE}.{key}: the last size would come after {pieces[-1][0]} optimizer steps, but the run "
+            f"{SCHEDULE}.{key}: the last size would come after {changes[-1][0]} optimizer steps, but the run "
             f"has only {num_steps}; lower it or raise TRAIN.EPOCHS"
         )
-    return [split for _, split in pieces], epochs
+    return [split for _, split in changes], epochs
 
 
 def unused_keys(train: TrainConfig) -> list[str]:
@@ -111,15 +113,15 @@ def unused_keys(train: TrainConfig) -> list[str]:
     return notes
 
 
-def better_sizes(share: int, room: Room, at_most: int) -> list[int]:
+def better_sizes(samples_per_rank: int, limits: SizeLimits, at_most: int) -> list[int]:
     """The nearest effective batches that need no more accumulation steps than `at_most`."""
-    world_size = room.world_size
-    shares = nearest(
-        share,
-        min(2 * share, room.samples_per_process),
-        lambda other: _splits_well(other, room) and _num_steps(other, room) <= at_most,
+    world_size = limits.world_size
+    samples_per_rank_of = nearest(
+        samples_per_rank,
+        min(2 * samples_per_rank, limits.epoch_samples_per_rank),
+        lambda other: _splits_well(other, limits) and _num_steps(other, limits) <= at_most,
     )
-    return [other * world_size for other in shares]
+    return [other * world_size for other in samples_per_rank_of]
 
 
 def _asked_for(train: TrainConfig) -> list[tuple[str, int]]:
@@ -182,10 +184,10 @@ def _contradictions(train: TrainConfig) -> list[str]:
     return problems
 
 
-def _misfit(name: str, size: int, room: Room) -> str | None:
+def _misfit(name: str, size: int, limits: SizeLimits) -> str | None:
     """What is wrong with an effective batch on any device."""
-    world_size, num_samples = room.world_size, room.num_samples
-    largest = room.samples_per_process * world_size
+    world_size, num_samples = limits.world_size, limits.num_samples
+    largest = limits.epoch_samples_per_rank * world_size
     if size < world_size:
         return f"{name}: {size} is below the {world_size} processes, each of which takes at least one sample"
     if size > largest:
@@ -196,11 +198,11 @@ def _misfit(name: str, size: int, room: Room) -> str | None:
     if size % world_size:
         near = nearest(
             size,
-            min(largest, 2 * size + world_size * room.max_micro_batch),
-            lambda other: other % world_size == 0 and _splits_well(other // world_size, room),
+            min(largest, 2 * size + world_size * limits.max_micro_batch_size),
+            lambda other: other % world_size == 0 and _splits_well(other // world_size, limits),
         )
         return f"{name}: {size} does not divide by {world_size} processes; {_either(near)} would"
-    if size == world_size and room.batchnorm:
+    if size == world_size and limits.batchnorm:
         remedy = "TRAIN.SYNC_BATCHNORM True" if world_size > 1 else "a model without it"
         return (
             f"{name}: {size} is one sample for each process, too few for BatchNorm; "
@@ -218,53 +220,62 @@ def micro_batches_held(train: TrainConfig) -> int:
     return 2 if train.ACCUMULATION_STEPS > 1 or _asked_for(train) else 1
 
 
-def _check_split(name: str, size: int, room: Room) -> None:
+def _check_split(name: str, size: int, limits: SizeLimits) -> None:
     """Refuse a size that only single samples make up, where BatchNorm needs more."""
-    share = size // room.world_size
-    if _splits_well(share, room):
+    samples_per_rank = size // limits.world_size
+    if _splits_well(samples_per_rank, limits):
         return
-    limit = min(2 * share + room.max_micro_batch, room.samples_per_process)
-    near = nearest(share, limit, lambda other: _splits_well(other, room)) if room.max_micro_batch > 1 else []
-    remedy = f"; {_either([other * room.world_size for other in near])} would do" if near else ""
-    other_way = "TRAIN.SYNC_BATCHNORM True" if room.world_size > 1 else "a model without it"
+    limit = min(2 * samples_per_rank + limits.max_micro_batch_size, limits.epoch_samples_per_rank)
+    near = (
+        nearest(samples_per_rank, limit, lambda other: _splits_well(other, limits))
+        if limits.max_micro_batch_size > 1
+        else []
+    )
+    remedy = f"; {_either([other * limits.world_size for other in near])} would do" if near else ""
+    other_way = "TRAIN.SYNC_BATCHNORM True" if limits.world_size > 1 else "a model without it"
     raise ConfigError(
-        f"{name}: {size} is {share} for each process, of which {room.max_micro_batch} fit at once, and only "
-        f"micro-batches of 1 divide that: too few for BatchNorm{remedy} (or {other_way})"
+        f"{name}: {size} is {samples_per_rank} for each process, of which {limits.max_micro_batch_size} fit "
+        f"at once, and only micro-batches of 1 divide that: too few for BatchNorm{remedy} (or {other_way})"
     )
 
 
-def _splits_well(share: int, room: Room) -> bool:
-    return not room.batchnorm or split_share(share, room.max_micro_batch).micro_batch > 1
+def _splits_well(samples_per_rank: int, limits: SizeLimits) -> bool:
+    return (
+        not limits.batchnorm
+        or split_samples(samples_per_rank, limits.max_micro_batch_size).micro_batch_size > 1
+    )
 
 
-def _num_steps(share: int, room: Room) -> int:
-    return split_share(share, room.max_micro_batch).accumulation_steps
+def _num_steps(samples_per_rank: int, limits: SizeLimits) -> int:
+    return split_samples(samples_per_rank, limits.max_micro_batch_size).accumulation_steps
 
 
 def _either(sizes: list[int]) -> str:
     return " or ".join(map(str, sizes)) or "no other size"
 
 
-def _constant(train: TrainConfig, room: Room) -> Split:
+def _constant(train: TrainConfig, limits: SizeLimits) -> Split:
     if train.EFFECTIVE_BATCH_SIZE is not None:
-        return split_share(train.EFFECTIVE_BATCH_SIZE // room.world_size, room.max_micro_batch)
-    micro_batch = min(room.max_micro_batch, room.samples_per_process)
-    return Split(micro_batch, min(train.ACCUMULATION_STEPS, room.samples_per_process // micro_batch))
+        return split_samples(train.EFFECTIVE_BATCH_SIZE // limits.world_size, limits.max_micro_batch_size)
+    micro_batch_size = min(limits.max_micro_batch_size, limits.epoch_samples_per_rank)
+    return Split(
+        micro_batch_size, min(train.ACCUMULATION_STEPS, limits.epoch_samples_per_rank // micro_batch_size)
+    )
 
 
-def _pieces(train: TrainConfig, room: Room) -> list[Piece]:
-    schedule, world_size = train.BATCH_SCHEDULE, room.world_size
-    assert schedule.FIRST is not None  # `largest_share` has refused it
+def _changes_of_size(train: TrainConfig, limits: SizeLimits) -> list[SizeChange]:
+    schedule, world_size = train.BATCH_SCHEDULE, limits.world_size
+    assert schedule.FIRST is not None  # `max_samples_per_rank` has refused it
     first = schedule.FIRST // world_size
     if schedule.NAME == "milestones":
         later = [(start, size // world_size) for start, size in schedule.MILESTONES]
-        return milestones(first, later, room.max_micro_batch)
+        return milestones(first, later, limits.max_micro_batch_size)
     size = schedule.LAST if schedule.LAST is not None else train.EFFECTIVE_BATCH_SIZE
-    last = _constant(train, room).share if size is None else size // world_size
+    last = _constant(train, limits).samples_per_rank if size is None else size // world_size
     if size is None and last < first:
         raise ConfigError(
             f"{SCHEDULE}.FIRST: {schedule.FIRST} is above {last * world_size}, what fits x processes x "
             f"TRAIN.ACCUMULATION_STEPS, where the batch would end; lower it or set {SCHEDULE}.LAST"
         )
     length = schedule.LENGTH if schedule.LENGTH is not None else train.EPOCHS - 1
-    return growth(schedule.NAME, first, last, length, room.max_micro_batch)
+    return growth(schedule.NAME, first, last, length, limits.max_micro_batch_size)

@@ -30,15 +30,15 @@ def summary_lines(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerConfi
 def _batch(plan: BatchPlan) -> str:
     processes = "process" if plan.world_size == 1 else "processes"
     return (
-        f"{plan.micro_batch} micro-batch x {plan.accumulation_steps} accumulation x {plan.world_size} "
-        f"{processes} = {plan.effective_batch} samples per optimizer step"
+        f"{plan.micro_batch_size} micro-batch x {plan.accumulation_steps} accumulation x {plan.world_size} "
+        f"{processes} = {plan.effective_batch_size} samples per optimizer step"
     )
 
 
 def _schedule(plan: BatchPlan, train: TrainConfig) -> str:
     stages = [stage for epoch in plan.epochs for stage in epoch]
     first, last = stages[0], stages[-1]
-    kinds = len({stage.effective_batch for stage in stages})
+    kinds = len({stage.effective_batch_size for stage in stages})
     return (
         f"{train.BATCH_SCHEDULE.NAME}, {_split(first)} to {_split(last)}, {kinds} sizes; "
         "the line above is the largest"
@@ -46,7 +46,7 @@ def _schedule(plan: BatchPlan, train: TrainConfig) -> str:
 
 
 def _split(stage: Stage) -> str:
-    return f"{stage.effective_batch} ({stage.micro_batch} x {stage.accumulation_steps})"
+    return f"{stage.effective_batch_size} ({stage.micro_batch_size} x {stage.accumulation_steps})"
 
 
 def _steps(plan: BatchPlan) -> str:
@@ -68,7 +68,7 @@ def _rate(plan: BatchPlan, optimizer: OptimizerConfig | None) -> str:
         return f"{peak} at the peak (the optimizer's own)"
     if optimizer.LR_SCALING == "none":
         return f"{peak} at the peak (OPTIMIZER.LR, not scaled)"
-    ratio = f"{plan.effective_batch}/{optimizer.BASE_BATCH_SIZE}"
+    ratio = f"{plan.effective_batch_size}/{optimizer.BASE_BATCH_SIZE}"
     factor = ratio if optimizer.LR_SCALING == "linear" else f"sqrt({ratio})"
     return f"{peak} at the peak = OPTIMIZER.LR {optimizer.LR:.6g} x {factor} ({optimizer.LR_SCALING})"
 
@@ -77,5 +77,5 @@ def _weight_decay(plan: BatchPlan, optimizer: OptimizerConfig | None) -> str:
     decay = f"{plan.weight_decay:.6g}"
     if optimizer is None or optimizer.WEIGHT_DECAY_SCALING == "none":
         return f"{decay} (not scaled)"
-    ratio = f"{plan.effective_batch}/{optimizer.BASE_BATCH_SIZE}"
+    ratio = f"{plan.effective_batch_size}/{optimizer.BASE_BATCH_SIZE}"
     return f"{decay} = OPTIMIZER.WEIGHT_DECAY {optimizer.WEIGHT_DECAY:.6g} x sqrt({ratio})"

@@ -15,7 +15,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_wor
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import Collate, DataBundle, dataset_length
-from linnaeus.data.rng import derive_seed, preserved_generators, seed_generators
 from linnaeus.data.sampler import (
     EpochSampler,
     PlannedBatches,
@@ -28,6 +27,7 @@ from linnaeus.data.sampler import (
     val_steps,
 )
 from linnaeus.errors import DataError
+from linnaeus.rng import derive_seed, preserved_generators, seed_generators
 
 __all__ = [
     "BatchLoader",

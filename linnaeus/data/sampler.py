@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 from torch.utils.data import Sampler
 
-from linnaeus.data.rng import derive_seed
+from linnaeus.rng import derive_seed
 
 SampleKey = tuple[int, int]
 """(epoch, index): all that the random numbers of a sample depend on, beside the seed of the run."""

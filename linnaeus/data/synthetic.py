@@ -11,10 +11,10 @@ from torch.utils.data import Dataset
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
-from linnaeus.data.rng import derive_seed
 from linnaeus.data.taxonomy import Rank, Taxonomy
 from linnaeus.data.transforms import Transform, build_transform
 from linnaeus.errors import ConfigError
+from linnaeus.rng import derive_seed
 
 GRID = 4
 """A class is a pattern of GRID x GRID fields, blown up to the size of the image."""

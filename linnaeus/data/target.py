@@ -18,12 +18,12 @@ from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs, dataset_length
 from linnaeus.data.image import to_tensor
-from linnaeus.data.rng import preserved_generators, seed_generators
 from linnaeus.data.target_labels import attribute_of, find_taxonomy, target_row
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.data.transforms import Transform, build_transform
 from linnaeus.data.user_code import describe, naming_errors, user_error
 from linnaeus.errors import DataError
+from linnaeus.rng import preserved_generators, seed_generators
 
 _NUM_PROBED = 8
 _GREY_MODES = frozenset(("1", "L", "LA", "I", "I;16", "F"))

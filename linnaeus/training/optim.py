@@ -51,9 +51,9 @@ def peak_values(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
     return float(groups[0].get("lr", 0.0)), max(float(group.get("weight_decay", 0.0)) for group in groups)
 
 
-def scale_values(optimizer: torch.optim.Optimizer, *, rate_scale: float, weight_decay_scale: float) -> None:
+def scale_values(optimizer: torch.optim.Optimizer, *, lr_scale: float, weight_decay_scale: float) -> None:
     """Multiply every group's learning rate and weight decay; a scale of 1 leaves all bits alone."""
     for group in optimizer.param_groups:
-        for name, scale in (("lr", rate_scale), ("weight_decay", weight_decay_scale)):
+        for name, scale in (("lr", lr_scale), ("weight_decay", weight_decay_scale)):
             if scale != 1:
                 group[name] *= scale

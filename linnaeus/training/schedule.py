@@ -52,7 +52,7 @@ def build_schedule(
     *,
     total_steps: int,
     warmup_steps: int,
-    rate_share: Callable[[int], float] = lambda step: 1.0,
+    batch_size_lr_factor: Callable[[int], float] = lambda step: 1.0,
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """The schedule; call its `step` once per optimizer step.
 
@@ -61,9 +61,11 @@ def build_schedule(
         optimizer: its rates are the peaks.
         total_steps: optimizer steps of the whole run, the warm-up included.
         warmup_steps: optimizer steps of the warm-up.
-        rate_share: what each optimizer step's batch size leaves of the rate.
+        batch_size_lr_factor: what each optimizer step's batch size leaves of the rate.
     """
     factor = lr_factor(
         config.NAME, total_steps=total_steps, warmup_steps=warmup_steps, min_fraction=config.MIN_LR_FRACTION
     )
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step) * rate_share(step))
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: factor(step) * batch_size_lr_factor(step)
+    )

@@ -35,7 +35,7 @@ STOP_CHECK_EVERY = 8
 
 
 @dataclass
-class Progressed:
+class TrainingProgress:
     """How far training has come; part of every checkpoint.
 
     Attributes:
@@ -75,7 +75,7 @@ class FitResult:
 
 
 @dataclass
-class Outlets:
+class MetricsWriter:
     """Where a run's figures go; on ranks other than 0 nothing is written."""
 
     metrics_file: MetricsFile
@@ -111,9 +111,9 @@ class Trainer:
     metrics: ClassificationMetrics
     state: TrainingState
     checkpoints: CheckpointFolder
-    outlets: Outlets
+    metrics_writer: MetricsWriter
     checkpoint_extras: dict[str, Any] = field(default_factory=dict)
-    done: Progressed = field(default_factory=Progressed)
+    done: TrainingProgress = field(default_factory=TrainingProgress)
 
     def __post_init__(self) -> None:
         self._stop = StopRequest(self.world)
@@ -127,7 +127,7 @@ class Trainer:
             CheckpointError: it belongs to another model or another configuration.
         """
         self.state.load_state_dict(checkpoint["state"])
-        self.done = Progressed(**checkpoint["progress"])
+        self.done = TrainingProgress(**checkpoint["progress"])
         if self.train_step.probe is not None and checkpoint.get("noise_scale") is not None:
             self.train_step.probe.scale.load_state_dict(checkpoint["noise_scale"])
         generators = checkpoint["rng"]
@@ -137,7 +137,7 @@ class Trainer:
 
     def fit(self) -> FitResult:
         """Train until the last epoch or until somebody asks to stop."""
-        with self._stop.listening(), self.outlets.progress() as progress:
+        with self._stop.listening(), self.metrics_writer.progress() as progress:
             while self.done.epoch < self.plan.num_epochs:
                 self.train_epoch(progress)
                 if self._stop.agreed:
@@ -177,8 +177,8 @@ class Trainer:
             self.state.schedule.step()
             remaining -= 1
             self.done.step += 1
-            self.done.samples += stage.effective_batch
-            self._num_images += stage.effective_batch
+            self.done.samples += stage.effective_batch_size
+            self._num_images += stage.effective_batch_size
             progress.advance(1)
             if self.done.step % self.config.LOG_EVERY == 0 or not remaining:
                 self._log_training(meter, rate, stage, progress)
@@ -189,11 +189,11 @@ class Trainer:
     def _log_training(self, meter: LossMeter, rate: float, stage: Stage, progress: Progress) -> None:
         values = {"loss": meter.drain(), "lr": rate}
         if self.plan.changes:
-            values["effective_batch"] = stage.effective_batch
+            values["effective_batch"] = stage.effective_batch_size
         if self._noise_scale is not None:
             values["noise_scale"] = self._noise_scale
         progress.describe(values)
-        self.outlets.write(step=self.done.step, epoch=self.done.epoch, split="train", values=values)
+        self.metrics_writer.write(step=self.done.step, epoch=self.done.epoch, split="train", values=values)
 
     def _end_epoch(self) -> None:
         """Validate and save where it is due; always after the last epoch."""
@@ -217,7 +217,7 @@ class Trainer:
         values = self.metrics.compute()
         seconds = time.perf_counter() - started
         self.done.metrics = values
-        self.outlets.write(step=self.done.step, epoch=self.done.epoch, split="val", values=values)
+        self.metrics_writer.write(step=self.done.step, epoch=self.done.epoch, split="val", values=values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         logger.info("epoch %d/%d  %s  (%.1f s)", self.done.epoch, self.plan.num_epochs, shown, seconds)
         _, value = headline(values)

@@ -31,7 +31,7 @@ from linnaeus.tracking import NullTracker
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.schedule import build_schedule
-from linnaeus.training.trainer import Outlets, Trainer
+from linnaeus.training.trainer import MetricsWriter, Trainer
 from tests.conftest import Run
 
 CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ def train(searched: Searched, folder: Path) -> tuple[int, int]:
             metrics=assembly.metrics,
             state=TrainingState(assembly.model, assembly.optimizer, assembly.scaler, schedule, assembly.ema),
             checkpoints=CheckpointFolder(folder),
-            outlets=Outlets(
+            metrics_writer=MetricsWriter(
                 MetricsFile(folder / "metrics.jsonl", enabled=False), NullTracker(), lambda: Progress(None)
             ),
         )

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.autobatch.trial import TrialRunner, only_new_garbage
+from linnaeus.autobatch.trial import TrialRunner, existing_objects_frozen
 from linnaeus.memory.device import CpuMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="host memory is measured on Linux")
@@ -35,7 +35,7 @@ def _only_new_garbage() -> Iterator[None]:
     """What the first optimizer loads is loaded by now, or every collection would look at it."""
     torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
     importlib.import_module("torch._dynamo")
-    with only_new_garbage():
+    with existing_objects_frozen():
         yield
 
 
@@ -730,13 +730,13 @@ def test_a_compiled_model_can_be_tried() -> None:
 
 def test_collections_inside_look_at_new_things_alone() -> None:
     assert gc.get_freeze_count() > 0  # these tests run inside already
-    with only_new_garbage():
+    with existing_objects_frozen():
         pass
     assert gc.get_freeze_count() > 0  # somebody else's freeze is left alone
     gc.unfreeze()
     try:
         old: Sequence[object] = [[]]
-        with only_new_garbage():
+        with existing_objects_frozen():
             assert gc.get_freeze_count() > 0
             assert not any(thing is old for thing in gc.get_objects())
         assert gc.get_freeze_count() == 0

@@ -13,14 +13,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from linnaeus.batching.plan import BatchPlan, Facts, plan_batches
-from linnaeus.batching.scaling import added_warmup, rate_scale, weight_decay_scale
-from linnaeus.batching.sizes import Room, largest_share
-from linnaeus.batching.stages import Split, nearest, split_share
+from linnaeus.batching.scaling import added_warmup, lr_scale, weight_decay_scale
+from linnaeus.batching.sizes import SizeLimits, max_samples_per_rank
+from linnaeus.batching.stages import Split, nearest, split_samples
 from linnaeus.batching.summary import summary_lines
 from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from linnaeus.errors import ConfigError, DataError
 
-FACTS = Facts(max_micro_batch=64, world_size=1, num_samples=100_000, learning_rate=0.1, weight_decay=0.05)
+FACTS = Facts(
+    max_micro_batch_size=64, world_size=1, num_samples=100_000, learning_rate=0.1, weight_decay=0.05
+)
 
 
 def plan_of(
@@ -36,34 +38,40 @@ def plan_of(
 
 def shares_of(plan: BatchPlan) -> list[int]:
     """The effective batch of every optimizer step."""
-    return [stage.effective_batch for stage in chain(*plan.epochs) for _ in range(stage.num_steps)]
+    return [stage.effective_batch_size for stage in chain(*plan.epochs) for _ in range(stage.num_steps)]
 
 
 # What one effective size is made of.
 
 
-@given(share=st.integers(1, 400), max_micro_batch=st.integers(1, 500))
-def test_a_share_is_divided_exactly_with_the_fewest_steps(share: int, max_micro_batch: int) -> None:
-    split = split_share(share, max_micro_batch)
-    assert split.share == share
-    possible = [steps for steps in range(1, share + 1) if share % steps == 0]
-    fewest = min(steps for steps in possible if share // steps <= max_micro_batch)
-    assert split == Split(share // fewest, fewest)
+@given(samples_per_rank=st.integers(1, 400), max_micro_batch_size=st.integers(1, 500))
+def test_a_share_is_divided_exactly_with_the_fewest_steps(
+    samples_per_rank: int, max_micro_batch_size: int
+) -> None:
+    split = split_samples(samples_per_rank, max_micro_batch_size)
+    assert split.samples_per_rank == samples_per_rank
+    possible = [steps for steps in range(1, samples_per_rank + 1) if samples_per_rank % steps == 0]
+    fewest = min(steps for steps in possible if samples_per_rank // steps <= max_micro_batch_size)
+    assert split == Split(samples_per_rank // fewest, fewest)
 
 
 @given(
-    world_size=st.integers(1, 8), share=st.integers(1, 300), max_micro_batch=st.integers(1, 128),
-    num_samples=st.integers(1, 5000), epochs=st.integers(1, 5),
+    world_size=st.integers(1, 8), samples_per_rank=st.integers(1, 300),
+    max_micro_batch_size=st.integers(1, 128), num_samples=st.integers(1, 5000), epochs=st.integers(1, 5),
 )  # fmt: skip
 def test_every_step_takes_the_effective_size(
-    world_size: int, share: int, max_micro_batch: int, num_samples: int, epochs: int
+    world_size: int, samples_per_rank: int, max_micro_batch_size: int, num_samples: int, epochs: int
 ) -> None:
-    effective = world_size * share
+    effective = world_size * samples_per_rank
     assume(effective <= num_samples // world_size * world_size)
-    facts = replace(FACTS, max_micro_batch=max_micro_batch, world_size=world_size, num_samples=num_samples)
+    facts = replace(
+        FACTS, max_micro_batch_size=max_micro_batch_size, world_size=world_size, num_samples=num_samples
+    )
     plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=effective, EPOCHS=epochs)
-    assert plan.micro_batch * plan.accumulation_steps * world_size == plan.effective_batch == effective
-    assert plan.micro_batch <= max_micro_batch
+    assert (
+        plan.micro_batch_size * plan.accumulation_steps * world_size == plan.effective_batch_size == effective
+    )
+    assert plan.micro_batch_size <= max_micro_batch_size
     assert plan.steps_per_epoch == (num_samples // effective,) * epochs
     assert plan.total_steps == epochs * (num_samples // effective)
     assert set(shares_of(plan)) == {effective}
@@ -74,7 +82,7 @@ def test_processes_change_nothing_but_the_split(num_samples: int, effective: int
     optimizer = OptimizerConfig(LR_SCALING="linear", BASE_BATCH_SIZE=2)
     plans = [
         plan_of(
-            replace(FACTS, world_size=world_size, num_samples=num_samples, max_micro_batch=fits),
+            replace(FACTS, world_size=world_size, num_samples=num_samples, max_micro_batch_size=fits),
             optimizer, EFFECTIVE_BATCH_SIZE=effective,
         )
         for world_size in (1, 2, 4)
@@ -84,20 +92,22 @@ def test_processes_change_nothing_but_the_split(num_samples: int, effective: int
 
 
 @given(
-    max_micro_batch=st.integers(1, 200), world_size=st.integers(1, 5), num_samples=st.integers(5, 2000),
+    max_micro_batch_size=st.integers(1, 200), world_size=st.integers(1, 5), num_samples=st.integers(5, 2000),
     accumulation=st.integers(1, 9),
 )  # fmt: skip
 def test_without_a_wish_every_whole_micro_batch_is_used(
-    max_micro_batch: int, world_size: int, num_samples: int, accumulation: int
+    max_micro_batch_size: int, world_size: int, num_samples: int, accumulation: int
 ) -> None:
-    facts = replace(FACTS, max_micro_batch=max_micro_batch, world_size=world_size, num_samples=num_samples)
+    facts = replace(
+        FACTS, max_micro_batch_size=max_micro_batch_size, world_size=world_size, num_samples=num_samples
+    )
     plan = plan_of(facts, ACCUMULATION_STEPS=accumulation, EPOCHS=2)
     per_process = num_samples // world_size
-    micro_batch = min(max_micro_batch, per_process)
-    num_micro_batches = per_process // micro_batch
-    assert list(plan.micro_batches(0)) == [micro_batch] * num_micro_batches
+    micro_batch_size = min(max_micro_batch_size, per_process)
+    num_micro_batches = per_process // micro_batch_size
+    assert list(plan.micro_batches(0)) == [micro_batch_size] * num_micro_batches
     assert plan.steps_per_epoch[0] == math.ceil(num_micro_batches / accumulation)
-    assert plan.effective_batch == micro_batch * min(accumulation, num_micro_batches) * world_size
+    assert plan.effective_batch_size == micro_batch_size * min(accumulation, num_micro_batches) * world_size
     assert plan.learning_rate == 0.1
 
 
@@ -122,7 +132,10 @@ def scheduled(run: dict[str, Any], optimizer: OptimizerConfig | None = None) -> 
     """The plan; runs that would end before the last size are left out."""
     world_size = run["world_size"]
     facts = replace(
-        FACTS, world_size=world_size, max_micro_batch=run["max_micro_batch"], num_samples=run["num_samples"]
+        FACTS,
+        world_size=world_size,
+        max_micro_batch_size=run["max_micro_batch"],
+        num_samples=run["num_samples"],
     )
     schedule = {
         "NAME": run["name"], "UNIT": run["unit"], "LENGTH": run["length"],
@@ -145,8 +158,8 @@ def test_a_schedule_goes_one_way_from_first_to_last_within_what_fits(run: dict[s
     assert all(sign * a <= sign * b for a, b in pairwise(sizes))
     for stage in chain(*plan.epochs):
         assert stage.num_steps >= 1
-        assert 1 <= stage.micro_batch <= run["max_micro_batch"]
-        assert stage.effective_batch == stage.micro_batch * stage.accumulation_steps * world_size
+        assert 1 <= stage.micro_batch_size <= run["max_micro_batch"]
+        assert stage.effective_batch_size == stage.micro_batch_size * stage.accumulation_steps * world_size
 
 
 @given(run=schedules)
@@ -160,7 +173,7 @@ def test_steps_and_samples_of_a_schedule_add_up(run: dict[str, Any]) -> None:
         used = sum(plan.micro_batches(epoch))
         assert used * run["world_size"] == plan.samples_per_epoch[epoch]
         step += plan.steps_per_epoch[epoch]
-        following = stages[-1].share
+        following = stages[-1].samples_per_rank
         if run["unit"] == "steps" and step < len(sizes):
             following = sizes[step] // run["world_size"]
         assert used <= per_process < used + following  # no further step would fit in
@@ -170,33 +183,39 @@ def test_steps_and_samples_of_a_schedule_add_up(run: dict[str, Any]) -> None:
 def test_the_rest_of_an_epoch_continues_where_it_stopped(run: dict[str, Any], data: st.DataObject) -> None:
     plan = scheduled(run)
     epoch = data.draw(st.integers(0, plan.num_epochs - 1))
-    shares = [stage.share for stage in plan.epochs[epoch] for _ in range(stage.num_steps)]
-    steps_done = data.draw(st.integers(0, len(shares)))
-    done = sum(shares[:steps_done])
+    samples_per_rank_of = [
+        stage.samples_per_rank for stage in plan.epochs[epoch] for _ in range(stage.num_steps)
+    ]
+    steps_done = data.draw(st.integers(0, len(samples_per_rank_of)))
+    done = sum(samples_per_rank_of[:steps_done])
     rest = plan.rest_of_epoch(epoch, done)
-    assert [stage.share for stage in rest for _ in range(stage.num_steps)] == shares[steps_done:]
-    assert sum(plan.micro_batches(epoch, done)) == sum(shares[steps_done:])
+    assert [stage.samples_per_rank for stage in rest for _ in range(stage.num_steps)] == samples_per_rank_of[
+        steps_done:
+    ]
+    assert sum(plan.micro_batches(epoch, done)) == sum(samples_per_rank_of[steps_done:])
 
 
 @given(run=schedules, rule=st.sampled_from(["none", "linear", "sqrt"]))
 def test_the_rate_follows_the_rule_at_every_step(run: dict[str, Any], rule: str) -> None:
     plan = scheduled(run, OptimizerConfig(LR_SCALING=rule, BASE_BATCH_SIZE=32))
     for step, size in enumerate(shares_of(plan)):
-        assert plan.learning_rate * plan.rate_share(step) == pytest.approx(0.1 * rate_scale(rule, size, 32))
+        assert plan.learning_rate * plan.batch_size_lr_factor(step) == pytest.approx(
+            0.1 * lr_scale(rule, size, 32)
+        )
 
 
 @given(first=st.integers(1, 64), times=st.integers(1, 16))
 def test_a_growing_batch_accumulates_before_its_micro_batch_grows(first: int, times: int) -> None:
     schedule = {"NAME": "linear", "FIRST": first, "LAST": first * times}
     plan = plan_of(schedule=schedule, EPOCHS=9)
-    assert {stage.micro_batch for stage in chain(*plan.epochs)} == {first}
+    assert {stage.micro_batch_size for stage in chain(*plan.epochs)} == {first}
 
 
 def test_beyond_sixteen_accumulation_steps_the_micro_batch_grows() -> None:
     plan = plan_of(schedule={"NAME": "exponential", "FIRST": 8, "LAST": 2048}, EPOCHS=9)
     stages = [epoch[0] for epoch in plan.epochs]
-    assert [stage.effective_batch for stage in stages] == [8 << epoch for epoch in range(9)]
-    assert [stage.micro_batch for stage in stages] == [8, 8, 8, 8, 8, 16, 32, 64, 64]
+    assert [stage.effective_batch_size for stage in stages] == [8 << epoch for epoch in range(9)]
+    assert [stage.micro_batch_size for stage in stages] == [8, 8, 8, 8, 8, 16, 32, 64, 64]
     assert [stage.accumulation_steps for stage in stages] == [1, 2, 4, 8, 16, 16, 16, 16, 32]
 
 
@@ -211,10 +230,10 @@ def test_a_schedule_in_optimizer_steps_changes_within_an_epoch() -> None:
 
 def test_milestones_hold_exactly_from_their_epoch_on() -> None:
     schedule = {"NAME": "milestones", "FIRST": 32, "MILESTONES": [[2, 131], [3, 64]]}
-    plan = plan_of(replace(FACTS, max_micro_batch=131), schedule=schedule, EPOCHS=5)
-    assert [stage.effective_batch for stage in chain(*plan.epochs)] == [32, 32, 131, 64, 64]
-    assert [stage.micro_batch for stage in chain(*plan.epochs)] == [32, 32, 131, 32, 32]
-    assert plan.effective_batch == 131
+    plan = plan_of(replace(FACTS, max_micro_batch_size=131), schedule=schedule, EPOCHS=5)
+    assert [stage.effective_batch_size for stage in chain(*plan.epochs)] == [32, 32, 131, 64, 64]
+    assert [stage.micro_batch_size for stage in chain(*plan.epochs)] == [32, 32, 131, 32, 32]
+    assert plan.effective_batch_size == 131
 
 
 def test_a_growing_batch_ends_at_what_fits_where_no_end_is_set() -> None:
@@ -246,7 +265,7 @@ def test_the_rate_follows_the_effective_batch(rule: str, expected: float) -> Non
 @given(fits=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256]), world_size=st.sampled_from([1, 2, 4, 8]))
 def test_accumulation_alone_never_changes_the_rate(fits: int, world_size: int) -> None:
     optimizer = OptimizerConfig(LR_SCALING="linear", WEIGHT_DECAY_SCALING="sqrt")
-    facts = replace(FACTS, max_micro_batch=fits, world_size=world_size)
+    facts = replace(FACTS, max_micro_batch_size=fits, world_size=world_size)
     plan = plan_of(facts, optimizer, EFFECTIVE_BATCH_SIZE=512)
     assert (plan.learning_rate, plan.weight_decay) == (0.2, 0.05 * math.sqrt(2))
 
@@ -255,7 +274,7 @@ def test_without_scaling_every_bit_stays() -> None:
     facts = replace(FACTS, learning_rate=0.1 + 0.2, weight_decay=1 / 3)
     for plan in (plan_of(facts), plan_of(facts, EFFECTIVE_BATCH_SIZE=4096)):
         assert (plan.learning_rate, plan.weight_decay) == (0.1 + 0.2, 1 / 3)
-        assert [plan.rate_share(step) for step in range(3)] == [1.0] * 3
+        assert [plan.batch_size_lr_factor(step) for step in range(3)] == [1.0] * 3
 
 
 def test_an_optimizer_of_the_users_own_keeps_its_rate() -> None:
@@ -273,10 +292,10 @@ def test_weight_decay_scales_by_the_root() -> None:
 def test_the_rules_agree_at_the_base_and_grow(k: float) -> None:
     base, size = 10_000, max(1, round(10_000 * k))
     for rule in ("linear", "sqrt"):
-        assert rate_scale(rule, base, base) == 1
-        assert (rate_scale(rule, size, base) > 1) == (size > base)
-    assert rate_scale("sqrt", size, base) ** 2 == pytest.approx(rate_scale("linear", size, base))
-    assert weight_decay_scale("sqrt", size, base) == rate_scale("sqrt", size, base)
+        assert lr_scale(rule, base, base) == 1
+        assert (lr_scale(rule, size, base) > 1) == (size > base)
+    assert lr_scale("sqrt", size, base) ** 2 == pytest.approx(lr_scale("linear", size, base))
+    assert weight_decay_scale("sqrt", size, base) == lr_scale("sqrt", size, base)
 
 
 @pytest.mark.parametrize(
@@ -319,23 +338,23 @@ WARNINGS = {
         ["17 accumulation steps", "TRAIN.EFFECTIVE_BATCH_SIZE", "TRAIN.GRADIENT_CHECKPOINTING"],
     ),
     "a prime share": (
-        (replace(FACTS, max_micro_batch=128), {"EFFECTIVE_BATCH_SIZE": 131}),
-        (replace(FACTS, max_micro_batch=131), {"EFFECTIVE_BATCH_SIZE": 131}),
+        (replace(FACTS, max_micro_batch_size=128), {"EFFECTIVE_BATCH_SIZE": 131}),
+        (replace(FACTS, max_micro_batch_size=131), {"EFFECTIVE_BATCH_SIZE": 131}),
         ["131 accumulation steps", "TRAIN.EFFECTIVE_BATCH_SIZE 130 or 132"],
     ),
     "few for batchnorm": (
-        (replace(FACTS, max_micro_batch=15, batchnorm="local"), {}),
-        (replace(FACTS, max_micro_batch=16, batchnorm="local"), {}),
+        (replace(FACTS, max_micro_batch_size=15, batchnorm="local"), {}),
+        (replace(FACTS, max_micro_batch_size=16, batchnorm="local"), {}),
         ["BatchNorm sees only 15", "GroupNorm", "DATA.BATCH_SIZE"],
     ),
     "few for batchnorm on several processes": (
-        (replace(FACTS, max_micro_batch=15, batchnorm="local", world_size=2), {}),
-        (replace(FACTS, max_micro_batch=15, batchnorm="synchronised", world_size=2), {}),
+        (replace(FACTS, max_micro_batch_size=15, batchnorm="local", world_size=2), {}),
+        (replace(FACTS, max_micro_batch_size=15, batchnorm="synchronised", world_size=2), {}),
         ["TRAIN.SYNC_BATCHNORM True"],
     ),
     "few for synchronised batchnorm": (
-        (replace(FACTS, max_micro_batch=7, batchnorm="synchronised", world_size=2), {}),
-        (replace(FACTS, max_micro_batch=8, batchnorm="synchronised", world_size=2), {}),
+        (replace(FACTS, max_micro_batch_size=7, batchnorm="synchronised", world_size=2), {}),
+        (replace(FACTS, max_micro_batch_size=8, batchnorm="synchronised", world_size=2), {}),
         ["BatchNorm sees only 14 samples of all processes"],
     ),
     "fine-tuning": (
@@ -394,7 +413,7 @@ def grow(**schedule: Any) -> dict[str, Any]:
 
 
 FOUR = replace(FACTS, world_size=4)
-NORM = replace(FACTS, max_micro_batch=128, batchnorm="local")
+NORM = replace(FACTS, max_micro_batch_size=128, batchnorm="local")
 FEW = replace(FACTS, num_samples=1000)
 ERRORS: list[tuple[Facts, dict[str, Any], list[str]]] = [
     (FOUR, {"EFFECTIVE_BATCH_SIZE": 3}, ["TRAIN.EFFECTIVE_BATCH_SIZE: 3 is below the 4 processes"]),
@@ -402,7 +421,11 @@ ERRORS: list[tuple[Facts, dict[str, Any], list[str]]] = [
     (FOUR, {"EFFECTIVE_BATCH_SIZE": 5}, ["TRAIN.EFFECTIVE_BATCH_SIZE: 5", "4 or 8"]),
     (NORM, {"EFFECTIVE_BATCH_SIZE": 131}, ["TRAIN.EFFECTIVE_BATCH_SIZE: 131", "BatchNorm", "130 or 132"]),
     (replace(FOUR, batchnorm="local"), {"EFFECTIVE_BATCH_SIZE": 4}, ["BatchNorm", "8 would do"]),
-    (replace(NORM, max_micro_batch=1), {"EFFECTIVE_BATCH_SIZE": 8}, ["BatchNorm (or a model without it)"]),
+    (
+        replace(NORM, max_micro_batch_size=1),
+        {"EFFECTIVE_BATCH_SIZE": 8},
+        ["BatchNorm (or a model without it)"],
+    ),
     (FEW, {"EFFECTIVE_BATCH_SIZE": 1001}, ["TRAIN.EFFECTIVE_BATCH_SIZE: 1001", "1000 training samples"]),
     (FEW, grow(LAST=2000), ["TRAIN.BATCH_SCHEDULE.LAST: 2000", "1000"]),
     (FEW, grow(FIRST=2000), ["TRAIN.BATCH_SCHEDULE.FIRST: 2000", "1000"]),
@@ -442,13 +465,13 @@ def test_errors_name_the_key_and_what_would_do(facts: Facts, wishes: Any, words:
 def test_the_sizes_that_an_error_names_would_do(
     size: int, world_size: int, fits: int, batchnorm: str
 ) -> None:
-    facts = replace(FACTS, max_micro_batch=fits, world_size=world_size, batchnorm=batchnorm)
+    facts = replace(FACTS, max_micro_batch_size=fits, world_size=world_size, batchnorm=batchnorm)
     try:
-        assert plan_of(facts, EFFECTIVE_BATCH_SIZE=size).effective_batch == size
+        assert plan_of(facts, EFFECTIVE_BATCH_SIZE=size).effective_batch_size == size
     except ConfigError as error:
         named = re.search(r"(\d+)(?: or (\d+))? would", str(error))
         for other in filter(None, named.groups() if named else ()):
-            assert plan_of(facts, EFFECTIVE_BATCH_SIZE=int(other)).effective_batch == int(other)
+            assert plan_of(facts, EFFECTIVE_BATCH_SIZE=int(other)).effective_batch_size == int(other)
 
 
 def test_fewer_samples_than_processes() -> None:
@@ -489,7 +512,7 @@ def test_the_nearest_sizes_are_the_nearest(size: int, largest: int, step: int) -
     ],
 )
 def test_the_largest_share(train: TrainConfig, expected: int | None) -> None:
-    assert largest_share(train, Room(64, 2, 1000)) == expected
+    assert max_samples_per_rank(train, SizeLimits(64, 2, 1000)) == expected
 
 
 # What is shown and saved.

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 
-from linnaeus.autobatch.trial import only_new_garbage
+from linnaeus.autobatch.trial import existing_objects_frozen
 from linnaeus.memory.device import (
     GIB,
     AcceleratorMemory,
@@ -57,7 +57,7 @@ def raised_from(error: BaseException, *causes: BaseException) -> BaseException:
 @pytest.fixture(autouse=True, scope="module")
 def _only_new_garbage() -> Iterator[None]:
     """`clean` collects garbage; without this it looks at all of torch each time."""
-    with only_new_garbage():
+    with existing_objects_frozen():
         yield
 
 

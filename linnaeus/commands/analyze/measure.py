@@ -208,7 +208,7 @@ def _time(
 ) -> None:  # fmt: skip
     """Time the sizes found; with `--throughput` further ones up to the largest, for the knee."""
     if options.throughput:
-        fast = finder.fast_enough(largest, timeout_minutes=timeout_minutes)
+        fast = finder.prefer_throughput(largest, timeout_minutes=timeout_minutes)
         curve.knee = fast.batch_size
         for timing in fast.timings:
             curve.add_timing(timing)

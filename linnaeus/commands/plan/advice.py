@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from linnaeus.batching.plan import BatchPlan, Facts, plan_batches
-from linnaeus.batching.sizes import Room, largest_share
+from linnaeus.batching.sizes import SizeLimits, max_samples_per_rank
 from linnaeus.config.schema import Config, OptimizerConfig
 from linnaeus.models.build import batchnorm_kind
 from linnaeus.training.build import Assembly
@@ -30,7 +30,7 @@ def batch_plan(
     node, model = config.OPTIMIZER, config.MODEL
     own_optimizer = node if isinstance(node, OptimizerConfig) else None
     facts = Facts(
-        max_micro_batch=size,
+        max_micro_batch_size=size,
         world_size=world_size,
         num_samples=num_samples,
         learning_rate=learning_rate,
@@ -42,7 +42,7 @@ def batch_plan(
     return plan_batches(config.TRAIN, own_optimizer, config.SCHEDULE, facts)
 
 
-def largest_micro_batch(
+def max_micro_batch_size(
     config: Config, assembly: Assembly, *, world_size: int, num_samples: int
 ) -> int | None:
     """The most samples per process that the configuration asks for; None where it is whatever fits.
@@ -51,8 +51,8 @@ def largest_micro_batch(
         ConfigError: lists every size that cannot be had.
     """
     batchnorm = _batchnorm(config, assembly, world_size) == "local"
-    room = Room(config.DATA.AUTOBATCH.MAX_BATCH_SIZE, world_size, num_samples, batchnorm=batchnorm)
-    return largest_share(config.TRAIN, room)
+    limits = SizeLimits(config.DATA.AUTOBATCH.MAX_BATCH_SIZE, world_size, num_samples, batchnorm=batchnorm)
+    return max_samples_per_rank(config.TRAIN, limits)
 
 
 def _batchnorm(config: Config, assembly: Assembly, world_size: int) -> str:

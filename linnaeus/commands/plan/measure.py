@@ -55,7 +55,7 @@ class Measuring:
             )  # fmt: skip
             self.plan.search = largest.as_dict()
             if sizes is None:
-                timings = finder.fast_enough(largest, timeout_minutes=config.TIMEOUT_MINUTES).timings
+                timings = finder.prefer_throughput(largest, timeout_minutes=config.TIMEOUT_MINUTES).timings
                 known = {timing.batch_size: timing for timing in timings}
                 chosen = self._ladder(finder, largest) | known.keys()
             else:
@@ -84,12 +84,12 @@ class Measuring:
     def _add(self, finder: BatchSizeFinder, size: int, known: dict[int, Timing]) -> None:
         """Time what training would make of a size, unless that has been done."""
         sizes = self._sizes_of_run(size)
-        micro_batch = sizes["batch_size"]
-        if any(row.batch_size == micro_batch for row in self.plan.rows):
+        micro_batch_size = sizes["batch_size"]
+        if any(row.batch_size == micro_batch_size for row in self.plan.rows):
             return
-        timing = known.get(micro_batch) or finder.time(micro_batch)
+        timing = known.get(micro_batch_size) or finder.time(micro_batch_size)
         if not math.isfinite(timing.seconds_per_step):
-            self.plan.left_out[micro_batch] = "does not fit any more; something else takes memory now"
+            self.plan.left_out[micro_batch_size] = "does not fit any more; something else takes memory now"
             return
         row = Row(self.plan.goal, samples_per_s_each=timing.samples_per_s, **sizes)
         self.plan.rows = sorted([*self.plan.rows, row], key=lambda other: other.batch_size)
@@ -107,7 +107,7 @@ class Measuring:
             steps = self.config.TRAIN.ACCUMULATION_STEPS
             return {"batch_size": size, "accumulation_steps": steps, "warnings": tuple(error.problems)}
         return {
-            "batch_size": found.micro_batch,
+            "batch_size": found.micro_batch_size,
             "accumulation_steps": found.accumulation_steps,
             "learning_rate": found.learning_rate,
             "warmup_steps": found.warmup_steps,

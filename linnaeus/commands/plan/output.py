@@ -21,7 +21,7 @@ def results_table(plan: Plan) -> Table:
     """One line per size."""
     goal, choice = plan.goal, plan.choice()
     table = Table(title="Batch sizes by time", title_justify="left")
-    differs = any(row.effective_batch != row.batch_size for row in plan.rows)
+    differs = any(row.effective_batch_size != row.batch_size for row in plan.rows)
     headings = ["batch size", *(["effective"] if differs else []), "samples/s", "epoch", "run"]
     headings += ["in time"] if goal.time_budget_s is not None else []
     headings += ["steps", "to loss"] if goal.noise_scale is not None else []
@@ -36,7 +36,7 @@ def results_table(plan: Plan) -> Table:
 def _cells(row: Row, choice: Choice, with_effective: bool) -> Iterator[str]:
     yield str(row.batch_size)
     if with_effective:
-        yield str(row.effective_batch)
+        yield str(row.effective_batch_size)
     yield f"{row.samples_per_s:.4g}"
     yield show_duration(row.epoch_s)
     yield show_duration(row.run_s)

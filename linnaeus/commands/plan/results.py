@@ -53,7 +53,7 @@ class Row:
     warnings: tuple[str, ...] = ()
 
     @property
-    def effective_batch(self) -> int:
+    def effective_batch_size(self) -> int:
         """Samples per optimizer step over all processes."""
         return self.batch_size * self.accumulation_steps * self.goal.world_size
 
@@ -65,7 +65,7 @@ class Row:
     @property
     def seconds_per_step(self) -> float:
         """Of one optimizer step."""
-        return arithmetic.seconds_per_step(self.effective_batch, self.samples_per_s)
+        return arithmetic.seconds_per_step(self.effective_batch_size, self.samples_per_s)
 
     @property
     def epoch_s(self) -> float:
@@ -86,20 +86,28 @@ class Row:
     def relative_steps(self) -> float | None:
         """Optimizer steps to the same loss as a multiple of the least possible; None without noise scale."""
         noise_scale = self.goal.noise_scale
-        return None if noise_scale is None else arithmetic.relative_steps(self.effective_batch, noise_scale)
+        return (
+            None if noise_scale is None else arithmetic.relative_steps(self.effective_batch_size, noise_scale)
+        )
 
     @property
     def relative_samples(self) -> float | None:
         """Samples to the same loss per least possible step; None without a noise scale."""
         noise_scale = self.goal.noise_scale
-        return None if noise_scale is None else arithmetic.relative_samples(self.effective_batch, noise_scale)
+        return (
+            None
+            if noise_scale is None
+            else arithmetic.relative_samples(self.effective_batch_size, noise_scale)
+        )
 
     @property
     def relative_seconds(self) -> float | None:
         """Seconds to the same loss per least possible step; None without a noise scale."""
         if self.goal.noise_scale is None:
             return None
-        return arithmetic.relative_seconds(self.effective_batch, self.goal.noise_scale, self.seconds_per_step)
+        return arithmetic.relative_seconds(
+            self.effective_batch_size, self.goal.noise_scale, self.seconds_per_step
+        )
 
 
 @dataclass
@@ -142,7 +150,7 @@ class Plan:
             {
                 "batch_size": row.batch_size,
                 "accumulation_steps": row.accumulation_steps,
-                "effective_batch": row.effective_batch,
+                "effective_batch": row.effective_batch_size,
                 "samples_per_s": round(row.samples_per_s, 3),
                 "seconds_per_step": row.seconds_per_step,
                 "epoch_s": row.epoch_s,

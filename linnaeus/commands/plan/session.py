@@ -14,7 +14,7 @@ from linnaeus.autobatch.throughput import TOLERANCE
 from linnaeus.batching.sizes import micro_batches_held
 from linnaeus.commands.entry import EXIT_INTERRUPTED
 from linnaeus.commands.environment import describe, device_sentence
-from linnaeus.commands.plan.advice import largest_micro_batch
+from linnaeus.commands.plan.advice import max_micro_batch_size
 from linnaeus.commands.plan.measure import Measuring
 from linnaeus.commands.plan.options import Options
 from linnaeus.commands.plan.output import notes, results_table, save
@@ -82,7 +82,7 @@ def _time(
     """All sizes, on one model."""
     goal = plan.goal
     assembly = assemble_for(config, data, world.device)
-    max_share = largest_micro_batch(
+    max_samples_per_rank = max_micro_batch_size(
         config, assembly, world_size=goal.world_size, num_samples=goal.num_samples
     )
     plan.environment = describe(config, data, assembly, world.device)
@@ -94,7 +94,7 @@ def _time(
         world=world,
         accumulation_steps=micro_batches_held(config.TRAIN),
         seed=config.EXPERIMENT.SEED,
-        max_share=max_share,
+        max_samples_per_rank=max_samples_per_rank,
     )
     Measuring(config, assembly, plan, on_row=_log_row).run(search, options.sizes, status)
 

@@ -89,7 +89,7 @@ def save_outcome(folder: Path, outcome: Outcome) -> None:
     write_text_atomically(folder / OUTCOME, json.dumps(asdict(outcome), indent=2) + "\n")
 
 
-def effective_batch(result: Mapping[str, Any]) -> int:
+def effective_batch_size(result: Mapping[str, Any]) -> int:
     """Samples per optimizer step over all processes, as the run says or as its sizes give it."""
     if "effective_batch" in result:
         return int(result["effective_batch"])

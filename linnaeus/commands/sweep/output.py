@@ -32,7 +32,7 @@ def results_table(sweep: Sweep) -> Table:
 
 def _figures(row: Row, metric: str) -> list[str]:
     planned = [row.result.get(name) for name in ("learning_rate", "warmup_steps")]
-    figures = [_shown(row.effective_batch, "d"), _shown(planned[0], ".3g"), _shown(planned[1], "d")]
+    figures = [_shown(row.effective_batch_size, "d"), _shown(planned[0], ".3g"), _shown(planned[1], "d")]
     return [
         *figures,
         _shown(row.metric(metric), ".4f"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linnaeus.commands.picture import SERIES, Tips, decorate, save_picture, size_axis, style
-from linnaeus.commands.sweep.folder import effective_batch
+from linnaeus.commands.sweep.folder import effective_batch_size
 from linnaeus.commands.sweep.results import Series, Sweep, series_of, value_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _headline(sweep: Sweep) -> str:
 
 def _lines(axes: Axes, series: list[Series], name: str, tips: Tips) -> None:
     """A point for each run, and a line through the means of each size."""
-    sizes = sorted({effective_batch(row.result) for one in series for row in one.rows})
+    sizes = sorted({effective_batch_size(row.result) for one in series for row in one.rows})
     if sizes:
         size_axis(axes, sizes)
     for number, one in enumerate(series):
@@ -67,7 +67,7 @@ def _lines(axes: Axes, series: list[Series], name: str, tips: Tips) -> None:
             if value is not None:
                 tip = tips.add(f"{row.title}: {name} {value:.4g}")
                 axes.plot(
-                    [effective_batch(row.result)], [value], marker, color=colour, markersize=6, gid=tip,
+                    [effective_batch_size(row.result)], [value], marker, color=colour, markersize=6, gid=tip,
                     zorder=4,
                 )  # fmt: skip
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from linnaeus.commands.sweep.folder import Outcome, effective_batch
+from linnaeus.commands.sweep.folder import Outcome, effective_batch_size
 
 Status = Literal["finished", "failed", "interrupted", "not run"]
 PLANNED = ("learning_rate", "warmup_steps", "total_steps")
@@ -52,9 +52,9 @@ class Row:
         return (self.outcome and self.outcome.result) or {}
 
     @property
-    def effective_batch(self) -> int | None:
+    def effective_batch_size(self) -> int | None:
         """Samples per optimizer step over all processes."""
-        return effective_batch(self.result) if self.result else None
+        return effective_batch_size(self.result) if self.result else None
 
     def metric(self, name: str) -> float | None:
         """A metric of the last validation."""
@@ -68,7 +68,7 @@ class Row:
             **self.values,
             "status": self.status,
             "exit_code": None if outcome is None else outcome.exit_code,
-            "effective_batch": self.effective_batch,
+            "effective_batch": self.effective_batch_size,
             **{name: self.result.get(name) for name in PLANNED},
             **{name: self.metric(name) for name in metrics},
             "training_s": self.result.get("training_s"),
@@ -147,7 +147,7 @@ class Series:
         for row in self.rows:
             value = value_of(row, name)
             if value is not None:
-                by_size.setdefault(effective_batch(row.result), []).append(value)
+                by_size.setdefault(effective_batch_size(row.result), []).append(value)
         return [(size, sum(values) / len(values)) for size, values in by_size.items()]
 
 
@@ -161,7 +161,7 @@ def value_of(row: Row, name: str) -> float | None:
 
 def series_of(rows: Sequence[Row]) -> list[Series]:
     """Group the finished runs into lines over the effective batch, in the order of the grid."""
-    finished = sorted((row for row in rows if row.result), key=lambda row: effective_batch(row.result))
+    finished = sorted((row for row in rows if row.result), key=lambda row: effective_batch_size(row.result))
     size_keys = {key for key in _keys(rows) if _changes_size(key, finished)}
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -186,5 +186,5 @@ def _changes_size(key: str, finished: Sequence[Row]) -> bool:
     sizes: dict[tuple[tuple[str, str], ...], set[int]] = {}
     for row in finished:
         others = tuple(item for item in row.values.items() if item[0] != key)
-        sizes.setdefault(others, set()).add(effective_batch(row.result))
+        sizes.setdefault(others, set()).add(effective_batch_size(row.result))
     return any(len(found) > 1 for found in sizes.values())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from linnaeus.commands.sweep.folder import Outcome, effective_batch, prepare, read_outcome, save_outcome
+from linnaeus.commands.sweep.folder import Outcome, effective_batch_size, prepare, read_outcome, save_outcome
 from linnaeus.commands.sweep.process import sole
 from linnaeus.commands.sweep.results import Row, Sweep, series_of
 from linnaeus.config.load import load_config
@@ -28,8 +28,8 @@ def row(values: dict[str, str], found: dict[str, Any] | None, exit_code: int = 0
 
 
 def test_effective_batch() -> None:
-    assert effective_batch(result(8)) == 8 * 2 * 3
-    assert effective_batch(result(8, effective_batch=40)) == 40, "what the run says counts"
+    assert effective_batch_size(result(8)) == 8 * 2 * 3
+    assert effective_batch_size(result(8, effective_batch=40)) == 40, "what the run says counts"
 
 
 def test_runs_that_differ_in_size_and_seed_are_one_series() -> None:
