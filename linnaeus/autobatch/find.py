@@ -1,4 +1,9 @@
-"""`auto_find_batch_size`: snapshot, trials, search, restore; with a result that can be written to a file."""
+"""`auto_find_batch_size`: snapshot, search by trials, confirmation, restoration.
+
+A search reads the budget, tries sizes until the largest one that fits is known, reads the budget once more
+and runs the size found under it. The second reading matters because memory comes into use while sizes are
+tried: kernels, library handles and connections of this process, and whatever other processes take.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -17,33 +21,39 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
-from linnaeus.autobatch.search import Candidates, OutOfMemory, TrialRecord, carry_over, find_largest
+from linnaeus.autobatch.search import (
+    Candidates,
+    OutOfMemory,
+    SearchResult,
+    TrialRecord,
+    carry_over,
+    find_largest,
+)
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import TrialRunner, existing_objects_frozen
 from linnaeus.errors import AutoBatchError
-from linnaeus.memory.device import GIB, DeviceMemory, device_memory
+from linnaeus.memory.device import GIB, device_memory
 
 Objective = Literal["memory", "throughput"]
 logger = logging.getLogger("linnaeus.autobatch")
 
 
-MAX_PASSES = 4
-"""A search is taken up again when the process has come to hold so much that its answer no longer fits."""
-DRIFT_TOLERANCE = 0.005
-"""Share of the budget by which it may have come to hold more all the same."""
-
-
 class BatchSizeFinder:
-    """Searches of one step on one device. What one of them measured serves the next.
+    """Runs searches of one step on one device; trials of one search also inform the next.
 
-    A context: on leaving it, parameters, buffers, gradients, optimizers, scalers, random number generators,
-    modes and the allocator's cap are bit for bit what they were on entering. Arguments are those of
-    `auto_find_batch_size`, and `batches_per_step`: how many batches one step takes, for samples per second.
+    Use it as a context. On leaving, parameters, buffers, gradients, optimizers, scalers, random number
+    generators, modes and the allocator's cap are bit for bit what they were on entering.
+
+    Args:
+        batches_per_step: batches that one call of `step` takes; needed for samples per second.
+        step, make_batch, and the others: as for `auto_find_batch_size`.
 
     Attributes:
-        trials: every trial so far, each as soon as it has run.
-        budget_bytes: of the last search; 0 before the first one.
+        memory: the device's memory.
+        trials: all trials so far, each added as soon as it has run.
+        min_size: the smallest size that is tried: `min_batch_size`, or 2 where BatchNorm needs two samples.
+        budget_bytes: what the process may hold on the device, as last read; 0 before the first search.
 
     Raises:
         AutoBatchError: the bounds leave no size to try.
@@ -72,25 +82,26 @@ class BatchSizeFinder:
         self.mode = mode
         self.memory = device_memory(_device(state, device))
         self.trials: list[TrialRecord] = []
-        self._min_size = _min_size(state, mode, min_batch_size, max_batch_size)
-        self._bound, self._max_size = _upper_bound(mode, self._min_size, max_batch_size, bounds or {})
+        self.budget_bytes = 0
+        self._known: dict[int, TrialRecord] = {}
+        self.min_size = _min_size(state, mode, min_batch_size, max_batch_size)
+        self._bound, self._max_size = _upper_bound(mode, self.min_size, max_batch_size, bounds or {})
         self._multiple_of = multiple_of
         self._limit_bytes = None if memory_limit_gb is None else int(memory_limit_gb * GIB)
         self._batches_per_step = batches_per_step
         self._on_start = on_start or (lambda size: None)
-        self._trial = partial(
-            TrialRunner, step, make_batch, state=state, memory=self.memory, budget_bytes=0,
-            num_steps=steps_per_trial, training=mode == "train",
-        )  # fmt: skip
-        self._state = state
+        self._step, self._make_batch, self._state = step, make_batch, state
+        self._steps_per_trial = steps_per_trial
         self._stack = contextlib.ExitStack()
-        self.budget_bytes = 0
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.enter_context(existing_objects_frozen())
             self._snapshot = Snapshot(self._state, self.memory.device)
-            self._runner = self._trial(snapshot=self._snapshot)
+            self._runner = TrialRunner(
+                self._step, self._make_batch, state=self._state, memory=self.memory, budget_bytes=0,
+                num_steps=self._steps_per_trial, training=self.mode == "train", snapshot=self._snapshot,
+            )  # fmt: skip
             stack.callback(self._restore)
             self._stack = stack.pop_all()
         return self
@@ -111,8 +122,14 @@ class BatchSizeFinder:
         max_trials: int = 25,
         timeout_minutes: float = 60.0,
         start: int | None = None,
+        confirm: bool = True,
     ) -> AutoBatchResult:
         """Find the largest size within a fraction of the device's memory.
+
+        Args:
+            target_memory_fraction, strategy, max_trials, timeout_minutes, start: as for
+                `auto_find_batch_size`. Confirming trials are not counted by `max_trials`.
+            confirm: run the size found once more, under a budget that is read again after the search.
 
         Raises:
             AutoBatchError: no size fits.
@@ -121,50 +138,52 @@ class BatchSizeFinder:
         if not 0 < target_memory_fraction <= 1:
             raise ValueError(f"target_memory_fraction is {target_memory_fraction}; it must lie in (0, 1]")
         started = time.monotonic()
-        budget_bytes = self._take_budget(target_memory_fraction)
-        earlier = known = list(self._known(budget_bytes))
-        self.budget_bytes = budget_bytes
         num_before = len(self.trials)
-        for number in range(1, MAX_PASSES + 1):
-            floor_bytes = self.floor_bytes
+        self._set_budget(self._first_budget(target_memory_fraction))
+        while True:
+            num_trials = len(self.trials) - num_before
             found = find_largest(
-                self._growth,
-                budget_bytes=budget_bytes - floor_bytes,
-                min_size=self._min_size,
+                self._runner,
+                budget_bytes=self.budget_bytes,
+                min_size=self.min_size,
                 max_size=self._max_size,
                 multiple_of=self._multiple_of,
                 strategy=strategy,
-                max_trials=max_trials if number == 1 else max(max_trials - len(self.trials) + num_before, 1),
+                max_trials=max_trials if num_trials == 0 else max(max_trials - num_trials, 1),
                 start=start,
                 deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
-                known=[_raised(trial, -floor_bytes) for trial in known],
+                known=self._known.values(),
                 on_start=self._on_start,
-                on_trial=partial(self._record, floor_bytes=floor_bytes),
+                on_trial=self._record,
             )
-            # Libraries keep kernels for every size, so that the process may hold more than before the search.
-            drift_bytes = self.floor_bytes - floor_bytes
-            drifted = [_raised(trial, drift_bytes) for trial in self.trials[num_before:]]
-            excess = 0.0 if found.size is None else self._excess(found.size, [*earlier, *drifted])
-            if excess <= 0 or (excess > DRIFT_TOLERANCE and number < MAX_PASSES):
-                self.trials[num_before:] = self._known(budget_bytes, drifted)  # judged anew
-            if excess <= DRIFT_TOLERANCE:
+            if found.size is None or not confirm or self._still_fits(found.size, target_memory_fraction):
                 break
-            known, start = [*earlier, *self.trials[num_before:]], None
-        floor_bytes = self.floor_bytes
-        trials = tuple(self.trials[num_before:])
+            start = None
+        return self._result(found, target_memory_fraction, strategy, num_before, started)
+
+    def _still_fits(self, size: int, fraction: float) -> bool:
+        """Read the budget again, and run the size under it unless it is the one that ran last."""
+        self._set_budget(min(self.budget_bytes, self.memory.budget(fraction, self._limit_bytes)))
+        newest = self.trials[-1]
+        if newest.size != size:
+            newest = self._one_trial(size)
+        return _fits(newest, self.budget_bytes)
+
+    def _result(
+        self, found: SearchResult, fraction: float, strategy: str, num_before: int, started: float
+    ) -> AutoBatchResult:
         if found.size is None:
-            raise AutoBatchError(
-                _nothing_fits(
-                    self.mode, found.limited_by, self.trials, budget_bytes, floor_bytes, self.memory,
-                    target_memory_fraction,
-                )
-            )  # fmt: skip
+            raise AutoBatchError(self._nothing_fits(found.limited_by, fraction))
+        budget_bytes = self.budget_bytes
+        trials = carry_over(
+            self.trials[num_before:], old_budget_bytes=budget_bytes, budget_bytes=budget_bytes
+        )
         return AutoBatchResult(
             mode=self.mode,
             batch_size=found.size,
             certified=found.certified,
             limited_by=self._bound if found.limited_by == "max_batch_size" else found.limited_by,
-            target_memory_fraction=target_memory_fraction,
+            target_memory_fraction=fraction,
             budget_bytes=budget_bytes,
             total_bytes=self.memory.total_bytes,
             strategy=strategy,
@@ -175,22 +194,18 @@ class BatchSizeFinder:
     def prefer_throughput(self, result: AutoBatchResult, *, timeout_minutes: float = 60.0) -> AutoBatchResult:
         """The smallest size up to the one found whose samples per second come within 5 % of the best."""
         started = time.monotonic()
-        sizes = list(Candidates(self._min_size, result.batch_size, self._multiple_of))
+        sizes = list(Candidates(self.min_size, result.batch_size, self._multiple_of))
         fast, medians = sizes_by_speed(self._time_steps, sizes, deadline_s=timeout_minutes * 60)
-        size, trials = self._first_that_fits(fast, result)
+        num_before = len(self.trials)
+        size = self._first_that_fits(fast) or result.batch_size
         return replace(
             result,
             batch_size=size,
             limited_by="throughput" if size < result.batch_size else result.limited_by,
             seconds=result.seconds + time.monotonic() - started,
-            trials=result.trials + trials,
+            trials=(*result.trials, *self.trials[num_before:]),
             timings=tuple(self._timing(size, medians[size]) for size in sorted(medians)),
         )
-
-    @property
-    def min_size(self) -> int:
-        """The smallest size that can be tried."""
-        return self._min_size
 
     @property
     def floor_bytes(self) -> int:
@@ -198,9 +213,9 @@ class BatchSizeFinder:
         return self._runner.floor_bytes
 
     def measure(self, size: int) -> TrialRecord:
-        """Run one size, with the whole device (or the memory limit) for a budget."""
-        self.budget_bytes = self._take_budget(1.0)
-        return self._one_trial(size, self.budget_bytes)
+        """Run one size with the whole device, or the memory limit, as its budget."""
+        self._set_budget(self._first_budget(1.0))
+        return self._one_trial(size)
 
     def time(self, size: int) -> Timing:
         """How fast a size runs that is known to fit."""
@@ -216,59 +231,56 @@ class BatchSizeFinder:
         except OutOfMemory:  # what is free has changed since the size ran
             return [math.inf]
 
-    def _first_that_fits(
-        self, sizes: Iterable[int], result: AutoBatchResult
-    ) -> tuple[int, tuple[TrialRecord, ...]]:
-        """The first size that a trial shows to fit, with the trials run for it."""
-        trials: list[TrialRecord] = []
+    def _first_that_fits(self, sizes: Iterable[int]) -> int | None:
+        """The first size that fits according to its newest trial; sizes without one are run."""
         for size in sizes:
-            known = [trial for trial in self.trials if trial.size == size]
-            if not known:
-                known = [self._one_trial(size, result.budget_bytes)]
-                trials += known
-            if any(
-                trial.peak_bytes is not None and trial.peak_bytes <= result.budget_bytes for trial in known
-            ):
-                return size, tuple(trials)
-        return result.batch_size, tuple(trials)
+            if _fits(self._known.get(size) or self._one_trial(size), self.budget_bytes):
+                return size
+        return None
 
-    def _one_trial(self, size: int, budget_bytes: int) -> TrialRecord:
+    def _one_trial(self, size: int) -> TrialRecord:
         found = find_largest(
-            self._runner, budget_bytes=budget_bytes, min_size=size, max_size=size, on_start=self._on_start,
-            on_trial=self._record,
+            self._runner, budget_bytes=self.budget_bytes, min_size=size, max_size=size,
+            on_start=self._on_start, on_trial=self._record,
         )  # fmt: skip
         return found.trials[0]
 
-    def _growth(self, size: int) -> int:
-        """Peak of a trial above what the process holds before it; only this grows with the size."""
-        floor_bytes = self.floor_bytes
-        return self._runner(size) - floor_bytes
+    def _record(self, trial: TrialRecord) -> None:
+        self.trials.append(trial)
+        self._known[trial.size] = trial
+        logger.debug("batch size %d: %s, %s, %.1f s", trial.size, trial.status, _peak(trial), trial.seconds)
 
-    def _excess(self, size: int, trials: Iterable[TrialRecord]) -> float:
-        """By how much the last peak of a size is above the budget, as a share of it."""
-        peaks = [trial.peak_bytes for trial in trials if trial.size == size and trial.peak_bytes is not None]
-        return peaks[-1] / self.budget_bytes - 1
-
-    def _record(self, trial: TrialRecord, floor_bytes: int = 0) -> None:
-        """Keep a trial, whose peak is above `floor_bytes`."""
-        whole = _raised(trial, floor_bytes)
-        self.trials.append(whole)
-        _log_trial(whole)
-
-    def _take_budget(self, fraction: float) -> int:
-        """The budget now. The first one is taken with libraries and kernels loaded, by a size that runs."""
-        budget_bytes = self.memory.budget(fraction, self._limit_bytes)
+    def _first_budget(self, fraction: float) -> int:
+        """The budget at the start of a search, read after libraries and kernels have been loaded."""
         if not self.trials:
-            self._runner.budget_bytes = budget_bytes
-            self._on_start(self._min_size)
-            self._runner.warm_up(self._min_size)
-            budget_bytes = self.memory.budget(fraction, self._limit_bytes)
-        self._runner.budget_bytes = budget_bytes
-        return budget_bytes
+            self._runner.budget_bytes = self.memory.budget(fraction, self._limit_bytes)
+            self._on_start(self.min_size)
+            self._runner.warm_up(self.min_size)
+        return self.memory.budget(fraction, self._limit_bytes)
 
-    def _known(self, budget_bytes: int, trials: Iterable[TrialRecord] | None = None) -> Iterable[TrialRecord]:
-        trials = self.trials if trials is None else trials
-        return carry_over(trials, old_budget_bytes=self.budget_bytes, budget_bytes=budget_bytes)
+    def _set_budget(self, budget_bytes: int) -> None:
+        """Set the budget of the trials to come, and keep of earlier trials what they say about it."""
+        kept = carry_over(self._known.values(), old_budget_bytes=self.budget_bytes, budget_bytes=budget_bytes)
+        self._known = {trial.size: trial for trial in kept}
+        self.budget_bytes = self._runner.budget_bytes = budget_bytes
+
+    def _nothing_fits(self, limited_by: str, fraction: float) -> str:
+        """The message of the error: what was tried, the budget, and the keys to change."""
+        suffix = "_VAL" if self.mode == "val" else ""
+        tried = ", ".join(f"{trial.size} ({_peak(trial)})" for trial in self.trials)
+        reason = {
+            "timeout": "the time ran out (DATA.AUTOBATCH.TIMEOUT_MINUTES) before a batch size fitted",
+            "max_trials": "the trials ran out (DATA.AUTOBATCH.MAX_TRIALS) before a batch size fitted",
+        }.get(limited_by, "no batch size fits")
+        return (
+            f"AutoBatch ({self.mode}): {reason}. Budget {self.budget_bytes / GIB:.2f} GiB for this process: "
+            f"{fraction:.0%} of {self.memory.total_bytes / GIB:.2f} GiB on {self.memory.device}, less what "
+            f"others use (or of DATA.AUTOBATCH.MEMORY_LIMIT_GB); {self.floor_bytes / GIB:.2f} GiB are held "
+            f"before the first sample. Tried: {tried or 'nothing'}. "
+            f"Lower DATA.AUTOBATCH.MIN_BATCH_SIZE{suffix} or DATA.IMG_SIZE, choose a smaller MODEL.NAME, set "
+            f"TRAIN.GRADIENT_CHECKPOINTING or TRAIN.AMP bf16, raise "
+            f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION{suffix}, or free memory on the device."
+        )
 
 
 def auto_find_batch_size(
@@ -294,7 +306,8 @@ def auto_find_batch_size(
 ) -> AutoBatchResult:
     """Find the largest batch size that runs within a fraction of the device's memory.
 
-    Every size is really run; afterwards parameters, buffers, gradients, optimizers, scalers, random number
+    Every size is really run, and the size found once more under a budget that is read again, unless it was
+    the last one tried. Afterwards parameters, buffers, gradients, optimizers, scalers, random number
     generators, modes and the allocator's cap are bit for bit what they were.
 
     On the CPU this fixes glibc's threshold for own mappings (see `linnaeus.memory.device.CpuMemory`): for
@@ -307,7 +320,7 @@ def auto_find_batch_size(
             scaler, average. With the optimizer among it, a validation search has training's state resident.
         mode: `train` or `val`; modules in `state` are in the mode that goes with it.
         device: whose memory counts; the one of the first parameter in `state`, else torch's accelerator.
-        target_memory_fraction: share of the device's total memory that may be in use, in (0, 1].
+        target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
         min_batch_size: smallest size tried, inclusive. With BatchNorm, training tries no single sample.
         max_batch_size: largest size tried, inclusive.
         steps_per_trial: steps that one trial runs.
@@ -375,35 +388,9 @@ def _upper_bound(
     return bound, upper_bounds[bound]
 
 
-def _raised(trial: TrialRecord, bytes_: int) -> TrialRecord:
-    """The record with so much more at its peak."""
-    return trial if trial.peak_bytes is None else replace(trial, peak_bytes=trial.peak_bytes + bytes_)
-
-
-def _log_trial(trial: TrialRecord) -> None:
-    logger.debug("batch size %d: %s, %s, %.1f s", trial.size, trial.status, _peak(trial), trial.seconds)
+def _fits(trial: TrialRecord, budget_bytes: int) -> bool:
+    return trial.peak_bytes is not None and trial.peak_bytes <= budget_bytes
 
 
 def _peak(trial: TrialRecord) -> str:
     return "out of memory" if trial.peak_bytes is None else f"{trial.peak_bytes / GIB:.2f} GiB"
-
-
-def _nothing_fits(
-    mode: Mode, limited_by: str, trials: Sequence[TrialRecord], budget_bytes: int, floor_bytes: int,
-    memory: DeviceMemory, fraction: float,
-) -> str:  # fmt: skip
-    suffix = "_VAL" if mode == "val" else ""
-    tried = ", ".join(f"{trial.size} ({_peak(trial)})" for trial in trials)
-    reason = {
-        "timeout": "the time ran out (DATA.AUTOBATCH.TIMEOUT_MINUTES) before a batch size fitted",
-        "max_trials": "the trials ran out (DATA.AUTOBATCH.MAX_TRIALS) before a batch size fitted",
-    }.get(limited_by, "no batch size fits")
-    return (
-        f"AutoBatch ({mode}): {reason}. Budget {budget_bytes / GIB:.2f} GiB for this process: "
-        f"{fraction:.0%} of {memory.total_bytes / GIB:.2f} GiB on {memory.device}, less what others use"
-        f" (or of DATA.AUTOBATCH.MEMORY_LIMIT_GB); {floor_bytes / GIB:.2f} GiB are held before the first "
-        f"sample. Tried: {tried or 'nothing'}. "
-        f"Lower DATA.AUTOBATCH.MIN_BATCH_SIZE{suffix} or DATA.IMG_SIZE, choose a smaller MODEL.NAME, set "
-        f"TRAIN.GRADIENT_CHECKPOINTING or TRAIN.AMP bf16, raise "
-        f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION{suffix}, or free memory on the device."
-    )

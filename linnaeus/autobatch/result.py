@@ -36,7 +36,7 @@ class AutoBatchResult:
         certified: the candidate after the largest that fits ran and did not fit, or there is none.
         limited_by: `memory`, `max_batch_size`, `dataset`, `effective_batch`, `host_memory`, `max_trials` or
             `timeout`; `throughput` for a size below the largest.
-        target_memory_fraction: share of the device's memory that may be in use.
+        target_memory_fraction: fraction of the device's memory that may be in use.
         budget_bytes: what this process may hold on the device.
         total_bytes: the device's memory.
         strategy: how sizes were chosen.
@@ -59,8 +59,9 @@ class AutoBatchResult:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Peak of the trial at the size found; None where an earlier search of the same finder ran it."""
-        return next((trial.peak_bytes for trial in self.trials if trial.size == self.batch_size), None)
+        """Peak of the last trial at the size found; None where an earlier search of the finder ran it."""
+        peaks = [trial.peak_bytes for trial in self.trials if trial.size == self.batch_size]
+        return peaks[-1] if peaks else None
 
     def as_dict(self) -> dict[str, Any]:
         """The entry of `autobatch.json`."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
+from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.training.ema import Ema
@@ -140,6 +141,27 @@ def test_the_size_found_holds_outside_the_search_and_a_larger_one_does_not() -> 
     fits, too_large = peaks.values()
     assert fits <= 1.02 * result.peak_bytes
     assert too_large > result.budget_bytes
+
+
+@pytest.mark.parametrize(("confirm", "size"), [(True, 32), (False, 64)])
+def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bool, size: int) -> None:
+    """The last trial leaves 40 MiB behind, as a library's buffers would; only a confirmation can notice."""
+    held: list[Tensor] = []
+
+    def step(batch: Tensor) -> None:
+        if len(batch) == 128 and not held:
+            held.append(torch.ones(40 * WIDTH))
+        plain_step(batch)
+
+    limit_gb = room(150)["memory_limit_gb"]
+    with BatchSizeFinder(
+        step, make_batch, device="cpu", max_batch_size=300, memory_limit_gb=limit_gb
+    ) as finder:
+        result = finder.find(1.0, strategy="power", confirm=confirm)
+        again = finder.measure(result.batch_size)
+    assert held
+    assert result.batch_size == size
+    assert (again.status == "fits") is confirm
 
 
 def test_a_tighter_memory_limit_gives_a_smaller_size() -> None:
