@@ -192,7 +192,7 @@ class BatchSizeFinder:
         )
 
     def prefer_throughput(self, result: AutoBatchResult, *, timeout_minutes: float = 60.0) -> AutoBatchResult:
-        """The smallest size up to the one found whose samples per second come within 5 % of the best."""
+        """Reduce the size found to the smallest one that is within 5 % of the best samples per second."""
         started = time.monotonic()
         sizes = list(Candidates(self.min_size, result.batch_size, self._multiple_of))
         fast, medians = sizes_by_speed(self._time_steps, sizes, deadline_s=timeout_minutes * 60)
@@ -209,7 +209,7 @@ class BatchSizeFinder:
 
     @property
     def floor_bytes(self) -> int:
-        """What the process holds now, between two trials."""
+        """Bytes that the process holds now, between two trials."""
         return self._runner.floor_bytes
 
     def measure(self, size: int) -> TrialRecord:
@@ -218,7 +218,7 @@ class BatchSizeFinder:
         return self._one_trial(size)
 
     def time(self, size: int) -> Timing:
-        """How fast a size runs that is known to fit."""
+        """Time a size that is known to fit."""
         return self._timing(size, statistics.median(self._time_steps(size)))
 
     def _timing(self, size: int, seconds: float) -> Timing:
@@ -228,7 +228,7 @@ class BatchSizeFinder:
         self._on_start(size)
         try:
             return self._runner.time(size)
-        except OutOfMemory:  # what is free has changed since the size ran
+        except OutOfMemory:  # less memory is free than when the size ran
             return [math.inf]
 
     def _first_that_fits(self, sizes: Iterable[int]) -> int | None:
@@ -315,11 +315,12 @@ def auto_find_batch_size(
 
     Args:
         step: runs one full training (or validation) step on a batch.
-        make_batch: gives a batch of n samples on the device.
-        state: everything with `state_dict` and `load_state_dict` that a step may change: model, optimizer,
-            scaler, average. With the optimizer among it, a validation search has training's state resident.
-        mode: `train` or `val`; modules in `state` are in the mode that goes with it.
-        device: whose memory counts; the one of the first parameter in `state`, else torch's accelerator.
+        make_batch: makes a batch of n samples on the device.
+        state: every object with `state_dict` and `load_state_dict` that a step may change: model, optimizer,
+            scaler, average. If the optimizer is among them, validation is measured with its state allocated.
+        mode: `train` or `val`; modules in `state` are put in the matching mode.
+        device: the device whose memory counts. By default that of the first parameter in `state`, else
+            torch's current accelerator, else the CPU.
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
         min_batch_size: smallest size tried, inclusive. With BatchNorm, training tries no single sample.
         max_batch_size: largest size tried, inclusive.
@@ -327,13 +328,13 @@ def auto_find_batch_size(
         strategy: `guided`, `binary`, `power` or `binsearch`.
         multiple_of: only multiples of this are tried; sizes below it stay exact.
         memory_limit_gb: GiB; treat the device as if it had no more than this.
-        max_trials: bound on trials; the best size so far is used.
-        timeout_minutes: deadline of the search; the best size so far is used.
+        max_trials: most trials to run; the best size so far is used then.
+        timeout_minutes: deadline of the search; the best size so far is used then.
         objective: `memory` for the largest size that fits, `throughput` for the smallest of those that fit
             whose samples per second come within 5 % of the best.
         bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}.
-        start: a size known from an earlier run, tried first.
-        on_start: called with each size before it is tried, the small one that warms up included.
+        start: a size to try first, such as the answer of an earlier run.
+        on_start: called with each size before it is tried, the warm-up included.
 
     Raises:
         AutoBatchError: no size fits.
@@ -366,7 +367,7 @@ def _device(state: Sequence[Any], device: torch.device | str | None) -> torch.de
 
 
 def _min_size(state: Sequence[Any], mode: Mode, min_batch_size: int, max_batch_size: int) -> int:
-    """BatchNorm refuses to train on one value per channel, so one sample is not tried with it."""
+    """The smallest size to try: 2 for training with BatchNorm, which refuses one value per channel."""
     modules = [module for part in state if isinstance(part, nn.Module) for module in part.modules()]
     has_batchnorm = any(isinstance(module, _BatchNorm) for module in modules)
     if mode == "train" and has_batchnorm:
@@ -377,7 +378,7 @@ def _min_size(state: Sequence[Any], mode: Mode, min_batch_size: int, max_batch_s
 def _upper_bound(
     mode: Mode, min_size: int, max_batch_size: int, bounds: Mapping[str, int]
 ) -> tuple[str, int]:
-    """The lowest upper bound, with its name."""
+    """The lowest upper bound: its name and its size."""
     upper_bounds = {"max_batch_size": max_batch_size, **bounds}
     bound = min(upper_bounds, key=lambda name: upper_bounds[name])
     if upper_bounds[bound] < min_size:

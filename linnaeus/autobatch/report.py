@@ -1,4 +1,4 @@
-"""What a search did: a table for people, a file for programs."""
+"""Show the results of a search as a table, as one sentence, and as `autobatch.json`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LIMITS = {
 
 
 def device_environment(device: torch.device) -> dict[str, Any]:
-    """Where the sizes hold: device and versions."""
+    """Device and versions that the sizes found depend on."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -54,20 +54,20 @@ def save_results(results: Mapping[str, AutoBatchResult], environment: Mapping[st
 
 
 def trials_table(result: AutoBatchResult) -> Table:
-    """The trials of one search, the size found marked."""
+    """The trials of one search as a table in which an arrow marks the size found."""
     table = Table(title=f"AutoBatch trials, {result.mode}", title_justify="left")
     for heading in ("batch size", "status", "peak GiB", "of budget", "seconds"):
         table.add_column(heading, justify="left" if heading == "status" else "right")
     for trial in result.trials:
         peak = "" if trial.peak_bytes is None else f"{trial.peak_bytes / GIB:.3f}"
-        share = "" if trial.peak_bytes is None else f"{trial.peak_bytes / result.budget_bytes:.1%}"
+        of_budget = "" if trial.peak_bytes is None else f"{trial.peak_bytes / result.budget_bytes:.1%}"
         mark = "→ " if trial.size == result.batch_size else ""
-        table.add_row(f"{mark}{trial.size}", trial.status, peak, share, f"{trial.seconds:.2f}")
+        table.add_row(f"{mark}{trial.size}", trial.status, peak, of_budget, f"{trial.seconds:.2f}")
     return table
 
 
 def summary(result: AutoBatchResult) -> str:
-    """One sentence: the size, what limits it, and whether that is proven."""
+    """One sentence with the size found, its limit, and whether it is certified."""
     proof = "certified" if result.certified else "not certified"
     limit = _LIMITS[result.limited_by]
     return (

@@ -1,4 +1,4 @@
-"""What a search found, as an object and as the entry of a file."""
+"""The result of a search, as an object and as an entry of `autobatch.json`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Mode = Literal["train", "val"]
 
 @dataclass(frozen=True)
 class Timing:
-    """How fast one size runs.
+    """Speed of one batch size.
 
     Attributes:
-        batch_size: the size.
-        seconds_per_step: median.
-        samples_per_s: of one process.
+        batch_size: samples per process and forward pass.
+        seconds_per_step: median over the timed steps.
+        samples_per_s: samples per second of one process.
     """
 
     batch_size: int
@@ -28,21 +28,22 @@ class Timing:
 
 @dataclass(frozen=True)
 class AutoBatchResult:
-    """What a search found.
+    """The batch size that a search found, and how.
 
     Attributes:
         mode: `train` or `val`.
         batch_size: the largest size that ran within the budget, or a smaller one that is about as fast.
-        certified: the candidate after the largest that fits ran and did not fit, or there is none.
-        limited_by: `memory`, `max_batch_size`, `dataset`, `effective_batch`, `host_memory`, `max_trials` or
-            `timeout`; `throughput` for a size below the largest.
+        certified: the next candidate above the largest size that fits was run and does not fit, or there is
+            no such candidate.
+        limited_by: why the size is not larger: `memory`, `max_batch_size`, `dataset`, `effective_batch`,
+            `host_memory`, `max_trials` or `timeout`; `throughput` for a size below the largest that fits.
         target_memory_fraction: fraction of the device's memory that may be in use.
         budget_bytes: what this process may hold on the device.
         total_bytes: the device's memory.
-        strategy: how sizes were chosen.
-        seconds: length of the search.
-        trials: every trial, in order.
-        timings: the sizes that were timed, ascending; none where the objective is memory.
+        strategy: name of the search strategy.
+        seconds: duration of the search.
+        trials: every trial, in order. The size found may be there twice: tried, and confirmed.
+        timings: the sizes that were timed, ascending; empty unless the objective is throughput.
     """
 
     mode: Mode
@@ -64,7 +65,7 @@ class AutoBatchResult:
         return peaks[-1] if peaks else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The entry of `autobatch.json`."""
+        """Plain values for `autobatch.json`."""
         timings = {"timings": [asdict(timing) for timing in self.timings]} if self.timings else {}
         return {
             "batch_size": self.batch_size,

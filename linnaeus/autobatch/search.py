@@ -1,22 +1,26 @@
-"""Find the largest size that fits in a budget, in few trials, and prove it.
+"""Find the largest size that fits in a budget, in few trials, and prove it. Pure: no torch.
 
-The module knows neither torch nor memory: `measure(n)` says how many bytes size n needs, or raises
-`OutOfMemory`. Sizes that may be tried are the *candidates*. A search keeps a bracket, the largest candidate
-that fitted so far and the smallest one above it that did not, and every trial falls strictly inside: no size
-is tried twice, the bracket always shrinks, and whatever is returned has run. When the ends of the bracket
-are neighbours, the answer is *certified*.
+`measure(n)` returns the bytes that size n needs, or raises `OutOfMemory`. Sizes that may be tried are the
+*candidates*. The search keeps a bracket: the largest candidate that fitted so far, and the smallest one above
+it that did not. Every trial lies strictly inside the bracket, so that no size is tried twice, the bracket
+always shrinks, and the size returned has run. When the ends of the bracket are neighbours, the answer is
+*certified*.
 
-The guided strategy: memory is nearly a line in the size, a fixed cost plus a cost per sample, so a trial
-that ran tells how far the budget still is. The first trial is small. From then on a line goes through the
-end of the bracket whose peak is closest to the budget; its slope comes from the next closest peak that gives
-a believable one, and after a single trial from the assumption that a tenth of the peak is fixed cost. The
-next trial is where the line meets the budget: a little short of it, since a size that fits teaches more than
-one that runs out of memory, and at no more than four times the size that the line starts from. Where the
-line says that a size should fit which failed, the next trial steps back from that size by a tenth of the
-bracket's width, and by twice as much each time that this fails too. Close to the answer, "where the line
-meets the budget" is one of the two neighbours that certify it. A curve that still leads the line astray after
-eight trials is settled without it, by doubling steps and then bisection: 2·log2(candidates) + 9 trials do for
-any curve.
+The guided strategy assumes that memory is nearly linear in the size: a fixed cost plus a cost per sample.
+
+1. The first trial is small.
+2. A line is drawn through the end of the bracket whose peak is closest to the budget. Its slope comes from
+   the next closest peak that gives a plausible one; after a single trial, a tenth of the peak is taken as
+   fixed cost.
+3. The next trial is where this line meets the budget, a little below it, because a size that fits leaves a
+   peak and one that runs out of memory leaves none, and at most four times the size that the line starts
+   from.
+4. If the line says that a size fits which has failed, the next trial lies below that size by a tenth of the
+   bracket's width, and by twice as much after each further failure.
+5. After eight trials the line is given up in favour of doubling steps and bisection.
+
+Close to the answer, the point where the line meets the budget is one of the two neighbours that certify it.
+Any curve takes at most 2·log2(candidates) + 9 trials.
 """
 
 from __future__ import annotations
@@ -33,30 +37,29 @@ Status = Literal["fits", "over", "oom"]
 LimitedBy = Literal["memory", "max_batch_size", "max_trials", "timeout"]
 
 FIRST_SIZE = 16
-"""First size of a guided search without a hint: small enough to fit almost always, large enough for the
-samples, and not only the fixed cost, to show in the peak."""
+"""First size of a guided search without a hint: small enough to fit almost always, and large enough for the
+cost per sample to show in the peak beside the fixed cost."""
 GROWTH = 4
-"""No guided trial is larger than this many times the size that its line starts from: probes beyond the
-device's capacity come from extrapolating small peaks far. The same factor leads down from sizes that left no
-peak."""
+"""A guided trial is at most this many times the size that its line starts from, because trials beyond the
+device's capacity come from extrapolating small peaks too far. While no size has left a peak, sizes are
+divided by it."""
 SHORT = 0.02
-"""Share of an upward step that is left out: twice the usual noise of a peak (1 %), so that most far steps
-land on a size that fits. That one leaves a peak even where the device refuses whatever exceeds the budget."""
+"""Fraction by which an upward step is shortened: twice the usual noise of a peak (1 %), so that most long
+steps end at a size that fits and so leaves a peak."""
 RETREAT = 0.1
-"""Share of the bracket's width to step back from a size that failed where the line says that it should fit.
-The line has just been wrong by some per cent of that width: a tenth comes out below, and still close."""
-FIXED_SHARE = 0.1
-"""Share of a peak taken as fixed cost (weights, optimizer, workspaces) while no slope has been measured."""
+"""Fraction of the bracket's width to step back from a size that failed although the line says it fits. The
+line is usually wrong by a few per cent of that width, so a tenth ends below the answer and close to it."""
+FIXED_FRACTION = 0.1
+"""Fraction of a peak taken as fixed cost (weights, optimizer, workspaces) before a slope is measured."""
 MIN_STEEPNESS = 0.1
-"""A slope below this share of peak/size is not believed: it comes from two peaks that differ by less than
-their noise, or lie on a plateau. While nothing has failed, the line is then as steep as this; a bracket is
-bisected."""
+"""A slope below this fraction of peak/size is implausible: the two peaks differ by less than their noise, or
+lie on a plateau. While nothing has failed, this slope is used instead; otherwise the bracket is bisected."""
 GUIDED_TRIALS = 8
-"""Trials that may follow the line. On measured curves one search in a hundred needs more."""
+"""Trials that follow the line. On measured curves one search in a hundred needs more."""
 
 
 class OutOfMemory(Exception):  # noqa: N818 (it names an event; `measure` raises it, searches expect it)
-    """Raised by `measure` when the size did not fit on the device and so left no peak."""
+    """Raised by `measure` when a size does not fit on the device and therefore leaves no peak."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,12 @@ class SearchResult:
     """What a search found.
 
     Attributes:
-        size: the largest size seen to fit; None when none was.
-        certified: the size ran and fits, and the next candidate ran and does not, or there is none. With
-            `size` None: the smallest candidate ran and does not fit.
-        limited_by: why it is not larger: `memory`, `max_batch_size` (the largest candidate fits), or what
-            ended the search early, `max_trials` or `timeout`.
-        trials: every trial of this search, in order. Known records are not among them.
+        size: the largest size that was seen to fit; None if none was.
+        certified: the size ran and fits, and the next candidate ran and does not, or there is no next one. If
+            `size` is None: the smallest candidate ran and does not fit.
+        limited_by: why the size is not larger: `memory`; `max_batch_size` (the largest candidate fits);
+            `max_trials` or `timeout` (the search ended early).
+        trials: every trial of this search, in order, without the known records.
     """
 
     size: int | None
@@ -124,8 +127,8 @@ def find_largest(
     Args:
         measure: runs a size and returns its peak in bytes, or raises `OutOfMemory`. Any other exception ends
             the search. It is called at most once for each size.
-        budget_bytes: a size fits when it ran with a peak of at most this. It may be zero or negative (others
-            use the whole device): then nothing fits, and the smallest candidate is tried to show it.
+        budget_bytes: a size fits if its peak is at most this. It may be zero or negative (others use the
+            whole device): then nothing fits, and the smallest candidate is tried to show it.
         min_size: smallest size that may be tried, at least 1.
         max_size: largest size that may be tried.
         multiple_of: only its multiples are candidates, and every size below the first of them.
@@ -135,10 +138,9 @@ def find_largest(
         start: a size to try first, such as the answer of an earlier run; `binary` ignores it. It need not be
             a candidate.
         deadline_s: no trial starts later than this many seconds after the call.
-        known: earlier trials. They cost nothing and count as run: they bound the search, guide it, and may
-            hold its answer. Peaks are judged by this search's budget, whatever their status says. A record
-            without a peak is taken to be out of memory at this budget too; `carry_over` drops those that may
-            not be.
+        known: earlier trials, one for each size. They count as run: they bound and guide the search, and may
+            hold its answer. Peaks are judged by this search's budget, not by their status. A record without
+            a peak counts as out of memory at this budget too; `carry_over` drops those that may not be.
         clock: seconds, for the deadline and the records.
         on_start: called with each size before it is tried.
         on_trial: called with each record after the trial.
@@ -179,11 +181,10 @@ def find_largest(
 def carry_over(
     trials: Iterable[TrialRecord], *, old_budget_bytes: int, budget_bytes: int
 ) -> tuple[TrialRecord, ...]:
-    """Return what trials under one budget say about another: records for `find_largest(known=...)`.
+    """Convert trials under one budget to records for a search under another, for `find_largest(known=...)`.
 
-    A peak is a peak under any budget, so its status is judged anew. A size that ran out of memory has no
-    peak, and perhaps did so only because the device was capped at the old budget: it says nothing about a
-    larger one.
+    A peak holds under any budget, so its status is judged anew. A size that ran out of memory left no peak,
+    and may have done so only because of the cap at the old budget, so it says nothing about a larger budget.
 
     >>> trials = [TrialRecord(8, "fits", 900, 0.1), TrialRecord(16, "oom", None, 0.1)]
     >>> [(t.size, t.status) for t in carry_over(trials, old_budget_bytes=1000, budget_bytes=800)]
@@ -262,10 +263,14 @@ class Candidates:
 
 @dataclass
 class _Search:
-    """What is known so far: the bracket, the peaks and the trials.
+    """State of a search: the bracket, the peaks and the trials.
 
-    `low` is the index of the largest candidate seen to fit, -1 for none; `high` that of the smallest above it
-    seen not to fit, `len(candidates)` for none.
+    Attributes:
+        start: the hint; None without one.
+        low: index of the largest candidate that was seen to fit; -1 without one.
+        high: index of the smallest candidate above it that was seen not to fit; `len(candidates)` without
+            one.
+        peaks: peak bytes by size.
     """
 
     candidates: Candidates
@@ -290,7 +295,7 @@ class _Search:
 
     @property
     def hint(self) -> int | None:
-        """Index of `start` as long as no trial has answered it."""
+        """Index of `start` while it lies inside the bracket."""
         if self.start is None:
             return None
         index = self.candidates.nearest(self.start)
@@ -298,7 +303,7 @@ class _Search:
 
     @property
     def num_failed_again(self) -> int:
-        """How many of the last trials failed, beyond the first of them."""
+        """Number of failed trials in a row at the end, less one."""
         fits = (record.status == "fits" for record in reversed(self.trials))
         return max(sum(1 for _ in itertools.takewhile(operator.not_, fits)) - 1, 0)
 
@@ -307,7 +312,7 @@ class _Search:
         return abs(self.peaks[size] - self.budget_bytes)
 
     def inside(self, index: int) -> int:
-        """The index, or the one inside the bracket that is closest to it."""
+        """The index inside the bracket that is closest to the given one."""
         return max(self.low + 1, min(index, self.high - 1))
 
     def add(self, trial: TrialRecord) -> None:
@@ -315,7 +320,7 @@ class _Search:
         self.absorb([trial])
 
     def absorb(self, records: Iterable[TrialRecord]) -> None:
-        """Narrow the bracket. Records may contradict each other: the largest size that fitted wins."""
+        """Narrow the bracket. If records contradict each other, the largest size that fitted counts."""
         fits, fails = [self.low], [self.high]
         for record in records:
             if record.peak_bytes is not None:
@@ -354,18 +359,18 @@ def _where_the_line_meets_the_budget(search: _Search) -> int:
 
 
 def _anchor(search: _Search) -> int:
-    """The measured size that the line goes through: an end of the bracket, if one left a peak."""
+    """The measured size that the line goes through: an end of the bracket if it left a peak."""
     ends = (search.candidates[i] for i in (search.low, search.high) if 0 <= i < len(search.candidates))
     measured = [size for size in ends if size in search.peaks]
     return min(measured or search.peaks, key=search.distance)
 
 
 def _slope(search: _Search, anchor: int) -> float | None:
-    """Bytes per sample at the anchor; None in a bracket whose peaks are too flat to tell."""
+    """Bytes per sample at the anchor; None if the peaks in a bracket are too flat to tell."""
     proportional = max(search.peaks[anchor], 1) / anchor
     others = sorted(search.peaks.keys() - {anchor}, key=search.distance)
     if not others:
-        return (1 - FIXED_SHARE) * proportional
+        return (1 - FIXED_FRACTION) * proportional
     slopes = ((search.peaks[size] - search.peaks[anchor]) / (size - anchor) for size in others)
     flattest = MIN_STEEPNESS * proportional
     return next((slope for slope in slopes if slope >= flattest), flattest if search.unbounded else None)
@@ -395,4 +400,4 @@ STRATEGIES: dict[str, Callable[[_Search], int | None]] = {
     "power": _power,
     "binsearch": _binsearch,
 }
-"""What each strategy tries next: the index of a candidate, or None to stop."""
+"""By name: a function that gives the index of the next candidate, or None to stop."""

@@ -1,4 +1,4 @@
-"""The state of a process before the search, and its return to it, bit for bit."""
+"""Copies of everything that a trial may change, put back bit for bit after the search."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from linnaeus.rng import rng_state, set_rng_state
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can hand out its state and take it back."""
+    """An object with `state_dict` and `load_state_dict`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state."""
+        """Return the state."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any:
-        """Take the state back."""
+        """Restore a state that `state_dict` returned."""
         ...
 
 
 class Snapshot:
-    """Copies on the host of everything that a step may change, to be put back by `restore`.
+    """Host copies of everything that a step may change; `restore` puts them back.
 
-    Tensors are restored in place, so that every reference to them (an optimizer's, a wrapper's) stays good.
+    Tensors are restored in place, so that references to them (an optimizer's, a wrapper's) stay valid.
 
     Args:
-        state: modules, optimizers, gradient scalers, averages: anything with `state_dict` and
-            `load_state_dict`. Modules are taken with their non-persistent buffers, gradients and modes;
-            optimizers with the exact dtype of their state, and with parameters that no module here has.
-        device: whose random number generator counts beside the CPU's.
+        state: modules, optimizers, gradient scalers, averages: objects with `state_dict` and
+            `load_state_dict`. Of modules, non-persistent buffers, gradients and modes are saved too; of
+            optimizers, the exact dtype of their state, and parameters that belong to no module in `state`.
+        device: its random number generator is saved, beside those of the CPU.
 
     Raises:
         TypeError: something in `state` has no `state_dict` and `load_state_dict`.
@@ -58,17 +58,17 @@ class Snapshot:
 
     @property
     def host_bytes(self) -> int:
-        """What the copies hold."""
+        """Bytes of the copies."""
         return sum(_num_bytes(saved) for part in self._parts for saved in part.copies())
 
     def restore_parts(self, *, with_optimizers: bool = True) -> None:
-        """Put back what `state` holds; without the optimizers what they have allocated stays."""
+        """Restore `state`; without optimizers, the state that these have allocated stays allocated."""
         for part in self._parts:
             if with_optimizers or not isinstance(part, _OptimizerSnapshot):
                 part.restore()
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore `state`, random number generators, switches of torch and environment variables."""
         for name, (read, write) in _SWITCHES.items():
             if read() != self._switches[name]:
                 write(self._switches[name])
@@ -91,11 +91,11 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "cudnn benchmark": (lambda: torch.backends.cudnn.benchmark, _set_cudnn("benchmark")),
     "cudnn deterministic": (lambda: torch.backends.cudnn.deterministic, _set_cudnn("deterministic")),
 }
-"""Switches of the process: how each is read and written."""
+"""Global switches of torch: a function that reads each, and one that writes it."""
 
 
 class _TensorSnapshot:
-    """Value of one tensor: a buffer or a gradient."""
+    """Value of a buffer or a gradient."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -110,7 +110,7 @@ class _TensorSnapshot:
 
 
 class _ParameterSnapshot(_TensorSnapshot):
-    """Value, gradient and flag of one parameter."""
+    """Value, gradient and `requires_grad` of a parameter."""
 
     def __init__(self, parameter: Tensor) -> None:
         super().__init__(parameter)
@@ -124,7 +124,7 @@ class _ParameterSnapshot(_TensorSnapshot):
             yield self._gradient_snapshot.value
 
     def restore(self) -> None:
-        self._tensor.grad = None  # whose type and shape would have to fit the value
+        self._tensor.grad = None  # torch checks it against the value that is put back
         super().restore()
         if self._gradient_snapshot is not None:
             self._gradient_snapshot.restore()
@@ -133,7 +133,7 @@ class _ParameterSnapshot(_TensorSnapshot):
 
 
 class _ModuleSnapshot:
-    """Values, gradients and modes of a module; extra state where a submodule has it."""
+    """Parameters, buffers, modes and extra state of a module and its submodules."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modes = [(submodule, submodule.training) for submodule in module.modules()]
@@ -160,7 +160,7 @@ class _ModuleSnapshot:
     def restore(self) -> None:
         for tensor in self._tensors:
             tensor.restore()
-        for registry, tensors in self._registries:  # a step may exchange some, or register more
+        for registry, tensors in self._registries:  # a step may have replaced or added tensors
             registry.clear()
             registry.update(tensors)
         for submodule, state in self._extra:
@@ -170,11 +170,13 @@ class _ModuleSnapshot:
 
 
 class _OptimizerSnapshot:
-    """Per-parameter state and options. `load_state_dict` would cast the state to the parameters' dtype.
+    """Per-parameter state and options of an optimizer, read and written directly.
+
+    `load_state_dict` is not used because it casts the state to the parameters' dtype.
 
     Args:
         optimizer: the optimizer.
-        in_modules: parameters that a module's snapshot has.
+        in_modules: parameters that a module's snapshot already holds.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, in_modules: Container[Any]) -> None:
@@ -215,7 +217,7 @@ class _OptimizerSnapshot:
 
 
 class _ScalerSnapshot:
-    """A gradient scaler. Its state dict leaves out how far an interrupted step had come."""
+    """All attributes of a gradient scaler; its state dict lacks the progress of an interrupted step."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
@@ -230,7 +232,7 @@ class _ScalerSnapshot:
 
 
 class _StatefulSnapshot:
-    """Anything else with a state dict."""
+    """Any other object with a state dict."""
 
     def __init__(self, part: Stateful) -> None:
         self._part = part
@@ -263,7 +265,7 @@ def _snapshot_of(part: Any, in_modules: Container[Any]) -> _PartSnapshot:
 
 @dataclass(frozen=True)
 class _SavedTensor:
-    """A tensor's copy on the host, where the original was, and the original while somebody else has it."""
+    """A tensor's host copy, its device, and a weak reference to the tensor itself."""
 
     value: Tensor
     device: torch.device
@@ -271,7 +273,7 @@ class _SavedTensor:
 
 
 def _saved(state: Any) -> Any:
-    """A nest with host copies for tensors and deep copies for the rest."""
+    """The nest with tensors as host copies and all else as deep copies."""
 
     def save(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -282,11 +284,11 @@ def _saved(state: Any) -> Any:
 
 
 def _loaded(saved: Any, present: Any = None) -> Any:
-    """What `_saved` was given: the original tensors where they still are in their place, else fresh objects.
+    """The nest that `_saved` copied. Tensors still in place are restored in place; all else is made anew.
 
     Args:
-        saved: what `_saved` gave.
-        present: what is in its place now.
+        saved: the result of `_saved`.
+        present: the nest that is in its place now.
     """
     if isinstance(saved, _SavedTensor):
         value = saved.value
@@ -310,7 +312,7 @@ def _num_bytes(saved: Any) -> int:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that hold the values."""
+    """The dense tensors that hold a tensor's values."""
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
@@ -323,11 +325,11 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 def _put_back(tensor: Tensor, value: Tensor, device: torch.device) -> None:
-    """In place, or in fresh memory where the tensor's own no longer fits the value."""
+    """Write the value into the tensor; into new memory where shape, dtype or device have changed."""
     if tensor.is_sparse or _kind(tensor) != _kind(value, device):
         tensor.data = value.to(device, copy=True)
         return
-    if 0 in tensor.stride():  # expanded: several values have one place
+    if 0 in tensor.stride():  # expanded: several elements share memory
         once = tuple(slice(None if stride else 1) for stride in tensor.stride())
         tensor, value = tensor[once], value[once]
     tensor.detach().copy_(value)

@@ -1,9 +1,9 @@
-"""The smallest size that is about as fast as the fastest: no torch in it, only sizes and seconds.
+"""Find the smallest size that is about as fast as the fastest. Pure: sizes and seconds, no torch.
 
-Samples per second rise with the size until the device is busy, then stay level and may fall. Rungs are timed
-from the largest size downwards, at powers of two, until two in a row are clearly slow; then the step between
-the smallest fast rung and the slow one below it is halved a few times. Where a size lies so close to the
-threshold that the spread of its steps leaves it open, it and the fastest are timed again side by side.
+Samples per second rise with the batch size until the device is busy, then level off and may fall. Sizes are
+timed from the largest downwards at powers of two (the rungs), until two in a row are too slow. Then the
+interval between the smallest fast rung and the slow one below it is bisected a few times. A size so close to
+the threshold that the spread of its steps decides is timed again, in turn with the fastest one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 TOLERANCE = 0.05
-"""A size is fast enough within this share of the best samples per second."""
+"""A size is fast enough if its samples per second miss the best by no more than this fraction."""
 ROUNDS = 3
-"""Times that a doubtful size is timed at most."""
+"""How often a size near the threshold is timed at most."""
 HALVINGS = 3
-"""Sizes timed between the smallest fast rung and the slow one below it."""
+"""Bisections between the smallest fast rung and the slow one below it."""
 
 
 def sizes_by_speed(
@@ -31,21 +31,21 @@ def sizes_by_speed(
     deadline_s: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[int], dict[int, float]]:
-    """Time a few candidates and tell which of them are fast enough.
+    """Time a few candidates and select those that are fast enough.
 
     >>> fast, seconds = sizes_by_speed(lambda n: [0.1 + n / 1000] * 5, range(1, 4097))
     >>> min(fast)
     1280
 
     Args:
-        time_steps: runs some steps of a size and gives the seconds of each; infinity where it cannot run.
-        candidates: the sizes that may be used, ascending; all but the largest may go untimed.
-        tolerance: share of the best samples per second that may be missing.
+        time_steps: runs some steps of a size and returns the seconds of each; infinity if it cannot run.
+        candidates: the sizes that may be used, ascending. Only the largest is sure to be timed.
+        tolerance: fraction of the best samples per second that a fast size may miss.
         deadline_s: no timing starts later than this many seconds after the call.
         clock: seconds.
 
     Returns:
-        The timed sizes within the tolerance, ascending, and every timed size's median seconds per step.
+        The fast sizes, ascending, and the median seconds per step of every timed size.
     """
     deadline = clock() + deadline_s
     stopwatch = _Stopwatch(time_steps, tolerance, lambda: clock() >= deadline)
@@ -67,7 +67,7 @@ def sizes_by_speed(
 
 @dataclass
 class _Stopwatch:
-    """Seconds of all steps timed so far, by size."""
+    """Seconds of each timed step, by size, and the verdicts that follow from them."""
 
     time_steps: Callable[[int], Sequence[float]]
     tolerance: float
@@ -91,7 +91,7 @@ class _Stopwatch:
         return sorted(size for size in self.seconds if self.rate(size) >= threshold)
 
     def is_fast(self, size: int) -> bool:
-        """Time a size, again while its verdict is open."""
+        """Time a size, and again while its verdict is uncertain."""
         self.add(size)
         for _ in range(ROUNDS - 1):
             if not self._is_open(size) or self.is_late():
@@ -101,7 +101,7 @@ class _Stopwatch:
         return size in self.fast()
 
     def _is_open(self, size: int) -> bool:
-        """Whether two standard errors of the ratio to the best reach across the threshold."""
+        """Whether the threshold lies within two standard errors of the size's ratio to the best."""
         if size == self.best or not self.rate(self.best):
             return False
         ratio = self.rate(size) / self.rate(self.best)
@@ -110,10 +110,11 @@ class _Stopwatch:
 
 
 def _relative_error(seconds: Sequence[float]) -> float:
-    """Standard error of the median as a share of it, for a spread taken from the median deviation.
+    """Standard error of the median, relative to the median, from the median absolute deviation.
 
-    For normal deviations sigma is 1.4826 times their median, and a median of n has the error
-    sqrt(pi / 2) * sigma / sqrt(n) (Kenney and Keeping, Mathematics of Statistics, 1962).
+    For normally distributed values, sigma is 1.4826 times the median absolute deviation, and the median of n
+    values has the standard error sqrt(pi / 2) * sigma / sqrt(n) (Kenney and Keeping, Mathematics of
+    Statistics, 1962).
     """
     median = statistics.median(seconds)
     if not math.isfinite(median):
@@ -123,7 +124,7 @@ def _relative_error(seconds: Sequence[float]) -> float:
 
 
 def rungs(candidates: Sequence[int]) -> list[int]:
-    """The candidates at or next below the powers of two under the largest, descending."""
+    """For each power of two below the largest candidate, the largest candidate up to it; descending."""
     largest, smallest = candidates[-1], candidates[0]
     powers = (1 << exponent for exponent in reversed(range(largest.bit_length())))
     rungs = [_at_most(candidates, power) for power in powers if smallest <= power < largest]
@@ -131,7 +132,7 @@ def rungs(candidates: Sequence[int]) -> list[int]:
 
 
 def _between(candidates: Sequence[int], fast: Sequence[int], timed: Collection[int]) -> int | None:
-    """An untimed candidate in the middle between the smallest fast size and the slow one below it."""
+    """The untimed candidate halfway between the smallest fast size and the slow one below it."""
     slow = max((size for size in timed if size < fast[0]), default=None)
     if slow is None:
         return None
@@ -140,5 +141,5 @@ def _between(candidates: Sequence[int], fast: Sequence[int], timed: Collection[i
 
 
 def _at_most(candidates: Sequence[int], size: int) -> int:
-    """The largest candidate that is not above the size, else the smallest."""
+    """The largest candidate up to the size, or the smallest candidate if all are above it."""
     return candidates[max(bisect.bisect_right(candidates, size) - 1, 0)]

@@ -22,15 +22,20 @@ from linnaeus.memory.device import DeviceMemory
 MIN_TIMED_STEPS = 5
 MAX_TIMED_STEPS = 50
 MIN_TIMED_S = 0.25
-"""Steps are timed until they are so many and took so long together."""
+"""Steps are timed until there are at least `MIN_TIMED_STEPS` and they took `MIN_TIMED_S` seconds together, or
+until there are `MAX_TIMED_STEPS`."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
 
 @contextlib.contextmanager
 def existing_objects_frozen() -> Iterator[None]:
-    """Let collections look at what is made inside alone: what torch has loaded takes them half a second."""
-    if gc.get_freeze_count():  # somebody else's; thawing would end theirs too
+    """Make garbage collection skip all objects that exist now.
+
+    After importing torch a full collection takes half a second, and every trial runs several. Where the
+    caller has frozen objects, nothing is done, because unfreezing would release the caller's objects too.
+    """
+    if gc.get_freeze_count():
         yield
         return
     gc.collect()
@@ -42,24 +47,26 @@ def existing_objects_frozen() -> Iterator[None]:
 
 
 class TrialRunner:
-    """`measure` of the search: a size goes in, its peak in bytes comes out, or `OutOfMemory` is raised.
+    """Runs batch sizes one at a time: the `measure` function of the search.
 
-    Each trial starts from a clean slate, under a cap that makes the allocator itself refuse what is above the
-    budget, and ends with everything resident that training keeps. A training trial starts as training does,
-    with the optimizer state of the snapshot, and allocates it where training would: after the first backward
-    pass, among the memory that it has left. An optimizer that did not step there (a gradient scaler that
-    skips, a step that only accumulates) then takes one with gradients of zero. A trial of a single step and
-    a validation trial have the state from the beginning.
+    Each trial starts with an empty cache and runs under a cap, so that the allocator itself refuses memory
+    above the budget. By the end of a trial everything is allocated that training keeps allocated.
+
+    A training trial begins with the optimizer state of the snapshot, usually none. Missing state is allocated
+    where training allocates it: after the first backward pass, between the blocks that this pass has left.
+    An optimizer that did not step there (the gradient scaler skipped it, or the step only accumulates) then
+    takes a step with zero gradients. Validation trials, and training trials of a single step, allocate the
+    state before they begin.
 
     Args:
-        step: runs one full training or validation step on what `make_batch` gave.
-        make_batch: from a size to a batch on the device.
-        state: everything the step may change.
-        memory: of the device.
-        budget_bytes: what the process may hold there.
-        num_steps: steps that one trial runs.
-        training: whether modules are in training mode.
-        snapshot: of `state`; its copies on the host are not counted where the host is the device.
+        step: runs one full training or validation step on a batch.
+        make_batch: makes a batch of a given size on the device.
+        state: all objects that the step may change.
+        memory: the device's memory.
+        budget_bytes: what the process may hold on the device.
+        num_steps: steps per trial.
+        training: whether modules run in training mode.
+        snapshot: the copies of `state`. Where the device is the CPU, they are not counted as use.
     """
 
     def __init__(
@@ -86,13 +93,10 @@ class TrialRunner:
         self._ours_bytes = snapshot.host_bytes if memory.device.type == "cpu" else 0
 
     def __call__(self, size: int) -> int:
-        """Run the trial.
-
-        Args:
-            size: the batch size.
+        """Run one trial.
 
         Returns:
-            Peak bytes of the process on the device.
+            Peak bytes that the process held on the device.
 
         Raises:
             OutOfMemory: the size did not fit under the budget.
@@ -111,28 +115,31 @@ class TrialRunner:
         return self._memory.in_use() - self._ours_bytes
 
     def warm_up(self, size: int) -> None:
-        """Run a size without measuring it, so that libraries and kernels are loaded when the budget is taken.
+        """Run a size once, so that libraries and kernels are loaded before the budget is read.
 
-        A size that does not fit is no error here: the search finds that out by itself.
+        A size that does not fit is not an error here; the search will find that out.
         """
         with contextlib.suppress(OutOfMemory):
             self(size)
 
     def time(self, size: int) -> list[float]:
-        """Seconds of each of several steps, after one that warms up; without a cap, for a size that fits.
+        """Time several steps of a size that fits, after one warm-up step and without a cap.
+
+        Returns:
+            Seconds of each step.
 
         Raises:
-            OutOfMemory: it does not fit any more.
+            OutOfMemory: the size no longer fits.
         """
         self.clean()
         seconds = self._memory.isolate(partial(self._timed_steps, size))
         self.clean()
         if not seconds:
-            raise OutOfMemory(f"batch size {size} does not fit any more")
+            raise OutOfMemory(f"batch size {size} no longer fits")
         return seconds
 
     def clean(self) -> None:
-        """Leave nothing of a trial behind; a validation search keeps the optimizer's state."""
+        """Undo a trial: gradients, state and cached memory. A validation search keeps the optimizer state."""
         for module in self._modules:
             for parameter in module.parameters():
                 parameter.grad = None
@@ -142,7 +149,7 @@ class TrialRunner:
         self._memory.clean()
 
     def _measure(self, size: int) -> tuple[str | None, int]:
-        """Why the size did not run under the cap (None when it did), and the peak."""
+        """Run the trial under the cap; return why it failed (None if it did not), and the peak in bytes."""
         memory = self._memory
         cap_bytes = self.budget_bytes + self._ours_bytes
         if memory.in_use() >= cap_bytes:
@@ -156,7 +163,7 @@ class TrialRunner:
         return failure, peak_bytes
 
     def _timed_steps(self, size: int) -> list[float]:
-        """Seconds of each step; nothing after an out-of-memory error."""
+        """Seconds of each step; an empty list after an out-of-memory error."""
         seconds: list[float] = []
         try:
             for module in self._modules:
@@ -178,12 +185,12 @@ class TrialRunner:
         return seconds
 
     def _wait(self) -> None:
-        """Until the device has done what it was told."""
+        """Wait until the device has finished its queued work."""
         if self._memory.device.type != "cpu":
             torch.accelerator.synchronize(self._memory.device)
 
     def _run(self, size: int) -> str | None:
-        """The out-of-memory error's first line, or None when the size ran. Other exceptions pass."""
+        """Run the trial's steps; return the first line of an out-of-memory error, None if there was none."""
         try:
             if not self._training or self._num_steps == 1:
                 self._allocate_optimizer_state()
@@ -205,7 +212,10 @@ class TrialRunner:
         return None
 
     def _allocate_optimizer_state(self) -> None:
-        """By a step that leaves nothing else behind. What it takes at its peak is not this trial's."""
+        """Allocate optimizer state by a step with zero gradients, then restore everything else.
+
+        The step's own peak does not count: the trial resets the peak afterwards.
+        """
         for optimizer in self._optimizers:
             if not _has_state(optimizer):
                 step_with_zero_gradients(optimizer, self._memory.refused)
@@ -216,15 +226,15 @@ class TrialRunner:
 def step_with_zero_gradients(
     optimizer: torch.optim.Optimizer, refused: Callable[[BaseException], bool]
 ) -> None:
-    """Let the optimizer take a step with gradients of zero, so that it allocates.
+    """Make the optimizer allocate its state, by a step with zero gradients.
 
-    The gradients there are may be infinite (a gradient scaler skipped them): with those, the trial's next
-    step would run on NaN. Parameters may still move (weight decay). An optimizer that cannot take a step with
-    dense gradients or without a closure is left as it is: the trial's own steps allocate.
+    Present gradients are set to zero first, because they may be infinite (the gradient scaler skipped them)
+    and would turn the parameters into NaN. Parameters may still move, by weight decay. An optimizer that
+    needs sparse gradients or a closure fails here and is left alone: the trial's own steps make it allocate.
 
     Args:
         optimizer: the optimizer.
-        refused: whether an exception says that there was no memory; such a one passes.
+        refused: tells whether an exception means that memory was refused; such an exception is raised on.
     """
     trainable = _trainable(optimizer)
     without_gradient = [parameter for parameter in trainable if parameter.grad is None]
@@ -239,7 +249,7 @@ def step_with_zero_gradients(
     except Exception as error:
         if refused(error):
             raise
-        logger.debug("%s allocates in the trial itself: %s", type(optimizer).__name__, error)
+        logger.debug("%s cannot step with zero gradients: %s", type(optimizer).__name__, error)
     finally:
         for parameter in without_gradient:
             parameter.grad = None
@@ -256,7 +266,7 @@ def _has_state(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def _stepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
-    """A list that receives every optimizer that takes a step inside."""
+    """Collect the optimizers that take a step inside the context."""
     seen: list[torch.optim.Optimizer] = []
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
@@ -266,7 +276,7 @@ def _stepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch
 
 
 def _release_frames(error: BaseException) -> None:
-    """Clear the frames that the error passed through: their locals hold the trial's tensors."""
+    """Clear the frames that the error passed through, because their locals keep the trial's tensors alive."""
     seen: set[int] = set()
     chain: BaseException | None = error
     while chain is not None and id(chain) not in seen:
