@@ -4,18 +4,17 @@
 
 All finders get the same timm model, the same synthetic batches and the same cap on memory. Each search runs
 in a fresh process with the same imports, after the same warm-up step; the finders take turns, round after
-round. The cap is AutoBatch's budget: `set_per_process_memory_fraction` on CUDA, and `RLIMIT_DATA` on the CPU,
-where allocations above it fail with the error that Lightning expects. AutoBatch gets the limit as an argument.
-Lightning has no such argument and runs inside the cap. In the end, the largest size of each finder is trained
-for some steps in a plain loop, in a fresh process under the same cap.
+round. The cap is AutoBatch's budget: `set_per_process_memory_fraction` on CUDA, and `RLIMIT_DATA` on the
+CPU, where allocations above it fail with the error that Lightning expects. AutoBatch gets the limit as an
+argument. Lightning has no such argument and runs inside the cap. In the end, the largest size of each finder
+is trained for some steps in a plain loop, in a fresh process under the same cap.
 
 Nothing is set to Lightning's disadvantage. It searches with the same malloc setting (see `CpuMemory`). Its
 loader returns ready batches and has a length, since without one Lightning would prefetch a second batch.
-Logging and progress bars are off. On the CPU, oneDNN is off for every finder: after a real out-of-memory error
-its code generator may fail to build kernels, with an error that Lightning does not recognise and that ends its
-search.
-`power` and `binsearch` run with Lightning's defaults (3 steps a trial, 5 % taken off what binsearch finds),
-`binsearch, exact` with AutoBatch's 2 steps and nothing taken off.
+Logging and progress bars are off. On the CPU, oneDNN is off for every finder: after a real out-of-memory
+error its code generator may fail to build kernels, with an error that Lightning does not recognise and that
+ends its search. `power` and `binsearch` run with Lightning's defaults (3 steps a trial, 5 % taken off what
+binsearch finds), `binsearch, exact` with AutoBatch's 2 steps and nothing taken off.
 """
 
 from __future__ import annotations

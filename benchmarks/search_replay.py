@@ -5,9 +5,9 @@
 A curve is the peak memory of one model's training step at a few batch sizes (rows of
 `model,batch_size,memory_mib`; `benchmarks/data/README.md` names the source). Between the measured sizes the
 curve is interpolated linearly; beyond them its first and last segments are extended, to no less than 1 MiB.
-The result is multiplied by noise of 1 %, drawn once for each quarter octave of batch sizes. Each strategy then
-searches the sizes from 1 to 8192 with a budget of 80 % of a card of 40,000 MiB. A trial that needs more than
-the card has raises `OutOfMemory`.
+The result is multiplied by noise of 1 %, drawn once for each quarter octave of batch sizes. Each strategy
+then searches the sizes from 1 to 8192 with a budget of 80 % of a card of 40,000 MiB. A trial that needs more
+than the card has raises `OutOfMemory`.
 """
 
 from __future__ import annotations
