@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "linnaeus"
 PAGE = ROOT / "docs" / "architecture.md"
-BEGIN = "<!-- made by tools/draw_architecture.py --write; do not edit -->\n"
-END = "<!-- end of what tools/draw_architecture.py made -->\n"
+BEGIN = "<!-- made by tools/draw_architecture.py --write; do not edit -->\n\n"
+END = "\n<!-- end of what tools/draw_architecture.py made -->\n"
 
 Graph = dict[str, set[str]]
 """Of each part, the parts that it imports."""
