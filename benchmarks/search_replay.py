@@ -194,6 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--curves", type=Path, default=CURVES, help="CSV of measured peaks")
     parser.add_argument("--seeds", type=int, default=10, help="draws of noise for each curve")
     args = parser.parse_args(argv)
+    if not args.curves.is_file():
+        print(f"{args.curves}: no such file; name the measured peaks with --curves FILE", file=sys.stderr)
+        return 2
     curves = read_curves(args.curves)
     print(f"{len(curves)} curves, {args.seeds} draws of noise each\n")
     print(HEADER)

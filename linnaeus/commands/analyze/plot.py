@@ -161,9 +161,7 @@ def _legend(figure: Figure, *, with_refused: bool) -> None:
                 [], [], color=VERMILION, marker="x", linestyle="", markeredgewidth=2, label="out of memory"
             )
         )
-    figure.legend(
-        handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9
-    )
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
 
 
 def _speed_panel(axes: Axes, analysis: Analysis, mode: Mode, curve: Curve, tips: Tips) -> None:
