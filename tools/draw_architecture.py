@@ -88,7 +88,7 @@ def mermaid(graph: Mapping[str, set[str]], package: Path) -> str:
 
 
 def drawing(package: Path = PACKAGE) -> str:
-    """What stands between the marks of the page."""
+    """The graph of the package, as it is written between the two marks of the page."""
     return mermaid(without_detours(read_graph(package)), package)
 
 
