@@ -1,10 +1,10 @@
-"""How long a job lives on after something went wrong in the search, under torchrun on this machine.
+"""How long a torchrun job takes to end after a fault during the search, on this machine.
 
     python benchmarks/fault_times.py [--nproc 2]
 
-Each fault is a real one in a real job on the CPU: an exception in the model's forward pass, a process killed
-with SIGKILL, a process stopped with SIGSTOP. Printed are the seconds from the fault to the end of the last
-process, the exit code, and what the other rank said.
+Each fault happens in a real job on the CPU: an exception in the model's forward pass, a process killed with
+SIGKILL, a process stopped with SIGSTOP. Each line of the output has the seconds from the fault to the end of
+the last process, the exit code, and the message of the other rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FAULTS = {
 
 
 def seconds_after(fault: str, nproc: int) -> tuple[float, int, str]:
-    """Seconds from the fault to the end of the job, the exit code, and what the other rank said."""
+    """Seconds from the fault to the end of the job, its exit code, and the message of the other rank."""
     with tempfile.TemporaryDirectory() as folder:
         happened = Path(folder) / "happened"
         command = [
@@ -46,7 +46,7 @@ def seconds_after(fault: str, nproc: int) -> tuple[float, int, str]:
         environment = {
             **os.environ, "PYTHONPATH": str(ROOT), "FAULT": fault, "FAULT_LOG": str(happened), "CI": "true",
         }  # fmt: skip
-        # The output's end is that of the last process which holds it, torchrun's children included.
+        # `run` returns when the last process that holds the pipe has ended, torchrun's children included.
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
         )

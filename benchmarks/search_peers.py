@@ -2,19 +2,19 @@
 
     python benchmarks/search_peers.py [--device cuda] [--model NAME] [--memory-limit-gb N]
 
-The same timm model, the same synthetic batches and the same cap on memory in one run. Each search runs in a
-fresh process with the same imports, after the same warm-up step; the processes take turns, round after round.
-The cap is AutoBatch's budget: `set_per_process_memory_fraction` on CUDA, `RLIMIT_DATA` on the CPU, where
-allocations then really fail with the error that Lightning expects. AutoBatch gets the limit as an argument;
-Lightning, which has none, runs inside the cap. Then a size has to survive some training steps of a plain loop
-in a fresh process under the cap.
+All finders get the same timm model, the same synthetic batches and the same cap on memory. Each search runs
+in a fresh process with the same imports, after the same warm-up step; the finders take turns, round after
+round. The cap is AutoBatch's budget: `set_per_process_memory_fraction` on CUDA, and `RLIMIT_DATA` on the
+CPU, where allocations above it fail with the error that Lightning expects. AutoBatch gets the limit as an
+argument. Lightning has no such argument and runs inside the cap. In the end, the largest size of each finder
+is trained for some steps in a plain loop, in a fresh process under the same cap.
 
-Lightning is treated well. It searches with the same malloc setting (see `CpuMemory`); its loader hands out
-ready batches and has a length (without one Lightning would fetch a second batch ahead); nothing is logged or
-drawn. On the CPU oneDNN is off for everyone: a real out-of-memory error can leave its code generator unable
-to make kernels in that thread, an error that Lightning does not recognise and that would end its search.
-`power` and `binsearch` run with Lightning's defaults (3 steps a trial, 5 % taken off what binsearch finds),
-`binsearch, exact` with AutoBatch's 2 steps and nothing taken off.
+Nothing is set to Lightning's disadvantage. It searches with the same malloc setting (see `CpuMemory`). Its
+loader returns ready batches and has a length, since without one Lightning would prefetch a second batch.
+Logging and progress bars are off. On the CPU, oneDNN is off for every finder: after a real out-of-memory
+error its code generator may fail to build kernels, with an error that Lightning does not recognise and that
+ends its search. `power` and `binsearch` run with Lightning's defaults (3 steps a trial, 5 % taken off what
+binsearch finds), `binsearch, exact` with AutoBatch's 2 steps and nothing taken off.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ HEADER = f"{'':<27}  size  survives  trials  steps  seconds  |  size  trials  se
 LEGEND = """
 Medians over the rounds; right of the bar, medians of the ratios to ours in the same round.
 survives: training steps that the finder's largest size ran under the same cap
-trials, steps: how often a size was tried, and the training steps begun, AutoBatch's warm-up among them
+trials, steps: trials, and training steps begun, AutoBatch's warm-up included
 seconds: wall time of the search
 The goal: no other size that survives is above 1.00, and binsearch's seconds are at least 3.00."""
 
@@ -77,7 +77,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Found:
-    """One search: the size, how many trials with how many steps, finished or not, and how long it took."""
+    """One search: the size found, the numbers of trials and of steps begun, and the time."""
 
     size: int
     num_trials: int
@@ -86,7 +86,7 @@ class Found:
 
 
 class Task:
-    """A model, its optimizer and its training step, warmed up, and the sizes of the batches asked for."""
+    """A model with its optimizer and training step, after a warm-up; records the size of every batch made."""
 
     def __init__(self, setting: Setting) -> None:
         torch.set_num_threads(setting.num_threads)
@@ -122,7 +122,7 @@ class Task:
 
     @contextlib.contextmanager
     def cap(self) -> Iterator[None]:
-        """Inside, the allocator refuses what would take the process above the limit."""
+        """Inside, an allocation that would take the process above the limit fails."""
         budget_bytes = self.memory.budget(1.0, self.limit_bytes)
         if self.device.type == "cuda":
             with self.memory.cap(budget_bytes):
@@ -138,7 +138,7 @@ class Task:
 
 
 def status_bytes(name: str) -> int:
-    """What the kernel says about this process."""
+    """A size in bytes from /proc/self/status, such as VmRSS."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
@@ -147,7 +147,7 @@ def build_model(setting: Setting) -> torch.nn.Module:
     create = functools.partial(timm.create_model, setting.model, num_classes=NUM_CLASSES)
     try:
         return create(img_size=setting.img_size)
-    except TypeError:  # a network of convolutions takes any size
+    except TypeError:  # a convolutional network takes no img_size
         return create()
 
 
@@ -207,7 +207,7 @@ def lightning_module(task: Task) -> Any:
 
 
 class Batches:
-    """A loader for Lightning that hands out the task's batches."""
+    """A loader for Lightning that yields the task's batches."""
 
     def __init__(self, task: Task, size: int) -> None:
         self.task, self.size = task, size
@@ -231,7 +231,7 @@ OURS = next(iter(FINDERS))
 
 
 def search(name: str, setting: Setting) -> Found:
-    """One finder's search. Trials are runs of batches of one size, AutoBatch's warm-up among them."""
+    """Run one finder. Consecutive batches of one size count as a trial, AutoBatch's warm-up included."""
     importlib.import_module("lightning.pytorch")  # for everyone: it counts towards the memory in use
     task = Task(setting)
     started = time.perf_counter()
@@ -241,7 +241,7 @@ def search(name: str, setting: Setting) -> Found:
 
 
 def survived_steps(size: int, num_steps: int, setting: Setting) -> int:
-    """How many of some training steps at one size run under the cap."""
+    """Train at one size under the cap; return how many of the steps ran."""
     importlib.import_module("lightning.pytorch")
     task = Task(setting)
     with task.cap():
@@ -261,7 +261,7 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def attempt(name: str, setting: Setting) -> Found:
-    """A search in a fresh process; size 0 when it ended in an error, which is told on stderr."""
+    """Search in a fresh process. An error is printed on stderr and gives size 0."""
     try:
         found: Found = in_fresh_process(search, name, setting)
     except Exception as error:
@@ -272,7 +272,7 @@ def attempt(name: str, setting: Setting) -> Found:
 
 
 def survival(rounds: Sequence[Round], num_steps: int, setting: Setting) -> dict[str, int]:
-    """For each finder, how many of the steps its largest size ran."""
+    """For each finder, the number of steps that its largest size ran."""
     largest = {name: max(round_[name].size for round_ in rounds) for name in FINDERS}
     survived = {0: 0}
     for size in sorted(set(largest.values()) - {0}):
@@ -298,7 +298,7 @@ def table(rounds: Sequence[Round], survived: dict[str, int], num_steps: int) -> 
 
 
 def ratio_to_ours(rounds: Sequence[Round], name: str, field: str) -> float:
-    """Median of the ratios of neighbouring searches."""
+    """Median over the rounds of this finder's value divided by ours."""
     return statistics.median(
         getattr(round_[name], field) / (getattr(round_[OURS], field) or math.nan) for round_ in rounds
     )
@@ -326,10 +326,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", default="test_vit", help="a timm model")
     parser.add_argument("--img-size", type=int, default=128)
-    parser.add_argument("--memory-limit-gb", type=float, default=1.2, help="what the process may hold")
+    parser.add_argument("--memory-limit-gb", type=float, default=1.2, help="cap on the memory of the process")
     parser.add_argument("--max-batch-size", type=int, default=8192)
     parser.add_argument("--num-threads", type=int, default=1, help="few are less disturbed by other programs")
-    parser.add_argument("--steps", type=int, default=50, help="training steps that a size has to survive")
+    parser.add_argument("--steps", type=int, default=50, help="training steps to run at the size found")
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args(argv)
 

@@ -1,12 +1,13 @@
-"""Replay every search strategy on measured memory curves and print what it costs and what it finds.
-
-A curve is the peak memory of one model's training step at a few batch sizes (rows of
-`model,batch_size,memory_mib`). A replay interpolates it linearly between the measured sizes and extends its
-first and last segment (to no less than 1 MiB), multiplies it by noise of 1 % that is drawn once per quarter
-octave of the size, and searches it from 1 to 8192 with a budget of 80 % of a card of 40,000 MiB. A size that
-needs more than the card has raises `OutOfMemory`.
+"""Replay every search strategy on measured memory curves; print how many trials it takes and what it finds.
 
     python benchmarks/search_replay.py [--curves FILE] [--seeds N]
+
+A curve is the peak memory of one model's training step at a few batch sizes (rows of
+`model,batch_size,memory_mib`; `benchmarks/data/README.md` names the source). Between the measured sizes the
+curve is interpolated linearly; beyond them its first and last segments are extended, to no less than 1 MiB.
+The result is multiplied by noise of 1 %, drawn once for each quarter octave of batch sizes. Each strategy
+then searches the sizes from 1 to 8192 with a budget of 80 % of a card of 40,000 MiB. A trial that needs more
+than the card has raises `OutOfMemory`.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ from pathlib import Path
 
 from linnaeus.autobatch.search import STRATEGIES, OutOfMemory, SearchResult, find_largest
 
-CURVES = Path(__file__).parents[2] / "shared" / "data" / "memory_curves.csv"
+CURVES = Path(__file__).parent / "data" / "memory_curves.csv"
 CAPACITY_MIB = 40_000
 BUDGET_MIB = 0.8 * CAPACITY_MIB
 MAX_SIZE = 8192
 NOISE = 0.01
-USABLE_MIB = 39_000  # rows above are runs that met the end of the card they were measured on
+USABLE_MIB = 39_000  # rows above this come from runs that met the end of the card they were measured on
 MIB = 2**20
 
 HEADER = f"{'':<19}{'strategy':<11}  mean  p50  p90  max   beyond     fits  certified    ratio    >=99 %"
 LEGEND = """\
-mean, p50, p90, max: trials of a search
-beyond: probes of a search that need more than the card has
-fits, certified: share of searches whose size fits, and is proved by the next candidate, which does not
-ratio, >=99 %: to the largest size below which all fit: mean, and share of searches that reach 99 %"""
+mean, p50, p90, max: trials per search
+beyond: trials per search that need more memory than the card has
+fits: searches that return a size within the budget
+certified: searches that also tried the next larger candidate, which did not fit
+ratio: size found / best size, the largest up to which every size fits; mean over the searches
+>=99 %: searches with a ratio of at least 0.99"""
 
 Points = list[tuple[int, float]]
 
@@ -44,8 +47,8 @@ Points = list[tuple[int, float]]
 class Mode:
     name: str
     multiple_of: int = 1
-    hint: float | None = None  # the start is within this share of the best size
-    strict: bool = False  # whatever exceeds the budget raises OutOfMemory
+    hint: float | None = None  # the search starts within this fraction of the best size
+    strict: bool = False  # every size above the budget raises OutOfMemory
 
 
 MODES = (
@@ -58,7 +61,7 @@ MODES = (
 
 @dataclass(frozen=True)
 class Curve:
-    """Peak in bytes of every size: a model's measured points with one draw of noise."""
+    """Peak memory in bytes by batch size: a model's measured points with one draw of noise."""
 
     points: Points
     noise: Sequence[float]
@@ -73,7 +76,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Case:
-    """A curve to search, its best size (0: none fits) and the hint to start from."""
+    """A curve to search, its best size (0: none fits) and the size to start from, if any."""
 
     curve: Curve
     best: int
@@ -82,7 +85,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Replay:
-    """One search: what it returned, whether rightly, how close to the best, and how often beyond the card."""
+    """One search: its result, whether the size fits, size / best size, and trials beyond the card."""
 
     result: SearchResult
     fits: bool
@@ -91,7 +94,7 @@ class Replay:
 
 
 def read_curves(path: Path) -> dict[str, Points]:
-    """Points of each model up to its first row that is too large or does not grow; two at least."""
+    """Each model's points up to the first that is too large or does not grow; models with two or more."""
     curves: dict[str, Points] = {}
     ended: set[str] = set()
     with path.open(newline="") as file:
@@ -156,12 +159,12 @@ def replay(case: Case, mode: Mode, strategy: str) -> Replay:
     return Replay(result, fits, ratio, num_beyond)
 
 
-def percentile(values: Sequence[int], share: float) -> int:
-    return sorted(values)[math.ceil(share * len(values)) - 1]
+def percentile(values: Sequence[int], fraction: float) -> int:
+    return sorted(values)[math.ceil(fraction * len(values)) - 1]
 
 
 def summary(runs: Sequence[Replay]) -> dict[str, float]:
-    """The columns of the table."""
+    """Compute the columns of the table."""
     trials = [len(run.result.trials) for run in runs]
 
     def mean(value: Callable[[Replay], float]) -> float:
@@ -182,8 +185,8 @@ def summary(runs: Sequence[Replay]) -> dict[str, float]:
 
 def line(mode: Mode, strategy: str, row: dict[str, float]) -> str:
     counts = f"{row['mean']:6.2f}{row['p50']:5.0f}{row['p90']:5.0f}{row['max']:5.0f}{row['beyond']:9.3f}"
-    shares = f"{row['fits']:9.1%}{row['certified']:11.1%}{row['ratio']:9.3f}{row['near_best']:10.1%}"
-    return f"{mode.name:<19}{strategy:<11}{counts}{shares}"
+    fractions = f"{row['fits']:9.1%}{row['certified']:11.1%}{row['ratio']:9.3f}{row['near_best']:10.1%}"
+    return f"{mode.name:<19}{strategy:<11}{counts}{fractions}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,10 +1,10 @@
-"""Steps per second of Linnaeus' trainer against a bare PyTorch loop, side by side in one run.
+"""Compare the steps per second of Linnaeus' trainer with those of a bare PyTorch loop, in one run.
 
     python benchmarks/trainer_overhead.py
 
-Both train the same timm model on the same data and batches with the same optimizer and the same losses. They
-take turns, a few steps each, so that both see the same machine; what is printed is the median of the ratios
-of neighbouring turns. The goal: the trainer is at most 2 % slower.
+Both train the same timm model on the same batches with the same optimizer and losses. They take turns of a
+few steps each, so that the load of the machine affects both alike. The result is the median, over pairs of
+turns, of the ratio of their speeds. The goal: the trainer is at most 2 % slower.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def build(config: Config, device: torch.device) -> tuple[DataBundle, Assembly, L
 
 
 def our_turns(config: Config, device: torch.device) -> Iterator[None]:
-    """One epoch of the trainer a turn, with its log lines, meters and stop checks; no validation."""
+    """Each turn is one epoch of the trainer with log lines, meters and stop checks, but no validation."""
     _, assembly, loaders = build(config, device)
     facts = Facts(config.DATA.BATCH_SIZE, 1, config.DATA.DATASET.NUM_SAMPLES, config.OPTIMIZER.LR)
     plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
@@ -124,7 +124,7 @@ def our_turns(config: Config, device: torch.device) -> Iterator[None]:
 
 
 def bare_turns(config: Config, device: torch.device) -> Iterator[None]:
-    """The loop that one would write by hand."""
+    """Each turn is one epoch of a loop as one would write it by hand."""
     _, assembly, loaders = build(config, device)
     model, optimizer = assembly.model, assembly.optimizer
     epoch = 0

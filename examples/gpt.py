@@ -3,9 +3,9 @@
     python examples/gpt.py
     python examples/gpt.py --device cuda --steps 200
 
-Only `find_batch_size` is about AutoBatch: it hands over the training step, how to make a batch of n, and what
-a step changes. The search leaves model, optimizer and random numbers as they were, so that the run is bit for
-bit the one with `--batch-size` set to the size found.
+Only `find_batch_size` is about AutoBatch. It passes the training step, a function that makes a batch of n
+samples, and the objects that a step changes. The search leaves model, optimizer and random numbers as they
+were, so that the run is bit for bit the one with `--batch-size` set to the size found.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Block(nn.Module):
-    """Causal self-attention and a multilayer perceptron, each behind a norm and on a residual path."""
+    """Causal self-attention and an MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -38,19 +38,19 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def attention(self, x: Tensor) -> Tensor:
-        """(batch, tokens, dim) to the same; no token sees a later one."""
+        """(batch, tokens, dim) -> (batch, tokens, dim); no token attends to a later one."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         heads = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(heads.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, dim) to the same."""
+        """(batch, tokens, dim) -> (batch, tokens, dim)."""
         x = x + self.attention(self.norm_attention(x))
         return x + self.mlp(self.norm_mlp(x))
 
 
 class GPT(nn.Module):
-    """Tokens (batch, tokens) to the logits of the token after each, (batch, tokens, vocabulary)."""
+    """Predicts for each token the one after it: (batch, tokens) -> logits (batch, tokens, vocabulary)."""
 
     def __init__(self, dim: int = 64, num_heads: int = 4, num_blocks: int = 2) -> None:
         super().__init__()
@@ -59,20 +59,20 @@ class GPT(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, VOCABULARY))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits."""
+        """Tokens -> logits."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.head(self.blocks(self.token(tokens) + self.position(positions)))
 
 
 def make_batch(text: Tensor, size: int) -> Batch:
-    """`size` random windows of the text, and the same windows one token on."""
+    """`size` random windows of the text as inputs, and the same windows shifted by one token as targets."""
     starts = torch.randint(len(text) - CONTEXT, (size, 1))
     windows = text[(starts + torch.arange(CONTEXT + 1)).to(text.device)]
     return windows[:, :-1], windows[:, 1:]
 
 
 def train_step(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
-    """One step of training; the loss before it."""
+    """Run one training step; return the loss before the update."""
     tokens, targets = batch
     loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     optimizer.zero_grad()
@@ -101,7 +101,7 @@ def find_batch_size(
 
 
 class Run(NamedTuple):
-    """What a training run leaves."""
+    """The outcome of a training run."""
 
     model: GPT
     batch_size: int
@@ -109,7 +109,7 @@ class Run(NamedTuple):
 
 
 def run(device: str, steps: int, batch_size: int | None, memory_limit_gb: float | None) -> Run:
-    """Train for some steps, at `batch_size` or, where it is None, at the largest that fits."""
+    """Train for some steps, at `batch_size` or, if that is None, at the largest size that fits."""
     torch.manual_seed(0)
     text = torch.tensor(list(Path(__file__).read_bytes()), device=device)
     model = GPT().to(device)

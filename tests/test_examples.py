@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 
 from tests.conftest import assert_same_bits
 
-GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+GPT = EXAMPLES / "gpt.py"
 GIB = 1024**3
 
 
@@ -57,3 +59,12 @@ def test_the_script_trains_at_the_size_that_it_finds(tmp_path: Path):
     match = re.match(r"found batch size (\d+) \(limited by (memory|max_batch_size)\)", found)
     assert match
     assert [line.split()[4] for line in steps] == [match[1]] * 3
+
+
+def test_the_digits_are_written_as_nested_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runpy.run_path(str(EXAMPLES / "write_digits.py"))["main"]([str(tmp_path / "digits")])
+    assert capsys.readouterr().out == f"1797 images in {tmp_path / 'digits'}\n"
+    files = [file.relative_to(tmp_path / "digits").parts for file in tmp_path.rglob("*.png")]
+    assert {split for split, *_ in files} == {"train", "val"}
+    assert len({(shape, digit) for _, shape, digit, _ in files}) == 10  # each digit has one shape
+    assert 0.19 < sum(split == "val" for split, *_ in files) / 1797 < 0.21

@@ -619,8 +619,6 @@ def benchmark() -> ModuleType:
 def test_figures_on_measured_curves(
     benchmark: ModuleType, mode: str, mean: float, p90: int, beyond: float
 ) -> None:
-    if not benchmark.CURVES.is_file():
-        pytest.skip("the measured curves are not here")
     curves = benchmark.read_curves(benchmark.CURVES)
     chosen = next(each for each in benchmark.MODES if each.name == mode)
     cases = benchmark.make_cases(curves, range(2), chosen)

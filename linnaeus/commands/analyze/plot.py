@@ -42,6 +42,7 @@ def draw(analysis: Analysis) -> tuple[Figure, Tips]:
             if with_speed:
                 _speed_panel(panels[1][column], analysis, mode, curve, tips)
         figure.suptitle(_headline(analysis), fontsize=11)
+        _legend(figure, with_refused=any(_refused(analysis.sorted_rows(mode)) for mode in analysis.curves))
     return figure, tips
 
 
@@ -89,7 +90,6 @@ def _memory_panel(axes: Axes, analysis: Analysis, mode: Mode, curve: Curve, tips
     low = min(heights) / unit
     axes.set_xlim(0, right)
     axes.set_ylim(0 if low < 0.5 * top else low - 0.15 * (top - low), top + 0.12 * (top - low or top))
-    _legend(axes, with_refused=bool(refused))
 
 
 def _refused(rows: list[Row]) -> dict[int, int]:
@@ -143,7 +143,8 @@ def _chosen_sizes(axes: Axes, rows: list[Row], unit: int, name: str, tips: Tips)
         )  # fmt: skip
 
 
-def _legend(axes: Axes, *, with_refused: bool) -> None:
+def _legend(figure: Figure, *, with_refused: bool) -> None:
+    """One legend below all panels, where it covers no point and no budget line."""
     from matplotlib.lines import Line2D
 
     entries = [
@@ -160,7 +161,7 @@ def _legend(axes: Axes, *, with_refused: bool) -> None:
                 [], [], color=VERMILION, marker="x", linestyle="", markeredgewidth=2, label="out of memory"
             )
         )
-    axes.legend(handles=entries, loc="lower right", frameon=False, fontsize=9)
+    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
 
 
 def _speed_panel(axes: Axes, analysis: Analysis, mode: Mode, curve: Curve, tips: Tips) -> None:

@@ -1,0 +1,47 @@
+"""Write scikit-learn's handwritten digits as a folder of images; nothing is downloaded.
+
+    python examples/write_digits.py data/digits
+    python -m linnaeus.train --cfg configs/digits_image_folder.yaml
+
+The folders are nested, one level for each taxonomic rank: `data/digits/train/looped/8/0008.png`. This is the
+layout that `DATA.DATASET.NAME imagefolder` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
+from sklearn.datasets import load_digits
+
+SHAPES = {"straight": (1, 4, 7), "curved": (2, 3, 5), "looped": (0, 6, 8, 9)}
+"""The coarse rank, and the digits below each of its classes."""
+VALIDATE_EVERY = 5  # each fifth image of a digit is for validation
+
+
+def write_digits(folder: Path) -> int:
+    """Write all images as 8-bit grey PNG files and return how many there are."""
+    data = load_digits()
+    shape_of = {digit: shape for shape, digits in SHAPES.items() for digit in digits}
+    seen = dict.fromkeys(range(10), 0)
+    for number, (image, digit) in enumerate(zip(data.images, data.target.tolist(), strict=True)):
+        seen[digit] += 1
+        split = "val" if seen[digit] % VALIDATE_EVERY == 0 else "train"
+        file = folder / split / shape_of[digit] / str(digit) / f"{number:04d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((image * (255 / 16)).round().astype("uint8")).save(file)  # values are 0 to 16
+    return len(data.images)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Read the arguments and write the folder."""
+    parser = argparse.ArgumentParser(description="Write the handwritten digits as a folder of images.")
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args(argv).folder
+    print(f"{write_digits(folder)} images in {folder}")
+
+
+if __name__ == "__main__":
+    main()
