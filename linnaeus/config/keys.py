@@ -46,7 +46,7 @@ class Place(enum.Enum):
 
     NODE = "a group of keys"
     FREE = "below a `_target_` node or a mapping, where any key may stand"
-    UNKNOWN = "no such key"
+    NO_KEY = "no such key"
 
 
 def dotted(path: Path) -> str:
@@ -91,7 +91,7 @@ NODES: dict[Path, str] = {found[0]: found[1] for found in _found if not isinstan
 PLUGGABLE_PATHS: frozenset[Path] = frozenset(tuple(name.split(".")) for name in PLUGGABLE)
 
 
-def locate(path: Path, free: Collection[Path] = ()) -> Key | Place:
+def classify(path: Path, free: Collection[Path] = ()) -> Key | Place:
     """Say what a path is.
 
     Args:
@@ -106,16 +106,16 @@ def locate(path: Path, free: Collection[Path] = ()) -> Key | Place:
             key = KEYS[prefix]
             if length == len(path):
                 return key
-            return Place.FREE if key.is_mapping and TARGET not in path else Place.UNKNOWN
+            return Place.FREE if key.is_mapping and TARGET not in path else Place.NO_KEY
         if prefix not in NODES:
-            return Place.UNKNOWN
+            return Place.NO_KEY
     return Place.NODE
 
 
 def is_known(name: str) -> bool:
     """Whether a dotted name is a key, or may be one because its node takes free keys."""
     path = tuple(name.split("."))
-    return path in KEYS or locate(path, PLUGGABLE_PATHS) is Place.FREE
+    return path in KEYS or classify(path, PLUGGABLE_PATHS) is Place.FREE
 
 
 def closest(name: str) -> str | None:

@@ -14,9 +14,9 @@ from linnaeus.config.keys import (
     Key,
     Path,
     Place,
+    classify,
     closest,
     dotted,
-    locate,
 )
 from linnaeus.config.settings import Setting, flatten
 from linnaeus.config.values import Bare, convert, show, untyped
@@ -98,7 +98,7 @@ def _apply_deletions(settings: Sequence[Setting], problems: list[str]) -> list[S
             )
             continue
         kept = [other for other in kept if other.path[: len(path)] != path]
-        if len(kept) == before and locate(path) in (Place.UNKNOWN, Place.FREE):
+        if len(kept) == before and classify(path) in (Place.NO_KEY, Place.FREE):
             problems.append(f"~{_unknown(path, setting.origin, with_name=True)}")
     return kept
 
@@ -117,8 +117,8 @@ def _holds(kept: Sequence[Setting], deletion: Setting) -> bool:
 
 def _set(merged: Merged, setting: Setting) -> str | None:
     """Enter one setting; returns what is wrong with it."""
-    place = locate(setting.path, merged.free)
-    if place is Place.UNKNOWN:
+    place = classify(setting.path, merged.free)
+    if place is Place.NO_KEY:
         return _unknown(setting.path, setting.origin)
     if place is Place.NODE:
         # An empty section in a file sets nothing.

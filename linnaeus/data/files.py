@@ -221,8 +221,8 @@ def _find_all_damage(paths: list[str]) -> list[str | None]:
 
 
 def _report_empty_classes(targets: Tensor, taxonomy: Taxonomy, report: list[str]) -> None:
-    for column, rank in enumerate(taxonomy.ranks):
-        counts = torch.bincount(targets[:, column] + 1, minlength=len(rank.classes) + 1)[1:]
-        empty = [rank.classes[label] for label in torch.nonzero(counts == 0).flatten().tolist()]
+    for column, level in enumerate(taxonomy.levels):
+        counts = torch.bincount(targets[:, column] + 1, minlength=len(level.classes) + 1)[1:]
+        empty = [level.classes[label] for label in torch.nonzero(counts == 0).flatten().tolist()]
         if empty:
-            report.append(f"rank {rank.name}: no training sample for {several(empty)}")
+            report.append(f"taxonomic rank {level.name}: no training sample for {several(empty)}")

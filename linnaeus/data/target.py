@@ -6,14 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import hydra.utils
 import torch
-from hydra.errors import HydraException
 from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from linnaeus.config.instantiate import locate
+from linnaeus.config.instantiate import instantiate, locate
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs, dataset_length
@@ -21,7 +19,7 @@ from linnaeus.data.image import to_tensor
 from linnaeus.data.target_labels import attribute_of, find_taxonomy, target_row
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.data.transforms import Transform, build_transform
-from linnaeus.data.user_code import describe, naming_errors, user_error
+from linnaeus.data.user_code import describe, naming_errors
 from linnaeus.errors import DataError
 from linnaeus.rng import preserved_generators, seed_generators
 
@@ -115,7 +113,7 @@ def build_target(config: DataConfig, *, seed: int) -> DataBundle:
     parts = {split: _instantiate(node, name, split, seed) for split in ("train", "val")}
     taxonomy = find_taxonomy(parts["train"], name)
     other = find_taxonomy(parts["val"], name)
-    if taxonomy is not None and other is not None and taxonomy.ranks != other.ranks:
+    if taxonomy is not None and other is not None and taxonomy.levels != other.levels:
         raise DataError(f"{name}: training and validation have different classes")
     collate_fn = attribute_of(parts["train"], "collate_fn")
     raw = callable(collate_fn)
@@ -133,18 +131,15 @@ def build_target(config: DataConfig, *, seed: int) -> DataBundle:
 
 
 def _instantiate(node: Mapping[str, Any], name: str, split: str, seed: int) -> Any:
-    arguments = {"_convert_": "all", **node}
     with preserved_generators():
         seed_generators(seed)
         try:
             function = locate(name)
         except Exception as error:
             raise DataError(f"DATA.DATASET._target_: cannot import {name!r}: {error}") from error
-        arguments |= _split_argument(function, node, name, split)
-        try:
-            dataset = hydra.utils.instantiate(arguments)
-        except Exception as error:
-            raise user_error(f"{name} ({split})", _cause(error)) from error
+        argument = _split_argument(function, node, name, split)
+        with naming_errors(f"{name} ({split})"):
+            dataset = instantiate(node, **argument)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"{name} gave {describe(dataset)}; a dataset needs __len__ and __getitem__ (map style)"
@@ -172,11 +167,6 @@ def _split_argument(function: Any, node: Mapping[str, Any], name: str, split: st
             "tell training from validation; name a function that takes one of them and returns the dataset"
         )
     return {key: choices[key]}
-
-
-def _cause(error: Exception) -> BaseException:
-    """What lies under Hydra's wrapper."""
-    return error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
 
 
 def _prepare_images(

@@ -1,4 +1,4 @@
-"""Errors of a user's own code, told in one sentence that says whose code it was."""
+"""Error messages about a user's own code, in one sentence that names the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from linnaeus.errors import DataError
 
 @contextmanager
 def naming_errors(where: str) -> Iterator[None]:
-    """Turn any error of a user's code into a `DataError` that says where it came from.
+    """Turn any error of a user's code into a `DataError` with its type, its text and the line that raised it.
 
     The full traceback goes along as a note, which Python shows but a one-line message does not.
     """
@@ -23,17 +23,11 @@ def naming_errors(where: str) -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        raise user_error(where, error) from error
-
-
-def user_error(where: str, error: BaseException) -> DataError:
-    """A `DataError` for an error of a user's code, with its type, its text and the line that raised it."""
-    text = " ".join([f"{type(error).__name__}:", *str(error).split()]).removesuffix(":")
-    frames = traceback.extract_tb(error.__traceback__)
-    at = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    wrapped = DataError(f"{where}: {text}{at}")
-    wrapped.add_note("".join(traceback.format_exception(error)))
-    return wrapped
+        text = " ".join([f"{type(error).__name__}:", *str(error).split()]).removesuffix(":")
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        wrapped = DataError(f"{where}: {text} ({last.filename}, line {last.lineno})")
+        wrapped.add_note("".join(traceback.format_exception(error)))
+        raise wrapped from error
 
 
 def describe(value: Any) -> str:
