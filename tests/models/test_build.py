@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.errors import ConfigError
-from linnaeus.models import build_model
-from linnaeus.models.build import set_gradient_checkpointing
+from linnaeus.models.build import build_model, set_gradient_checkpointing
 from linnaeus.models.hierarchical import HierarchicalClassifier
 
 ONE_RANK = Taxonomy((Level("species", ("lion", "lynx", "wolf")),))
