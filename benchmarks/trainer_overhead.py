@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -70,7 +71,7 @@ def timed(turns: Iterator[None]) -> float:
 
 def build(config: Config, device: torch.device) -> tuple[DataBundle, Assembly, Loaders]:
     seed_all(0)
-    data = build_data(config.DATA, seed=0)
+    data, size = build_data(config.DATA, seed=0), config.DATA.BATCH_SIZE
     assembly = assemble(
         model_node=config.MODEL,
         loss_node=config.LOSS,
@@ -83,8 +84,8 @@ def build(config: Config, device: torch.device) -> tuple[DataBundle, Assembly, L
     )
     loaders = build_loaders(
         data,
-        batch_size=config.DATA.BATCH_SIZE,
-        batch_size_val=config.DATA.BATCH_SIZE,
+        sizes=lambda epoch, skip: repeat(size, config.DATA.DATASET.NUM_SAMPLES // size),
+        batch_size_val=size,
         data_config=config.DATA,
         seed=0,
         rank=0,

@@ -1,4 +1,4 @@
-"""Walking nests of tuples, lists and dicts, as a user's collate function may build them."""
+"""Functions on nests of tuples, lists and mappings, as a user's collate function may build them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def leaves(nest: Any) -> Iterator[Any]:
-    """Everything in a nest that is not itself a tuple, list or mapping, in order."""
+    """Everything in a nest that is not a tuple, list or mapping, in order."""
     if isinstance(nest, Mapping):
         for value in nest.values():
             yield from leaves(value)
@@ -29,7 +29,7 @@ def tensors(nest: Any) -> Iterator[Tensor]:
 
 
 def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
-    """The same nest with each leaf replaced by `function(leaf)`; named tuples keep their type."""
+    """The same nest with each leaf replaced by `function(leaf)`; containers keep their types if possible."""
     if isinstance(nest, Mapping):
         mapped = {name: map_leaves(function, value) for name, value in nest.items()}
         return mapped if type(nest) is dict else _rebuilt(nest, mapped)
@@ -46,13 +46,8 @@ def num_bytes(nest: Any) -> int:
     return sum(int(getattr(leaf, "nbytes", 0)) for leaf in leaves(nest))
 
 
-def num_elements(nest: Any) -> int:
-    """Elements of all tensors in a nest."""
-    return sum(tensor.numel() for tensor in tensors(nest))
-
-
 def structure(nest: Any) -> Any:
-    """What two nests must share for their leaves to correspond: types, lengths and keys."""
+    """Types, lengths and keys of a nest; where two nests agree in them, their leaves correspond."""
     if isinstance(nest, Mapping):
         return type(nest), tuple((name, structure(value)) for name, value in nest.items())
     if isinstance(nest, tuple | list):
@@ -64,7 +59,7 @@ def same(a: Any, b: Any) -> bool:
     """Whether two leaves are equal; tensors bit for bit, NaN included."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and _bits_equal(a, b)
-    # `is True`: what compares element by element, such as an array, is not known to be equal.
+    # `is True`: an array compares element by element, which tells nothing here.
     return type(a) is type(b) and (a == b) is True
 
 
@@ -77,7 +72,7 @@ def _bits_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _rebuilt(original: Any, values: Any) -> Any:
-    """The values in the original's own type of container, or as they are where it cannot be built so."""
+    """The values in a container of the original's type, or as they are where that cannot be made."""
     try:
         rebuilt = type(original)(values)
     except TypeError:

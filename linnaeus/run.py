@@ -86,9 +86,9 @@ def run(config: Config) -> FitResult:
 
         loaders = stack.enter_context(
             build_loaders(
-                data, batch_size=config.DATA.BATCH_SIZE, batch_size_val=config.DATA.BATCH_SIZE_VAL,
+                data, sizes=plan.micro_batches, batch_size_val=config.DATA.BATCH_SIZE_VAL,
                 data_config=config.DATA, seed=seed, rank=world.rank, world_size=world.world_size,
-                device=world.device, sizes=plan.micro_batches,
+                device=world.device,
             )
         )  # fmt: skip
         schedule = build_schedule(

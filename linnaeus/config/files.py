@@ -1,7 +1,7 @@
-"""YAML files: every scalar as it was typed, with its line, and every fault named.
+"""Reads YAML files: every scalar as it was typed, with its line, and every problem.
 
-PyYAML would turn a name such as `on` or `007` into a bool or a number before the key's type is known, and
-would keep the last of two equal keys. Here plain scalars keep their text.
+PyYAML would turn text such as `on` or `007` into a bool or a number before the key's type is known, and would
+silently keep the last of two equal keys. Here plain scalars keep their text, and equal keys are a problem.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from linnaeus.config.values import Bare
 
 FLOAT_TAG = "tag:yaml.org,2002:float"
 EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|[-+]?(?:[0-9][0-9_]*)?\.[0-9_]*[eE][0-9]+")
-"""Numbers such as 1e-3, which YAML 1.1 takes for text."""
+"""Numbers such as 1e-3, which are text in YAML 1.1."""
 
 
 class Loader(yaml.SafeLoader):
@@ -80,7 +80,7 @@ class _Reader:
 
     def settings(self) -> Iterator[Setting]:
         root = self._loader.get_single_node()
-        self._find_duplicates(root, (), set())  # before `<<` adds keys that may stand twice
+        self._find_duplicates(root, (), set())  # before `<<` merges keys that may be there already
         if isinstance(root, yaml.MappingNode):
             yield from self._mapping(root, ())
         elif root is not None and self._scalar_or_list(root) is not None:

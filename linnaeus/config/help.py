@@ -13,16 +13,16 @@ usage: python -m linnaeus.train [--cfg FILE] [group=preset ...] [KEY VALUE | KEY
 
 other commands (linnaeus COMMAND --help):
   analyze         memory, batch size and speed before a run
-  plan            time, rate and warnings of a few batch sizes that fit
+  plan            time, learning rate and warnings of a few batch sizes that fit
   sweep           a run for each combination of values, compared
 
 options:
-  --cfg FILE      read a YAML file; only what differs from the defaults needs to stand in it
+  --cfg FILE      read a YAML file; it needs only the keys that differ from the defaults
   --print-config  print the whole configuration, resolved, and exit
-  --opts          may stand before the overrides; changes nothing
+  --opts          may come before the overrides; changes nothing
   -h, --help      print this text and exit
 
-Keys can be set in four ways; the later in this list wins, and of two overrides the one further right:
+Keys can be set in four ways. A later one in this list wins, and of two overrides the last one:
   group=preset    a preset that ships with the package
   --cfg FILE      a file
   KEY VALUE       an override, such as DATA.BATCH_SIZE 64

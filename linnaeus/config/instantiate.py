@@ -1,4 +1,4 @@
-"""Objects of `_target_` nodes: the user's own model, dataset, loss or optimizer."""
+"""Instantiates `_target_` nodes: the user's own model, dataset, loss or optimizer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def is_target(node: Any) -> bool:
 
 
 def locate(path: str) -> Any:
-    """The object that a dotted path names; unlike Hydra's function for it, this one logs nothing.
+    """The object that a dotted path names. Unlike Hydra's `get_object`, it logs nothing.
 
     Raises:
-        Exception: whatever importing a module on the way raises; `AttributeError` where a name is missing.
+        Exception: whatever importing a module raises; `AttributeError` where a name is missing.
     """
     first, *names = path.split(".")
     found: Any = importlib.import_module(first)
@@ -34,7 +34,7 @@ def locate(path: str) -> Any:
             try:
                 importlib.import_module(name_so_far)
             except ModuleNotFoundError as error:
-                # Only when this very module is missing is there nothing of that name.
+                # Where another module is missing, this one exists but cannot be imported.
                 if error.name != name_so_far:
                     raise
         found = getattr(found, name)
@@ -61,38 +61,51 @@ def find_target(node: Mapping[str, Any], where: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def instantiate(node: Mapping[str, Any], *positional: Any, **arguments: Any) -> Any:
+    """Call what the node names with the node's other keys; nested `_target_` nodes are instantiated too.
+
+    Lists and mappings in the node arrive as plain ones. `positional` and `arguments` are passed as they are.
+
+    Raises:
+        Exception: whatever a call raises, without Hydra's wrapper.
+    """
+    try:
+        # Given to Hydra, the arguments would become containers of its own, or be refused.
+        call = hydra.utils.instantiate({"_convert_": "all", **node, "_partial_": True})
+    except HydraException as error:
+        cause = error.__cause__ or error
+        raise cause from cause.__cause__
+    return call(*positional, **arguments)
+
+
 def call_target(
     node: Mapping[str, Any], where: str, *positional: Any, offer: Mapping[str, Any] | None = None
 ) -> Any:
-    """Call what the node names with the node's other keys, lists and mappings among them as plain ones.
+    """Instantiate a node, offering it values that the framework knows.
 
     Args:
-        node: with `_target_` and keyword arguments; nested `_target_` nodes are instantiated too.
+        node: with `_target_` and keyword arguments.
         where: the node's key, for messages.
         positional: arguments that come before the node's own.
-        offer: values that the framework knows; passed where the signature names them and the node does not.
+        offer: keyword arguments, each passed where the signature names it and the node does not set it.
 
     Raises:
         ConfigError: when the call fails; the cause is named.
     """
-    target = find_target(node, where)
-    parameters = accepted_parameters(target)
+    parameters = accepted_parameters(find_target(node, where))
     offered = {
         name: value for name, value in (offer or {}).items() if name in parameters and name not in node
     }
     try:
-        # What is offered goes to the call itself: Hydra would make containers of its own of it, or refuse it.
-        call = hydra.utils.instantiate({"_convert_": "all", **node, "_partial_": True})
-        return call(*positional, **offered)
+        return instantiate(node, *positional, **offered)
     except Exception as error:
-        cause = (error.__cause__ or error) if isinstance(error, HydraException) else error
         raise ConfigError(
-            f"{where}: {node['_target_']} failed with {type(cause).__name__}: {cause}"
+            f"{where}: {node['_target_']} failed with {type(error).__name__}: {error}"
         ) from error
 
 
 def accepted_parameters(target: Callable[..., Any]) -> set[str]:
-    """Names of the parameters in a callable's signature; empty when it has none to be read."""
+    """Names of the parameters in a callable's signature; empty when it has no readable signature."""
     try:
         return set(inspect.signature(target).parameters)
     except (TypeError, ValueError):

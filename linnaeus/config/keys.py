@@ -1,7 +1,7 @@
-"""Which keys exist, what each one takes, and which real key a misspelled one is closest to.
+"""The keys of the schema by path, what a path means, and the closest key to a misspelled one.
 
-A path is a tuple of components, `("DATA", "BATCH_SIZE")`; its dotted form is what users type. Keys of a file
-may be numbers or contain dots, so paths, not dotted text, are compared.
+A path is a tuple of components, such as `("DATA", "BATCH_SIZE")`; users type it joined by dots. Keys of a
+file may be numbers or contain dots, so paths are compared, not dotted text.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Key:
 
 
 class Place(enum.Enum):
-    """What a path is when it is not a typed key."""
+    """The kinds of path that are not a typed key."""
 
     NODE = "a group of keys"
     FREE = "below a `_target_` node or a mapping, where any key may stand"
-    UNKNOWN = "no such key"
+    NO_KEY = "no such key"
 
 
 def dotted(path: Path) -> str:
-    """The path as a user types it."""
+    """A path as users type it."""
     return ".".join(str(part) for part in path)
 
 
@@ -63,7 +63,7 @@ def strip_optional(hint: Any) -> tuple[Any, bool]:
 
 
 def node_class(field: dataclasses.Field[Any], hint: Any) -> type | None:
-    """The dataclass behind a field that is a group of keys, else None."""
+    """The dataclass of a field that is a group of keys, else None."""
     for candidate in (hint, field.default_factory):
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
             return candidate
@@ -71,7 +71,7 @@ def node_class(field: dataclasses.Field[Any], hint: Any) -> type | None:
 
 
 def _walk(cls: type, path: Path) -> Iterator[Key | tuple[Path, str]]:
-    """Every key, and for every group of keys its path and doc."""
+    """Every key, and the path and doc of every group of keys."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         here, hint = (*path, field.name), hints[field.name]
@@ -91,11 +91,11 @@ NODES: dict[Path, str] = {found[0]: found[1] for found in _found if not isinstan
 PLUGGABLE_PATHS: frozenset[Path] = frozenset(tuple(name.split(".")) for name in PLUGGABLE)
 
 
-def locate(path: Path, free: Collection[Path] = ()) -> Key | Place:
-    """Say what a path is.
+def classify(path: Path, free: Collection[Path] = ()) -> Key | Place:
+    """The key at a path, or what else the path is.
 
     Args:
-        path: the path in question.
+        path: the path to classify.
         free: the nodes that a `_target_` has replaced.
     """
     for length in range(1, len(path) + 1):
@@ -106,22 +106,22 @@ def locate(path: Path, free: Collection[Path] = ()) -> Key | Place:
             key = KEYS[prefix]
             if length == len(path):
                 return key
-            return Place.FREE if key.is_mapping and TARGET not in path else Place.UNKNOWN
+            return Place.FREE if key.is_mapping and TARGET not in path else Place.NO_KEY
         if prefix not in NODES:
-            return Place.UNKNOWN
+            return Place.NO_KEY
     return Place.NODE
 
 
 def is_known(name: str) -> bool:
-    """Whether a dotted name is a key, or may be one because its node takes free keys."""
+    """Whether a dotted name is a key, or may be one because its node takes any key."""
     path = tuple(name.split("."))
-    return path in KEYS or locate(path, PLUGGABLE_PATHS) is Place.FREE
+    return path in KEYS or classify(path, PLUGGABLE_PATHS) is Place.FREE
 
 
 def closest(name: str) -> str | None:
-    """The real key that a misspelled dotted name most likely means.
+    """The key that a misspelled dotted name most likely means, or None.
 
-    The whole name and its last component both count, so a key without its node is found as well.
+    Likeness is that of the whole name and of its last component, so a key without its node is found too.
 
     >>> closest("DATA.BATCHSIZE"), closest("BATCH_SIZE"), closest("data.autobatch.enable")
     ('DATA.BATCH_SIZE', 'DATA.BATCH_SIZE', 'DATA.AUTOBATCH.ENABLED')
@@ -138,6 +138,6 @@ def _likeness(wanted: str, candidate: str) -> float:
 
 
 def suggest(word: str, candidates: Collection[str]) -> str:
-    """`; did you mean X?` for the candidate most like the word, or nothing."""
+    """`; did you mean X?` for the candidate most like the word; empty where none is like it."""
     matches = get_close_matches(word, list(candidates), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]}?" if matches else ""

@@ -1,4 +1,4 @@
-"""The command line becomes a `Config`; a `Config` becomes a file.
+"""Loads a `Config` from the command line, and writes one to a file.
 
 Precedence, lowest first: schema defaults, presets, the `--cfg` file, the command line.
 """
@@ -26,7 +26,7 @@ from linnaeus.config.settings import from_overrides
 from linnaeus.errors import ConfigError
 
 PLAN = "PLAN"
-"""The node of a run's `config.yaml` that says what was worked out; a file is read as if it were not there."""
+"""The node of a run's `config.yaml` that holds its batch plan. Reading a file ignores the node."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class LoadedConfig:
     """A configuration, and what else the command line asks for.
 
     Attributes:
-        config: fully resolved; the defaults when help is asked for.
-        print_config: print the configuration and exit.
-        show_help: print the help and exit.
+        config: the resolved configuration; the defaults where help is asked for.
+        print_config: whether to print the configuration and exit.
+        show_help: whether to print the help and exit.
     """
 
     config: Config
@@ -51,7 +51,7 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
         argv: the tokens after the program's name.
 
     Raises:
-        ConfigError: lists everything that is wrong.
+        ConfigError: lists all problems.
     """
     line = parse_command_line(argv)
     if line.show_help:
@@ -64,13 +64,13 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
 
 
 def _compose(line: CommandLine) -> Config:
-    """Bring all sources together."""
+    """Read all sources, merge them and resolve the result."""
     presets, preset_problems = read_presets(line.presets)
     file, file_problems = read_file(line.cfg) if line.cfg is not None else ([], [])
     file = [setting for setting in file if setting.path[0] != PLAN]
     merged = merge(presets, [*file, *from_overrides(line.overrides)])
     if file_problems and not file:
-        # The file may have set a `_target_`: which keys these nodes take is not known.
+        # The unreadable file may set a `_target_`, so the keys that these nodes take are unknown.
         pluggable = tuple(f"{sign}{name}." for name in PLUGGABLE for sign in ("", "~"))
         merged.problems = [text for text in merged.problems if not text.startswith(pluggable)]
     config, problems = resolve(merged)
@@ -81,7 +81,7 @@ def _compose(line: CommandLine) -> Config:
 
 
 def with_batch_sizes(config: Config, train: int | None = None, val: int | None = None) -> Config:
-    """A new configuration with other batch sizes; None keeps a size. The given one is left alone."""
+    """A copy of the configuration with other batch sizes; None keeps a size."""
     data = dataclasses.replace(
         config.DATA,
         BATCH_SIZE=config.DATA.BATCH_SIZE if train is None else train,
@@ -91,7 +91,7 @@ def with_batch_sizes(config: Config, train: int | None = None, val: int | None =
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `files.Loader` reads back as the same value."""
+    """Writes YAML that `files.Loader` reads back as the same values."""
 
 
 def _represent_str(dumper: _Dumper, text: str) -> yaml.ScalarNode:
@@ -118,7 +118,7 @@ def to_yaml(config: Config, plan: Mapping[str, Any] | None = None) -> str:
 
     Args:
         config: the configuration.
-        plan: what was worked out from it; written below it for readers.
+        plan: the batch plan of the run, written below the configuration for people to read.
     """
     text = _dump(_escape(dataclasses.asdict(config)))
     if plan is not None:
@@ -133,7 +133,7 @@ def _dump(plain: Any) -> str:
 
 
 def _escape(value: Any) -> Any:
-    """Write `${` so that it is read as text: everything is resolved already."""
+    """Escape `${`: a resolved configuration has no interpolations."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, dict):

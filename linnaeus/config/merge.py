@@ -1,4 +1,4 @@
-"""Settings of all sources become one typed value for each key; what the schema does not know is a problem."""
+"""Merges the settings of all sources into one typed value per key; an unknown key is a problem."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from linnaeus.config.keys import (
     Key,
     Path,
     Place,
+    classify,
     closest,
     dotted,
-    locate,
 )
 from linnaeus.config.settings import Setting, flatten
 from linnaeus.config.values import Bare, convert, show, untyped
@@ -27,24 +27,19 @@ class Entry:
     """The value that won at one key.
 
     Attributes:
-        value: of the key's type, or text with interpolations.
-        given: what was typed, for messages.
-        origin: where it was typed; None for the schema's default.
+        value: the value, of the key's type; or text with interpolations.
+        given: the value as it was typed, for messages.
+        origin: where it was typed, in words; `default` for the schema's default.
     """
 
     value: Any
     given: Any
-    origin: str | None
-
-    @property
-    def place(self) -> str:
-        """The origin in words."""
-        return self.origin or "default"
+    origin: str
 
 
 @dataclass
 class Merged:
-    """All entries, the nodes that a `_target_` replaced, and the problems so far."""
+    """All entries, the nodes that a `_target_` has replaced, and the problems found."""
 
     entries: dict[Path, Entry] = field(default_factory=dict)
     free: set[Path] = field(default_factory=set)
@@ -65,9 +60,9 @@ def merge(presets: Sequence[Setting], others: Sequence[Setting]) -> Merged:
     preset_targets = {s.path[:-1] for s in kept if _is_target(s.path) and s.origin in from_presets}
     for path, key in KEYS.items():
         if not _below_any(path, merged.free):
-            merged.entries[path] = Entry(convert(key.default, key.hint), key.default, None)
+            merged.entries[path] = Entry(convert(key.default, key.hint), key.default, "default")
     for setting in kept:
-        # A preset for the built-in node says nothing about the user's own class.
+        # Where the user's own class replaces a node, presets for the built-in node do not apply.
         if setting.origin in from_presets and _below_any(setting.path, merged.free - preset_targets):
             continue
         problem = _set(merged, setting)
@@ -85,7 +80,7 @@ def _below_any(path: Path, nodes: Iterable[Path]) -> bool:
 
 
 def _apply_deletions(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
-    """Drop what a later `~KEY` deletes."""
+    """Leave out the settings that a later `~KEY` deletes."""
     kept: list[Setting] = []
     for setting in settings:
         if not setting.delete:
@@ -98,13 +93,13 @@ def _apply_deletions(settings: Sequence[Setting], problems: list[str]) -> list[S
             )
             continue
         kept = [other for other in kept if other.path[: len(path)] != path]
-        if len(kept) == before and locate(path) in (Place.UNKNOWN, Place.FREE):
+        if len(kept) == before and classify(path) in (Place.NO_KEY, Place.FREE):
             problems.append(f"~{_unknown(path, setting.origin, with_name=True)}")
     return kept
 
 
 def _holds(kept: Sequence[Setting], deletion: Setting) -> bool:
-    """Whether `~KEY=VALUE` names the value that the key has so far."""
+    """Whether the value in `~KEY=VALUE` is the key's value before the deletion."""
     key = KEYS.get(deletion.path)
     current = [key.default] if key else []
     current += [setting.value for setting in kept if setting.path == deletion.path]
@@ -116,9 +111,9 @@ def _holds(kept: Sequence[Setting], deletion: Setting) -> bool:
 
 
 def _set(merged: Merged, setting: Setting) -> str | None:
-    """Enter one setting; returns what is wrong with it."""
-    place = locate(setting.path, merged.free)
-    if place is Place.UNKNOWN:
+    """Enter one setting; returns what is wrong with it, or None."""
+    place = classify(setting.path, merged.free)
+    if place is Place.NO_KEY:
         return _unknown(setting.path, setting.origin)
     if place is Place.NODE:
         # An empty section in a file sets nothing.
@@ -139,13 +134,13 @@ def _set(merged: Merged, setting: Setting) -> str | None:
 
 
 def _names(path: Path, free: Iterable[Path]) -> Path:
-    """The components that name arguments: the first below a free node or a mapping."""
+    """The components that name arguments: the first one below each free node or mapping."""
     roots = [*free, *(key.path for key in KEYS.values() if key.is_mapping)]
     return tuple(path[len(root)] for root in roots if path[: len(root)] == root and len(path) > len(root))
 
 
 def _put(entries: dict[Path, Entry], path: Path, entry: Entry) -> None:
-    """Enter a value, and drop what stood above or below it; an empty mapping adds nothing to a full one."""
+    """Enter a value and drop entries above and below it. An empty mapping leaves the entries below it."""
     size = len(path)
     below = [other for other in entries if other[:size] == path and len(other) > size]
     if entry.value == {} and below:

@@ -1,7 +1,7 @@
-"""The command line, token by token. Pure: no file is read and no value is given a type here.
+"""Parses the command line. Pure: reads no file and converts no value.
 
-Overrides are `KEY VALUE`, or Hydra's `KEY=VALUE` with its prefixes `+`, `++` and `~`; `--opts` may stand
-before them and changes nothing. A lower-case `group=name` selects a preset.
+Overrides are `KEY VALUE`, or Hydra's `KEY=VALUE` with its prefixes `+`, `++` and `~`; `--opts` before them is
+accepted and changes nothing. A lower-case `group=name` selects a preset.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Override:
 
     Attributes:
         key: dotted name.
-        text: the value; None when a `~KEY` came without one.
-        delete: the key goes back to what it is without the user's say.
+        text: the value; None for a `~KEY` without one.
+        delete: undo what earlier sources set at the key, as `~KEY` asks for.
     """
 
     key: str
@@ -35,15 +35,15 @@ class Override:
 
 @dataclass
 class CommandLine:
-    """What the tokens say.
+    """A parsed command line.
 
     Attributes:
-        overrides: in the order typed.
-        presets: the preset chosen for each group, in the order typed.
+        overrides: the overrides, in the order typed.
+        presets: the preset selected for each group, in the order typed.
         cfg: the configuration file.
         print_config: `--print-config` was given.
         show_help: `--help` or `-h` was given.
-        problems: one sentence for each token that cannot be used.
+        problems: one sentence for each unusable token.
     """
 
     overrides: list[Override] = field(default_factory=list)
@@ -55,9 +55,7 @@ class CommandLine:
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
-    """Read the tokens after the program's name, left to right.
-
-    Problems are collected, not raised.
+    """Parse the tokens after the program's name, left to right; problems are collected, not raised.
 
     >>> parse_command_line(["DATA.BATCH_SIZE", "8", "data=digits"]).overrides
     [Override(key='DATA.BATCH_SIZE', text='8', delete=False)]
@@ -126,7 +124,7 @@ def _override(line: CommandLine, token: str, following: str | None) -> int:
 
 
 def _select(line: CommandLine, group: str, text: str | None, delete: bool) -> None:
-    line.presets.pop(group, None)  # the last one wins, and takes the last place
+    line.presets.pop(group, None)  # the last one wins, at its own place in the order
     if not delete:
         line.presets[group] = (text or "").strip("'\"")
 
@@ -136,7 +134,7 @@ def _is_flag(token: str) -> bool:
 
 
 def _may_be_key(name: str) -> bool:
-    """Whether a token without `=` is meant as a key: upper case, or the misspelled path of one."""
+    """Whether a token without `=` is meant as a key: upper case, or a path with a node's name in any case."""
     top = name.partition(".")[0]
     return top.isupper() or ("." in name and (top.upper(),) in NODES)
 

@@ -19,7 +19,7 @@ FOLDER = FilePath(__file__).resolve().parent.parent / "presets"
 
 
 def available() -> dict[str, list[str]]:
-    """The names of the presets of each group."""
+    """Names of the presets of each group."""
     groups = sorted(group for group in FOLDER.iterdir() if group.is_dir())
     found = {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
     return {group: names for group, names in found.items() if names}
@@ -29,7 +29,7 @@ def read_presets(selected: Mapping[str, str]) -> tuple[list[Setting], list[str]]
     """Compose the selected presets.
 
     Args:
-        selected: the preset chosen for each group; later ones win.
+        selected: the preset of each group; later ones override earlier ones.
 
     Returns:
         Their settings, and the problems.
@@ -59,7 +59,7 @@ def _check(group: str, name: str) -> str | None:
 
 @contextmanager
 def _own_hydra() -> Iterator[None]:
-    """Hide the caller's Hydra, so that a program that uses Hydra itself can load a configuration."""
+    """Put Hydra's global state aside, so that a program that uses Hydra can load a configuration."""
     instances = Singleton._instances
     hidden = {cls: instances.pop(cls, None) for cls in (GlobalHydra, VersionBase)}
     try:

@@ -1,8 +1,7 @@
-"""The reference of all keys as a page, made from the schema, so that the two never differ."""
+"""The reference page of all keys, generated from the schema."""
 
 from __future__ import annotations
 
-import types
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -39,7 +38,8 @@ def _section(path: Path, doc: str) -> Iterator[str]:
 
 def _row(key: Key) -> str:
     unit = f" ({key.unit})" if key.unit else ""
-    cells = (f"`{key.path[-1]}`", f"`{_yaml(key.default)}`", _takes(key), f"{key.doc}{unit}")
+    default = "null" if key.default is None else key.default
+    cells = (f"`{key.path[-1]}`", f"`{default}`", _takes(key), f"{key.doc}{unit}")
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
@@ -55,12 +55,4 @@ def _type(hint: Any) -> str:
     origin = typing.get_origin(hint)
     if origin is list:
         return f"list of {_type(typing.get_args(hint)[0])}"
-    if origin is dict:
-        return "mapping"
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_type(member) for member in typing.get_args(hint))
-    return _NAMES[hint]
-
-
-def _yaml(value: Any) -> str:
-    return "null" if value is None else str(value)
+    return "mapping" if origin is dict else _NAMES[hint]

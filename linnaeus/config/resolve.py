@@ -1,8 +1,9 @@
-"""Merged entries become a `Config`: interpolations are resolved, values checked, dataclasses built."""
+"""Turns merged entries into a `Config`: resolves interpolations, checks values, builds the dataclasses."""
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 import typing
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ def resolve(merged: Merged) -> tuple[Config | None, list[str]]:
             values[path] = _resolve_one(container, path, entry)
             problem = _problem(KEYS.get(path), path, values[path], entry)
         except ValueError as error:
-            problem = f"{error} ({entry.place})"
+            problem = f"{error} ({entry.origin})"
         if problem:
             found[path] = problem
     problems = [f"{dotted(path)}: {text}" for path, text in found.items() if _is_cause(path, merged, found)]
@@ -73,55 +74,45 @@ def _problem(key: Key | None, path: Path, value: Any, entry: Entry) -> str | Non
     if key is None:
         is_dotted_path = isinstance(value, str) and all(part.isidentifier() for part in value.split("."))
         if path[-1] == TARGET and not is_dotted_path:
-            return f"{show(value)} is not the dotted path of a class or function ({entry.place})"
+            return f"{show(value)} is not the dotted path of a class or function ({entry.origin})"
         return None
     if key.choices and value is not None and value not in key.choices:
         allowed = ", ".join(key.choices)
-        return f"{show(value)} is not one of {allowed} ({entry.place}){suggest(str(value), key.choices)}"
+        return f"{show(value)} is not one of {allowed} ({entry.origin}){suggest(str(value), key.choices)}"
     wrong = _out_of_bounds(key, value) or (key.check(value) if key.check else None)
-    return f"{show(value)} is not allowed: {wrong} ({entry.place})" if wrong else None
+    return f"{show(value)} is not allowed: {wrong} ({entry.origin})" if wrong else None
 
 
 def _out_of_bounds(key: Key, value: Any) -> str | None:
-    holds = {
-        "ge": lambda number, bound: number >= bound,
-        "gt": lambda number, bound: number > bound,
-        "le": lambda number, bound: number <= bound,
-        "lt": lambda number, bound: number < bound,
-    }
-    numbers = value if isinstance(value, list) else [value]
-    fits = all(holds[name](number, bound) for number in numbers for name, bound in key.bounds.items()
-               if number is not None)  # fmt: skip
-    if fits:
+    numbers = [number for number in (value if isinstance(value, list) else [value]) if number is not None]
+    bounds = key.bounds.items()
+    if all(getattr(operator, name)(number, bound) for number in numbers for name, bound in bounds):
         return None
-    allowed = " and ".join(f"{_SIGNS[name]} {bound}" for name, bound in key.bounds.items())
+    allowed = " and ".join(f"{_SIGNS[name]} {bound}" for name, bound in bounds)
     return f"{'each' if isinstance(value, list) else 'it'} must be {allowed}"
 
 
 def _is_cause(path: Path, merged: Merged, found: Mapping[Path, str]) -> bool:
-    """Whether a problem is one of its own, not the echo of a key that this one follows."""
-    entry = merged.entries[path]
-    names = _REFERENCE.findall(entry.value) if isinstance(entry.value, str) else []
-    followed = {tuple(name.split(".")) for name in names} - {path}
-    return not any(other in found and not _follows(merged, other, path) for other in followed)
+    """Whether a problem is this key's own, and not that of a key that it follows."""
+    followed = _followed(path, merged) - {path}
+    return not any(other in found and not _leads_to(path, other, merged) for other in followed)
 
 
-def _follows(merged: Merged, path: Path, target: Path) -> bool:
+def _leads_to(target: Path, start: Path, merged: Merged) -> bool:
     """Whether interpolations lead from one key to another, as they do within a cycle."""
     seen: set[Path] = set()
-    ahead = [path]
+    ahead = {start}
     while ahead:
-        here = ahead.pop()
-        if here == target:
-            return True
-        if here in seen or here not in merged.entries:
-            continue
-        seen.add(here)
-        value = merged.entries[here].value
-        ahead += (
-            [tuple(name.split(".")) for name in _REFERENCE.findall(value)] if isinstance(value, str) else []
-        )
-    return False
+        seen |= ahead
+        ahead = {path for here in ahead for path in _followed(here, merged)} - seen
+    return target in seen
+
+
+def _followed(path: Path, merged: Merged) -> set[Path]:
+    """The keys in the interpolations of an entry."""
+    entry = merged.entries.get(path)
+    text = entry.value if entry and isinstance(entry.value, str) else ""
+    return {tuple(name.split(".")) for name in _REFERENCE.findall(text)}
 
 
 def _crossed(values: Mapping[Path, Any], entries: Mapping[Path, Entry]) -> list[str]:
@@ -131,7 +122,7 @@ def _crossed(values: Mapping[Path, Any], entries: Mapping[Path, Entry]) -> list[
         low = ("DATA", "AUTOBATCH", f"MIN_BATCH_SIZE{suffix}")
         high = ("DATA", "AUTOBATCH", f"MAX_BATCH_SIZE{suffix}")
         if low in values and high in values and values[low] > values[high]:
-            place = entries[low].origin or entries[high].place
+            place = entries[high if entries[low].origin == "default" else low].origin
             problems.append(f"{dotted(low)}: {values[low]} is above {dotted(high)} {values[high]} ({place})")
     return problems
 
@@ -146,10 +137,6 @@ def _nest(values: Mapping[Path, Any]) -> dict[Any, Any]:
     return tree
 
 
-def _subtree(path: Path, values: Mapping[Path, Any]) -> dict[Any, Any]:
-    return _nest({other[len(path) :]: value for other, value in values.items() if other[: len(path)] == path})
-
-
 def _build(cls: type, path: Path, values: Mapping[Path, Any], free: set[Path]) -> Any:
     """Make the dataclass of one node; a free node is a plain dict."""
     hints = typing.get_type_hints(cls)
@@ -160,7 +147,8 @@ def _build(cls: type, path: Path, values: Mapping[Path, Any], free: set[Path]) -
         if here in values:
             arguments[field.name] = values[here]
         elif here in free or node is None:
-            arguments[field.name] = _subtree(here, values)
+            size = len(here)
+            arguments[field.name] = _nest({p[size:]: v for p, v in values.items() if p[:size] == here})
         else:
             arguments[field.name] = _build(node, here, values, free)
     return cls(**arguments)

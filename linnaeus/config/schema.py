@@ -1,14 +1,14 @@
-"""Every configuration key: its default, meaning, unit and check, in one field each.
+"""Every configuration key: one field each, with its default, meaning, unit and check.
 
-Nodes and keys are upper case and nested. A default that follows another key is an interpolation, written as a
-user would write it in YAML. `MODEL`, `DATA.DATASET`, `LOSS` and `OPTIMIZER` may be replaced by a node with
-`_target_`; they are typed `Any` here for that reason and hold either the dataclass or a plain dict.
+Nodes and keys are upper case and nested. A default that follows another key is an interpolation, as in YAML.
+`MODEL`, `DATA.DATASET`, `LOSS` and `OPTIMIZER` may be replaced by a node with `_target_`; they are typed
+`Any` for that reason, and hold either the dataclass or a plain dict.
 """
 
 # ruff: noqa: RUF009 (`key` is `dataclasses.field` with a doc and checks)
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import PurePath
@@ -17,13 +17,18 @@ from typing import Any
 PLUGGABLE = ("MODEL", "DATA.DATASET", "LOSS", "OPTIMIZER")
 """The nodes that a `_target_` may replace."""
 
+STRATEGIES = ("guided", "binary", "power", "binsearch")
+"""Names of the search strategies. `linnaeus.autobatch.search`, which imports nothing, implements them."""
+
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
 
 def key(
     default: Any,
     doc: str,
     *,
     unit: str | None = None,
-    choices: Sequence[str] | None = None,
+    choices: tuple[str, ...] | None = None,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
@@ -37,26 +42,19 @@ def key(
         doc: one sentence for the reference and for `--help`.
         unit: unit of the value, when it has one.
         choices: the allowed strings.
-        ge, gt, le, lt: bounds; for a list they hold for each element. `None` values are not checked.
-        check: returns what is wrong with the value, or None.
+        ge, gt, le, lt: bounds; in a list, of each element. `None` is not checked.
+        check: returns what is wrong with a value, or None.
     """
-    bounds = {
-        name: bound for name, bound in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if bound is not None
-    }
-    metadata: Mapping[str, Any] = {
-        "doc": doc,
-        "unit": unit,
-        "choices": tuple(choices) if choices else None,
-        "bounds": bounds,
-        "check": check,
-    }
+    bounds = {name: bound for name, bound in zip(("ge", "gt", "le", "lt"), (ge, gt, le, lt), strict=True)
+              if bound is not None}  # fmt: skip
+    metadata = {"doc": doc, "unit": unit, "choices": choices, "bounds": bounds, "check": check}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 def _image_size(value: Any) -> str | None:
-    """An image size is one positive whole number, or [height, width]."""
+    """An image size is a positive whole number, or [height, width]."""
     sides = value if isinstance(value, list) else [value]
     if value is None or (len(sides) in (1, 2) and all(type(side) is int and side > 0 for side in sides)):
         return None
@@ -64,7 +62,7 @@ def _image_size(value: Any) -> str | None:
 
 
 def _run_name(value: str) -> str | None:
-    """The run's files stay inside the output folder."""
+    """A run's folder must lie inside the output folder."""
     path = PurePath(value)
     if value.strip() and path.parts and not path.is_absolute() and ".." not in path.parts:
         return None
@@ -93,9 +91,9 @@ class WandbConfig:
     """Weights & Biases."""
 
     ENABLED: bool = key(False, "record the run with Weights & Biases")
-    PROJECT: str = key("linnaeus", "project that the run belongs to")
-    ENTITY: str | None = key(None, "user or team; null is the account's default")
-    GROUP: str | None = key(None, "group that the run belongs to")
+    PROJECT: str = key("linnaeus", "project in which the run is recorded")
+    ENTITY: str | None = key(None, "user or team that owns the project; null is the account's default")
+    GROUP: str | None = key(None, "group of runs that this run belongs to; null is no group")
     TAGS: list[str] = key(list, "tags of the run")
 
 
@@ -103,10 +101,10 @@ class WandbConfig:
 class ExperimentConfig:
     """Name, place and identity of the run."""
 
-    NAME: str = key("digits", "name of the run and of its folder", check=_run_name)
+    NAME: str = key("digits", "name of the run, and of its folder in OUTPUT_DIR", check=_run_name)
     OUTPUT_DIR: str = key("runs", "folder that holds the folders of all runs")
-    SEED: int = key(0, "seed of initialisation, shuffling and augmentation", ge=0)
-    DEVICE: str = key("auto", "`auto`, or a torch device such as `cpu`, `cuda` or `cuda:1`")
+    SEED: int = key(0, "seed of the initial weights, the order of the samples and the augmentation", ge=0)
+    DEVICE: str = key("auto", "torch device such as `cpu`, `cuda` or `cuda:1`; `auto` prefers an accelerator")
     WANDB: WandbConfig = key(WandbConfig, "Weights & Biases")
 
 
@@ -116,29 +114,32 @@ class DatasetConfig:
 
     NAME: str = key("digits", "kind of dataset", choices=("digits", "synthetic", "imagefolder", "manifest"))
     ROOT: str | None = key(
-        None, "folder of an `imagefolder`; folder that a manifest's image paths start from"
-    )
+        None, "folder of the images (`imagefolder`), or folder that relative paths start from (`manifest`; "
+        "null is the manifest's own folder)",
+    )  # fmt: skip
     TRAIN: str | None = key(
-        None, "training subfolder or manifest, relative to ROOT; null is `train` or `train.csv`"
-    )
+        None, "training folder or manifest file, relative to ROOT; null is `train.csv`, or the folder "
+        "`train` where ROOT has splits, else ROOT itself",
+    )  # fmt: skip
     VAL: str | None = key(
-        None, "validation subfolder or manifest; null is `val`/`val.csv` where it exists, else a split"
+        None, "validation folder or manifest file, relative to ROOT; null is `val` or `val.csv` where it "
+        "exists, else samples are held out of the training data",
+    )  # fmt: skip
+    VAL_FRACTION: float = key(
+        0.2, "fraction held out for validation, where the data has no validation split", gt=0, lt=1
     )
-    VAL_FRACTION: float = key(0.2, "share held out for validation where the data has no split", gt=0, lt=1)
     FOLDER_NAMES: str = key(
-        "auto",
-        "how folder names give labels: nested, each level a rank, or inat2021, `00000_Animalia_Chordata_...`",
+        "auto", "how folder names give labels: with `nested`, each level of folders is a taxonomic rank; "
+        "`inat2021` reads names such as `00000_Animalia_Chordata_...`; `auto` decides by the names",
         choices=("auto", "nested", "inat2021"),
-    )
-    IMAGE_COLUMN: str = key("image", "manifest column with the image path")
+    )  # fmt: skip
+    IMAGE_COLUMN: str = key("image", "manifest column that holds the image paths")
     RANKS: list[str] | None = key(
-        None, "names of the ranks, coarse to fine; null takes them from the data", check=_not_empty
+        None, "names of the taxonomic ranks, coarse to fine; null takes them from the data", check=_not_empty
     )
-    CHANNELS: int = key(
-        3, "channels of `synthetic` images, and what decoded images are converted to (1 or 3)", gt=0
-    )
+    CHANNELS: int = key(3, "channels of an image: any number for `synthetic`, 1 or 3 for files", gt=0)
     NUM_CLASSES: list[int] = key(
-        lambda: [4, 16], "classes of each `synthetic` rank, coarse to fine", ge=2, check=_not_empty
+        lambda: [4, 16], "classes per taxonomic rank of `synthetic`, coarse to fine", ge=2, check=_not_empty
     )
     NUM_SAMPLES: int = key(1024, "training samples of `synthetic`", gt=0)
     NUM_SAMPLES_VAL: int = key(256, "validation samples of `synthetic`", gt=0)
@@ -149,69 +150,68 @@ class AugmentConfig:
     """Training augmentation, and the normalisation of both splits (torchvision v2)."""
 
     CROP_SCALE: list[float] = key(
-        lambda: [0.8, 1.0],
-        "share of the image's area that a random crop keeps",
-        gt=0,
-        le=1,
-        check=_crop_scale,
-    )
+        lambda: [0.8, 1.0], "area of a random crop as a fraction of the image's, [low, high]; [1, 1] is a "
+        "centre crop", gt=0, le=1, check=_crop_scale,
+    )  # fmt: skip
     HFLIP: float = key(0.0, "probability of a horizontal flip", ge=0, le=1)
-    ROTATION: float = key(0.0, "largest rotation either way", unit="degrees", ge=0, le=180)
-    COLOR_JITTER: float = key(0.0, "strength of brightness, contrast and saturation jitter", ge=0)
-    POLICY: str = key("none", "automatic policy", choices=("none", "randaugment", "trivialaugment"))
-    ERASING: float = key(0.0, "probability of random erasing", ge=0, le=1)
-    CROP_FRACTION: float = key(
-        1.0, "share of the resized image that the validation centre crop keeps", gt=0, le=1
+    ROTATION: float = key(0.0, "largest random rotation to either side", unit="degrees", ge=0, le=180)
+    COLOR_JITTER: float = key(0.0, "strength of random changes of brightness, contrast and saturation", ge=0)
+    POLICY: str = key(
+        "none", "torchvision's automatic policy", choices=("none", "randaugment", "trivialaugment")
     )
-    MEAN: list[float] | None = key(None, "per-channel mean on the 0-1 scale; null is 0.5 each")
-    STD: list[float] | None = key(None, "per-channel standard deviation; null is 0.5 each", gt=0)
+    ERASING: float = key(0.0, "probability that a random rectangle is erased", ge=0, le=1)
+    CROP_FRACTION: float = key(
+        1.0, "fraction of the resized image's side that the centre crop of validation keeps", gt=0, le=1
+    )
+    MEAN: list[float] | None = key(None, "mean of each channel, on the 0-1 scale; null is 0.5 for each")
+    STD: list[float] | None = key(None, "standard deviation of each channel; null is 0.5 for each", gt=0)
 
 
 @dataclass
 class AutoBatchConfig:
     """The search for the largest memory-safe batch size."""
 
-    ENABLED: bool = key(False, "search for the training batch size; overwrites `DATA.BATCH_SIZE`")
+    ENABLED: bool = key(False, "search for the training batch size, which replaces `DATA.BATCH_SIZE`")
     ENABLED_VAL: bool = key(
-        "${DATA.AUTOBATCH.ENABLED}", "search for the validation size; overwrites `DATA.BATCH_SIZE_VAL`"
+        "${DATA.AUTOBATCH.ENABLED}", "search for the validation size, which replaces `DATA.BATCH_SIZE_VAL`"
     )
     TARGET_MEMORY_FRACTION: float = key(
-        0.8, "fraction of the device's total memory that may be in use", gt=0, le=1
+        0.8, "fraction of the device's total memory that all processes together may use", gt=0, le=1
     )
     TARGET_MEMORY_FRACTION_VAL: float = key(
-        "${DATA.AUTOBATCH.TARGET_MEMORY_FRACTION}", "the same for validation", gt=0, le=1
+        "${DATA.AUTOBATCH.TARGET_MEMORY_FRACTION}", "TARGET_MEMORY_FRACTION of validation", gt=0, le=1
     )
-    MIN_BATCH_SIZE: int = key(1, "smallest size tried, inclusive", ge=1)
-    MIN_BATCH_SIZE_VAL: int = key("${DATA.AUTOBATCH.MIN_BATCH_SIZE}", "the same for validation", ge=1)
-    MAX_BATCH_SIZE: int = key(512, "largest size tried, inclusive", ge=1)
-    MAX_BATCH_SIZE_VAL: int = key("${DATA.AUTOBATCH.MAX_BATCH_SIZE} * 2", "the same for validation", ge=1)
+    MIN_BATCH_SIZE: int = key(1, "smallest batch size that the search may try", ge=1)
+    MIN_BATCH_SIZE_VAL: int = key("${DATA.AUTOBATCH.MIN_BATCH_SIZE}", "MIN_BATCH_SIZE of validation", ge=1)
+    MAX_BATCH_SIZE: int = key(512, "largest batch size that the search may try", ge=1)
+    MAX_BATCH_SIZE_VAL: int = key(
+        "${DATA.AUTOBATCH.MAX_BATCH_SIZE} * 2", "MAX_BATCH_SIZE of validation", ge=1
+    )
     STEPS_PER_TRIAL: int = key(2, "optimizer steps that one trial runs", ge=1)
     STEPS_PER_TRIAL_VAL: int = key(
         "${DATA.AUTOBATCH.STEPS_PER_TRIAL}", "validation batches that one trial runs", ge=1
     )
-    LOG_LEVEL: str = key(
-        "INFO", "level of the `linnaeus.autobatch` logger", choices=("DEBUG", "INFO", "WARNING", "ERROR")
-    )
-    LOG_LEVEL_VAL: str = key(
-        "${DATA.AUTOBATCH.LOG_LEVEL}",
-        "the same for validation",
-        choices=("DEBUG", "INFO", "WARNING", "ERROR"),
-    )
+    LOG_LEVEL: str = key("INFO", "level of the `linnaeus.autobatch` logger", choices=_LOG_LEVELS)
+    LOG_LEVEL_VAL: str = key("${DATA.AUTOBATCH.LOG_LEVEL}", "LOG_LEVEL of validation", choices=_LOG_LEVELS)
     OBJECTIVE: str = key(
-        "memory",
-        "`memory`: the largest size that fits; `throughput`: the smallest within 5 % of the best images/s",
-        choices=("memory", "throughput"),
-    )
-    STRATEGY: str = key("guided", "how sizes are chosen", choices=("guided", "binary", "power", "binsearch"))
-    MULTIPLE_OF: int = key(1, "only multiples of this are tried; sizes below it stay exact", ge=1)
+        "memory", "`memory` finds the largest size that fits; `throughput` the smallest size within 5 % of "
+        "the highest number of images per second", choices=("memory", "throughput"),
+    )  # fmt: skip
+    STRATEGY: str = key(
+        "guided", "how sizes are chosen: `guided` by the memory measured, `binary` by bisection, `power` by "
+        "doubling, `binsearch` by doubling and then bisection", choices=STRATEGIES,
+    )  # fmt: skip
+    MULTIPLE_OF: int = key(1, "above this, only its multiples are tried; below it, every size may be", ge=1)
     MEMORY_LIMIT_GB: float | None = key(
-        None, "treat the device as if it had no more than this", unit="GiB", gt=0
+        None, "treat the device as if it had no more memory than this", unit="GiB", gt=0
     )
-    MAX_TRIALS: int = key(25, "bound on trials; the best certified size so far is used", ge=1)
+    MAX_TRIALS: int = key(25, "trials after which the search ends with the largest size that fitted", ge=1)
     TIMEOUT_MINUTES: float = key(
-        60.0, "how long other ranks wait for the search, and its own deadline", unit="minutes", gt=0
+        60.0, "deadline of the search, and how long the other ranks wait for it", unit="minutes", gt=0
     )
-    NUM_SPEC_SAMPLES: int = key(32, "samples looked at for the shape of a batch; the largest is used", ge=1)
+    NUM_SPEC_SAMPLES: int = key(
+        32, "samples that are read to find the largest shape, which the trials use", ge=1
+    )
 
 
 @dataclass
@@ -220,40 +220,47 @@ class DataConfig:
 
     DATASET: Any = key(DatasetConfig, "the dataset, or a `_target_` node")
     BATCH_SIZE: int = key(
-        64, "training samples per process and micro-batch; the most that fits where "
-        "TRAIN.EFFECTIVE_BATCH_SIZE or TRAIN.BATCH_SCHEDULE is set", ge=1,
+        64, "samples of a training micro-batch, per process; where TRAIN.EFFECTIVE_BATCH_SIZE or "
+        "TRAIN.BATCH_SCHEDULE is set, the upper bound of it", ge=1,
     )  # fmt: skip
-    BATCH_SIZE_VAL: int = key("${DATA.BATCH_SIZE}", "validation samples per process and batch", ge=1)
+    BATCH_SIZE_VAL: int = key("${DATA.BATCH_SIZE}", "samples of a validation batch, per process", ge=1)
     IMG_SIZE: Any = key(
-        None, "side of the image, or [height, width]; null is the dataset's own size (224 for files)",
+        None, "side of a square image, or [height, width]; null is the dataset's own size (224 for files)",
         unit="pixels", check=_image_size,
     )  # fmt: skip
-    NUM_WORKERS: int = key(0, "loader processes per rank; 0 loads in the training process", ge=0)
-    PREFETCH_FACTOR: int = key(2, "batches that each worker holds ready", ge=1)
-    PIN_MEMORY: bool = key(True, "page-locked host memory for batches (CUDA only)")
-    ON_BAD_IMAGE: str = key("raise", "what a damaged or missing image does", choices=("raise", "skip"))
+    NUM_WORKERS: int = key(0, "loader processes per training process; 0 loads in the latter", ge=0)
+    PREFETCH_FACTOR: int = key(2, "batches that each loader process prepares ahead", ge=1)
+    PIN_MEMORY: bool = key(True, "put batches into page-locked host memory, for faster copies (CUDA only)")
+    ON_BAD_IMAGE: str = key(
+        "raise", "a damaged or missing image is an error (`raise`), or is left out after a check of all "
+        "files (`skip`)", choices=("raise", "skip"),
+    )  # fmt: skip
     AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and normalisation")
     AUTOBATCH: AutoBatchConfig = key(AutoBatchConfig, "the batch-size search")
 
 
 @dataclass
 class ModelConfig:
-    """The network: a timm backbone with one linear head per rank."""
+    """The network: a timm backbone with one linear head per taxonomic rank."""
 
-    NAME: str = key("resnet10t", "any timm model")
-    WEIGHTS: str | None = key(None, "local file with backbone weights (.pt, .pth or .safetensors)")
-    DROP_RATE: float = key(0.0, "dropout before the heads", ge=0, lt=1)
-    DROP_PATH_RATE: float = key(0.0, "stochastic depth, for models that have it", ge=0, lt=1)
-    KWARGS: dict[str, Any] = key(dict, "further arguments for `timm.create_model`")
+    NAME: str = key("resnet10t", "name of any timm model")
+    WEIGHTS: str | None = key(
+        None, "local file with backbone weights (.pt, .pth or .safetensors); null is random weights"
+    )
+    DROP_RATE: float = key(0.0, "probability of dropout before the heads", ge=0, lt=1)
+    DROP_PATH_RATE: float = key(0.0, "probability of stochastic depth, for models that have it", ge=0, lt=1)
+    KWARGS: dict[str, Any] = key(dict, "further arguments of `timm.create_model`")
 
 
 @dataclass
 class LossConfig:
-    """Cross-entropy per rank; unknown labels are ignored."""
+    """Cross-entropy per taxonomic rank; unknown labels are ignored."""
 
     NAME: str = key("cross_entropy", "kind of loss", choices=("cross_entropy",))
     LABEL_SMOOTHING: float = key(0.0, "label smoothing", ge=0, lt=1)
-    RANK_WEIGHTS: list[float] | None = key(None, "weight of each rank, coarse to fine; null is 1 each", ge=0)
+    RANK_WEIGHTS: list[float] | None = key(
+        None, "weight of each taxonomic rank, coarse to fine; null is 1 each", ge=0
+    )
 
 
 @dataclass
@@ -261,20 +268,20 @@ class OptimizerConfig:
     """A timm optimizer."""
 
     NAME: str = key("adamw", "any name that timm's optimizer factory knows")
-    LR: float = key(2e-3, "peak learning rate", gt=0)
-    WEIGHT_DECAY: float = key(0.05, "weight decay; biases and norms are left out", ge=0)
+    LR: float = key(2e-3, "peak learning rate, before LR_SCALING", gt=0)
+    WEIGHT_DECAY: float = key(0.05, "weight decay; biases and norms have none", ge=0)
     LR_SCALING: str = key(
-        "none",
-        "how LR follows the effective batch over BASE_BATCH_SIZE: `linear` (SGD) or `sqrt` (Adam)",
-        choices=("none", "linear", "sqrt"),
-    )
+        "none", "LR grows with the effective batch size over BASE_BATCH_SIZE: `linear` (SGD), `sqrt` (Adam) "
+        "or `none`", choices=("none", "linear", "sqrt"),
+    )  # fmt: skip
     WEIGHT_DECAY_SCALING: str = key(
-        "none", "how WEIGHT_DECAY follows the effective batch", choices=("none", "sqrt")
-    )
+        "none", "WEIGHT_DECAY grows with the square root of the effective batch size over BASE_BATCH_SIZE, "
+        "or not", choices=("none", "sqrt"),
+    )  # fmt: skip
     BASE_BATCH_SIZE: int = key(
-        256, "effective batch that LR and WEIGHT_DECAY were tuned for", unit="samples", ge=1
+        256, "effective batch size that LR and WEIGHT_DECAY are meant for", unit="samples", ge=1
     )
-    KWARGS: dict[str, Any] = key(dict, "further arguments for the optimizer")
+    KWARGS: dict[str, Any] = key(dict, "further arguments of the optimizer")
 
 
 @dataclass
@@ -283,57 +290,57 @@ class ScheduleConfig:
 
     NAME: str = key("cosine", "decay after the warm-up", choices=("cosine", "linear", "constant"))
     WARMUP_EPOCHS: float | None = key(
-        None, "length of the linear warm-up; null is none, unless OPTIMIZER.LR_SCALING calls for one",
+        None, "length of the linear warm-up; null is none, unless OPTIMIZER.LR_SCALING needs one",
         unit="epochs", ge=0,
     )  # fmt: skip
     WARMUP_FRACTION: float | None = key(
-        None, "the same as a share of all optimizer steps; wins over WARMUP_EPOCHS", ge=0, le=1
+        None, "the warm-up as a fraction of all optimizer steps; overrides WARMUP_EPOCHS", ge=0, le=1
     )
-    WARMUP_STEPS: int | None = key(None, "the same in optimizer steps; wins over both", ge=0)
-    MIN_LR_FRACTION: float = key(0.01, "rate at the end, as a share of the peak", ge=0, le=1)
+    WARMUP_STEPS: int | None = key(
+        None, "the warm-up in optimizer steps; overrides WARMUP_FRACTION and WARMUP_EPOCHS", ge=0
+    )
+    MIN_LR_FRACTION: float = key(0.01, "final learning rate, as a fraction of the peak", ge=0, le=1)
 
 
 @dataclass
 class EmaConfig:
     """Exponential moving average of the weights."""
 
-    ENABLED: bool = key(False, "keep an average of the weights, and validate it")
-    DECAY: float = key(0.9998, "decay per optimizer step", gt=0, lt=1)
+    ENABLED: bool = key(False, "keep an average of the weights, and validate with it")
+    DECAY: float = key(0.9998, "fraction of the average that is kept at each optimizer step", gt=0, lt=1)
 
 
 @dataclass
 class BatchScheduleConfig:
-    """An effective batch that changes while training goes on."""
+    """An effective batch size that changes during training."""
 
     NAME: str = key(
-        "constant",
-        "how the effective batch goes from FIRST to LAST; `milestones` takes its sizes from MILESTONES",
-        choices=("constant", "linear", "exponential", "milestones"),
-    )
-    FIRST: int | None = key(None, "effective batch at the start", unit="samples", ge=1)
+        "constant", "how the effective batch size goes from FIRST to LAST; `milestones` takes its sizes "
+        "from MILESTONES", choices=("constant", "linear", "exponential", "milestones"),
+    )  # fmt: skip
+    FIRST: int | None = key(None, "effective batch size at the start", unit="samples", ge=1)
     LAST: int | None = key(
-        None, "effective batch in the end; null is what it would be without a schedule", unit="samples", ge=1
+        None, "effective batch size at the end; null is the size without a schedule", unit="samples", ge=1
     )
-    UNIT: str = key("epochs", "what LENGTH and MILESTONES count", choices=("epochs", "steps"))
+    UNIT: str = key("epochs", "unit of LENGTH and MILESTONES", choices=("epochs", "steps"))
     LENGTH: int | None = key(
-        None, "after how many epochs or optimizer steps LAST is reached; null is the last epoch", ge=1
+        None, "epochs or optimizer steps until LAST is reached; null reaches it in the last epoch", ge=1
     )
     MILESTONES: list[list[int]] = key(
-        list,
-        "pairs of [epoch or step, counted from 0, effective batch from there on], such as [[30, 512]]",
+        list, "pairs of [epoch or step from 0, effective batch size from there on], such as [[30, 512]]",
         check=_milestones,
-    )
+    )  # fmt: skip
 
 
 @dataclass
 class NoiseScaleConfig:
-    """The gradient noise scale: up to which effective batch more samples are worth their while."""
+    """The gradient noise scale: the effective batch size beyond which more samples per step gain little."""
 
     ENABLED: bool = key(
         False, "measure it; needs several micro-batches per optimizer step, or several processes"
     )
     EVERY: int = key(10, "optimizer steps from one measurement to the next", ge=1)
-    DECAY: float = key(0.98, "share of the running averages that a measurement leaves", ge=0, lt=1)
+    DECAY: float = key(0.98, "fraction of the running averages kept at each measurement", ge=0, lt=1)
 
 
 @dataclass
@@ -342,44 +349,42 @@ class TrainConfig:
 
     EPOCHS: int = key(12, "passes over the training data", ge=1)
     EFFECTIVE_BATCH_SIZE: int | None = key(
-        None, "samples per optimizer step over all processes; micro-batch and accumulation follow from it; "
-        "null is DATA.BATCH_SIZE x processes x ACCUMULATION_STEPS", unit="samples", ge=1,
+        None, "samples per optimizer step over all processes, from which micro-batch size and accumulation "
+        "steps follow; null is DATA.BATCH_SIZE x processes x ACCUMULATION_STEPS", unit="samples", ge=1,
     )  # fmt: skip
     ACCUMULATION_STEPS: int = key(
-        1,
-        "micro-batches per optimizer step, where neither EFFECTIVE_BATCH_SIZE nor BATCH_SCHEDULE is set",
-        ge=1,
+        1, "micro-batches per optimizer step, unless EFFECTIVE_BATCH_SIZE or BATCH_SCHEDULE is set", ge=1
     )
-    BATCH_SCHEDULE: BatchScheduleConfig = key(BatchScheduleConfig, "effective batch that changes")
+    BATCH_SCHEDULE: BatchScheduleConfig = key(BatchScheduleConfig, "effective batch size that changes")
     NOISE_SCALE: NoiseScaleConfig = key(NoiseScaleConfig, "gradient noise scale")
-    AMP: str = key("off", "automatic mixed precision", choices=("off", "bf16", "fp16"))
+    AMP: str = key("off", "type of automatic mixed precision", choices=("off", "bf16", "fp16"))
     CLIP_GRAD_NORM: float | None = key(
-        1.0, "largest norm of all gradients together; null does not clip", gt=0
+        1.0, "largest norm of the whole gradient, which is scaled down to it; null does not clip", gt=0
     )
     EMA: EmaConfig = key(EmaConfig, "average of the weights")
     GRADIENT_CHECKPOINTING: bool = key(False, "recompute activations in the backward pass to save memory")
-    CHANNELS_LAST: bool = key(False, "channels-last memory format")
-    COMPILE: bool = key(False, "torch.compile the model")
-    SYNC_BATCHNORM: bool = key(False, "BatchNorm statistics over all processes")
-    DETERMINISTIC: bool = key(False, "only deterministic kernels")
+    CHANNELS_LAST: bool = key(False, "use the channels-last memory format for model and images")
+    COMPILE: bool = key(False, "compile the model with torch.compile")
+    SYNC_BATCHNORM: bool = key(False, "compute BatchNorm statistics over all processes")
+    DETERMINISTIC: bool = key(False, "use deterministic kernels only")
     LOG_EVERY: int = key(20, "optimizer steps between two lines of training metrics", ge=1)
     VALIDATE_EVERY: int = key(1, "epochs between two validations; the last epoch is always validated", ge=1)
     CHECKPOINT_EVERY: int = key(1, "epochs between two checkpoints; the last epoch always has one", ge=1)
-    AUTO_RESUME: bool = key(False, "continue from the run's last checkpoint where there is one")
+    AUTO_RESUME: bool = key(False, "continue from the run's last checkpoint, if there is one")
 
 
 @dataclass
 class DistConfig:
     """Processes under torchrun."""
 
-    BACKEND: str = key("auto", "`auto` is nccl on CUDA and gloo elsewhere", choices=("auto", "nccl", "gloo"))
-    FIND_UNUSED_PARAMETERS: bool = key(False, "for models that leave parameters out of some steps")
-    TIMEOUT_MINUTES: float = key(10.0, "timeout of ordinary collectives", unit="minutes", gt=0)
+    BACKEND: str = key("auto", "`auto` is nccl on CUDA, else gloo", choices=("auto", "nccl", "gloo"))
+    FIND_UNUSED_PARAMETERS: bool = key(False, "allow steps in which some parameters get no gradient")
+    TIMEOUT_MINUTES: float = key(10.0, "timeout of collectives in training", unit="minutes", gt=0)
 
 
 @dataclass
 class Config:
-    """The whole configuration. Only `linnaeus.main` sees it; every builder gets its own node."""
+    """The whole configuration. Only `run` and the commands see it; every builder gets its own node."""
 
     EXPERIMENT: ExperimentConfig = key(ExperimentConfig, "name, place, seed, device and tracking of the run")
     DATA: DataConfig = key(DataConfig, "dataset, loading, batch sizes and AutoBatch")

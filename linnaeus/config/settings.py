@@ -1,4 +1,4 @@
-"""What each source sets, key by key: command line, presets and files all end as settings."""
+"""A setting: one key set by the command line, a preset or a file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Setting:
     """One key set, or deleted, by one source.
 
     Attributes:
-        path: the key; mappings are taken apart, so that below it there is no other key.
-        value: what was typed; not yet of the key's type.
-        origin: where it stands, for messages.
-        delete: forget what earlier sources set at this key and below it.
+        path: the key. A mapping becomes one setting for each of its keys.
+        value: the value as typed, not yet converted to the key's type.
+        origin: where it was typed, for messages.
+        delete: remove what earlier sources set at this key and below it.
     """
 
     path: Path
@@ -29,7 +29,7 @@ class Setting:
 
 
 def flatten(path: Path, value: Any, origin: str) -> Iterator[Setting]:
-    """Take a mapping apart; an empty one stays as it is."""
+    """One setting for each key of a mapping, nested ones included; an empty mapping is a value."""
     if isinstance(value, dict) and value:
         for name, item in value.items():
             yield from flatten((*path, name), item, origin)

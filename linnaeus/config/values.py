@@ -1,6 +1,6 @@
-"""From the text a user typed to the value of a key's type.
+"""Converts what a user typed to the type of its key.
 
-Every function here raises `ValueError` with the rest of a sentence that starts with the key.
+Every function raises `ValueError` with the predicate of a sentence whose subject is the key.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from omegaconf.errors import GrammarParseError
 from linnaeus.config.keys import strip_optional
 
 MISSING = "???"
-"""What a file writes where somebody else must give the value."""
+"""OmegaConf's mark for a value that another source must give."""
 
-ALLOWED_ARITHMETIC = "arithmetic takes only + - * / //, numbers and parentheses"
 _RESOLVER = "linnaeus.number"
 _TRUE, _FALSE = ("true", "yes", "on", "y", "1"), ("false", "no", "off", "n", "0")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -43,8 +42,8 @@ class Bare:
     """A scalar typed without quotes.
 
     Attributes:
-        text: exactly what was typed.
-        meaning: gives the value it has where the key has no type of its own.
+        text: the text as typed.
+        meaning: gives the value of the text where the key has no type.
     """
 
     text: str
@@ -52,7 +51,7 @@ class Bare:
 
 
 def from_command_line(text: str) -> Bare | str:
-    """A value as typed on the command line: a wholly quoted one loses its quotes, nothing else changes."""
+    """A value of the command line; where the whole text is quoted, the text without its quotes."""
     quoted = re.fullmatch(r"""(['"])((?:(?!\1)[^\\]|\\.)*)\1""", text, re.DOTALL)
     if quoted:
         return quoted[2].replace("\\" + quoted[1], quoted[1])
@@ -60,7 +59,7 @@ def from_command_line(text: str) -> Bare | str:
 
 
 def _hydra_value(text: str) -> Any:
-    """Read a value by Hydra's grammar; text, sweeps and what the grammar refuses stay as typed."""
+    """Parse a value by Hydra's grammar; text, sweeps and what the grammar rejects stay as typed."""
     try:
         override = OverridesParser.create().parse_override(f"value={text}")
         value = text if override.is_sweep_override() else override.value()
@@ -70,13 +69,13 @@ def _hydra_value(text: str) -> Any:
 
 
 def show(value: Any) -> str:
-    """A value for an error message: quoted when it is text, and not longer than a line."""
+    """A value for an error message, at most 80 characters long; text is quoted."""
     shown = repr(value.text if isinstance(value, Bare) else untyped(value, check=False))
     return shown if len(shown) <= 80 else f"{shown[:70]}...{shown[-7:]}"
 
 
 def untyped(value: Any, *, check: bool = True) -> Any:
-    """The value where the key has no type of its own; with `check`, interpolations must be well formed."""
+    """The value where the key has no type; with `check`, malformed interpolations are errors."""
     if isinstance(value, Bare):
         value = None if value.text in ("None", "null") else value.meaning()
     if isinstance(value, dict):
@@ -90,10 +89,10 @@ def convert(value: Any, hint: Any, *, resolved: bool = False) -> Any:
     """Give a value the type of its key.
 
     Args:
-        value: a `Bare` scalar, or a Python value, whose text was quoted or comes from an interpolation.
+        value: a `Bare` scalar, or a Python value; text was then quoted, or comes from an interpolation.
         hint: the key's type hint.
-        resolved: interpolations have been replaced. Before that, text with an interpolation is returned as
-            text, for a number as a call of the arithmetic resolver.
+        resolved: whether interpolations have been replaced. If not, text with an interpolation stays text,
+            and for a number it becomes a call of the arithmetic resolver.
 
     Raises:
         ValueError: the value does not fit.
@@ -117,7 +116,7 @@ def convert(value: Any, hint: Any, *, resolved: bool = False) -> Any:
 
 
 def _interpolation(text: str, hint: Any) -> str:
-    """Check the syntax; a number is left to the resolver, so that other keys see its value, not its text."""
+    """Check the syntax. A number becomes a call of the resolver, so that other keys see its value."""
     wrapped = f"${{{_RESOLVER}:'{text}',{hint.__name__}}}" if hint in (int, float) else text
     try:
         OmegaConf.create({"value": wrapped})  # parses it
@@ -154,7 +153,7 @@ def _float(value: Any) -> float:
 
 
 def _number(value: Any, wanted: str) -> int | float:
-    """A finite number, from a number or from text that may be arithmetic."""
+    """A finite number, from a number, its text or arithmetic."""
     value = value.text if isinstance(value, Bare) else value
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"{show(value)} is not {wanted}")
@@ -166,7 +165,8 @@ def _number(value: Any, wanted: str) -> int | float:
     except OverflowError:
         finite = False
     except (ValueError, SyntaxError):
-        hint = f": {ALLOWED_ARITHMETIC}" if re.search(r"[-+*/%^()]|\$\{", str(value)) else ""
+        is_arithmetic = re.search(r"[-+*/%^()]|\$\{", str(value))
+        hint = ": arithmetic takes only + - * / //, numbers and parentheses" if is_arithmetic else ""
         raise ValueError(f"{show(value)} is not {wanted}{hint}") from None
     if not finite:
         raise ValueError(f"{show(value)} is not a finite number")
@@ -210,7 +210,7 @@ def _evaluate(node: ast.expr) -> int | float:
 
 
 def _given(value: Any, number: float) -> str:
-    """The value, and for arithmetic also what came out."""
+    """The value, and for arithmetic also its result."""
     shown = show(value)
     return (
         shown if isinstance(value, float) or re.fullmatch(r"'[\d.eE+-]+'", shown) else f"{shown} = {number}"
@@ -269,7 +269,7 @@ _CONVERTERS: dict[Any, Callable[[Any], Any]] = {str: _text, bool: _bool, int: _i
 
 
 def register_resolver() -> None:
-    """Make the arithmetic resolver known to OmegaConf; harmless when it is known already."""
+    """Register the arithmetic resolver with OmegaConf, or replace it."""
     kinds = {"int": int, "float": float}
     OmegaConf.register_new_resolver(
         _RESOLVER,

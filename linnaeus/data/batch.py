@@ -1,4 +1,4 @@
-"""A batch, its way to the device, and made-up batches of any size for the batch-size search."""
+"""A batch, its transfer to the device, and synthetic batches of any size for the batch-size search."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Batch(NamedTuple):
 
     Attributes:
         inputs: float tensor [B, C, H, W], or any nest of tensors for a user's dataset.
-        targets: int64 tensor [B, R], one column per rank, -1 unknown; or whatever a user's dataset without
-            taxonomy gives.
+        targets: int64 tensor [B, R], one column per level of the taxonomy, -1 where unknown; for a
+            user's dataset without a taxonomy, its targets as they are.
     """
 
     inputs: Any
@@ -30,35 +30,23 @@ class Batch(NamedTuple):
 
 
 def batch_size(batch: Batch) -> int:
-    """Number of samples in a batch, as its targets tell, or else its inputs.
+    """Number of samples in a batch.
 
-    Raises:
-        DataError: nothing in the batch tells.
-    """
-    for part in (batch.targets, batch.inputs):
-        if isinstance(part, Tensor) and part.ndim:
-            return len(part)
-    return num_samples(tuple(batch))
-
-
-def num_samples(part: Any) -> int:
-    """Number of samples in a tensor or in a nest of tensors.
-
-    The first dimension that all tensors share; where they share none, the length of the list that they stand
-    in, as detection models take it.
+    The length of the targets, or else of the inputs, where that is a tensor; otherwise the length that all
+    tensors in the batch share; otherwise, as detection models have it, the length of the list of inputs.
 
     Raises:
         DataError: there is no tensor with a dimension.
     """
-    leading = {len(tensor) for tensor in nest.tensors(part) if tensor.ndim}
-    if len(leading) == 1:
-        return leading.pop()
-    if not leading:
+    for part in (batch.targets, batch.inputs):
+        if isinstance(part, Tensor) and part.ndim:
+            return len(part)
+    lengths = [len(tensor) for tensor in nest.tensors(batch) if tensor.ndim]
+    if not lengths:
         raise DataError("the batch holds no tensor with a batch dimension")
-    first = part[0] if type(part) is tuple and part else part
-    if isinstance(first, tuple | list):
-        return len(first)
-    return next(len(tensor) for tensor in nest.tensors(part) if tensor.ndim)
+    if len(set(lengths)) > 1 and isinstance(batch.inputs, tuple | list):
+        return len(batch.inputs)
+    return lengths[0]
 
 
 def to_device(
@@ -68,9 +56,9 @@ def to_device(
 
     Args:
         batch: the batch.
-        device: where to.
+        device: the device to move to.
         non_blocking: do not wait for copies from page-locked memory.
-        channels_last: give floating-point inputs with 4 dimensions that memory format.
+        channels_last: use the channels-last memory format for floating-point inputs with 4 dimensions.
     """
 
     def move(leaf: Any) -> Any:
@@ -86,14 +74,13 @@ def to_device(
 
 
 class BatchSpec:
-    """Makes batches of any size that look like the loader's, without a loader.
+    """Makes batches of any size like the loader's, without a loader, by repeating a few real samples.
 
-    The samples are real ones, of the largest shape among those looked at. Where collating is plainly stacking
-    or concatenating, a batch is filled on the device, and holds bit for bit what collating as many samples
-    would give; else (a collate function that shuffles, packs or counts) the samples are really collated.
+    Where collating only stacks or concatenates, a batch is filled on the device, and equals the collated
+    samples bit for bit. Where it does more (shuffles, packs, counts), the repeated samples are collated.
 
     Args:
-        samples: samples of one and the same shape.
+        samples: samples of the same shape.
         collate: turns samples into a `Batch`.
         seed: for collate functions that draw random numbers.
     """
@@ -110,15 +97,15 @@ class BatchSpec:
     def from_dataset(
         cls, dataset: Dataset[Any], collate: Callable[[list[Any]], Batch], num_samples: int, seed: int
     ) -> BatchSpec:
-        """Look at some samples of a dataset and keep those with the largest shape.
+        """Read some samples of a dataset and keep those with the largest shape.
 
-        The global random generators are as they were afterwards.
+        The state of the global random generators is restored.
 
         Args:
             dataset: map-style dataset.
             collate: turns samples into a `Batch`.
-            num_samples: how many samples to look at.
-            seed: chooses the samples, and seeds what they draw.
+            num_samples: number of samples to read.
+            seed: chooses the samples, and seeds the random numbers that they draw.
 
         Raises:
             DataError: the dataset is empty.
@@ -136,17 +123,17 @@ class BatchSpec:
                 single = collate([sample])
                 shapes = tuple(tuple(tensor.shape) for tensor in nest.tensors(single))
                 groups.setdefault(shapes, []).append(sample)
-                elements[shapes] = nest.num_elements(single)
+                elements[shapes] = sum(tensor.numel() for tensor in nest.tensors(single))
         largest = max(elements, key=lambda shapes: elements[shapes])
         return cls(groups[largest], collate, seed)
 
     def make(self, n: int, device: torch.device | str, *, channels_last: bool = False) -> Batch:
-        """A batch of n samples on a device; holds there no more memory than the batch itself.
+        """A batch of n samples on a device. Making it takes no more device memory than the batch itself.
 
         Args:
             n: number of samples, at least 1.
-            device: where the batch lies.
-            channels_last: give floating-point inputs with 4 dimensions that memory format.
+            device: the device that holds the batch.
+            channels_last: use the channels-last memory format for floating-point inputs with 4 dimensions.
         """
         if self._axes is None:
             batch = self._collate(list(islice(cycle(self.samples), n)))
@@ -167,8 +154,8 @@ class BatchSpec:
     def load(self, n: int) -> Batch:
         """A batch of n samples on the host, made as a loader in this process makes it.
 
-        Each sample has memory of its own until they are collated. The C library keeps what small samples
-        had, so that a process which loads holds more than its batch.
+        Each sample is a copy until they are collated. The C library does not return the memory of small
+        samples to the system, so a process that loads data holds more than its batch.
 
         Args:
             n: number of samples, at least 1.
@@ -182,10 +169,10 @@ class BatchSpec:
 
 
 def _batch_axes(samples: list[Any], collate: Callable[[list[Any]], Batch]) -> list[int | None] | None:
-    """The batch dimension of each leaf, None for a leaf that does not grow; None altogether where in doubt.
+    """The batch dimension of each leaf (None for a leaf that does not grow), or None if collating does more.
 
-    Collating is known to be no more than laying samples side by side when collating all of them, one of them
-    twice, gives what the single collated samples give when concatenated.
+    Collating only stacks or concatenates if collating all samples, and one of them again, equals the
+    concatenation of the samples collated one by one.
     """
     samples = [*samples, samples[0]]
     joint = collate(samples)

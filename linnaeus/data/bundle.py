@@ -1,4 +1,4 @@
-"""What every source of data hands over, and how samples become batches."""
+"""The result of building data, whatever its source, and helpers of all sources."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.errors import DataError
 
 Collate = Callable[[list[Any]], Batch]
-"""A list of samples to a batch."""
+"""Turns a list of samples into a batch."""
 
 
 @dataclass
 class DataBundle:
-    """Both splits and what the model must know about them.
+    """Both splits, and what the model must know about them.
 
     Attributes:
         train, val: map-style datasets; a sample is (input, target).
-        taxonomy: ranks and classes; None for a user's dataset that has none.
+        taxonomy: levels and classes; None where a user's dataset declares none.
         in_chans: channels of an input [C, H, W]; None where inputs are not images.
         img_size: height and width of an input, in pixels; None where inputs are not images.
         collate: turns a list of samples into a `Batch`.
-        report: sentences for the user about what was found, split or left out.
+        report: sentences for the user about what was found, held out or left out.
     """
 
     train: Dataset[Any]

@@ -1,4 +1,4 @@
-"""From the `DATA` node to datasets, whatever their source."""
+"""Builds the datasets of the `DATA` node, whatever their source."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from linnaeus.data.imagefolder import build_imagefolder
 from linnaeus.data.manifest import build_manifest
 from linnaeus.data.synthetic import build_synthetic
 from linnaeus.data.target import build_target
-
-__all__ = ["DataBundle", "build_data"]
 
 _SOURCES: dict[str, Callable[[DataConfig], DataBundle]] = {
     "digits": build_digits,
@@ -30,10 +28,10 @@ def build_data(data_config: DataConfig, *, seed: int) -> DataBundle:
 
     Args:
         data_config: the `DATA` node; `DATASET` is its dataclass or a mapping with `_target_`.
-        seed: for a user's dataset, whose constructor may draw random numbers; the others need none.
+        seed: seeds the random numbers that a user's dataset may draw when it is made; others draw none.
 
     Raises:
-        ConfigError: a key that is missing or does not fit.
+        ConfigError: a key that is missing, or that does not fit the data.
         DataError: files, folders or labels that cannot be used; an error in a user's dataset.
     """
     if isinstance(data_config.DATASET, Mapping):

@@ -9,17 +9,17 @@ from torch.utils.data import Dataset
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
 from linnaeus.data.split import stratified_split
-from linnaeus.data.taxonomy import Rank, Taxonomy
+from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.data.transforms import Transform, build_transform
 
 SHAPES = ("straight", "curved", "looped")
-"""The coarse rank: how a digit is drawn."""
+"""Classes of the coarse level: how a digit is drawn."""
 
 SHAPE_OF_DIGIT = (2, 0, 1, 1, 0, 1, 2, 0, 2, 2)
-"""Position in `SHAPES` of each digit: 1, 4, 7 straight; 2, 3, 5 curved; 0, 6, 8, 9 looped."""
+"""For each digit, its position in `SHAPES`: 1, 4, 7 straight; 2, 3, 5 curved; 0, 6, 8, 9 looped."""
 
 TAXONOMY = Taxonomy(
-    (Rank("shape", SHAPES), Rank("digit", tuple(str(digit) for digit in range(10)))), (SHAPE_OF_DIGIT,)
+    (Level("shape", SHAPES), Level("digit", tuple(str(digit) for digit in range(10)))), (SHAPE_OF_DIGIT,)
 )
 
 
@@ -28,7 +28,7 @@ class ImageTensors(Dataset[tuple[Tensor, Tensor]]):
 
     Args:
         images: [N, C, H, W], uint8.
-        targets: [N, R], int64.
+        targets: [N, R], int64, one column per level.
         transform: applied to each image.
     """
 
@@ -45,11 +45,11 @@ class ImageTensors(Dataset[tuple[Tensor, Tensor]]):
 
 
 def build_digits(config: DataConfig) -> DataBundle:
-    """The digits with two ranks, `shape` above `digit`.
+    """The digits with two levels, `shape` above `digit`.
 
-    The held-out part is stratified by digit and the same in every run.
+    Validation is a part held out, stratified by digit and the same in every run.
     """
-    from sklearn.datasets import load_digits  # takes a second to import, which only this dataset should cost
+    from sklearn.datasets import load_digits  # its import takes a second, so only this dataset imports it
 
     data = load_digits()
     images = torch.from_numpy(data.images * (255 / 16)).round().to(torch.uint8).unsqueeze(1)

@@ -25,7 +25,7 @@ from linnaeus.errors import ConfigError, DataError
 logger = logging.getLogger("linnaeus.data")
 
 NUM_NAMED = 5
-"""How many files or classes a message names before it says how many more there are."""
+"""Largest number of files or classes that a message names; it only counts the others."""
 
 _CHUNK = 256
 
@@ -35,11 +35,11 @@ class Listing:
     """The files of one split with their labels by name.
 
     Attributes:
-        source: the folder or manifest, as messages name it.
+        source: the folder or manifest, for messages.
         root: folder that relative paths start from.
         paths: path of each image, relative to `root` or absolute.
         lineages: class names of each image, coarse to fine.
-        places: where each sample stands, such as `train.csv, line 7`; empty where the path says it.
+        places: position of each sample in the source, such as `line 7`; empty where its path tells it.
     """
 
     source: str
@@ -49,7 +49,7 @@ class Listing:
     places: Sequence[str] = ()
 
     def take(self, positions: Sequence[int]) -> Listing:
-        """The same listing with only some of its samples."""
+        """The listing of some of the samples."""
         return replace(
             self,
             paths=[self.paths[i] for i in positions],
@@ -58,15 +58,14 @@ class Listing:
         )
 
     def place(self, position: int) -> str:
-        """Where a sample stands, for messages."""
+        """The position of a sample in the source, or else its path; for messages."""
         return self.places[position] if self.places else str(self.root / self.paths[position])
 
 
 class PackedStrings:
-    """Many strings in two arrays.
+    """Many strings in two arrays, which worker processes share.
 
-    A list of millions of objects is copied page by page into every worker process, as reading an object
-    changes its reference count; two arrays stay shared.
+    Reading a list of objects changes their reference counts, so every worker would end with a copy of it.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -84,13 +83,13 @@ class PackedStrings:
 
 
 class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
-    """Images decoded when they are asked for.
+    """Images that are decoded on access.
 
     Args:
         root: folder that relative paths start from.
         paths: path of each image.
-        targets: [N, R], int64; -1 is unknown.
-        channels: 1 or 3; what every image is converted to.
+        targets: [N, R], int64, one column per level; -1 is unknown.
+        channels: 1 (grey) or 3 (RGB); every image is converted.
         transform: applied to each image.
     """
 
@@ -114,17 +113,17 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 def build_files(train: Listing, val: Listing | None, index: LabelIndex, config: DataConfig) -> DataBundle:
     """Datasets from listings; without a validation listing, a stratified part of training is held out.
 
-    With `DATA.ON_BAD_IMAGE skip`, every file is decoded once before training and the damaged ones are left
-    out. The choice depends on the files alone, so all processes agree on the samples and on their number.
+    With `DATA.ON_BAD_IMAGE skip`, every file is decoded once and damaged ones are left out. This depends on
+    the files alone, so all processes have the same samples.
 
     Args:
-        train, val: the listings; validation is encoded with the classes of training.
-        index: names to labels.
+        train, val: the listings of the splits.
+        index: gives the labels of class names, for both splits.
         config: the `DATA` node.
 
     Raises:
         ConfigError: `CHANNELS` is neither 1 nor 3, or the augmentation does not fit.
-        DataError: a split with no sample, or validation classes that training does not have.
+        DataError: a split without a sample, or a validation class without a training sample.
     """
     channels = config.DATASET.CHANNELS
     if channels not in (1, 3):
@@ -160,16 +159,11 @@ def several(names: Sequence[str]) -> str:
     return ", ".join(names[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _hold_out(listing: Listing, fraction: float, report: list[str]) -> tuple[Listing, Listing]:
     train, val = stratified_split(listing.paths, listing.lineages, fraction)
     if not val:
         raise DataError(
-            f"{listing.source}: {len(listing.paths)} samples are too few to hold out a share of {fraction:g} "
+            f"{listing.source}: {len(listing.paths)} samples are too few to hold out {fraction:g} of them "
             "for validation; raise DATA.DATASET.VAL_FRACTION, or name validation data in DATA.DATASET.VAL"
         )
     report.append(f"no validation data of its own: {len(val)} samples held out, stratified by class")
@@ -211,18 +205,19 @@ def _without_damaged(listing: Listing, report: list[str]) -> Listing:
 
 
 def _find_all_damage(paths: list[str]) -> list[str | None]:
-    """`find_damage` of all files on all cores; Pillow decodes outside of Python's global lock."""
+    """`find_damage` of all files, in threads: Pillow releases Python's global lock while it decodes."""
 
     def check(start: int) -> list[str | None]:
         return [find_damage(path) for path in paths[start : start + _CHUNK]]
 
-    with ThreadPoolExecutor(min(32, usable_cores())) as pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(min(32, cores)) as pool:
         return [reason for chunk in pool.map(check, range(0, len(paths), _CHUNK)) for reason in chunk]
 
 
 def _report_empty_classes(targets: Tensor, taxonomy: Taxonomy, report: list[str]) -> None:
-    for column, rank in enumerate(taxonomy.ranks):
-        counts = torch.bincount(targets[:, column] + 1, minlength=len(rank.classes) + 1)[1:]
-        empty = [rank.classes[label] for label in torch.nonzero(counts == 0).flatten().tolist()]
+    for column, level in enumerate(taxonomy.levels):
+        counts = torch.bincount(targets[:, column] + 1, minlength=len(level.classes) + 1)[1:]
+        empty = [level.classes[label] for label in torch.nonzero(counts == 0).flatten().tolist()]
         if empty:
-            report.append(f"rank {rank.name}: no training sample for {several(empty)}")
+            report.append(f"taxonomic rank {level.name}: no training sample for {several(empty)}")

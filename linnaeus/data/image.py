@@ -1,7 +1,7 @@
-"""Reading one image file.
+"""Reads one image file.
 
-Pillow decodes: it knows all the usual formats and works with every supported version of torch (torchvision's
-own decoders are deprecated since 0.29). What follows are torchvision v2 transforms.
+Pillow decodes: it reads all common formats and works with every supported version of torch, while the
+decoders of torchvision are deprecated since 0.29.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EXTENSIONS = frozenset(
     f".{ending}"
     for ending in "jpg jpeg jpe jfif png webp bmp gif tif tiff ppm pgm pbm pnm avif jp2".split()  # noqa: SIM905
 )
-"""Lower-case endings of the files that count as images in a folder."""
+"""Endings, in lower case, of the files in a folder that are taken for images."""
 
 _ORIENTATION = 0x0112
 _MODES = {1: "L", 3: "RGB"}
@@ -28,7 +28,7 @@ def load_image(path: str | Path, channels: int) -> Tensor:
     """Decode an image file.
 
     Palette, CMYK, 16-bit and grey images are converted, transparency is dropped, the EXIF orientation is
-    applied, and of an animation the first frame counts.
+    applied, and an animation gives its first frame.
 
     Args:
         path: the file.
@@ -38,14 +38,14 @@ def load_image(path: str | Path, channels: int) -> Tensor:
         Tensor [channels, height, width], uint8.
 
     Raises:
-        DataError: the file is missing, damaged or no image; names it.
+        DataError: the file is missing, damaged or not an image; the message names it.
     """
     try:
         with Image.open(path) as image:
             return to_tensor(image, channels)
     except MemoryError:
         raise
-    except Exception as error:  # Pillow's plugins raise many types on damaged data; all mean the same here
+    except Exception as error:  # on damaged data, Pillow raises many types
         raise DataError(
             f"cannot read image {path}: {_reason(error)}; remove it, or leave such images out with "
             "DATA.ON_BAD_IMAGE skip"
@@ -62,14 +62,14 @@ def to_tensor(image: Image.Image, channels: int) -> Tensor:
 
 
 def find_damage(path: str | Path) -> str | None:
-    """Why `load_image` would fail on this file, or None; takes about half its time for JPEG.
+    """Why `load_image` would fail on this file, or None. For JPEG this takes about half the time of loading.
 
-    The whole file is decoded, as a truncated image shows only at its end.
+    The whole file is decoded, as a truncated image is damaged only at its end.
     """
     try:
         with Image.open(path) as image:
             if image.format == "JPEG":
-                # An eighth of the size, in grey: all compressed data is read, most arithmetic left out.
+                # At an eighth of the size, in grey: this reads all compressed data, with little arithmetic.
                 image.draft("L", (1, 1))
             image.load()
             _converted(image, "RGB")
@@ -95,7 +95,7 @@ def _converted(image: Image.Image, mode: str) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # damaged metadata do not make the picture unusable
+    except Exception:  # the picture may be usable though its metadata is damaged
         return 1
 
 

@@ -24,13 +24,13 @@ _SPLIT_NAMES = frozenset(("train", "test", *_VAL_NAMES))
 def build_imagefolder(config: DataConfig) -> DataBundle:
     """Image files whose folders are their classes.
 
-    Each level of nested folders is a rank; all images stand at the same depth. Files and folders are taken in
-    sorted order; hidden ones, and files that are no images, are ignored; symbolic links are followed.
+    Each level of nested folders is a level of the taxonomy; all images have the same depth. Files and folders
+    are read in sorted order. Hidden ones and files of other kinds are ignored; symbolic links are followed.
 
     Raises:
         ConfigError: no `ROOT`, or `RANKS` that do not fit the folders.
-        DataError: a folder that is missing, unreadable, empty or of another depth; a rank with one class;
-            validation classes that training does not have.
+        DataError: a folder that is missing, unreadable, empty or of another depth; a level with one class; a
+            validation class without a training sample.
     """
     dataset: DatasetConfig = config.DATASET
     train_folder, val_folder = _split_folders(dataset)
@@ -50,7 +50,7 @@ def build_imagefolder(config: DataConfig) -> DataBundle:
 
 
 def _split_folders(dataset: DatasetConfig) -> tuple[Path, Path | None]:
-    """Folders of training and validation; None where validation is to be held out of training."""
+    """Folders of training and validation; the latter is None where samples of training are to be held out."""
     if dataset.ROOT is None:
         raise ConfigError("DATA.DATASET.ROOT: name the folder that holds the images")
     root = Path(dataset.ROOT).expanduser()
@@ -75,7 +75,7 @@ def _split_folders(dataset: DatasetConfig) -> tuple[Path, Path | None]:
 
 
 def _are_splits(subfolders: set[str]) -> bool:
-    """Whether the folders are splits and not classes: `train` could be a class among cars and planes."""
+    """Whether the folders are splits, not classes: `train` may be a class beside `car` and `plane`."""
     return bool(subfolders & {"train", *_VAL_NAMES}) and (
         subfolders <= _SPLIT_NAMES or ("train" in subfolders and bool(subfolders & set(_VAL_NAMES)))
     )
@@ -92,7 +92,7 @@ def _scan(folder: Path, *, need_all: bool = True) -> list[tuple[tuple[str, ...],
     """All images as (names of the class folders, path relative to `folder`), sorted.
 
     Args:
-        folder: where to look.
+        folder: the folder to read.
         need_all: whether a class folder without an image is an error.
     """
     found: list[tuple[tuple[str, ...], str]] = []
@@ -127,7 +127,7 @@ def _scan(folder: Path, *, need_all: bool = True) -> list[tuple[tuple[str, ...],
 
 
 def _check_depth(folder: Path, found: list[tuple[tuple[str, ...], str]]) -> None:
-    """Every image stands in as many class folders as the others, and in one at least."""
+    """Check that all images lie in the same number of nested class folders, at least one."""
     depths = Counter(len(names) for names, _ in found)
     usual = depths.most_common(1)[0][0]
     for names, path in found:
@@ -136,12 +136,12 @@ def _check_depth(folder: Path, found: list[tuple[tuple[str, ...], str]]) -> None
         if len(names) != usual:
             raise DataError(
                 f"{folder.joinpath(*names)}: images {len(names)} folders deep, but {usual} deep elsewhere; "
-                "every level of folders is a rank, so all images must stand at the same depth"
+                "every level of folders is a taxonomic rank, so all images must stand at the same depth"
             )
 
 
 def _is_inat(folder_names: str, found: list[tuple[tuple[str, ...], str]], folder: Path) -> bool:
-    """Whether folder names are those of iNaturalist 2021.
+    """Whether folder names are like those of iNaturalist 2021.
 
     Raises:
         DataError: some are and some are not.
@@ -168,19 +168,19 @@ def _inat_lineage(names: tuple[str, ...], folder: Path) -> Lineage:
     if match is None:
         raise DataError(f"{folder.joinpath(*names)}: not named like `00000_Animalia_Chordata_...`")
     above = match[1].split("_")[1:]
-    # The last part is the epithet alone, which many genera share.
+    # The last part is the epithet alone, which occurs in many genera.
     return (*above, f"{above[-1]} {match[2].replace('_', ' ')}")
 
 
-def _index(train: Listing, ranks: list[str] | None, inat: bool) -> LabelIndex:
+def _index(train: Listing, level_names: list[str] | None, inat: bool) -> LabelIndex:
     if inat:
         index = index_labels(INAT_RANKS, train.lineages)
-        wrong = [name for name in ranks or () if name not in INAT_RANKS]
+        wrong = [name for name in level_names or () if name not in INAT_RANKS]
         if wrong:
             raise ConfigError(f"DATA.DATASET.RANKS: {several(wrong)} not among {', '.join(INAT_RANKS)}")
-        return index.select(ranks) if ranks else index
+        return index.select(level_names) if level_names else index
     depth = len(train.lineages[0])
-    names = ranks or (["class"] if depth == 1 else [f"level{level}" for level in range(1, depth + 1)])
+    names = level_names or (["class"] if depth == 1 else [f"level{level}" for level in range(1, depth + 1)])
     if len(names) != depth:
         raise ConfigError(
             f"DATA.DATASET.RANKS: {len(names)} names for the {depth} level(s) of folders in {train.source}"

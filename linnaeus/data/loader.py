@@ -1,4 +1,4 @@
-"""Loaders whose samples follow from (seed, epoch, index), whatever the workers and wherever a run resumes."""
+"""Loaders whose samples depend on (seed, epoch, index) alone, not on workers or on where a run resumes."""
 
 from __future__ import annotations
 
@@ -15,35 +15,14 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_wor
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import Collate, DataBundle, dataset_length
-from linnaeus.data.sampler import (
-    EpochSampler,
-    PlannedBatches,
-    SampleKey,
-    Sizes,
-    ValSampler,
-    drops_last,
-    samples_per_rank,
-    steps_per_epoch,
-    val_steps,
-)
+from linnaeus.data.sampler import EpochSampler, PlannedBatches, SampleKey, Sizes, ValSampler
 from linnaeus.errors import DataError
 from linnaeus.rng import derive_seed, preserved_generators, seed_generators
-
-__all__ = [
-    "BatchLoader",
-    "EpochSampler",
-    "Loaders",
-    "ValSampler",
-    "build_loaders",
-    "samples_per_rank",
-    "steps_per_epoch",
-    "val_steps",
-]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A `DataError` on its way out of a worker; raised there, it would arrive as the text of a traceback."""
+    """A `DataError` as a worker returns it: raised there, it would arrive as the text of a traceback."""
 
     message: str
     notes: tuple[str, ...]
@@ -61,7 +40,7 @@ class SeededBatches(Dataset[Any]):
 
     Args:
         dataset: map-style dataset.
-        collate: turns samples into a `Batch`; what it draws goes on from the last sample.
+        collate: turns samples into a `Batch`; it draws on from the generators' state after the last sample.
         seed: seed of the run.
     """
 
@@ -70,13 +49,10 @@ class SeededBatches(Dataset[Any]):
         self.collate = collate
         self.seed = seed
 
-    def __len__(self) -> int:
-        return dataset_length(self.dataset)
-
     def __getitems__(self, keys: list[SampleKey]) -> Batch | Failure:
         """The batch of these samples; torch's loader calls this with all keys of a batch at once."""
         if get_worker_info() is None:
-            # These are the generators of training. Restoring once a batch is cheaper than once a sample.
+            # The training process uses these generators too. Restoring per batch is cheaper than per sample.
             with preserved_generators():
                 return self._read(keys)
         try:
@@ -93,29 +69,21 @@ class SeededBatches(Dataset[Any]):
 
 
 class BatchLoader:
-    """Batches of one split for one process. Iterating again gives the sampler's epoch anew.
+    """Batches of one split for one process. Each iteration runs through one epoch.
 
     Args:
         loader: torch's loader over `SeededBatches`.
-        sampler: decides which samples come.
-        dataset: the dataset that the batches come from.
+        sampler: the training split's, which shuffles; None where every epoch has the same order.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], sampler: EpochSampler | ValSampler, dataset: Dataset[Any]
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], sampler: EpochSampler | None = None) -> None:
         self._loader: DataLoader[Any] | None = loader
-        self.sampler = sampler
-        self.dataset = dataset
+        self._sampler = sampler
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
         """Choose epoch and starting point of the next iteration; see `EpochSampler.set_epoch`."""
-        if isinstance(self.sampler, EpochSampler):
-            self.sampler.set_epoch(epoch, skip)
-
-    def __len__(self) -> int:
-        """Batches of the next iteration, what `skip` leaves out not counted."""
-        return len(self._open())
+        if self._sampler is not None:
+            self._sampler.set_epoch(epoch, skip)
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches on the host.
@@ -123,26 +91,23 @@ class BatchLoader:
         Raises:
             DataError: a sample cannot be read, or a worker process died.
         """
-        return _Batches(iter(self._open()))
+        if self._loader is None:
+            raise RuntimeError("this loader is closed")
+        return _Batches(iter(self._loader))
 
     def close(self) -> None:
         """End the worker processes; the loader cannot be used afterwards. Closing twice is fine."""
         iterator = None if self._loader is None else self._loader._iterator
         self._loader = None
-        # torch has no public way. Where the traceback of an error still holds the iterator, that is left to
-        # the garbage collector, which may close the queues first: each worker then takes 5 s to time out.
+        # torch has no public way. Garbage collection comes late where the traceback of an error holds the
+        # iterator, and may close the queues first; then each worker takes 5 s to time out.
         shut_down = getattr(iterator, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()
 
-    def _open(self) -> DataLoader[Any]:
-        if self._loader is None:
-            raise RuntimeError("this loader is closed")
-        return self._loader
-
 
 class _Batches(Iterator[Batch]):
-    """Turns what torch's loader gives into batches or errors; a generator would keep the last batch alive."""
+    """Raises the errors among the items of torch's loader. A generator would keep the last batch alive."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -164,7 +129,7 @@ class _Batches(Iterator[Batch]):
 
 @dataclass(frozen=True)
 class Loaders:
-    """Training and validation batches of one process; also a context manager that closes both."""
+    """Training and validation batches of one process. As a context manager it closes both."""
 
     train: BatchLoader
     val: BatchLoader
@@ -184,69 +149,47 @@ class Loaders:
 def build_loaders(
     bundle: DataBundle,
     *,
-    batch_size: int,
+    sizes: Sizes,
     batch_size_val: int,
     data_config: DataConfig,
     seed: int,
     rank: int,
     world_size: int,
     device: torch.device,
-    sizes: Sizes | None = None,
 ) -> Loaders:
-    """Loaders of both splits.
-
-    Training leaves out an incomplete last batch, unless one process has fewer samples than one batch: then
-    that smaller batch is the epoch. With `sizes` its batches are exactly those. Validation keeps every
-    sample.
+    """Loaders of both splits. Validation keeps every sample, training those that `sizes` asks for.
 
     Args:
         bundle: the datasets.
-        batch_size, batch_size_val: samples per process and batch.
+        sizes: the size of each training batch of this process.
+        batch_size_val: samples per process and validation batch.
         data_config: the `DATA` node; workers, prefetching and pinning are read from it.
         seed: seed of the run.
-        rank, world_size: this process, and how many there are.
+        rank, world_size: this process, and the number of processes.
         device: device of training; host memory is page-locked for CUDA only.
-        sizes: the size of each training batch, instead of `batch_size`.
-
-    Raises:
-        DataError: fewer training samples than processes.
     """
-    length, length_val = dataset_length(bundle.train), dataset_length(bundle.val)
-    if samples_per_rank(length, world_size) == 0:
-        raise DataError(f"{length} training samples are too few for {world_size} processes")
-    train_sampler = EpochSampler(length, seed=seed, rank=rank, world_size=world_size)
-    val_sampler = ValSampler(length_val, rank=rank, world_size=world_size)
 
-    def loader(
-        dataset: Dataset[Any], sampler: EpochSampler | ValSampler, batches: Sampler[Any]
-    ) -> BatchLoader:
-        return BatchLoader(
-            DataLoader(
-                SeededBatches(dataset, bundle.collate, seed),
-                batch_sampler=batches,
-                collate_fn=_already_collated,
-                num_workers=data_config.NUM_WORKERS,
-                prefetch_factor=data_config.PREFETCH_FACTOR if data_config.NUM_WORKERS else None,
-                persistent_workers=data_config.NUM_WORKERS > 0,
-                pin_memory=data_config.PIN_MEMORY and device.type == "cuda",
-                worker_init_fn=_start_worker,
-                # Without one of its own, torch's loader draws from the global generator at every epoch.
-                generator=torch.Generator().manual_seed(seed),
-            ),
-            sampler,
-            dataset,
+    def loader(dataset: Dataset[Any], batches: Sampler[Any]) -> DataLoader[Any]:
+        return DataLoader(
+            SeededBatches(dataset, bundle.collate, seed),
+            batch_sampler=batches,
+            collate_fn=_already_collated,
+            num_workers=data_config.NUM_WORKERS,
+            prefetch_factor=data_config.PREFETCH_FACTOR if data_config.NUM_WORKERS else None,
+            persistent_workers=data_config.NUM_WORKERS > 0,
+            pin_memory=data_config.PIN_MEMORY and device.type == "cuda",
+            worker_init_fn=_start_worker,
+            # Without one of its own, torch's loader draws from the global generator at every epoch.
+            generator=torch.Generator().manual_seed(seed),
         )
 
-    drop_last = drops_last(length, world_size, batch_size)
-    equal = _equal_batches(train_sampler, batch_size, drop_last=drop_last)
+    sampler = EpochSampler(dataset_length(bundle.train), seed=seed, rank=rank, world_size=world_size)
+    val_sampler = ValSampler(dataset_length(bundle.val), rank=rank, world_size=world_size)
+    val_batches = BatchSampler(cast(Any, val_sampler), batch_size_val, drop_last=False)
     return Loaders(
-        loader(bundle.train, train_sampler, PlannedBatches(train_sampler, sizes) if sizes else equal),
-        loader(bundle.val, val_sampler, _equal_batches(val_sampler, batch_size_val, drop_last=False)),
+        BatchLoader(loader(bundle.train, PlannedBatches(sampler, sizes)), sampler),
+        BatchLoader(loader(bundle.val, cast(Any, val_batches))),
     )
-
-
-def _equal_batches(sampler: Sampler[SampleKey], size: int, *, drop_last: bool) -> Sampler[Any]:
-    return BatchSampler(cast(Any, sampler), size, drop_last)
 
 
 def _already_collated(batch: Any) -> Any:
@@ -254,7 +197,7 @@ def _already_collated(batch: Any) -> Any:
 
 
 def _start_worker(_: int) -> None:
-    """Leave Ctrl-C to the training process, which ends its workers itself; torch's loader sets one thread."""
+    """Ignore Ctrl-C: the training process handles it and ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.excepthook = _print_unless_disconnected
 
@@ -262,7 +205,7 @@ def _start_worker(_: int) -> None:
 def _print_unless_disconnected(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """A training process that ends in the middle of receiving a batch is no news to the user."""
+    """Stay silent about a connection lost because the training process ended; print anything else."""
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
 

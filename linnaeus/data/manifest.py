@@ -1,4 +1,4 @@
-"""CSV manifests: one column with image paths, one column per rank, an empty cell where a label is unknown."""
+"""CSV manifests: a column of image paths, and one of class names per level; an empty cell is unknown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from linnaeus.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class _Table:
-    """A CSV file: its header, and each row with the number of its (last) line."""
+    """A CSV file: its header, and its rows, each with the number of its last line."""
 
     path: Path
     header: list[str]
@@ -32,18 +32,18 @@ def build_manifest(config: DataConfig) -> DataBundle:
 
     Raises:
         ConfigError: neither `ROOT` nor `TRAIN` is set.
-        DataError: a manifest that is missing, empty or malformed (names file and line); a rank with one
-            class; ranks that go from fine to coarse; validation classes that training does not have.
+        DataError: a manifest that is missing, empty or malformed (the message names file and line); a level
+            with one class; columns from fine to coarse; a validation class without a training sample.
     """
     dataset: DatasetConfig = config.DATASET
     train_path, val_path = _manifest_paths(dataset)
     table = _read(train_path)
-    image, ranks, report = _columns(table, dataset)
-    train = _listing(table, image, ranks, dataset)
-    index = index_labels(ranks, train.lineages)
+    image, levels, report = _columns(table, dataset)
+    train = _listing(table, image, levels, dataset)
+    index = index_labels(levels, train.lineages)
     require_classes(index.taxonomy, str(train_path), "choose other columns with DATA.DATASET.RANKS")
-    report += _check_nesting(index, ranks, train)
-    val = None if val_path is None else _listing(_read(val_path), image, ranks, dataset)
+    report += _check_nesting(index, levels, train)
+    val = None if val_path is None else _listing(_read(val_path), image, levels, dataset)
     bundle = build_files(train, val, index, config)
     bundle.report += report
     return bundle
@@ -66,7 +66,7 @@ def _read(path: Path) -> _Table:
     """Read a CSV file, with or without a byte-order mark.
 
     Raises:
-        DataError: it cannot be read, has no header or no row, or a row has another number of cells.
+        DataError: it cannot be read, has no header or no row, or a row has not as many cells as the header.
     """
     rows: list[tuple[int, list[str]]] = []
     line = 0
@@ -97,22 +97,22 @@ def _read(path: Path) -> _Table:
 
 
 def _columns(table: _Table, dataset: DatasetConfig) -> tuple[str, list[str], list[str]]:
-    """The image column, the rank columns and sentences for the report."""
+    """Name of the image column, names of the columns of labels, and sentences for the report."""
     named = [name for name in table.header if name]
     twice = sorted({name for name in named if named.count(name) > 1})
     if twice:
         raise DataError(f"{table.path}, line 1: column {several(twice)} occurs more than once")
     image = dataset.IMAGE_COLUMN
-    ranks = dataset.RANKS if dataset.RANKS is not None else [name for name in named if name != image]
+    levels = dataset.RANKS if dataset.RANKS is not None else [name for name in named if name != image]
     _require(table, [image], "DATA.DATASET.IMAGE_COLUMN")
-    _require(table, ranks, "DATA.DATASET.RANKS")
-    if not ranks:
+    _require(table, levels, "DATA.DATASET.RANKS")
+    if not levels:
         raise DataError(f"{table.path}, line 1: no column with labels beside {image!r}")
-    if image in ranks:
+    if image in levels:
         raise ConfigError(f"DATA.DATASET.RANKS: {image!r} is the image column")
     unnamed = len(table.header) - len(named)
     ignored = [f"{table.path}: {unnamed} column(s) without a name ignored"] if unnamed else []
-    return image, list(ranks), ignored
+    return image, list(levels), ignored
 
 
 def _require(table: _Table, names: Sequence[str], key: str) -> None:
@@ -127,10 +127,10 @@ def _require(table: _Table, names: Sequence[str], key: str) -> None:
             raise DataError(f"{table.path}, line 1: no column {name!r} ({key}); {hint}")
 
 
-def _listing(table: _Table, image: str, ranks: Sequence[str], dataset: DatasetConfig) -> Listing:
-    _require(table, [image, *ranks], "as in the training manifest")
+def _listing(table: _Table, image: str, levels: Sequence[str], dataset: DatasetConfig) -> Listing:
+    _require(table, [image, *levels], "as in the training manifest")
     image_column = table.header.index(image)
-    rank_columns = [table.header.index(rank) for rank in ranks]
+    label_columns = [table.header.index(level) for level in levels]
     for line, cells in table.rows:
         if not cells[image_column]:
             raise DataError(f"{table.path}, line {line}: no image path")
@@ -139,7 +139,7 @@ def _listing(table: _Table, image: str, ranks: Sequence[str], dataset: DatasetCo
         str(table.path),
         root,
         [cells[image_column] for _, cells in table.rows],
-        [tuple(cells[column] or None for column in rank_columns) for _, cells in table.rows],
+        [tuple(cells[column] or None for column in label_columns) for _, cells in table.rows],
         [f"line {line}" for line, _ in table.rows],
     )
     if not any((root / path).exists() for path in listing.paths[:100]):
@@ -150,14 +150,14 @@ def _listing(table: _Table, image: str, ranks: Sequence[str], dataset: DatasetCo
     return listing
 
 
-def _check_nesting(index: LabelIndex, ranks: Sequence[str], train: Listing) -> list[str]:
-    """Refuse columns from fine to coarse; report names that stand under several parents.
+def _check_nesting(index: LabelIndex, levels: Sequence[str], train: Listing) -> list[str]:
+    """Refuse columns from fine to coarse; report names that occur under several parents.
 
     Raises:
-        DataError: each class of a rank has one name in the next, but not the other way round.
+        DataError: each class of a column has one name in the next column, but not the other way round.
     """
     shared = shared_names(index)
-    for depth, (above, below) in enumerate(pairwise(ranks), start=1):
+    for depth, (above, below) in enumerate(pairwise(levels), start=1):
         parents = [parent for parent, _ in index.lookup[depth] if parent >= 0]
         if shared[below] and len(parents) == len(set(parents)):
             raise DataError(
@@ -165,8 +165,8 @@ def _check_nesting(index: LabelIndex, ranks: Sequence[str], train: Listing) -> l
                 "order the columns from coarse to fine with DATA.DATASET.RANKS"
             )
     return [
-        f"{train.source}: in column {rank!r}, these names stand under several parents and are separate "
+        f"{train.source}: in column {level!r}, these names stand under several parents and are separate "
         f"classes for each: {several(names)}"
-        for rank, names in shared.items()
+        for level, names in shared.items()
         if names
     ]

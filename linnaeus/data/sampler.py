@@ -1,4 +1,4 @@
-"""Which sample comes when: shuffled and shared between processes, and the arithmetic of steps."""
+"""The order of samples: shuffled for training, split between processes, grouped into batches."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch.utils.data import Sampler
 from linnaeus.rng import derive_seed
 
 SampleKey = tuple[int, int]
-"""(epoch, index): all that the random numbers of a sample depend on, beside the seed of the run."""
+"""(epoch, index). With the seed of the run, it determines the random numbers of a sample."""
 
 
 class EpochSampler(Sampler[SampleKey]):
-    """Training samples of one process, in an order that follows from (seed, epoch) alone.
+    """Training samples of one process, in an order that depends on (seed, epoch) alone.
 
-    All processes shuffle alike and take every world_size-th sample; each gets floor(length / world_size), so
-    that all make the same number of steps. The few samples that are left over differ from epoch to epoch.
+    All processes shuffle alike and take every world_size-th sample. Each gets floor(length / world_size) of
+    them, so that all make the same number of steps; the few left over differ from epoch to epoch.
 
     Args:
         length: samples of the whole dataset.
         seed: seed of the run.
-        rank, world_size: this process, and how many there are.
+        rank, world_size: this process, and the number of processes.
     """
 
     def __init__(self, length: int, *, seed: int, rank: int = 0, world_size: int = 1) -> None:
@@ -35,7 +35,7 @@ class EpochSampler(Sampler[SampleKey]):
         self.skip = 0
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        """Choose the epoch that the next iteration gives.
+        """Choose what the next iteration yields.
 
         Args:
             epoch: number of the epoch, from 0.
@@ -44,13 +44,10 @@ class EpochSampler(Sampler[SampleKey]):
         self.epoch = epoch
         self.skip = skip
 
-    def __len__(self) -> int:
-        return max(0, samples_per_rank(self.length, self.world_size) - self.skip)
-
     def __iter__(self) -> Iterator[SampleKey]:
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         order = torch.randperm(self.length, generator=generator)
-        count = samples_per_rank(self.length, self.world_size)
+        count = self.length // self.world_size
         mine = order[self.rank :: self.world_size][self.skip : count].clone()
         epoch = self.epoch
         # In chunks, so that an epoch of millions of samples is not a list of Python numbers.
@@ -60,23 +57,20 @@ class EpochSampler(Sampler[SampleKey]):
 
 
 Sizes = Callable[[int, int], Iterator[int]]
-"""From an epoch and the samples of it to leave out at the start, to the size of each batch that is left."""
+"""Given an epoch and the samples to skip at its start, yields the size of each remaining batch."""
 
 
 class PlannedBatches(Sampler[list[SampleKey]]):
     """The samples of an `EpochSampler` in batches of given sizes.
 
     Args:
-        sampler: decides which samples come, and where an epoch starts.
-        sizes: gives the size of each batch. The samples that are left over come in no batch.
+        sampler: chooses the samples, the epoch and where in the epoch to start.
+        sizes: gives the size of each batch; samples beyond the last batch are left out.
     """
 
     def __init__(self, sampler: EpochSampler, sizes: Sizes) -> None:
         self.sampler = sampler
         self.sizes = sizes
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self.sizes(self.sampler.epoch, self.sampler.skip))
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         keys = iter(self.sampler)
@@ -85,50 +79,17 @@ class PlannedBatches(Sampler[list[SampleKey]]):
 
 
 class ValSampler(Sampler[SampleKey]):
-    """Validation samples of one process, in order: no sample is counted twice, and none is lost.
+    """Validation samples of one process, in order: over all processes, each sample comes exactly once.
 
-    Processes may get different numbers of samples (they differ by one at most), so nothing that all of them
-    must join may happen per batch.
+    The numbers of samples of two processes may differ by one, so a validation batch must not run collectives.
 
     Args:
         length: samples of the whole dataset.
-        rank, world_size: this process, and how many there are.
+        rank, world_size: this process, and the number of processes.
     """
 
     def __init__(self, length: int, *, rank: int = 0, world_size: int = 1) -> None:
         self.indices = range(rank, length, world_size)
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
     def __iter__(self) -> Iterator[SampleKey]:
         return ((0, index) for index in self.indices)
-
-
-def samples_per_rank(length: int, world_size: int) -> int:
-    """Training samples that each process sees in an epoch."""
-    return length // world_size
-
-
-def drops_last(length: int, world_size: int, batch_size: int) -> bool:
-    """Whether training leaves out an incomplete last batch: yes, unless there would be no batch at all."""
-    return samples_per_rank(length, world_size) >= batch_size
-
-
-def steps_per_epoch(length: int, world_size: int, batch_size: int) -> int:
-    """Training batches per process and epoch.
-
-    >>> steps_per_epoch(100, 2, 16), steps_per_epoch(10, 2, 16)
-    (3, 1)
-    """
-    count = samples_per_rank(length, world_size)
-    return count // batch_size if drops_last(length, world_size, batch_size) else min(1, count)
-
-
-def val_steps(length: int, world_size: int, batch_size: int, rank: int) -> int:
-    """Validation batches of one process.
-
-    >>> [val_steps(33, 2, 16, rank) for rank in (0, 1)]
-    [2, 1]
-    """
-    return -(-len(range(rank, length, world_size)) // batch_size)

@@ -1,4 +1,4 @@
-"""Holding samples out for validation where the data has no split of its own. Pure."""
+"""Holds samples out for validation where the data has no split of its own. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from hashlib import blake2b
 def stratified_split(
     keys: Sequence[str], strata: Sequence[Hashable], fraction: float
 ) -> tuple[list[int], list[int]]:
-    """Split so that each stratum gives its share to validation, and at least one sample to training.
+    """Hold out a fraction of each stratum for validation; each keeps at least one training sample.
 
-    The choice depends on the keys alone, never on a seed or on the order of the samples, so accuracies of
-    different runs, machines and versions are comparable. Small strata take turns: the total comes out right.
+    The choice depends on the keys alone, not on a seed or on the order of the samples, so accuracies of
+    different runs, machines and versions are comparable. Rounding carries over from stratum to stratum, so
+    that the total is right even where strata are small.
 
     Args:
-        keys: the lasting name of each sample, such as its relative path.
-        strata: what to stratify by, one for each sample.
-        fraction: share of the samples for validation.
+        keys: a permanent name of each sample, such as its relative path.
+        strata: the stratum of each sample, such as its class.
+        fraction: fraction of the samples to hold out.
 
     Returns:
         Positions of the training and of the validation samples, each ascending.

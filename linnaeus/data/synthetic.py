@@ -1,4 +1,4 @@
-"""Images made up on the spot: any size, channels, classes and length, and yet a signal to learn."""
+"""Generated images of any size, channels, classes and length, with a pattern for each class to learn."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch.utils.data import Dataset
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
-from linnaeus.data.taxonomy import Rank, Taxonomy
+from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.data.transforms import Transform, build_transform
 from linnaeus.errors import ConfigError
 from linnaeus.rng import derive_seed
 
 GRID = 4
-"""A class is a pattern of GRID x GRID fields, blown up to the size of the image."""
+"""A class is a pattern of GRID x GRID fields, interpolated to the size of the image."""
 
 NOISE_LEVELS = 64
-"""Standard deviation of the noise, in levels of 255."""
+"""Standard deviation of the noise, on the 0-255 scale of pixels."""
 
 
 class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
-    """Sample i is the sum of one pattern per rank, plus noise; it depends on (split, i) alone.
+    """Sample i is the sum of the patterns of its classes, one per level, and of noise that depends on i.
 
     Args:
         num_samples: length of the dataset.
-        num_classes: classes of each rank, coarse to fine, never fewer than in the rank above.
+        num_classes: classes of each level, coarse to fine, never fewer than in the level above.
         shape: channels, height and width.
         transform: applied to each image.
-        split: 0 for training, 1 for validation; the noise differs, the classes are the same.
+        split: 0 for training, 1 for validation: same classes, other noise.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         self.shape = shape
         self.transform = transform
         generator = torch.Generator().manual_seed(derive_seed(split, *num_classes))
-        # A window into one buffer is far cheaper than fresh noise for each sample.
+        # Each sample takes a window of one buffer: far cheaper than drawing noise for it.
         self.noise = (
             torch.randn(2 * shape[0] * shape[1] * shape[2] + 4096, generator=generator) * NOISE_LEVELS
         )
@@ -60,7 +60,7 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
             raise IndexError(index)
         labels = labels_of(index % self.num_classes[-1], self.num_classes)
         channels, height, width = self.shape
-        fields = torch.stack([_pattern(rank, label, channels) for rank, label in enumerate(labels)]).sum(0)
+        fields = torch.stack([_pattern(level, label, channels) for level, label in enumerate(labels)]).sum(0)
         image = interpolate(fields[None], (height, width), mode="bilinear", align_corners=False)[0]
         numel = channels * height * width
         start = derive_seed(index) % (len(self.noise) - numel)
@@ -69,7 +69,7 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
 
 
 def labels_of(finest: int, num_classes: list[int]) -> list[int]:
-    """Labels of all ranks, coarse to fine; neighbours in the finest rank share their ancestors.
+    """Labels of all levels, coarse to fine; neighbouring labels of the finest level share ancestors.
 
     >>> labels_of(5, [2, 4, 8])
     [1, 2, 5]
@@ -84,7 +84,7 @@ def build_synthetic(config: DataConfig) -> DataBundle:
     """Synthetic images of `DATA.IMG_SIZE` (default 64 x 64 pixels).
 
     Raises:
-        ConfigError: a rank with fewer classes than the rank above it.
+        ConfigError: a level with fewer classes than the level above it.
     """
     dataset: DatasetConfig = config.DATASET
     size = as_size(config.IMG_SIZE, (64, 64))
@@ -115,17 +115,17 @@ def _taxonomy(dataset: DatasetConfig) -> Taxonomy:
         problems.append(f"DATA.DATASET.RANKS: {len(names)} names for {len(counts)} entries of NUM_CLASSES")
     if problems:
         raise ConfigError(problems)
-    ranks = tuple(
-        Rank(name, tuple(f"{name}-{label}" for label in range(count)))
+    levels = tuple(
+        Level(name, tuple(f"{name}-{label}" for label in range(count)))
         for name, count in zip(names, counts, strict=True)
     )
     parents = tuple(
         tuple(label * above // below for label in range(below)) for above, below in pairwise(counts)
     )
-    return Taxonomy(ranks, parents)
+    return Taxonomy(levels, parents)
 
 
-def _pattern(rank: int, label: int, channels: int) -> Tensor:
-    """Fields [channels, GRID, GRID] of one class, in levels of 255 around 0."""
-    generator = torch.Generator().manual_seed(derive_seed(rank, label))
+def _pattern(level: int, label: int, channels: int) -> Tensor:
+    """Pattern [channels, GRID, GRID] of one class: values around 0, on the 0-255 scale of pixels."""
+    generator = torch.Generator().manual_seed(derive_seed(level, label))
     return torch.randint(-60, 61, (channels, GRID, GRID), generator=generator).float()

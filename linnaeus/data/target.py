@@ -6,22 +6,19 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import hydra.utils
 import torch
-from hydra.errors import HydraException
 from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from linnaeus.config.instantiate import locate
+from linnaeus.config.instantiate import instantiate, locate
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs, dataset_length
 from linnaeus.data.image import to_tensor
-from linnaeus.data.target_labels import attribute_of, find_taxonomy, target_row
+from linnaeus.data.target_labels import attribute_of, describe, find_taxonomy, naming_errors, target_row
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.data.transforms import Transform, build_transform
-from linnaeus.data.user_code import describe, naming_errors, user_error
 from linnaeus.errors import DataError
 from linnaeus.rng import preserved_generators, seed_generators
 
@@ -30,13 +27,13 @@ _GREY_MODES = frozenset(("1", "L", "LA", "I", "I;16", "F"))
 
 
 class UserDataset(Dataset[Any]):
-    """A user's dataset: Pillow images become tensors, and targets one label per rank.
+    """A user's dataset, whose Pillow images become tensors and whose targets become one label per level.
 
     Args:
         dataset: map-style dataset whose items are (input, target).
         name: its `_target_`, for messages.
-        taxonomy: ranks of the targets; None leaves targets as they are.
-        raw: hand items out untouched, for a dataset that brings its own `collate_fn`.
+        taxonomy: levels of the targets; None leaves targets as they are.
+        raw: return items untouched, for a dataset with its own `collate_fn`.
     """
 
     def __init__(self, dataset: Any, name: str, taxonomy: Taxonomy | None, *, raw: bool) -> None:
@@ -70,12 +67,12 @@ class UserDataset(Dataset[Any]):
 
 
 class UserCollate:
-    """A dataset's own `collate_fn`, its result made a `Batch`.
+    """A dataset's own `collate_fn`, whose result becomes a `Batch`.
 
     Args:
         collate_fn: list of samples to (inputs, targets).
         name: the dataset's `_target_`, for messages.
-        taxonomy: where there is one, targets [B] or {rank: [B]} become [B, R].
+        taxonomy: if given, targets [B] or {name of the level: [B]} become [B, R].
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], name: str, taxonomy: Taxonomy | None) -> None:
@@ -100,22 +97,22 @@ class UserCollate:
 def build_target(config: DataConfig, *, seed: int) -> DataBundle:
     """Both splits of a user's dataset.
 
-    The callable is called with `split="train"` and `split="val"` when it takes `split`, with `train=True` and
-    `train=False` when it takes `train`; what the node itself sets is left alone. Global generators are seeded
-    the same way for both calls and in all processes, so that a random split in a user's function agrees.
+    The callable is called with `split="train"` and `split="val"` if it takes `split`, else with `train=True`
+    and `train=False`; an argument that the node sets is not changed. The global generators are seeded before
+    each call, so that a random split in a user's function is the same in both calls and in all processes.
 
-    Classes come from the dataset's attribute `taxonomy` (a `Taxonomy`, or {rank: names or their number}),
-    `classes` (names) or `num_classes`; a `Subset` is looked through.
+    Classes come from the dataset's attribute `taxonomy` (a `Taxonomy`, or a mapping from names of levels to
+    class names or their number), `classes` (names) or `num_classes`; for a `Subset`, from the dataset in it.
 
     Raises:
-        DataError: names the `_target_` and what is wrong, including errors of the user's own code.
+        DataError: an unusable dataset, or an error of the user's own code; the message names the `_target_`.
     """
     node: Mapping[str, Any] = config.DATASET
     name = str(node["_target_"])
     parts = {split: _instantiate(node, name, split, seed) for split in ("train", "val")}
     taxonomy = find_taxonomy(parts["train"], name)
     other = find_taxonomy(parts["val"], name)
-    if taxonomy is not None and other is not None and taxonomy.ranks != other.ranks:
+    if taxonomy is not None and other is not None and taxonomy.levels != other.levels:
         raise DataError(f"{name}: training and validation have different classes")
     collate_fn = attribute_of(parts["train"], "collate_fn")
     raw = callable(collate_fn)
@@ -133,18 +130,15 @@ def build_target(config: DataConfig, *, seed: int) -> DataBundle:
 
 
 def _instantiate(node: Mapping[str, Any], name: str, split: str, seed: int) -> Any:
-    arguments = {"_convert_": "all", **node}
     with preserved_generators():
         seed_generators(seed)
         try:
             function = locate(name)
         except Exception as error:
             raise DataError(f"DATA.DATASET._target_: cannot import {name!r}: {error}") from error
-        arguments |= _split_argument(function, node, name, split)
-        try:
-            dataset = hydra.utils.instantiate(arguments)
-        except Exception as error:
-            raise user_error(f"{name} ({split})", _cause(error)) from error
+        argument = _split_argument(function, node, name, split)
+        with naming_errors(f"{name} ({split})"):
+            dataset = instantiate(node, **argument)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"{name} gave {describe(dataset)}; a dataset needs __len__ and __getitem__ (map style)"
@@ -157,7 +151,7 @@ def _instantiate(node: Mapping[str, Any], name: str, split: str, seed: int) -> A
 
 
 def _split_argument(function: Any, node: Mapping[str, Any], name: str, split: str) -> dict[str, Any]:
-    """How this callable is told which split it should give."""
+    """The argument that tells this callable which split to return."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -174,19 +168,14 @@ def _split_argument(function: Any, node: Mapping[str, Any], name: str, split: st
     return {key: choices[key]}
 
 
-def _cause(error: Exception) -> BaseException:
-    """What lies under Hydra's wrapper."""
-    return error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
-
-
 def _prepare_images(
     train: UserDataset, val: UserDataset, collate: Collate, config: DataConfig
 ) -> tuple[int | None, tuple[int, int] | None]:
-    """Look at a few samples, set the transforms up for Pillow images; channels and size of an input."""
+    """Channels and size of an input, from a few samples; sets the transforms for Pillow images."""
     step = max(1, len(train) // _NUM_PROBED)
     with preserved_generators():
         samples = [train[index] for index in range(0, len(train), step)[:_NUM_PROBED]]
-        samples.append(val[0])  # so that what is wrong there shows now and not after the first epoch
+        samples.append(val[0])  # an error there must show now, not after the first epoch
         if train.raw:
             return _shape_of([collate([sample]).inputs for sample in samples], ndim=4)
     images = [sample[0] for sample in samples if isinstance(sample[0], Image)]
@@ -202,7 +191,7 @@ def _prepare_images(
 
 
 def _shape_of(inputs: list[Any], ndim: int) -> tuple[int | None, tuple[int, int] | None]:
-    """Channels and size of image tensors, each where all agree on it."""
+    """Channels and size of image tensors; each is None where the tensors differ in it."""
     if not all(isinstance(value, Tensor) and value.ndim == ndim for value in inputs):
         return None, None
     channels = {int(value.shape[-3]) for value in inputs}

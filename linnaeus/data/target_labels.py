@@ -1,38 +1,67 @@
-"""What a user's dataset says about its classes, and its targets as labels."""
+"""What a user's dataset declares: its taxonomy, its targets as labels, and errors that name its code."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linnaeus.data.taxonomy import UNKNOWN, Rank, Taxonomy, require_classes
-from linnaeus.data.user_code import describe, naming_errors
+from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy, require_classes
 from linnaeus.errors import DataError
 
-MISSING = object()
-"""Stands for an attribute that is not there, as None may be its value."""
+ABSENT = object()
+"""Returned for a missing attribute, as None may be the value of one."""
 
 _MAX_NESTING = 10
 
 
+@contextmanager
+def naming_errors(where: str) -> Iterator[None]:
+    """Turn any error of a user's code into a `DataError` with its type, its text and the line that raised it.
+
+    The full traceback goes along as a note, which Python shows but a one-line message does not.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        text = " ".join([f"{type(error).__name__}:", *str(error).split()]).removesuffix(":")
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        wrapped = DataError(f"{where}: {text} ({last.filename}, line {last.lineno})")
+        wrapped.add_note("".join(traceback.format_exception(error)))
+        raise wrapped from error
+
+
+def describe(value: Any) -> str:
+    """Type and size of a value, for messages."""
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple | list | Mapping):
+        return f"a {kind} of {len(value)}"
+    return f"{value!r}" if isinstance(value, int | float | str) else f"a {kind}"
+
+
 def target_row(target: Any, taxonomy: Taxonomy, where: str) -> Tensor:
-    """One label per rank from an int, a tensor, a sequence of ints or {rank: int}.
+    """The labels of a sample, from an int, a tensor, a sequence of ints or {name of the level: int}.
 
     Returns:
-        Tensor [R], int64; -1 is unknown. Ranks that a mapping leaves out are unknown.
+        Tensor [R], int64, one label per level; -1 is unknown, as are levels missing from a mapping.
 
     Raises:
-        DataError: another type, another number of labels, or a label that the rank does not have.
+        DataError: another type, another number of labels, or a label that the level does not have.
     """
     names = taxonomy.names
     if isinstance(target, Mapping):
         strange = [str(name) for name in target if name not in names]
         if strange:
-            raise DataError(f"{where}: {', '.join(strange)} not among the ranks {', '.join(names)}")
+            raise DataError(f"{where}: {', '.join(strange)} not among the taxonomic ranks {', '.join(names)}")
         target = [target.get(name, UNKNOWN) for name in names]
     try:
         row = torch.as_tensor(target)
@@ -44,45 +73,47 @@ def target_row(target: Any, taxonomy: Taxonomy, where: str) -> Tensor:
             "for targets that are no labels, set the dataset's attribute `taxonomy` to None"
         )
     row = row.reshape(-1).to(torch.int64)
-    for label, rank in zip(row.tolist(), taxonomy.ranks, strict=True):
-        if not UNKNOWN <= label < len(rank.classes):
-            raise DataError(f"{where}: {label} at rank {rank.name!r}, which has {len(rank.classes)} classes")
+    for label, level in zip(row.tolist(), taxonomy.levels, strict=True):
+        if not UNKNOWN <= label < len(level.classes):
+            raise DataError(
+                f"{where}: {label} at taxonomic rank {level.name!r}, which has {len(level.classes)} classes"
+            )
     return row
 
 
 def find_taxonomy(dataset: Any, name: str) -> Taxonomy | None:
-    """The taxonomy that a user's dataset declares; None where it has none, or sets `taxonomy` to None.
+    """The taxonomy that a user's dataset declares; None where it declares none, or sets `taxonomy` to None.
 
     Raises:
-        DataError: an attribute of another type, or a rank with fewer than two classes.
+        DataError: an attribute of another type, or a level with fewer than two classes.
     """
     with naming_errors(f"{name}: its taxonomy"):
         declared = attribute_of(dataset, "taxonomy")
         for attribute in ("classes", "num_classes"):
             classes = attribute_of(dataset, attribute)
-            if declared is MISSING and classes is not MISSING and classes is not None:
+            if declared is ABSENT and classes is not ABSENT and classes is not None:
                 declared = {"class": classes}
-    if declared is MISSING or declared is None:
+    if declared is ABSENT or declared is None:
         return None
     if isinstance(declared, Taxonomy):
         taxonomy = declared
     elif isinstance(declared, Mapping):
-        ranks = tuple(Rank(str(rank), _class_names(classes, name)) for rank, classes in declared.items())
-        taxonomy = Taxonomy(ranks)
+        levels = tuple(Level(str(level), _class_names(classes, name)) for level, classes in declared.items())
+        taxonomy = Taxonomy(levels)
     else:
         raise DataError(f"{name}: taxonomy is {describe(declared)}; it must be a Taxonomy or {{rank: names}}")
-    require_classes(taxonomy, name, "give each rank two classes or more")
+    require_classes(taxonomy, name, "give each taxonomic rank two classes or more")
     return taxonomy
 
 
 def attribute_of(dataset: Any, attribute: str) -> Any:
-    """An attribute of a dataset, or of the one that it is a subset of; `MISSING` where none has it."""
+    """An attribute of a dataset, or of the dataset that it is a subset of; `ABSENT` where neither has it."""
     for _ in range(_MAX_NESTING):
-        value = getattr(dataset, attribute, MISSING)
-        if value is not MISSING or not hasattr(dataset, "dataset"):
+        value = getattr(dataset, attribute, ABSENT)
+        if value is not ABSENT or not hasattr(dataset, "dataset"):
             return value
         dataset = dataset.dataset
-    return MISSING
+    return ABSENT
 
 
 def _class_names(classes: Any, name: str) -> tuple[str, ...]:

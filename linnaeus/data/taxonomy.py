@@ -1,4 +1,4 @@
-"""The classes of every rank and how the ranks nest. Pure: no torch, no files."""
+"""The levels of the taxonomy, their classes and how these nest. Pure: no torch, no files."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from itertools import pairwise
 from linnaeus.errors import DataError
 
 UNKNOWN = -1
-"""The label, or the parent, that nobody knows. The loss ignores it."""
+"""An unknown label, or an unknown parent. The loss ignores it."""
 
 Lineage = tuple[str | None, ...]
 """The class names of one sample, coarse to fine; None where the label is unknown."""
 
 
 @dataclass(frozen=True)
-class Rank:
-    """One level of the taxonomy.
+class Level:
+    """One level of the taxonomy, a taxonomic rank such as `family`.
 
     Attributes:
-        name: name of the rank, such as `family`.
-        classes: display name of each class, in the order of its label.
+        name: name of the level.
+        classes: display names of the classes; the position of a class is its label.
     """
 
     name: str
@@ -31,67 +31,67 @@ class Rank:
 
 @dataclass(frozen=True)
 class Taxonomy:
-    """All ranks, coarse to fine, and the parent of each class.
+    """All levels, coarse to fine, and the parent of each class.
 
     Attributes:
-        ranks: the ranks, coarse to fine.
-        parents: for each rank after the first, the label in the rank above that each of its classes belongs
-            to; `UNKNOWN` where training never showed it. Left out, every parent is unknown.
+        levels: the levels, coarse to fine.
+        parents: for each level after the first, the label of each class's parent in the level above, or
+            `UNKNOWN` where no training sample shows it. Left out, every parent is unknown.
 
     Raises:
-        DataError: no rank, two ranks of one name, or parents that do not fit the ranks.
+        DataError: no level, two levels of one name, or parents that do not fit the levels.
 
-    >>> taxonomy = Taxonomy((Rank("family", ("cats", "dogs")), Rank("species", ("lion", "lynx", "wolf"))),
+    >>> taxonomy = Taxonomy((Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf"))),
     ...                     parents=((0, 0, 1),))
     >>> taxonomy.num_classes
     {'family': 2, 'species': 3}
     """
 
-    ranks: tuple[Rank, ...]
+    levels: tuple[Level, ...]
     parents: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        names = [rank.name for rank in self.ranks]
+        names = [level.name for level in self.levels]
         if not names or len(set(names)) != len(names):
             raise DataError(f"a taxonomy needs at least one rank and different names for all, not {names}")
         if not self.parents:
-            unknown = tuple((UNKNOWN,) * len(rank.classes) for rank in self.ranks[1:])
+            unknown = tuple((UNKNOWN,) * len(level.classes) for level in self.levels[1:])
             object.__setattr__(self, "parents", unknown)
-        if len(self.parents) != len(self.ranks) - 1:
+        if len(self.parents) != len(self.levels) - 1:
             raise DataError(
-                f"{len(self.ranks)} ranks need {len(self.ranks) - 1} rows of parents, not {len(self.parents)}"
+                f"{len(names)} ranks need {len(names) - 1} rows of parents, not {len(self.parents)}"
             )
-        for above, rank, row in zip(self.ranks, self.ranks[1:], self.parents, strict=False):
-            if len(row) != len(rank.classes) or not all(UNKNOWN <= p < len(above.classes) for p in row):
+        for above, level, row in zip(self.levels, self.levels[1:], self.parents, strict=False):
+            if len(row) != len(level.classes) or not all(UNKNOWN <= p < len(above.classes) for p in row):
                 raise DataError(
-                    f"the parents of rank {rank.name!r} do not fit its classes and those of {above.name!r}"
+                    f"the parents of rank {level.name!r} do not fit its classes and those of {above.name!r}"
                 )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the ranks, coarse to fine."""
-        return tuple(rank.name for rank in self.ranks)
+        """Names of the levels, coarse to fine."""
+        return tuple(level.name for level in self.levels)
 
     @property
     def num_classes(self) -> dict[str, int]:
-        """Number of classes of each rank, coarse to fine."""
-        return {rank.name: len(rank.classes) for rank in self.ranks}
+        """Number of classes of each level, coarse to fine."""
+        return {level.name: len(level.classes) for level in self.levels}
 
 
 class UnknownClassError(LookupError):
-    """A class that training does not have; `args` are the depth of its rank and the path to it."""
+    """A class without a training sample; `args` are the depth of its level and the path to it."""
 
 
 @dataclass(frozen=True)
 class LabelIndex:
-    """A taxonomy together with the way from names to labels.
+    """A taxonomy, and the labels of the class names that it was made from.
 
-    A class is its name within its parent, so `Animalia/unknown` and `Plantae/unknown` are two classes.
+    Parent and name identify a class: `Animalia/unknown` and `Plantae/unknown` are two classes.
 
     Attributes:
-        taxonomy: the ranks that `encode` gives labels for.
-        lookup: for each rank of the source, label by (label of the parent, name).
-        columns: the ranks of the source that the taxonomy keeps.
+        taxonomy: the levels that `encode` gives labels for.
+        lookup: for each level of the source, a mapping from (label of the parent, name) to label.
+        columns: for each level of the taxonomy, its position among the levels of the source.
     """
 
     taxonomy: Taxonomy
@@ -99,10 +99,10 @@ class LabelIndex:
     columns: tuple[int, ...]
 
     def encode(self, lineage: Lineage) -> tuple[int, ...]:
-        """Labels of a lineage, one per rank of the taxonomy.
+        """Labels of a lineage, one per level of the taxonomy.
 
         Raises:
-            UnknownClassError: a name that training does not have under that parent.
+            UnknownClassError: a name that no training sample has under that parent.
         """
         labels: list[int] = []
         for depth, name in enumerate(lineage):
@@ -114,20 +114,20 @@ class LabelIndex:
         return tuple(labels[column] for column in self.columns)
 
     def select(self, names: Sequence[str]) -> LabelIndex:
-        """The same classes seen through some of the ranks, in the order given.
+        """The same classes with some of the levels, in the order given.
 
         Raises:
-            KeyError: a name that is no rank.
+            KeyError: a name that is no level.
         """
         position = {name: column for column, name in enumerate(self.taxonomy.names)}
         columns = tuple(position[name] for name in names)
-        ranks = tuple(self.taxonomy.ranks[column] for column in columns)
+        levels = tuple(self.taxonomy.levels[column] for column in columns)
         parents = tuple(self._ancestors(low, high) for high, low in pairwise(columns))
-        return LabelIndex(Taxonomy(ranks, parents), self.lookup, columns)
+        return LabelIndex(Taxonomy(levels, parents), self.lookup, columns)
 
     def _ancestors(self, low: int, high: int) -> tuple[int, ...]:
-        """For each class of rank `low`, its ancestor in rank `high`."""
-        labels = range(len(self.taxonomy.ranks[low].classes))
+        """For each class of level `low`, its ancestor in level `high`."""
+        labels = range(len(self.taxonomy.levels[low].classes))
         if low <= high:
             return (UNKNOWN,) * len(labels)
         found = list(labels)
@@ -137,11 +137,11 @@ class LabelIndex:
         return tuple(found)
 
 
-def index_labels(rank_names: Sequence[str], lineages: Iterable[Lineage]) -> LabelIndex:
-    """Number the classes of training, sorted by parent and name, and learn which parent each has.
+def index_labels(level_names: Sequence[str], lineages: Iterable[Lineage]) -> LabelIndex:
+    """Number the classes of the training samples, sorted by parent and name, and find the parent of each.
 
     Args:
-        rank_names: names of the ranks, coarse to fine.
+        level_names: names of the levels, coarse to fine.
         lineages: the lineages of all training samples; repetitions do not matter.
 
     Raises:
@@ -154,48 +154,48 @@ def index_labels(rank_names: Sequence[str], lineages: Iterable[Lineage]) -> Labe
     unique = sorted(set(lineages), key=lambda lineage: [name or "" for name in lineage])
     parents = [UNKNOWN] * len(unique)
     lookup: list[dict[tuple[int, str], int]] = []
-    for depth, rank in enumerate(rank_names):
+    for depth, level in enumerate(level_names):
         pairs = [(p, lineage[depth]) for p, lineage in zip(parents, unique, strict=True)]
-        table = _number(rank, [(p, name) for p, name in pairs if name is not None], rooted=depth > 0)
+        table = _number(level, [(p, name) for p, name in pairs if name is not None], rooted=depth > 0)
         lookup.append(table)
         found = [UNKNOWN if n is None else _find(table, p, n, rooted=depth > 0) for p, n in pairs]
         parents = [UNKNOWN if label is None else label for label in found]
     keys = [list(table) for table in lookup]
     taxonomy = Taxonomy(
-        tuple(Rank(name, _display_names(keys, depth)) for depth, name in enumerate(rank_names)),
+        tuple(Level(name, _display_names(keys, depth)) for depth, name in enumerate(level_names)),
         tuple(tuple(parent for parent, _ in table) for table in lookup[1:]),
     )
-    return LabelIndex(taxonomy, tuple(lookup), tuple(range(len(rank_names))))
+    return LabelIndex(taxonomy, tuple(lookup), tuple(range(len(level_names))))
 
 
 def require_classes(taxonomy: Taxonomy, source: str, remedy: str) -> None:
-    """Refuse a rank with fewer than two classes.
+    """Refuse a level with fewer than two classes.
 
     Args:
-        taxonomy: what to look at.
+        taxonomy: the taxonomy to check.
         source: the folder, file or class that it came from, for the message.
         remedy: what the user can do about it.
 
     Raises:
-        DataError: names each such rank.
+        DataError: names each such level.
     """
-    for rank in taxonomy.ranks:
-        if len(rank.classes) < 2:
-            count = f"one class, {rank.classes[0]!r}" if rank.classes else "no class at all"
+    for level in taxonomy.levels:
+        if len(level.classes) < 2:
+            count = f"one class, {level.classes[0]!r}" if level.classes else "no class at all"
             raise DataError(
-                f"{source}: rank {rank.name!r} has {count}, so there is nothing to learn; {remedy}"
+                f"{source}: taxonomic rank {level.name!r} has {count}, so there is nothing to learn; {remedy}"
             )
 
 
 def shared_names(index: LabelIndex) -> dict[str, list[str]]:
-    """For each rank of the source, the names that occur under several parents."""
+    """For each level of the source, the names that occur under several parents."""
     counts = [Counter(name for _, name in table) for table in index.lookup]
     names = index.taxonomy.names
     return {names[depth]: sorted(n for n, c in count.items() if c > 1) for depth, count in enumerate(counts)}
 
 
-def _number(rank: str, pairs: list[tuple[int, str]], *, rooted: bool) -> dict[tuple[int, str], int]:
-    """Number the classes of one rank; a name with an unknown parent joins the class that has this name."""
+def _number(level: str, pairs: list[tuple[int, str]], *, rooted: bool) -> dict[tuple[int, str], int]:
+    """Number the classes of one level; a name with an unknown parent counts as the class of that name."""
     keys = {(parent, name) for parent, name in pairs if parent != UNKNOWN or not rooted}
     known = Counter(name for _, name in keys)
     for parent, name in pairs:
@@ -203,15 +203,15 @@ def _number(rank: str, pairs: list[tuple[int, str]], *, rooted: bool) -> dict[tu
             continue
         if known[name] > 1:
             raise DataError(
-                f"rank {rank!r}: {name!r} stands without its parent but occurs under {known[name]} parents; "
-                "fill in the rank above it"
+                f"taxonomic rank {level!r}: {name!r} stands without its parent but occurs under "
+                f"{known[name]} parents; fill in the rank above it"
             )
         keys.add((UNKNOWN, name))
     return {key: label for label, key in enumerate(sorted(keys))}
 
 
 def _find(table: Mapping[tuple[int, str], int], parent: int, name: str, *, rooted: bool) -> int | None:
-    """Label of a name under a parent; where a side does not know the parent, the only class of that name."""
+    """Label of a name under a parent. Where either parent is unknown, the only class of that name matches."""
     if (parent, name) in table or not rooted:
         return table.get((parent, name))
     if parent != UNKNOWN:
@@ -221,7 +221,7 @@ def _find(table: Mapping[tuple[int, str], int], parent: int, name: str, *, roote
 
 
 def _display_names(keys: Sequence[Sequence[tuple[int, str]]], depth: int) -> tuple[str, ...]:
-    """The plain name where it is unique within the rank, else the path from the coarsest rank."""
+    """Each class's name where it is unique within the level, else its path from the coarsest level."""
     counts = Counter(name for _, name in keys[depth])
     return tuple(
         n if counts[n] == 1 else "/".join(_path(keys, depth, label))

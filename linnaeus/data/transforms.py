@@ -23,11 +23,11 @@ _POLICIES: dict[str, Callable[[], Any]] = {
 
 
 class CoverAndCrop(nn.Module):
-    """Resize so that the image just covers `size / fraction`, keeping its aspect, then cut out the centre.
+    """Resize the image to just cover `size / fraction`, keeping its aspect ratio, then crop the centre.
 
     Args:
         size: height and width of the result, in pixels.
-        fraction: share of the resized image's side that the crop keeps.
+        fraction: fraction of the resized image's side that the crop keeps.
     """
 
     def __init__(self, size: tuple[int, int], fraction: float = 1.0) -> None:
@@ -52,16 +52,16 @@ def build_transform(
 ) -> Transform:
     """The pipeline of one split.
 
-    All random choices come from torch's global generator, which the loader seeds for each sample.
+    Random choices use torch's global generator, which the loader seeds for each sample.
 
     Args:
-        augment: what to do in training; `CROP_FRACTION`, `MEAN` and `STD` hold for validation too.
+        augment: augmentation of training; validation uses `CROP_FRACTION`, `MEAN` and `STD`.
         size: height and width of the result, in pixels.
-        channels: channels of the images that come in.
-        train: training or validation.
+        channels: channels of the input images.
+        train: whether the split is training; else it is validation.
 
     Raises:
-        ConfigError: settings that do not fit the number of channels; names every key.
+        ConfigError: settings that do not fit the number of channels; the message names each key.
     """
     _check_channels(augment, channels)
     steps = _augmentation(augment, size) if train else [CoverAndCrop(size, augment.CROP_FRACTION)]
@@ -76,7 +76,7 @@ def build_transform(
 
 
 def _augmentation(augment: AugmentConfig, size: tuple[int, int]) -> list[Any]:
-    """The steps on uint8 images; the ones that are switched off are left out, as each costs time."""
+    """The steps on uint8 images, without those that are switched off, as each costs time."""
     low, high = augment.CROP_SCALE
     whole = low >= 1.0
     steps: list[Any] = [

@@ -1,5 +1,1 @@
-"""Networks: a timm backbone with one head per rank, or a user's own module."""
-
-from linnaeus.models.build import build_model
-
-__all__ = ["build_model"]
+"""Networks: a timm backbone with one head per taxonomic rank, or a user's own module."""

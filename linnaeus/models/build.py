@@ -1,4 +1,4 @@
-"""From the MODEL node to a module."""
+"""Builds the network of the MODEL node."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def build_model(
 
     Args:
         node: `ModelConfig`, or a `_target_` node. The user's callable is offered `num_classes` (an int for
-            one rank, else {rank: int}), `in_chans` and `img_size` where its signature names them.
-        taxonomy: ranks of the labels; None when a user's dataset has none.
-        in_chans: channels of the images.
-        img_size: [height, width] of the images.
+            one level, else {name of the level: int}), `in_chans` and `img_size` if its signature names them.
+        taxonomy: levels of the labels; None where a user's dataset declares none.
+        in_chans: channels of the images; None where inputs are not images.
+        img_size: height and width of the images, in pixels; None where inputs are not images.
 
     Raises:
         ConfigError: an unknown model, weights that do not load, or images that the model cannot take.
@@ -48,7 +48,7 @@ def build_model(
 
 
 def set_gradient_checkpointing(model: nn.Module) -> None:
-    """Recompute activations in the backward pass.
+    """Make the model recompute activations in the backward pass.
 
     Raises:
         ConfigError: when the model has no such switch.
@@ -100,10 +100,11 @@ def _backbone(config: ModelConfig, in_chans: int, img_size: tuple[int, int]) -> 
 
 
 def _with_weights(config: ModelConfig, create: Callable[..., nn.Module], untrained: nn.Module) -> nn.Module:
-    """The backbone with the weights of a file, adapted by timm to the channels and the size of the images.
+    """The backbone with the weights of a file, which timm adapts to the channels and the size of the images.
 
-    timm loads the tensors whose names it knows and is silent about the rest, so a file of another model would
-    go unnoticed: `untrained` is the same network from the same random numbers, and shows what was not loaded.
+    timm loads the tensors whose names match and is silent about the others, so a file of another model would
+    go unnoticed. `untrained` is the same network from the same random numbers: a parameter that equals its
+    own was not loaded.
     """
     if not Path(str(config.WEIGHTS)).is_file():
         raise ConfigError(f"MODEL.WEIGHTS: {config.WEIGHTS!r} is not a file")
@@ -124,7 +125,7 @@ def _with_weights(config: ModelConfig, create: Callable[..., nn.Module], untrain
 
 
 def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, int]) -> int:
-    """Width of the pooled features, from a forward pass of one image in eval mode."""
+    """Number of pooled features, from a forward pass of one image in eval mode."""
     was_training = backbone.training
     backbone.eval()
     try:
@@ -141,7 +142,7 @@ def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, i
 
 
 def batchnorm_kind(model: nn.Module) -> str:
-    """Where BatchNorm takes its statistics: `local`, or `synchronised` over processes; `none` without it."""
+    """How BatchNorm takes its statistics: `local` or `synchronised` over processes; `none` without it."""
     kinds = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     if not kinds:
         return "none"

@@ -1,4 +1,4 @@
-"""A backbone and one linear head per rank of the taxonomy."""
+"""A backbone and one linear head per level of the taxonomy."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 
 class HierarchicalClassifier(nn.Module):
-    """One linear head per rank on the backbone's pooled features.
+    """A backbone with one linear head per level on its pooled features.
 
     Args:
-        backbone: from images [B, C, H, W] to pooled features [B, F].
+        backbone: maps images [B, C, H, W] to pooled features [B, F].
         num_features: F.
-        num_classes: classes of each rank, coarse to fine.
-        drop_rate: dropout on the features before the heads.
+        num_classes: number of classes of each level, coarse to fine.
+        drop_rate: probability of dropout on the features before the heads.
     """
 
     def __init__(
@@ -26,6 +26,6 @@ class HierarchicalClassifier(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(num_features, count) for count in num_classes)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Logits [B, num_classes[r]] of each rank r, coarse to fine."""
+        """Logits [B, num_classes[r]] of each level r, coarse to fine."""
         features = self.dropout(self.backbone(images))
         return tuple(head(features) for head in self.heads)

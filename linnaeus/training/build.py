@@ -14,8 +14,7 @@ from torch import nn
 from linnaeus.config.schema import Config, TrainConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.models import build_model
-from linnaeus.models.build import set_gradient_checkpointing
+from linnaeus.models.build import build_model, set_gradient_checkpointing
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import build_loss
 from linnaeus.training.metrics import ClassificationMetrics

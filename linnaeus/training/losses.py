@@ -122,7 +122,7 @@ def build_loss(node: Any, taxonomy: Taxonomy | None) -> nn.Module:
         return loss
     if taxonomy is None:
         raise ConfigError("LOSS: the dataset has no class labels; name your own loss in LOSS._target_")
-    names = [rank.name for rank in taxonomy.ranks]
+    names = list(taxonomy.names)
     weights = node.RANK_WEIGHTS if node.RANK_WEIGHTS is not None else [1.0] * len(names)
     if len(weights) != len(names):
         raise ConfigError(

@@ -31,7 +31,7 @@ class ClassificationMetrics(nn.Module):
     def __init__(self, taxonomy: Taxonomy | None) -> None:
         super().__init__()
         self.loss = MeanMetric(nan_strategy=math.nan)  # not a number stays that: by default it is left out
-        self.rank_names = [] if taxonomy is None else [rank.name for rank in taxonomy.ranks]
+        self.rank_names = [] if taxonomy is None else list(taxonomy.names)
         counts = [] if taxonomy is None else list(taxonomy.num_classes.values())
         self.top1 = [_accuracy(count, 1) for count in counts]
         self.top5 = {rank: _accuracy(count, 5) for rank, count in enumerate(counts) if count > 5}

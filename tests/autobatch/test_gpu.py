@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,8 @@ def test_training_reserves_no_more_than_the_search_promised(model: str, switches
     torch.cuda.reset_peak_memory_stats(GPU)
     assembly.model.train()
     with build_loaders(
-        build_data(config.DATA, seed=0), batch_size=found.batch_size, batch_size_val=8,
+        build_data(config.DATA, seed=0),
+        sizes=lambda epoch, skip: repeat(found.batch_size, NUM_STEPS * accumulation), batch_size_val=8,
         data_config=config.DATA, seed=0, rank=0, world_size=1, device=GPU,
     ) as loaders:  # fmt: skip
         batches = iter(loaders.train)

@@ -136,8 +136,8 @@ def train(searched: Searched, folder: Path) -> tuple[int, int]:
         config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps, warmup_steps=plan.warmup_steps
     )
     with build_loaders(
-        build_data(config.DATA, seed=0), batch_size=size, batch_size_val=size_val, data_config=config.DATA,
-        seed=0, rank=0, world_size=1, device=CPU,
+        build_data(config.DATA, seed=0), sizes=plan.micro_batches, batch_size_val=size_val,
+        data_config=config.DATA, seed=0, rank=0, world_size=1, device=CPU,
     ) as loaders:  # fmt: skip
         trainer = Trainer(
             config=config.TRAIN,

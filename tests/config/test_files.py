@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.config import load_config
+from linnaeus.config.load import load_config
 from linnaeus.errors import ConfigError
 
 DESIGN = """

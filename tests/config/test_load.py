@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import linnaeus
-from linnaeus.config import Config, help_text, load_config, save_config, to_yaml, with_batch_sizes
+from linnaeus.config.help import help_text
 from linnaeus.config.keys import KEYS, NODES, dotted
+from linnaeus.config.load import load_config, save_config, to_yaml, with_batch_sizes
 from linnaeus.config.presets import FOLDER, available
-from linnaeus.config.schema import DatasetConfig, ModelConfig, OptimizerConfig
+from linnaeus.config.schema import Config, DatasetConfig, ModelConfig, OptimizerConfig
 from linnaeus.errors import ConfigError
 
 PRESETS = [(group, name) for group, names in available().items() for name in names]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from linnaeus.autobatch import search
+from linnaeus.config import schema
 from linnaeus.config.keys import KEYS, NODES, dotted
 from linnaeus.config.reference import reference
 
@@ -26,3 +28,7 @@ def test_bounds_choices_and_units_are_told() -> None:
     assert "`memory`, `throughput`" in page
     assert "(GiB)" in page
     assert "`${DATA.AUTOBATCH.MAX_BATCH_SIZE} * 2`" in page
+
+
+def test_the_strategies_to_choose_from_are_those_of_the_search() -> None:
+    assert tuple(search.STRATEGIES) == schema.STRATEGIES

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linnaeus.config import Config, load_config
+from linnaeus.config.load import load_config
+from linnaeus.config.schema import Config
 from linnaeus.config.values import evaluate, split_list
 from linnaeus.errors import ConfigError
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from linnaeus import nest
-from linnaeus.data.batch import Batch, BatchSpec, batch_size, num_samples, to_device
+from linnaeus.data.batch import Batch, BatchSpec, batch_size, to_device
 from linnaeus.data.bundle import collate_pairs
 from linnaeus.errors import DataError
 
@@ -194,11 +194,10 @@ def test_batch_size(batch: Batch, expected: int) -> None:
     assert batch_size(batch) == expected
 
 
-def test_number_of_samples_in_a_part() -> None:
-    assert num_samples(torch.zeros(5, 2)) == 5
-    assert num_samples({"a": torch.zeros(4), "b": [torch.zeros(4, 3)]}) == 4
+def test_batch_size_of_nests() -> None:
+    assert batch_size(Batch({"a": torch.zeros(4), "b": [torch.zeros(4, 3)]}, None)) == 4
     with pytest.raises(DataError, match="no tensor"):
-        num_samples({"a": torch.tensor(1.0)})
+        batch_size(Batch({"a": torch.tensor(1.0)}, 3))
 
 
 @pytest.mark.gpu

@@ -36,13 +36,13 @@ def test_levels_of_folders_are_ranks(nested: Path) -> None:
     taxonomy = bundle.taxonomy
     assert taxonomy is not None
     assert taxonomy.num_classes == {"level1": 2, "level2": 4}
-    assert taxonomy.ranks[1].classes == ("cat", "Animalia/unknown", "oak", "Plantae/unknown")
+    assert taxonomy.levels[1].classes == ("cat", "Animalia/unknown", "oak", "Plantae/unknown")
     assert taxonomy.parents == ((0, 0, 1, 1),)
     assert (bundle.in_chans, bundle.img_size) == (3, (16, 16))
     assert len(paths(bundle.train)) == 12
     assert len(paths(bundle.val)) == 8
     assert not set(paths(bundle.train)) & set(paths(bundle.val))
-    names = taxonomy.ranks[0].classes
+    names = taxonomy.levels[0].classes
     for dataset in (bundle.train, bundle.val):
         for i, path in enumerate(paths(dataset)):
             image, target = dataset[i]
@@ -85,8 +85,8 @@ def test_train_may_be_a_class(tmp_path: Path, write_image: WriteImage) -> None:
             write_image(tmp_path / name / f"{i}.png", seed=i)
     bundle = build(tmp_path)
     assert bundle.taxonomy is not None
-    assert bundle.taxonomy.ranks[0].name == "class"
-    assert bundle.taxonomy.ranks[0].classes == ("car", "plane", "train")
+    assert bundle.taxonomy.levels[0].name == "class"
+    assert bundle.taxonomy.levels[0].classes == ("car", "plane", "train")
 
 
 def test_what_is_hidden_or_no_image_is_ignored_and_links_are_followed(
@@ -207,11 +207,11 @@ def test_folder_names_of_inaturalist_are_seven_ranks(inat: Path) -> None:
     assert taxonomy.num_classes == {
         "kingdom": 2, "phylum": 2, "class": 3, "order": 4, "family": 4, "genus": 5, "species": 5,
     }  # fmt: skip
-    assert "Quercus alba" in taxonomy.ranks[-1].classes
-    assert "Robinia alba" in taxonomy.ranks[-1].classes
+    assert "Quercus alba" in taxonomy.levels[-1].classes
+    assert "Robinia alba" in taxonomy.levels[-1].classes
     for i, path in enumerate(paths(bundle.train)):
         labels = bundle.train[i][1].tolist()
-        names = [rank.classes[label] for rank, label in zip(taxonomy.ranks, labels, strict=True)]
+        names = [level.classes[label] for level, label in zip(taxonomy.levels, labels, strict=True)]
         assert "_".join([*names[:-1], names[-1].split(" ")[1]]) == path.split("/")[0][6:]
 
 
@@ -276,6 +276,6 @@ def test_a_class_left_without_a_sample_is_reported(nested: Path) -> None:
     for path in (nested / "Plantae" / "oak").glob("*.jpg"):
         path.write_bytes(b"")
     bundle = build(nested, on_bad_image="skip")
-    assert "rank level2: no training sample for oak" in bundle.report
+    assert "taxonomic rank level2: no training sample for oak" in bundle.report
     assert bundle.taxonomy is not None
     assert bundle.taxonomy.num_classes["level2"] == 4

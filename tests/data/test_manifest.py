@@ -59,7 +59,7 @@ def test_columns_are_ranks_and_empty_cells_unknown(folder: Path) -> None:
     bundle = build(folder)
     assert bundle.taxonomy is not None
     assert bundle.taxonomy.names == ("kingdom", "species")
-    assert bundle.taxonomy.ranks[1].classes == ("cat", "lynx, wild", "oak")
+    assert bundle.taxonomy.levels[1].classes == ("cat", "lynx, wild", "oak")
     assert bundle.taxonomy.parents == ((0, 0, 1),)
     assert labels(bundle) == {
         "img/0.jpg": [0, 0],
@@ -88,7 +88,7 @@ def test_variants_of_the_file_mean_the_same(folder: Path, change: Any) -> None:
     (folder / "train.csv").write_bytes(change(ROWS))
     bundle = build(folder)
     assert bundle.taxonomy is not None
-    assert bundle.taxonomy.ranks[1].classes == ("cat", "lynx, wild", "oak")
+    assert bundle.taxonomy.levels[1].classes == ("cat", "lynx, wild", "oak")
     assert labels(bundle) == expected
 
 
@@ -176,7 +176,7 @@ def test_names_under_several_parents_are_reported(folder: Path) -> None:
     )
     bundle = build(folder)
     assert bundle.taxonomy is not None
-    assert bundle.taxonomy.ranks[1].classes == ("A/x", "y", "B/x", "z")
+    assert bundle.taxonomy.levels[1].classes == ("A/x", "y", "B/x", "z")
     assert any("column 'b'" in line and line.endswith(": x") for line in bundle.report)
 
 

@@ -16,10 +16,10 @@ from torch.utils.data import Dataset, IterableDataset, Subset, random_split
 from linnaeus.config.schema import AugmentConfig, DataConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
-from linnaeus.data.taxonomy import Rank, Taxonomy
+from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.errors import ConfigError, DataError
 
-TAXONOMY = Taxonomy((Rank("coarse", ("a", "b")), Rank("fine", ("p", "q", "r"))), ((0, 0, 1),))
+TAXONOMY = Taxonomy((Level("coarse", ("a", "b")), Level("fine", ("p", "q", "r"))), ((0, 0, 1),))
 
 
 class Samples(Dataset[Any]):
@@ -156,7 +156,7 @@ def inner(dataset: Any) -> Any:
 def test_split_is_passed_by_name() -> None:
     bundle = build("Samples", num_classes=2)
     assert (inner(bundle.train).split, inner(bundle.val).split) == ("train", "val")
-    assert bundle.taxonomy == Taxonomy((Rank("class", ("0", "1")),))
+    assert bundle.taxonomy == Taxonomy((Level("class", ("0", "1")),))
     assert (bundle.in_chans, bundle.img_size) == (3, (4, 4))
     batch = bundle.collate([bundle.train[i] for i in range(4)])
     assert batch.inputs.shape == (4, 3, 4, 4)
@@ -176,7 +176,7 @@ def test_torchvision_style_with_pillow_images() -> None:
     assert (inner(bundle.train).train, inner(bundle.val).train) == (True, False)
     assert (bundle.in_chans, bundle.img_size) == (3, (10, 20))
     assert bundle.taxonomy is not None
-    assert bundle.taxonomy.ranks[0].classes == ("zero", "one", "two, deux")
+    assert bundle.taxonomy.levels[0].classes == ("zero", "one", "two, deux")
     image, target = bundle.val[5]
     assert image.shape == (3, 10, 20)
     assert image[0, 0, 0] == pytest.approx(40 / 255 * 2 - 1)
@@ -237,7 +237,7 @@ def test_targets_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch, targ
 def test_a_taxonomy_may_be_a_mapping() -> None:
     bundle = build("Samples", taxonomy={"coarse": 2, "fine": ["p", "q", "r"]}, targets=[0, 1])
     assert bundle.taxonomy is not None
-    assert bundle.taxonomy.ranks == (Rank("coarse", ("0", "1")), TAXONOMY.ranks[1])
+    assert bundle.taxonomy.levels == (Level("coarse", ("0", "1")), TAXONOMY.levels[1])
 
 
 @pytest.mark.parametrize("attributes", [{}, {"taxonomy": None, "classes": ["a", "b"]}])

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from linnaeus.data.taxonomy import (
     UNKNOWN,
-    Rank,
+    Level,
     Taxonomy,
     UnknownClassError,
     index_labels,
@@ -23,8 +23,8 @@ def test_classes_are_sorted_and_know_their_parents() -> None:
     taxonomy = index_labels(["kingdom", "species"], lineages).taxonomy
     assert taxonomy.names == ("kingdom", "species")
     assert taxonomy.num_classes == {"kingdom": 2, "species": 4}
-    assert taxonomy.ranks[0].classes == ("Animalia", "Plantae")
-    assert taxonomy.ranks[1].classes == ("cat", "Animalia/unknown", "oak", "Plantae/unknown")
+    assert taxonomy.levels[0].classes == ("Animalia", "Plantae")
+    assert taxonomy.levels[1].classes == ("cat", "Animalia/unknown", "oak", "Plantae/unknown")
     assert taxonomy.parents == ((0, 0, 1, 1),)
 
 
@@ -37,7 +37,7 @@ def test_an_unknown_parent_takes_the_only_class_of_that_name() -> None:
 
 def test_a_class_seen_only_without_parent_has_an_unknown_parent() -> None:
     index = index_labels(["genus", "species"], [("Felis", "catus"), ("Canis", None), (None, "lupus")])
-    assert index.taxonomy.ranks[1].classes == ("lupus", "catus")
+    assert index.taxonomy.levels[1].classes == ("lupus", "catus")
     assert index.taxonomy.parents == ((UNKNOWN, 1),)
     assert index.encode(("Canis", "lupus")) == (0, 0)  # validation knows more than training
 
@@ -54,7 +54,7 @@ def test_a_class_that_training_lacks_is_an_error(lineage: tuple[str | None, str]
         index.encode(lineage)
 
 
-def test_selected_ranks_skip_to_the_right_ancestor() -> None:
+def test_selected_levels_skip_to_the_right_ancestor() -> None:
     lineages = [("K", "a", "x"), ("K", "b", "x"), ("L", "c", "y")]
     index = index_labels(["kingdom", "family", "species"], lineages)
     selected = index.select(["kingdom", "species"])
@@ -69,9 +69,9 @@ def test_labels_and_parents_agree(lineages: list[tuple[str, str, str]]) -> None:
     index = index_labels(["r1", "r2", "r3"], lineages)
     labels = [index.encode(lineage) for lineage in lineages]
     assert len(set(labels)) == len(set(lineages))
-    for depth, rank in enumerate(index.taxonomy.ranks):
-        assert {label[depth] for label in labels} == set(range(len(rank.classes)))
-        assert len(set(rank.classes)) == len(rank.classes) or depth == 0
+    for depth, level in enumerate(index.taxonomy.levels):
+        assert {label[depth] for label in labels} == set(range(len(level.classes)))
+        assert len(set(level.classes)) == len(level.classes) or depth == 0
     for label in labels:
         assert index.taxonomy.parents[0][label[1]] == label[0]
         assert index.taxonomy.parents[1][label[2]] == label[1]
@@ -83,37 +83,37 @@ def test_numbering_does_not_depend_on_order(lineages: list[tuple[str, str]]) -> 
 
 
 @pytest.mark.parametrize("lineages", [[("only",)], [(None,)]])
-def test_a_rank_needs_two_classes(lineages: list[tuple[str | None]]) -> None:
+def test_a_level_needs_two_classes(lineages: list[tuple[str | None]]) -> None:
     with pytest.raises(
-        DataError, match=r"here: rank 'class' has (one class, 'only'|no class at all).*; do so"
+        DataError, match=r"here: taxonomic rank 'class' has (one class, 'only'|no class at all).*; do so"
     ):
         require_classes(index_labels(["class"], lineages).taxonomy, "here", "do so")
 
 
-def test_shared_names_are_found_per_rank() -> None:
+def test_shared_names_are_found_per_level() -> None:
     index = index_labels(["a", "b"], [("x", "n"), ("y", "n"), ("y", "m")])
     assert shared_names(index) == {"a": [], "b": ["n"]}
 
 
-RANK_A, RANK_B = Rank("a", ("x", "y")), Rank("b", ("p", "q"))
+LEVEL_A, LEVEL_B = Level("a", ("x", "y")), Level("b", ("p", "q"))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parents"),
+    ("levels", "parents"),
     [
         ((), ()),
-        ((RANK_A, RANK_A), ()),
-        ((RANK_A, RANK_B), ((0, 1), (0, 1))),
-        ((RANK_A, RANK_B), ((0,),)),
-        ((RANK_A, RANK_B), ((0, 2),)),
+        ((LEVEL_A, LEVEL_A), ()),
+        ((LEVEL_A, LEVEL_B), ((0, 1), (0, 1))),
+        ((LEVEL_A, LEVEL_B), ((0,),)),
+        ((LEVEL_A, LEVEL_B), ((0, 2),)),
     ],
 )
 def test_a_taxonomy_that_does_not_fit_is_refused(
-    ranks: tuple[Rank, ...], parents: tuple[tuple[int, ...], ...]
+    levels: tuple[Level, ...], parents: tuple[tuple[int, ...], ...]
 ) -> None:
     with pytest.raises(DataError):
-        Taxonomy(ranks, parents)
+        Taxonomy(levels, parents)
 
 
 def test_parents_left_out_are_unknown() -> None:
-    assert Taxonomy((RANK_A, RANK_B)).parents == ((UNKNOWN, UNKNOWN),)
+    assert Taxonomy((LEVEL_A, LEVEL_B)).parents == ((UNKNOWN, UNKNOWN),)

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from linnaeus.config.schema import ModelConfig
-from linnaeus.data.taxonomy import Rank, Taxonomy
+from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.errors import ConfigError
-from linnaeus.models import build_model
-from linnaeus.models.build import set_gradient_checkpointing
+from linnaeus.models.build import build_model, set_gradient_checkpointing
 from linnaeus.models.hierarchical import HierarchicalClassifier
 
-ONE_RANK = Taxonomy((Rank("species", ("lion", "lynx", "wolf")),))
+ONE_RANK = Taxonomy((Level("species", ("lion", "lynx", "wolf")),))
 TWO_RANKS = Taxonomy(
-    (Rank("family", ("cats", "dogs")), Rank("species", ("lion", "lynx", "wolf"))), ((0, 0, 1),)
+    (Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf"))), ((0, 0, 1),)
 )
 FAMILIES = ("test_resnet", "test_vit", "test_convnext", "test_efficientnet")
 

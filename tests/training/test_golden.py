@@ -13,7 +13,7 @@ step that clips otherwise, scales its loss otherwise or sees other images moves 
 from __future__ import annotations
 
 import json
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,9 @@ def train() -> tuple[dict[str, Any], dict[str, Tensor]]:
     )
     losses = []
     with build_loaders(
-        data, batch_size=32, batch_size_val=64, data_config=DATA, seed=0, rank=0, world_size=1, device=device
-    ) as loaders:
+        data, sizes=lambda epoch, skip: repeat(32, NUM_STEPS * TRAIN.ACCUMULATION_STEPS), batch_size_val=64,
+        data_config=DATA, seed=0, rank=0, world_size=1, device=device,
+    ) as loaders:  # fmt: skip
         batches = in_float64(loaders.train)
         parts.model.train()
         for _ in range(NUM_STEPS):

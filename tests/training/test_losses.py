@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from linnaeus.config.schema import LossConfig
-from linnaeus.data.taxonomy import Rank, Taxonomy
+from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.training.losses import RankCrossEntropy, build_loss, logits_per_rank
 
 RANKS = ("family", "species")
 TAXONOMY = Taxonomy(
-    (Rank("family", ("cats", "dogs")), Rank("species", ("lion", "lynx", "wolf"))), ((0, 0, 1),)
+    (Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf"))), ((0, 0, 1),)
 )
 TARGETS = torch.tensor([[0, 1], [1, 2], [-1, 0], [0, -1]])
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from linnaeus.data.taxonomy import Rank, Taxonomy
+from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.training.metrics import ClassificationMetrics, headline
 
 NUM_CLASSES = (3, 8)
@@ -23,7 +23,7 @@ NUM_SAMPLES = 11
 def make_taxonomy(parents: tuple[tuple[int, ...], ...] = (PARENTS,)) -> Taxonomy:
     names = ("family", "species")
     ranks = [
-        Rank(name, tuple(f"{name}{i}" for i in range(n))) for name, n in zip(names, NUM_CLASSES, strict=True)
+        Level(name, tuple(f"{name}{i}" for i in range(n))) for name, n in zip(names, NUM_CLASSES, strict=True)
     ]
     return Taxonomy(tuple(ranks), parents)
 
@@ -87,7 +87,7 @@ def test_reset_forgets() -> None:
 
 @pytest.mark.parametrize(("num_classes", "has_top5"), [(5, False), (6, True)])
 def test_top5_only_where_there_are_more_than_five_classes(num_classes: int, has_top5: bool) -> None:
-    rank = Rank("species", tuple(map(str, range(num_classes))))
+    rank = Level("species", tuple(map(str, range(num_classes))))
     metrics = ClassificationMetrics(Taxonomy((rank,)))
     logits = torch.arange(float(num_classes)).repeat(2, 1)
     metrics.update(logits, torch.tensor([[0], [1]]), torch.tensor(1.0))

@@ -19,10 +19,10 @@ from linnaeus.commands.options import (
 )
 from linnaeus.config.keys import suggest
 from linnaeus.config.load import LoadedConfig
+from linnaeus.config.schema import STRATEGIES
 
 Mode = Literal["train", "val"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-STRATEGIES = ("guided", "binary", "power", "binsearch")
 
 HELP = """\
 Measures which batch size fits in which share of the device's memory, how fast it is and what limits it.
