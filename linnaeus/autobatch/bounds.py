@@ -9,7 +9,7 @@ import torch
 
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
-from linnaeus.memory.device import available_host_bytes
+from linnaeus.memory.host import available_host_bytes
 
 HOST_MEMORY_FRACTION = 0.5
 """Share of the available host memory that the loaders of one machine may fill with batches."""
