@@ -41,42 +41,36 @@ class DeviceMemory(Protocol):
             fraction: of the total that may be in use on the device, by all processes, in (0, 1].
             limit_bytes: treat the device as if it had no more than this; None is the whole device.
         """
-        ...
 
     def clean(self) -> None:
         """Release all memory that no live object holds."""
-        ...
 
     def reset_peak(self) -> None:
         """Set the peak to what is in use now."""
-        ...
 
     def peak(self) -> int:
         """Most memory in use since `reset_peak`."""
-        ...
 
     def in_use(self) -> int:
         """Memory in use now, measured like the peak."""
-        ...
 
     def num_retries(self) -> int:
-        """How often the allocator had to flush its cache to serve a request."""
-        ...
+        """How often the allocator had to flush its cache to serve a request; 0 where it does not count."""
+        return 0
 
     def refused(self, error: BaseException) -> bool:
         """Whether an exception raised under the cap means that an allocation failed."""
-        ...
+        return is_out_of_memory(error)
 
     def isolate(self, function: Callable[[], T]) -> T:
         """Call the function so that running out of memory in it does not affect later calls."""
-        ...
+        return function()
 
     def cap(self, bytes_: int) -> contextlib.AbstractContextManager[None]:
         """Inside the context, an allocation that would take the process above `bytes_` fails."""
-        ...
 
 
-class AcceleratorMemory:
+class AcceleratorMemory(DeviceMemory):
     """An accelerator other than CUDA, without a cap: only the measured peak shows whether a size fits."""
 
     _api: Any = torch.accelerator
@@ -109,18 +103,6 @@ class AcceleratorMemory:
     def in_use(self) -> int:
         """Bytes that the allocator has reserved."""
         return int(self._api.memory_reserved(self.device))
-
-    def num_retries(self) -> int:
-        """0: not counted."""
-        return 0
-
-    def refused(self, error: BaseException) -> bool:
-        """See `DeviceMemory.refused`."""
-        return is_out_of_memory(error)
-
-    def isolate(self, function: Callable[[], T]) -> T:
-        """Call the function: the allocator recovers by itself."""
-        return function()
 
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:

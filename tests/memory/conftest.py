@@ -31,8 +31,8 @@ def raised_from(error: BaseException, *causes: BaseException) -> BaseException:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _only_new_garbage() -> Iterator[None]:
-    """`clean` collects garbage; without this it looks at all of torch each time."""
+def _freeze_existing_objects() -> Iterator[None]:
+    """`clean` collects garbage; frozen objects are skipped, among them all of torch."""
     with existing_objects_frozen():
         yield
 
