@@ -80,7 +80,7 @@ class World:
         """Call `function` on rank 0 and return its result on every rank.
 
         Raises:
-            LinnaeusError: the one that the function raised on rank 0, on every rank.
+            LinnaeusError: the function raised it on rank 0; every rank raises it.
         """
         outcome: tuple[T | None, LinnaeusError | None] = (None, None)
         if self.is_main:
@@ -133,8 +133,8 @@ def wrap(
         model: on its device.
         world: the processes.
         find_unused_parameters: for models that do not use every parameter in every step.
-        single_rank: reduce gradients within this rank only: with the same buckets and hooks, but without the
-            other ranks. Trials of the batch-size search need this, since only one rank may run them.
+        single_rank: use a process group of this rank alone, with the same buckets and hooks. For trials of
+            the batch-size search: the other ranks take no part in them.
     """
     if not world.is_distributed:
         return model
@@ -153,7 +153,7 @@ def wrap(
 
 @contextlib.contextmanager
 def join(device_name: str, backend: str, timeout: timedelta) -> Iterator[World]:
-    """Be a member of the process group that torchrun describes in the environment, inside the context.
+    """Join the process group that torchrun describes in the environment, if any, and leave it on exit.
 
     Args:
         device_name: `EXPERIMENT.DEVICE`.
@@ -167,7 +167,7 @@ def join(device_name: str, backend: str, timeout: timedelta) -> Iterator[World]:
         yield World(device)
         return
     store, rank, world_size = next(torch_dist.rendezvous("env://"))  # processes start at different times
-    # After a restart, the keys of the attempt before must not be found.
+    # After a restart, this attempt must not read the keys of the previous one.
     store = torch_dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"

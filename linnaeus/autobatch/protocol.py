@@ -250,7 +250,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _end_hung_sibling(beat: dict[str, Any]) -> None:
-    """Kill a hung rank started by the same torchrun; it would ignore the SIGTERM that torchrun sends."""
+    """Kill a hung rank started by the same torchrun, whose SIGTERM it would not react to."""
     if _is_neighbour(beat) and beat["agent"] == os.getppid():
         with suppress(OSError):
             os.kill(beat["pid"], signal.SIGKILL)

@@ -122,7 +122,7 @@ class CudaMemory(AcceleratorMemory):
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()
         index = device.index if device.index is not None else torch.cuda.current_device()
-        super().__init__(torch.device("cuda", index))
+        self.device = torch.device("cuda", index)
         self.total_bytes = int(torch.cuda.get_device_properties(self.device).total_memory)
         self._num_refusals = self._count("num_ooms")
 
