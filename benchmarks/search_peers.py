@@ -46,7 +46,8 @@ import timm
 import torch
 from torch.nn.functional import cross_entropy
 
-from linnaeus.memory.device import GIB, device_memory, is_out_of_memory
+from linnaeus.memory.device import GIB, device_memory
+from linnaeus.memory.oom import is_out_of_memory
 from linnaeus.utils.autobatch import auto_find_batch_size
 
 NUM_CLASSES = 10

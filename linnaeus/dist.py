@@ -1,4 +1,4 @@
-"""Processes: one alone, or the ranks that torchrun started, on the same path."""
+"""The processes of a run: a single one, or the ranks that torchrun started."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from linnaeus.errors import ConfigError, LinnaeusError
 
 T = TypeVar("T")
 
-_BUCKET_BYTES = 25 * 1024**2  # of DistributedDataParallel
+_BUCKET_BYTES = 25 * 1024**2  # default bucket size of DistributedDataParallel
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of this run, seen from one of them.
+    """The processes of this run, as one of them sees them.
 
     Attributes:
         device: where this rank computes.
-        store: the process group's key-value store; None for one process that torchrun did not start.
-        solo_group: a group of this rank alone; None with `store`.
+        store: key-value store of the process group; None if torchrun did not start this process.
+        single_rank_group: process group with this rank as its only member; None if `store` is None.
     """
 
     device: torch.device
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
     local_world_size: int = 1
     store: torch_dist.Store | None = None
-    solo_group: torch_dist.ProcessGroup | None = None
+    single_rank_group: torch_dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -49,13 +48,8 @@ class World:
         """Whether there are other ranks."""
         return self.world_size > 1
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.is_distributed:
-            torch_dist.barrier()
-
     def warm_up_collectives(self) -> None:
-        """Let the accelerator's collectives take the buffers that training will need, a bucket's worth."""
+        """Run one all-reduce of a bucket's size, so that the backend allocates its buffers now."""
         if self.is_distributed and self.device.type != "cpu":
             torch_dist.all_reduce(torch.zeros(_BUCKET_BYTES, dtype=torch.uint8, device=self.device))
 
@@ -64,7 +58,7 @@ class World:
         if not self.is_distributed:
             return value
         box = [value]
-        torch_dist.broadcast_object_list(box, src=0, device=self._object_device())
+        torch_dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -76,17 +70,17 @@ class World:
         return values
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks."""
+        """The tensor, overwritten with its mean over the ranks."""
         if self.is_distributed:
             torch_dist.all_reduce(value)
             value /= self.world_size
         return value
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Rank 0's result of `function`, on every rank.
+        """Call `function` on rank 0 and return its result on every rank.
 
         Raises:
-            LinnaeusError: what the function raised on rank 0, on every rank.
+            LinnaeusError: the function raised it on rank 0; every rank raises it.
         """
         outcome: tuple[T | None, LinnaeusError | None] = (None, None)
         if self.is_main:
@@ -99,12 +93,9 @@ class World:
             raise failure
         return result  # type: ignore[no-any-return]
 
-    def _object_device(self) -> torch.device:
-        return self.device if torch_dist.get_backend() == "nccl" else torch.device("cpu")
-
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device that `EXPERIMENT.DEVICE` names, for the process with this local rank.
+    """The device of the process with this local rank, by the name in `EXPERIMENT.DEVICE`.
 
     Raises:
         ConfigError: when torch does not know the device, or the machine does not have it.
@@ -134,20 +125,20 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def wrap(
-    model: nn.Module, world: World, *, find_unused_parameters: bool = False, alone: bool = False
+    model: nn.Module, world: World, *, find_unused_parameters: bool = False, single_rank: bool = False
 ) -> nn.Module:
-    """The model as the training step calls it: in DistributedDataParallel where there are other ranks.
+    """The model as the training step calls it: wrapped in DistributedDataParallel if there are other ranks.
 
     Args:
         model: on its device.
         world: the processes.
-        find_unused_parameters: for models that leave some parameters out of some steps.
-        alone: over a group of this rank alone: the same buckets and hooks, but nobody has to take part.
-            Trials of the batch-size search run like this, since the other ranks wait elsewhere.
+        find_unused_parameters: for models that do not use every parameter in every step.
+        single_rank: use a process group of this rank alone, with the same buckets and hooks. For trials of
+            the batch-size search: the other ranks take no part in them.
     """
     if not world.is_distributed:
         return model
-    group = world.solo_group if alone else torch_dist.group.WORLD
+    group = world.single_rank_group if single_rank else torch_dist.group.WORLD
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):
             module.process_group = group
@@ -162,37 +153,35 @@ def wrap(
 
 @contextlib.contextmanager
 def join(device_name: str, backend: str, timeout: timedelta) -> Iterator[World]:
-    """Join the process group that torchrun describes in the environment, for the length of the context.
+    """Join the process group that torchrun describes in the environment, if any, and leave it on exit.
 
     Args:
         device_name: `EXPERIMENT.DEVICE`.
         backend: `auto`, `nccl` or `gloo`.
-        timeout: of ordinary collectives; the batch-size search does not wait in one.
+        timeout: of collectives; the batch-size search uses none to wait.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = resolve_device(device_name, local_rank)
+    device = resolve_device(device_name, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield World(device)
         return
     store, rank, world_size = next(torch_dist.rendezvous("env://"))  # processes start at different times
-    # A restarted attempt must not find the addresses and outcomes of the one before it.
+    # After a restart, this attempt must not read the keys of the previous one.
     store = torch_dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
     torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    solo_group = torch_dist.new_group([rank], use_local_synchronization=True)
-    assert isinstance(solo_group, torch_dist.ProcessGroup)  # this rank is a member
+    single_rank_group = torch_dist.new_group([rank], use_local_synchronization=True)
+    assert isinstance(single_rank_group, torch_dist.ProcessGroup)  # this rank is a member
     try:
         yield World(
             device=device,
             rank=rank,
             world_size=world_size,
-            local_rank=local_rank,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             store=torch_dist.PrefixStore("linnaeus", store),
-            solo_group=solo_group,
+            single_rank_group=single_rank_group,
         )
     finally:
         torch_dist.destroy_process_group()

@@ -225,15 +225,9 @@ def _size_search(config: Config, data: DataBundle, assembly: Assembly, world: Wo
         dataset_length(data.train),
         batchnorm=batchnorm_kind(assembly.model) == "local",
     )
-    return SizeSearch(
-        config=config.DATA,
-        bundle=data,
-        assembly=assembly,
-        world=world,
-        accumulation_steps=micro_batches_held(train),
-        seed=config.EXPERIMENT.SEED,
-        max_samples_per_rank=max_samples_per_rank(train, limits),
-    )
+    largest = max_samples_per_rank(train, limits)
+    seed = config.EXPERIMENT.SEED
+    return SizeSearch(config.DATA, train, data, assembly, world, seed, max_samples_per_rank=largest)
 
 
 def _plan_sizes_that_ran(

@@ -1,67 +1,54 @@
-"""How large a batch the data itself allows: its length, and the host memory that loading needs."""
+"""Upper bounds of the batch size besides device memory: length of the dataset, host memory of the loader."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-import torch
-
+from linnaeus.autobatch.result import Mode
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
-from linnaeus.memory.device import available_host_bytes
+from linnaeus.dist import World
+from linnaeus.memory.host import available_host_bytes
 
 HOST_MEMORY_FRACTION = 0.5
-"""Share of the available host memory that the loaders of one machine may fill with batches."""
+"""Fraction of the available host memory that the loaders of all ranks on a machine may fill with batches."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def max_batch_size_for(
-    bundle: DataBundle,
-    *,
-    train: bool,
-    bytes_per_sample: int,
-    data_config: DataConfig,
-    device: torch.device,
-    world_size: int = 1,
-    local_world_size: int = 1,
-    available_bytes: int | None = None,
+def max_batch_sizes(
+    config: DataConfig, data: DataBundle, mode: Mode, world: World, *, bytes_per_sample: int
 ) -> dict[str, int]:
-    """Upper bounds of the batch size, by name; the smallest holds.
+    """Upper bounds of the batch size, each at least 1, by the name that `limited_by` reports.
 
     Args:
-        bundle: the datasets.
-        train: training or validation.
-        bytes_per_sample: host bytes of one collated sample, as `BatchSpec.bytes_per_sample`.
-        data_config: the `DATA` node; workers, prefetching and pinning are read from it.
-        device: device of training.
-        world_size: processes of the run.
-        local_world_size: processes on this machine, which share its memory.
-        available_bytes: host memory to share; by default what the machine and its cgroups have available.
+        config: the DATA node.
+        data: the datasets.
+        mode: `train` or `val`.
+        world: the processes.
+        bytes_per_sample: host bytes of one collated sample.
 
     Returns:
-        `dataset`: samples that one process has. `host_memory`: samples per batch with which all batches that
-        the loader holds at once fill at most `HOST_MEMORY_FRACTION` of the host's memory. Each is 1 at least.
+        `dataset`: samples of one rank. `host_memory`: batch size at which all batches that the loader holds
+        at once fill the rank's part of `HOST_MEMORY_FRACTION` of the available host memory.
     """
-    length = dataset_length(bundle.train if train else bundle.val)
-    per_rank = length // world_size if train else -(-length // world_size)
-    pinned = data_config.PIN_MEMORY and device.type == "cuda"
-    batches = num_host_batches(data_config.NUM_WORKERS, data_config.PREFETCH_FACTOR, pinned=pinned)
-    if available_bytes is None:
-        available_bytes = _available_bytes(data_config.NUM_WORKERS)
-    share = HOST_MEMORY_FRACTION * available_bytes / local_world_size
+    length = dataset_length(data.train if mode == "train" else data.val)
+    samples_per_rank = length // world.world_size if mode == "train" else -(-length // world.world_size)
+    pinned = config.PIN_MEMORY and world.device.type == "cuda"
+    num_batches = num_host_batches(config.NUM_WORKERS, config.PREFETCH_FACTOR, pinned=pinned)
+    bytes_per_rank = HOST_MEMORY_FRACTION * _available_bytes(config.NUM_WORKERS) / world.local_world_size
     return {
-        "dataset": max(1, per_rank),
-        "host_memory": max(1, int(share / (batches * max(1, bytes_per_sample)))),
+        "dataset": max(1, samples_per_rank),
+        "host_memory": max(1, int(bytes_per_rank / (num_batches * max(1, bytes_per_sample)))),
     }
 
 
 def num_host_batches(num_workers: int, prefetch_factor: int, *, pinned: bool) -> int:
-    """Batches that one loader holds in host memory at most.
+    """The most batches that one loader holds in host memory.
 
-    Each worker has `prefetch_factor` batches waiting and one in the making, whose samples and collated
-    tensors exist side by side; one is in use. Pinning copies each.
+    A worker holds `prefetch_factor` finished batches, and the samples and the collated tensors of the next
+    one. The step uses one more. Pinning copies each.
 
     >>> num_host_batches(0, 2, pinned=False), num_host_batches(4, 2, pinned=True)
     (3, 34)
@@ -71,7 +58,7 @@ def num_host_batches(num_workers: int, prefetch_factor: int, *, pinned: bool) ->
 
 
 def _available_bytes(num_workers: int) -> int:
-    """Host memory that is free to use; batches of workers also have to fit into shared memory."""
+    """Host memory available for batches; those of workers also have to fit into shared memory."""
     available = available_host_bytes()
     if num_workers and _SHARED_MEMORY.is_dir():
         available = min(available, shutil.disk_usage(_SHARED_MEMORY).free)

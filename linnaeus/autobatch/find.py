@@ -310,7 +310,7 @@ def auto_find_batch_size(
     the last one tried. Afterwards parameters, buffers, gradients, optimizers, scalers, random number
     generators, modes and the allocator's cap are bit for bit what they were.
 
-    On the CPU this fixes glibc's threshold for own mappings (see `linnaeus.memory.device.CpuMemory`): for
+    On the CPU this fixes glibc's threshold for own mappings (see `linnaeus.memory.host.CpuMemory`): for
     the rest of the process peaks are exact and large allocations slower.
 
     Args:

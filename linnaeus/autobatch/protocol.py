@@ -1,12 +1,12 @@
-"""How ranks work apart and agree: heartbeats and outcomes through the store, no collective meanwhile.
+"""Each rank works on its own, then all exchange results: through the key-value store, not in a collective.
 
     working rank                          store                        waiting rank
     heartbeat every second ─────────────▶ beat/<rank>: "trying 128" ──▶ still alive? give up after 30 s
-    result, or its error   ─────────────▶ outcome/<rank>            ──▶ take it
-                                          read/<rank>               ◀── so that a rank that failed may leave
+    result, or its error   ─────────────▶ outcome/<rank>            ──▶ return or raise it
+                                          read/<rank>               ◀── the failed rank may exit
 
-A process alone takes the same path without a store. Keys lie below the name of the exchange; torchrun's store
-begins them with the number of the restart, so that no attempt reads the keys of the one before it.
+Keys are prefixed with the name of the exchange and, under torchrun, the number of the restart: an attempt
+never reads the keys of an earlier one.
 """
 
 from __future__ import annotations
@@ -33,100 +33,98 @@ from linnaeus.errors import AutoBatchError, LinnaeusError
 
 BEAT_S = 1.0
 POLL_S = (0.05, 1.0)
-"""Shortest and longest pause between two looks at the store; it grows with the time waited."""
+"""Shortest and longest pause between two reads of the store; the pause grows with the time waited."""
 SILENCE_S = 30.0
-"""Without a heartbeat for this long, a rank counts as dead or hung."""
+"""A rank without a heartbeat for this long counts as dead or hung."""
 GRACE_S = 60.0
-"""How much longer than the search's own deadline the others wait: it ends after the trial that is running."""
+"""Time that the others wait beyond the deadline of the work: a search finishes its current trial first."""
 REPORT_S = 60.0
+"""A waiting rank logs this often what it waits for."""
 FAREWELL_S = 3.0
-"""How long a rank that failed waits for the others to have read why."""
+"""Longest time that a failed rank stays, so that the others can read its error."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
 
-class Status:
-    """What a rank is doing, in words, for its heartbeat.
+class RankStatus:
+    """What a rank is doing, for its heartbeat.
 
     Args:
-        tell: called with every new text.
+        tell: called with each new text.
+
+    Attributes:
+        text: the latest, such as `train: trying batch size 128`.
     """
 
     def __init__(self, tell: Callable[[str], None] = lambda text: None) -> None:
         self._tell = tell
-        self.text = "starting"
+        self.update("starting")
 
-    @property
-    def text(self) -> str:
-        """The words."""
-        return self._text
-
-    @text.setter
-    def text(self, text: str) -> None:
-        self._text = text
+    def update(self, text: str) -> None:
+        """Replace the text."""
+        self.text = text
         self._tell(text)
 
 
 def exchange(
-    world: World, name: str, work: Callable[[Status], Any], *, timeout_minutes: float = 60.0
+    world: World, name: str, work: Callable[[RankStatus], Any], *, timeout_minutes: float = 60.0
 ) -> list[Any]:
-    """Let every rank work for as long as it needs, then give each rank the results of all.
+    """Call `work` on every rank, wait for all ranks, and return their results.
 
-    Waiting takes neither a collective (no watchdog, no timeout of the process group) nor the GPU.
+    Waiting uses neither the GPU nor a collective, so that no timeout of the process group applies.
 
     Args:
-        world: the processes; all must call this with the same name.
-        name: of this exchange, used once in the life of the process group.
-        work: called with the status to keep up to date; must use no collective; gives something that JSON
-            can hold.
-        timeout_minutes: deadline of the work. It must end by itself then; others wait `GRACE_S` longer.
+        world: the processes; each must call this with the same name.
+        name: of this exchange; each name can be used once per process group.
+        work: updates the status that it is given, uses no collective, and returns a value for JSON.
+        timeout_minutes: after this time the work must end by itself; the others wait `GRACE_S` longer.
 
     Returns:
         The results in rank order.
 
     Raises:
-        LinnaeusError: with its message and exit code, when another rank's work raised.
-        AutoBatchError: when another rank fell silent, or did not end in time.
+        LinnaeusError: the work of another rank raised; with that rank's message and exit code.
+        AutoBatchError: another rank is silent, or has not finished in time.
     """
     if not world.is_distributed or world.store is None:
-        return [work(Status())]
-    post = _ExchangeStore(torch_dist.PrefixStore(name, world.store), world)
+        return [work(RankStatus())]
+    store = _ExchangeStore(torch_dist.PrefixStore(name, world.store), world)
     limit_s = timeout_minutes * 60 + GRACE_S
-    with _last_words(post):
-        post.put("outcome", _with_heartbeat(post, work))
-        outcomes = [post.wait_for(rank, limit_s) for rank in range(world.world_size)]
+    with _last_words(store):
+        store.put("outcome", _with_heartbeat(store, work))
+        outcomes = [store.wait_for(rank, limit_s) for rank in range(world.world_size)]
     failed = [outcome for outcome in outcomes if "error" in outcome]
     if failed:
-        post.put("read", True)
+        store.put("read", True)
         error = LinnaeusError(failed[0]["error"])
         error.exit_code = failed[0]["exit_code"]
         raise error
     return [outcome["result"] for outcome in outcomes]
 
 
-def _with_heartbeat(post: _ExchangeStore, work: Callable[[Status], Any]) -> dict[str, Any]:
-    """The work's outcome for the store; a failure is posted, read by the others, and raised here."""
-    status = Status(post.beat)
+def _with_heartbeat(store: _ExchangeStore, work: Callable[[RankStatus], Any]) -> dict[str, Any]:
+    """Do the work and return its outcome for the store; if it fails, publish the error before raising it."""
+    status = RankStatus(store.beat)
     try:
-        with _heartbeat(post, status):
+        with _heartbeat(store, status):
             return {"result": work(status)}
     except BaseException as error:
         message = str(error) if isinstance(error, LinnaeusError) else f"{type(error).__name__}: {error}"
         exit_code = error.exit_code if isinstance(error, LinnaeusError) else 1
-        post.put("outcome", {"error": f"rank {post.rank}: {message}", "exit_code": exit_code})
-        post.wait_until_read()
+        store.put("outcome", {"error": f"rank {store.world.rank}: {message}", "exit_code": exit_code})
+        store.wait_until_read()
         raise
 
 
 @contextmanager
-def _heartbeat(post: _ExchangeStore, status: Status) -> Iterator[None]:
-    """A sign of life every second, from a thread."""
+def _heartbeat(store: _ExchangeStore, status: RankStatus) -> Iterator[None]:
+    """Send a heartbeat every second from a thread."""
     done = threading.Event()
 
     def beat() -> None:
         while not done.wait(BEAT_S):
-            with suppress(MemoryError):  # the thread shares the memory cap of a trial
-                post.beat(status.text)
+            with suppress(MemoryError):  # a trial's memory cap applies to this thread too
+                store.beat(status.text)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
     thread.start()
@@ -138,14 +136,14 @@ def _heartbeat(post: _ExchangeStore, status: Status) -> Iterator[None]:
 
 
 @contextmanager
-def _last_words(post: _ExchangeStore) -> Iterator[None]:
-    """Say why when the launcher ends this process: it does so as soon as another one has died."""
-    if threading.current_thread() is not threading.main_thread():  # others may not handle signals
+def _last_words(store: _ExchangeStore) -> Iterator[None]:
+    """On SIGTERM, print why: torchrun sends it to all ranks as soon as one has died."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may set signal handlers
         yield
         return
 
     def explain(number: int, _: Any) -> None:
-        print(f"[rank {post.rank}] {_why_ended(post)}", file=sys.stderr, flush=True)
+        print(f"[rank {store.world.rank}] {_why_ended(store)}", file=sys.stderr, flush=True)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -156,10 +154,13 @@ def _last_words(post: _ExchangeStore) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _why_ended(post: _ExchangeStore) -> str:
+def _why_ended(store: _ExchangeStore) -> str:
     dead = []
-    with suppress(RuntimeError):  # the store may have gone with the process that kept it
-        dead = [f"rank {rank} ({doing})" for rank, doing in post.dead()]
+    with suppress(RuntimeError):  # the process that hosts the store may be the one that died
+        for rank in range(store.world.world_size):
+            beat = store.get("beat", rank)
+            if beat and _is_neighbour(beat) and not _is_alive(beat["pid"]):
+                dead.append(f"rank {rank} ({beat['doing']})")
     if dead:
         return f"AutoBatch: {' and '.join(dead)} died, so that this rank was ended too"
     return "AutoBatch: this rank was ended from outside; the first error of the job says why"
@@ -167,38 +168,34 @@ def _why_ended(post: _ExchangeStore) -> str:
 
 @dataclass
 class _ExchangeStore:
-    """One exchange's keys in the store, read without blocking."""
+    """The keys of one exchange; no read blocks."""
 
     store: torch_dist.Store
     world: World
     beats: Iterator[int] = field(default_factory=itertools.count)
 
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
     def put(self, kind: str, value: Any) -> None:
-        """Post this rank's value."""
-        self.store.set(f"{kind}/{self.rank}", json.dumps(value))
-
-    def beat(self, doing: str) -> None:
-        """Give a sign of life."""
-        self.put("beat", {"count": next(self.beats), "doing": doing, **_identity()})
+        """Publish this rank's value."""
+        self.store.set(f"{kind}/{self.world.rank}", json.dumps(value))
 
     def get(self, kind: str, rank: int) -> Any:
-        """A rank's value; None when it has posted none."""
+        """A rank's value; None if it has not published one."""
         key = f"{kind}/{rank}"
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
+    def beat(self, doing: str) -> None:
+        """Publish a heartbeat."""
+        self.put("beat", {"count": next(self.beats), "doing": doing, **_identity()})
+
     def wait_for(self, rank: int, limit_s: float) -> dict[str, Any]:
-        """A rank's outcome, as soon as it is there.
+        """Wait for a rank's outcome.
 
         Raises:
             AutoBatchError: the rank is silent, or takes longer than `limit_s`.
         """
         started = heard = reported = time.monotonic()
         beat: dict[str, Any] = {}
-        if not self.world.is_main:  # it stays quiet: its console is the user's
+        if not self.world.is_main:  # rank 0 logs to the user's console
             logger.info("waiting for rank %d", rank)
         while (outcome := self.get("outcome", rank)) is None:
             now = time.monotonic()
@@ -223,23 +220,16 @@ class _ExchangeStore:
             time.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
         return dict(outcome)
 
-    def dead(self) -> Iterator[tuple[int, str]]:
-        """The ranks of this host whose process is gone, and what they were doing."""
-        for rank in range(self.world.world_size):
-            beat = self.get("beat", rank)
-            if beat and _is_neighbour(beat) and not _is_alive(beat["pid"]):
-                yield rank, beat["doing"]
-
     def wait_until_read(self) -> None:
-        """Stay until the others know: torchrun ends them as soon as one process has failed."""
-        others = [f"read/{rank}" for rank in range(self.world.world_size) if rank != self.rank]
+        """Wait until the others have read the error: torchrun ends them as soon as this process exits."""
+        others = [f"read/{rank}" for rank in range(self.world.world_size) if rank != self.world.rank]
         deadline = time.monotonic() + FAREWELL_S
         while not self.store.check(others) and time.monotonic() < deadline:
             time.sleep(POLL_S[0])
 
 
 def _identity() -> dict[str, Any]:
-    """Which process this is, for the ranks beside it. Process numbers hold within a namespace of one boot."""
+    """Identifies this process to other ranks. A PID is valid within one PID namespace of one boot."""
     host = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -248,7 +238,7 @@ def _identity() -> dict[str, Any]:
 
 
 def _is_neighbour(beat: dict[str, Any]) -> bool:
-    """Whether a rank's process number means something here."""
+    """Whether the PID in a rank's heartbeat is valid in this process."""
     return beat.get("host") not in ("", None) and beat["host"] == _identity()["host"]
 
 
@@ -260,7 +250,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _end_hung_sibling(beat: dict[str, Any]) -> None:
-    """Kill a hung rank of the same torchrun, whose own, polite signal it would not answer."""
+    """Kill a hung rank started by the same torchrun, whose SIGTERM it would not react to."""
     if _is_neighbour(beat) and beat["agent"] == os.getppid():
         with suppress(OSError):
             os.kill(beat["pid"], signal.SIGKILL)

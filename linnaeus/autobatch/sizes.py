@@ -1,4 +1,4 @@
-"""The searches of a training run: both modes, on all ranks, with the run's own steps, batches and bounds."""
+"""The searches of a training run: both modes, on all ranks, with the run's own steps, data and bounds."""
 
 from __future__ import annotations
 
@@ -10,62 +10,56 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
-from linnaeus.autobatch.bounds import max_batch_size_for
+from linnaeus.autobatch.bounds import max_batch_sizes
 from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.autobatch.protocol import Status, exchange
+from linnaeus.autobatch.protocol import RankStatus, exchange
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.config.schema import AutoBatchConfig, DataConfig
+from linnaeus.batching.sizes import micro_batches_held
+from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
 from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bundle import DataBundle
 from linnaeus.dist import World, wrap
 from linnaeus.training.build import Assembly
+from linnaeus.training.step import TrainStep
 
 LIMITS_VARIABLE = "LINNAEUS_MEMORY_LIMIT_GB"
-"""Environment variable with a memory limit for each rank, such as `2.0,1.5`; for tests of unequal devices."""
+"""Environment variable with one memory limit per rank, such as `2.0,1.5`, to test ranks of unequal memory."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
 
-def modes_to_search(config: AutoBatchConfig) -> list[Mode]:
-    """The modes that the configuration asks for."""
-    wanted: list[tuple[Mode, bool]] = [("train", config.ENABLED), ("val", config.ENABLED_VAL)]
-    return [mode for mode, enabled in wanted if enabled]
-
-
 @dataclass(frozen=True)
 class SizeSearch:
-    """All that a rank needs to search by itself.
+    """Searches for the batch sizes of a run, on one rank and without a collective.
 
     Attributes:
         config: the DATA node.
-        bundle: the datasets.
+        train: the TRAIN node.
+        data: the datasets.
         assembly: the model without a wrapper, and its steps.
-        world: the processes; no collective runs in a search.
-        accumulation_steps: micro-batches per optimizer step; a trial runs two of them at most, which hold as
-            much as any number.
+        world: the processes.
         seed: chooses the samples that batches are made from.
-        max_samples_per_rank: samples that a rank takes per optimizer step at most; nothing larger is tried
-            for
-            training. None where that follows from what fits.
+        max_samples_per_rank: upper bound of the training size; samples that each rank takes per optimizer
+            step. None without a bound.
     """
 
     config: DataConfig
-    bundle: DataBundle
+    train: TrainConfig
+    data: DataBundle
     assembly: Assembly
     world: World
-    accumulation_steps: int
     seed: int
     max_samples_per_rank: int | None = None
 
-    def run(self, mode: Mode, status: Status, at_most: int | None = None) -> AutoBatchResult:
-        """Search one mode on this rank alone.
+    def run(self, mode: Mode, status: RankStatus, at_most: int | None = None) -> AutoBatchResult:
+        """Search one mode.
 
         Args:
             mode: `train` or `val`.
-            status: told what is being tried.
-            at_most: a size that is already chosen; tried first, and not exceeded.
+            status: told each size that is tried.
+            at_most: a size chosen earlier; it is tried first, and no larger one is.
 
         Raises:
             AutoBatchError: no size fits.
@@ -86,26 +80,27 @@ class SizeSearch:
         return result
 
     @contextmanager
-    def finder(self, mode: Mode, status: Status, at_most: int | None = None) -> Iterator[BatchSizeFinder]:
-        """Searches of one mode on this rank alone; arguments as for `run`."""
+    def finder(self, mode: Mode, status: RankStatus, at_most: int | None = None) -> Iterator[BatchSizeFinder]:
+        """The finder for one mode; arguments as for `run`."""
         config = self.config.AUTOBATCH
-        dataset = self.bundle.train if mode == "train" else self.bundle.val
-        spec = BatchSpec.from_dataset(dataset, self.bundle.collate, config.NUM_SPEC_SAMPLES, self.seed)
-        trial = _TrainTrial(self) if mode == "train" else _ValidationTrial(self)
+        dataset = self.data.train if mode == "train" else self.data.val
+        spec = BatchSpec.from_dataset(dataset, self.data.collate, config.NUM_SPEC_SAMPLES, self.seed)
+        train_step = _TrialTrainStep(self)
+        num_batches = train_step.num_micro_batches if mode == "train" else 1
         low, high = (_setting(config, f"{bound}_BATCH_SIZE", mode) for bound in ("MIN", "MAX"))
         multiple_of = config.MULTIPLE_OF
-        if at_most is not None:  # it may be a share of an effective batch, which nobody rounds
+        if at_most is not None:  # the split of an effective batch need not be a multiple
             low, high = min(low, at_most), at_most
             multiple_of = multiple_of if at_most % multiple_of == 0 else 1
 
         def announce(size: int) -> None:
-            status.text = f"{mode}: trying batch size {size}"
+            status.update(f"{mode}: trying batch size {size}")
             logger.debug(status.text)
-            trial.renew()
+            train_step.discard_wrapper()
 
         with BatchSizeFinder(
-            trial.step,
-            partial(self._batches, spec, num=trial.num_micro_batches),
+            train_step if mode == "train" else self._validate,
+            partial(self._batches, spec, num_batches=num_batches),
             state=self.assembly.state,
             mode=mode,
             device=self.world.device,
@@ -115,70 +110,89 @@ class SizeSearch:
             multiple_of=multiple_of,
             memory_limit_gb=_memory_limit_gb(config, self.world.rank),
             bounds=self._bounds(mode, spec),
-            batches_per_step=trial.num_micro_batches,
+            batches_per_step=num_batches,
             on_start=announce,
         ) as finder:
             yield finder
-        trial.renew()
-        gc.collect()  # the last wrapper's hooks on the parameters go with it
+        train_step.discard_wrapper()
+        gc.collect()  # frees the wrapper with its hooks on the parameters
 
-    def _batches(self, spec: BatchSpec, size: int, *, num: int) -> Iterator[Batch]:
-        """Made one by one: a micro-batch is gone before the next one comes, as in training."""
+    def _batches(self, spec: BatchSpec, size: int, *, num_batches: int) -> Iterator[Batch]:
+        """Makes each batch when it is asked for: as in training, only one exists at a time."""
         device = self.world.device
-        if device.type == "cpu" and self.config.NUM_WORKERS == 0:  # the loader's memory is the device's
-            return (spec.load(size) for _ in range(num))
-        return (spec.make(size, device) for _ in range(num))
+        if device.type == "cpu" and self.config.NUM_WORKERS == 0:  # loading takes memory of the device
+            return (spec.load(size) for _ in range(num_batches))
+        return (spec.make(size, device) for _ in range(num_batches))
+
+    def _validate(self, batches: Iterator[Batch]) -> None:
+        self.assembly.validation_step(next(batches))
 
     def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
-        bounds = max_batch_size_for(
-            self.bundle,
-            train=mode == "train",
-            bytes_per_sample=spec.bytes_per_sample,
-            data_config=self.config,
-            device=self.world.device,
-            world_size=self.world.world_size,
-            local_world_size=self.world.local_world_size,
+        bounds = max_batch_sizes(
+            self.config, self.data, mode, self.world, bytes_per_sample=spec.bytes_per_sample
         )
-        share = self.max_samples_per_rank
-        # A smaller share is no reason to fail: the plan divides what is found.
-        if mode == "train" and share is not None and share >= max(2, self.config.AUTOBATCH.MIN_BATCH_SIZE):
-            bounds["effective_batch"] = share
+        wanted = self.max_samples_per_rank
+        # With a bound below the smallest size the search would fail; the batch plan divides what it finds.
+        if mode == "train" and wanted is not None and wanted >= max(2, self.config.AUTOBATCH.MIN_BATCH_SIZE):
+            bounds["effective_batch"] = wanted
         return bounds
 
 
 def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
-    """Rank 0 searches each mode, then all ranks agree. Every rank must call this.
+    """Search each mode that the configuration asks for on rank 0, then run the size found on every rank.
+
+    A rank where the size does not fit searches for its own, and all try again with the smallest. Every rank
+    must call this.
 
     Raises:
         LinnaeusError: the same on every rank; see `exchange`.
     """
     found: dict[str, AutoBatchResult] = {}
     search.world.warm_up_collectives()
-    for mode in modes_to_search(search.config.AUTOBATCH):
-        result = _exchange(search, f"search/{mode}", partial(_search_on_main, search, mode))[0]
-        found[mode] = _agree(search, mode, AutoBatchResult.from_dict(mode, result))
+    for mode in get_args(Mode):
+        if not _setting(search.config.AUTOBATCH, "ENABLED", mode):
+            continue
+        entry = _exchange(search, f"search/{mode}", partial(_search_on_main, search, mode))[0]
+        result = AutoBatchResult.from_dict(mode, entry)
+        size = None
+        while search.world.is_distributed and result.batch_size != size:
+            size = result.batch_size
+            result = _run_on_every_rank(search, result, size)
+        found[mode] = result
     search.assembly.metrics.reset()
     return found
 
 
 def confirm(search: SizeSearch, result: AutoBatchResult, size: int) -> AutoBatchResult:
-    """Run one more training size, below the one found, on every rank. Every rank must call this.
+    """Run a size below the one found on every rank. Every rank must call this.
 
-    Memory is not quite monotone in the size: a smaller one need not fit before it has run.
+    Memory does not always grow with the size: a smaller size may not fit.
 
     Returns:
-        The result with the new trials. Where a rank does not fit the size, its own is the new batch size.
+        The result with the new trials. If the size does not fit on some rank, the largest size that fits
+        there is the new batch size.
 
     Raises:
         LinnaeusError: the same on every rank; see `exchange`.
     """
     search.world.warm_up_collectives()
-    entries = _exchange(search, f"confirm/train/{size}", partial(_try_here, search, "train", size))
-    verdicts = [AutoBatchResult.from_dict("train", entry) for entry in entries]
+    return _run_on_every_rank(search, result, size)
+
+
+def _run_on_every_rank(search: SizeSearch, result: AutoBatchResult, size: int) -> AutoBatchResult:
+    """See `confirm`."""
+    mode = result.mode
+    entries = _exchange(
+        search, f"confirm/{mode}/{size}", lambda status: search.run(mode, status, at_most=size).as_dict()
+    )
+    verdicts = [AutoBatchResult.from_dict(mode, entry) for entry in entries]
     result = dataclasses.replace(result, trials=(*result.trials, *verdicts[0].trials))
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
     if smallest.batch_size == size:
         return result
+    if search.world.is_distributed:
+        rank = verdicts.index(smallest)
+        logger.info("rank %d fits no more than %d (%s)", rank, smallest.batch_size, mode)
     return dataclasses.replace(
         result,
         batch_size=smallest.batch_size,
@@ -187,77 +201,39 @@ def confirm(search: SizeSearch, result: AutoBatchResult, size: int) -> AutoBatch
     )
 
 
-def _agree(search: SizeSearch, mode: Mode, result: AutoBatchResult) -> AutoBatchResult:
-    """The largest size that every rank has run; ranks where it does not fit look for their own."""
-    while search.world.is_distributed:
-        size = result.batch_size
-        entries = _exchange(search, f"agree/{mode}/{size}", partial(_try_here, search, mode, size))
-        verdicts = [AutoBatchResult.from_dict(mode, entry) for entry in entries]
-        smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
-        result = dataclasses.replace(result, trials=(*result.trials, *verdicts[0].trials))
-        if smallest.batch_size == size:
-            return result
-        rank = verdicts.index(smallest)
-        logger.info("rank %d fits no more than %d (%s)", rank, smallest.batch_size, mode)
-        result = dataclasses.replace(
-            result,
-            batch_size=smallest.batch_size,
-            certified=smallest.certified,
-            limited_by=smallest.limited_by,
-        )
-    return result
-
-
-def _exchange(search: SizeSearch, name: str, work: Callable[[Status], Any]) -> list[Any]:
+def _exchange(search: SizeSearch, name: str, work: Callable[[RankStatus], Any]) -> list[Any]:
     timeout_minutes = search.config.AUTOBATCH.TIMEOUT_MINUTES
     return exchange(search.world, f"autobatch/{name}", work, timeout_minutes=timeout_minutes)
 
 
-def _search_on_main(search: SizeSearch, mode: Mode, status: Status) -> dict[str, Any] | None:
+def _search_on_main(search: SizeSearch, mode: Mode, status: RankStatus) -> dict[str, Any] | None:
     if not search.world.is_main:
-        status.text = "waiting"
+        status.update("waiting")
         return None
     return search.run(mode, status).as_dict()
 
 
-def _try_here(search: SizeSearch, mode: Mode, size: int, status: Status) -> dict[str, Any]:
-    return search.run(mode, status, at_most=size).as_dict()
+class _TrialTrainStep:
+    """The training step as trials run it: in training's wrapper, over a process group of this rank alone.
 
-
-class _TrainTrial:
-    """The training step as a trial runs it: in training's wrapper, over a group of this rank alone."""
-
-    def __init__(self, search: SizeSearch) -> None:
-        self._step = search.assembly.train_step
-        self._model = search.assembly.model
-        self._world = search.world
-        self.num_micro_batches = min(search.accumulation_steps, 2)
-
-    def renew(self) -> None:
-        """Forget the wrapper: one that was left in the middle of a step cannot go on."""
-        self._step = dataclasses.replace(self._step, model=self._model)
-
-    def step(self, batches: Iterator[Batch]) -> None:
-        """One optimizer step."""
-        if self._step.model is self._model:
-            self._step = dataclasses.replace(self._step, model=wrap(self._model, self._world, alone=True))
-        self._step(batches, self.num_micro_batches)
-
-
-class _ValidationTrial:
-    """The validation step as a trial runs it."""
-
-    num_micro_batches = 1
+    The wrapper is made inside the trial, since its buckets belong to the peak.
+    """
 
     def __init__(self, search: SizeSearch) -> None:
-        self._step = search.assembly.validation_step
+        self.num_micro_batches = micro_batches_held(search.train)
+        self._search = search
+        self._wrapped: TrainStep | None = None
 
-    def renew(self) -> None:
-        """Nothing is kept from trial to trial."""
+    def discard_wrapper(self) -> None:
+        """Let the next trial make its own: a wrapper is unusable after an error in the middle of a step."""
+        self._wrapped = None
 
-    def step(self, batches: Iterator[Batch]) -> None:
-        """One validation batch."""
-        self._step(next(batches))
+    def __call__(self, batches: Iterator[Batch]) -> None:
+        if self._wrapped is None:
+            step = self._search.assembly.train_step
+            model = wrap(self._search.assembly.model, self._search.world, single_rank=True)
+            self._wrapped = dataclasses.replace(step, model=model)
+        self._wrapped(batches, self.num_micro_batches)
 
 
 def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:

@@ -1,1 +1,1 @@
-"""What a device has and uses, a cap on it, and what an out-of-memory error looks like."""
+"""Memory of the device and of the host: how much there is and is used, a cap, out-of-memory errors."""

@@ -50,13 +50,13 @@ def main() -> None:
         data = build_data(config.DATA, seed=0)
         assembly = assemble_for(config, data, world.device)
         before = digest(assembly)
-        found = find_sizes(SizeSearch(config.DATA, data, assembly, world, 1, 0))
+        found = find_sizes(SizeSearch(config.DATA, config.TRAIN, data, assembly, world, seed=0))
         sizes = {mode: result.batch_size for mode, result in found.items()}
         # One write, so that the lines of the ranks do not mix.
         line = json.dumps({"rank": world.rank, **sizes, "before": before, "after": digest(assembly)})
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
-        world.barrier()
+        world.gather(None)  # no rank leaves before the others are done
 
 
 if __name__ == "__main__":

@@ -1,54 +1,59 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from linnaeus.autobatch.bounds import HOST_MEMORY_FRACTION, max_batch_size_for, num_host_batches
+from linnaeus.autobatch import bounds
+from linnaeus.autobatch.bounds import HOST_MEMORY_FRACTION, max_batch_sizes, num_host_batches
+from linnaeus.autobatch.result import Mode
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.datasets import build_data
+from linnaeus.dist import World
 
 CONFIG = DataConfig(
     DATASET=DatasetConfig(NAME="synthetic", NUM_SAMPLES=100, NUM_SAMPLES_VAL=33), IMG_SIZE=8, NUM_WORKERS=0
 )
-BUNDLE = build_data(CONFIG, seed=0)
+DATA = build_data(CONFIG, seed=0)
 
 
-def bounds(train: bool = True, workers: int = 0, device: str = "cpu", **changes: Any) -> dict[str, int]:
-    arguments: dict[str, Any] = {"bytes_per_sample": 1000, "available_bytes": 10**6} | changes
-    return max_batch_size_for(
-        BUNDLE,
-        train=train,
-        data_config=replace(CONFIG, NUM_WORKERS=workers),
-        device=torch.device(device),
-        **arguments,
-    )
+def bounds_of(
+    mode: Mode = "train",
+    workers: int = 0,
+    device: str = "cpu",
+    world_size: int = 1,
+    bytes_per_sample: int = 1000,
+) -> dict[str, int]:
+    world = World(torch.device(device), world_size=world_size, local_world_size=world_size)
+    config = replace(CONFIG, NUM_WORKERS=workers)
+    return max_batch_sizes(config, DATA, mode, world, bytes_per_sample=bytes_per_sample)
 
 
 @pytest.mark.parametrize(
-    ("train", "world", "expected"),
-    [(True, 1, 100), (True, 3, 33), (False, 1, 33), (False, 2, 17), (True, 200, 1)],
+    ("mode", "world_size", "expected"),
+    [("train", 1, 100), ("train", 3, 33), ("val", 1, 33), ("val", 2, 17), ("train", 200, 1)],
 )
-def test_no_batch_is_larger_than_what_a_process_has(train: bool, world: int, expected: int) -> None:
-    assert bounds(train, world_size=world)["dataset"] == expected
+def test_no_batch_is_larger_than_what_a_process_has(mode: Mode, world_size: int, expected: int) -> None:
+    assert bounds_of(mode, world_size=world_size)["dataset"] == expected
 
 
-def test_host_memory_is_shared_by_batches_in_flight_and_by_processes() -> None:
+def test_host_memory_is_divided_by_batches_and_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bounds, "_available_bytes", lambda num_workers: 10**6)
     for workers, device, held in [(0, "cpu", 3), (4, "cpu", 17), (4, "cuda", 34)]:
         assert num_host_batches(workers, CONFIG.PREFETCH_FACTOR, pinned=device == "cuda") == held
-        bound = bounds(workers=workers, device=device)["host_memory"]
+        bound = bounds_of(workers=workers, device=device)["host_memory"]
         assert bound == int(HOST_MEMORY_FRACTION * 10**6 / (held * 1000))
-        shared = bounds(workers=workers, device=device, local_world_size=2)["host_memory"]
-        assert shared == max(1, int(HOST_MEMORY_FRACTION * 10**6 / 2 / (held * 1000)))
+        divided = bounds_of(workers=workers, device=device, world_size=2)["host_memory"]
+        assert divided == max(1, int(HOST_MEMORY_FRACTION * 10**6 / 2 / (held * 1000)))
 
 
 def test_bounds_are_one_at_least() -> None:
-    assert bounds(bytes_per_sample=10**9)["host_memory"] == 1
+    assert bounds_of(bytes_per_sample=10**15)["host_memory"] == 1
 
 
-def test_available_memory_is_measured_when_it_is_not_given() -> None:
+def test_available_memory_is_measured() -> None:
     for workers in (0, 2):
-        measured = bounds(workers=workers, available_bytes=None, bytes_per_sample=10**6)["host_memory"]
-        assert 1 <= measured < 10**7
+        assert 1 <= bounds_of(workers=workers, bytes_per_sample=10**6)["host_memory"] < 10**7

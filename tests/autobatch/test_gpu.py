@@ -136,7 +136,7 @@ def test_training_reserves_no_more_than_the_search_promised(model: str, switches
     config.DATA.AUTOBATCH.TARGET_MEMORY_FRACTION = room(1024)["target_memory_fraction"]
     accumulation = config.TRAIN.ACCUMULATION_STEPS
     data = build_data(config.DATA, seed=0)
-    found = find_sizes(SizeSearch(config.DATA, data, assembly, World(GPU), accumulation, 0))["train"]
+    found = find_sizes(SizeSearch(config.DATA, config.TRAIN, data, assembly, World(GPU), seed=0))["train"]
     assert found.limited_by == "memory"
     assert found.peak_bytes <= found.budget_bytes
     config.DATA.DATASET.NUM_SAMPLES = NUM_STEPS * accumulation * found.batch_size

@@ -118,9 +118,7 @@ def search(*argv: str, extra_mib: int = 150, seed: int = 0) -> Searched:
 
 def find(config: Config, assembly: Assembly, seed: int = 0) -> dict[str, AutoBatchResult]:
     data = build_data(config.DATA, seed=seed)
-    return find_sizes(
-        SizeSearch(config.DATA, data, assembly, World(CPU), config.TRAIN.ACCUMULATION_STEPS, seed)
-    )
+    return find_sizes(SizeSearch(config.DATA, config.TRAIN, data, assembly, World(CPU), seed))
 
 
 def train(searched: Searched, folder: Path) -> tuple[int, int]:

@@ -14,11 +14,11 @@ import torch
 from torch.distributed import HashStore
 
 from linnaeus.autobatch import protocol
-from linnaeus.autobatch.protocol import Status, exchange
+from linnaeus.autobatch.protocol import RankStatus, exchange
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError, ConfigError, LinnaeusError
 
-Work = Callable[[Status], Any]
+Work = Callable[[RankStatus], Any]
 CPU = torch.device("cpu")
 
 
@@ -42,15 +42,15 @@ def gives(value: Any) -> Work:
 
 
 def raises(error: BaseException) -> Work:
-    def work(status: Status) -> Any:
+    def work(status: RankStatus) -> Any:
         raise error
 
     return work
 
 
 def waits(seconds: float, value: Any = None, doing: str = "working") -> Work:
-    def work(status: Status) -> Any:
-        status.text = doing
+    def work(status: RankStatus) -> Any:
+        status.update(doing)
         time.sleep(seconds)
         return value
 

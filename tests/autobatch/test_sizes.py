@@ -96,8 +96,8 @@ def prepared(*argv: str) -> tuple[SizeSearch, Assembly]:
         model_node=config.MODEL, loss_node=config.LOSS, optimizer_node=config.OPTIMIZER, config=config.TRAIN,
         taxonomy=data.taxonomy, in_chans=data.in_chans, img_size=data.img_size, device=CPU,
     )  # fmt: skip
-    steps = config.TRAIN.ACCUMULATION_STEPS
-    return SizeSearch(config.DATA, data, assembly, World(CPU), steps, config.EXPERIMENT.SEED), assembly
+    seed = config.EXPERIMENT.SEED
+    return SizeSearch(config.DATA, config.TRAIN, data, assembly, World(CPU), seed), assembly
 
 
 def found_in(folder: Path) -> dict[str, Any]:
@@ -123,14 +123,14 @@ def test_the_length_of_the_dataset_bounds_both_sizes_and_is_named(run: Run, tmp_
     assert "batch size 96, limited by the samples of one process, certified" in one_line(outcome.out)
 
 
-def test_each_of_several_processes_has_its_share_of_the_dataset() -> None:
+def test_each_of_several_processes_has_its_part_of_the_dataset() -> None:
     search, _ = prepared(
         OWN_MODEL, "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=100", "DATA.IMG_SIZE=8"
     )
-    spec = BatchSpec.from_dataset(search.bundle.train, search.bundle.collate, 4, 0)
-    shared = dataclasses.replace(search, world=World(CPU, rank=0, world_size=3, local_world_size=3))
+    spec = BatchSpec.from_dataset(search.data.train, search.data.collate, 4, 0)
+    one_of_three = dataclasses.replace(search, world=World(CPU, rank=0, world_size=3, local_world_size=3))
     assert search._bounds("train", spec)["dataset"] == 100
-    assert shared._bounds("train", spec)["dataset"] == 33
+    assert one_of_three._bounds("train", spec)["dataset"] == 33
 
 
 def test_host_memory_that_the_loader_needs_bounds_the_size_and_is_named(run: Run, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_batch_of_a_trial_holds_what_the_loader_would_collate() -> None:
     search, _ = prepared(
         OWN_MODEL, "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=9", "DATA.IMG_SIZE=8"
     )
-    samples = [search.bundle.train[index] for index in range(3)]
+    samples = [search.data.train[index] for index in range(3)]
     spec = BatchSpec(samples, collate_pairs)
     loaded = spec.load(7)
     expected = collate_pairs([samples[index % 3] for index in range(7)])

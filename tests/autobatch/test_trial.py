@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.autobatch.trial import TrialRunner, existing_objects_frozen
-from linnaeus.memory.device import CpuMemory
+from linnaeus.memory.host import CpuMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="host memory is measured on Linux")
 

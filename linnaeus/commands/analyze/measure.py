@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.autobatch.protocol import Status
+from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.sizes import SizeSearch
@@ -32,7 +32,7 @@ SHORT = 0.06
 
 
 def measure_mode(
-    search: SizeSearch, mode: Mode, options: Options, analysis: Analysis, status: Status,
+    search: SizeSearch, mode: Mode, options: Options, analysis: Analysis, status: RankStatus,
     on_row: Callable[[Row], None],
 ) -> None:  # fmt: skip
     """Search every fraction of one mode, the largest first, and time the sizes found.

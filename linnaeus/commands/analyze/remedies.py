@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.autobatch.protocol import Status
+from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.sizes import SizeSearch
-from linnaeus.batching.sizes import micro_batches_held
 from linnaeus.commands.analyze.options import Mode
 from linnaeus.commands.analyze.results import Analysis, Remedy
 from linnaeus.config.schema import Config, TrainConfig
@@ -58,7 +57,7 @@ class _Measured:
 
 
 def measure_remedies(
-    config: Config, data: DataBundle, world: World, analysis: Analysis, status: Status, *, timed: bool
+    config: Config, data: DataBundle, world: World, analysis: Analysis, status: RankStatus, *, timed: bool
 ) -> None:
     """Try each remedy at each size found, and put what it does into the rows as soon as it is known.
 
@@ -114,16 +113,14 @@ def _try(
 
 
 def _run(
-    data: DataBundle, world: World, status: Status, timed: bool, config: Config, mode: Mode,
+    data: DataBundle, world: World, status: RankStatus, timed: bool, config: Config, mode: Mode,
     sizes: Sequence[int],
 ) -> dict[int, _Measured]:  # fmt: skip
     """Measure sizes under a configuration. One that cannot run is a reason, and ends nothing else."""
     found: dict[int, _Measured] = {}
     try:
         assembly = assemble_for(config, data, world.device)
-        search = SizeSearch(
-            config.DATA, data, assembly, world, micro_batches_held(config.TRAIN), config.EXPERIMENT.SEED
-        )
+        search = SizeSearch(config.DATA, config.TRAIN, data, assembly, world, config.EXPERIMENT.SEED)
         with search.finder(mode, status) as finder:
             for size in sizes:
                 found[size] = _measure(finder, size, timed)

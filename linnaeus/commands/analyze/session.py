@@ -9,9 +9,8 @@ from datetime import timedelta
 import torch
 from rich.console import Console
 
-from linnaeus.autobatch.protocol import Status
+from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.sizes import SizeSearch
-from linnaeus.batching.sizes import micro_batches_held
 from linnaeus.commands.analyze.measure import measure_mode
 from linnaeus.commands.analyze.options import Options
 from linnaeus.commands.analyze.output import save, tables, yaml_lines
@@ -87,15 +86,13 @@ def _measure(options: Options, config: Config, analysis: Analysis, console: Cons
 
 
 def _search_all(
-    options: Options, config: Config, data: DataBundle, world: World, analysis: Analysis, status: Status
+    options: Options, config: Config, data: DataBundle, world: World, analysis: Analysis, status: RankStatus
 ) -> None:
     """All modes and fractions, on one model."""
     assembly = assemble_for(config, data, world.device)
     analysis.environment = describe(config, data, assembly, world.device)
     logger.info("%s", device_sentence(analysis.environment))
-    search = SizeSearch(
-        config.DATA, data, assembly, world, micro_batches_held(config.TRAIN), config.EXPERIMENT.SEED
-    )
+    search = SizeSearch(config.DATA, config.TRAIN, data, assembly, world, config.EXPERIMENT.SEED)
     for mode in options.modes:
         measure_mode(search, mode, options, analysis, status, on_row=_log_row)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.autobatch.protocol import Status
+from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Timing
 from linnaeus.autobatch.search import Candidates
 from linnaeus.autobatch.sizes import SizeSearch
@@ -36,7 +36,7 @@ class Measuring:
     plan: Plan
     on_row: Callable[[Row], None]
 
-    def run(self, search: SizeSearch, sizes: Sequence[int] | None, status: Status) -> None:
+    def run(self, search: SizeSearch, sizes: Sequence[int] | None, status: RankStatus) -> None:
         """Find the largest size, and time it and others.
 
         Args:

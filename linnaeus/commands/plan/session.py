@@ -8,10 +8,9 @@ from datetime import timedelta
 import torch
 from rich.console import Console
 
-from linnaeus.autobatch.protocol import Status
+from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.autobatch.throughput import TOLERANCE
-from linnaeus.batching.sizes import micro_batches_held
 from linnaeus.commands.entry import EXIT_INTERRUPTED
 from linnaeus.commands.environment import describe, device_sentence
 from linnaeus.commands.plan.advice import max_micro_batch_size
@@ -77,7 +76,7 @@ def _measure(options: Options, config: Config, plan: Plan, console: Console) -> 
 
 
 def _time(
-    options: Options, config: Config, data: DataBundle, world: World, plan: Plan, status: Status
+    options: Options, config: Config, data: DataBundle, world: World, plan: Plan, status: RankStatus
 ) -> None:
     """All sizes, on one model."""
     goal = plan.goal
@@ -87,15 +86,8 @@ def _time(
     )
     plan.environment = describe(config, data, assembly, world.device)
     logger.info("%s", device_sentence(plan.environment))
-    search = SizeSearch(
-        config=config.DATA,
-        bundle=data,
-        assembly=assembly,
-        world=world,
-        accumulation_steps=micro_batches_held(config.TRAIN),
-        seed=config.EXPERIMENT.SEED,
-        max_samples_per_rank=max_samples_per_rank,
-    )
+    seed = config.EXPERIMENT.SEED
+    search = SizeSearch(config.DATA, config.TRAIN, data, assembly, world, seed, max_samples_per_rank)
     Measuring(config, assembly, plan, on_row=_log_row).run(search, options.sizes, status)
 
 

@@ -1,0 +1,62 @@
+"""Which exceptions mean that memory ran out."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+
+import torch
+
+_OUT_OF_MEMORY = re.compile(
+    r"out[ _]of[ _](device[ _]|host[ _])?memory"  # CUDA, HIP, XPU, MPS and their drivers
+    r"|ErrorOutOfMemory"  # hipErrorOutOfMemory
+    r"|UR_RESULT_ERROR_OUT_OF_RESOURCES"  # XPU
+    r"|STATUS_?ALLOC_?FAILED"  # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, hipBLAS, MIOpen
+    r"|CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED"
+    r"|CUFFT_ALLOC_FAILED"
+    r"|invalid buffer size: "  # MPS, for a single tensor larger than the device allows
+    r"|(can't|cannot|could not|failed to|unable to) allocate memory"  # c10's CPU allocator and the system
+    r"|not enough memory"  # c10's CPU allocator on Windows
+    r"|std::bad_alloc|bad allocation",
+    re.IGNORECASE,
+)
+_AMBIGUOUS = re.compile(
+    r"could not (create|execute) a primitive"  # oneDNN
+    r"|can't start new thread"
+    r"|error return without exception set|without setting an exception"  # Python had no memory for one
+    r"|unable to find an engine|unable to find a valid cuDNN algorithm"  # no workspace for any of them
+    r"|CUDNN_STATUS_(NOT_SUPPORTED|INTERNAL_ERROR|EXECUTION_FAILED)"
+    r"|CUBLAS_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR|EXECUTION_FAILED)",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether the exception, or one in its chain of causes, reports a failed allocation."""
+    return any(_reports_out_of_memory(cause) for cause in _causes(error))
+
+
+def is_ambiguous(error: BaseException) -> bool:
+    """Whether libraries raise this error when an allocation failed, but for other reasons too."""
+    return any(
+        isinstance(cause, RuntimeError | SystemError) and _AMBIGUOUS.search(str(cause))
+        for cause in _causes(error)
+    )
+
+
+def _reports_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, OSError):  # the number, since the message may contain a file name
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError):
+        return isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(str(error)) is not None
+    return isinstance(error, MemoryError)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The exception, then the one it was raised from, and so on."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__

@@ -1,0 +1,456 @@
+"""What a process holds on the host, its budget, the cap, and calls in a thread of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import mmap
+import resource
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from linnaeus.memory.device import GIB
+from linnaeus.memory.host import CpuMemory
+from tests.memory.conftest import CPU, MACHINE, MIB, Cgroups, on_linux, raised_from
+
+NOISE = 8 * MIB  # what the rest of the process takes or gives back between two readings
+
+
+# -- the budget
+
+
+def resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+@on_linux
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.8, 1.0])
+def test_the_budget_is_the_fraction_of_a_group_less_what_others_use(
+    cgroups: Cgroups, fraction: float
+) -> None:
+    total, others = min(2 * GIB, MACHINE // 8), MACHINE  # so much that the machine itself never decides
+    cgroups.join("0::/job")
+    cgroups.v2("/job", total, used=others + resident() + 50 * MIB, inactive=50 * MIB)
+    budget = cgroups.memory().budget(fraction, None)
+    assert budget == pytest.approx(fraction * total - others, abs=NOISE)
+
+
+@on_linux
+def test_the_tightest_pool_decides_on_the_budget(cgroups: Cgroups) -> None:
+    """A wide group that is nearly full leaves less than a narrow one that is empty."""
+    wide, narrow = min(4 * GIB, MACHINE // 4), min(2 * GIB, MACHINE // 8)
+    cgroups.join("0::/wide/narrow")
+    cgroups.v2("/wide", wide, used=wide - 200 * MIB)
+    cgroups.v2("/wide/narrow", narrow, used=0)
+    assert cgroups.memory().budget(1.0, None) == pytest.approx(resident() + 200 * MIB, abs=NOISE)
+
+
+@on_linux
+def test_the_budget_is_negative_where_others_use_more_than_the_fraction(cgroups: Cgroups) -> None:
+    cgroups.join("0::/job")
+    cgroups.v2("/job", GIB, used=resident() + 900 * MIB)
+    assert cgroups.memory().budget(0.1, None) < 0
+
+
+@on_linux
+@pytest.mark.parametrize("fraction", [0.95, 1.0])
+def test_a_smaller_device_bounds_this_process_alone(cgroups: Cgroups, fraction: float) -> None:
+    limit = 64 * MIB
+    assert cgroups.memory().budget(fraction, limit) == int(fraction * limit)
+    unlimited = cgroups.memory().budget(fraction, None)
+    assert cgroups.memory().budget(fraction, 100 * MACHINE) == pytest.approx(unlimited, abs=GIB)
+
+
+@on_linux
+def test_the_ranks_of_a_host_divide_the_budget_evenly(
+    cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all ranks hold is theirs to share: this process, and whatever runs beside it."""
+    total, used = GIB, MACHINE
+    cgroups.join("0::/job")
+    cgroups.v2("/job", total, used=used)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    parent = psutil.Process().parent()
+    family = sum(child.memory_info().rss for child in parent.children()) if parent else resident()
+    budget = cgroups.memory().budget(1.0, None)
+    assert (total - used + resident()) / 2 - NOISE <= budget <= (total - used + family) / 2 + GIB
+
+
+# -- the peak
+
+
+@pytest.fixture
+def memory() -> Iterator[CpuMemory]:
+    memory = CpuMemory(CPU)
+    memory.clean()
+    yield memory
+    memory.clean()
+
+
+@on_linux
+def test_the_peak_stays_until_it_is_reset(memory: CpuMemory) -> None:
+    memory.reset_peak()
+    before = memory.in_use()
+    assert memory.peak() == pytest.approx(before, abs=NOISE)
+    block = torch.ones(100 * MIB, dtype=torch.uint8)
+    assert memory.in_use() == pytest.approx(before + 100 * MIB, abs=NOISE)
+    del block
+    assert memory.in_use() == pytest.approx(before, abs=NOISE)
+    assert memory.peak() == pytest.approx(before + 100 * MIB, abs=NOISE)
+    memory.reset_peak()
+    assert memory.peak() == pytest.approx(before, abs=NOISE)
+
+
+@on_linux
+def test_a_peak_starts_at_what_is_held(memory: CpuMemory) -> None:
+    block = torch.ones(100 * MIB, dtype=torch.uint8)
+    memory.reset_peak()
+    held = memory.in_use()
+    del block
+    assert memory.peak() == pytest.approx(held, abs=NOISE)
+
+
+@on_linux
+def test_clean_gives_back_what_only_a_cycle_holds(memory: CpuMemory) -> None:
+    before = memory.in_use()
+    cycle: list[object] = [torch.ones(100 * MIB, dtype=torch.uint8)]
+    cycle.append(cycle)
+    del cycle
+    memory.clean()
+    assert memory.in_use() == pytest.approx(before, abs=NOISE)
+
+
+@on_linux
+def test_small_tensors_go_back_to_the_system_too(memory: CpuMemory) -> None:
+    before = memory.in_use()
+    blocks = [torch.ones(256 * 1024, dtype=torch.uint8) for _ in range(400)]
+    assert memory.in_use() == pytest.approx(before + 100 * MIB, abs=NOISE)
+    last = blocks.pop()
+    del blocks
+    assert memory.in_use() == pytest.approx(before, abs=NOISE)
+    assert last.all()
+
+
+@on_linux
+def test_the_c_allocator_does_not_retry(memory: CpuMemory) -> None:
+    assert memory.num_retries() == 0
+
+
+# -- the cap
+
+
+def train_once() -> float:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        loss = model(torch.randn(4, 3, 8, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def num_open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def allocate(num_bytes: int) -> torch.Tensor:
+    return torch.ones(num_bytes, dtype=torch.uint8)
+
+
+@on_linux
+def test_a_tensor_above_the_cap_is_refused_and_the_process_works_on(memory: CpuMemory) -> None:
+    expected = train_once()
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    files = num_open_files()
+    for _ in range(3):
+        with memory.cap(memory.in_use() + 100 * MIB):
+            assert allocate(50 * MIB).all()
+            with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+                allocate(300 * MIB)
+            assert memory.refused(caught.value)
+            assert allocate(50 * MIB).all()
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
+        assert allocate(300 * MIB).all()
+        assert train_once() == expected
+    assert num_open_files() == files
+
+
+@on_linux
+def test_python_is_refused_memory_under_the_cap_too(memory: CpuMemory) -> None:
+    with memory.cap(memory.in_use() + 50 * MIB), pytest.raises(MemoryError) as caught:
+        bytearray(600 * MIB)
+    assert memory.refused(caught.value)
+    assert len(bytearray(600 * MIB)) == 600 * MIB
+
+
+@on_linux
+def test_no_operation_begins_above_the_cap(memory: CpuMemory) -> None:
+    """One operation may go a little beyond the cap; the next one does not begin."""
+    with memory.cap(memory.in_use() + 100 * MIB):
+        block = allocate(132 * MIB)
+        with pytest.raises(MemoryError, match=r"out of memory: the process holds \d+ MiB, its cap") as caught:
+            torch.ones(1)
+        assert memory.refused(caught.value)
+        del block
+        assert torch.ones(1) == 1
+
+
+@on_linux
+def test_no_operation_of_a_backward_pass_begins_above_the_cap(memory: CpuMemory) -> None:
+    weight = torch.ones(8, requires_grad=True)
+    with memory.cap(memory.in_use() + 100 * MIB):
+        loss = (weight.exp() * 2).sum()
+        block = b"\1" * (132 * MIB)
+        with pytest.raises(MemoryError) as caught:
+            loss.backward()
+        assert memory.refused(caught.value)
+        assert weight.grad is None
+        del block
+        weight.exp().sum().backward()
+    assert weight.grad is not None
+
+
+@on_linux
+@pytest.mark.parametrize("bytes_", [-(1 << 40), 0, 1])
+def test_under_a_cap_below_what_is_held_nothing_runs(memory: CpuMemory, bytes_: int) -> None:
+    with memory.cap(bytes_), pytest.raises(MemoryError):
+        torch.ones(1)
+    assert torch.ones(1) == 1
+
+
+@on_linux
+def test_the_limit_comes_back_after_an_exception(memory: CpuMemory) -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+
+    def fail(error: type[BaseException]) -> None:
+        with memory.cap(memory.in_use() + 50 * MIB):
+            assert resource.getrlimit(resource.RLIMIT_DATA) != before
+            raise error
+
+    for error in (ZeroDivisionError, KeyboardInterrupt, MemoryError):
+        with pytest.raises(error):
+            fail(error)
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert allocate(300 * MIB).all()
+
+
+@pytest.fixture
+def limited() -> Iterator[int]:
+    """A process that has a limit of its own, a GiB above what it holds."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    limit = int(status["VmData"].split()[0]) * 1024 + GIB
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+    yield limit
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@on_linux
+def test_a_limit_of_the_process_comes_back(memory: CpuMemory, limited: int) -> None:
+    with memory.cap(memory.in_use() + 50 * MIB):
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] < limited
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == limited
+    with pytest.raises(ZeroDivisionError), memory.cap(memory.in_use() + 50 * MIB):
+        raise ZeroDivisionError
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == limited
+
+
+@on_linux
+def test_a_cap_never_raises_a_limit_of_the_process(memory: CpuMemory, limited: int) -> None:
+    with memory.cap(memory.in_use() + 100 * GIB):
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == limited
+        with pytest.raises(RuntimeError) as caught:
+            torch.empty(2 * GIB, dtype=torch.uint8)
+        assert memory.refused(caught.value)
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == limited
+
+
+@on_linux
+def test_caps_nest(memory: CpuMemory) -> None:
+    with memory.cap(memory.in_use() + 400 * MIB):
+        outer = resource.getrlimit(resource.RLIMIT_DATA)
+        with memory.cap(memory.in_use() + 50 * MIB), pytest.raises(RuntimeError):
+            allocate(300 * MIB)
+        assert resource.getrlimit(resource.RLIMIT_DATA) == outer
+        assert allocate(300 * MIB).all()
+
+
+@on_linux
+@pytest.mark.parametrize(
+    "cause",
+    [
+        RuntimeError("could not create a primitive"),
+        RuntimeError("could not execute a primitive"),
+        RuntimeError("can't start new thread"),
+        SystemError("error return without exception set"),
+    ],
+    ids=repr,
+)
+def test_an_unspecific_error_counts_only_when_there_was_no_memory_left(
+    memory: CpuMemory, cause: Exception
+) -> None:
+    error = raised_from(ValueError("in layer 3"), cause)
+    assert not memory.refused(error)
+    with memory.cap(memory.in_use() + 200 * MIB):
+        assert not memory.refused(error)
+        assert len(b"\1" * (50 * MIB)) == 50 * MIB
+        assert not memory.refused(error)
+        assert len(b"\1" * (262 * MIB)) == 262 * MIB  # given back by the time the question is asked
+        assert memory.refused(error)
+        assert not memory.refused(RuntimeError("the loss is NaN"))
+    assert not memory.refused(error)
+
+
+# -- a function by itself
+
+
+@on_linux
+def test_a_result_comes_back_from_another_thread(memory: CpuMemory) -> None:
+    here = threading.get_ident()
+    value: list[int] = []
+    assert memory.isolate(lambda: value) is value
+    assert memory.isolate(lambda: None) is None
+    assert memory.isolate(threading.get_ident) != here
+
+
+@on_linux
+@pytest.mark.parametrize("kind", [ValueError, MemoryError, SystemExit, KeyboardInterrupt, StopIteration])
+def test_the_very_exception_passes(memory: CpuMemory, kind: type[BaseException]) -> None:
+    error = kind("as it was")
+
+    def fail() -> None:
+        raise error
+
+    before = threading.active_count()
+    with pytest.raises(kind, match="as it was") as caught:
+        memory.isolate(fail)
+    assert caught.value is error
+    assert threading.active_count() == before
+
+
+@on_linux
+@pytest.mark.parametrize("enabled", [True, False])
+def test_gradients_are_as_outside(memory: CpuMemory, enabled: bool) -> None:
+    with torch.set_grad_enabled(enabled):
+        assert memory.isolate(torch.is_grad_enabled) is enabled
+        assert torch.is_grad_enabled() is enabled
+        memory.isolate(lambda: torch.set_grad_enabled(not enabled))
+        assert torch.is_grad_enabled() is enabled
+
+
+@on_linux
+def test_inference_mode_is_as_outside(memory: CpuMemory) -> None:
+    assert not memory.isolate(torch.is_inference_mode_enabled)
+    with torch.inference_mode():
+        assert memory.isolate(torch.is_inference_mode_enabled)
+        assert memory.isolate(lambda: torch.ones(1).is_inference())
+
+
+@on_linux
+def test_autocast_is_as_outside(memory: CpuMemory) -> None:
+    a, b = torch.ones(4, 4), torch.ones(4, 4)
+    assert memory.isolate(lambda: (a @ b).dtype) is torch.float32
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            assert memory.isolate(lambda: (a @ b).dtype) is dtype
+            with torch.autocast("cpu", enabled=False):
+                assert memory.isolate(lambda: (a @ b).dtype) is torch.float32
+
+
+@on_linux
+def test_the_number_of_threads_is_as_outside(memory: CpuMemory) -> None:
+    assert memory.isolate(torch.get_num_threads) == torch.get_num_threads()
+
+
+@on_linux
+def test_context_variables_are_as_outside(memory: CpuMemory) -> None:
+    variable = contextvars.ContextVar("variable", default="nothing")
+    assert memory.isolate(variable.get) == "nothing"
+    token = variable.set("something")
+    assert memory.isolate(variable.get) == "something"
+    memory.isolate(lambda: variable.set("inside"))
+    assert variable.get() == "something"
+    variable.reset(token)
+
+
+@on_linux
+def test_an_interruption_waits_for_the_function(memory: CpuMemory) -> None:
+    """Whoever restores the model must not do so under a step that still runs."""
+    main = threading.main_thread().ident
+    assert main is not None
+    events: list[str] = []
+
+    def waits() -> bool:
+        """Whether the main thread has started this one and waits for it to end."""
+        frame = sys._current_frames()[main]
+        return frame.f_code.co_name == "wait" and "start" not in callers(frame)
+
+    def callers(frame: types.FrameType | None) -> Iterator[str]:
+        while frame is not None:
+            yield frame.f_code.co_name
+            frame = frame.f_back
+
+    def interrupt(number: int, frame: object) -> None:
+        events.append("interrupted")
+        raise KeyboardInterrupt
+
+    def step() -> None:
+        for number in range(1, 3):
+            while not waits():
+                time.sleep(0.001)
+            signal.pthread_kill(main, signal.SIGINT)
+            while len(events) < number:
+                time.sleep(0.001)
+        events.append("done")
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            memory.isolate(step)
+        events.append("left")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert events == ["interrupted", "interrupted", "done", "left"]
+
+
+@on_linux
+def test_convolutions_work_after_one_ran_out_of_memory(memory: CpuMemory) -> None:
+    """Not a page was left for their kernels."""
+
+    def convolve(channels: int) -> None:
+        size = 16 + channels
+        nn.functional.conv2d(torch.ones(1, channels, size, size), torch.ones(channels, channels, 3, 3))
+
+    def exhaust() -> int:
+        refused = 0
+        with memory.cap(memory.in_use() + 100 * MIB), contextlib.ExitStack() as stack:
+            for power in range(26, 11, -1):  # from 64 MiB to a page, until no page is left
+                with contextlib.suppress(OSError):
+                    while True:  # never touched, so that the operations themselves are let through
+                        private = mmap.mmap(-1, 1 << power, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                        stack.enter_context(private)
+            for channels in range(33, 36):
+                try:
+                    convolve(channels)
+                except Exception as error:
+                    if not memory.refused(error):
+                        raise
+                    refused += 1
+        return refused
+
+    for _ in range(3):
+        assert memory.isolate(exhaust) > 0
+        for channels in range(8, 14):
+            convolve(channels)
+            memory.isolate(lambda channels=channels: convolve(channels + 10))  # type: ignore[misc]
