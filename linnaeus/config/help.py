@@ -20,6 +20,7 @@ options:
   --cfg FILE      read a YAML file; only what differs from the defaults needs to stand in it
   --print-config  print the whole configuration, resolved, and exit
   --opts          may stand before the overrides; changes nothing
+  --version       print the version of Linnaeus and exit
   -h, --help      print this text and exit
 
 Keys can be set in four ways; the later in this list wins, and of two overrides the one further right:

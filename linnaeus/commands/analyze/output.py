@@ -1,14 +1,12 @@
-"""The figures of an analysis for programs (JSON, JSONL, CSV) and for people (tables, YAML to paste)."""
+"""The figures of an analysis for people: tables, and YAML to paste."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.table import Table
 
 from linnaeus.commands.analyze.results import PARTS, Analysis, Row
-from linnaeus.commands.tables import save_table
 from linnaeus.memory.device import GIB
 
 _MIB = 1024**2
@@ -23,14 +21,8 @@ _TITLES = {
 }
 
 
-def save(analysis: Analysis, path: Path) -> None:
-    """Write the figures, atomically, in the format that the ending names."""
-    columns = list(Row("train", 1.0).scalars())
-    save_table(path, analysis.as_dict(), [row.scalars() for row in analysis.sorted_rows()], columns)
-
-
 def tables(analysis: Analysis) -> list[Table]:
-    """All that the console shows: sizes, what the memory consists of, remedies."""
+    """All tables: sizes, parts of the memory, remedies."""
     by_mode = [analysis.sorted_rows(mode) for mode in analysis.curves]
     breakdowns = [breakdown_table(rows) for rows in by_mode if any(row.breakdown for row in rows)]
     has_remedies = any(row.remedies for row in analysis.rows)
@@ -82,7 +74,7 @@ def breakdown_table(rows: Sequence[Row]) -> Table:
 
 
 def remedies_table(rows: Sequence[Row]) -> Table:
-    """What each remedy saves at each size."""
+    """The memory that each remedy saves at each size."""
     table = Table(title="Remedies, measured", title_justify="left")
     for heading in ("mode", "batch size", "remedy", "before", "after", "saved", "samples/s"):
         table.add_column(heading, justify="left" if heading in ("mode", "remedy") else "right")
@@ -100,7 +92,7 @@ def remedies_table(rows: Sequence[Row]) -> Table:
 
 
 def yaml_lines(analysis: Analysis) -> str:
-    """What to paste into a configuration: one block for each fraction that has a size."""
+    """YAML to paste into a configuration: one block for each fraction that has a size."""
     keys = {"train": "BATCH_SIZE", "val": "BATCH_SIZE_VAL"}
     blocks = []
     for fraction in sorted({row.memory_fraction for row in analysis.rows}):

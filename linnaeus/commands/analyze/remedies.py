@@ -1,7 +1,7 @@
-"""What the common remedies against a lack of memory really save: each is built and run, none is estimated.
+"""How much memory the common remedies really save: each is built and run, none is estimated.
 
-The configuration as it is runs again beside them, so that before and after come from the same process in the
-same state: on the CPU a process does not go back to holding as little as when it began.
+The unchanged configuration is measured again beside them, so that before and after come from the same process
+in the same state: on the CPU a process does not give back all the memory that it has taken.
 """
 
 from __future__ import annotations
@@ -10,20 +10,15 @@ import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.autobatch.protocol import Status
-from linnaeus.autobatch.sizes import SizeSearch
-from linnaeus.batching.sizes import micro_batches_held
 from linnaeus.commands.analyze.options import Mode
 from linnaeus.commands.analyze.results import Analysis, Remedy
-from linnaeus.config.schema import Config, TrainConfig
-from linnaeus.data.bundle import DataBundle
-from linnaeus.dist import World
+from linnaeus.commands.session import Setup
+from linnaeus.config.schema import TrainConfig
 from linnaeus.errors import ConfigError
 from linnaeus.memory.device import GIB
 from linnaeus.training.build import assemble_for
@@ -36,10 +31,10 @@ class _Change:
     """One remedy.
 
     Attributes:
-        name: of the remedy.
-        keys: keys of TRAIN and their new values, from the node as it is.
-        obstacle: why the remedy does not apply to a mode on a device, or None.
-        divisor: what the size of a micro-batch is divided by.
+        name: as in `Remedy`.
+        keys: gives the changed keys of TRAIN with their new values.
+        obstacle: gives why the remedy does not apply to a mode on a device, or None where it does.
+        divisor: divides the micro-batch size.
     """
 
     name: str
@@ -57,46 +52,40 @@ class _Measured:
     reason: str | None = None
 
 
-def measure_remedies(
-    config: Config, data: DataBundle, world: World, analysis: Analysis, status: Status, *, timed: bool
-) -> None:
-    """Try each remedy at each size found, and put what it does into the rows as soon as it is known.
+def measure_remedies(setup: Setup, analysis: Analysis, *, timed: bool) -> None:
+    """Try each remedy at each size found, and add its effect to the rows as soon as it is known.
 
     Args:
-        config: as it is.
-        data: of both splits.
-        world: this process.
+        setup: with the unchanged configuration.
         analysis: its rows take the remedies.
-        status: told what is being tried.
-        timed: measure samples per second too.
+        timed: whether samples per second are measured too.
     """
-    run = partial(_run, data, world, status, timed)
     for mode in analysis.curves:
         sizes = sorted({row.batch_size for row in analysis.sorted_rows(mode) if row.batch_size is not None})
         if not sizes:
             continue
         logger.info("remedies, %s: measuring the configuration as it is again", mode)
-        before = run(config, mode, sizes)
+        before = _run(setup, mode, sizes, timed)
         for change in CHANGES:
-            outcomes = _try(change, config, world.device, mode, before, run)
+            outcomes = _try(setup, change, mode, before, timed)
             for row in analysis.sorted_rows(mode):
                 if row.batch_size is not None:
                     row.remedies.append(outcomes[row.batch_size])
 
 
 def _try(
-    change: _Change, config: Config, device: torch.device, mode: Mode, before: Mapping[int, _Measured],
-    run: Callable[[Config, Mode, list[int]], dict[int, _Measured]],
-) -> dict[int, Remedy]:  # fmt: skip
-    """What one remedy does to each size of a mode."""
-    keys = change.keys(config.TRAIN)
-    obstacle = change.obstacle(config.TRAIN, mode, device)
+    setup: Setup, change: _Change, mode: Mode, before: Mapping[int, _Measured], timed: bool
+) -> dict[int, Remedy]:
+    """The effect of one change on each size of a mode."""
+    train = setup.config.TRAIN
+    keys = change.keys(train)
+    obstacle = change.obstacle(train, mode, setup.world.device)
     after: dict[int, _Measured] = {}
     if obstacle is None:
         logger.info("remedies, %s: %s", mode, change.name)
-        changed = replace(config, TRAIN=replace(config.TRAIN, **keys))
+        changed = replace(setup, config=replace(setup.config, TRAIN=replace(train, **keys)))
         sizes = [size // change.divisor for size in before if size >= change.divisor]
-        after = run(changed, mode, sizes)
+        after = _run(changed, mode, sizes, timed)
     skipped = _Measured(reason=obstacle or "a single sample cannot be halved")
     outcomes = {}
     for size, reference in before.items():
@@ -113,18 +102,12 @@ def _try(
     return outcomes
 
 
-def _run(
-    data: DataBundle, world: World, status: Status, timed: bool, config: Config, mode: Mode,
-    sizes: Sequence[int],
-) -> dict[int, _Measured]:  # fmt: skip
-    """Measure sizes under a configuration. One that cannot run is a reason, and ends nothing else."""
+def _run(setup: Setup, mode: Mode, sizes: Sequence[int], timed: bool) -> dict[int, _Measured]:
+    """Measure sizes under a configuration. Where it cannot run, each size gets the reason."""
     found: dict[int, _Measured] = {}
     try:
-        assembly = assemble_for(config, data, world.device)
-        search = SizeSearch(
-            config.DATA, data, assembly, world, micro_batches_held(config.TRAIN), config.EXPERIMENT.SEED
-        )
-        with search.finder(mode, status) as finder:
+        assembly = assemble_for(setup.config, setup.data, setup.world.device)
+        with setup.search(assembly).finder(mode, setup.status) as finder:
             for size in sizes:
                 found[size] = _measure(finder, size, timed)
     except ConfigError as error:

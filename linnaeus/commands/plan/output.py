@@ -1,20 +1,13 @@
-"""A plan for programs (JSON, JSONL, CSV) and for people (a table and what to know about it)."""
+"""A plan for people: a table, and notes about it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.table import Table
 
 from linnaeus.commands.duration import show_duration
 from linnaeus.commands.plan.results import Choice, Plan, Row
-from linnaeus.commands.tables import save_table
-
-
-def save(plan: Plan, path: Path) -> None:
-    """Write the figures, atomically, in the format that the ending names."""
-    save_table(path, plan.as_dict(), plan.scalars(), plan.columns)
 
 
 def results_table(plan: Plan) -> Table:
@@ -51,7 +44,7 @@ def _cells(row: Row, choice: Choice, with_effective: bool) -> Iterator[str]:
 
 
 def notes(plan: Plan) -> list[str]:
-    """What to know beside the table: what the columns mean, warnings, and what to set."""
+    """Notes below the table: sizes left out, what its columns mean, warnings, and the recommended size."""
     found = [f"batch size {size} is left out: {reason}" for size, reason in plan.left_out.items()]
     if not plan.rows:
         return found
@@ -71,7 +64,7 @@ def notes(plan: Plan) -> list[str]:
 
 
 def _warnings(plan: Plan) -> list[str]:
-    """Each warning once, with the sizes that it is about."""
+    """Each warning once, with the sizes that it concerns."""
     sizes: dict[str, list[int]] = {}
     for row in plan.rows:
         for warning in row.warnings:

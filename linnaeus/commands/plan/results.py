@@ -1,4 +1,4 @@
-"""What a plan consists of so far, as objects and as plain data for files."""
+"""The results of a plan, as objects and as plain data for files."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from linnaeus.commands.plan import arithmetic
+from linnaeus.commands.plan.arithmetic import relative_samples, relative_steps, smallest_fast
+from linnaeus.commands.tables import Measurement
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What the run to come is.
+    """The run that is planned.
 
     Attributes:
-        num_samples: of the training data.
+        num_samples: number of training samples.
         epochs: passes over them.
-        world_size: processes.
-        noise_scale: gradient noise scale, in samples; None where nobody knows it.
-        time_budget_s: seconds that the run may take.
+        world_size: number of processes.
+        noise_scale: gradient noise scale, in samples; None where it is not known.
+        time_budget_s: seconds that the run may take; None for no limit.
     """
 
     num_samples: int
@@ -34,13 +35,13 @@ class Row:
     """One size that was timed, and the run with it.
 
     Attributes:
-        goal: what the run to come is.
-        batch_size: samples per process and forward pass.
-        accumulation_steps: forward passes per optimizer step.
-        samples_per_s_each: of one process, as measured.
-        learning_rate: the peak; None where the configuration allows no run of this size.
-        warmup_steps, total_steps: optimizer steps.
-        warnings: of the batch plan, or why there is none.
+        goal: the run that is planned.
+        batch_size: micro-batch size: samples per process and forward pass.
+        accumulation_steps: micro-batches per optimizer step.
+        samples_per_s_each: measured speed of one process.
+        learning_rate: its peak; None where the configuration allows no run with this size.
+        warmup_steps, total_steps: optimizer steps; None where the learning rate is.
+        warnings: those of the batch plan, or why there is none.
     """
 
     goal: Goal
@@ -59,18 +60,18 @@ class Row:
 
     @property
     def samples_per_s(self) -> float:
-        """Over all processes, if they do not wait for each other."""
+        """Speed of all processes, if they do not wait for each other."""
         return self.samples_per_s_each * self.goal.world_size
 
     @property
     def seconds_per_step(self) -> float:
-        """Of one optimizer step."""
-        return arithmetic.seconds_per_step(self.effective_batch_size, self.samples_per_s)
+        """Seconds of one optimizer step."""
+        return self.effective_batch_size / self.samples_per_s
 
     @property
     def epoch_s(self) -> float:
         """Seconds of one epoch."""
-        return arithmetic.seconds_per_epoch(self.goal.num_samples, self.samples_per_s)
+        return self.goal.num_samples / self.samples_per_s
 
     @property
     def run_s(self) -> float:
@@ -84,65 +85,51 @@ class Row:
 
     @property
     def relative_steps(self) -> float | None:
-        """Optimizer steps to the same loss as a multiple of the least possible; None without noise scale."""
-        noise_scale = self.goal.noise_scale
-        return (
-            None if noise_scale is None else arithmetic.relative_steps(self.effective_batch_size, noise_scale)
-        )
+        """Optimizer steps to the same loss, as a multiple of S_min; None without a noise scale."""
+        scale = self.goal.noise_scale
+        return None if scale is None else relative_steps(self.effective_batch_size, scale)
 
     @property
     def relative_samples(self) -> float | None:
-        """Samples to the same loss per least possible step; None without a noise scale."""
-        noise_scale = self.goal.noise_scale
-        return (
-            None
-            if noise_scale is None
-            else arithmetic.relative_samples(self.effective_batch_size, noise_scale)
-        )
+        """Samples to the same loss, as a multiple of S_min; None without a noise scale."""
+        scale = self.goal.noise_scale
+        return None if scale is None else relative_samples(self.effective_batch_size, scale)
 
     @property
     def relative_seconds(self) -> float | None:
-        """Seconds to the same loss per least possible step; None without a noise scale."""
-        if self.goal.noise_scale is None:
-            return None
-        return arithmetic.relative_seconds(
-            self.effective_batch_size, self.goal.noise_scale, self.seconds_per_step
-        )
+        """Seconds to the same loss, as a multiple of S_min; None without a noise scale."""
+        return None if self.relative_steps is None else self.relative_steps * self.seconds_per_step
 
 
 @dataclass
-class Plan:
-    """Everything measured so far; filled while it is measured, so that an interruption loses nothing.
+class Plan(Measurement):
+    """Sizes with their times.
 
     Attributes:
-        goal: what the run to come is.
-        tolerance: share of the best samples per second that a recommended size may miss.
-        environment: where the figures hold.
+        goal: the run that is planned.
+        tolerance: how far below the best samples per second a recommended size may be, relative to the best.
         search: how the largest size was found, as in `autobatch.json`.
-        rows: sizes that were timed, ascending.
-        left_out: why a size that was asked for was not timed.
-        interrupted: the measuring was cut short.
+        rows: the sizes that were timed, ascending.
+        left_out: why a size could not be timed, by size.
     """
 
     goal: Goal
     tolerance: float
-    environment: dict[str, Any] = field(default_factory=dict)
     search: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     left_out: dict[int, str] = field(default_factory=dict)
-    interrupted: bool = False
 
     def choice(self) -> Choice:
-        """The marked sizes among those timed; there must be one."""
-        return Choice({row.batch_size: row for row in self.rows}, self.goal, self.tolerance)
+        """The marked sizes among those timed, of which there must be one."""
+        return Choice({row.batch_size: row for row in self.rows}, self.tolerance)
 
     @property
     def columns(self) -> list[str]:
-        """Of a table for programs."""
+        """Columns of the table."""
         return list(self.scalars()[0]) if self.rows else ["batch_size"]
 
     def scalars(self) -> list[dict[str, Any]]:
-        """The rows of a table for programs."""
+        """Rows of the table."""
         if not self.rows:
             return []
         choice = self.choice()
@@ -169,7 +156,7 @@ class Plan:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of the JSON file."""
+        """Content of the JSON file."""
         goal = self.goal
         choice = self.choice() if self.rows else None
         sizes = [
@@ -199,12 +186,10 @@ class Choice:
 
     Attributes:
         rows: by size; at least one.
-        goal: what the run to come is.
-        tolerance: share of the best samples per second that may be missing.
+        tolerance: as in `Plan`.
     """
 
     rows: Mapping[int, Row]
-    goal: Goal
     tolerance: float
 
     @property
@@ -219,15 +204,13 @@ class Choice:
 
     @cached_property
     def recommended(self) -> int:
-        """The size with the least time to the same loss; without a noise scale the smallest fast one."""
+        """The size with the least time to the same loss; without a noise scale, the smallest fast one."""
         allowed = {size: row for size, row in self.rows.items() if row.learning_rate is not None}
         rows = allowed or self.rows
         times = {size: row.relative_seconds for size, row in rows.items() if row.relative_seconds is not None}
         if times:
-            return arithmetic.least(times)
-        return arithmetic.smallest_fast(
-            {size: row.samples_per_s for size, row in rows.items()}, self.tolerance
-        )
+            return min(times, key=lambda size: (times[size], size))
+        return smallest_fast({size: row.samples_per_s for size, row in rows.items()}, self.tolerance)
 
     def relative_time(self, row: Row) -> float | None:
         """Time to the same loss as a multiple of the recommended size's."""
@@ -235,6 +218,6 @@ class Choice:
         return None if row.relative_seconds is None or best is None else row.relative_seconds / best
 
     def marks(self, row: Row) -> list[str]:
-        """What a size is among all."""
+        """Which of the three a row is."""
         names = ("largest", "fastest", "recommended")
         return [name for name in names if getattr(self, name) == row.batch_size]

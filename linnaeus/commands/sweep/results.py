@@ -1,4 +1,4 @@
-"""What the runs of a sweep came to, as objects and as plain data for files."""
+"""The results of a sweep, as objects and as plain data for files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from linnaeus.commands.sweep.folder import Outcome, effective_batch_size
+from linnaeus.commands.tables import Figures
 
-Status = Literal["finished", "failed", "interrupted", "not run"]
+RunStatus = Literal["finished", "failed", "interrupted", "not run"]
 PLANNED = ("learning_rate", "warmup_steps", "total_steps")
-"""What a run's batch plan gave it, beside the effective batch."""
+"""Figures of a run's batch plan, beside the effective batch size."""
 SEED = "EXPERIMENT.SEED"
 """Runs that differ in it alone are repetitions of one measurement."""
 
@@ -21,10 +22,10 @@ class Row:
     """One run.
 
     Attributes:
-        values: of the swept keys.
+        values: the text of each swept key's value.
         folder: where its files are.
         outcome: how its process ended; None before it has.
-        stopped: it was ended because the sweep was.
+        stopped: whether it was ended because the sweep was.
     """
 
     values: dict[str, str]
@@ -38,7 +39,7 @@ class Row:
         return " ".join(f"{key}={value}" for key, value in self.values.items())
 
     @property
-    def status(self) -> Status:
+    def status(self) -> RunStatus:
         """How far the run has come."""
         if self.outcome is None:
             return "not run"
@@ -62,7 +63,7 @@ class Row:
         return value
 
     def scalars(self, metrics: Sequence[str]) -> dict[str, Any]:
-        """The row of a table for programs."""
+        """The row of the table, with these metrics."""
         outcome = self.outcome
         return {
             **self.values,
@@ -86,12 +87,12 @@ class Row:
 
 
 @dataclass
-class Sweep:
+class Sweep(Figures):
     """All runs, finished or not.
 
     Attributes:
         rows: in the order of the grid.
-        wanted_metric: the one that the user names.
+        wanted_metric: from `--metric`.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -99,7 +100,7 @@ class Sweep:
 
     @property
     def metric(self) -> str:
-        """The metric that is compared: the one wanted where there is one, else the runs' own headline."""
+        """The metric that is compared: the wanted one if the runs have it, else their own headline."""
         known = self.metrics
         if self.wanted_metric in known:
             return str(self.wanted_metric)
@@ -113,36 +114,36 @@ class Sweep:
 
     @property
     def columns(self) -> list[str]:
-        """Of a table for programs."""
+        """Columns of the table."""
         return list(self.rows[0].scalars(self.metrics))
 
     def scalars(self) -> list[dict[str, Any]]:
-        """The rows of a table for programs."""
+        """Rows of the table."""
         return [row.scalars(self.metrics) for row in self.rows]
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of the JSON file."""
+        """Content of the JSON file."""
         return {"metric": self.metric, "runs": [row.as_dict() for row in self.rows]}
 
-    def with_status(self, *wanted: Status) -> list[Row]:
-        """The rows of some kinds."""
+    def with_status(self, *wanted: RunStatus) -> list[Row]:
+        """The rows with one of these statuses."""
         return [row for row in self.rows if row.status in wanted]
 
 
 @dataclass
 class Series:
-    """Finished runs that belong on one line of a picture: they differ in size and seed alone.
+    """Finished runs that form one line of a picture: they differ only in size and seed.
 
     Attributes:
         label: the values of the other keys; empty when there are none.
-        rows: by ascending effective batch.
+        rows: by ascending effective batch size.
     """
 
     label: str
     rows: list[Row]
 
     def means(self, name: str) -> list[tuple[int, float]]:
-        """(effective batch, mean over the runs of that size) of a metric, or of `training_s`."""
+        """(effective batch size, mean over the runs of that size) of a metric, or of `training_s`."""
         by_size: dict[int, list[float]] = {}
         for row in self.rows:
             value = value_of(row, name)
@@ -160,7 +161,7 @@ def value_of(row: Row, name: str) -> float | None:
 
 
 def series_of(rows: Sequence[Row]) -> list[Series]:
-    """Group the finished runs into lines over the effective batch, in the order of the grid."""
+    """Group the finished runs into lines over the effective batch size, in the order of the grid."""
     finished = sorted((row for row in rows if row.result), key=lambda row: effective_batch_size(row.result))
     size_keys = {key for key in _keys(rows) if _changes_size(key, finished)}
     groups: dict[str, list[Row]] = {}
@@ -182,7 +183,7 @@ def _label(row: Row, size_keys: set[str]) -> str:
 
 
 def _changes_size(key: str, finished: Sequence[Row]) -> bool:
-    """Whether runs that differ in this key alone have different effective batches."""
+    """Whether runs that differ only in this key have different effective batch sizes."""
     sizes: dict[tuple[tuple[str, str], ...], set[int]] = {}
     for row in finished:
         others = tuple(item for item in row.values.items() if item[0] != key)
