@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from linnaeus.config.keys import suggest
-from linnaeus.config.load import LoadedConfig, load_config, to_yaml
+from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.overrides import FLAGS
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 
 AUTOBATCH = "DATA.AUTOBATCH"
-TABLE_ENDINGS = (".json", ".jsonl", ".csv")
-PLOT_ENDINGS = (".png", ".svg", ".html")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -91,21 +89,6 @@ class CommandParser(argparse.ArgumentParser):
     def names(self) -> list[str]:
         """All options, with their dashes."""
         return [name for action in self._actions for name in action.option_strings]
-
-    def load(self, argv: Sequence[str], options: object) -> LoadedConfig:
-        """Read a command line: the options into the attributes of an object, the rest into a configuration.
-
-        Raises:
-            ConfigError: lists everything that is wrong, with the options and in the configuration.
-        """
-        rest, problems = self.take(argv, options)
-        try:
-            loaded = load_config(rest)
-        except ConfigError as error:
-            raise ConfigError([*problems, *error.problems]) from None
-        if problems and not loaded.show_help:
-            raise ConfigError(problems)
-        return loaded
 
     def take(self, argv: Sequence[str], options: object) -> tuple[list[str], list[str]]:
         """Take the options out of a command line.
@@ -181,16 +164,12 @@ def add_measuring_options(parser: CommandParser, *, output: Path, suffixes: Sequ
     def keys(name: str) -> list[str]:
         return [f"{AUTOBATCH}.{name}{suffix}" for suffix in suffixes]
 
-    parser.option(
-        "--output", "FILE", read_path(TABLE_ENDINGS), f".json, .jsonl or .csv by its ending; default {output}"
-    )
-    parser.option(
-        "--plot", "FILE", read_path(PLOT_ENDINGS), "also draw a picture: .png, .svg or .html by its ending"
-    )
+    parser.option("--output", "FILE", read_table, f".json, .jsonl or .csv by its ending; default {output}")
+    parser.option("--plot", "FILE", read_plot, "also draw a picture: .png, .svg or .html by its ending")
     parser.option("--min-bs", "N", read_count, "smallest size tried", keys("MIN_BATCH_SIZE"))
     parser.option("--max-bs", "N", read_count, "largest size tried", keys("MAX_BATCH_SIZE"))
     parser.option(
-        "--memory-limit-gb", "X", read_positive("number of GiB"),
+        "--memory-limit-gb", "X", partial(read_positive, "number of GiB"),
         "treat the device as if it had no more GiB", [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
     )  # fmt: skip
 
@@ -204,9 +183,15 @@ def read_request(
         The help or the configuration where these are asked for, else the arguments of the session.
 
     Raises:
-        ConfigError: lists everything that is wrong.
+        ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
-    loaded = parser.load(argv, options)
+    rest, problems = parser.take(argv, options)
+    try:
+        loaded = load_config(rest)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems and not loaded.show_help:
+        raise ConfigError(problems)
     if loaded.show_help or loaded.print_config:
         return parser.format_help() if loaded.show_help else to_yaml(loaded.config)
     check_files({"--output": options.output, "--plot": options.plot})
@@ -214,10 +199,7 @@ def read_request(
 
 
 def check_files(files: Mapping[str, Path | None]) -> None:
-    """Make sure that files can be written, before hours of work.
-
-    Args:
-        files: by the option that names them.
+    """Make sure that files, by the option that names them, can be written: before hours of work.
 
     Raises:
         ConfigError: names each file that cannot be written.
@@ -243,57 +225,45 @@ def _why_not_writable(path: Path) -> str | None:
         return error.strerror
 
 
-def read_path(endings: Sequence[str]) -> Callable[[str], Path]:
-    """A reader of files whose ending says the format."""
+def read_path(endings: Sequence[str], text: str) -> Path:
+    """A file whose ending says the format; `ValueError` for another ending."""
+    path = Path(text)
+    if path.suffix.lower() not in endings:
+        ending = f"the ending {path.suffix}" if path.suffix else "no ending"
+        raise ValueError(f"{text!r} has {ending}; the ending says the format: {', '.join(endings)}")
+    return path
 
-    def read(text: str) -> Path:
-        path = Path(text)
-        if path.suffix.lower() not in endings:
-            ending = f"the ending {path.suffix}" if path.suffix else "no ending"
-            raise ValueError(f"{text!r} has {ending}; the ending says the format: {', '.join(endings)}")
-        return path
 
-    return read
+read_table = partial(read_path, (".json", ".jsonl", ".csv"))
+read_plot = partial(read_path, (".png", ".svg", ".html"))
 
 
 def read_count(text: str) -> int:
-    """A whole number of at least 1.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """A whole number of at least 1; `ValueError` for anything else."""
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
-def read_positive(what: str) -> Callable[[str], float]:
-    """A reader of positive numbers, with what they are in messages, such as `number of GiB`."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 < value < math.inf:
-            raise ValueError(f"{text!r} is not a positive {what}")
-        return value
-
-    return read
+def read_positive(what: str, text: str) -> float:
+    """A positive number, which messages call `what`, such as "number of GiB"; `ValueError` for others."""
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{text!r} is not a positive {what}")
+    return value
 
 
 def read_fraction(text: str) -> float:
-    """A fraction of the device's memory, in (0, 1].
-
-    Raises:
-        ValueError: it is something else.
-    """
-    try:
-        fraction = float(text)
-    except ValueError:
-        raise ValueError(
-            f"{text!r} is not a number; give fractions of the device's memory such as 0.6,0.8"
-        ) from None
+    """A fraction of the device's memory, in (0, 1]; `ValueError` for anything else."""
+    fraction = _number(text)
     if not 0 < fraction <= 1:
-        raise ValueError(f"{text} is outside (0, 1]; give fractions of the device's memory such as 0.6,0.8")
+        problem = f"{text!r} is not a number" if math.isnan(fraction) else f"{text} is outside (0, 1]"
+        raise ValueError(f"{problem}; give fractions of the device's memory in (0, 1], such as 0.6,0.8")
     return fraction
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

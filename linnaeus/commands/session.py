@@ -48,14 +48,9 @@ class Setup:
 
     def search(self, assembly: Assembly, max_samples_per_rank: int | None = None) -> SizeSearch:
         """The searches of a run with this model; arguments as for `SizeSearch`."""
+        data, train, seed = self.config.DATA, self.config.TRAIN, self.config.EXPERIMENT.SEED
         return SizeSearch(
-            config=self.config.DATA,
-            bundle=self.data,
-            assembly=assembly,
-            world=self.world,
-            accumulation_steps=micro_batches_held(self.config.TRAIN),
-            seed=self.config.EXPERIMENT.SEED,
-            max_samples_per_rank=max_samples_per_rank,
+            data, self.data, assembly, self.world, micro_batches_held(train), seed, max_samples_per_rank
         )
 
     def note_environment(self, measurement: Measurement, assembly: Assembly) -> None:

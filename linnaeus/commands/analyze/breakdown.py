@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -79,9 +80,17 @@ def break_down(mode: Mode, state: StateBytes, *, peak_bytes: int, floor_bytes: i
 def counting(assembly: Assembly, device: torch.device) -> Iterator[StateBytes]:
     """Count bytes after each optimizer step inside the context, before the gradients are cleared."""
     state = StateBytes()
+    modules = nn.ModuleList([assembly.model, assembly.criterion])
+    average = nn.ModuleList([] if assembly.ema is None else [assembly.ema.module])
 
     def count(*_: object) -> None:
-        _count(assembly, device, state)
+        seen: set[int] = set()
+        total = partial(_new_bytes, device=device, seen=seen)
+        state.parameters = total(modules.parameters())
+        state.buffers = total(modules.buffers())
+        state.average = total([*average.parameters(), *average.buffers()])
+        state.gradients = total(parameter.grad for parameter in modules.parameters())
+        state.optimizer_state = total(nest.tensors(list(assembly.optimizer.state.values())))
 
     handle = assembly.optimizer.register_step_post_hook(count)
     try:
@@ -90,27 +99,11 @@ def counting(assembly: Assembly, device: torch.device) -> Iterator[StateBytes]:
         handle.remove()
 
 
-def _count(assembly: Assembly, device: torch.device, state: StateBytes) -> None:
-    seen: set[int] = set()
-    modules = nn.ModuleList([assembly.model, assembly.criterion])
-    average = nn.ModuleList([] if assembly.ema is None else [assembly.ema.module])
-    parameters = list(modules.parameters())
-
-    def total(tensors: Iterable[Tensor | None]) -> int:
-        return _new_bytes((tensor for tensor in tensors if tensor is not None), device, seen)
-
-    state.parameters = total(parameters)
-    state.buffers = total(modules.buffers())
-    state.average = total([*average.parameters(), *average.buffers()])
-    state.gradients = total(parameter.grad for parameter in parameters)
-    state.optimizer_state = total(nest.tensors(list(assembly.optimizer.state.values())))
-
-
-def _new_bytes(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> int:
+def _new_bytes(tensors: Iterable[Tensor | None], device: torch.device, seen: set[int]) -> int:
     """Bytes of the storages on the device that are not in `seen` yet; they are added to it."""
     num_bytes = 0
     for tensor in tensors:
-        if tensor.device == device and tensor.layout == torch.strided:
+        if tensor is not None and tensor.device == device and tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())

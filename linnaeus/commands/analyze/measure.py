@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +21,7 @@ from linnaeus.config.schema import AutoBatchConfig
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB
 
+logger = logging.getLogger("linnaeus.analysis")
 EXTRA_TRIALS = 0.6
 """Bound on the trials of all further fractions together, relative to those of the first one. Each fraction
 may run at least one."""
@@ -34,9 +36,8 @@ MARGIN = 0.06
 
 
 def measure_mode(
-    search: SizeSearch, mode: Mode, options: Options, analysis: Analysis, status: Status,
-    on_row: Callable[[Row], None],
-) -> None:  # fmt: skip
+    search: SizeSearch, mode: Mode, options: Options, analysis: Analysis, status: Status
+) -> None:
     """Search every fraction of one mode, the largest first, and time the sizes found.
 
     A fraction at which nothing fits gets a row with the reason.
@@ -47,7 +48,6 @@ def measure_mode(
         options: the fractions, and whether further sizes are timed.
         analysis: takes the rows and the curve as they are measured.
         status: told what is being tried.
-        on_row: called with each row when its size is found.
     """
     curve = analysis.curves[mode] = Curve()
     rows: list[Row] = []
@@ -67,13 +67,20 @@ def measure_mode(
                 if result is not None:
                     found.append(result)
                     row.breakdown = _breakdown(row, rows, state)
-                on_row(row)
+                _log(row)
             if found:
                 _time(finder, found[0], rows, curve, options, search.config.AUTOBATCH.TIMEOUT_MINUTES)
     except AutoBatchError as error:  # the bounds leave no size to try
         for fraction in fractions:
             analysis.rows.append(Row(mode, fraction, reason=str(error)))
-            on_row(analysis.rows[-1])
+            _log(analysis.rows[-1])
+
+
+def _log(row: Row) -> None:
+    size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
+    logger.info(
+        "%s, %s of the memory: %s, %d trials", row.mode, f"{row.memory_fraction:.0%}", size, len(row.trials)
+    )
 
 
 def _find(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linnaeus.commands.analyze.options import Mode
-from linnaeus.commands.analyze.results import Analysis, Curve, Row, fit_line
+from linnaeus.commands.analyze.results import Analysis, Curve, Row
 from linnaeus.commands.measure import Speeds
 from linnaeus.commands.picture import BLUE, GREEN, VERMILION, Picture, decorate, drawing, mark_size
 from linnaeus.memory.device import GIB
@@ -40,17 +41,9 @@ def _headline(analysis: Analysis) -> str:
     environment = analysis.environment
     size = "×".join(map(str, environment["image_size"] or []))
     limit = environment["memory_limit_gb"] or environment["total_bytes"] / GIB
-    return ", ".join(
-        part
-        for part in (
-            environment["model"],
-            size and f"{size} pixels",
-            environment["precision"],
-            environment["optimizer"],
-            f"{environment['device']} with {limit:.3g} GiB",
-        )
-        if part
-    )
+    model = environment["model"] + (f", {size} pixels" if size else "")
+    device = f"{environment['device']} with {limit:.3g} GiB"
+    return f"{model}, {environment['precision']}, {environment['optimizer']}, {device}"
 
 
 def _memory_panel(picture: Picture, axes: Axes, mode: Mode, curve: Curve, rows: list[Row]) -> None:
@@ -101,9 +94,9 @@ def _budget_lines(axes: Axes, rows: list[Row], unit: int, right: float) -> None:
 
 
 def _fitted_line(axes: Axes, points: list[tuple[int, int]], unit: int, right: float) -> None:
-    fit = fit_line(points)
-    if fit is not None:
-        start, slope = fit
+    """Draw the line of least squares through (size, bytes), where there are two sizes."""
+    if len({size for size, _ in points}) > 1:
+        slope, start = statistics.linear_regression(*zip(*points, strict=True))
         ends = [0.0, right]
         heights = [(start + slope * end) / unit for end in ends]
         axes.plot(ends, heights, "-", color=BLUE, alpha=0.8, linewidth=1.6, gid="fitted-line", zorder=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -87,9 +86,8 @@ class Row:
     breakdown: Breakdown | None = None
     remedies: list[Remedy] = field(default_factory=list)
 
-    def scalars(self) -> dict[str, Any]:
-        """The row of a table: its figures, and the parts of the breakdown in bytes."""
-        parts = self.breakdown.parts() if self.breakdown is not None else dict.fromkeys(PARTS)
+    def figures(self) -> dict[str, Any]:
+        """The entries that all files have."""
         return {
             "mode": self.mode,
             "memory_fraction": self.memory_fraction,
@@ -99,16 +97,18 @@ class Row:
             "peak_bytes": self.peak_bytes,
             "budget_bytes": self.budget_bytes,
             "samples_per_s": None if self.samples_per_s is None else round(self.samples_per_s, 3),
-            "num_trials": len(self.trials),
-            **{f"{name}_bytes": value for name, value in parts.items()},
         }
+
+    def scalars(self) -> dict[str, Any]:
+        """The row of a table: its figures, and the parts of the breakdown in bytes."""
+        parts = self.breakdown.parts() if self.breakdown is not None else dict.fromkeys(PARTS)
+        sizes = {f"{name}_bytes": num_bytes for name, num_bytes in parts.items()}
+        return {**self.figures(), "num_trials": len(self.trials), **sizes}
 
     def as_dict(self) -> dict[str, Any]:
         """The entry of the JSON file."""
-        names = [name for name in self.scalars() if name.removesuffix("_bytes") not in PARTS]
-        names.remove("num_trials")
         return {
-            **{name: self.scalars()[name] for name in names},
+            **self.figures(),
             "trials": [
                 {
                     "batch_size": trial.size,
@@ -203,24 +203,3 @@ class Analysis(Measurement):
             **({"throughput": throughput} if throughput else {}),
             "interrupted": self.interrupted,
         }
-
-
-def fit_line(points: Iterable[tuple[int, int]]) -> tuple[float, float] | None:
-    """Least squares through (size, bytes).
-
-    >>> fit_line([(1, 103), (2, 106), (3, 109)])
-    (100.0, 3.0)
-    >>> fit_line([(1, 103)]) is None
-    True
-
-    Returns:
-        Bytes at size 0 and bytes per sample; None where there are not two sizes.
-    """
-    points = list(points)
-    if len({size for size, _ in points}) < 2:
-        return None
-    mean_size = sum(size for size, _ in points) / len(points)
-    mean_bytes = sum(num_bytes for _, num_bytes in points) / len(points)
-    slope = sum((size - mean_size) * (num_bytes - mean_bytes) for size, num_bytes in points)
-    slope /= sum((size - mean_size) ** 2 for size, _ in points)
-    return mean_bytes - slope * mean_size, slope

@@ -13,7 +13,7 @@ from linnaeus.commands.analyze.options import Options
 from linnaeus.commands.analyze.output import tables, yaml_lines
 from linnaeus.commands.analyze.plot import save_plot
 from linnaeus.commands.analyze.remedies import measure_remedies
-from linnaeus.commands.analyze.results import Analysis, Row
+from linnaeus.commands.analyze.results import Analysis
 from linnaeus.commands.session import Setup, run_session
 from linnaeus.config.schema import Config
 from linnaeus.errors import AutoBatchError
@@ -23,10 +23,7 @@ logger = logging.getLogger("linnaeus.analysis")
 
 
 def run(options: Options, config: Config) -> int:
-    """Measure, write the files and show the tables.
-
-    Returns:
-        The exit code: 0 done, 130 interrupted.
+    """Measure, write the files and show the tables; returns the exit code: 0 done, 130 interrupted.
 
     Raises:
         AutoBatchError: nothing fits at any fraction.
@@ -59,7 +56,7 @@ def _search_all(options: Options, analysis: Analysis, setup: Setup) -> None:
     setup.note_environment(analysis, assembly)
     search = setup.search(assembly)
     for mode in options.modes:
-        measure_mode(search, mode, options, analysis, setup.status, on_row=_log_row)
+        measure_mode(search, mode, options, analysis, setup.status)
 
 
 def _show(analysis: Analysis, console: Console) -> None:
@@ -71,10 +68,3 @@ def _show(analysis: Analysis, console: Console) -> None:
             logger.info(reason)
     if lines := yaml_lines(analysis):
         console.print(f"To paste into a configuration:\n\n{lines}", markup=False, soft_wrap=True)
-
-
-def _log_row(row: Row) -> None:
-    size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
-    logger.info(
-        "%s, %s of the memory: %s, %d trials", row.mode, f"{row.memory_fraction:.0%}", size, len(row.trials)
-    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.training.build import Assembly
 
+logger = logging.getLogger("linnaeus.plan")
+
 
 @dataclass(frozen=True)
 class Measuring:
@@ -28,13 +31,11 @@ class Measuring:
         config: of the run that is planned.
         assembly: its model and steps.
         plan: takes the rows as they are measured.
-        on_row: called with each row.
     """
 
     config: Config
     assembly: Assembly
     plan: Plan
-    on_row: Callable[[Row], None]
 
     def run(self, search: SizeSearch, sizes: Sequence[int] | None, status: Status) -> None:
         """Find the largest size, and time it and others.
@@ -90,7 +91,7 @@ class Measuring:
             return
         row = Row(self.plan.goal, samples_per_s_each=timing.samples_per_s, **sizes)
         self.plan.rows = sorted([*self.plan.rows, row], key=lambda other: other.batch_size)
-        self.on_row(row)
+        logger.info("batch size %d: %.4g samples/s", row.batch_size, row.samples_per_s)
 
     def _sizes_of_run(self, size: int) -> dict[str, Any]:
         """The fields of a row that the batch plan decides."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from linnaeus.commands.duration import read_duration
@@ -94,7 +95,7 @@ def _parser() -> CommandParser:
     )
     parser.option("--epochs", "N", read_count, "passes over them", ["TRAIN.EPOCHS"])
     parser.option(
-        "--noise-scale", "X", read_positive("number of samples"),
+        "--noise-scale", "X", partial(read_positive, "number of samples"),
         "gradient noise scale, in samples; gives the time to the same loss",
     )  # fmt: skip
     parser.option("--world-size", "N", read_count, "processes that the run will have; default 1")

@@ -29,12 +29,11 @@ def save_plot(plan: Plan, path: Path) -> None:
         else:
             _loss_panel(picture, right, plan)
         if plan.rows:
-            choice = plan.choice()
-            size = choice.recommended
+            size, largest = plan.recommended.batch_size, plan.largest.batch_size
             for axes in (left, right):
                 size_axis(axes, [row.batch_size for row in plan.rows])
                 axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
-                mark_size(axes, size, f"recommended: {size}", text_on_the_right=size < choice.largest)
+                mark_size(axes, size, f"recommended: {size}", text_on_the_right=size < largest)
 
 
 def _headline(plan: Plan) -> str:
@@ -62,6 +61,6 @@ def _run_panel(picture: Picture, axes: Axes, plan: Plan) -> None:
 def _loss_panel(picture: Picture, axes: Axes, plan: Plan) -> None:
     """Predicted time to the same loss, as a multiple of the recommended size's."""
     decorate(axes, "predicted time to the same loss", "batch size", "multiple of the recommended size's")
-    times = [(row.batch_size, plan.choice().relative_time(row) or 0.0) for row in plan.rows]
+    times = [(row.batch_size, plan.relative_time(row) or 0.0) for row in plan.rows]
     texts = [f"batch size {size}: {time:.2f} x the time" for size, time in times]
     picture.line(axes, times, texts, BLUE)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from linnaeus.commands.plan.arithmetic import relative_samples, relative_steps, smallest_fast
@@ -119,9 +118,33 @@ class Plan(Measurement):
     rows: list[Row] = field(default_factory=list)
     left_out: dict[int, str] = field(default_factory=dict)
 
-    def choice(self) -> Choice:
-        """The marked sizes among those timed, of which there must be one."""
-        return Choice({row.batch_size: row for row in self.rows}, self.tolerance)
+    @property
+    def largest(self) -> Row:
+        """The row of the largest size. This and the properties below need at least one row."""
+        return self.rows[-1]
+
+    @property
+    def fastest(self) -> Row:
+        """The row with the most samples per second; of two as fast, the smaller size."""
+        return max(self.rows, key=lambda row: row.samples_per_s)
+
+    @property
+    def recommended(self) -> Row:
+        """The row with the least time to the same loss; without a noise scale, the smallest fast one."""
+        rows = [row for row in self.rows if row.learning_rate is not None] or self.rows
+        if self.goal.noise_scale is not None:
+            return min(rows, key=lambda row: row.relative_seconds or math.inf)
+        size = smallest_fast({row.batch_size: row.samples_per_s for row in rows}, self.tolerance)
+        return next(row for row in rows if row.batch_size == size)
+
+    def relative_time(self, row: Row) -> float | None:
+        """Time to the same loss as a multiple of the recommended size's; None without a noise scale."""
+        best = self.recommended.relative_seconds
+        return None if row.relative_seconds is None or best is None else row.relative_seconds / best
+
+    def marks(self, row: Row) -> list[str]:
+        """Which of the three a row is."""
+        return [name for name in ("largest", "fastest", "recommended") if getattr(self, name) is row]
 
     @property
     def columns(self) -> list[str]:
@@ -130,9 +153,6 @@ class Plan(Measurement):
 
     def scalars(self) -> list[dict[str, Any]]:
         """Rows of the table."""
-        if not self.rows:
-            return []
-        choice = self.choice()
         return [
             {
                 "batch_size": row.batch_size,
@@ -145,11 +165,11 @@ class Plan(Measurement):
                 "in_time": row.in_time,
                 "relative_steps": row.relative_steps,
                 "relative_samples": row.relative_samples,
-                "relative_time": choice.relative_time(row),
+                "relative_time": self.relative_time(row),
                 "learning_rate": row.learning_rate,
                 "warmup_steps": row.warmup_steps,
                 "total_steps": row.total_steps,
-                "marks": " ".join(choice.marks(row)),
+                "marks": " ".join(self.marks(row)),
                 "warnings": " ".join(row.warnings),
             }
             for row in self.rows
@@ -158,7 +178,6 @@ class Plan(Measurement):
     def as_dict(self) -> dict[str, Any]:
         """Content of the JSON file."""
         goal = self.goal
-        choice = self.choice() if self.rows else None
         sizes = [
             {**fields, "marks": fields["marks"].split(), "warnings": list(row.warnings)}
             for fields, row in zip(self.scalars(), self.rows, strict=True)
@@ -170,54 +189,11 @@ class Plan(Measurement):
             "world_size": goal.world_size,
             "noise_scale": goal.noise_scale,
             "time_budget_s": goal.time_budget_s,
-            "largest": choice and choice.largest,
-            "fastest": choice and choice.fastest,
-            "recommended": choice and choice.recommended,
+            "largest": self.largest.batch_size if self.rows else None,
+            "fastest": self.fastest.batch_size if self.rows else None,
+            "recommended": self.recommended.batch_size if self.rows else None,
             "sizes": sizes,
             "left_out": {str(size): reason for size, reason in self.left_out.items()},
             "search": self.search,
             "interrupted": self.interrupted,
         }
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which of the timed sizes stand out.
-
-    Attributes:
-        rows: by size; at least one.
-        tolerance: as in `Plan`.
-    """
-
-    rows: Mapping[int, Row]
-    tolerance: float
-
-    @property
-    def largest(self) -> int:
-        """The largest size timed."""
-        return max(self.rows)
-
-    @cached_property
-    def fastest(self) -> int:
-        """The size with the most samples per second."""
-        return max(self.rows, key=lambda size: self.rows[size].samples_per_s)
-
-    @cached_property
-    def recommended(self) -> int:
-        """The size with the least time to the same loss; without a noise scale, the smallest fast one."""
-        allowed = {size: row for size, row in self.rows.items() if row.learning_rate is not None}
-        rows = allowed or self.rows
-        times = {size: row.relative_seconds for size, row in rows.items() if row.relative_seconds is not None}
-        if times:
-            return min(times, key=lambda size: (times[size], size))
-        return smallest_fast({size: row.samples_per_s for size, row in rows.items()}, self.tolerance)
-
-    def relative_time(self, row: Row) -> float | None:
-        """Time to the same loss as a multiple of the recommended size's."""
-        best = self.rows[self.recommended].relative_seconds
-        return None if row.relative_seconds is None or best is None else row.relative_seconds / best
-
-    def marks(self, row: Row) -> list[str]:
-        """Which of the three a row is."""
-        names = ("largest", "fastest", "recommended")
-        return [name for name in names if getattr(self, name) == row.batch_size]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 from rich.console import Console
@@ -13,20 +12,15 @@ from linnaeus.commands.plan.measure import Measuring
 from linnaeus.commands.plan.options import Options
 from linnaeus.commands.plan.output import notes, results_table
 from linnaeus.commands.plan.plot import save_plot
-from linnaeus.commands.plan.results import Goal, Plan, Row
+from linnaeus.commands.plan.results import Goal, Plan
 from linnaeus.commands.session import Setup, run_session
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import dataset_length
 from linnaeus.training.build import assemble_for
 
-logger = logging.getLogger("linnaeus.plan")
-
 
 def run(options: Options, config: Config) -> int:
-    """Time sizes, write the files and show the table.
-
-    Returns:
-        The exit code: 0 done, 130 interrupted.
+    """Time sizes, write the files and show the table; returns the exit code: 0 done, 130 interrupted.
 
     Raises:
         AutoBatchError: nothing fits.
@@ -59,11 +53,7 @@ def _measure(options: Options, plan: Plan, setup: Setup) -> None:
     )
     setup.note_environment(plan, assembly)
     search = setup.search(assembly, max_samples_per_rank)
-    Measuring(config, assembly, plan, on_row=_log_row).run(search, options.sizes, setup.status)
-
-
-def _log_row(row: Row) -> None:
-    logger.info("batch size %d: %.4g samples/s", row.batch_size, row.samples_per_s)
+    Measuring(config, assembly, plan).run(search, options.sizes, setup.status)
 
 
 def _show(plan: Plan, console: Console) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from linnaeus.commands.options import PLOT_ENDINGS, CommandParser, check_files, read_path
+from linnaeus.commands.options import CommandParser, check_files, read_plot
 from linnaeus.commands.sweep.grid import Combination, read_grid
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.schema import Config
@@ -126,6 +126,6 @@ PARSER.option(
     "validation metric that is compared; default: top-1 of the finest level, or the loss",
 )  # fmt: skip
 PARSER.option(
-    "--plot", "FILE", read_path(PLOT_ENDINGS),
+    "--plot", "FILE", read_plot,
     "picture: .png, .svg or .html by its ending; default sweep.png beside the runs",
 )  # fmt: skip

@@ -26,7 +26,7 @@ def _figures(row: Row, metric: str) -> list[str]:
         _shown(row.effective_batch_size, "d"),
         _shown(row.result.get("learning_rate"), ".3g"),
         _shown(row.result.get("warmup_steps"), "d"),
-        _shown(row.metric(metric), ".4f"),
+        _shown(row.value(metric), ".4f"),
         _shown(row.result.get("training_s"), ".1f"),
         _shown(row.result.get("images_per_s"), ".0f"),
     ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from linnaeus.commands.picture import SERIES, Picture, decorate, drawing, size_axis
 from linnaeus.commands.sweep.folder import effective_batch_size
-from linnaeus.commands.sweep.results import Series, Sweep, series_of, value_of
+from linnaeus.commands.sweep.results import Series, Sweep, series_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,7 @@ def _lines(picture: Picture, axes: Axes, series: list[Series], name: str) -> Non
             linewidth=1.6,
         )  # fmt: skip
         for row in one.rows:
-            value = value_of(row, name)
+            value = row.value(name)
             if value is not None:
                 text = f"{row.title}: {name} {value:.4g}"
                 picture.point(axes, effective_batch_size(row.result), value, marker, text, color=colour)

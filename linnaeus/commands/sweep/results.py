@@ -57,10 +57,10 @@ class Row:
         """Samples per optimizer step over all processes."""
         return effective_batch_size(self.result) if self.result else None
 
-    def metric(self, name: str) -> float | None:
-        """A metric of the last validation."""
-        value: float | None = self.result.get("metrics", {}).get(name)
-        return value
+    def value(self, name: str) -> float | None:
+        """A metric of the last validation, or `training_s`; None for a run without it."""
+        values: dict[str, float | None] = {**self.result.get("metrics", {})}
+        return self.result.get(name) if name == "training_s" else values.get(name)
 
     def scalars(self, metrics: Sequence[str]) -> dict[str, Any]:
         """The row of the table, with these metrics."""
@@ -71,7 +71,7 @@ class Row:
             "exit_code": None if outcome is None else outcome.exit_code,
             "effective_batch": self.effective_batch_size,
             **{name: self.result.get(name) for name in PLANNED},
-            **{name: self.metric(name) for name in metrics},
+            **{name: self.value(name) for name in metrics},
             "training_s": self.result.get("training_s"),
             "images_per_s": self.result.get("images_per_s"),
             "seconds": None if outcome is None else outcome.seconds,
@@ -146,35 +146,18 @@ class Series:
         """(effective batch size, mean over the runs of that size) of a metric, or of `training_s`."""
         by_size: dict[int, list[float]] = {}
         for row in self.rows:
-            value = value_of(row, name)
+            value = row.value(name)
             if value is not None:
                 by_size.setdefault(effective_batch_size(row.result), []).append(value)
         return [(size, sum(values) / len(values)) for size, values in by_size.items()]
 
 
-def value_of(row: Row, name: str) -> float | None:
-    """A metric of a finished run, or its `training_s`."""
-    if name == "training_s":
-        seconds: float | None = row.result.get(name)
-        return seconds
-    return row.metric(name)
-
-
 def series_of(rows: Sequence[Row]) -> list[Series]:
     """Group the finished runs into lines over the effective batch size, in the order of the grid."""
     finished = sorted((row for row in rows if row.result), key=lambda row: effective_batch_size(row.result))
-    size_keys = {key for key in _keys(rows) if _changes_size(key, finished)}
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.result:
-            groups.setdefault(_label(row, size_keys), [])
-    for row in finished:
-        groups[_label(row, size_keys)].append(row)
-    return [Series(label, members) for label, members in groups.items()]
-
-
-def _keys(rows: Sequence[Row]) -> list[str]:
-    return list(rows[0].values) if rows else []
+    size_keys = {key for row in finished[:1] for key in row.values if _changes_size(key, finished)}
+    labels = dict.fromkeys(_label(row, size_keys) for row in rows if row.result)
+    return [Series(label, [row for row in finished if _label(row, size_keys) == label]) for label in labels]
 
 
 def _label(row: Row, size_keys: set[str]) -> str:

@@ -86,7 +86,7 @@ def _outcome(folder: Path, exit_code: int, seconds: float) -> Outcome:
 
 def _figure(row: Row, metric: str | None) -> str:
     name = Sweep([row], metric).metric
-    value = row.metric(name)
+    value = row.value(name)
     return "" if value is None else f", {name} {value:.4f}"
 
 
