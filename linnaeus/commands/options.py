@@ -63,9 +63,9 @@ class CommandParser(argparse.ArgumentParser):
 
         Args:
             name: with its dashes; `--some-name` fills the attribute `some_name`.
-            metavar: stands for the value in the help.
+            metavar: names the value in the help.
             read: the value from its text; raises `ValueError` with what is wrong.
-            text: of the help.
+            text: explains the option in the help.
             keys: the configuration keys that the option sets; it fills no attribute then.
         """
 

@@ -145,7 +145,7 @@ def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
 
 
 def mark_size(axes: Axes, size: int, text: str, *, text_on_the_right: bool) -> None:
-    """A dotted line at a size, with its text beside it."""
+    """Draw a dotted line at a size, with a text on one side of it."""
     axes.axvline(size, color=GREEN, linewidth=1.6, linestyle=":", zorder=2)
     axes.annotate(
         text, (size, 0.04), xycoords=("data", "axes fraction"), xytext=(5, 0),

@@ -92,30 +92,23 @@ def _strategy(text: str) -> str:
     return text
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        "analyze", description=DESCRIPTION, details=DETAILS, tool="tools/analyze_batch_sizes.py",
-        print_config="print the configuration that would be measured, and exit",
-    )  # fmt: skip
-    parser.option(
-        "--fractions", "F,F,...", _fractions,
-        "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
-    )  # fmt: skip
-    parser.option("--modes", "M,M", _modes, "train, val or both; default train,val")
-    parser.switch(
-        "--throughput", "time further sizes, and find the smallest within 5 % of the best samples per second"
-    )
-    parser.switch("--remedies", "measure what bf16, gradient checkpointing and accumulation would save")
-    suffixes = ("", "_VAL")
-    parser.option(
-        "--steps", "N", read_count, "steps that one trial runs",
-        [f"{AUTOBATCH}.STEPS_PER_TRIAL{suffix}" for suffix in suffixes],
-    )  # fmt: skip
-    parser.option(
-        "--strategy", "NAME", _strategy, "guided, binary, power or binsearch", [f"{AUTOBATCH}.STRATEGY"]
-    )
-    add_measuring_options(parser, output=Options.output, suffixes=suffixes)
-    return parser
-
-
-PARSER = _parser()
+PARSER = CommandParser(
+    "analyze", description=DESCRIPTION, details=DETAILS, tool="tools/analyze_batch_sizes.py",
+    print_config="print the configuration that would be measured, and exit",
+)  # fmt: skip
+PARSER.option(
+    "--fractions", "F,F,...", _fractions,
+    "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
+)  # fmt: skip
+PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val")
+PARSER.switch(
+    "--throughput", "time further sizes, and find the smallest within 5 % of the best samples per second"
+)
+PARSER.switch("--remedies", "measure what bf16, gradient checkpointing and accumulation would save")
+_SUFFIXES = ("", "_VAL")
+PARSER.option(
+    "--steps", "N", read_count, "steps that one trial runs",
+    [f"{AUTOBATCH}.STEPS_PER_TRIAL{suffix}" for suffix in _SUFFIXES],
+)  # fmt: skip
+PARSER.option("--strategy", "NAME", _strategy, f"one of {', '.join(STRATEGIES)}", [f"{AUTOBATCH}.STRATEGY"])
+add_measuring_options(PARSER, output=Options.output, suffixes=_SUFFIXES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from linnaeus.commands.analyze.options import Mode
 from linnaeus.commands.analyze.results import Analysis, Curve, Row
@@ -124,20 +124,15 @@ def _legend(figure: Figure, *, with_refused: bool) -> None:
     """One legend below all panels, where it covers no point and no budget line."""
     from matplotlib.lines import Line2D
 
-    entries = [
-        Line2D([], [], color=BLUE, marker="o", alpha=0.9, label="measured, and fitted line"),
-        Line2D([], [], color=VERMILION, linestyle="--", label="budget"),
-        Line2D(
-            [], [], color=GREEN, marker="D", linestyle="", markerfacecolor="none", markeredgewidth=2,
-            label="size chosen",
-        ),
-    ]  # fmt: skip
-    if with_refused:
-        entries.append(
-            Line2D(
-                [], [], color=VERMILION, marker="x", linestyle="", markeredgewidth=2, label="out of memory"
-            )
-        )
+    looks: dict[str, dict[str, Any]] = {
+        "measured, and fitted line": {"color": BLUE, "linestyle": "-", "marker": "o", "alpha": 0.9},
+        "budget": {"color": VERMILION, "linestyle": "--"},
+        "size chosen": {"color": GREEN, "marker": "D", "markerfacecolor": "none", "markeredgewidth": 2},
+        "out of memory": {"color": VERMILION, "marker": "x", "markeredgewidth": 2},
+    }
+    if not with_refused:
+        del looks["out of memory"]
+    entries = [Line2D([], [], label=label, **{"linestyle": "", **look}) for label, look in looks.items()]
     figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
 
 

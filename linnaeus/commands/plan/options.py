@@ -77,34 +77,29 @@ def _sizes(text: str) -> list[int]:
     return sorted({read_count(part) for part in text.split(",")})
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        "plan", description=DESCRIPTION, details=DETAILS, tool="tools/plan_batch_size.py",
-        print_config="print the configuration that would be timed, and exit",
-    )  # fmt: skip
-    parser.option(
-        "--fraction", "F", read_fraction, "fraction of the device's memory, in (0, 1]",
-        [f"{AUTOBATCH}.TARGET_MEMORY_FRACTION"],
-    )  # fmt: skip
-    parser.option(
-        "--sizes", "N,N,...", _sizes,
-        "time these sizes, and the largest that fits; default: powers of two below it",
-    )  # fmt: skip
-    parser.option(
-        "--dataset-length", "N", read_count, "training samples; default: those of the configured dataset"
-    )
-    parser.option("--epochs", "N", read_count, "passes over them", ["TRAIN.EPOCHS"])
-    parser.option(
-        "--noise-scale", "X", partial(read_positive, "number of samples"),
-        "gradient noise scale, in samples; gives the time to the same loss",
-    )  # fmt: skip
-    parser.option("--world-size", "N", read_count, "processes that the run will have; default 1")
-    parser.option(
-        "--time-budget", "T", read_duration,
-        "mark the sizes with which the run ends in time: 90s, 30m, 2h, 1d",
-    )  # fmt: skip
-    add_measuring_options(parser, output=Options.output, suffixes=[""])
-    return parser
-
-
-PARSER = _parser()
+PARSER = CommandParser(
+    "plan", description=DESCRIPTION, details=DETAILS, tool="tools/plan_batch_size.py",
+    print_config="print the configuration that would be timed, and exit",
+)  # fmt: skip
+PARSER.option(
+    "--fraction", "F", read_fraction, "fraction of the device's memory, in (0, 1]",
+    [f"{AUTOBATCH}.TARGET_MEMORY_FRACTION"],
+)  # fmt: skip
+PARSER.option(
+    "--sizes", "N,N,...", _sizes,
+    "time these sizes, and the largest that fits; default: powers of two below it",
+)  # fmt: skip
+PARSER.option(
+    "--dataset-length", "N", read_count, "training samples; default: those of the configured dataset"
+)
+PARSER.option("--epochs", "N", read_count, "passes over them", ["TRAIN.EPOCHS"])
+PARSER.option(
+    "--noise-scale", "X", partial(read_positive, "number of samples"),
+    "gradient noise scale, in samples; gives the time to the same loss",
+)  # fmt: skip
+PARSER.option("--world-size", "N", read_count, "processes that the run will have; default 1")
+PARSER.option(
+    "--time-budget", "T", read_duration,
+    "mark the sizes with which the run ends in time: 90s, 30m, 2h, 1d",
+)  # fmt: skip
+add_measuring_options(PARSER, output=Options.output, suffixes=[""])

@@ -31,7 +31,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """One size that was timed, and the run with it.
+    """One size that was timed, and the run with it. `S_min` is explained in `arithmetic`.
 
     Attributes:
         goal: the run that is planned.

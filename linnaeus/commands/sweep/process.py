@@ -105,7 +105,7 @@ def run_in_child(folder: Path, stop: Stop, lock: IO[str]) -> int:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # keeps errors and other output in order
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # the last line is the reason of a failure
             start_new_session=True,
             pass_fds=[lock.fileno()],
         )

@@ -12,7 +12,7 @@ from linnaeus.commands.tables import Figures
 
 RunStatus = Literal["finished", "failed", "interrupted", "not run"]
 PLANNED = ("learning_rate", "warmup_steps", "total_steps")
-"""Figures of a run's batch plan, beside the effective batch size."""
+"""Figures of a run's batch plan, in addition to the effective batch size."""
 SEED = "EXPERIMENT.SEED"
 """Runs that differ in it alone are repetitions of one measurement."""
 
@@ -35,7 +35,7 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The values as they would be typed."""
+        """The values as they are typed on a command line."""
         return " ".join(f"{key}={value}" for key, value in self.values.items())
 
     @property
