@@ -25,7 +25,7 @@ from linnaeus.dist import World, join
 from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.log import close_logging, is_interactive, make_console, set_up_logging
 from linnaeus.rng import seed_all
-from linnaeus.training.build import Assembly
+from linnaeus.training.build import Assembly, assemble_for
 
 logger = logging.getLogger("linnaeus.commands")
 
@@ -45,6 +45,14 @@ class Setup:
     data: DataBundle
     world: World
     status: Status
+
+    def assemble(self) -> Assembly:
+        """Build the model and its steps.
+
+        Raises:
+            ConfigError: a node that cannot be built.
+        """
+        return assemble_for(self.config, self.data, self.world.device)
 
     def search(self, assembly: Assembly, max_samples_per_rank: int | None = None) -> SizeSearch:
         """The searches of a run with this model; arguments as for `SizeSearch`."""

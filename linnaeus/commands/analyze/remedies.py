@@ -21,7 +21,6 @@ from linnaeus.commands.session import Setup
 from linnaeus.config.schema import TrainConfig
 from linnaeus.errors import ConfigError
 from linnaeus.memory.device import GIB
-from linnaeus.training.build import assemble_for
 
 logger = logging.getLogger("linnaeus.analysis")
 
@@ -121,8 +120,7 @@ def _run(setup: Setup, mode: Mode, sizes: Sequence[int], timed: bool) -> dict[in
     """Measure sizes under a configuration. Where it cannot run, each size gets the reason."""
     found: dict[int, _Measured] = {}
     try:
-        assembly = assemble_for(setup.config, setup.data, setup.world.device)
-        with setup.search(assembly).finder(mode, setup.status) as finder:
+        with setup.search(setup.assemble()).finder(mode, setup.status) as finder:
             for size in sizes:
                 found[size] = _measure(finder, size, timed)
     except Exception as error:  # a user's model may not take every precision

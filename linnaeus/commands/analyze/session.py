@@ -17,7 +17,6 @@ from linnaeus.commands.analyze.results import Analysis
 from linnaeus.commands.session import Setup, run_session
 from linnaeus.config.schema import Config
 from linnaeus.errors import AutoBatchError
-from linnaeus.training.build import assemble_for
 
 logger = logging.getLogger("linnaeus.analysis")
 
@@ -52,7 +51,7 @@ def _measure(options: Options, analysis: Analysis, setup: Setup) -> None:
 
 def _search_all(options: Options, analysis: Analysis, setup: Setup) -> None:
     """Search all modes and fractions, on one model."""
-    assembly = assemble_for(setup.config, setup.data, setup.world.device)
+    assembly = setup.assemble()
     setup.note_environment(analysis, assembly)
     search = setup.search(assembly)
     for mode in options.modes:

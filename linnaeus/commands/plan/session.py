@@ -16,7 +16,6 @@ from linnaeus.commands.plan.results import Goal, Plan
 from linnaeus.commands.session import Setup, run_session
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import dataset_length
-from linnaeus.training.build import assemble_for
 
 
 def run(options: Options, config: Config) -> int:
@@ -47,7 +46,7 @@ def _measure(options: Options, plan: Plan, setup: Setup) -> None:
         noise_scale=options.noise_scale,
         time_budget_s=options.time_budget,
     )
-    assembly = assemble_for(config, setup.data, setup.world.device)
+    assembly = setup.assemble()
     max_samples_per_rank = max_micro_batch_size(
         config, assembly, world_size=goal.world_size, num_samples=goal.num_samples
     )
