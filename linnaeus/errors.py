@@ -7,12 +7,15 @@
     └── CheckpointError       exit code 1   a checkpoint that cannot be read or does not match
 
 The message is written for the person at the terminal: it names the key or file, the value and the remedy.
-The command line prints it without a traceback.
+The command line prints it without a traceback. Exit code 0 means done, 130 (`EXIT_INTERRUPTED`) interrupted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+EXIT_INTERRUPTED = 130
+"""The shell's own code for a program that Ctrl-C ended."""
 
 
 class LinnaeusError(Exception):

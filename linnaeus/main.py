@@ -1,24 +1,30 @@
 """The command line: `python -m linnaeus.main`, `python -m linnaeus.train` and `linnaeus`.
 
-It trains, unless its first word is one of `COMMANDS`.
+It trains, unless its first word is one of `COMMANDS`. A command is a package of `linnaeus.commands` in two
+halves, which are imported when they are needed. `options.read` takes the words after the command, and gives a
+text to print or the arguments of `session.run`, which does the work and gives the exit code. No `options`
+imports torch, so that mistakes are answered at once.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from importlib import import_module, metadata
 
-from linnaeus.commands.analyze.command import analyze
-from linnaeus.commands.entry import EXIT_INTERRUPTED
-from linnaeus.commands.plan.command import plan
-from linnaeus.commands.sweep.command import sweep
-from linnaeus.config.help import help_text
-from linnaeus.config.load import load_config, to_yaml
-from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"analyze": analyze, "sweep": sweep, "plan": plan}
-"""What the first word may be. Each takes the tokens after it and gives the exit code."""
+COMMANDS = {
+    "analyze": "the analysis measures one device in one process",
+    "plan": "sizes are timed on one device in one process (see --world-size)",
+    "sweep": "a sweep starts a process for each run by itself",
+}
+"""What the first word may be, and why torchrun cannot run it."""
+FAREWELL_S = 3.0
+"""How long other ranks wait before they leave, so that rank 0 can say what is wrong."""
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
@@ -28,32 +34,44 @@ def cli(argv: Sequence[str] | None = None) -> int:
         argv: tokens after the program's name; the process's own by default.
 
     Returns:
-        The exit code: 0 done, 2 configuration, 3 AutoBatch, 130 interrupted, 1 anything else.
+        The exit code: 0 done, 2 configuration or option, 3 no batch size fits, 130 interrupted, 1 anything
+        else.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
-    if tokens and tokens[0] in COMMANDS:
-        return COMMANDS[tokens[0]](tokens[1:])
-    rank = int(os.environ.get("RANK", "0"))
+    command = tokens[0] if tokens and tokens[0] in COMMANDS else "train"
+    rank = os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None  # torchrun sets both
+    is_main = rank in (None, "0")
     try:
-        loaded = load_config(tokens)
-        if loaded.show_help or loaded.print_config:
-            if rank == 0:
-                print(help_text() if loaded.show_help else to_yaml(loaded.config), end="")
+        request = _read(command, tokens)
+        if isinstance(request, str):
+            if is_main:
+                print(request, end="")
             return 0
-    except ConfigError as error:
-        if rank == 0:  # every rank has read the same command line
-            print(error, file=sys.stderr)
+        if command in COMMANDS and rank is not None:
+            remedy = f"run it without torchrun: python -m linnaeus.main {shlex.join(tokens)}"
+            raise ConfigError(f"{COMMANDS[command]}; {remedy}")
+    except ConfigError as error:  # every rank has read the same command line
+        if is_main:
+            print(error, file=sys.stderr, flush=True)
+        else:  # torchrun ends all ranks with the first one that leaves
+            time.sleep(FAREWELL_S)
         return error.exit_code
-    # Here and not above: torch takes seconds to import, and a misspelled key should not.
-    from linnaeus.run import run
-
     try:
-        return EXIT_INTERRUPTED if run(loaded.config).interrupted else 0
+        exit_code: int = import_module(f"linnaeus.commands.{command}.session").run(*request)
+        return exit_code
     except LinnaeusError as error:
-        print(f"[rank {rank}] {error}" if "RANK" in os.environ else error, file=sys.stderr)
+        print(error if rank is None else f"[rank {rank}] {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _read(command: str, tokens: Sequence[str]) -> str | tuple[object, ...]:
+    if "--version" in tokens:
+        return f"linnaeus {metadata.version('linnaeus')}\n"
+    argv = tokens[1:] if command in COMMANDS else tokens
+    request: str | tuple[object, ...] = import_module(f"linnaeus.commands.{command}.options").read(argv)
+    return request
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What the commands beside training share: options, the way to an exit code, tables, pictures."""
+"""The commands, and what they have in common: options, measuring, tables, pictures."""

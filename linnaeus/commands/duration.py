@@ -1,4 +1,4 @@
-"""Lengths of time, as people write them."""
+"""Lengths of time as people write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def read_duration(text: str) -> float:
-    """Seconds of a length of time.
+    """Seconds in a length of time.
 
     >>> read_duration("90s"), read_duration("1.5h"), read_duration("2h30m")
     (90.0, 5400.0, 9000.0)
@@ -25,7 +25,7 @@ def read_duration(text: str) -> float:
 
 
 def show_duration(seconds: float) -> str:
-    """A length of time in the two units that tell most.
+    """A length of time in its two largest units.
 
     >>> show_duration(0.25), show_duration(72), show_duration(5400), show_duration(200_000)
     ('0.25 s', '1 m 12 s', '1 h 30 m', '2 d 8 h')

@@ -1,4 +1,4 @@
-"""Where measured figures hold."""
+"""The environment in which measured figures hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def describe(config: Config, data: DataBundle, assembly: Assembly, device: torch.device) -> dict[str, Any]:
-    """Device, versions, and what of the configuration the memory depends on."""
+    """Device, versions, and the settings that memory and speed depend on."""
     autobatch, train = config.DATA.AUTOBATCH, config.TRAIN
     parameters = list(assembly.model.parameters())
     return {
@@ -42,7 +42,7 @@ def describe(config: Config, data: DataBundle, assembly: Assembly, device: torch
 
 
 def device_sentence(environment: Mapping[str, Any]) -> str:
-    """What was measured, on what, for people."""
+    """One line for people: the device, and the model that is measured on it."""
     limit = environment["memory_limit_gb"]
     return (
         f"measured on {environment['device']} ({environment['device_name']}) with "

@@ -1,152 +1,269 @@
-"""Options of a command, `--name VALUE` or `--name=VALUE`, between the overrides. Pure: no torch."""
+"""Options of a command, `--name VALUE` or `--name=VALUE`, among the overrides. Imports no torch."""
 
 from __future__ import annotations
 
+import argparse
 import math
+import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from linnaeus.config.keys import suggest
-from linnaeus.config.load import LoadedConfig, load_config
+from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.overrides import FLAGS
+from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 
-TABLE_ENDINGS = (".json", ".jsonl", ".csv")
-PLOT_ENDINGS = (".png", ".svg", ".html")
+AUTOBATCH = "DATA.AUTOBATCH"
 
 
-@dataclass(frozen=True)
-class Grammar:
-    """The options that a command takes. `--some-name` fills the attribute `some_name`.
+class CommandParser(argparse.ArgumentParser):
+    """The options of a command, and its help.
 
-    Attributes:
-        readers: from the text of an option to its value; raises `ValueError` with what is wrong.
-        switches: options without a value.
-        keys: the keys that an option stands for; it fills no attribute then.
+    Args:
+        command: the word after `linnaeus`.
+        description: what the command does.
+        details: the end of the help: what else to know, examples, exit codes.
+        tool: a script of the repository that does the same.
+        print_config: help of `--print-config`.
     """
 
-    readers: Mapping[str, Callable[[str], Any]]
-    switches: Sequence[str] = ()
-    keys: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    def __init__(
+        self, command: str, *, description: str, details: str, print_config: str, tool: str | None = None
+    ) -> None:
+        usage = [
+            f"linnaeus {command} [--cfg FILE] [options] [group=preset ...] [KEY VALUE | KEY=VALUE ...]",
+            f"python -m linnaeus.main {command} ...",
+            *([] if tool is None else [f"python {tool} ..."]),
+        ]
+        super().__init__(
+            usage="\n       ".join(usage),
+            description=description,
+            epilog=details,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=24, width=110),
+            argument_default=argparse.SUPPRESS,
+            add_help=False,
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        self._keys: dict[str, Sequence[str]] = {}
+        # These are in the help only: `load_config` reads them.
+        self.add_argument("-h", "--help", action="store_true", help="print this text and exit")
+        self.add_argument("--print-config", action="store_true", help=print_config)
+        self.add_argument("--cfg", metavar="FILE", help="read a YAML file, as for training")
+
+    def option(
+        self, name: str, metavar: str, read: Callable[[str], Any], text: str, keys: Sequence[str] = ()
+    ) -> None:
+        """Add an option with a value.
+
+        Args:
+            name: with its dashes; `--some-name` fills the attribute `some_name`.
+            metavar: names the value in the help.
+            read: the value from its text; raises `ValueError` with what is wrong.
+            text: explains the option in the help.
+            keys: the configuration keys that the option sets; it fills no attribute then.
+        """
+
+        def convert(text: str) -> Any:
+            if not text:
+                raise argparse.ArgumentTypeError("needs a value; --help shows examples")
+            try:
+                return read(text)
+            except ValueError as error:  # argparse shows the text of this class of errors only
+                raise argparse.ArgumentTypeError(str(error)) from None
+
+        if keys:
+            text += f" ({', and '.join([keys[0], *('_VAL' for _ in keys[1:])])})"
+        action = self.add_argument(name, metavar=metavar, type=convert, help=text.replace("%", "%%"))
+        self._keys[action.dest] = keys
+
+    def switch(self, name: str, text: str) -> None:
+        """Add an option without a value."""
+        self.add_argument(name, action="store_true", help=text.replace("%", "%%"))
+
+    def names(self) -> list[str]:
+        """All options, with their dashes."""
+        return [name for action in self._actions for name in action.option_strings]
+
+    def take(self, argv: Sequence[str], options: object) -> tuple[list[str], list[str]]:
+        """Take the options out of a command line.
+
+        argparse stops at the first problem and knows no `KEY VALUE`, so it is handed one option at a time.
+
+        Args:
+            argv: the tokens after the command.
+            options: its attributes are filled.
+
+        Returns:
+            The tokens for `load_config`, where options that set keys are overrides in their place, and one
+            sentence for each problem.
+        """
+        rest, problems = list[str](), list[str]()
+        tokens = list(argv)
+        while tokens:
+            name, has_value, _ = tokens[0].partition("=")
+            if not name.startswith("--") or name in FLAGS or "." in name:
+                rest.append(tokens.pop(0))
+                continue
+            end = 2 if len(tokens) > 1 and not has_value and not tokens[1].startswith("--") else 1
+            one, tokens = tokens[:end], tokens[end:]
+            found = argparse.Namespace()
+            try:
+                _, unused = self.parse_known_args(one, found)
+            except argparse.ArgumentError as error:
+                problems.append(f"{name}: {_in_our_words(error.message)}")
+                continue
+            if unused[:1] == one[:1]:
+                problems.append(f"{name}: no such option{suggest(name, [*self.names(), *FLAGS])}")
+                del unused[0]
+            tokens = unused + tokens
+            for attribute, value in vars(found).items():
+                if keys := self._keys.get(attribute):
+                    rest += [f"{key}={value}" for key in keys]
+                else:
+                    setattr(options, attribute, value)
+        return rest, problems
 
 
-def read_command_line(argv: Sequence[str], options: object, grammar: Grammar) -> LoadedConfig:
-    """Read a command line: the options into their object, the rest into a configuration.
+def _in_our_words(message: str) -> str:
+    if message == "expected one argument":
+        return "needs a value; --help shows examples"
+    return "takes no value" if message.startswith("ignored explicit argument") else message
+
+
+@dataclass
+class MeasuringOptions:
+    """Options of every command that measures batch sizes.
+
+    Attributes:
+        output: file for programs; its ending says the format.
+        plot: picture; None draws none.
+    """
+
+    output: Path
+    plot: Path | None = None
+
+
+Options = TypeVar("Options", bound=MeasuringOptions)
+
+
+def add_measuring_options(parser: CommandParser, *, output: Path, suffixes: Sequence[str]) -> None:
+    """Add the options of every command that measures batch sizes.
+
+    Args:
+        parser: takes them.
+        output: default of `--output`.
+        suffixes: of the keys that bound the sizes: "" for training, and "_VAL" where validation counts too.
+    """
+
+    def keys(name: str) -> list[str]:
+        return [f"{AUTOBATCH}.{name}{suffix}" for suffix in suffixes]
+
+    parser.option("--output", "FILE", read_table, f".json, .jsonl or .csv by its ending; default {output}")
+    parser.option("--plot", "FILE", read_plot, "also draw a picture: .png, .svg or .html by its ending")
+    parser.option("--min-bs", "N", read_count, "smallest size tried", keys("MIN_BATCH_SIZE"))
+    parser.option("--max-bs", "N", read_count, "largest size tried", keys("MAX_BATCH_SIZE"))
+    parser.option(
+        "--memory-limit-gb", "X", partial(read_positive, "number of GiB"),
+        "treat the device as if it had no more GiB", [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
+    )  # fmt: skip
+
+
+def read_request(
+    parser: CommandParser, argv: Sequence[str], options: Options
+) -> str | tuple[Options, Config]:
+    """Read the command line of a command that measures, and make sure that its files can be written.
+
+    Returns:
+        The help or the configuration where these are asked for, else the arguments of the session.
 
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
-    rest, problems = take_options(argv, options, grammar)
+    rest, problems = parser.take(argv, options)
     try:
         loaded = load_config(rest)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems and not loaded.show_help:
         raise ConfigError(problems)
-    return loaded
+    if loaded.show_help or loaded.print_config:
+        return parser.format_help() if loaded.show_help else to_yaml(loaded.config)
+    check_files({"--output": options.output, "--plot": options.plot})
+    return options, loaded.config
 
 
-def take_options(argv: Sequence[str], options: object, grammar: Grammar) -> tuple[list[str], list[str]]:
-    """Take the options out of a command line; those that set a key become overrides in their place.
+def check_files(files: Mapping[str, Path | None]) -> None:
+    """Make sure that files, by the option that names them, can be written: before hours of work.
 
-    Args:
-        argv: the tokens after the command.
-        options: its attributes are filled.
-        grammar: which options there are.
-
-    Returns:
-        The tokens for `load_config`, and one sentence for each problem.
+    Raises:
+        ConfigError: names each file that cannot be written.
     """
-    rest, problems = list[str](), list[str]()
-    tokens = list(argv)
-    while tokens:
-        name, has_value, value = tokens[0].partition("=")
-        if name in grammar.switches and has_value:
-            problems.append(f"{name}: takes no value")
-        elif name in grammar.switches:
-            setattr(options, _attribute(name), True)
-        elif name in grammar.readers:
-            if not has_value and len(tokens) > 1 and not tokens[1].startswith("--"):
-                value = tokens.pop(1)
-            try:
-                rest += _take(options, grammar, name, value)
-            except ValueError as error:
-                problems.append(f"{name}: {error}")
-        elif name.startswith("--") and name not in FLAGS and "." not in name:
-            problems.append(
-                f"{name}: no such option{suggest(name, [*grammar.readers, *grammar.switches, *FLAGS])}"
-            )
-        else:
-            rest.append(tokens[0])
-        tokens.pop(0)
-    return rest, problems
+    problems = [
+        f"{name}: {path} cannot be written: {reason}; choose another file"
+        for name, path in files.items()
+        if path is not None and (reason := _why_not_writable(path)) is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
-def _take(options: object, grammar: Grammar, name: str, text: str) -> list[str]:
-    """Read an option's value into the options, or into overrides of the keys that it stands for."""
-    if not text:
-        raise ValueError("needs a value; --help shows examples")
-    value = grammar.readers[name](text)
-    if name not in grammar.keys:
-        setattr(options, _attribute(name), value)
-    return [f"{key}={value}" for key in grammar.keys.get(name, ())]
+def _why_not_writable(path: Path) -> str | None:
+    if path.is_dir():
+        return "it is a folder"
+    if path.exists() and not os.access(path, os.W_OK):
+        return "it is write-protected"
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            return None
+    except OSError as error:
+        return error.strerror
 
 
-def _attribute(name: str) -> str:
-    return name.removeprefix("--").replace("-", "_")
+def read_path(endings: Sequence[str], text: str) -> Path:
+    """A file whose ending says the format; `ValueError` for another ending."""
+    path = Path(text)
+    if path.suffix.lower() not in endings:
+        ending = f"the ending {path.suffix}" if path.suffix else "no ending"
+        raise ValueError(f"{text!r} has {ending}; the ending says the format: {', '.join(endings)}")
+    return path
 
 
-def read_path(endings: Sequence[str]) -> Callable[[str], Path]:
-    """A reader of files whose ending says the format."""
-
-    def read(text: str) -> Path:
-        path = Path(text)
-        if path.suffix.lower() not in endings:
-            ending = f"the ending {path.suffix}" if path.suffix else "no ending"
-            raise ValueError(f"{text!r} has {ending}; the ending says the format: {', '.join(endings)}")
-        return path
-
-    return read
+read_table = partial(read_path, (".json", ".jsonl", ".csv"))
+read_plot = partial(read_path, (".png", ".svg", ".html"))
 
 
 def read_count(text: str) -> int:
-    """A whole number of at least 1.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """A whole number of at least 1; `ValueError` for anything else."""
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
-def read_positive(what: str) -> Callable[[str], float]:
-    """A reader of positive numbers, with what they are in messages, such as `number of GiB`."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 < value < math.inf:
-            raise ValueError(f"{text!r} is not a positive {what}")
-        return value
-
-    return read
+def read_positive(what: str, text: str) -> float:
+    """A positive number, which messages call `what`, such as "number of GiB"; `ValueError` for others."""
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{text!r} is not a positive {what}")
+    return value
 
 
-def read_share(text: str) -> float:
-    """A share of the device's memory, in (0, 1].
-
-    Raises:
-        ValueError: it is something else.
-    """
-    try:
-        fraction = float(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not a number; give shares of the memory such as 0.6,0.8") from None
+def read_fraction(text: str) -> float:
+    """A fraction of the device's memory, in (0, 1]; `ValueError` for anything else."""
+    fraction = _number(text)
     if not 0 < fraction <= 1:
-        raise ValueError(f"{text} is outside (0, 1]; give shares of the device's memory such as 0.6,0.8")
+        problem = f"{text!r} is not a number" if math.isnan(fraction) else f"{text} is outside (0, 1]"
+        raise ValueError(f"{problem}; give fractions of the device's memory in (0, 1], such as 0.6,0.8")
     return fraction
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,8 +1,8 @@
-"""How all pictures look, and how they are written as PNG, SVG or an HTML page.
+"""The style of all pictures, and their files: PNG, SVG or an HTML page.
 
-One drawing serves all formats. Axes and text have a middle grey on a transparent ground, so that it reads on
-white and on black; in the HTML file they follow the reader's colour scheme. Series have the colours of Okabe
-and Ito (Color Universal Design, 2008), which readers with any colour vision can tell apart.
+One drawing serves all formats. Axes and text are middle grey on a transparent background, so that they can be
+read on white and on black; in the HTML file they follow the reader's colour scheme. Series have the colours
+of Okabe and Ito (Color Universal Design, 2008), which readers with any colour vision can tell apart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from linnaeus.files import write_atomically
+from linnaeus.commands.tables import Figures
+from linnaeus.files import write_atomically, write_text_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +27,7 @@ BLUE, GREEN, VERMILION, PURPLE = "#0072b2", "#009e73", "#d55e00", "#cc79a7"
 SERIES = (BLUE, VERMILION, GREEN, PURPLE, "#e69f00", "#56b4e9")
 """Colours of series, in order."""
 LABELS_APART = 1.3
-"""Factor between two batch sizes that both have a label."""
+"""Least factor between two batch sizes that both have a label."""
 _STYLE = {
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -47,25 +48,75 @@ _STYLE = {
 
 
 @dataclass
-class Tips:
-    """What each point says on hover, by the id of its element."""
+class Picture:
+    """A figure of panels, whose points say something on hover.
 
-    texts: dict[str, str] = field(default_factory=dict)
+    Attributes:
+        figure: the whole.
+        panels: rows of axes.
+        tips: the text of each point, by the id of its element.
+    """
 
-    def add(self, text: str) -> str:
-        """Note a text; returns the id (`gid`) that the point must have."""
-        name = f"point-{len(self.texts)}"
-        self.texts[name] = text
-        return name
+    figure: Figure
+    panels: list[list[Axes]]
+    tips: dict[str, str] = field(default_factory=dict)
+
+    def point(self, axes: Axes, x: float, y: float, marker: str, text: str, **style: Any) -> None:
+        """Draw one point, with the text that it says on hover."""
+        name = f"point-{len(self.tips)}"
+        self.tips[name] = text
+        axes.plot([x], [y], marker, **{"markersize": 6, "gid": name, "zorder": 4, **style})
+
+    def line(
+        self, axes: Axes, points: Sequence[tuple[int, float]], texts: Sequence[str], colour: str
+    ) -> None:
+        """Draw a line through points, each with its text."""
+        if points:
+            axes.plot(*zip(*points, strict=True), "-", color=colour, alpha=0.7, linewidth=1.6, zorder=3)
+        for (x, y), text in zip(points, texts, strict=True):
+            self.point(axes, x, y, "o", text, color=colour)
+
+    def speeds(
+        self, axes: Axes, points: Sequence[tuple[int, float]], *, title: str, prefix: str = ""
+    ) -> None:
+        """Draw a panel of samples per second against batch size; `prefix` begins the text of each point."""
+        decorate(axes, title, "batch size", "samples per second")
+        texts = [f"{prefix}batch size {size}: {speed:.4g} samples/s" for size, speed in points]
+        self.line(axes, points, texts, PURPLE)
 
 
 @contextmanager
-def style() -> Iterator[None]:
-    """Inside, matplotlib draws in this style."""
+def drawing(
+    path: Path, title: str, figures: Figures, columns: Sequence[str], *, num_rows: int = 1,
+    num_columns: int = 2, panel_height: float = 4.8,
+) -> Iterator[Picture]:  # fmt: skip
+    """Draw a picture inside the context; it is written at its end, atomically.
+
+    Args:
+        path: ends in `.png`, `.svg` or `.html`, which is the format.
+        title: above the panels.
+        figures: the rows of the HTML page's table.
+        columns: of that table, in order.
+        num_rows: rows of panels.
+        num_columns: panels in a row.
+        panel_height: inches; a panel is 6.4 inches wide.
+    """
+    # Here and not above: matplotlib takes a second to import.
     import matplotlib as mpl
+    from matplotlib.figure import Figure
 
     with mpl.rc_context(_STYLE):
-        yield
+        figure = Figure((6.4 * num_columns, panel_height * num_rows), layout="constrained")
+        figure.suptitle(title, fontsize=11)
+        picture = Picture(figure, figure.subplots(num_rows, num_columns, squeeze=False).tolist())
+        yield picture
+        if path.suffix.lower() == ".png":
+            write_atomically(path, lambda file: _save(figure, file, "png"))
+            return
+        text = _svg_text(picture)
+        if path.suffix.lower() == ".html":
+            text = _html_page(text, title, columns, figures.scalars())
+        write_text_atomically(path, text)
 
 
 def decorate(axes: Axes, title: str, x_label: str, y_label: str) -> None:
@@ -77,7 +128,7 @@ def decorate(axes: Axes, title: str, x_label: str, y_label: str) -> None:
 
 
 def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
-    """An axis of batch sizes, by powers of two; where sizes lie close, not every one has a label.
+    """Scale an axis of batch sizes by powers of two. Where sizes lie close, not every one has a label.
 
     Args:
         axes: whose x axis it is.
@@ -93,36 +144,22 @@ def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
     axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
 
 
-def save_picture(
-    path: Path, figure: Figure, tips: Tips, *, title: str, columns: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
-) -> None:  # fmt: skip
-    """Write a picture, atomically, in the format that the ending names.
-
-    Args:
-        path: ends in `.png`, `.svg` or `.html`.
-        figure: drawn inside `style()`.
-        tips: what its points say.
-        title: of the HTML page.
-        columns: of the HTML page's table, in order.
-        rows: its rows, by column.
-    """
-    ending = path.suffix.lower()
-    if ending == ".png":
-        write_atomically(path, lambda file: _save(figure, file, "png"))
-        return
-    text = _svg_text(figure, tips)
-    if ending == ".html":
-        text = _html_page(text, title, columns, rows)
-    write_atomically(path, lambda file: file.write(text.encode()))
+def mark_size(axes: Axes, size: int, text: str, *, text_on_the_right: bool) -> None:
+    """Draw a dotted line at a size, with a text on one side of it."""
+    axes.axvline(size, color=GREEN, linewidth=1.6, linestyle=":", zorder=2)
+    axes.annotate(
+        text, (size, 0.04), xycoords=("data", "axes fraction"), xytext=(5, 0),
+        textcoords="offset points", color=GREEN, fontsize=12, fontweight="bold",
+        ha="left" if text_on_the_right else "right",
+    )  # fmt: skip
 
 
-def _svg_text(figure: Figure, tips: Tips) -> str:
-    """SVG with what each point says as its title, which browsers show on hover."""
+def _svg_text(picture: Picture) -> str:
+    """SVG in which the text of each point is its title, which browsers show on hover."""
     buffer = io.BytesIO()
-    _save(figure, buffer, "svg")
+    _save(picture.figure, buffer, "svg")
     text = buffer.getvalue().decode()
-    for name, tip in tips.texts.items():
+    for name, tip in picture.tips.items():
         text = text.replace(
             f'<g id="{name}">', f'<g id="{name}" class="point"><title>{html.escape(tip)}</title>'
         )
@@ -148,8 +185,7 @@ def _cell(value: Any) -> str:
 
 def _save(figure: Figure, file: BinaryIO | io.BytesIO, kind: str) -> None:
     metadata = {"Date": None} if kind == "svg" else None
-    with style():
-        figure.savefig(file, format=kind, dpi=120, transparent=True, metadata=metadata)
+    figure.savefig(file, format=kind, dpi=120, transparent=True, metadata=metadata)
 
 
 _PAGE = """\

@@ -20,6 +20,7 @@ options:
   --cfg FILE      read a YAML file; it needs only the keys that differ from the defaults
   --print-config  print the whole configuration, resolved, and exit
   --opts          may come before the overrides; changes nothing
+  --version       print the version of Linnaeus and exit
   -h, --help      print this text and exit
 
 Keys can be set in four ways. A later one in this list wins, and of two overrides the last one:

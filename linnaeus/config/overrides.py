@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from linnaeus.config.keys import KEYS, NODES, closest, is_known, suggest
 
-FLAGS = ("--cfg", "--opts", "--print-config", "--help", "-h")
+FLAGS = ("--cfg", "--opts", "--print-config", "--help", "-h", "--version")
 _TOKEN = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
 _GROUP = re.compile(r"[a-z][a-z0-9_]*")
 _NUMBER = re.compile(r"-[\d.]")
@@ -84,7 +84,7 @@ def _flag(line: CommandLine, token: str, following: str | None) -> int:
         line.problems.append(f"{name}: takes no value")
     elif name == "--print-config":
         line.print_config = True
-    elif name != "--opts":
+    elif name in ("--help", "-h"):
         line.show_help = True
     return 1
 

@@ -1,10 +1,11 @@
-"""What the memory at a batch size consists of: tensors counted while a step has them, and what is left."""
+"""The parts of the memory at a batch size: tensors counted while a step holds them, and the remainder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,14 @@ from linnaeus.training.build import Assembly
 
 @dataclass
 class StateBytes:
-    """Bytes of the tensors that training keeps. Memory that tensors share counts once, for the first."""
+    """Bytes of the tensors that training keeps. Storage that tensors share counts once, for the first one.
+
+    Attributes:
+        parameters, buffers: those of the model and the loss.
+        average: the EMA copy of the model.
+        gradients: those of all parameters; 0 in validation.
+        optimizer_state: such as Adam's moments; training's stay resident during validation.
+    """
 
     parameters: int = 0
     buffers: int = 0
@@ -25,31 +33,22 @@ class StateBytes:
     optimizer_state: int = 0
 
 
-@dataclass(frozen=True)
-class Breakdown:
+@dataclass
+class Breakdown(StateBytes):
     """The parts of a peak, in bytes; they add up to it.
 
     Attributes:
-        parameters, buffers: of the model and the loss.
-        average: the EMA copy of the model.
-        gradients: all of them; none in validation.
-        optimizer_state: such as Adam's moments. Training's stay resident in validation.
-        activations: what the peak has beyond all else: activations, the batch, workspaces of kernels.
-        rest: what the process holds between steps without the tensors above: runtime and libraries on the
-            CPU, workspaces and rounding of the caching allocator on an accelerator.
+        activations: the peak less all other parts: activations, the batch, workspaces of kernels.
+        rest: all else that the process holds between steps: runtime and libraries on the CPU, workspaces and
+            rounding of the caching allocator on an accelerator.
     """
 
-    parameters: int
-    buffers: int
-    average: int
-    gradients: int
-    optimizer_state: int
-    activations: int
-    rest: int
+    activations: int = 0
+    rest: int = 0
 
     def parts(self) -> dict[str, int]:
         """The parts by name, in order."""
-        return dict(zip((field.name for field in fields(self)), astuple(self), strict=True))
+        return asdict(self)
 
 
 def break_down(mode: Mode, state: StateBytes, *, peak_bytes: int, floor_bytes: int) -> Breakdown:
@@ -60,11 +59,10 @@ def break_down(mode: Mode, state: StateBytes, *, peak_bytes: int, floor_bytes: i
     (600, 496, 1500)
 
     Args:
-        mode: a training trial starts without optimizer state and allocates it; in validation it is there
-            before and after.
-        state: of the same model.
-        peak_bytes: of a trial.
-        floor_bytes: what the process held between the trials.
+        mode: a training trial allocates the optimizer state; in validation it is there from the start.
+        state: counted on the same model.
+        peak_bytes: peak of a trial.
+        floor_bytes: bytes that the process held between the trials.
     """
     resident = state.parameters + state.buffers + state.average
     gradients = state.gradients if mode == "train" else 0
@@ -72,11 +70,7 @@ def break_down(mode: Mode, state: StateBytes, *, peak_bytes: int, floor_bytes: i
     if mode == "val":
         resident += state.optimizer_state
     return Breakdown(
-        parameters=state.parameters,
-        buffers=state.buffers,
-        average=state.average,
-        gradients=gradients,
-        optimizer_state=state.optimizer_state,
+        **asdict(replace(state, gradients=gradients)),
         activations=peak_bytes - floor_bytes - allocated,
         rest=floor_bytes - resident,
     )
@@ -84,11 +78,19 @@ def break_down(mode: Mode, state: StateBytes, *, peak_bytes: int, floor_bytes: i
 
 @contextmanager
 def counting(assembly: Assembly, device: torch.device) -> Iterator[StateBytes]:
-    """Bytes that are counted after each step of the optimizer inside, before the gradients are cleared."""
+    """Count bytes after each optimizer step inside the context, before the gradients are cleared."""
     state = StateBytes()
+    modules = nn.ModuleList([assembly.model, assembly.criterion])
+    average = nn.ModuleList([] if assembly.ema is None else [assembly.ema.module])
 
     def count(*_: object) -> None:
-        _count(assembly, device, state)
+        seen: set[int] = set()
+        total = partial(_new_bytes, device=device, seen=seen)
+        state.parameters = total(modules.parameters())
+        state.buffers = total(modules.buffers())
+        state.average = total([*average.parameters(), *average.buffers()])
+        state.gradients = total(parameter.grad for parameter in modules.parameters())
+        state.optimizer_state = total(nest.tensors(list(assembly.optimizer.state.values())))
 
     handle = assembly.optimizer.register_step_post_hook(count)
     try:
@@ -97,37 +99,11 @@ def counting(assembly: Assembly, device: torch.device) -> Iterator[StateBytes]:
         handle.remove()
 
 
-def _count(assembly: Assembly, device: torch.device, state: StateBytes) -> None:
-    seen: set[int] = set()
-    modules = [assembly.model, assembly.criterion]
-    average = [assembly.ema.module] if assembly.ema is not None else []
-    parameters = list(_parameters(modules))
-
-    def total(tensors: Iterable[Tensor | None]) -> int:
-        return _new_bytes((tensor for tensor in tensors if tensor is not None), device, seen)
-
-    state.parameters = total(parameters)
-    state.buffers = total(_buffers(modules))
-    state.average = total([*_parameters(average), *_buffers(average)])
-    state.gradients = total(parameter.grad for parameter in parameters)
-    state.optimizer_state = total(nest.tensors(list(assembly.optimizer.state.values())))
-
-
-def _parameters(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    for module in modules:
-        yield from module.parameters()
-
-
-def _buffers(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    for module in modules:
-        yield from module.buffers()
-
-
-def _new_bytes(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> int:
-    """Bytes of the storages on the device that have not been seen yet."""
+def _new_bytes(tensors: Iterable[Tensor | None], device: torch.device, seen: set[int]) -> int:
+    """Bytes of the storages on the device that are not in `seen` yet; they are added to it."""
     num_bytes = 0
     for tensor in tensors:
-        if tensor.device == device and tensor.layout == torch.strided:
+        if tensor is not None and tensor.device == device and tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())

@@ -1,9 +1,10 @@
-"""The searches of an analysis: per mode one finder, that all fractions share."""
+"""The searches of an analysis: one finder for each mode, which all fractions use."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,37 +16,38 @@ from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.commands.analyze.breakdown import Breakdown, StateBytes, break_down, counting
 from linnaeus.commands.analyze.options import Mode, Options
 from linnaeus.commands.analyze.results import Analysis, Curve, Row
+from linnaeus.commands.measure import find_largest
 from linnaeus.config.schema import AutoBatchConfig
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB
 
+logger = logging.getLogger("linnaeus.analysis")
 EXTRA_TRIALS = 0.6
-"""Trials of all further fractions together, as a share of the first one's; each may run one at least."""
+"""Bound on the trials of all further fractions together, relative to those of the first one. Each fraction
+may run at least one."""
 CLOSE = 0.9
-"""Share of the size expected that a further fraction must reach; below it, more trials are run."""
-MOST_TRIALS = 4
-"""Of one further fraction, where the size found is not close."""
+"""A size found is close when it reaches this fraction of the expected size; otherwise more trials are run."""
+MAX_TRIALS_APART = 4
+"""Bound on the trials of one further fraction while its size is not close."""
 RETREAT = 0.75
-"""Share of the way from the largest size that fits to one that failed, for the next trial."""
-SHORT = 0.06
-"""Share of the budget above the floor that the first guess leaves free, for the noise of a peak."""
+"""Where the next trial lies between the largest size that fits (0) and one that failed (1)."""
+MARGIN = 0.06
+"""Fraction of the budget above the floor that the first guess leaves free: peaks are noisy."""
 
 
 def measure_mode(
-    search: SizeSearch, mode: Mode, options: Options, analysis: Analysis, status: RankStatus,
-    on_row: Callable[[Row], None],
-) -> None:  # fmt: skip
+    search: SizeSearch, mode: Mode, options: Options, analysis: Analysis, status: RankStatus
+) -> None:
     """Search every fraction of one mode, the largest first, and time the sizes found.
 
-    A fraction at which nothing fits gets a row that says so.
+    A fraction at which nothing fits gets a row with the reason.
 
     Args:
-        search: the run's own steps, data and bounds.
+        search: steps, data and bounds of the run in question.
         mode: which step.
-        options: fractions, and whether further sizes are timed.
+        options: the fractions, and whether further sizes are timed.
         analysis: takes the rows and the curve as they are measured.
         status: told what is being tried.
-        on_row: called with each row when its size is found.
     """
     curve = analysis.curves[mode] = Curve()
     rows: list[Row] = []
@@ -65,29 +67,33 @@ def measure_mode(
                 if result is not None:
                     found.append(result)
                     row.breakdown = _breakdown(row, rows, state)
-                on_row(row)
+                _log(row)
             if found:
                 _time(finder, found[0], rows, curve, options, search.config.AUTOBATCH.TIMEOUT_MINUTES)
     except AutoBatchError as error:  # the bounds leave no size to try
         for fraction in fractions:
             analysis.rows.append(Row(mode, fraction, reason=str(error)))
-            on_row(analysis.rows[-1])
+            _log(analysis.rows[-1])
+
+
+def _log(row: Row) -> None:
+    size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
+    logger.info(
+        "%s, %s of the memory: %s, %d trials", row.mode, f"{row.memory_fraction:.0%}", size, len(row.trials)
+    )
 
 
 def _find(
     finder: BatchSizeFinder, rows: Sequence[Row], *, num_fractions: int, config: AutoBatchConfig
 ) -> AutoBatchResult | None:
-    """Search the last row's fraction and fill the row, also with what an interrupted search has measured."""
+    """Search the fraction of the last row, and fill the row even when the search is interrupted."""
     row = rows[-1]
     num_before = len(finder.trials)
     result = None
     row.limited_by = "interrupted"
     try:
         if rows[0].budget_bytes is None:
-            result = finder.find(
-                row.memory_fraction, strategy=config.STRATEGY, max_trials=config.MAX_TRIALS,
-                timeout_minutes=config.TIMEOUT_MINUTES,
-            )  # fmt: skip
+            result = find_largest(finder, row.memory_fraction, config)
         else:
             result = _find_further(finder, rows, num_fractions, config)
         row.batch_size, row.certified = result.batch_size, result.certified
@@ -108,10 +114,10 @@ def _find(
 def _find_further(
     finder: BatchSizeFinder, rows: Sequence[Row], num_fractions: int, config: AutoBatchConfig
 ) -> AutoBatchResult:
-    """Search a fraction below the first, near where the peaks measured so far say that its budget is met.
+    """Search a fraction below the first, starting where the peaks measured so far predict its size.
 
-    To certify a size takes two trials at least, and many fractions shall cost little more than one: the size
-    may end uncertified.
+    Certifying a size takes at least two trials, and many fractions should cost little more than one: so the
+    size may remain uncertified.
     """
     first, *others, row = rows
     find = partial(finder.find, row.memory_fraction, timeout_minutes=config.TIMEOUT_MINUTES)
@@ -123,21 +129,21 @@ def _find_further(
         result = find(start=start, max_trials=1)
         while not result.certified:
             is_close = start is None or expected is None or result.batch_size >= CLOSE * expected
-            if len(finder.trials) - num_before >= (num_trials if is_close else MOST_TRIALS):
+            if len(finder.trials) - num_before >= (num_trials if is_close else MAX_TRIALS_APART):
                 break
             if is_close or start is None:
                 start = None
             else:
                 start = result.batch_size + int(RETREAT * (start - result.batch_size))
             result = find(start=start, max_trials=1)
-    except AutoBatchError:  # nothing has fitted yet, and a size is what is asked for
+    except AutoBatchError:  # nothing has fitted yet, and a row needs a size
         result = find()
-    # The bound on trials here is ours, not the configuration's.
+    # The bound on trials here is not DATA.AUTOBATCH.MAX_TRIALS, so it must not be reported as that.
     return replace(result, limited_by="memory") if result.limited_by == "max_trials" else result
 
 
 def _expected(finder: BatchSizeFinder, rows: Sequence[Row], limit_gb: float | None) -> int | None:
-    """The size that the last row's fraction should have; what the process holds may have changed since."""
+    """The size predicted for the last row; the floor may have moved since the earlier trials."""
     first, row = rows[0], rows[-1]
     total_bytes = finder.memory.total_bytes if limit_gb is None else int(limit_gb * GIB)
     total_bytes = min(total_bytes, finder.memory.total_bytes)
@@ -154,15 +160,15 @@ def _expected(finder: BatchSizeFinder, rows: Sequence[Row], limit_gb: float | No
 
 
 def where_budget_is_met(points: Sequence[tuple[int, int]], budget_bytes: int, floor_bytes: int) -> int | None:
-    """The size between two measured ones at which the budget is nearly met.
+    """The size between two measured ones at which the peak comes close to the budget.
 
     >>> where_budget_is_met([(10, 200), (110, 1200)], budget_bytes=700, floor_bytes=100)
     56
 
     Args:
         points: (size, peak in bytes), ascending.
-        budget_bytes: what may be held.
-        floor_bytes: what is held anyway.
+        budget_bytes: bytes that the process may hold.
+        floor_bytes: bytes that it holds between trials.
 
     Returns:
         None when the budget does not lie between two peaks.
@@ -172,7 +178,7 @@ def where_budget_is_met(points: Sequence[tuple[int, int]], budget_bytes: int, fl
     if not below or not above:
         return None
     (low, low_bytes), (high, high_bytes) = max(below), min(above)
-    wanted_bytes = budget_bytes - SHORT * (budget_bytes - floor_bytes)
+    wanted_bytes = budget_bytes - MARGIN * (budget_bytes - floor_bytes)
     if low >= high or wanted_bytes <= low_bytes:
         return None
     return int(low + (high - low) * (wanted_bytes - low_bytes) / (high_bytes - low_bytes))
@@ -188,7 +194,7 @@ def _largest_that_fitted(finder: BatchSizeFinder) -> int | None:
 
 
 def _peak(trials: Sequence[TrialRecord], size: int | None) -> int | None:
-    """Of the last trial of the size, which an earlier fraction's search may have run."""
+    """Peak of the last trial of a size, which the search of an earlier fraction may have run."""
     peaks = [trial.peak_bytes for trial in trials if trial.size == size and trial.peak_bytes is not None]
     return peaks[-1] if peaks else None
 
@@ -208,13 +214,9 @@ def _time(
 ) -> None:  # fmt: skip
     """Time the sizes found; with `--throughput` further ones up to the largest, for the knee."""
     if options.throughput:
-        fast = finder.prefer_throughput(largest, timeout_minutes=timeout_minutes)
-        curve.knee = fast.batch_size
-        for timing in fast.timings:
-            curve.add_timing(timing)
+        fast = curve.speeds.find_knee(finder, largest, timeout_minutes)
         row = next(row for row in rows if row.memory_fraction == largest.target_memory_fraction)
         row.trials += fast.trials[len(largest.trials) :]
     for row in rows:
-        if row.batch_size is not None and curve.speed(row.batch_size) is None:
-            curve.add_timing(finder.time(row.batch_size))
-        row.samples_per_s = curve.speed(row.batch_size)
+        if row.batch_size is not None and (timing := curve.speeds.time(finder, row.batch_size)) is not None:
+            row.samples_per_s = timing.samples_per_s

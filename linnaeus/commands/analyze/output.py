@@ -1,36 +1,20 @@
-"""The figures of an analysis for programs (JSON, JSONL, CSV) and for people (tables, YAML to paste)."""
+"""The figures of an analysis for people: tables, and YAML to paste."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.table import Table
 
 from linnaeus.commands.analyze.results import PARTS, Analysis, Row
-from linnaeus.commands.tables import save_table
 from linnaeus.memory.device import GIB
 
 _MIB = 1024**2
-_TITLES = {
-    "parameters": "parameters",
-    "buffers": "buffers",
-    "average": "EMA copy",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer state",
-    "activations": "activations",
-    "rest": "the rest",
-}
-
-
-def save(analysis: Analysis, path: Path) -> None:
-    """Write the figures, atomically, in the format that the ending names."""
-    columns = list(Row("train", 1.0).scalars())
-    save_table(path, analysis.as_dict(), [row.scalars() for row in analysis.sorted_rows()], columns)
+_TITLES = {"average": "EMA copy", "optimizer_state": "optimizer state", "rest": "the rest"}
 
 
 def tables(analysis: Analysis) -> list[Table]:
-    """All that the console shows: sizes, what the memory consists of, remedies."""
+    """All tables: sizes, parts of the memory, remedies."""
     by_mode = [analysis.sorted_rows(mode) for mode in analysis.curves]
     breakdowns = [breakdown_table(rows) for rows in by_mode if any(row.breakdown for row in rows)]
     has_remedies = any(row.remedies for row in analysis.rows)
@@ -41,26 +25,26 @@ def tables(analysis: Analysis) -> list[Table]:
 def results_table(analysis: Analysis) -> Table:
     """One line per mode and fraction."""
     table = Table(title="Batch sizes", title_justify="left")
-    headings = (
-        "mode", "memory", "batch size", "limited by", "certified", "peak GiB", "budget GiB", "samples/s",
-        "trials",
-    )  # fmt: skip
-    for heading in headings:
+    lines = [
+        {
+            "mode": row.mode,
+            "memory": f"{row.memory_fraction:.0%}",
+            "batch size": "none" if row.batch_size is None else str(row.batch_size),
+            "limited by": row.limited_by or "",
+            "certified": "yes" if row.certified else "no",
+            "peak GiB": _gib(row.peak_bytes),
+            "budget GiB": _gib(row.budget_bytes),
+            "samples/s": "" if row.samples_per_s is None else f"{row.samples_per_s:.4g}",
+            "trials": str(len(row.trials)),
+        }
+        for row in analysis.sorted_rows()
+    ]
+    for heading in lines[0]:
         is_text = heading in ("mode", "limited by", "certified")
         width = len("max_batch_size") if heading == "limited by" else None
         table.add_column(heading, justify="left" if is_text else "right", min_width=width)
-    for row in analysis.sorted_rows():
-        table.add_row(
-            row.mode,
-            f"{row.memory_fraction:.0%}",
-            "none" if row.batch_size is None else str(row.batch_size),
-            row.limited_by or "",
-            "yes" if row.certified else "no",
-            _gib(row.peak_bytes),
-            _gib(row.budget_bytes),
-            "" if row.samples_per_s is None else f"{row.samples_per_s:.4g}",
-            str(len(row.trials)),
-        )
+    for line in lines:
+        table.add_row(*line.values())
     return table
 
 
@@ -75,14 +59,14 @@ def breakdown_table(rows: Sequence[Row]) -> Table:
         parts = [row.breakdown.parts()[name] for row in shown.values() if row.breakdown is not None]
         if any(parts):
             cells = [_part(part, row) for part, row in zip(parts, shown.values(), strict=True)]
-            table.add_row(_TITLES[name], *cells)
+            table.add_row(_TITLES.get(name, name), *cells)
     table.add_section()
     table.add_row("peak", *(_mib(row.peak_bytes or 0) for row in shown.values()))
     return table
 
 
 def remedies_table(rows: Sequence[Row]) -> Table:
-    """What each remedy saves at each size."""
+    """The memory that each remedy saves at each size."""
     table = Table(title="Remedies, measured", title_justify="left")
     for heading in ("mode", "batch size", "remedy", "before", "after", "saved", "samples/s"):
         table.add_column(heading, justify="left" if heading in ("mode", "remedy") else "right")
@@ -100,7 +84,7 @@ def remedies_table(rows: Sequence[Row]) -> Table:
 
 
 def yaml_lines(analysis: Analysis) -> str:
-    """What to paste into a configuration: one block for each fraction that has a size."""
+    """YAML to paste into a configuration: one block for each fraction that has a size."""
     keys = {"train": "BATCH_SIZE", "val": "BATCH_SIZE_VAL"}
     blocks = []
     for fraction in sorted({row.memory_fraction for row in analysis.rows}):

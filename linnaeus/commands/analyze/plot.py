@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from linnaeus.commands.analyze.options import Mode
-from linnaeus.commands.analyze.results import Analysis, Curve, Row, fit_line
-from linnaeus.commands.picture import BLUE, GREEN, PURPLE, VERMILION, Tips, decorate, save_picture, style
+from linnaeus.commands.analyze.results import Analysis, Curve, Row
+from linnaeus.commands.measure import Speeds
+from linnaeus.commands.picture import BLUE, GREEN, VERMILION, Picture, decorate, drawing, mark_size
 from linnaeus.memory.device import GIB
 
 if TYPE_CHECKING:
@@ -19,53 +21,33 @@ _MIB = 1024**2
 
 def save_plot(analysis: Analysis, path: Path) -> None:
     """Draw the picture and write it, atomically, in the format that the ending names."""
-    figure, tips = draw(analysis)
     columns = (
         "mode", "memory_fraction", "batch_size", "limited_by", "peak_bytes", "budget_bytes", "samples_per_s",
     )  # fmt: skip
-    rows = [row.scalars() for row in analysis.sorted_rows()]
-    save_picture(path, figure, tips, title=_headline(analysis), columns=columns, rows=rows)
-
-
-def draw(analysis: Analysis) -> tuple[Figure, Tips]:
-    """The figure, and what its points say on hover."""
-    from matplotlib.figure import Figure
-
-    with_speed = any(curve.knee is not None for curve in analysis.curves.values())
-    num_rows, num_columns = 1 + with_speed, len(analysis.curves)
-    tips = Tips()
-    with style():
-        figure = Figure(figsize=(6.4 * num_columns, 4.4 * num_rows), layout="constrained")
-        panels = figure.subplots(num_rows, num_columns, squeeze=False)
-        for column, (mode, curve) in enumerate(analysis.curves.items()):
-            _memory_panel(panels[0][column], analysis, mode, curve, tips)
+    curves = analysis.curves
+    with_speed = any(curve.speeds.knee is not None for curve in curves.values())
+    with drawing(
+        path, _headline(analysis), analysis, columns, num_rows=1 + with_speed, num_columns=len(curves),
+        panel_height=4.4,
+    ) as picture:  # fmt: skip
+        for column, (mode, curve) in enumerate(curves.items()):
+            _memory_panel(picture, picture.panels[0][column], mode, curve, analysis.sorted_rows(mode))
             if with_speed:
-                _speed_panel(panels[1][column], analysis, mode, curve, tips)
-        figure.suptitle(_headline(analysis), fontsize=11)
-        _legend(figure, with_refused=any(_refused(analysis.sorted_rows(mode)) for mode in analysis.curves))
-    return figure, tips
+                _speed_panel(picture, picture.panels[1][column], mode, curve.speeds)
+        _legend(picture.figure, with_refused=any(_refused(analysis.sorted_rows(mode)) for mode in curves))
 
 
 def _headline(analysis: Analysis) -> str:
     environment = analysis.environment
     size = "×".join(map(str, environment["image_size"] or []))
     limit = environment["memory_limit_gb"] or environment["total_bytes"] / GIB
-    return ", ".join(
-        part
-        for part in (
-            environment["model"],
-            size and f"{size} pixels",
-            environment["precision"],
-            environment["optimizer"],
-            f"{environment['device']} with {limit:.3g} GiB",
-        )
-        if part
-    )
+    model = environment["model"] + (f", {size} pixels" if size else "")
+    device = f"{environment['device']} with {limit:.3g} GiB"
+    return f"{model}, {environment['precision']}, {environment['optimizer']}, {device}"
 
 
-def _memory_panel(axes: Axes, analysis: Analysis, mode: Mode, curve: Curve, tips: Tips) -> None:
+def _memory_panel(picture: Picture, axes: Axes, mode: Mode, curve: Curve, rows: list[Row]) -> None:
     """Measured peaks, the line through them, the budgets and the sizes chosen."""
-    rows = analysis.sorted_rows(mode)
     points = curve.measured()
     budgets = [row.budget_bytes for row in rows if row.budget_bytes is not None]
     heights = [*budgets, *(peak for _, peak in points)]
@@ -78,22 +60,20 @@ def _memory_panel(axes: Axes, analysis: Analysis, mode: Mode, curve: Curve, tips
     _budget_lines(axes, rows, unit, right)
     _fitted_line(axes, points, unit, right)
     for size, peak in points:
-        tip = tips.add(f"{mode}, batch size {size}: {peak / unit:.3f} {name}")
-        axes.plot([size], [peak / unit], "o", color=BLUE, markersize=6, gid=tip, zorder=4)
+        text = f"{mode}, batch size {size}: {peak / unit:.3f} {name}"
+        picture.point(axes, size, peak / unit, "o", text, color=BLUE)
     top = max(heights) / unit
     for size, budget in refused.items():
-        tip = tips.add(f"{mode}, batch size {size}: out of memory")
-        axes.plot(
-            [size], [budget / unit], "x", color=VERMILION, markersize=7, markeredgewidth=2, gid=tip, zorder=4
-        )
-    _chosen_sizes(axes, rows, unit, name, tips)
+        text = f"{mode}, batch size {size}: out of memory"
+        picture.point(axes, size, budget / unit, "x", text, color=VERMILION, markersize=7, markeredgewidth=2)
+    _chosen_sizes(picture, axes, rows, unit, name)
     low = min(heights) / unit
     axes.set_xlim(0, right)
     axes.set_ylim(0 if low < 0.5 * top else low - 0.15 * (top - low), top + 0.12 * (top - low or top))
 
 
 def _refused(rows: list[Row]) -> dict[int, int]:
-    """The budget under which each size ran out of memory."""
+    """The budget in bytes under which each size ran out of memory."""
     return {
         trial.size: row.budget_bytes
         for row in rows
@@ -114,28 +94,25 @@ def _budget_lines(axes: Axes, rows: list[Row], unit: int, right: float) -> None:
 
 
 def _fitted_line(axes: Axes, points: list[tuple[int, int]], unit: int, right: float) -> None:
-    fit = fit_line(points)
-    if fit is not None:
-        start, slope = fit
+    """Draw the line of least squares through (size, bytes), where there are two sizes."""
+    if len({size for size, _ in points}) > 1:
+        slope, start = statistics.linear_regression(*zip(*points, strict=True))
         ends = [0.0, right]
         heights = [(start + slope * end) / unit for end in ends]
         axes.plot(ends, heights, "-", color=BLUE, alpha=0.8, linewidth=1.6, gid="fitted-line", zorder=3)
 
 
-def _chosen_sizes(axes: Axes, rows: list[Row], unit: int, name: str, tips: Tips) -> None:
+def _chosen_sizes(picture: Picture, axes: Axes, rows: list[Row], unit: int, name: str) -> None:
     for size, row in {row.batch_size: row for row in rows}.items():
         if size is None or row.peak_bytes is None:
             continue
         fractions = ", ".join(f"{other.memory_fraction:.0%}" for other in rows if other.batch_size == size)
         speed = "" if row.samples_per_s is None else f", {row.samples_per_s:.4g} samples/s"
-        tip = tips.add(
-            f"{row.mode}, chosen for {fractions}: batch size {size}, "
-            f"{row.peak_bytes / unit:.3f} {name}{speed}"
-        )
         height = row.peak_bytes / unit
-        axes.plot(
-            [size], [height], "D", markerfacecolor="none", markeredgecolor=GREEN, markeredgewidth=2.2,
-            markersize=11, gid=tip, zorder=5,
+        text = f"{row.mode}, chosen for {fractions}: batch size {size}, {height:.3f} {name}{speed}"
+        picture.point(
+            axes, size, height, "D", text, markerfacecolor="none", markeredgecolor=GREEN,
+            markeredgewidth=2.2, markersize=11, zorder=5,
         )  # fmt: skip
         axes.annotate(
             str(size), (size, height), xytext=(-9, 5), textcoords="offset points", ha="right", color=GREEN,
@@ -147,38 +124,25 @@ def _legend(figure: Figure, *, with_refused: bool) -> None:
     """One legend below all panels, where it covers no point and no budget line."""
     from matplotlib.lines import Line2D
 
-    entries = [
-        Line2D([], [], color=BLUE, marker="o", alpha=0.9, label="measured, and fitted line"),
-        Line2D([], [], color=VERMILION, linestyle="--", label="budget"),
-        Line2D(
-            [], [], color=GREEN, marker="D", linestyle="", markerfacecolor="none", markeredgewidth=2,
-            label="size chosen",
-        ),
-    ]  # fmt: skip
-    if with_refused:
-        entries.append(
-            Line2D(
-                [], [], color=VERMILION, marker="x", linestyle="", markeredgewidth=2, label="out of memory"
-            )
-        )
+    looks: dict[str, dict[str, Any]] = {
+        "measured, and fitted line": {"color": BLUE, "linestyle": "-", "marker": "o", "alpha": 0.9},
+        "budget": {"color": VERMILION, "linestyle": "--"},
+        "size chosen": {"color": GREEN, "marker": "D", "markerfacecolor": "none", "markeredgewidth": 2},
+        "out of memory": {"color": VERMILION, "marker": "x", "markeredgewidth": 2},
+    }
+    if not with_refused:
+        del looks["out of memory"]
+    entries = [Line2D([], [], label=label, **{"linestyle": "", **look}) for label, look in looks.items()]
     figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
 
 
-def _speed_panel(axes: Axes, analysis: Analysis, mode: Mode, curve: Curve, tips: Tips) -> None:
+def _speed_panel(picture: Picture, axes: Axes, mode: Mode, speeds: Speeds) -> None:
     """Samples per second, and the smallest size that is about as fast as the fastest."""
-    decorate(axes, f"{mode}: throughput", "batch size", "samples per second")
-    sizes = [timing.batch_size for timing in curve.timings]
-    speeds = [timing.samples_per_s for timing in curve.timings]
-    axes.plot(sizes, speeds, "-", color=PURPLE, alpha=0.7, linewidth=1.6, zorder=3)
-    for size, speed in zip(sizes, speeds, strict=True):
-        tip = tips.add(f"{mode}, batch size {size}: {speed:.4g} samples/s")
-        axes.plot([size], [speed], "o", color=PURPLE, markersize=6, gid=tip, zorder=4)
-    axes.set_ylim(0, 1.2 * max(speeds, default=1))
-    axes.set_xlim(0, 1.12 * max(sizes, default=1))
-    if curve.knee is not None:
-        axes.axvline(curve.knee, color=GREEN, linewidth=1.6, linestyle=":", gid="knee", zorder=2)
-        axes.annotate(
-            f"knee: {curve.knee}", (curve.knee, 0.04), xycoords=("data", "axes fraction"), xytext=(5, 0),
-            textcoords="offset points", color=GREEN, fontsize=12, fontweight="bold",
-            ha="left" if curve.knee < 0.7 * max(sizes, default=1) else "right",
-        )  # fmt: skip
+    points = [(timing.batch_size, timing.samples_per_s) for timing in speeds.ascending()]
+    picture.speeds(axes, points, title=f"{mode}: throughput", prefix=f"{mode}, ")
+    largest = max((size for size, _ in points), default=1)
+    axes.set_ylim(0, 1.2 * max((speed for _, speed in points), default=1))
+    axes.set_xlim(0, 1.12 * largest)
+    if speeds.knee is not None:
+        is_left = speeds.knee < 0.7 * largest
+        mark_size(axes, speeds.knee, f"knee: {speeds.knee}", text_on_the_right=is_left)

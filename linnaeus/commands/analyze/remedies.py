@@ -1,49 +1,44 @@
-"""What the common remedies against a lack of memory really save: each is built and run, none is estimated.
+"""How much memory the common remedies really save: each is built and run, none is estimated.
 
-The configuration as it is runs again beside them, so that before and after come from the same process in the
-same state: on the CPU a process does not go back to holding as little as when it began.
+The unchanged configuration is measured again beside them, so that before and after come from the same process
+in the same state: on the CPU a process does not give back all the memory that it has taken.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.autobatch.protocol import RankStatus
-from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.commands.analyze.options import Mode
 from linnaeus.commands.analyze.results import Analysis, Remedy
-from linnaeus.config.schema import Config, TrainConfig
-from linnaeus.data.bundle import DataBundle
-from linnaeus.dist import World
+from linnaeus.commands.session import Setup
+from linnaeus.config.schema import TrainConfig
 from linnaeus.errors import ConfigError
 from linnaeus.memory.device import GIB
-from linnaeus.training.build import assemble_for
 
 logger = logging.getLogger("linnaeus.analysis")
 
 
 @dataclass(frozen=True)
 class _Change:
-    """One remedy.
+    """One remedy for one mode.
 
     Attributes:
-        name: of the remedy.
-        keys: keys of TRAIN and their new values, from the node as it is.
-        obstacle: why the remedy does not apply to a mode on a device, or None.
-        divisor: what the size of a micro-batch is divided by.
+        name: as in `Remedy`.
+        keys: the changed keys of TRAIN with their new values.
+        obstacle: why the remedy does not apply; None where it does.
+        divisor: divides the micro-batch size.
     """
 
     name: str
-    keys: Callable[[TrainConfig], dict[str, Any]]
-    obstacle: Callable[[TrainConfig, Mode, torch.device], str | None]
+    keys: dict[str, Any]
+    obstacle: str | None
     divisor: int = 1
 
 
@@ -56,53 +51,62 @@ class _Measured:
     reason: str | None = None
 
 
-def measure_remedies(
-    config: Config, data: DataBundle, world: World, analysis: Analysis, status: RankStatus, *, timed: bool
-) -> None:
-    """Try each remedy at each size found, and put what it does into the rows as soon as it is known.
+def measure_remedies(setup: Setup, analysis: Analysis, *, timed: bool) -> None:
+    """Try each remedy at each size found, and add its effect to the rows as soon as it is known.
 
     Args:
-        config: as it is.
-        data: of both splits.
-        world: this process.
+        setup: with the unchanged configuration.
         analysis: its rows take the remedies.
-        status: told what is being tried.
-        timed: measure samples per second too.
+        timed: whether samples per second are measured too.
     """
-    run = partial(_run, data, world, status, timed)
     for mode in analysis.curves:
         sizes = sorted({row.batch_size for row in analysis.sorted_rows(mode) if row.batch_size is not None})
         if not sizes:
             continue
         logger.info("remedies, %s: measuring the configuration as it is again", mode)
-        before = run(config, mode, sizes)
-        for change in CHANGES:
-            outcomes = _try(change, config, world.device, mode, before, run)
+        before = _run(setup, mode, sizes, timed)
+        for change in _changes(setup.config.TRAIN, mode, setup.world.device):
+            outcomes = _try(setup, change, mode, before, timed)
             for row in analysis.sorted_rows(mode):
                 if row.batch_size is not None:
                     row.remedies.append(outcomes[row.batch_size])
 
 
+def _changes(train: TrainConfig, mode: Mode, device: torch.device) -> Iterator[_Change]:
+    """The remedies, in order."""
+    obstacle = None if train.AMP == "off" else f"TRAIN.AMP is {train.AMP} already"
+    if obstacle is None and device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        obstacle = None if has_bf16 else f"{torch.cuda.get_device_name(device)} has no bf16"
+    yield _Change("bf16", {"AMP": "bf16"}, obstacle)
+
+    obstacle = "TRAIN.GRADIENT_CHECKPOINTING is on already" if train.GRADIENT_CHECKPOINTING else None
+    if mode == "val":
+        obstacle = "validation keeps no activations for a backward pass"
+    yield _Change("gradient_checkpointing", {"GRADIENT_CHECKPOINTING": True}, obstacle)
+
+    obstacle = "validation has no optimizer step to split" if mode == "val" else None
+    yield _Change("accumulation", {"ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, obstacle, divisor=2)
+
+
 def _try(
-    change: _Change, config: Config, device: torch.device, mode: Mode, before: Mapping[int, _Measured],
-    run: Callable[[Config, Mode, list[int]], dict[int, _Measured]],
-) -> dict[int, Remedy]:  # fmt: skip
-    """What one remedy does to each size of a mode."""
-    keys = change.keys(config.TRAIN)
-    obstacle = change.obstacle(config.TRAIN, mode, device)
+    setup: Setup, change: _Change, mode: Mode, before: Mapping[int, _Measured], timed: bool
+) -> dict[int, Remedy]:
+    """The effect of one change on each size of a mode."""
     after: dict[int, _Measured] = {}
-    if obstacle is None:
+    if change.obstacle is None:
         logger.info("remedies, %s: %s", mode, change.name)
-        changed = replace(config, TRAIN=replace(config.TRAIN, **keys))
+        train = replace(setup.config.TRAIN, **change.keys)
+        changed = replace(setup, config=replace(setup.config, TRAIN=train))
         sizes = [size // change.divisor for size in before if size >= change.divisor]
-        after = run(changed, mode, sizes)
-    skipped = _Measured(reason=obstacle or "a single sample cannot be halved")
+        after = _run(changed, mode, sizes, timed)
+    skipped = _Measured(reason=change.obstacle or "a single sample cannot be halved")
     outcomes = {}
     for size, reference in before.items():
         measured = after.get(size // change.divisor, skipped)
         outcomes[size] = Remedy(
             change.name,
-            {f"TRAIN.{name}": value for name, value in keys.items()},
+            {f"TRAIN.{name}": value for name, value in change.keys.items()},
             batch_size=size // change.divisor,
             peak_bytes_before=reference.peak_bytes,
             peak_bytes=measured.peak_bytes,
@@ -112,23 +116,18 @@ def _try(
     return outcomes
 
 
-def _run(
-    data: DataBundle, world: World, status: RankStatus, timed: bool, config: Config, mode: Mode,
-    sizes: Sequence[int],
-) -> dict[int, _Measured]:  # fmt: skip
-    """Measure sizes under a configuration. One that cannot run is a reason, and ends nothing else."""
+def _run(setup: Setup, mode: Mode, sizes: Sequence[int], timed: bool) -> dict[int, _Measured]:
+    """Measure sizes under a configuration. Where it cannot run, each size gets the reason."""
     found: dict[int, _Measured] = {}
     try:
-        assembly = assemble_for(config, data, world.device)
-        search = SizeSearch(config.DATA, config.TRAIN, data, assembly, world, config.EXPERIMENT.SEED)
-        with search.finder(mode, status) as finder:
+        with setup.search(setup.assemble()).finder(mode, setup.status) as finder:
             for size in sizes:
                 found[size] = _measure(finder, size, timed)
-    except ConfigError as error:
-        found |= dict.fromkeys(set(sizes) - found.keys(), _Measured(reason="; ".join(error.problems)))
     except Exception as error:  # a user's model may not take every precision
         logger.debug("a remedy failed", exc_info=True)
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if isinstance(error, ConfigError):
+            reason = "; ".join(error.problems)
         found |= dict.fromkeys(set(sizes) - found.keys(), _Measured(reason=reason))
     gc.collect()
     return found
@@ -140,33 +139,3 @@ def _measure(finder: BatchSizeFinder, size: int, timed: bool) -> _Measured:
         return _Measured(reason=f"needs more than {finder.budget_bytes / GIB:.3f} GiB")
     speed = finder.time(size).samples_per_s if timed else 0.0
     return _Measured(trial.peak_bytes, speed or None)
-
-
-def _no_bf16(train: TrainConfig, mode: Mode, device: torch.device) -> str | None:
-    if train.AMP != "off":
-        return f"TRAIN.AMP is {train.AMP} already"
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return f"{torch.cuda.get_device_name(device)} has no bf16"
-    return None
-
-
-def _no_checkpointing(train: TrainConfig, mode: Mode, device: torch.device) -> str | None:
-    if mode == "val":
-        return "validation keeps no activations for a backward pass"
-    return "TRAIN.GRADIENT_CHECKPOINTING is on already" if train.GRADIENT_CHECKPOINTING else None
-
-
-def _no_accumulation(train: TrainConfig, mode: Mode, device: torch.device) -> str | None:
-    return "validation has no optimizer step to split" if mode == "val" else None
-
-
-CHANGES = (
-    _Change("bf16", lambda train: {"AMP": "bf16"}, _no_bf16),
-    _Change("gradient_checkpointing", lambda train: {"GRADIENT_CHECKPOINTING": True}, _no_checkpointing),
-    _Change(
-        "accumulation",
-        lambda train: {"ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS},
-        _no_accumulation,
-        divisor=2,
-    ),
-)

@@ -1,26 +1,25 @@
-"""What an analysis has measured so far, as objects and as plain data for files."""
+"""The results of an analysis, as objects and as plain data for files."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from linnaeus.autobatch.result import Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.commands.analyze.breakdown import Breakdown
 from linnaeus.commands.analyze.options import Mode
+from linnaeus.commands.measure import Speeds
+from linnaeus.commands.tables import Measurement
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """What one change of the configuration does to the memory of one size.
+    """The measured effect of one change of the configuration on the memory of one size.
 
     Attributes:
         name: `bf16`, `gradient_checkpointing` or `accumulation`.
-        keys: what to set, as YAML would have it.
-        batch_size: samples of a micro-batch.
+        keys: the changed keys and their new values.
+        batch_size: micro-batch size with the change.
         peak_bytes_before: peak without the change, measured like the one with it.
         peak_bytes: peak with the change; None when it was skipped or did not fit.
         samples_per_s: speed with the change.
@@ -37,14 +36,14 @@ class Remedy:
 
     @property
     def saved_bytes(self) -> int | None:
-        """Bytes less at the peak; negative when there are more."""
+        """Reduction of the peak; negative when it is higher."""
         if self.peak_bytes is None or self.peak_bytes_before is None:
             return None
         return self.peak_bytes_before - self.peak_bytes
 
     @property
     def saved_percent(self) -> float | None:
-        """`saved_bytes` as a share of the peak without the change."""
+        """`saved_bytes` in percent of the peak without the change."""
         if self.saved_bytes is None or not self.peak_bytes_before:
             return None
         return 100 * self.saved_bytes / self.peak_bytes_before
@@ -57,18 +56,20 @@ class Remedy:
 
 @dataclass
 class Row:
-    """One mode at one fraction.
+    """One mode at one fraction of the memory.
 
     Attributes:
         batch_size: the largest size that fits; None when none was found.
-        certified: the next candidate ran and did not fit, or there is none.
+        certified: whether the next candidate ran and did not fit, or there is none.
         limited_by: as in `AutoBatchResult`, and `interrupted`.
-        peak_bytes: at that size.
-        budget_bytes: what the process may hold.
-        samples_per_s: at that size.
-        floor_bytes: what the process held between the trials.
-        trials: those run for this row; what earlier rows measured is not repeated.
+        peak_bytes: peak of a trial at that size.
+        budget_bytes: bytes that the process may hold.
+        floor_bytes: bytes that the process held between the trials.
+        samples_per_s: speed at that size.
+        trials: those run for this row; sizes measured for earlier rows are not repeated.
         reason: why there is no size.
+        breakdown: parts of the peak.
+        remedies: measured at that size, with `--remedies`.
     """
 
     mode: Mode
@@ -85,9 +86,8 @@ class Row:
     breakdown: Breakdown | None = None
     remedies: list[Remedy] = field(default_factory=list)
 
-    def scalars(self) -> dict[str, Any]:
-        """What fits in a table: the figures of the row, and the parts of the breakdown in bytes."""
-        parts = self.breakdown.parts() if self.breakdown is not None else dict.fromkeys(PARTS)
+    def figures(self) -> dict[str, Any]:
+        """The entries that all files have."""
         return {
             "mode": self.mode,
             "memory_fraction": self.memory_fraction,
@@ -97,16 +97,18 @@ class Row:
             "peak_bytes": self.peak_bytes,
             "budget_bytes": self.budget_bytes,
             "samples_per_s": None if self.samples_per_s is None else round(self.samples_per_s, 3),
-            "num_trials": len(self.trials),
-            **{f"{name}_bytes": value for name, value in parts.items()},
         }
+
+    def scalars(self) -> dict[str, Any]:
+        """The row of a table: its figures, and the parts of the breakdown in bytes."""
+        parts = self.breakdown.parts() if self.breakdown is not None else dict.fromkeys(PARTS)
+        sizes = {f"{name}_bytes": num_bytes for name, num_bytes in parts.items()}
+        return {**self.figures(), "num_trials": len(self.trials), **sizes}
 
     def as_dict(self) -> dict[str, Any]:
         """The entry of the JSON file."""
-        names = [name for name in self.scalars() if name.removesuffix("_bytes") not in PARTS]
-        names.remove("num_trials")
         return {
-            **{name: self.scalars()[name] for name in names},
+            **self.figures(),
             "trials": [
                 {
                     "batch_size": trial.size,
@@ -135,61 +137,65 @@ PARTS = tuple(Breakdown.__dataclass_fields__)
 
 @dataclass
 class Curve:
-    """What the trials of one mode showed.
+    """Memory and speed of one mode against batch size.
 
     Attributes:
         trials: all of them.
-        timings: sizes that were timed, ascending.
-        knee: the smallest size within 5 % of the best samples per second; None without `--throughput`.
+        speeds: of the sizes that were timed; the knee is known with `--throughput` only.
     """
 
     trials: list[TrialRecord] = field(default_factory=list)
-    timings: list[Timing] = field(default_factory=list)
-    knee: int | None = None
+    speeds: Speeds = field(default_factory=Speeds)
 
     def measured(self) -> list[tuple[int, int]]:
         """(size, peak in bytes) of the trials that ran, ascending."""
         return sorted((trial.size, trial.peak_bytes) for trial in self.trials if trial.peak_bytes is not None)
 
-    def add_timing(self, timing: Timing) -> None:
-        """Note a speed, unless the size did not run."""
-        if math.isfinite(timing.seconds_per_step):
-            others = [known for known in self.timings if known.batch_size != timing.batch_size]
-            self.timings = sorted([*others, timing], key=lambda known: known.batch_size)
-
-    def speed(self, size: int | None) -> float | None:
-        """Samples per second of a size that was timed."""
-        return next((timing.samples_per_s for timing in self.timings if timing.batch_size == size), None)
-
 
 @dataclass
-class Analysis:
-    """Everything measured so far; filled while it is measured, so that an interruption loses nothing.
+class Analysis(Measurement):
+    """Sizes and curves.
 
     Attributes:
-        environment: where the figures hold.
         rows: in the order measured.
         curves: by mode.
-        interrupted: the measuring was cut short.
     """
 
-    environment: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     curves: dict[Mode, Curve] = field(default_factory=dict)
-    interrupted: bool = False
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether any size was found."""
+        return any(row.batch_size is not None for row in self.rows)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why there is no size: for each mode at the largest fraction where nothing fits."""
+        found = {row.mode: row.reason for row in reversed(self.rows) if row.reason is not None}
+        return list(found.values())
 
     def sorted_rows(self, mode: Mode | None = None) -> list[Row]:
-        """By mode as measured, then by fraction."""
+        """The rows of one mode, or of all in the order measured; by fraction within a mode."""
         modes = list(self.curves)
         rows = [row for row in self.rows if mode in (None, row.mode)]
         return sorted(rows, key=lambda row: (modes.index(row.mode), row.memory_fraction))
 
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the table."""
+        return list(Row("train", 1.0).scalars())
+
+    def scalars(self) -> list[dict[str, Any]]:
+        """One row for each mode and fraction."""
+        return [row.scalars() for row in self.sorted_rows()]
+
     def as_dict(self) -> dict[str, Any]:
-        """The content of the JSON file."""
-        timed = {mode: curve for mode, curve in self.curves.items() if curve.knee is not None}
+        """Content of the JSON file."""
+        speeds = {mode: curve.speeds for mode, curve in self.curves.items() if curve.speeds.knee is not None}
         throughput = {
-            mode: {"knee": curve.knee, "timings": [asdict(timing) for timing in curve.timings]}
-            for mode, curve in timed.items()
+            mode: {"knee": one.knee, "timings": [asdict(timing) for timing in one.ascending()]}
+            for mode, one in speeds.items()
         }
         return {
             "environment": self.environment,
@@ -197,24 +203,3 @@ class Analysis:
             **({"throughput": throughput} if throughput else {}),
             "interrupted": self.interrupted,
         }
-
-
-def fit_line(points: Iterable[tuple[int, int]]) -> tuple[float, float] | None:
-    """Least squares through (size, bytes).
-
-    >>> fit_line([(1, 103), (2, 106), (3, 109)])
-    (100.0, 3.0)
-    >>> fit_line([(1, 103)]) is None
-    True
-
-    Returns:
-        Bytes at size 0 and bytes per sample; None where there are not two sizes.
-    """
-    points = list(points)
-    if len({size for size, _ in points}) < 2:
-        return None
-    mean_size = sum(size for size, _ in points) / len(points)
-    mean_bytes = sum(num_bytes for _, num_bytes in points) / len(points)
-    slope = sum((size - mean_size) * (num_bytes - mean_bytes) for size, num_bytes in points)
-    slope /= sum((size - mean_size) ** 2 for size, _ in points)
-    return mean_bytes - slope * mean_size, slope

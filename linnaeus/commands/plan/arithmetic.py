@@ -1,11 +1,11 @@
-"""From a batch size and its speed to steps, samples and time. Pure arithmetic, without torch.
+"""Steps and samples that a batch size needs, and the smallest fast size. Pure arithmetic, without torch.
 
 How many optimizer steps and samples it takes to reach some loss at batch size B follows from the gradient
 noise scale B_noise, in samples: McCandlish, Kaplan, Amodei et al., An Empirical Model of Large-Batch Training
 (2018), section 2. Between the least possible steps S_min (at B -> infinity) and the least possible samples
 E_min (at B -> 0) they find (S / S_min - 1)(E / E_min - 1) = 1. With E = B S and B_noise = E_min / S_min that
-is S = S_min (1 + B_noise / B) and E = S_min (B + B_noise). The figures here are multiples of S_min: it is the
-same for all sizes, so that they can be compared, and nobody has to know it.
+is S = S_min (1 + B_noise / B) and E = S_min (B + B_noise). The figures here are multiples of S_min. It is the
+same for all sizes, so that sizes can be compared although S_min is not known.
 """
 
 from __future__ import annotations
@@ -35,35 +35,6 @@ def relative_samples(batch: float, noise_scale: float) -> float:
     return batch * relative_steps(batch, noise_scale)
 
 
-def relative_seconds(batch: float, noise_scale: float, seconds_per_step: float) -> float:
-    """Seconds to the same loss, as a multiple of S_min: the steps times the seconds of one.
-
-    >>> relative_seconds(250, noise_scale=1000, seconds_per_step=0.1)
-    0.5
-    """
-    return relative_steps(batch, noise_scale) * seconds_per_step
-
-
-def seconds_per_step(batch: float, samples_per_s: float) -> float:
-    """Seconds of one optimizer step.
-
-    Args:
-        batch: samples per optimizer step, over all processes.
-        samples_per_s: over all processes.
-    """
-    return batch / samples_per_s
-
-
-def seconds_per_epoch(num_samples: int, samples_per_s: float) -> float:
-    """Seconds of one pass over the training data.
-
-    Args:
-        num_samples: of the training data.
-        samples_per_s: over all processes.
-    """
-    return num_samples / samples_per_s
-
-
 def smallest_fast(speeds: Mapping[int, float], tolerance: float) -> int:
     """The smallest size whose samples per second come within a tolerance of the best.
 
@@ -72,16 +43,7 @@ def smallest_fast(speeds: Mapping[int, float], tolerance: float) -> int:
 
     Args:
         speeds: samples per second by size.
-        tolerance: share of the best that may be missing.
+        tolerance: how far below the best a speed may be, relative to the best.
     """
     best = max(speeds.values())
     return min(size for size, speed in speeds.items() if speed >= (1 - tolerance) * best)
-
-
-def least(times: Mapping[int, float]) -> int:
-    """The size that takes the least time; the smaller of two that take the same.
-
-    >>> least({32: 2.0, 64: 1.0, 128: 1.0})
-    64
-    """
-    return min(times, key=lambda size: (times[size], size))

@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.autobatch.protocol import RankStatus
-from linnaeus.autobatch.result import AutoBatchResult, Timing
+from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.search import Candidates
 from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.autobatch.throughput import rungs
+from linnaeus.commands.measure import Speeds, find_largest
 from linnaeus.commands.plan.advice import batch_plan
 from linnaeus.commands.plan.results import Goal, Plan, Row
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.training.build import Assembly
 
+logger = logging.getLogger("linnaeus.plan")
+
 
 @dataclass(frozen=True)
 class Measuring:
-    """What is timed, and where the figures go.
+    """Times sizes for a plan.
 
     Attributes:
-        config: of the run.
+        config: of the run that is planned.
         assembly: its model and steps.
         plan: takes the rows as they are measured.
-        on_row: called with each row.
     """
 
     config: Config
     assembly: Assembly
     plan: Plan
-    on_row: Callable[[Row], None]
 
     def run(self, search: SizeSearch, sizes: Sequence[int] | None, status: RankStatus) -> None:
         """Find the largest size, and time it and others.
 
         Args:
-            search: the run's own training step, data and bounds.
-            sizes: those to be timed; None chooses.
+            search: training step, data and bounds of the run that is planned.
+            sizes: those to be timed; None for powers of two and those around the knee.
             status: told what is being tried.
 
         Raises:
@@ -49,19 +50,16 @@ class Measuring:
         """
         config = self.config.DATA.AUTOBATCH
         with search.finder("train", status) as finder:
-            largest = finder.find(
-                config.TARGET_MEMORY_FRACTION, strategy=config.STRATEGY, max_trials=config.MAX_TRIALS,
-                timeout_minutes=config.TIMEOUT_MINUTES,
-            )  # fmt: skip
+            largest = find_largest(finder, config.TARGET_MEMORY_FRACTION, config)
             self.plan.search = largest.as_dict()
+            speeds = Speeds()
             if sizes is None:
-                timings = finder.prefer_throughput(largest, timeout_minutes=config.TIMEOUT_MINUTES).timings
-                known = {timing.batch_size: timing for timing in timings}
-                chosen = self._ladder(finder, largest) | known.keys()
+                timings = speeds.find_knee(finder, largest, config.TIMEOUT_MINUTES).timings
+                chosen = self._ladder(finder, largest) | {timing.batch_size for timing in timings}
             else:
-                known, chosen = {}, self._allowed(finder, largest, sizes)
+                chosen = self._allowed(finder, largest, sizes)
             for size in sorted(chosen, reverse=True):
-                self._add(finder, size, known)
+                self._add(finder, size, speeds)
 
     def _ladder(self, finder: BatchSizeFinder, largest: AutoBatchResult) -> set[int]:
         """The largest size and the powers of two below it."""
@@ -70,7 +68,7 @@ class Measuring:
         return {largest.batch_size, *rungs(candidates)}
 
     def _allowed(self, finder: BatchSizeFinder, largest: AutoBatchResult, sizes: Sequence[int]) -> set[int]:
-        """Those of the sizes that can be timed, and the largest; the others are left out with the reason."""
+        """The sizes that can be timed, and the largest; the others are left out, with the reason."""
         for size in sizes:
             if size > largest.batch_size:
                 self.plan.left_out[size] = (
@@ -81,22 +79,22 @@ class Measuring:
                 self.plan.left_out[size] = f"below {finder.min_size}, the smallest that training can take"
         return {largest.batch_size, *(set(sizes) - self.plan.left_out.keys())}
 
-    def _add(self, finder: BatchSizeFinder, size: int, known: dict[int, Timing]) -> None:
-        """Time what training would make of a size, unless that has been done."""
+    def _add(self, finder: BatchSizeFinder, size: int, speeds: Speeds) -> None:
+        """Add a row for the micro-batch size that training would choose if this is the largest that fits."""
         sizes = self._sizes_of_run(size)
         micro_batch_size = sizes["batch_size"]
         if any(row.batch_size == micro_batch_size for row in self.plan.rows):
             return
-        timing = known.get(micro_batch_size) or finder.time(micro_batch_size)
-        if not math.isfinite(timing.seconds_per_step):
+        timing = speeds.time(finder, micro_batch_size)
+        if timing is None:
             self.plan.left_out[micro_batch_size] = "does not fit any more; something else takes memory now"
             return
         row = Row(self.plan.goal, samples_per_s_each=timing.samples_per_s, **sizes)
         self.plan.rows = sorted([*self.plan.rows, row], key=lambda other: other.batch_size)
-        self.on_row(row)
+        logger.info("batch size %d: %.4g samples/s", row.batch_size, row.samples_per_s)
 
     def _sizes_of_run(self, size: int) -> dict[str, Any]:
-        """The fields of a row that the batch plan gives."""
+        """The fields of a row that the batch plan decides."""
         goal: Goal = self.plan.goal
         try:
             found = batch_plan(

@@ -1,25 +1,25 @@
-"""What a plan consists of so far, as objects and as plain data for files."""
+"""The results of a plan, as objects and as plain data for files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from linnaeus.commands.plan import arithmetic
+from linnaeus.commands.plan.arithmetic import relative_samples, relative_steps, smallest_fast
+from linnaeus.commands.tables import Measurement
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What the run to come is.
+    """The run that is planned.
 
     Attributes:
-        num_samples: of the training data.
+        num_samples: number of training samples.
         epochs: passes over them.
-        world_size: processes.
-        noise_scale: gradient noise scale, in samples; None where nobody knows it.
-        time_budget_s: seconds that the run may take.
+        world_size: number of processes.
+        noise_scale: gradient noise scale, in samples; None where it is not known.
+        time_budget_s: seconds that the run may take; None for no limit.
     """
 
     num_samples: int
@@ -31,16 +31,16 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """One size that was timed, and the run with it.
+    """One size that was timed, and the run with it. `S_min` is explained in `arithmetic`.
 
     Attributes:
-        goal: what the run to come is.
-        batch_size: samples per process and forward pass.
-        accumulation_steps: forward passes per optimizer step.
-        samples_per_s_each: of one process, as measured.
-        learning_rate: the peak; None where the configuration allows no run of this size.
-        warmup_steps, total_steps: optimizer steps.
-        warnings: of the batch plan, or why there is none.
+        goal: the run that is planned.
+        batch_size: micro-batch size: samples per process and forward pass.
+        accumulation_steps: micro-batches per optimizer step.
+        samples_per_s_each: measured speed of one process.
+        learning_rate: its peak; None where the configuration allows no run with this size.
+        warmup_steps, total_steps: optimizer steps; None where the learning rate is.
+        warnings: those of the batch plan, or why there is none.
     """
 
     goal: Goal
@@ -59,18 +59,18 @@ class Row:
 
     @property
     def samples_per_s(self) -> float:
-        """Over all processes, if they do not wait for each other."""
+        """Speed of all processes, if they do not wait for each other."""
         return self.samples_per_s_each * self.goal.world_size
 
     @property
     def seconds_per_step(self) -> float:
-        """Of one optimizer step."""
-        return arithmetic.seconds_per_step(self.effective_batch_size, self.samples_per_s)
+        """Seconds of one optimizer step."""
+        return self.effective_batch_size / self.samples_per_s
 
     @property
     def epoch_s(self) -> float:
         """Seconds of one epoch."""
-        return arithmetic.seconds_per_epoch(self.goal.num_samples, self.samples_per_s)
+        return self.goal.num_samples / self.samples_per_s
 
     @property
     def run_s(self) -> float:
@@ -84,68 +84,75 @@ class Row:
 
     @property
     def relative_steps(self) -> float | None:
-        """Optimizer steps to the same loss as a multiple of the least possible; None without noise scale."""
-        noise_scale = self.goal.noise_scale
-        return (
-            None if noise_scale is None else arithmetic.relative_steps(self.effective_batch_size, noise_scale)
-        )
+        """Optimizer steps to the same loss, as a multiple of S_min; None without a noise scale."""
+        scale = self.goal.noise_scale
+        return None if scale is None else relative_steps(self.effective_batch_size, scale)
 
     @property
     def relative_samples(self) -> float | None:
-        """Samples to the same loss per least possible step; None without a noise scale."""
-        noise_scale = self.goal.noise_scale
-        return (
-            None
-            if noise_scale is None
-            else arithmetic.relative_samples(self.effective_batch_size, noise_scale)
-        )
+        """Samples to the same loss, as a multiple of S_min; None without a noise scale."""
+        scale = self.goal.noise_scale
+        return None if scale is None else relative_samples(self.effective_batch_size, scale)
 
     @property
     def relative_seconds(self) -> float | None:
-        """Seconds to the same loss per least possible step; None without a noise scale."""
-        if self.goal.noise_scale is None:
-            return None
-        return arithmetic.relative_seconds(
-            self.effective_batch_size, self.goal.noise_scale, self.seconds_per_step
-        )
+        """Seconds to the same loss, as a multiple of S_min; None without a noise scale."""
+        return None if self.relative_steps is None else self.relative_steps * self.seconds_per_step
 
 
 @dataclass
-class Plan:
-    """Everything measured so far; filled while it is measured, so that an interruption loses nothing.
+class Plan(Measurement):
+    """Sizes with their times.
 
     Attributes:
-        goal: what the run to come is.
-        tolerance: share of the best samples per second that a recommended size may miss.
-        environment: where the figures hold.
+        goal: the run that is planned.
+        tolerance: how far below the best samples per second a recommended size may be, relative to the best.
         search: how the largest size was found, as in `autobatch.json`.
-        rows: sizes that were timed, ascending.
-        left_out: why a size that was asked for was not timed.
-        interrupted: the measuring was cut short.
+        rows: the sizes that were timed, ascending.
+        left_out: why a size could not be timed, by size.
     """
 
     goal: Goal
     tolerance: float
-    environment: dict[str, Any] = field(default_factory=dict)
     search: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     left_out: dict[int, str] = field(default_factory=dict)
-    interrupted: bool = False
 
-    def choice(self) -> Choice:
-        """The marked sizes among those timed; there must be one."""
-        return Choice({row.batch_size: row for row in self.rows}, self.goal, self.tolerance)
+    @property
+    def largest(self) -> Row:
+        """The row of the largest size. This and the properties below need at least one row."""
+        return self.rows[-1]
+
+    @property
+    def fastest(self) -> Row:
+        """The row with the most samples per second; of two as fast, the smaller size."""
+        return max(self.rows, key=lambda row: row.samples_per_s)
+
+    @property
+    def recommended(self) -> Row:
+        """The row with the least time to the same loss; without a noise scale, the smallest fast one."""
+        rows = [row for row in self.rows if row.learning_rate is not None] or self.rows
+        if self.goal.noise_scale is not None:
+            return min(rows, key=lambda row: row.relative_seconds or math.inf)
+        size = smallest_fast({row.batch_size: row.samples_per_s for row in rows}, self.tolerance)
+        return next(row for row in rows if row.batch_size == size)
+
+    def relative_time(self, row: Row) -> float | None:
+        """Time to the same loss as a multiple of the recommended size's; None without a noise scale."""
+        best = self.recommended.relative_seconds
+        return None if row.relative_seconds is None or best is None else row.relative_seconds / best
+
+    def marks(self, row: Row) -> list[str]:
+        """Which of the three a row is."""
+        return [name for name in ("largest", "fastest", "recommended") if getattr(self, name) is row]
 
     @property
     def columns(self) -> list[str]:
-        """Of a table for programs."""
+        """Columns of the table."""
         return list(self.scalars()[0]) if self.rows else ["batch_size"]
 
     def scalars(self) -> list[dict[str, Any]]:
-        """The rows of a table for programs."""
-        if not self.rows:
-            return []
-        choice = self.choice()
+        """Rows of the table."""
         return [
             {
                 "batch_size": row.batch_size,
@@ -158,20 +165,19 @@ class Plan:
                 "in_time": row.in_time,
                 "relative_steps": row.relative_steps,
                 "relative_samples": row.relative_samples,
-                "relative_time": choice.relative_time(row),
+                "relative_time": self.relative_time(row),
                 "learning_rate": row.learning_rate,
                 "warmup_steps": row.warmup_steps,
                 "total_steps": row.total_steps,
-                "marks": " ".join(choice.marks(row)),
+                "marks": " ".join(self.marks(row)),
                 "warnings": " ".join(row.warnings),
             }
             for row in self.rows
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of the JSON file."""
+        """Content of the JSON file."""
         goal = self.goal
-        choice = self.choice() if self.rows else None
         sizes = [
             {**fields, "marks": fields["marks"].split(), "warnings": list(row.warnings)}
             for fields, row in zip(self.scalars(), self.rows, strict=True)
@@ -183,58 +189,11 @@ class Plan:
             "world_size": goal.world_size,
             "noise_scale": goal.noise_scale,
             "time_budget_s": goal.time_budget_s,
-            "largest": choice and choice.largest,
-            "fastest": choice and choice.fastest,
-            "recommended": choice and choice.recommended,
+            "largest": self.largest.batch_size if self.rows else None,
+            "fastest": self.fastest.batch_size if self.rows else None,
+            "recommended": self.recommended.batch_size if self.rows else None,
             "sizes": sizes,
             "left_out": {str(size): reason for size, reason in self.left_out.items()},
             "search": self.search,
             "interrupted": self.interrupted,
         }
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which of the timed sizes stand out.
-
-    Attributes:
-        rows: by size; at least one.
-        goal: what the run to come is.
-        tolerance: share of the best samples per second that may be missing.
-    """
-
-    rows: Mapping[int, Row]
-    goal: Goal
-    tolerance: float
-
-    @property
-    def largest(self) -> int:
-        """The largest size timed."""
-        return max(self.rows)
-
-    @cached_property
-    def fastest(self) -> int:
-        """The size with the most samples per second."""
-        return max(self.rows, key=lambda size: self.rows[size].samples_per_s)
-
-    @cached_property
-    def recommended(self) -> int:
-        """The size with the least time to the same loss; without a noise scale the smallest fast one."""
-        allowed = {size: row for size, row in self.rows.items() if row.learning_rate is not None}
-        rows = allowed or self.rows
-        times = {size: row.relative_seconds for size, row in rows.items() if row.relative_seconds is not None}
-        if times:
-            return arithmetic.least(times)
-        return arithmetic.smallest_fast(
-            {size: row.samples_per_s for size, row in rows.items()}, self.tolerance
-        )
-
-    def relative_time(self, row: Row) -> float | None:
-        """Time to the same loss as a multiple of the recommended size's."""
-        best = self.rows[self.recommended].relative_seconds
-        return None if row.relative_seconds is None or best is None else row.relative_seconds / best
-
-    def marks(self, row: Row) -> list[str]:
-        """What a size is among all."""
-        names = ("largest", "fastest", "recommended")
-        return [name for name in names if getattr(self, name) == row.batch_size]

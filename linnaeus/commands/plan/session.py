@@ -1,110 +1,61 @@
-"""One plan, from a configuration to its files. Building order is reading order."""
+"""One plan, from a configuration to its files."""
 
 from __future__ import annotations
 
-import logging
-from datetime import timedelta
+from functools import partial
 
-import torch
 from rich.console import Console
 
-from linnaeus.autobatch.protocol import RankStatus
-from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.autobatch.throughput import TOLERANCE
-from linnaeus.commands.entry import EXIT_INTERRUPTED
-from linnaeus.commands.environment import describe, device_sentence
 from linnaeus.commands.plan.advice import max_micro_batch_size
 from linnaeus.commands.plan.measure import Measuring
 from linnaeus.commands.plan.options import Options
-from linnaeus.commands.plan.output import notes, results_table, save
-from linnaeus.commands.plan.results import Goal, Plan, Row
-from linnaeus.commands.status import status_line
+from linnaeus.commands.plan.output import notes, results_table
+from linnaeus.commands.plan.plot import save_plot
+from linnaeus.commands.plan.results import Goal, Plan
+from linnaeus.commands.session import Setup, run_session
 from linnaeus.config.schema import Config
-from linnaeus.data.bundle import DataBundle, dataset_length
-from linnaeus.data.datasets import build_data
-from linnaeus.dist import World, join
-from linnaeus.log import close_logging, make_console, set_up_logging
-from linnaeus.rng import seed_all
-from linnaeus.training.build import assemble_for
-
-logger = logging.getLogger("linnaeus.plan")
+from linnaeus.data.bundle import dataset_length
 
 
-def run_plan(options: Options, config: Config) -> int:
-    """Time, write the files and show the table; what was timed before Ctrl-C or an error counts too.
-
-    Returns:
-        The exit code.
+def run(options: Options, config: Config) -> int:
+    """Time sizes, write the files and show the table; returns the exit code: 0 done, 130 interrupted.
 
     Raises:
         AutoBatchError: nothing fits.
         LinnaeusError: something else that the user can mend; the message says how.
     """
-    console = make_console()
-    plan = Plan(Goal(0, config.TRAIN.EPOCHS), TOLERANCE, interrupted=True)
-    set_up_logging(None, rank=0, console=console)
-    try:
-        _measure(options, config, plan, console)
-        plan.interrupted = False
-    except KeyboardInterrupt:
-        logger.info("interrupted; what has been measured so far is written")
-        return EXIT_INTERRUPTED
-    finally:
-        if plan.environment:  # otherwise nothing has been measured
-            _report(plan, options, console)
-        close_logging()
-    return 0
+    plan = Plan(Goal(0, config.TRAIN.EPOCHS), TOLERANCE)
+    return run_session(
+        config,
+        options,
+        plan,
+        measure=partial(_measure, options, plan),
+        draw=partial(save_plot, plan),
+        show=partial(_show, plan),
+    )
 
 
-def _measure(options: Options, config: Config, plan: Plan, console: Console) -> None:
-    timeout = timedelta(minutes=config.DIST.TIMEOUT_MINUTES)
-    with (
-        join(config.EXPERIMENT.DEVICE, config.DIST.BACKEND, timeout) as world,
-        status_line(console) as status,
-    ):
-        torch.use_deterministic_algorithms(config.TRAIN.DETERMINISTIC)
-        seed_all(config.EXPERIMENT.SEED)
-        data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
-        plan.goal = Goal(
-            num_samples=options.dataset_length or dataset_length(data.train),
-            epochs=config.TRAIN.EPOCHS,
-            world_size=options.world_size,
-            noise_scale=options.noise_scale,
-            time_budget_s=options.time_budget,
-        )
-        _time(options, config, data, world, plan, status)
-
-
-def _time(
-    options: Options, config: Config, data: DataBundle, world: World, plan: Plan, status: RankStatus
-) -> None:
-    """All sizes, on one model."""
-    goal = plan.goal
-    assembly = assemble_for(config, data, world.device)
+def _measure(options: Options, plan: Plan, setup: Setup) -> None:
+    """Time all sizes, on one model."""
+    config = setup.config
+    plan.goal = goal = Goal(
+        num_samples=options.dataset_length or dataset_length(setup.data.train),
+        epochs=config.TRAIN.EPOCHS,
+        world_size=options.world_size,
+        noise_scale=options.noise_scale,
+        time_budget_s=options.time_budget,
+    )
+    assembly = setup.assemble()
     max_samples_per_rank = max_micro_batch_size(
         config, assembly, world_size=goal.world_size, num_samples=goal.num_samples
     )
-    plan.environment = describe(config, data, assembly, world.device)
-    logger.info("%s", device_sentence(plan.environment))
-    seed = config.EXPERIMENT.SEED
-    search = SizeSearch(config.DATA, config.TRAIN, data, assembly, world, seed, max_samples_per_rank)
-    Measuring(config, assembly, plan, on_row=_log_row).run(search, options.sizes, status)
+    setup.note_environment(plan, assembly)
+    search = setup.search(assembly, max_samples_per_rank)
+    Measuring(config, assembly, plan).run(search, options.sizes, setup.status)
 
 
-def _log_row(row: Row) -> None:
-    logger.info("batch size %d: %.4g samples/s", row.batch_size, row.samples_per_s)
-
-
-def _report(plan: Plan, options: Options, console: Console) -> None:
-    """Write the files, then show the same figures."""
-    save(plan, options.output)
-    logger.info("figures: %s", options.output.resolve())
-    if options.plot is not None:
-        # Here and not above: matplotlib takes a second to import.
-        from linnaeus.commands.plan.plot import save_plot
-
-        save_plot(plan, options.plot)
-        logger.info("picture: %s", options.plot.resolve())
+def _show(plan: Plan, console: Console) -> None:
     if plan.rows:
         console.print(results_table(plan))
     for note in notes(plan):

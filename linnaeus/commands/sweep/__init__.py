@@ -1,1 +1,1 @@
-"""Several runs over a grid of values, and what each of them comes to: `linnaeus sweep`."""
+"""Several runs over a grid of values, with their results compared: `linnaeus sweep`."""

@@ -1,7 +1,7 @@
-"""What is kept of a run in its folder: what it was asked for, and how it ended.
+"""The files that a sweep keeps in a run's folder: its configuration, and how it ended.
 
-`asked.yaml` is the configuration that the run's process reads, and `outcome.json` says how the process ended;
-`result.json` is the run's own. An outcome counts as long as the same is asked for.
+The run's process reads its configuration from `asked.yaml`; `outcome.json` says how the process ended. The
+run itself writes `result.json`. An outcome counts as long as the configuration is the same.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Outcome:
     """How the process of a run ended.
 
     Attributes:
-        exit_code: of the process; negative for a signal.
-        seconds: from start to end, with the starts before an interruption.
-        reason: what went wrong, in the run's own words.
-        result: the content of `result.json`; None for a run that did not end well.
+        exit_code: the process's; negative for a signal.
+        seconds: from start to end, summed over interruptions.
+        reason: why the run failed, in its own words; None when it did not.
+        result: content of `result.json`; None for a run that did not end well.
     """
 
     exit_code: int
@@ -42,9 +42,9 @@ class Outcome:
 
 
 def prepare(folder: Path, config: Config) -> Outcome | None:
-    """Make a run's folder ready for the run, unless it has ended well.
+    """Make a run's folder ready for the run, unless the run has ended well.
 
-    An interrupted run of the same configuration is gone on with; a failed one, or one of another
+    An interrupted run with the same configuration is resumed; a failed one, or one with another
     configuration, is moved aside.
 
     Returns:
@@ -57,12 +57,12 @@ def prepare(folder: Path, config: Config) -> Outcome | None:
     earlier = read_outcome(folder) if is_same else None
     if earlier is not None and earlier.finished:
         return earlier
-    goes_on = is_same and (earlier is None or is_interruption(earlier.exit_code))
-    prepare_run_folder(folder, keep=goes_on, suffix=".earlier-")
+    resumes = is_same and (earlier is None or is_interruption(earlier.exit_code))
+    prepare_run_folder(folder, keep=resumes, suffix=".earlier-")
     (folder / OUTPUT).parent.mkdir(exist_ok=True)
     (folder / OUTCOME).unlink(missing_ok=True)
     write_text_atomically(folder / ASKED, to_yaml(config))
-    return earlier if goes_on else None
+    return earlier if resumes else None
 
 
 def is_interruption(exit_code: int) -> bool:
@@ -71,26 +71,26 @@ def is_interruption(exit_code: int) -> bool:
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """How the last process of a folder ended; None when nobody saw its end."""
+    """How the last process in a folder ended; None when no sweep saw its end."""
     written = _read_json(folder / OUTCOME)
     if written is not None:
         return Outcome(**written)
-    result = read_result(folder)  # the run ended well, but the sweep did not live to see it
+    result = read_result(folder)  # the sweep ended before its run, which ended well
     return None if result is None else Outcome(0, result["training_s"], None, result)
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
-    """What a run that ended well came to."""
+    """Content of `result.json`; None for a run that has not ended well."""
     return _read_json(folder / RESULT)
 
 
 def save_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write down how the process ended, atomically."""
+    """Write how the process ended, atomically."""
     write_text_atomically(folder / OUTCOME, json.dumps(asdict(outcome), indent=2) + "\n")
 
 
 def effective_batch_size(result: Mapping[str, Any]) -> int:
-    """Samples per optimizer step over all processes, as the run says or as its sizes give it."""
+    """Samples per optimizer step over all processes: as written by the run, or worked out from its sizes."""
     if "effective_batch" in result:
         return int(result["effective_batch"])
     return int(result["batch_size"] * result["accumulation_steps"] * result["world_size"])
@@ -104,7 +104,7 @@ def _read_text(path: Path) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is no such file, or somebody has damaged it."""
+    """The object in a file; None where there is no such file, or it is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

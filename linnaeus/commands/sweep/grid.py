@@ -23,9 +23,9 @@ from hydra.errors import HydraException
 from linnaeus.config.overrides import CommandLine, Override, parse_command_line
 
 PLACE = ("EXPERIMENT.NAME", "EXPERIMENT.OUTPUT_DIR")
-"""Keys that say where the sweep's files are, so that they cannot be swept."""
-MOST_LETTERS = 120
-"""Of a combination's name; file systems take 255 bytes."""
+"""Keys that cannot be swept, because they say where the sweep's files are."""
+MAX_LETTERS = 120
+"""Bound on the length of a combination's name; file systems take 255 bytes."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.,=+\[\]-]+")
 
 
@@ -43,18 +43,18 @@ class Combination:
 
     @property
     def title(self) -> str:
-        """The combination as it would be typed."""
+        """The combination as it is typed on a command line."""
         return " ".join(f"{key}={value}" for key, value in self.values.items())
 
     @property
     def name(self) -> str:
-        """A name for its folder: readable, the same in every sweep, another one for every combination."""
+        """The name of its folder: readable, the same in every sweep, different for every combination."""
         wanted = ",".join(f"{key}={value}" for key, value in self.values.items())
         safe = _UNSAFE.sub("-", wanted)
-        if safe == wanted and len(safe) <= MOST_LETTERS:
+        if safe == wanted and len(safe) <= MAX_LETTERS:
             return safe
         digest = hashlib.sha256(wanted.encode()).hexdigest()[:8]
-        return f"{safe[: MOST_LETTERS - 9]}-{digest}"
+        return f"{safe[: MAX_LETTERS - 9]}-{digest}"
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Grid:
     """All combinations, the first key changing most slowly.
 
     Attributes:
-        line: what the command line says beside the lists.
+        line: the whole command line, with the lists as typed.
         combinations: in the order in which they are run.
         problems: one sentence for each token that cannot be used.
     """
@@ -75,7 +75,7 @@ class Grid:
 def read_grid(argv: Sequence[str]) -> Grid:
     """Expand the lists of a command line.
 
-    Problems are collected, not raised; those of tokens that are no lists are found by `load_config`.
+    Problems are collected, not raised. `load_config` finds those of tokens that are not lists.
 
     >>> grid = read_grid(["DATA.BATCH_SIZE=32,64", "TRAIN.EPOCHS", "2", "OPTIMIZER.LR=range(1,3)"])
     >>> [combination.title for combination in grid.combinations][:2]
@@ -118,7 +118,7 @@ def _last_of_each(overrides: Sequence[Override]) -> list[Override]:
 
 
 def _values(override: Override, problems: list[str]) -> list[str | None]:
-    """What an override is to be in turn; nothing where that is a problem."""
+    """The values of an override, one for each run; none where they cannot be read."""
     if override.text is None or override.delete:
         return [override.text]
     try:
@@ -129,7 +129,7 @@ def _values(override: Override, problems: list[str]) -> list[str | None]:
 
 
 def sweep_values(text: str) -> list[str]:
-    """The values that a text stands for, each as it would be typed alone; equal ones count once.
+    """The values in a text, each as it is typed alone; equal ones count once.
 
     >>> sweep_values("none,linear"), sweep_values("range(1,2,0.4)")
     (['none', 'linear'], ['1', '1.4', '1.8'])
@@ -137,7 +137,7 @@ def sweep_values(text: str) -> list[str]:
     (['[2,6]'], ["'a,b'"])
 
     Raises:
-        ValueError: the text is a list that cannot be run through.
+        ValueError: the text is a list whose values cannot be told.
     """
     try:
         override = OverridesParser.create().parse_override(f"value={text}")
@@ -149,10 +149,10 @@ def sweep_values(text: str) -> list[str]:
         return [text]
     if not override.is_sweep_override():
         return [text]
-    return list(dict.fromkeys(_typed(value) for value in _run_through(override, text)))
+    return list(dict.fromkeys(_typed(value) for value in _elements(override, text)))
 
 
-def _run_through(override: HydraOverride, text: str) -> list[Any]:
+def _elements(override: HydraOverride, text: str) -> list[Any]:
     """The elements of a list; raises `ValueError` where there are none."""
     value = override.value()
     if isinstance(value, RangeSweep):
@@ -175,7 +175,7 @@ def _range(start: float, stop: float, step: float) -> list[float]:
 
 
 def _typed(value: Any) -> str:
-    """An element of a sweep as it would be typed."""
+    """An element of a list as it is typed alone."""
     if isinstance(value, QuotedString):
         return str(value.with_quotes())
     if isinstance(value, float):

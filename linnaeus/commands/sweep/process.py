@@ -1,4 +1,4 @@
-"""The process of a run: started, watched, and stopped properly when the sweep is."""
+"""The process of a run: started, waited for, and stopped with a checkpoint when the sweep is stopped."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ REASON_LETTERS = 400
 
 
 class Stop:
-    """Ctrl-C or SIGTERM, handed to the run as Ctrl-C: it saves a checkpoint and ends.
+    """Passes Ctrl-C and SIGTERM on to the run as Ctrl-C: it saves a checkpoint and ends.
 
-    The run is in a session of its own, so that it hears of each Ctrl-C once, and from here.
+    The run is in a session of its own, so that it gets each Ctrl-C once: from here, not from the terminal.
 
     Attributes:
-        requested: somebody has asked to stop.
+        requested: whether somebody has asked to stop.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals inside the context."""
+        """Handle the signals inside the context."""
         before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -44,10 +44,10 @@ class Stop:
                 signal.signal(number, handler)
 
     def wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Wait for the end of a process, and pass signals on; returns its exit code."""
+        """Wait until a process ends, passing signals on; returns its exit code, negative for a signal."""
         self._child = child
         try:
-            if self.requested:  # since before the process was known here
+            if self.requested:  # before the process was known here
                 child.send_signal(signal.SIGINT)
             return child.wait()
         finally:
@@ -60,13 +60,13 @@ class Stop:
 
 
 @contextmanager
-def sole(folder: Path) -> Iterator[IO[str]]:
-    """Make sure that no other sweep works in a folder, nor a run that outlived its sweep.
+def locked(folder: Path) -> Iterator[IO[str]]:
+    """Lock a folder against other sweeps, and against a run that outlived its sweep.
 
-    The lock is the open file's, which a run inherits: it is free when both have ended.
+    The lock belongs to the open file, which a run inherits: it is free once both have ended.
 
     Raises:
-        ConfigError: another one does, or the folder cannot be written to.
+        ConfigError: the folder is locked already, or cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,12 +88,12 @@ def sole(folder: Path) -> Iterator[IO[str]]:
 
 
 def run_in_child(folder: Path, stop: Stop, lock: IO[str]) -> int:
-    """Train as a folder's `asked.yaml` says, in a process of its own.
+    """Train in a process of its own, with the configuration in the folder's `asked.yaml`.
 
     Args:
-        folder: of the run; takes its output.
+        folder: the run's; its output goes there too.
         stop: passes Ctrl-C on.
-        lock: names the processes at work, and stays locked as long as one of them lives.
+        lock: lists the processes at work, and stays locked as long as one of them lives.
 
     Returns:
         The exit code; negative for a signal.
@@ -105,7 +105,7 @@ def run_in_child(folder: Path, stop: Stop, lock: IO[str]) -> int:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # what is said last stands last
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # the last line is the reason of a failure
             start_new_session=True,
             pass_fds=[lock.fileno()],
         )

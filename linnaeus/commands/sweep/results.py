@@ -1,4 +1,4 @@
-"""What the runs of a sweep came to, as objects and as plain data for files."""
+"""The results of a sweep, as objects and as plain data for files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from linnaeus.commands.sweep.folder import Outcome, effective_batch_size
+from linnaeus.commands.tables import Figures
 
-Status = Literal["finished", "failed", "interrupted", "not run"]
+RunStatus = Literal["finished", "failed", "interrupted", "not run"]
 PLANNED = ("learning_rate", "warmup_steps", "total_steps")
-"""What a run's batch plan gave it, beside the effective batch."""
+"""Figures of a run's batch plan, in addition to the effective batch size."""
 SEED = "EXPERIMENT.SEED"
 """Runs that differ in it alone are repetitions of one measurement."""
 
@@ -21,10 +22,10 @@ class Row:
     """One run.
 
     Attributes:
-        values: of the swept keys.
+        values: the text of each swept key's value.
         folder: where its files are.
         outcome: how its process ended; None before it has.
-        stopped: it was ended because the sweep was.
+        stopped: whether it was ended because the sweep was.
     """
 
     values: dict[str, str]
@@ -34,11 +35,11 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The values as they would be typed."""
+        """The values as they are typed on a command line."""
         return " ".join(f"{key}={value}" for key, value in self.values.items())
 
     @property
-    def status(self) -> Status:
+    def status(self) -> RunStatus:
         """How far the run has come."""
         if self.outcome is None:
             return "not run"
@@ -56,13 +57,13 @@ class Row:
         """Samples per optimizer step over all processes."""
         return effective_batch_size(self.result) if self.result else None
 
-    def metric(self, name: str) -> float | None:
-        """A metric of the last validation."""
-        value: float | None = self.result.get("metrics", {}).get(name)
-        return value
+    def value(self, name: str) -> float | None:
+        """A metric of the last validation, or `training_s`; None for a run without it."""
+        values: dict[str, float | None] = {**self.result.get("metrics", {})}
+        return self.result.get(name) if name == "training_s" else values.get(name)
 
     def scalars(self, metrics: Sequence[str]) -> dict[str, Any]:
-        """The row of a table for programs."""
+        """The row of the table, with these metrics."""
         outcome = self.outcome
         return {
             **self.values,
@@ -70,7 +71,7 @@ class Row:
             "exit_code": None if outcome is None else outcome.exit_code,
             "effective_batch": self.effective_batch_size,
             **{name: self.result.get(name) for name in PLANNED},
-            **{name: self.metric(name) for name in metrics},
+            **{name: self.value(name) for name in metrics},
             "training_s": self.result.get("training_s"),
             "images_per_s": self.result.get("images_per_s"),
             "seconds": None if outcome is None else outcome.seconds,
@@ -86,12 +87,12 @@ class Row:
 
 
 @dataclass
-class Sweep:
+class Sweep(Figures):
     """All runs, finished or not.
 
     Attributes:
         rows: in the order of the grid.
-        wanted_metric: the one that the user names.
+        wanted_metric: from `--metric`.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -99,7 +100,7 @@ class Sweep:
 
     @property
     def metric(self) -> str:
-        """The metric that is compared: the one wanted where there is one, else the runs' own headline."""
+        """The metric that is compared: the wanted one if the runs have it, else their own headline."""
         known = self.metrics
         if self.wanted_metric in known:
             return str(self.wanted_metric)
@@ -113,67 +114,50 @@ class Sweep:
 
     @property
     def columns(self) -> list[str]:
-        """Of a table for programs."""
+        """Columns of the table."""
         return list(self.rows[0].scalars(self.metrics))
 
     def scalars(self) -> list[dict[str, Any]]:
-        """The rows of a table for programs."""
+        """Rows of the table."""
         return [row.scalars(self.metrics) for row in self.rows]
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of the JSON file."""
+        """Content of the JSON file."""
         return {"metric": self.metric, "runs": [row.as_dict() for row in self.rows]}
 
-    def with_status(self, *wanted: Status) -> list[Row]:
-        """The rows of some kinds."""
+    def with_status(self, *wanted: RunStatus) -> list[Row]:
+        """The rows with one of these statuses."""
         return [row for row in self.rows if row.status in wanted]
 
 
 @dataclass
 class Series:
-    """Finished runs that belong on one line of a picture: they differ in size and seed alone.
+    """Finished runs that form one line of a picture: they differ only in size and seed.
 
     Attributes:
         label: the values of the other keys; empty when there are none.
-        rows: by ascending effective batch.
+        rows: by ascending effective batch size.
     """
 
     label: str
     rows: list[Row]
 
     def means(self, name: str) -> list[tuple[int, float]]:
-        """(effective batch, mean over the runs of that size) of a metric, or of `training_s`."""
+        """(effective batch size, mean over the runs of that size) of a metric, or of `training_s`."""
         by_size: dict[int, list[float]] = {}
         for row in self.rows:
-            value = value_of(row, name)
+            value = row.value(name)
             if value is not None:
                 by_size.setdefault(effective_batch_size(row.result), []).append(value)
         return [(size, sum(values) / len(values)) for size, values in by_size.items()]
 
 
-def value_of(row: Row, name: str) -> float | None:
-    """A metric of a finished run, or its `training_s`."""
-    if name == "training_s":
-        seconds: float | None = row.result.get(name)
-        return seconds
-    return row.metric(name)
-
-
 def series_of(rows: Sequence[Row]) -> list[Series]:
-    """Group the finished runs into lines over the effective batch, in the order of the grid."""
+    """Group the finished runs into lines over the effective batch size, in the order of the grid."""
     finished = sorted((row for row in rows if row.result), key=lambda row: effective_batch_size(row.result))
-    size_keys = {key for key in _keys(rows) if _changes_size(key, finished)}
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.result:
-            groups.setdefault(_label(row, size_keys), [])
-    for row in finished:
-        groups[_label(row, size_keys)].append(row)
-    return [Series(label, members) for label, members in groups.items()]
-
-
-def _keys(rows: Sequence[Row]) -> list[str]:
-    return list(rows[0].values) if rows else []
+    size_keys = {key for row in finished[:1] for key in row.values if _changes_size(key, finished)}
+    labels = dict.fromkeys(_label(row, size_keys) for row in rows if row.result)
+    return [Series(label, [row for row in finished if _label(row, size_keys) == label]) for label in labels]
 
 
 def _label(row: Row, size_keys: set[str]) -> str:
@@ -182,7 +166,7 @@ def _label(row: Row, size_keys: set[str]) -> str:
 
 
 def _changes_size(key: str, finished: Sequence[Row]) -> bool:
-    """Whether runs that differ in this key alone have different effective batches."""
+    """Whether runs that differ only in this key have different effective batch sizes."""
     sizes: dict[tuple[tuple[str, str], ...], set[int]] = {}
     for row in finished:
         others = tuple(item for item in row.values.items() if item[0] != key)

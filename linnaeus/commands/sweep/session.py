@@ -1,4 +1,4 @@
-"""One sweep, from its runs to its files. Building order is reading order."""
+"""One sweep, from its runs to its files."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from typing import IO
 
 from rich.console import Console
 
-from linnaeus.commands.entry import EXIT_INTERRUPTED
 from linnaeus.commands.sweep.folder import OUTPUT, Outcome, prepare, read_result, save_outcome
-from linnaeus.commands.sweep.options import Options, Planned
-from linnaeus.commands.sweep.output import results_table, save
-from linnaeus.commands.sweep.process import Stop, reason_of, run_in_child, sole
+from linnaeus.commands.sweep.options import Options, PlannedRun
+from linnaeus.commands.sweep.output import results_table
+from linnaeus.commands.sweep.plot import save_plot
+from linnaeus.commands.sweep.process import Stop, locked, reason_of, run_in_child
 from linnaeus.commands.sweep.results import Row, Sweep
+from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.log import close_logging, make_console, set_up_logging
 
 EXIT_SOME_FAILED = 1
 logger = logging.getLogger("linnaeus.sweep")
 
 
-def run_sweep(options: Options, runs: Sequence[Planned]) -> int:
-    """Run what has not been run, write the files and show the table.
+def run(options: Options, runs: Sequence[PlannedRun]) -> int:
+    """Run the runs that have not finished, write the files and show the table.
 
     Returns:
         The exit code: 0 all ended well, 1 some failed, 130 interrupted.
 
     Raises:
-        ConfigError: the folder cannot be written to, or another sweep works in it.
+        ConfigError: the folder cannot be written to, or another sweep uses it.
     """
     folder = runs[0].folder.parent
     console = make_console()
@@ -37,12 +38,13 @@ def run_sweep(options: Options, runs: Sequence[Planned]) -> int:
     stop = Stop()
     set_up_logging(None, rank=0, console=console)
     try:
-        with sole(folder) as lock, stop.listening():
-            for number, (run, row) in enumerate(zip(runs, sweep.rows, strict=True), start=1):
+        with locked(folder) as lock, stop.listening():
+            for number, (planned, row) in enumerate(zip(runs, sweep.rows, strict=True), start=1):
                 if stop.requested:
                     break
-                _do(run, row, f"run {number} of {len(runs)}, {row.title}", sweep.wanted_metric, stop, lock)
-                save(sweep, folder)
+                title = f"run {number} of {len(runs)}, {row.title}"
+                _train(planned, row, title, sweep.wanted_metric, stop, lock)
+                _save(sweep, folder)
             _report(sweep, folder, options.plot or folder / "sweep.png", console)
     finally:
         close_logging()
@@ -51,10 +53,10 @@ def run_sweep(options: Options, runs: Sequence[Planned]) -> int:
     return EXIT_SOME_FAILED if sweep.with_status("failed") else 0
 
 
-def _do(run: Planned, row: Row, title: str, metric: str | None, stop: Stop, lock: IO[str]) -> None:
-    """Bring one run to its end, or find that it has come there before."""
-    folder = run.folder
-    earlier = prepare(folder, run.config)
+def _train(planned: PlannedRun, row: Row, title: str, metric: str | None, stop: Stop, lock: IO[str]) -> None:
+    """Train one run to its end, unless an earlier sweep has done so."""
+    folder = planned.folder
+    earlier = prepare(folder, planned.config)
     if earlier is not None and earlier.finished:
         row.outcome = earlier
         logger.info("%s: has ended well before%s", title, _figure(row, metric))
@@ -63,7 +65,7 @@ def _do(run: Planned, row: Row, title: str, metric: str | None, stop: Stop, lock
     began = time.monotonic()
     exit_code = run_in_child(folder, stop, lock)
     if stop.requested and exit_code != 0:
-        exit_code = EXIT_INTERRUPTED  # whatever the stop made of it
+        exit_code = EXIT_INTERRUPTED  # a run that was stopped may also end by the signal
     seconds = time.monotonic() - began + (earlier.seconds if earlier is not None else 0)
     row.outcome = _outcome(folder, exit_code, round(seconds, 3))
     row.stopped = stop.requested and not row.outcome.finished
@@ -84,16 +86,18 @@ def _outcome(folder: Path, exit_code: int, seconds: float) -> Outcome:
 
 def _figure(row: Row, metric: str | None) -> str:
     name = Sweep([row], metric).metric
-    value = row.metric(name)
+    value = row.value(name)
     return "" if value is None else f", {name} {value:.4f}"
+
+
+def _save(sweep: Sweep, folder: Path) -> None:
+    for name in ("sweep.json", "sweep.csv"):
+        sweep.save(folder / name)
 
 
 def _report(sweep: Sweep, folder: Path, plot: Path, console: Console) -> None:
     """Write the files, then show the same figures."""
-    # Here and not above: matplotlib takes a second to import.
-    from linnaeus.commands.sweep.plot import save_plot
-
-    save(sweep, folder)
+    _save(sweep, folder)
     save_plot(sweep, plot)
     if sweep.wanted_metric is not None and sweep.metrics and sweep.wanted_metric not in sweep.metrics:
         logger.warning("--metric: no run has %s; there are %s", sweep.wanted_metric, ", ".join(sweep.metrics))

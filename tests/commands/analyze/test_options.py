@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from linnaeus.commands.analyze import options
-from linnaeus.commands.analyze.options import read_options
+from linnaeus.commands.analyze.options import Options, read
+from linnaeus.config.schema import Config
 from tests.conftest import SMALL, Run
 
 ROOT = Path(__file__).parents[3]
@@ -22,30 +23,35 @@ def test_the_example_in_the_docstring() -> None:
     assert doctest.testmod(options).failed == 0
 
 
-def test_everything_can_be_set() -> None:
-    found, loaded = read_options(
-        [
-            "--fractions=0.8,0.5,0.8", "--modes", "val,train", "--output", "a.csv", "--plot=a.HTML",
-            "--steps", "3", "--min-bs=2", "--max-bs", "99", "--strategy", "binsearch",
-            "--memory-limit-gb", "1.5", "--remedies", "--throughput", "TRAIN.AMP", "bf16", "TRAIN.EPOCHS=7",
-        ]
+def read_options(*argv: str) -> tuple[Options, Config]:
+    request = read(argv)
+    assert not isinstance(request, str)
+    return request
+
+
+def test_everything_can_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found, config = read_options(
+        "--fractions=0.8,0.5,0.8", "--modes", "val,train", "--output", "a.csv", "--plot=a.HTML",
+        "--steps", "3", "--min-bs=2", "--max-bs", "99", "--strategy", "binsearch",
+        "--memory-limit-gb", "1.5", "--remedies", "--throughput", "TRAIN.AMP", "bf16", "TRAIN.EPOCHS=7",
     )  # fmt: skip
     assert found.fractions == [0.5, 0.8]
     assert found.modes == ["train", "val"]
     assert (found.output, found.plot) == (Path("a.csv"), Path("a.HTML"))
     assert found.remedies
     assert found.throughput
-    autobatch = loaded.config.DATA.AUTOBATCH
+    autobatch = config.DATA.AUTOBATCH
     assert (autobatch.STEPS_PER_TRIAL, autobatch.STEPS_PER_TRIAL_VAL) == (3, 3)
     assert (autobatch.MIN_BATCH_SIZE, autobatch.MIN_BATCH_SIZE_VAL) == (2, 2)
     assert (autobatch.MAX_BATCH_SIZE, autobatch.MAX_BATCH_SIZE_VAL) == (99, 99)
     assert (autobatch.STRATEGY, autobatch.MEMORY_LIMIT_GB) == ("binsearch", 1.5)
-    assert (loaded.config.TRAIN.AMP, loaded.config.TRAIN.EPOCHS) == ("bf16", 7)
+    assert (config.TRAIN.AMP, config.TRAIN.EPOCHS) == ("bf16", 7)
 
 
 def test_the_later_of_an_option_and_an_override_wins() -> None:
     def max_size(*argv: str) -> int:
-        return read_options(argv)[1].config.DATA.AUTOBATCH.MAX_BATCH_SIZE
+        return read_options(*argv)[1].DATA.AUTOBATCH.MAX_BATCH_SIZE
 
     assert max_size("--max-bs", "8", "DATA.AUTOBATCH.MAX_BATCH_SIZE", "9") == 9
     assert max_size("DATA.AUTOBATCH.MAX_BATCH_SIZE=9", "--max-bs", "8") == 8
@@ -111,7 +117,7 @@ def test_help_shows_examples(run: Run) -> None:
     outcome = run("analyze", "--help", "--fractions", "7")
     assert outcome.code == 0
     assert "examples:" in outcome.out
-    for name in [*options.GRAMMAR.readers, *options.GRAMMAR.switches]:
+    for name in options.PARSER.names():
         assert name in outcome.out
 
 

@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 from linnaeus.commands import duration
 from linnaeus.commands.duration import read_duration, show_duration
 from linnaeus.commands.plan import arithmetic
-from linnaeus.commands.plan.arithmetic import (
-    least,
-    relative_samples,
-    relative_seconds,
-    relative_steps,
-    seconds_per_epoch,
-    seconds_per_step,
-    smallest_fast,
-)
+from linnaeus.commands.plan.arithmetic import relative_samples, relative_steps, smallest_fast
 from linnaeus.commands.plan.results import Goal, Plan, Row
 
 SIZES = st.integers(1, 10**6)
@@ -35,9 +27,11 @@ def test_the_examples_in_the_docstrings(module: object) -> None:
 def test_values_worked_out_by_hand() -> None:
     assert relative_steps(100, 300) == 4  # 1 + 300 / 100
     assert relative_samples(100, 300) == 400  # 100 + 300
-    assert relative_seconds(100, 300, 0.5) == 2  # 4 steps of half a second
-    assert seconds_per_step(256, 1024) == 0.25
-    assert seconds_per_epoch(50_000, 1000) == 50
+    goal = Goal(num_samples=50_000, epochs=1, noise_scale=300)
+    row = Row(goal, batch_size=100, accumulation_steps=1, samples_per_s_each=200.0)
+    assert row.seconds_per_step == 0.5
+    assert row.relative_seconds == 2  # 4 steps of half a second
+    assert row.epoch_s == 250
 
 
 @given(SIZES, SIZES, SCALES)
@@ -68,10 +62,6 @@ def test_the_smallest_fast_size(speeds: dict[int, float], tolerance: float) -> N
     assert all(speed < limit for other, speed in speeds.items() if other < size)
 
 
-def test_of_equal_times_the_smaller_size() -> None:
-    assert least({64: 1.0, 8: 1.0, 4: 1.5}) == 8
-
-
 def rows(speeds: dict[int, float], goal: Goal, **more: object) -> list[Row]:
     fields = {"learning_rate": 0.1, **more}
     return [Row(goal, size, 1, speed, **fields) for size, speed in speeds.items()]  # type: ignore[arg-type]
@@ -98,7 +88,7 @@ def test_a_plan_with_a_noise_scale() -> None:
     """(1 + 1000 / B) B / speed: 32 -> 1.6125, 64 -> 1.0857, 128 -> 1.128, 256 -> 1.2687 seconds."""
     goal = Goal(num_samples=10_000, epochs=9, noise_scale=1000)
     plan = Plan(goal, 0.05, rows=rows(SPEEDS, goal))
-    assert plan.choice().recommended == 64
+    assert plan.recommended.batch_size == 64
     relative = [row["relative_time"] for row in plan.scalars()]
     expected = [1032 / 640, 1064 / 980, 1128 / 1000, 1256 / 990]
     assert relative == pytest.approx([value / (1064 / 980) for value in expected])
@@ -110,8 +100,15 @@ def test_a_noise_scale_moves_the_recommendation_both_ways() -> None:
     chosen = {}
     for scale in (1, 10**6):
         goal = Goal(num_samples=10_000, epochs=9, noise_scale=scale)
-        chosen[scale] = Plan(goal, 0.05, rows=rows({32: 950.0, 256: 1000.0}, goal)).choice().recommended
+        chosen[scale] = Plan(goal, 0.05, rows=rows({32: 950.0, 256: 1000.0}, goal)).recommended.batch_size
     assert chosen == {1: 32, 10**6: 256}
+
+
+def test_of_equal_times_the_smaller_size() -> None:
+    """(1 + 64 / B) B / speed: 68 / 34, 72 / 72 and 128 / 128 seconds."""
+    goal = Goal(num_samples=10_000, epochs=9, noise_scale=64)
+    plan = Plan(goal, 0.05, rows=rows({4: 34.0, 8: 72.0, 64: 128.0}, goal))
+    assert plan.recommended.batch_size == 8
 
 
 def test_processes_add_up() -> None:
@@ -126,7 +123,7 @@ def test_a_size_that_the_configuration_refuses_is_not_recommended() -> None:
     goal = Goal(num_samples=10_000, epochs=9)
     refused = rows({32: 1000.0}, goal, learning_rate=None)
     plan = Plan(goal, 0.05, rows=[*refused, *rows({64: 1000.0}, goal)])
-    assert plan.choice().recommended == 64
+    assert plan.recommended.batch_size == 64
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from linnaeus.commands.plan import options
-from linnaeus.commands.plan.options import read_options
+from linnaeus.commands.plan.options import Options, read
 from tests.conftest import SMALL, Run
 
 ROOT = Path(__file__).parents[3]
@@ -21,22 +21,25 @@ def test_the_example_in_the_docstring() -> None:
     assert doctest.testmod(options).failed == 0
 
 
-def test_everything_can_be_set() -> None:
-    found, loaded = read_options(
+def test_everything_can_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    request = read(
         [
             "--fraction=0.5", "--sizes", "8,4,8", "--dataset-length", "1000", "--epochs", "7",
             "--noise-scale", "1e3", "--world-size=4", "--time-budget", "90s", "--output", "a.csv",
             "--plot=a.SVG", "--min-bs=2", "--max-bs", "99", "--memory-limit-gb", "1.5", "TRAIN.AMP", "bf16",
         ]
     )  # fmt: skip
-    assert found == options.Options(
+    assert not isinstance(request, str)
+    found, config = request
+    assert found == Options(
         sizes=[4, 8], dataset_length=1000, noise_scale=1000, world_size=4, time_budget=90,
         output=Path("a.csv"), plot=Path("a.SVG"),
     )  # fmt: skip
-    autobatch = loaded.config.DATA.AUTOBATCH
+    autobatch = config.DATA.AUTOBATCH
     assert (autobatch.TARGET_MEMORY_FRACTION, autobatch.MEMORY_LIMIT_GB) == (0.5, 1.5)
     assert (autobatch.MIN_BATCH_SIZE, autobatch.MAX_BATCH_SIZE) == (2, 99)
-    assert (loaded.config.TRAIN.EPOCHS, loaded.config.TRAIN.AMP) == (7, "bf16")
+    assert (config.TRAIN.EPOCHS, config.TRAIN.AMP) == (7, "bf16")
 
 
 BAD = [
@@ -79,7 +82,7 @@ def test_all_mistakes_are_listed_at_once(run: Run) -> None:
 def test_help_names_every_option(run: Run) -> None:
     outcome = run("plan", "--help", "--sizes", "x")
     assert outcome.code == 0
-    for name in ["examples:", *options.GRAMMAR.readers]:
+    for name in ["examples:", *options.PARSER.names()]:
         assert name in outcome.out
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from linnaeus.commands.sweep import grid
 from linnaeus.commands.sweep.grid import Combination, read_grid, sweep_values
-from linnaeus.commands.sweep.options import read_command_line
+from linnaeus.commands.sweep.options import read
 from linnaeus.config.load import load_config
 from linnaeus.errors import ConfigError
 
@@ -137,16 +137,14 @@ BAD = [
 @pytest.mark.parametrize(("argv", "text"), BAD, ids=[" ".join(argv) for argv, _ in BAD])
 def test_mistakes(argv: list[str], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_command_line(argv)
+        read(argv)
     assert text in str(caught.value)
     assert len(caught.value.problems) == 1
 
 
 def test_all_mistakes_of_all_combinations_are_listed_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        read_command_line(
-            ["DATA.BATCH_SIZE=0,8", "OPTIMIZER.LR=-1,1", "TRAIN.EPOCH=3", "--plot=x", "TRAIN.AMP=bf16,fp8"]
-        )
+        read(["DATA.BATCH_SIZE=0,8", "OPTIMIZER.LR=-1,1", "TRAIN.EPOCH=3", "--plot=x", "TRAIN.AMP=bf16,fp8"])
     problems = caught.value.problems
     assert len(problems) == 5
     where = {problem.partition(":")[0]: problem.partition(" with ")[2] for problem in problems}
@@ -160,9 +158,11 @@ def test_all_mistakes_of_all_combinations_are_listed_once() -> None:
 
 
 def test_each_run_has_its_own_place() -> None:
-    line = read_command_line(["DATA.BATCH_SIZE=8,16", "EXPERIMENT.NAME=mine", "EXPERIMENT.OUTPUT_DIR=out"])
-    assert [str(run.folder) for run in line.runs] == [
+    request = read(["DATA.BATCH_SIZE=8,16", "EXPERIMENT.NAME=mine", "EXPERIMENT.OUTPUT_DIR=out"])
+    assert not isinstance(request, str)
+    _, runs = request
+    assert [str(run.folder) for run in runs] == [
         "out/mine/DATA.BATCH_SIZE=8", "out/mine/DATA.BATCH_SIZE=16",
     ]  # fmt: skip
-    assert [run.config.DATA.BATCH_SIZE for run in line.runs] == [8, 16]
-    assert all(run.config.TRAIN.AUTO_RESUME for run in line.runs)
+    assert [run.config.DATA.BATCH_SIZE for run in runs] == [8, 16]
+    assert all(run.config.TRAIN.AUTO_RESUME for run in runs)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from linnaeus.commands.sweep.folder import Outcome, effective_batch_size, prepare, read_outcome, save_outcome
-from linnaeus.commands.sweep.process import sole
+from linnaeus.commands.sweep.process import locked
 from linnaeus.commands.sweep.results import Row, Sweep, series_of
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
@@ -145,10 +145,10 @@ def test_a_damaged_outcome_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
-    with sole(tmp_path / "new/folder") as lock:
+    with locked(tmp_path / "new/folder") as lock:
         lock.write("12 34")
         lock.flush()
         with pytest.raises(ConfigError, match="another sweep is at work here \\(process 12, 34\\)"):
-            sole(tmp_path / "new/folder").__enter__()
-    with sole(tmp_path / "new/folder"):
+            locked(tmp_path / "new/folder").__enter__()
+    with locked(tmp_path / "new/folder"):
         pass

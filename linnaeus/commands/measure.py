@@ -1,0 +1,59 @@
+"""What `analyze` and `plan` measure alike: the largest size, and the speed of sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.result import AutoBatchResult, Timing
+from linnaeus.config.schema import AutoBatchConfig
+
+
+def find_largest(finder: BatchSizeFinder, fraction: float, config: AutoBatchConfig) -> AutoBatchResult:
+    """The largest size within a fraction of the device's memory, searched as training would search it.
+
+    Raises:
+        AutoBatchError: nothing fits.
+    """
+    return finder.find(
+        fraction, strategy=config.STRATEGY, max_trials=config.MAX_TRIALS,
+        timeout_minutes=config.TIMEOUT_MINUTES,
+    )  # fmt: skip
+
+
+@dataclass
+class Speeds:
+    """Speeds of the sizes of one step; each size is timed once.
+
+    Attributes:
+        timings: by size, only of sizes that ran.
+        knee: the smallest size within 5 % of the best samples per second; None before `find_knee`.
+    """
+
+    timings: dict[int, Timing] = field(default_factory=dict)
+    knee: int | None = None
+
+    def time(self, finder: BatchSizeFinder, size: int) -> Timing | None:
+        """Time a size; None when it no longer fits, because something else takes memory now."""
+        if size not in self.timings:
+            self._add(finder.time(size))
+        return self.timings.get(size)
+
+    def find_knee(
+        self, finder: BatchSizeFinder, largest: AutoBatchResult, timeout_minutes: float
+    ) -> AutoBatchResult:
+        """Time sizes up to the largest that fits, until the knee is known; the result has them all."""
+        fast = finder.prefer_throughput(largest, timeout_minutes=timeout_minutes)
+        self.knee = fast.batch_size
+        for timing in fast.timings:
+            self._add(timing)
+        return fast
+
+    def ascending(self) -> list[Timing]:
+        """The timings by ascending size."""
+        return [self.timings[size] for size in sorted(self.timings)]
+
+    def _add(self, timing: Timing) -> None:
+        if math.isfinite(timing.seconds_per_step):
+            self.timings[timing.batch_size] = timing

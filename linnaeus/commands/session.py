@@ -1,0 +1,134 @@
+"""What `analyze` and `plan` do alike: set up, measure, and write what there is, also after Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from linnaeus.autobatch.protocol import RankStatus
+from linnaeus.autobatch.sizes import SizeSearch
+from linnaeus.commands.environment import describe, device_sentence
+from linnaeus.commands.options import MeasuringOptions
+from linnaeus.commands.tables import Measurement
+from linnaeus.config.schema import Config
+from linnaeus.data.bundle import DataBundle
+from linnaeus.data.datasets import build_data
+from linnaeus.dist import World, join
+from linnaeus.errors import EXIT_INTERRUPTED
+from linnaeus.log import close_logging, is_interactive, make_console, set_up_logging
+from linnaeus.rng import seed_all
+from linnaeus.training.build import Assembly, assemble_for
+
+logger = logging.getLogger("linnaeus.commands")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What there is to measure with.
+
+    Attributes:
+        config: of the run in question.
+        data: of both splits.
+        world: this process and its device.
+        status: told what is being tried.
+    """
+
+    config: Config
+    data: DataBundle
+    world: World
+    status: RankStatus
+
+    def assemble(self) -> Assembly:
+        """Build the model and its steps.
+
+        Raises:
+            ConfigError: a node that cannot be built.
+        """
+        return assemble_for(self.config, self.data, self.world.device)
+
+    def search(self, assembly: Assembly, max_samples_per_rank: int | None = None) -> SizeSearch:
+        """The searches of a run with this model; arguments as for `SizeSearch`."""
+        data, train, seed = self.config.DATA, self.config.TRAIN, self.config.EXPERIMENT.SEED
+        return SizeSearch(data, train, self.data, assembly, self.world, seed, max_samples_per_rank)
+
+    def note_environment(self, measurement: Measurement, assembly: Assembly) -> None:
+        """Note where the figures hold, and show it. From now on the measurement is worth writing."""
+        measurement.environment = describe(self.config, self.data, assembly, self.world.device)
+        logger.info("%s", device_sentence(measurement.environment))
+
+
+def run_session(
+    config: Config,
+    options: MeasuringOptions,
+    measurement: Measurement,
+    *,
+    measure: Callable[[Setup], None],
+    draw: Callable[[Path], None],
+    show: Callable[[Console], None],
+) -> int:
+    """Measure, write the files and show the figures; what was measured before Ctrl-C or an error counts too.
+
+    Args:
+        config: of the run in question.
+        options: say where the files go.
+        measurement: filled by `measure`.
+        measure: does the measuring.
+        draw: writes the picture.
+        show: prints the figures for people.
+
+    Returns:
+        The exit code: 0 done, 130 interrupted.
+
+    Raises:
+        LinnaeusError: something that the user can mend; the message says how.
+    """
+    console = make_console()
+    measurement.interrupted = True
+    set_up_logging(None, rank=0, console=console)
+    try:
+        with _setup(config, console) as setup:
+            measure(setup)
+        measurement.interrupted = False
+    except KeyboardInterrupt:
+        logger.info("interrupted; what has been measured so far is written")
+        return EXIT_INTERRUPTED
+    finally:
+        if measurement.environment:  # otherwise nothing has been measured
+            measurement.save(options.output)
+            logger.info("figures: %s", options.output.resolve())
+            if options.plot is not None:
+                draw(options.plot)
+                logger.info("picture: %s", options.plot.resolve())
+            show(console)
+        close_logging()
+    return 0
+
+
+@contextmanager
+def _setup(config: Config, console: Console) -> Iterator[Setup]:
+    timeout = timedelta(minutes=config.DIST.TIMEOUT_MINUTES)
+    with (
+        join(config.EXPERIMENT.DEVICE, config.DIST.BACKEND, timeout) as world,
+        _status_line(console) as status,
+    ):
+        torch.use_deterministic_algorithms(config.TRAIN.DETERMINISTIC)
+        seed_all(config.EXPERIMENT.SEED)
+        data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
+        yield Setup(config, data, world, status)
+
+
+@contextmanager
+def _status_line(console: Console) -> Iterator[RankStatus]:
+    """A status that is shown where a person watches."""
+    if not is_interactive(console):
+        yield RankStatus()
+        return
+    with console.status("starting") as spinner:
+        yield RankStatus(spinner.update)

@@ -1,0 +1,21 @@
+"""The command line of training. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from linnaeus.config.help import help_text
+from linnaeus.config.load import load_config, to_yaml
+from linnaeus.config.schema import Config
+
+
+def read(argv: Sequence[str]) -> str | tuple[Config]:
+    """Read a command line: a text to print, or the argument of the session's `run`.
+
+    Raises:
+        ConfigError: lists everything that is wrong.
+    """
+    loaded = load_config(argv)
+    if loaded.show_help:
+        return help_text()
+    return to_yaml(loaded.config) if loaded.print_config else (loaded.config,)
