@@ -13,8 +13,9 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 
+from linnaeus import __version__
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
 
 COMMANDS = {
@@ -68,7 +69,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 def _read(command: str, tokens: Sequence[str]) -> str | tuple[object, ...]:
     if "--version" in tokens:
-        return f"linnaeus {metadata.version('linnaeus')}\n"
+        return f"linnaeus {__version__}\n"
     argv = tokens[1:] if command in COMMANDS else tokens
     request: str | tuple[object, ...] = import_module(f"linnaeus.commands.{command}.options").read(argv)
     return request

@@ -30,8 +30,9 @@ def name_of(path: Path) -> str:
 
 
 def part_of(module: str) -> str:
-    """`data` for `linnaeus.data.loader`; empty for the package itself."""
-    return f"{module}.".split(".")[1]
+    """`data` for `linnaeus.data.loader`; empty for the package itself, and for its `__version__`."""
+    part = f"{module}.".split(".")[1]
+    return "" if part.startswith("__") else part
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -47,7 +48,7 @@ def imports(path: Path) -> Iterator[str]:
 def own_parts(path: Path) -> set[str]:
     """The parts of the package that a file imports, its own left out."""
     found = {part_of(name) for name in imports(path) if name.split(".")[0] == "linnaeus"}
-    return found - {part_of(name_of(path))}
+    return found - {part_of(name_of(path)), ""}
 
 
 def outside(path: Path) -> set[str]:

@@ -26,8 +26,9 @@ Graph = dict[str, set[str]]
 
 
 def part_of(module: str) -> str:
-    """`data` for `linnaeus.data.loader`; empty for the package itself."""
-    return f"{module}.".split(".")[1]
+    """`data` for `linnaeus.data.loader`; empty for the package itself, and for its `__version__`."""
+    part = f"{module}.".split(".")[1]
+    return "" if part.startswith("__") else part
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -175,7 +175,7 @@ class BatchSizeFinder:
         if found.size is None:
             raise AutoBatchError(self._nothing_fits(found.limited_by, fraction))
         budget_bytes = self.budget_bytes
-        trials = carry_over(
+        self.trials[num_before:] = carry_over(
             self.trials[num_before:], old_budget_bytes=budget_bytes, budget_bytes=budget_bytes
         )
         return AutoBatchResult(
@@ -188,7 +188,7 @@ class BatchSizeFinder:
             total_bytes=self.memory.total_bytes,
             strategy=strategy,
             seconds=time.monotonic() - started,
-            trials=trials,
+            trials=tuple(self.trials[num_before:]),
         )
 
     def prefer_throughput(self, result: AutoBatchResult, *, timeout_minutes: float = 60.0) -> AutoBatchResult:

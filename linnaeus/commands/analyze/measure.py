@@ -120,7 +120,7 @@ def _find_further(
     size may remain uncertified.
     """
     first, *others, row = rows
-    find = partial(finder.find, row.memory_fraction, timeout_minutes=config.TIMEOUT_MINUTES)
+    find = partial(finder.find, row.memory_fraction, timeout_minutes=config.TIMEOUT_MINUTES, confirm=False)
     num_left = int(EXTRA_TRIALS * len(first.trials)) - sum(len(other.trials) for other in others)
     num_trials = max(1, math.ceil(num_left / (num_fractions - len(others) - 1)))
     expected = start = _expected(finder, rows, config.MEMORY_LIMIT_GB)
