@@ -1,4 +1,4 @@
-"""Weights & Biases through its own client, or nothing with the same methods."""
+"""Tracking with Weights & Biases, or a tracker that does nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import inspect
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ logger = logging.getLogger("linnaeus.tracking")
 
 
 class Tracker(Protocol):
-    """Where metrics go beside the run's own files."""
+    """Takes a run's figures, beside the run's own files."""
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Metrics at an optimizer step."""
@@ -37,7 +38,7 @@ class Tracker(Protocol):
 
 
 class NullTracker:
-    """Takes everything and keeps nothing."""
+    """Does nothing."""
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Do nothing."""
@@ -93,11 +94,11 @@ def start_tracking(
     """Open the run's tracker.
 
     Args:
-        node: `EXPERIMENT.WANDB`.
-        name: of the run.
-        folder: where W&B keeps its own files.
+        node: the node `EXPERIMENT.WANDB`.
+        name: name of the run.
+        folder: folder of W&B's own files.
         config: the resolved configuration.
-        resume: whether to go on with the W&B run that this folder belongs to.
+        resume: whether to continue the W&B run whose id is in the folder.
     """
     if not node.ENABLED:
         return NullTracker()
@@ -110,7 +111,7 @@ def start_tracking(
         wandb.init, project=node.PROJECT, entity=node.ENTITY, group=node.GROUP, tags=node.TAGS, name=name,
         dir=str(folder), config=dict(config), id=_run_id(folder, resume), resume="allow", settings=settings,
     )  # fmt: skip
-    if os.environ.get("WANDB_MODE", "online") != "online":  # somebody wants it otherwise
+    if os.environ.get("WANDB_MODE", "online") != "online":  # set by the user
         return WandbTracker(init())
     try:
         if _has_credentials():
@@ -123,8 +124,29 @@ def start_tracking(
     return WandbTracker(init(mode="offline"))
 
 
+@contextmanager
+def tracking(
+    node: WandbConfig, *, name: str, folder: Path, config: Mapping[str, Any], resume: bool, enabled: bool
+) -> Iterator[Tracker]:
+    """The run's tracker, closed with exit code 0 or, after an exception, 1.
+
+    Args:
+        node, name, folder, config, resume: as for `start_tracking`.
+        enabled: whether this rank tracks the run.
+    """
+    tracker: Tracker = NullTracker()
+    if enabled:
+        tracker = start_tracking(node, name=name, folder=folder, config=config, resume=resume)
+    exit_code = 1
+    try:
+        yield tracker
+        exit_code = 0
+    finally:
+        tracker.finish(exit_code)
+
+
 def _has_credentials() -> bool:
-    """Whether W&B knows an account; nobody is asked for one on the terminal."""
+    """Whether W&B finds an API key, without asking for one on the terminal."""
     import wandb
 
     if "prompt" in inspect.signature(wandb.login).parameters:
@@ -133,7 +155,7 @@ def _has_credentials() -> bool:
 
 
 def _run_id(folder: Path, resume: bool) -> str:
-    """The id of this folder's W&B run, kept in a file so that a resumed run goes on with it."""
+    """The id of the W&B run, kept in a file so that a resumed run continues it."""
     path = folder / "wandb_run_id"
     if resume and path.is_file():
         return path.read_text().strip()

@@ -184,29 +184,27 @@ class Loaders:
 def build_loaders(
     bundle: DataBundle,
     *,
-    batch_size: int,
+    batch_size: int | Sizes,
     batch_size_val: int,
     data_config: DataConfig,
     seed: int,
     rank: int,
     world_size: int,
     device: torch.device,
-    sizes: Sizes | None = None,
 ) -> Loaders:
     """Loaders of both splits.
 
-    Training leaves out an incomplete last batch, unless one process has fewer samples than one batch: then
-    that smaller batch is the epoch. With `sizes` its batches are exactly those. Validation keeps every
-    sample.
+    With one size for all batches, training leaves out an incomplete last batch, unless a rank has fewer
+    samples than one batch: then that smaller batch is the epoch. Validation keeps every sample.
 
     Args:
         bundle: the datasets.
-        batch_size, batch_size_val: samples per process and batch.
+        batch_size: samples per rank and training batch; or a function that gives the size of each batch.
+        batch_size_val: samples per rank and validation batch.
         data_config: the `DATA` node; workers, prefetching and pinning are read from it.
         seed: seed of the run.
         rank, world_size: this process, and how many there are.
         device: device of training; host memory is page-locked for CUDA only.
-        sizes: the size of each training batch, instead of `batch_size`.
 
     Raises:
         DataError: fewer training samples than processes.
@@ -237,10 +235,14 @@ def build_loaders(
             dataset,
         )
 
-    drop_last = drops_last(length, world_size, batch_size)
-    equal = _equal_batches(train_sampler, batch_size, drop_last=drop_last)
+    train_batches: Sampler[Any]
+    if isinstance(batch_size, int):
+        drop_last = drops_last(length, world_size, batch_size)
+        train_batches = _equal_batches(train_sampler, batch_size, drop_last=drop_last)
+    else:
+        train_batches = PlannedBatches(train_sampler, batch_size)
     return Loaders(
-        loader(bundle.train, train_sampler, PlannedBatches(train_sampler, sizes) if sizes else equal),
+        loader(bundle.train, train_sampler, train_batches),
         loader(bundle.val, val_sampler, _equal_batches(val_sampler, batch_size_val, drop_last=False)),
     )
 

@@ -26,7 +26,7 @@ from linnaeus.data.bundle import DataBundle
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.memory.device import GIB
-from linnaeus.training.build import assemble_for
+from linnaeus.training.build import assemble
 
 logger = logging.getLogger("linnaeus.analysis")
 
@@ -120,7 +120,7 @@ def _run(
     """Measure sizes under a configuration. One that cannot run is a reason, and ends nothing else."""
     found: dict[int, _Measured] = {}
     try:
-        assembly = assemble_for(config, data, world.device)
+        assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
         search = SizeSearch(
             config.DATA, data, assembly, world, micro_batches_held(config.TRAIN), config.EXPERIMENT.SEED
         )

@@ -27,7 +27,7 @@ from linnaeus.dist import World, join
 from linnaeus.errors import AutoBatchError
 from linnaeus.log import close_logging, make_console, set_up_logging
 from linnaeus.rng import seed_all
-from linnaeus.training.build import assemble_for
+from linnaeus.training.build import assemble
 
 logger = logging.getLogger("linnaeus.analysis")
 
@@ -90,7 +90,7 @@ def _search_all(
     options: Options, config: Config, data: DataBundle, world: World, analysis: Analysis, status: Status
 ) -> None:
     """All modes and fractions, on one model."""
-    assembly = assemble_for(config, data, world.device)
+    assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
     analysis.environment = describe(config, data, assembly, world.device)
     logger.info("%s", device_sentence(analysis.environment))
     search = SizeSearch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from linnaeus.autobatch.find import BatchSizeFinder
@@ -13,11 +13,11 @@ from linnaeus.autobatch.result import AutoBatchResult, Timing
 from linnaeus.autobatch.search import Candidates
 from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.autobatch.throughput import rungs
-from linnaeus.commands.plan.advice import batch_plan
-from linnaeus.commands.plan.results import Goal, Plan, Row
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import plan_batches
+from linnaeus.commands.plan.results import Plan, Row
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
-from linnaeus.training.build import Assembly
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Measuring:
     """What is timed, and where the figures go.
 
     Attributes:
-        config: of the run.
-        assembly: its model and steps.
+        config: configuration of the run.
+        facts: what its batch plan depends on.
         plan: takes the rows as they are measured.
         on_row: called with each row.
     """
 
     config: Config
-    assembly: Assembly
+    facts: Facts
     plan: Plan
     on_row: Callable[[Row], None]
 
@@ -97,14 +97,11 @@ class Measuring:
 
     def _sizes_of_run(self, size: int) -> dict[str, Any]:
         """The fields of a row that the batch plan gives."""
-        goal: Goal = self.plan.goal
+        config, facts = self.config, replace(self.facts, max_micro_batch_size=size)
         try:
-            found = batch_plan(
-                self.config, self.assembly, size=size, world_size=goal.world_size,
-                num_samples=goal.num_samples,
-            )  # fmt: skip
+            found = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
         except ConfigError as error:
-            steps = self.config.TRAIN.ACCUMULATION_STEPS
+            steps = config.TRAIN.ACCUMULATION_STEPS
             return {"batch_size": size, "accumulation_steps": steps, "warnings": tuple(error.problems)}
         return {
             "batch_size": found.micro_batch_size,

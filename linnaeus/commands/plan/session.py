@@ -11,10 +11,9 @@ from rich.console import Console
 from linnaeus.autobatch.protocol import Status
 from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.autobatch.throughput import TOLERANCE
-from linnaeus.batching.sizes import micro_batches_held
+from linnaeus.batching.sizes import max_samples_per_rank, micro_batches_held
 from linnaeus.commands.entry import EXIT_INTERRUPTED
 from linnaeus.commands.environment import describe, device_sentence
-from linnaeus.commands.plan.advice import max_micro_batch_size
 from linnaeus.commands.plan.measure import Measuring
 from linnaeus.commands.plan.options import Options
 from linnaeus.commands.plan.output import notes, results_table, save
@@ -26,7 +25,7 @@ from linnaeus.data.datasets import build_data
 from linnaeus.dist import World, join
 from linnaeus.log import close_logging, make_console, set_up_logging
 from linnaeus.rng import seed_all
-from linnaeus.training.build import assemble_for
+from linnaeus.training.build import assemble, plan_facts
 
 logger = logging.getLogger("linnaeus.plan")
 
@@ -81,10 +80,12 @@ def _time(
 ) -> None:
     """All sizes, on one model."""
     goal = plan.goal
-    assembly = assemble_for(config, data, world.device)
-    max_samples_per_rank = max_micro_batch_size(
-        config, assembly, world_size=goal.world_size, num_samples=goal.num_samples
-    )
+    assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
+    facts = plan_facts(
+        assembly, config.MODEL, config.TRAIN, max_micro_batch_size=config.DATA.AUTOBATCH.MAX_BATCH_SIZE,
+        world_size=goal.world_size, num_samples=goal.num_samples,
+    )  # fmt: skip
+    largest = max_samples_per_rank(config.TRAIN, facts)
     plan.environment = describe(config, data, assembly, world.device)
     logger.info("%s", device_sentence(plan.environment))
     search = SizeSearch(
@@ -94,9 +95,9 @@ def _time(
         world=world,
         accumulation_steps=micro_batches_held(config.TRAIN),
         seed=config.EXPERIMENT.SEED,
-        max_samples_per_rank=max_samples_per_rank,
+        max_samples_per_rank=largest,
     )
-    Measuring(config, assembly, plan, on_row=_log_row).run(search, options.sizes, status)
+    Measuring(config, facts, plan, on_row=_log_row).run(search, options.sizes, status)
 
 
 def _log_row(row: Row) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import math
 
 import pytest
 from hypothesis import example, given
