@@ -71,7 +71,9 @@ def run(config: Config) -> FitResult:
             save_config(config, folder / "config.yaml", plan.as_dict())
 
         last_step = 0 if checkpoint is None else checkpoint["progress"]["step"]
-        metrics_file = MetricsFile(folder / "metrics.jsonl", enabled=world.is_main, last_step=last_step)
+        metrics_file = stack.enter_context(
+            MetricsFile(folder / "metrics.jsonl", enabled=world.is_main, last_step=last_step)
+        )
         trainer = Trainer(
             train, plan, world, assembly,
             loaders=stack.enter_context(_loaders(config, data, plan, world)),
@@ -81,7 +83,7 @@ def run(config: Config) -> FitResult:
                 warmup_steps=plan.warmup_steps, batch_size_lr_factor=plan.batch_size_lr_factor,
             ),
             checkpoints=checkpoints,
-            metrics_writer=MetricsWriter(stack.enter_context(metrics_file), tracker),
+            metrics_writer=MetricsWriter(metrics_file, tracker),
             progress_bar=ProgressBar(console if world.is_main else None),
             checkpoint_extras=sized.as_dict(),
         )  # fmt: skip
