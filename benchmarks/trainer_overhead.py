@@ -29,11 +29,11 @@ from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.dist import World, resolve_device
 from linnaeus.log import MetricsFile, ProgressBar
 from linnaeus.rng import seed_all
-from linnaeus.tracking import NullTracker
+from linnaeus.tracking import Tracker
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.schedule import build_schedule
-from linnaeus.training.trainer import MetricsWriter, Trainer
+from linnaeus.training.trainer import Trainer
 
 
 def main() -> None:
@@ -94,7 +94,6 @@ def our_turns(config: Config, device: torch.device) -> Iterator[None]:
     schedule = build_schedule(
         config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps, warmup_steps=plan.warmup_steps
     )
-    nowhere = MetricsFile(Path("unused"), enabled=False)
     trainer = Trainer(
         config=config.TRAIN,
         plan=plan,
@@ -104,7 +103,8 @@ def our_turns(config: Config, device: torch.device) -> Iterator[None]:
         train_step=assembly.train_step,
         schedule=schedule,
         checkpoints=CheckpointFolder(Path("unused")),
-        metrics_writer=MetricsWriter(nowhere, NullTracker()),
+        metrics_file=MetricsFile(Path("unused"), enabled=False),
+        tracker=Tracker(),
         progress_bar=ProgressBar(None),
     )
     while True:

@@ -73,15 +73,10 @@ def close_logging() -> None:
 
 @contextmanager
 def open_run_folder(folder: Path, world: World, *, keep: bool) -> Iterator[Console]:
-    """Prepare the folder of a run, and log to the console and to the folder until the context ends.
-
-    Args:
-        folder: the run's folder.
-        world: the processes; rank 0 prepares the folder.
-        keep: continue in an existing folder instead of moving it aside.
+    """Prepare the folder of a run on rank 0, and log to it and to the console until the context ends.
 
     Raises:
-        ConfigError: the folder cannot be made or written to; the same on every rank.
+        ConfigError: the same on every rank; see `prepare_run_folder`.
     """
     earlier = world.on_main(partial(prepare_run_folder, folder, keep=keep))
     console = make_console()
@@ -194,8 +189,8 @@ class ProgressBar:
     def describe(self, values: Mapping[str, float]) -> None:
         """Show metrics beside the bar, or log them."""
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        level = logging.INFO
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, metrics=text)
-            logging.getLogger(LOGGER_NAME).debug("%s  %d/%d  %s", self._title, self._done, self._total, text)
-        else:
-            logging.getLogger(LOGGER_NAME).info("%s  %d/%d  %s", self._title, self._done, self._total, text)
+            level = logging.DEBUG
+        logging.getLogger(LOGGER_NAME).log(level, "%s  %d/%d  %s", self._title, self._done, self._total, text)

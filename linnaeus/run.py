@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -24,15 +25,17 @@ from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.dist import World, join, wrap
 from linnaeus.log import MetricsFile, ProgressBar, open_run_folder
 from linnaeus.rng import seed_all
-from linnaeus.tracking import tracking
+from linnaeus.tracking import start_tracking
 from linnaeus.training.build import Assembly, assemble, check_processes, plan_facts
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.optim import scale_values
-from linnaeus.training.report import RESULT, report_plan, report_result, report_start, save_result
+from linnaeus.training.report import RESULT, report_plan, report_result, save_result
 from linnaeus.training.schedule import build_schedule
 from linnaeus.training.step import TrainStep
-from linnaeus.training.trainer import FitResult, MetricsWriter, Trainer
+from linnaeus.training.trainer import FitResult, Trainer
+
+logger = logging.getLogger("linnaeus.run")
 
 
 def run(config: Config) -> FitResult:
@@ -58,14 +61,15 @@ def run(config: Config) -> FitResult:
         sized = _find_sizes(config, data, assembly, world, checkpoint)
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
-        tracker = stack.enter_context(
-            tracking(
-                experiment.WANDB, name=experiment.NAME, folder=folder / "logs", resume=checkpoint is not None,
-                config={**dataclasses.asdict(config), "PLAN": plan.as_dict()}, enabled=world.is_main,
-            )
+        tracker = start_tracking(
+            experiment.WANDB, name=experiment.NAME, folder=folder / "logs", resume=checkpoint is not None,
+            config={**dataclasses.asdict(config), "PLAN": plan.as_dict()}, enabled=world.is_main,
         )  # fmt: skip
+        stack.enter_context(tracker)
         if world.is_main:
-            report_start(data.report, folder)
+            (folder / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
+            for sentence in data.report:
+                logger.info(sentence)
             report_searches(sized.found, world.device, folder / "autobatch.json", console, tracker)
             report_plan(plan, train, config.OPTIMIZER)
             save_config(config, folder / "config.yaml", plan.as_dict())
@@ -83,7 +87,8 @@ def run(config: Config) -> FitResult:
                 warmup_steps=plan.warmup_steps, batch_size_lr_factor=plan.batch_size_lr_factor,
             ),
             checkpoints=checkpoints,
-            metrics_writer=MetricsWriter(metrics_file, tracker),
+            metrics_file=metrics_file,
+            tracker=tracker,
             progress_bar=ProgressBar(console if world.is_main else None),
             checkpoint_extras=sized.as_dict(),
         )  # fmt: skip

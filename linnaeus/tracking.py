@@ -6,54 +6,42 @@ import inspect
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from linnaeus.config.schema import WandbConfig
 
 logger = logging.getLogger("linnaeus.tracking")
 
 
-class Tracker(Protocol):
-    """Takes a run's figures, beside the run's own files."""
+class Tracker:
+    """Takes a run's figures, beside the run's own files. This one does nothing with them.
+
+    The end of its context closes the run, after an exception with exit code 1.
+    """
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Metrics at an optimizer step."""
-        ...
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """A table of values."""
-        ...
 
     def summarise(self, values: Mapping[str, Any]) -> None:
         """The run's final figures."""
-        ...
 
     def finish(self, exit_code: int) -> None:
         """Close the run."""
-        ...
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finish(0 if kind is None else 1)
 
 
-class NullTracker:
-    """Does nothing."""
-
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Do nothing."""
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Do nothing."""
-
-    def summarise(self, values: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def finish(self, exit_code: int) -> None:
-        """Do nothing."""
-
-
-class WandbTracker:
+class WandbTracker(Tracker):
     """One Weights & Biases run.
 
     Args:
@@ -89,7 +77,13 @@ class WandbTracker:
 
 
 def start_tracking(
-    node: WandbConfig, *, name: str, folder: Path, config: Mapping[str, Any], resume: bool
+    node: WandbConfig,
+    *,
+    name: str,
+    folder: Path,
+    config: Mapping[str, Any],
+    resume: bool,
+    enabled: bool = True,
 ) -> Tracker:
     """Open the run's tracker.
 
@@ -99,9 +93,10 @@ def start_tracking(
         folder: folder of W&B's own files.
         config: the resolved configuration.
         resume: whether to continue the W&B run whose id is in the folder.
+        enabled: False on ranks other than 0.
     """
-    if not node.ENABLED:
-        return NullTracker()
+    if not (enabled and node.ENABLED):
+        return Tracker()
     import wandb
 
     os.environ.setdefault("WANDB_SILENT", "true")
@@ -122,27 +117,6 @@ def start_tracking(
         logger.warning("W&B cannot be reached (%s), so the run is recorded offline", reason)
         wandb.teardown()  # the client's service still holds the id of the run that it could not open
     return WandbTracker(init(mode="offline"))
-
-
-@contextmanager
-def tracking(
-    node: WandbConfig, *, name: str, folder: Path, config: Mapping[str, Any], resume: bool, enabled: bool
-) -> Iterator[Tracker]:
-    """The run's tracker, closed with exit code 0 or, after an exception, 1.
-
-    Args:
-        node, name, folder, config, resume: as for `start_tracking`.
-        enabled: whether this rank tracks the run.
-    """
-    tracker: Tracker = NullTracker()
-    if enabled:
-        tracker = start_tracking(node, name=name, folder=folder, config=config, resume=resume)
-    exit_code = 1
-    try:
-        yield tracker
-        exit_code = 0
-    finally:
-        tracker.finish(exit_code)
 
 
 def _has_credentials() -> bool:

@@ -29,9 +29,8 @@ class PlannedSizes:
     """The batch sizes of a run and the plan that follows from them.
 
     Attributes:
-        found: what AutoBatch found, by mode; without the modes that it is not enabled for.
-        plan: the batch plan.
-        key: everything that the sizes found depend on; see `search_key`.
+        found: what AutoBatch found, for each mode that it is enabled for.
+        key: everything that these sizes depend on; see `search_key`.
     """
 
     found: dict[str, AutoBatchResult]

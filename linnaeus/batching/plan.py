@@ -194,13 +194,14 @@ def plan_batches(
         raise DataError(f"{facts.num_samples} training samples are too few for {facts.world_size} processes")
     splits, epochs = plan_epochs(train, facts)
     sizes = [split.samples_per_rank * facts.world_size for split in splits]  # effective batch sizes
-    lr_scales = {size: _lr_scale(optimizer, size) for size in sizes}
+    lr_scales = {size: _scales(optimizer, size)[0] for size in sizes}
     effective_batch_size = max(sizes)
     largest = splits[sizes.index(effective_batch_size)]
-    decay_scale = _weight_decay_scale(optimizer, effective_batch_size)
+    _, decay_scale = _scales(optimizer, effective_batch_size)
     learning_rate = facts.learning_rate * lr_scales[effective_batch_size]
     steps_per_epoch = [sum(stage.num_steps for stage in stages) for stages in epochs]
     warmup_steps, notes = _warmup(schedule, steps_per_epoch, lr_scales[sizes[0]])
+    name = optimizer.NAME if isinstance(optimizer, OptimizerConfig) else str(optimizer["_target_"])
     return BatchPlan(
         micro_batch_size=largest.micro_batch_size,
         accumulation_steps=largest.accumulation_steps,
@@ -215,9 +216,7 @@ def plan_batches(
         epochs=epochs,
         lr_scales=lr_scales,
         notes=(*unused_keys(train), *notes),
-        warnings=tuple(
-            warnings(train, facts, splits, optimizer=_name(optimizer), learning_rate=learning_rate)
-        ),
+        warnings=tuple(warnings(train, facts, splits, optimizer=name, learning_rate=learning_rate)),
     )
 
 
@@ -248,21 +247,15 @@ def _steps_in(epochs: float, steps_per_epoch: Sequence[int]) -> int:
     return round(sum(steps_per_epoch[:whole]) + part)
 
 
-def _name(optimizer: OptimizerNode) -> str:
-    return optimizer.NAME if isinstance(optimizer, OptimizerConfig) else str(optimizer["_target_"])
-
-
-def _lr_scale(optimizer: OptimizerNode, effective_batch_size: int) -> float:
+def _scales(optimizer: OptimizerNode, effective_batch_size: int) -> tuple[float, float]:
+    """Factors of the learning rate and of the weight decay."""
     if not isinstance(optimizer, OptimizerConfig):
-        return 1.0
-    return lr_scale(optimizer.LR_SCALING, effective_batch_size, optimizer.BASE_BATCH_SIZE)
-
-
-def _weight_decay_scale(optimizer: OptimizerNode, effective_batch_size: int) -> float:
-    if not isinstance(optimizer, OptimizerConfig):
-        return 1.0
-    rule = optimizer.WEIGHT_DECAY_SCALING
-    return weight_decay_scale(rule, effective_batch_size, optimizer.BASE_BATCH_SIZE)
+        return 1.0, 1.0
+    base = optimizer.BASE_BATCH_SIZE
+    return (
+        lr_scale(optimizer.LR_SCALING, effective_batch_size, base),
+        weight_decay_scale(optimizer.WEIGHT_DECAY_SCALING, effective_batch_size, base),
+    )
 
 
 def _warmup(

@@ -7,11 +7,10 @@ from linnaeus.batching.stages import (
     SizeChange,
     Split,
     Stage,
-    changing_epochs,
-    equal_epochs,
     growth,
     milestones,
     nearest,
+    split_epochs,
     split_samples,
 )
 from linnaeus.config.schema import TrainConfig
@@ -60,12 +59,9 @@ def plan_epochs(train: TrainConfig, facts: Facts) -> tuple[list[Split], tuple[tu
     for key, size in _configured_sizes(train):
         _check_split(key, size, facts)
     samples, world_size, schedule = facts.epoch_samples_per_rank, facts.world_size, train.BATCH_SCHEDULE
-    if schedule.NAME == "constant":
-        split = _constant_split(train, facts)
-        keep_rest = train.EFFECTIVE_BATCH_SIZE is None
-        return [split], equal_epochs(split, train.EPOCHS, samples, world_size, keep_rest=keep_rest)
     changes = _size_changes(train, facts)
-    epochs = changing_epochs(changes, schedule.UNIT, train.EPOCHS, samples, world_size)
+    keep_rest = schedule.NAME == "constant" and train.EFFECTIVE_BATCH_SIZE is None
+    epochs = split_epochs(changes, schedule.UNIT, train.EPOCHS, samples, world_size, keep_rest=keep_rest)
     num_steps = sum(stage.num_steps for stages in epochs for stage in stages)
     if schedule.UNIT == "steps" and changes[-1].start >= num_steps:
         key = "MILESTONES" if schedule.NAME == "milestones" else "LENGTH"
@@ -235,6 +231,8 @@ def _constant_split(train: TrainConfig, facts: Facts) -> Split:
 
 def _size_changes(train: TrainConfig, facts: Facts) -> list[SizeChange]:
     schedule, world_size = train.BATCH_SCHEDULE, facts.world_size
+    if schedule.NAME == "constant":
+        return [SizeChange(0, _constant_split(train, facts))]
     assert schedule.FIRST is not None  # `max_samples_per_rank` has refused it
     first = schedule.FIRST // world_size
     if schedule.NAME == "milestones":

@@ -114,7 +114,7 @@ def growth(name: str, first: int, last: int, length: int, max_micro_batch_size: 
             range(length + 1), sign * samples, lo=position, key=lambda other: sign * samples_at(other)
         )
         starts.append((position, samples_at(position)))
-    return [SizeChange(start, _split(samples, unit, max_micro_batch_size)) for start, samples in starts]
+    return milestones(starts, max_micro_batch_size)
 
 
 def milestones(starts: Sequence[tuple[int, int]], max_micro_batch_size: int) -> list[SizeChange]:
@@ -145,40 +145,25 @@ def _split(samples_per_rank: int, unit: int, max_micro_batch_size: int) -> Split
     return split_samples(samples_per_rank, max_micro_batch_size)
 
 
-def equal_epochs(
-    split: Split, num_epochs: int, epoch_samples_per_rank: int, world_size: int, *, keep_rest: bool
+def split_epochs(
+    changes: Sequence[SizeChange],
+    unit: str,
+    num_epochs: int,
+    epoch_samples_per_rank: int,
+    world_size: int,
+    *,
+    keep_rest: bool,
 ) -> tuple[tuple[Stage, ...], ...]:
-    """The stages of each epoch where the batch size never changes.
+    """The stages of each epoch.
 
     Args:
-        split: the split of every optimizer step.
+        changes: the splits of the run with ascending starts, the first 0.
+        unit: `epochs` or `steps`, what the starts count.
         num_epochs: epochs of the run.
         epoch_samples_per_rank: samples that each rank sees in an epoch.
         world_size: number of ranks.
         keep_rest: make a smaller last step of the micro-batches left at the end of an epoch; otherwise they
             are left out.
-    """
-    num_micro_batches = epoch_samples_per_rank // split.micro_batch_size
-    steps, rest = divmod(num_micro_batches, split.accumulation_steps)
-    stages = [_stage(steps, split, world_size)]
-    if keep_rest and rest:
-        stages.append(_stage(1, Split(split.micro_batch_size, rest), world_size))
-    return (tuple(stages),) * num_epochs
-
-
-def changing_epochs(
-    changes: Sequence[SizeChange], unit: str, num_epochs: int, epoch_samples_per_rank: int, world_size: int
-) -> tuple[tuple[Stage, ...], ...]:
-    """The stages of each epoch where the batch size changes.
-
-    Samples at the end of an epoch that are too few for one more optimizer step are left out.
-
-    Args:
-        changes: ascending starts, the first 0.
-        unit: `epochs` or `steps`, what the starts count.
-        num_epochs: epochs of the run.
-        epoch_samples_per_rank: samples that each rank sees in an epoch.
-        world_size: number of ranks.
     """
     epochs, step = [], 0
     for epoch in range(num_epochs):
@@ -194,6 +179,9 @@ def changing_epochs(
                 break
             stages.append(_stage(steps, split, world_size))
             step, samples_left = step + steps, samples_left - steps * split.samples_per_rank
+        if keep_rest and (num_micro_batches := samples_left // split.micro_batch_size):
+            stages.append(_stage(1, Split(split.micro_batch_size, num_micro_batches), world_size))
+            step += 1
         epochs.append(tuple(stages))
     return tuple(epochs)
 

@@ -31,11 +31,7 @@ _AUTOCAST = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_processes(config: TrainConfig, world: World) -> None:
-    """Refuse settings that do not go with this run's device or its number of ranks.
-
-    Args:
-        config: the TRAIN node.
-        world: the processes.
+    """Check that the TRAIN node suits the device and the number of ranks.
 
     Raises:
         ConfigError: SyncBatchNorm on the CPU, or a noise scale that cannot be measured.
@@ -141,15 +137,12 @@ def plan_facts(
     world_size: int,
     num_samples: int,
 ) -> Facts:
-    """What the batch plan of a run depends on beside the configuration.
+    """The facts that the batch plan of a run starts from; see `Facts`.
 
     Args:
-        assembly: the run's model and optimizer; the learning rate must not have been scaled yet.
-        model_node: the node MODEL.
-        config: the TRAIN node.
-        max_micro_batch_size: most samples that one forward pass of a rank may take.
-        world_size: ranks of the run.
-        num_samples: number of training samples.
+        assembly: the run's model and optimizer, before the learning rate is scaled.
+        model_node, config: the nodes MODEL and TRAIN.
+        max_micro_batch_size, world_size, num_samples: as in `Facts`.
     """
     learning_rate, weight_decay = peak_values(assembly.optimizer)
     batchnorm = batchnorm_kind(assembly.model)

@@ -121,11 +121,7 @@ class CheckpointFolder:
         return None
 
     def load_latest(self, world: World) -> dict[str, Any] | None:
-        """The newest checkpoint that rank 0 can read, on every rank; None when there is none at all.
-
-        Raises:
-            CheckpointError: there are checkpoints, but none can be read.
-        """
+        """The checkpoint that `find_latest` finds on rank 0, on every rank."""
         path = world.on_main(self.find_latest)
         return None if path is None else load_checkpoint(path)
 

@@ -182,7 +182,7 @@ class GradientProbe:
 
 
 def check_noise_scale(config: NoiseScaleConfig, num_gradients: int) -> None:
-    """Refuse to measure the noise scale where an optimizer step has only one batch size to measure at.
+    """Check that gradients at two batch sizes can be measured.
 
     Args:
         config: the node TRAIN.NOISE_SCALE.
@@ -203,16 +203,10 @@ def check_noise_scale(config: NoiseScaleConfig, num_gradients: int) -> None:
 def build_probe(
     config: NoiseScaleConfig, model: nn.Module, scaler: torch.amp.GradScaler, plan: BatchPlan
 ) -> GradientProbe | None:
-    """The probe of a run; None where the noise scale is not to be measured.
-
-    Args:
-        config: the node TRAIN.NOISE_SCALE.
-        model: as the training step calls it, in its DistributedDataParallel wrapper.
-        scaler: the training step's scaler.
-        plan: the batch plan.
+    """The probe of a run, with arguments as for `GradientProbe`; None where it is not enabled.
 
     Raises:
-        ConfigError: the plan has a single micro-batch in every optimizer step, on a single rank.
+        ConfigError: as for `check_noise_scale`, by the plan.
     """
     if not config.ENABLED:
         return None

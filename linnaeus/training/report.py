@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from linnaeus.batching.plan import BatchPlan, OptimizerNode
@@ -21,18 +20,6 @@ RESULT = "result.json"
 """Name of the file with the result of a run; a run that failed or was interrupted has none."""
 
 logger = logging.getLogger("linnaeus.run")
-
-
-def report_start(sentences: Sequence[str], folder: Path) -> None:
-    """Log what was found in the data, and remove the result of the run being resumed.
-
-    Args:
-        sentences: report of the data.
-        folder: the run's folder.
-    """
-    (folder / RESULT).unlink(missing_ok=True)
-    for sentence in sentences:
-        logger.info(sentence)
 
 
 def report_plan(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode) -> None:
@@ -53,16 +40,7 @@ def report_result(
     folder: Path,
     tracker: Tracker,
 ) -> None:
-    """Log the result of a run and send it to the tracker.
-
-    Args:
-        result: the result of training.
-        plan: the batch plan.
-        train: the TRAIN node.
-        batch_size_val: samples per rank and validation batch.
-        folder: the run's folder.
-        tracker: takes the final figures.
-    """
+    """Log the result of a run and send it to the tracker; `train` is the TRAIN node."""
     noise = {} if result.noise_scale is None else {"noise_scale": result.noise_scale}
     tracker.summarise({**result.metrics, "images_per_s": result.images_per_s, **noise})
     if result.interrupted:

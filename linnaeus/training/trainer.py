@@ -77,19 +77,6 @@ class FitResult:
 
 
 @dataclass
-class MetricsWriter:
-    """Writes metrics to `metrics.jsonl` and to the tracker; both do nothing on ranks other than 0."""
-
-    metrics_file: MetricsFile
-    tracker: Tracker
-
-    def write(self, *, step: int, epoch: int, split: str, values: dict[str, float]) -> None:
-        """Write the metrics of an optimizer step."""
-        self.metrics_file.write(step=step, epoch=epoch, split=split, values=values)
-        self.tracker.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
-
-
-@dataclass
 class Trainer:
     """The training loop. Everything it needs is built before and handed in.
 
@@ -111,7 +98,8 @@ class Trainer:
     train_step: TrainStep
     schedule: LRScheduler
     checkpoints: CheckpointFolder
-    metrics_writer: MetricsWriter
+    metrics_file: MetricsFile
+    tracker: Tracker
     progress_bar: ProgressBar
     checkpoint_extras: dict[str, Any] = field(default_factory=dict)
     progress: TrainingProgress = field(default_factory=TrainingProgress)
@@ -210,7 +198,8 @@ class Trainer:
 
     def _write(self, split: str, values: dict[str, float]) -> None:
         progress = self.progress
-        self.metrics_writer.write(step=progress.step, epoch=progress.epoch, split=split, values=values)
+        self.metrics_file.write(step=progress.step, epoch=progress.epoch, split=split, values=values)
+        self.tracker.log({f"{split}/{name}": value for name, value in values.items()}, step=progress.step)
 
     def _end_epoch(self) -> None:
         """Validate and save if it is time to; always after the last epoch."""

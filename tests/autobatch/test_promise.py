@@ -28,11 +28,11 @@ from linnaeus.dist import World
 from linnaeus.log import MetricsFile, ProgressBar
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.rng import seed_all
-from linnaeus.tracking import NullTracker
+from linnaeus.tracking import Tracker
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.schedule import build_schedule
-from linnaeus.training.trainer import MetricsWriter, Trainer
+from linnaeus.training.trainer import Trainer
 from tests.conftest import Run
 
 CPU = torch.device("cpu")
@@ -146,7 +146,8 @@ def train(searched: Searched, folder: Path) -> tuple[int, int]:
             train_step=assembly.train_step,
             schedule=schedule,
             checkpoints=CheckpointFolder(folder),
-            metrics_writer=MetricsWriter(MetricsFile(folder / "metrics.jsonl", enabled=False), NullTracker()),
+            metrics_file=MetricsFile(folder / "metrics.jsonl", enabled=False),
+            tracker=Tracker(),
             progress_bar=ProgressBar(None),
         )
         start_a_new_peak()
