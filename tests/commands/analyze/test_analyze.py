@@ -27,7 +27,7 @@ from tests.conftest import SMALL, Child, Outcome, Run
 ROOT = Path(__file__).parents[3]
 MIB = 1024**2
 WIDE = (
-    "MODEL._target_=tests.analysis.test_analyze.Wide", "DATA.DATASET._target_=tests.test_run.Points",
+    "MODEL._target_=tests.commands.analyze.test_analyze.Wide", "DATA.DATASET._target_=tests.test_run.Points",
     "DATA.DATASET.length=5000", "EXPERIMENT.DEVICE=cpu", "TRAIN.EMA.ENABLED=True",
 )  # fmt: skip
 SVG = "{http://www.w3.org/2000/svg}"

@@ -25,7 +25,7 @@ from tests.conftest import SMALL, Child, Run
 
 ROOT = Path(__file__).parents[3]
 SLEEPY = (
-    "DATA.DATASET._target_=tests.sweep.test_sweep.Sleepy", "MODEL._target_=tests.test_run.Perceptron",
+    "DATA.DATASET._target_=tests.commands.sweep.test_sweep.Sleepy", "MODEL._target_=tests.test_run.Perceptron",
     "MODEL.width=4,8", "DATA.BATCH_SIZE=8", "TRAIN.EPOCHS=3", "EXPERIMENT.DEVICE=cpu",
     "EXPERIMENT.NAME=sleepy",
 )  # fmt: skip
