@@ -1,4 +1,4 @@
-"""Walking nests of tuples, lists and dicts, as a user's collate function may build them."""
+"""Functions on nested tuples, lists and dicts, as a user's collate function may return them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tensors(nest: Any) -> Iterator[Tensor]:
 
 
 def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
-    """The same nest with each leaf replaced by `function(leaf)`; named tuples keep their type."""
+    """The same nest with each leaf replaced by `function(leaf)`; containers keep their types."""
     if isinstance(nest, Mapping):
         mapped = {name: map_leaves(function, value) for name, value in nest.items()}
         return mapped if type(nest) is dict else _rebuilt(nest, mapped)
@@ -52,7 +52,7 @@ def num_elements(nest: Any) -> int:
 
 
 def structure(nest: Any) -> Any:
-    """What two nests must share for their leaves to correspond: types, lengths and keys."""
+    """Types, lengths and keys of a nest; leaves of two nests correspond where these are equal."""
     if isinstance(nest, Mapping):
         return type(nest), tuple((name, structure(value)) for name, value in nest.items())
     if isinstance(nest, tuple | list):
@@ -64,7 +64,7 @@ def same(a: Any, b: Any) -> bool:
     """Whether two leaves are equal; tensors bit for bit, NaN included."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and _bits_equal(a, b)
-    # `is True`: what compares element by element, such as an array, is not known to be equal.
+    # `is True`: arrays compare element by element, which does not tell whether they are equal.
     return type(a) is type(b) and (a == b) is True
 
 
@@ -77,7 +77,7 @@ def _bits_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _rebuilt(original: Any, values: Any) -> Any:
-    """The values in the original's own type of container, or as they are where it cannot be built so."""
+    """The values in a container of the original's type; unchanged where it cannot be built from them."""
     try:
         rebuilt = type(original)(values)
     except TypeError:

@@ -25,9 +25,9 @@ from tests.conftest import SMALL, Child, Run
 
 ROOT = Path(__file__).parents[3]
 SLEEPY = (
-    "DATA.DATASET._target_=tests.commands.sweep.test_sweep.Sleepy", "MODEL._target_=tests.test_run.Perceptron",
-    "MODEL.width=4,8", "DATA.BATCH_SIZE=8", "TRAIN.EPOCHS=3", "EXPERIMENT.DEVICE=cpu",
-    "EXPERIMENT.NAME=sleepy",
+    "DATA.DATASET._target_=tests.commands.sweep.test_sweep.Sleepy",
+    "MODEL._target_=tests.test_run.Perceptron", "MODEL.width=4,8", "DATA.BATCH_SIZE=8",
+    "TRAIN.EPOCHS=3", "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=sleepy",
 )  # fmt: skip
 SVG = "{http://www.w3.org/2000/svg}"
 
