@@ -20,20 +20,21 @@ from pathlib import Path
 import torch
 import torch.nn.functional as functional
 
-from linnaeus.batching.plan import Facts, plan_batches
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.dist import World, resolve_device
-from linnaeus.log import MetricsFile, Progress
+from linnaeus.log import MetricsFile, ProgressBar
 from linnaeus.rng import seed_all
-from linnaeus.tracking import NullTracker
+from linnaeus.tracking import Tracker
 from linnaeus.training.build import Assembly, assemble
-from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.schedule import build_schedule
-from linnaeus.training.trainer import MetricsWriter, Trainer
+from linnaeus.training.trainer import Trainer
 
 
 def main() -> None:
@@ -72,16 +73,7 @@ def timed(turns: Iterator[None]) -> float:
 def build(config: Config, device: torch.device) -> tuple[DataBundle, Assembly, Loaders]:
     seed_all(0)
     data, size = build_data(config.DATA, seed=0), config.DATA.BATCH_SIZE
-    assembly = assemble(
-        model_node=config.MODEL,
-        loss_node=config.LOSS,
-        optimizer_node=config.OPTIMIZER,
-        config=config.TRAIN,
-        taxonomy=data.taxonomy,
-        in_chans=data.in_chans,
-        img_size=data.img_size,
-        device=device,
-    )
+    assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, World(device))
     loaders = build_loaders(
         data,
         sizes=lambda epoch, skip: repeat(size, config.DATA.DATASET.NUM_SAMPLES // size),
@@ -103,24 +95,22 @@ def our_turns(config: Config, device: torch.device) -> Iterator[None]:
     schedule = build_schedule(
         config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps, warmup_steps=plan.warmup_steps
     )
-    state = TrainingState(assembly.model, assembly.optimizer, assembly.scaler, schedule, None)
-    nowhere = MetricsFile(Path("unused"), enabled=False)
     trainer = Trainer(
         config=config.TRAIN,
         plan=plan,
         world=World(device),
+        assembly=assembly,
         loaders=loaders,
         train_step=assembly.train_step,
-        validation_step=assembly.validation_step,
-        metrics=assembly.metrics,
-        state=state,
+        schedule=schedule,
         checkpoints=CheckpointFolder(Path("unused")),
-        metrics_writer=MetricsWriter(nowhere, NullTracker(), lambda: Progress(None)),
+        metrics_file=MetricsFile(Path("unused"), enabled=False),
+        tracker=Tracker(),
+        progress_bar=ProgressBar(None),
     )
-    progress = Progress(None)
     while True:
-        trainer.train_epoch(progress)
-        trainer.done.epoch, trainer.done.samples = trainer.done.epoch + 1, 0
+        trainer.train_epoch()
+        trainer.progress.epoch, trainer.progress.samples = trainer.progress.epoch + 1, 0
         yield
 
 

@@ -1,7 +1,8 @@
-"""Files that are either the old ones or the new ones, never half of each."""
+"""Files and folders of a run: written atomically, never overwritten."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Let `write` fill a temporary file beside `path`, flush it to the disk and rename it to `path`.
 
     Raises:
-        OSError: when the folder or the disk does not take the file; `path` is then what it was.
+        OSError: the file cannot be written; `path` is left unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -33,15 +34,15 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def prepare_run_folder(folder: Path, *, keep: bool, suffix: str = ".") -> Path | None:
-    """Make the folder of a run; an earlier run of that name is moved aside, never overwritten.
+    """Make the folder of a run; the folder of an earlier run of that name is renamed, never overwritten.
 
     Args:
         folder: `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`.
-        keep: go on in the folder that is there (a resumed run).
-        suffix: what an earlier run's folder gets after its name, before a number.
+        keep: use an existing folder as it is (for a resumed run).
+        suffix: appended to the name of an earlier run's folder, followed by a number.
 
     Returns:
-        Where the earlier run is now; None when there was none.
+        The new path of the earlier run; None when there was none.
 
     Raises:
         ConfigError: the folder cannot be made or written to.
@@ -49,7 +50,8 @@ def prepare_run_folder(folder: Path, *, keep: bool, suffix: str = ".") -> Path |
     aside = None
     try:
         if not keep and folder.is_dir() and any(folder.iterdir()):
-            aside = _free_name(folder, suffix)
+            names = (folder.with_name(f"{folder.name}{suffix}{number}") for number in itertools.count(1))
+            aside = next(path for path in names if not path.exists())
             folder.rename(aside)
         folder.mkdir(parents=True, exist_ok=True)
         write_text_atomically(folder / ".writable", "")
@@ -59,10 +61,3 @@ def prepare_run_folder(folder: Path, *, keep: bool, suffix: str = ".") -> Path |
             f"EXPERIMENT.OUTPUT_DIR: {folder} cannot be written to: {error.strerror}; choose another folder"
         ) from error
     return aside
-
-
-def _free_name(folder: Path, suffix: str) -> Path:
-    number = 1
-    while (candidate := folder.with_name(f"{folder.name}{suffix}{number}")).exists():
-        number += 1
-    return candidate

@@ -1,4 +1,4 @@
-"""Log lines: rank 0 to the console, every rank to its own file; metrics to a JSONL file."""
+"""Logging: rank 0 to the console, every rank to its own file, metrics to a JSONL file."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.progress
 from rich.console import Console
 from rich.logging import RichHandler
 
-from linnaeus.files import write_text_atomically
+from linnaeus.files import prepare_run_folder, write_text_atomically
+
+if TYPE_CHECKING:
+    from linnaeus.dist import World
 
 LOGGER_NAME = "linnaeus"
 
 
 def is_interactive(console: Console) -> bool:
-    """Whether a person watches: a terminal, and not a CI job."""
+    """Whether the output is a terminal, and not that of a CI job."""
     return console.is_terminal and os.environ.get("CI", "").lower() not in ("1", "true")
 
 
 def make_console() -> Console:
-    """The console for rank 0. Where the output is not a terminal, lines are not broken at 80 columns."""
+    """The console for rank 0. Lines are not wrapped at 80 columns where the output is not a terminal."""
     console = Console(file=sys.stdout, highlight=False)
     if not console.is_terminal:
         console = Console(file=sys.stdout, highlight=False, width=max(console.width, 120))
@@ -35,11 +40,11 @@ def make_console() -> Console:
 
 
 def set_up_logging(folder: Path | None, *, rank: int, console: Console) -> logging.Logger:
-    """Send the package's log to the console (rank 0) and to `<folder>/rank<rank>.log`.
+    """Send the package's log to the console (rank 0 only) and to `<folder>/rank<rank>.log`.
 
     Args:
-        folder: where the files go; None logs to the console alone.
-        rank: of this process.
+        folder: folder of the log files; None writes no file.
+        rank: rank of this process.
         console: rank 0's console.
     """
     logger = logging.getLogger(LOGGER_NAME)
@@ -59,11 +64,29 @@ def set_up_logging(folder: Path | None, *, rank: int, console: Console) -> loggi
 
 
 def close_logging() -> None:
-    """Close the handlers of the last run of this process."""
+    """Remove the handlers that `set_up_logging` has added."""
     logger = logging.getLogger(LOGGER_NAME)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
+
+
+@contextmanager
+def open_run_folder(folder: Path, world: World, *, keep: bool) -> Iterator[Console]:
+    """Prepare the folder of a run on rank 0, and log to it and to the console until the context ends.
+
+    Raises:
+        ConfigError: the same on every rank; see `prepare_run_folder`.
+    """
+    earlier = world.on_main(partial(prepare_run_folder, folder, keep=keep))
+    console = make_console()
+    set_up_logging(folder / "logs", rank=world.rank, console=console)
+    try:
+        if earlier is not None:
+            logging.getLogger("linnaeus.run").info("an earlier run of this name is now in %s", earlier)
+        yield console
+    finally:
+        close_logging()
 
 
 def _console_handler(console: Console) -> logging.Handler:
@@ -83,8 +106,8 @@ class MetricsFile:
     Args:
         path: the file; lines are appended.
         enabled: whether this rank writes it.
-        last_step: optimizer steps done so far. Lines about later steps go: a run that was killed after its
-            last checkpoint will take those steps again.
+        last_step: optimizer steps done so far. Lines of later steps are removed: a run that was killed after
+            its last checkpoint repeats these steps.
     """
 
     def __init__(self, path: Path, *, enabled: bool = True, last_step: int = 0) -> None:
@@ -111,18 +134,18 @@ class MetricsFile:
 
 
 def _step(line: str) -> float:
-    """The step that a line is about; infinity for a line that was cut off."""
+    """The `step` of a line; infinity for a line that was cut off."""
     try:
         return int(json.loads(line)["step"])
     except ValueError:
         return math.inf
 
 
-class Progress:
-    """A bar per epoch where a person watches; elsewhere a plain line where metrics are logged.
+class ProgressBar:
+    """A progress bar per epoch on a terminal; elsewhere one log line per call of `describe`.
 
     Args:
-        console: rank 0's console; None on the other ranks, which show nothing.
+        console: rank 0's console; None on the other ranks, which show no bar.
     """
 
     def __init__(self, console: Console | None) -> None:
@@ -140,7 +163,7 @@ class Progress:
             )
             self._bar = rich.progress.Progress(*columns, console=console, transient=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         if self._bar is not None:
             self._bar.start()
         return self
@@ -150,7 +173,7 @@ class Progress:
             self._bar.stop()
 
     def start(self, title: str, total: int) -> None:
-        """A new epoch of this many optimizer steps."""
+        """Begin an epoch of `total` optimizer steps."""
         self._title, self._done, self._total = title, 0, total
         if self._bar is not None:
             if self._task is not None:
@@ -158,16 +181,16 @@ class Progress:
             self._task = self._bar.add_task(title, total=total, metrics="")
 
     def advance(self, num_steps: int) -> None:
-        """Optimizer steps were done."""
+        """Count optimizer steps as done."""
         self._done += num_steps
         if self._bar is not None and self._task is not None:
             self._bar.advance(self._task, num_steps)
 
     def describe(self, values: Mapping[str, float]) -> None:
-        """Show metrics."""
+        """Show metrics beside the bar, or log them."""
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        level = logging.INFO
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, metrics=text)
-            logging.getLogger(LOGGER_NAME).debug("%s  %d/%d  %s", self._title, self._done, self._total, text)
-        else:
-            logging.getLogger(LOGGER_NAME).info("%s  %d/%d  %s", self._title, self._done, self._total, text)
+            level = logging.DEBUG
+        logging.getLogger(LOGGER_NAME).log(level, "%s  %d/%d  %s", self._title, self._done, self._total, text)

@@ -1,4 +1,4 @@
-"""Random number generators: seeds of single samples, and the global generators saved and put back."""
+"""Random number generators: seeding, saving and restoring the global ones; seeds of single samples."""
 
 from __future__ import annotations
 
@@ -10,27 +10,34 @@ from typing import Any
 import numpy as np
 import torch
 
+_CPU = torch.device("cpu")
 _MASK = (1 << 64) - 1
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, NumPy and torch on every device."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    """Seed the global generators of Python, NumPy and torch on every device."""
+    seed_generators(seed)
     torch.manual_seed(seed)
 
 
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of all generators that a step on this device may draw from.
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch on the CPU; other devices are not touched."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
 
-    It is made of tensors and plain values, so that a checkpoint with it loads with `weights_only`.
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The state of all global generators that a step on this device may draw from.
+
+    It consists of tensors and plain values, so that a checkpoint with it loads with `weights_only`.
     """
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state = {
         "python": random.getstate(),
         "numpy": (
             str(kind),
-            # torch cannot pickle tensors of NumPy's uint32, which gathering between ranks does.
+            # torch cannot pickle a tensor of uint32, and gathering the states of all ranks pickles them.
             torch.from_numpy(np.asarray(keys).astype(np.int64)),
             int(position),
             int(has_gauss),
@@ -44,7 +51,7 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put back what `rng_state` gave."""
+    """Restore what `rng_state` returned."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, position, has_gauss, gauss = state["numpy"]
@@ -55,7 +62,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def derive_seed(*parts: int) -> int:
-    """A 64-bit seed from whole numbers; close inputs give unrelated seeds.
+    """A 64-bit seed from integers; similar inputs give unrelated seeds.
 
     The mixing is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
 
@@ -71,21 +78,11 @@ def derive_seed(*parts: int) -> int:
     return state
 
 
-def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, NumPy and torch on the CPU; devices are not touched."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    # torch.manual_seed would also reset the generators of every accelerator.
-    torch.default_generator.manual_seed(seed)
-
-
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Whatever happens inside, the three global CPU generators go on afterwards as if it had not."""
-    python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    """Restore the global generators of Python, NumPy and torch on the CPU when the context ends."""
+    state = rng_state(_CPU)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.default_generator.set_state(torch_state)
+        set_rng_state(state, _CPU)

@@ -1,4 +1,4 @@
-"""Weights & Biases through its own client, or nothing with the same methods."""
+"""Tracking with Weights & Biases, or a tracker that does nothing."""
 
 from __future__ import annotations
 
@@ -9,50 +9,39 @@ import secrets
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from linnaeus.config.schema import WandbConfig
 
 logger = logging.getLogger("linnaeus.tracking")
 
 
-class Tracker(Protocol):
-    """Where metrics go beside the run's own files."""
+class Tracker:
+    """Takes a run's figures, beside the run's own files. This one does nothing with them.
+
+    The end of its context closes the run, after an exception with exit code 1.
+    """
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Metrics at an optimizer step."""
-        ...
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """A table of values."""
-        ...
 
     def summarise(self, values: Mapping[str, Any]) -> None:
         """The run's final figures."""
-        ...
 
     def finish(self, exit_code: int) -> None:
         """Close the run."""
-        ...
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finish(0 if kind is None else 1)
 
 
-class NullTracker:
-    """Takes everything and keeps nothing."""
-
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Do nothing."""
-
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Do nothing."""
-
-    def summarise(self, values: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def finish(self, exit_code: int) -> None:
-        """Do nothing."""
-
-
-class WandbTracker:
+class WandbTracker(Tracker):
     """One Weights & Biases run.
 
     Args:
@@ -88,19 +77,26 @@ class WandbTracker:
 
 
 def start_tracking(
-    node: WandbConfig, *, name: str, folder: Path, config: Mapping[str, Any], resume: bool
+    node: WandbConfig,
+    *,
+    name: str,
+    folder: Path,
+    config: Mapping[str, Any],
+    resume: bool,
+    enabled: bool = True,
 ) -> Tracker:
     """Open the run's tracker.
 
     Args:
-        node: `EXPERIMENT.WANDB`.
-        name: of the run.
-        folder: where W&B keeps its own files.
+        node: the node `EXPERIMENT.WANDB`.
+        name: name of the run.
+        folder: folder of W&B's own files.
         config: the resolved configuration.
-        resume: whether to go on with the W&B run that this folder belongs to.
+        resume: whether to continue the W&B run whose id is in the folder.
+        enabled: False on ranks other than 0.
     """
-    if not node.ENABLED:
-        return NullTracker()
+    if not (enabled and node.ENABLED):
+        return Tracker()
     import wandb
 
     os.environ.setdefault("WANDB_SILENT", "true")
@@ -110,7 +106,7 @@ def start_tracking(
         wandb.init, project=node.PROJECT, entity=node.ENTITY, group=node.GROUP, tags=node.TAGS, name=name,
         dir=str(folder), config=dict(config), id=_run_id(folder, resume), resume="allow", settings=settings,
     )  # fmt: skip
-    if os.environ.get("WANDB_MODE", "online") != "online":  # somebody wants it otherwise
+    if os.environ.get("WANDB_MODE", "online") != "online":  # set by the user
         return WandbTracker(init())
     try:
         if _has_credentials():
@@ -124,7 +120,7 @@ def start_tracking(
 
 
 def _has_credentials() -> bool:
-    """Whether W&B knows an account; nobody is asked for one on the terminal."""
+    """Whether W&B finds an API key, without asking for one on the terminal."""
     import wandb
 
     if "prompt" in inspect.signature(wandb.login).parameters:
@@ -133,7 +129,7 @@ def _has_credentials() -> bool:
 
 
 def _run_id(folder: Path, resume: bool) -> str:
-    """The id of this folder's W&B run, kept in a file so that a resumed run goes on with it."""
+    """The id of the W&B run, kept in a file so that a resumed run continues it."""
     path = folder / "wandb_run_id"
     if resume and path.is_file():
         return path.read_text().strip()

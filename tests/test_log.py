@@ -14,7 +14,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from linnaeus.log import MetricsFile, Progress, close_logging, is_interactive, make_console, set_up_logging
+from linnaeus.log import MetricsFile, ProgressBar, close_logging, is_interactive, make_console, set_up_logging
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def open_files() -> set[str]:
 
 
 def show_an_epoch(console: Console | None) -> None:
-    with Progress(console) as progress:
+    with ProgressBar(console) as progress:
         progress.start("epoch 1/2", total=5)
         progress.advance(3)
         progress.describe({"loss": 0.123456, "lr": 2e-3})
@@ -56,7 +56,7 @@ def test_every_rank_has_its_file_and_rank_0_the_console(tmp_path: Path, rank: in
     logging.getLogger("linnaeus.trainer").info("epoch %d", 7)
     assert [path.name for path in (tmp_path / "logs").iterdir()] == [f"rank{rank}.log"]
     [line] = (tmp_path / "logs" / f"rank{rank}.log").read_text().splitlines()
-    assert line.endswith(f" INFO [rank {rank}] linnaeus.training.trainer: epoch 7")
+    assert line.endswith(f" INFO [rank {rank}] linnaeus.trainer: epoch 7")
     assert output.getvalue().endswith(" epoch 7\n") if rank == 0 else output.getvalue() == ""
 
 
@@ -219,7 +219,7 @@ def test_other_ranks_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_new_epoch_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     console, output = plain_console()
     set_up_logging(None, rank=0, console=console)
-    with Progress(console) as progress:
+    with ProgressBar(console) as progress:
         for epoch in (1, 2):
             progress.start(f"epoch {epoch}/2", total=4)
             progress.advance(epoch)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.files import write_text_atomically
 from linnaeus.memory.device import GIB
+from linnaeus.tracking import Tracker
+
+logger = logging.getLogger("linnaeus.run")
 
 _LIMITS = {
     "memory": "the memory budget",
@@ -51,6 +56,33 @@ def save_results(results: Mapping[str, AutoBatchResult], environment: Mapping[st
         "environment": dict(environment),
     }
     write_text_atomically(path, json.dumps(content, indent=2) + "\n")
+
+
+def report_searches(
+    results: Mapping[str, AutoBatchResult],
+    device: torch.device,
+    path: Path,
+    console: Console,
+    tracker: Tracker,
+) -> None:
+    """Show the results on the console, send them to the tracker and write `autobatch.json`.
+
+    Args:
+        results: by mode; nothing is written where there are none.
+        device: the device of the search.
+        path: `autobatch.json` in the run's folder.
+        console: takes the tables of trials.
+        tracker: takes the tables and the sizes.
+    """
+    for mode, result in results.items():
+        console.print(trials_table(result))
+        logger.info(summary(result))
+        columns = ("batch_size", "status", "peak_bytes", "seconds")
+        rows = [[trial[name] for name in columns] for trial in result.as_dict()["trials"]]
+        tracker.table(f"autobatch/{mode}_trials", columns, rows)
+        tracker.summarise({f"autobatch/{mode}_batch_size": result.batch_size})
+    if results:
+        save_results(results, device_environment(device), path)
 
 
 def trials_table(result: AutoBatchResult) -> Table:

@@ -1,77 +1,66 @@
-"""Where experience says that trouble is near: one sentence each, with the remedy and the key."""
+"""Warnings about batch sizes that often cause trouble: one sentence each, with the remedy and its key."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from linnaeus.batching.sizes import SizeLimits, better_sizes
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.sizes import EFFECTIVE, SCHEDULE, better_sizes
 from linnaeus.batching.stages import MANY_ACCUMULATION_STEPS, Split
+from linnaeus.config.schema import TrainConfig
 
 FEW_FOR_BATCHNORM = 16
-"""Below so many samples BatchNorm's error grows fast ("Group Normalization", Wu and He 2018, figure 1)."""
+"""With fewer samples BatchNorm's error grows fast ("Group Normalization", Wu and He 2018, figure 1)."""
 
 LARGE_FOR_FINE_TUNING = 512
-"""Batch with which large pretrained models are fine-tuned, at the rates that follow ("Big Transfer",
-Kolesnikov et al. 2020, section 3.3; "An Image is Worth 16x16 Words", Dosovitskiy et al. 2021, table 4)."""
+"""Effective batch size of fine-tuning large pretrained models ("Big Transfer", Kolesnikov et al. 2020,
+section 3.3; "An Image is Worth 16x16 Words", Dosovitskiy et al. 2021, table 4)."""
 
-HIGH_RATE_SGD = 0.06
-"""Highest rate of SGD in those papers' fine-tuning."""
+MAX_LR_SGD = 0.06
+"""Highest learning rate with which those papers fine-tune by SGD."""
 
-HIGH_RATE_ADAPTIVE = 5e-4
-"""A rule of thumb for Adam and its kin: the rate of training from scratch at a batch of 512 (DeiT, Touvron et
-al. 2021, table 9), which fine-tuning stays well below."""
+MAX_LR_ADAPTIVE = 5e-4
+"""A rule of thumb for Adam and similar optimizers: the learning rate of training from scratch at a batch size
+of 512 (DeiT, Touvron et al. 2021, table 9). Fine-tuning stays well below it."""
 
 LARGE_DATASET_FRACTION = 0.1
-"""An effective batch above this fraction of the data leaves fewer than ten optimizer steps per epoch."""
+"""With a larger effective batch an epoch has fewer than ten optimizer steps."""
 
 
-@dataclass(frozen=True)
-class AdviceContext:
-    """What the warnings look at.
+def warnings(
+    train: TrainConfig, facts: Facts, splits: Sequence[Split], *, optimizer: str, learning_rate: float
+) -> list[str]:
+    """Every warning that applies, each once.
 
-    Attributes:
-        splits: of all optimizer steps that occur.
-        limits: what bounds the sizes.
-        batchnorm: `none`, `local` or `synchronised`.
-        pretrained: whether training starts from somebody's weights.
-        optimizer: its name.
-        learning_rate: the peak, scaled.
-        size_key, micro_batch_key: the keys that set the largest effective batch and the smallest micro-batch.
+    Args:
+        train: the TRAIN node.
+        facts: what the plan was made from.
+        splits: the splits of the run.
+        optimizer: name of the optimizer, or of its class.
+        learning_rate: the peak learning rate, after scaling.
     """
-
-    splits: list[Split]
-    limits: SizeLimits
-    batchnorm: str
-    pretrained: bool
-    optimizer: str
-    learning_rate: float
-    size_key: str
-    micro_batch_key: str
-
-    @property
-    def effective_batch_size(self) -> int:
-        """The largest, over all processes."""
-        return max(split.samples_per_rank for split in self.splits) * self.limits.world_size
+    key = _effective_batch_key(train)
+    effective_batch_size = max(split.samples_per_rank for split in splits) * facts.world_size
+    found = [
+        _accumulation(facts, splits, key),
+        _epoch_of_one_batch(facts, splits) or _batchnorm(facts, splits, _micro_batch_key(train)),
+        _fine_tuning(effective_batch_size, optimizer, learning_rate, key) if facts.pretrained else None,
+        _dataset(effective_batch_size, facts.num_samples, key),
+    ]
+    return [text for text in found if text is not None]
 
 
-def warnings(context: AdviceContext) -> list[str]:
-    """Every warning that applies, each once."""
-    checks = (_accumulation, _batchnorm, _last_batch, _fine_tuning, _dataset)
-    return [text for check in checks if (text := check(context)) is not None]
-
-
-def _accumulation(context: AdviceContext) -> str | None:
-    split = max(context.splits, key=lambda split: split.accumulation_steps)
+def _accumulation(facts: Facts, splits: Sequence[Split], key: str) -> str | None:
+    split = max(splits, key=lambda split: split.accumulation_steps)
     if split.accumulation_steps <= MANY_ACCUMULATION_STEPS:
         return None
-    limits = context.limits
-    fewest = -(-split.samples_per_rank // limits.max_micro_batch_size)
-    better = better_sizes(split.samples_per_rank, limits, max(fewest, MANY_ACCUMULATION_STEPS))
+    fewest = -(-split.samples_per_rank // facts.max_micro_batch_size)
+    better = better_sizes(split.samples_per_rank, facts, max(fewest, MANY_ACCUMULATION_STEPS))
     if fewest <= MANY_ACCUMULATION_STEPS and better:
-        remedy = f"{context.size_key} {' or '.join(map(str, better))} divides better"
+        remedy = f"{key} {' or '.join(map(str, better))} divides better"
     else:
         remedy = (
-            f"lower {context.size_key}, start more processes, or save memory with TRAIN.AMP bf16 or "
+            f"lower {key}, start more processes, or save memory with TRAIN.AMP bf16 or "
             "TRAIN.GRADIENT_CHECKPOINTING True"
         )
     return (
@@ -80,58 +69,69 @@ def _accumulation(context: AdviceContext) -> str | None:
     )
 
 
-def _batchnorm(context: AdviceContext) -> str | None:
-    if context.batchnorm == "none" or _last_batch(context):
+def _batchnorm(facts: Facts, splits: Sequence[Split], key: str) -> str | None:
+    if facts.batchnorm == "none":
         return None
-    micro_batch_size = min(split.micro_batch_size for split in context.splits)
-    samples, where = micro_batch_size, "per process"
-    if context.batchnorm == "synchronised":
-        samples, where = micro_batch_size * context.limits.world_size, "of all processes"
+    samples, where = min(split.micro_batch_size for split in splits), "per process"
+    if facts.batchnorm == "synchronised":
+        samples, where = samples * facts.world_size, "of all processes"
     if samples >= FEW_FOR_BATCHNORM:
         return None
-    several = context.limits.world_size > 1 and context.batchnorm == "local"
-    sync = "TRAIN.SYNC_BATCHNORM True, " if several else ""
+    can_synchronise = facts.world_size > 1 and facts.batchnorm == "local"
+    sync = "TRAIN.SYNC_BATCHNORM True, " if can_synchronise else ""
     return (
         f"BatchNorm sees only {samples} samples {where}, fewer than {FEW_FOR_BATCHNORM}: its statistics are "
-        f"noisy; use {sync}a model with GroupNorm or LayerNorm (MODEL.NAME), or a larger micro-batch "
-        f"({context.micro_batch_key})"
+        f"noisy; use {sync}a model with GroupNorm or LayerNorm (MODEL.NAME), or a larger micro-batch ({key})"
     )
 
 
-def _last_batch(context: AdviceContext) -> str | None:
-    """Only an epoch shorter than one micro-batch has a batch that is not whole."""
-    limits = context.limits
-    per_process = limits.epoch_samples_per_rank
-    is_short = context.splits[0].micro_batch_size == per_process < limits.max_micro_batch_size
-    if context.batchnorm == "none" or not is_short or per_process >= FEW_FOR_BATCHNORM:
+def _epoch_of_one_batch(facts: Facts, splits: Sequence[Split]) -> str | None:
+    """An epoch shorter than one micro-batch is the only case of an incomplete batch."""
+    samples = facts.epoch_samples_per_rank
+    is_short = splits[0].micro_batch_size == samples < facts.max_micro_batch_size
+    if facts.batchnorm == "none" or not is_short or samples >= FEW_FOR_BATCHNORM:
         return None
     return (
-        f"the last batch of each epoch, which is also its only one, has {per_process} of DATA.BATCH_SIZE "
-        f"{limits.max_micro_batch_size} samples, too few for BatchNorm; start fewer processes or use more "
+        f"the last batch of each epoch, which is also its only one, has {samples} of DATA.BATCH_SIZE "
+        f"{facts.max_micro_batch_size} samples, too few for BatchNorm; start fewer processes or use more "
         "data (DATA.DATASET)"
     )
 
 
-def _fine_tuning(context: AdviceContext) -> str | None:
-    if not context.pretrained or context.effective_batch_size < LARGE_FOR_FINE_TUNING:
-        return None
-    is_sgd = any(name in context.optimizer.lower() for name in ("sgd", "momentum", "nesterov"))
-    limit = HIGH_RATE_SGD if is_sgd else HIGH_RATE_ADAPTIVE
-    if context.learning_rate <= limit:
+def _fine_tuning(effective_batch_size: int, optimizer: str, learning_rate: float, key: str) -> str | None:
+    is_sgd = any(name in optimizer.lower() for name in ("sgd", "momentum", "nesterov"))
+    limit = MAX_LR_SGD if is_sgd else MAX_LR_ADAPTIVE
+    if effective_batch_size < LARGE_FOR_FINE_TUNING or learning_rate <= limit:
         return None
     return (
         f"pretrained weights (MODEL.WEIGHTS) may be forgotten with an effective batch of "
-        f"{context.effective_batch_size} and a learning rate of {context.learning_rate:.3g}; bring the rate "
-        f"to {limit:g} or less with OPTIMIZER.LR, or lower {context.size_key}, and set "
-        "SCHEDULE.WARMUP_EPOCHS"
+        f"{effective_batch_size} and a learning rate of {learning_rate:.3g}; bring the rate to {limit:g} or "
+        f"less with OPTIMIZER.LR, or lower {key}, and set SCHEDULE.WARMUP_EPOCHS"
     )
 
 
-def _dataset(context: AdviceContext) -> str | None:
-    effective, num_samples = context.effective_batch_size, context.limits.num_samples
-    if effective <= LARGE_DATASET_FRACTION * num_samples:
+def _dataset(effective_batch_size: int, num_samples: int, key: str) -> str | None:
+    if effective_batch_size <= LARGE_DATASET_FRACTION * num_samples:
         return None
     return (
-        f"an effective batch of {effective} is {effective / num_samples:.0%} of the {num_samples} training "
-        f"samples, so an epoch has few optimizer steps; lower {context.size_key} or raise TRAIN.EPOCHS"
+        f"an effective batch of {effective_batch_size} is {effective_batch_size / num_samples:.0%} of the "
+        f"{num_samples} training samples, so an epoch has few optimizer steps; lower {key} or raise "
+        "TRAIN.EPOCHS"
     )
+
+
+def _effective_batch_key(train: TrainConfig) -> str:
+    """The key that sets the largest effective batch size."""
+    name = train.BATCH_SCHEDULE.NAME
+    if name != "constant":
+        return f"{SCHEDULE}.MILESTONES" if name == "milestones" else f"{SCHEDULE}.LAST"
+    if train.EFFECTIVE_BATCH_SIZE is not None:
+        return EFFECTIVE
+    return "TRAIN.ACCUMULATION_STEPS" if train.ACCUMULATION_STEPS > 1 else "DATA.BATCH_SIZE"
+
+
+def _micro_batch_key(train: TrainConfig) -> str:
+    """The key that sets the smallest micro-batch size."""
+    if train.BATCH_SCHEDULE.NAME != "constant":
+        return f"{SCHEDULE}.FIRST"
+    return "DATA.BATCH_SIZE" if train.EFFECTIVE_BATCH_SIZE is None else f"DATA.BATCH_SIZE, {EFFECTIVE}"

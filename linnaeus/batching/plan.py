@@ -1,4 +1,4 @@
-"""From the largest batch that fits to all that depends on the batch: worked out once, before training.
+"""The batch plan: everything that depends on the batch size, computed once, before training.
 
 Nothing here needs torch. `plan_batches` is a pure function of the configuration and of a few `Facts`; the
 loader, the optimizer, the schedule and the trainer take their numbers from the `BatchPlan` it returns.
@@ -7,13 +7,14 @@ loader, the optimizer, the schedule and the trainer take their numbers from the 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
-from linnaeus.batching.advice import AdviceContext, warnings
+from linnaeus.batching.advice import warnings
+from linnaeus.batching.facts import Facts
 from linnaeus.batching.scaling import (
     WARMUP_ADDED_FROM,
     WARMUP_FRACTION,
@@ -23,56 +24,34 @@ from linnaeus.batching.scaling import (
     lr_scale,
     weight_decay_scale,
 )
-from linnaeus.batching.sizes import EFFECTIVE, SCHEDULE, SizeLimits, plan_epochs, unused_keys
+from linnaeus.batching.sizes import plan_epochs, unused_keys
 from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from linnaeus.errors import DataError
+
+OptimizerNode = OptimizerConfig | Mapping[str, Any]
+"""The OPTIMIZER node. Learning rate and weight decay of a `_target_` node (a mapping) are never scaled."""
 
 _STAGE_COLUMNS = ("FROM_STEP", "MICRO_BATCH", "ACCUMULATION_STEPS", "EFFECTIVE_BATCH")
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a plan depends on beside the configuration.
-
-    Attributes:
-        max_micro_batch_size: samples per process and forward pass that fit.
-        world_size: processes.
-        num_samples: of the training data.
-        learning_rate: the optimizer's, before scaling.
-        weight_decay: the optimizer's, before scaling.
-        optimizer: its name; what a high rate is depends on it.
-        batchnorm: `none`, `local` to each process, or `synchronised` over all.
-        pretrained: whether training starts from somebody's weights.
-    """
-
-    max_micro_batch_size: int
-    world_size: int
-    num_samples: int
-    learning_rate: float
-    weight_decay: float = 0.0
-    optimizer: str = "adamw"
-    batchnorm: str = "none"
-    pretrained: bool = False
-
-
-@dataclass(frozen=True)
 class BatchPlan:
-    """All that depends on the batch size. Where the size changes, the largest is meant.
+    """Everything that depends on the batch size. Where the size changes, scalars describe the largest.
 
     Attributes:
-        micro_batch_size: samples per process and forward pass.
+        micro_batch_size: samples per rank and forward pass.
         accumulation_steps: forward passes per optimizer step.
-        world_size: processes.
-        effective_batch_size: samples per optimizer step over all processes.
-        learning_rate: the peak.
-        weight_decay: as it is used.
-        lr_scale, weight_decay_scale: what the configured values were multiplied by.
+        world_size: number of ranks.
+        effective_batch_size: samples per optimizer step over all ranks.
+        learning_rate: the peak learning rate, after scaling.
+        weight_decay: the weight decay, after scaling.
+        lr_scale, weight_decay_scale: factors of the configured learning rate and weight decay.
         warmup_steps: optimizer steps of the warm-up.
-        num_samples: of the training data.
+        num_samples: number of training samples.
         epochs: the stages of each epoch.
-        lr_scales: the rate's scale of each effective batch that occurs.
-        notes, warnings: what the user should know.
+        lr_scales: `lr_scale` for each effective batch size of the run.
+        notes, warnings: sentences for the user.
     """
 
     micro_batch_size: int
@@ -90,6 +69,11 @@ class BatchPlan:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of all epochs."""
+        return tuple(chain.from_iterable(self.epochs))
+
     @property
     def num_epochs(self) -> int:
         """Epochs of the run."""
@@ -102,7 +86,7 @@ class BatchPlan:
 
     @cached_property
     def samples_per_epoch(self) -> tuple[int, ...]:
-        """Samples of each epoch over all processes, those left out not counted."""
+        """Samples that each epoch really uses, over all ranks."""
         return tuple(sum(s.num_steps * s.effective_batch_size for s in stages) for stages in self.epochs)
 
     @cached_property
@@ -112,15 +96,15 @@ class BatchPlan:
 
     @property
     def changes(self) -> bool:
-        """Whether the effective batch changes on purpose."""
+        """Whether a batch schedule changes the effective batch size."""
         return len(self.lr_scales) > 1
 
     def rest_of_epoch(self, epoch: int, samples_done: int = 0) -> list[Stage]:
-        """The stages that are left of an epoch.
+        """The remaining stages of an epoch.
 
         Args:
             epoch: counted from 0.
-            samples_done: samples of the epoch that are done, per process.
+            samples_done: samples per rank of this epoch that have been trained on.
         """
         stages = []
         for stage in self.epochs[epoch]:
@@ -133,30 +117,27 @@ class BatchPlan:
         return stages
 
     def micro_batches(self, epoch: int, samples_done: int = 0) -> Iterator[int]:
-        """The size of each micro-batch that is left of an epoch; arguments as for `rest_of_epoch`."""
+        """The size of each remaining micro-batch of an epoch; arguments as for `rest_of_epoch`."""
         for stage in self.rest_of_epoch(epoch, samples_done):
             for _ in range(stage.num_steps * stage.accumulation_steps):
                 yield stage.micro_batch_size
 
     def batch_size_lr_factor(self, step: int) -> float:
-        """Learning-rate factor for the effective batch size of an optimizer step, relative to the peak."""
+        """Learning-rate factor for the batch size of an optimizer step, relative to the peak, in (0, 1]."""
         if not self.changes:
             return 1.0
-        ends, stages = self._timeline
-        stage = stages[min(bisect.bisect_right(ends, step), len(stages) - 1)]
-        return self.lr_scales[stage.effective_batch_size] / self.lr_scale
+        number = min(bisect.bisect_right(self._stage_ends, step), len(self.stages) - 1)
+        return self.lr_scales[self.stages[number].effective_batch_size] / self.lr_scale
 
     @cached_property
-    def _timeline(self) -> tuple[list[int], list[Stage]]:
-        """All stages of the run, and the optimizer step after the last of each."""
-        stages = list(chain.from_iterable(self.epochs))
-        return list(accumulate(stage.num_steps for stage in stages)), stages
+    def _stage_ends(self) -> list[int]:
+        """The first optimizer step after each stage."""
+        return list(accumulate(stage.num_steps for stage in self.stages))
 
-    def _changes(self) -> list[list[int]]:
-        """A row of `_STAGE_COLUMNS` for every optimizer step from which on another size holds."""
+    def _size_changes(self) -> list[list[int]]:
+        """A row of `_STAGE_COLUMNS` for every optimizer step from which on the sizes differ."""
         rows: list[list[int]] = []
-        ends, stages = self._timeline
-        for start, stage in zip([0, *ends], stages, strict=False):
+        for start, stage in zip([0, *self._stage_ends], self.stages, strict=False):
             row = [start, stage.micro_batch_size, stage.accumulation_steps, stage.effective_batch_size]
             if not rows or rows[-1][1:] != row[1:]:
                 rows.append(row)
@@ -177,78 +158,70 @@ class BatchPlan:
             "TOTAL_STEPS": self.total_steps,
         }
         if self.changes:
-            plan["STAGES"] = [list(_STAGE_COLUMNS), *self._changes()]
+            plan["STAGES"] = [list(_STAGE_COLUMNS), *self._size_changes()]
         return plan | {"NOTES": list(self.notes), "WARNINGS": list(self.warnings)}
+
+    def differences(self, saved: Mapping[str, Any]) -> list[str]:
+        """What differs from the plan that a checkpoint has saved with `as_dict`, as `NAME before -> now`."""
+        now = self.as_dict()
+        names = ("EFFECTIVE_BATCH", "LEARNING_RATE", "TOTAL_STEPS", "WARMUP_STEPS")
+        changed = [name for name in names if saved.get(name, now[name]) != now[name]]
+        return [f"{name} {saved[name]} -> {now[name]}" for name in changed]
 
 
 def plan_batches(
-    train: TrainConfig, optimizer: OptimizerConfig | None, schedule: ScheduleConfig, facts: Facts
+    train: TrainConfig, optimizer: OptimizerNode, schedule: ScheduleConfig, facts: Facts
 ) -> BatchPlan:
     """Work out everything that depends on the batch size.
 
     Args:
         train: the TRAIN node.
-        optimizer: the OPTIMIZER node; None for a `_target_` node, whose rate is never scaled.
+        optimizer: the OPTIMIZER node.
         schedule: the SCHEDULE node.
-        facts: sizes, and what the warnings look at.
+        facts: the size that fits, and what else the plan depends on.
 
     Raises:
-        ConfigError: the sizes asked for cannot be had; the message names sizes that can.
-        DataError: fewer training samples than processes.
+        ConfigError: a configured size is not possible; the message names sizes that are.
+        DataError: fewer training samples than ranks.
 
     >>> facts = Facts(max_micro_batch_size=48, world_size=2, num_samples=1000, learning_rate=0.1)
-    >>> plan = plan_batches(TrainConfig(EFFECTIVE_BATCH_SIZE=128), None, ScheduleConfig(), facts)
+    >>> train = TrainConfig(EFFECTIVE_BATCH_SIZE=128)
+    >>> plan = plan_batches(train, OptimizerConfig(), ScheduleConfig(), facts)
     >>> plan.micro_batch_size, plan.accumulation_steps, plan.total_steps
     (32, 2, 84)
     """
-    world_size, num_samples = facts.world_size, facts.num_samples
-    if num_samples < world_size:
-        raise DataError(f"{num_samples} training samples are too few for {world_size} processes")
-    limits = SizeLimits(
-        facts.max_micro_batch_size, world_size, num_samples, batchnorm=facts.batchnorm == "local"
-    )
-    splits, epochs = plan_epochs(train, limits)
-    largest = max(splits, key=lambda split: split.samples_per_rank)
-    effective = largest.samples_per_rank * world_size
-    scales = {
-        split.samples_per_rank * world_size: _lr_scale(optimizer, split.samples_per_rank * world_size)
-        for split in splits
-    }
-    decay_scale = 1.0
-    if optimizer is not None:
-        rule = optimizer.WEIGHT_DECAY_SCALING
-        decay_scale = weight_decay_scale(rule, effective, optimizer.BASE_BATCH_SIZE)
-    plan = BatchPlan(
+    if facts.num_samples < facts.world_size:
+        raise DataError(f"{facts.num_samples} training samples are too few for {facts.world_size} processes")
+    splits, epochs = plan_epochs(train, facts)
+    sizes = [split.samples_per_rank * facts.world_size for split in splits]  # effective batch sizes
+    lr_scales = {size: _scales(optimizer, size)[0] for size in sizes}
+    effective_batch_size = max(sizes)
+    largest = splits[sizes.index(effective_batch_size)]
+    _, decay_scale = _scales(optimizer, effective_batch_size)
+    learning_rate = facts.learning_rate * lr_scales[effective_batch_size]
+    steps_per_epoch = [sum(stage.num_steps for stage in stages) for stages in epochs]
+    warmup_steps, notes = _warmup(schedule, steps_per_epoch, lr_scales[sizes[0]])
+    name = optimizer.NAME if isinstance(optimizer, OptimizerConfig) else str(optimizer["_target_"])
+    return BatchPlan(
         micro_batch_size=largest.micro_batch_size,
         accumulation_steps=largest.accumulation_steps,
-        world_size=world_size,
-        effective_batch_size=effective,
-        learning_rate=facts.learning_rate * scales[effective],
+        world_size=facts.world_size,
+        effective_batch_size=effective_batch_size,
+        learning_rate=learning_rate,
         weight_decay=facts.weight_decay * decay_scale,
-        lr_scale=scales[effective],
+        lr_scale=lr_scales[effective_batch_size],
         weight_decay_scale=decay_scale,
-        warmup_steps=0,
-        num_samples=num_samples,
-        epochs=epochs,
-        lr_scales=scales,
-    )
-    first_lr_scale = scales[splits[0].samples_per_rank * world_size]
-    warmup_steps, notes = _warmup(schedule, plan.steps_per_epoch, first_lr_scale)
-    context = AdviceContext(
-        splits=splits, limits=limits, batchnorm=facts.batchnorm, pretrained=facts.pretrained,
-        optimizer=facts.optimizer, learning_rate=plan.learning_rate, size_key=_size_key(train),
-        micro_batch_key=_micro_batch_key(train),
-    )  # fmt: skip
-    return replace(
-        plan,
         warmup_steps=warmup_steps,
+        num_samples=facts.num_samples,
+        epochs=epochs,
+        lr_scales=lr_scales,
         notes=(*unused_keys(train), *notes),
-        warnings=tuple(warnings(context)),
+        warnings=tuple(warnings(train, facts, splits, optimizer=name, learning_rate=learning_rate)),
     )
 
 
 def configured_warmup(config: ScheduleConfig, steps_per_epoch: Sequence[int]) -> int:
-    """The warm-up that the configuration sets, in optimizer steps, never longer than the run.
+    """Optimizer steps of the configured warm-up, at most those of the run.
 
     WARMUP_STEPS wins over WARMUP_FRACTION, and that over WARMUP_EPOCHS.
 
@@ -266,7 +239,7 @@ def configured_warmup(config: ScheduleConfig, steps_per_epoch: Sequence[int]) ->
 
 
 def _steps_in(epochs: float, steps_per_epoch: Sequence[int]) -> int:
-    """Optimizer steps in the first epochs, the last of which may be a part of one."""
+    """Optimizer steps in a number of first epochs, which may end in the middle of one."""
     if len(set(steps_per_epoch)) == 1:
         return round(epochs * steps_per_epoch[0])
     whole = int(epochs)
@@ -274,16 +247,25 @@ def _steps_in(epochs: float, steps_per_epoch: Sequence[int]) -> int:
     return round(sum(steps_per_epoch[:whole]) + part)
 
 
-def _lr_scale(optimizer: OptimizerConfig | None, effective_batch_size: int) -> float:
-    if optimizer is None:
-        return 1.0
-    return lr_scale(optimizer.LR_SCALING, effective_batch_size, optimizer.BASE_BATCH_SIZE)
+def _scales(optimizer: OptimizerNode, effective_batch_size: int) -> tuple[float, float]:
+    """Factors of the learning rate and of the weight decay."""
+    if not isinstance(optimizer, OptimizerConfig):
+        return 1.0, 1.0
+    base = optimizer.BASE_BATCH_SIZE
+    return (
+        lr_scale(optimizer.LR_SCALING, effective_batch_size, base),
+        weight_decay_scale(optimizer.WEIGHT_DECAY_SCALING, effective_batch_size, base),
+    )
 
 
 def _warmup(
     schedule: ScheduleConfig, steps_per_epoch: Sequence[int], first_lr_scale: float
 ) -> tuple[int, list[str]]:
-    """Optimizer steps of the warm-up, and the notes on it; `first_lr_scale` is the LR scale at the start."""
+    """Optimizer steps of the warm-up, and notes on it.
+
+    Args:
+        first_lr_scale: `lr_scale` of the first optimizer step.
+    """
     steps = configured_warmup(schedule, steps_per_epoch)
     if steps or first_lr_scale < WARMUP_HINT_FROM:
         return steps, []
@@ -295,20 +277,3 @@ def _warmup(
         f"{reason} and no warm-up is set, so one of {steps} steps is added ({WARMUP_FRACTION:.0%} of "
         f"training, at most {WARMUP_MAX_EPOCHS} epochs); SCHEDULE.WARMUP_STEPS sets another"
     ]
-
-
-def _size_key(train: TrainConfig) -> str:
-    """The key that sets the largest effective batch."""
-    name = train.BATCH_SCHEDULE.NAME
-    if name != "constant":
-        return f"{SCHEDULE}.MILESTONES" if name == "milestones" else f"{SCHEDULE}.LAST"
-    if train.EFFECTIVE_BATCH_SIZE is not None:
-        return EFFECTIVE
-    return "TRAIN.ACCUMULATION_STEPS" if train.ACCUMULATION_STEPS > 1 else "DATA.BATCH_SIZE"
-
-
-def _micro_batch_key(train: TrainConfig) -> str:
-    """The key that sets the smallest micro-batch."""
-    if train.BATCH_SCHEDULE.NAME != "constant":
-        return f"{SCHEDULE}.FIRST"
-    return "DATA.BATCH_SIZE" if train.EFFECTIVE_BATCH_SIZE is None else f"DATA.BATCH_SIZE, {EFFECTIVE}"

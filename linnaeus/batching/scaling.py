@@ -1,7 +1,7 @@
 """How learning rate, weight decay and warm-up follow the effective batch size.
 
-`k` is the effective batch (samples per optimizer step over all processes) divided by the batch that the rate
-was tuned for. Accumulation alone does not change `k`, nor does the number of processes.
+`k` is the effective batch size (samples per optimizer step over all ranks) divided by the batch size that the
+learning rate was tuned for. Accumulation alone does not change `k`, nor does the number of ranks.
 """
 
 from __future__ import annotations
@@ -9,30 +9,30 @@ from __future__ import annotations
 import math
 
 WARMUP_ADDED_FROM = 8.0
-"""A rate first_lr_scale this many times gets a warm-up where none is set."""
+"""A learning rate scaled up this many times gets a warm-up where none is set."""
 
 WARMUP_HINT_FROM = 4.0
-"""A rate first_lr_scale this many times without a warm-up gets a hint."""
+"""A learning rate scaled up this many times without a warm-up gets a hint."""
 
 WARMUP_FRACTION = 0.05
-"""Share of all optimizer steps that an added warm-up takes."""
+"""Length of an added warm-up, as a fraction of all optimizer steps."""
 
 WARMUP_MAX_EPOCHS = 5
 """Longest added warm-up, in epochs: as long as that of Goyal et al. 2017."""
 
 
 def lr_scale(rule: str, effective_batch_size: int, base_batch_size: int) -> float:
-    """What the learning rate is multiplied by.
+    """The factor of the learning rate.
 
     `linear`: k. A step of k times as many samples replaces k steps of SGD ("Accurate, Large Minibatch SGD",
     Goyal et al. 2017, section 2.1). `sqrt`: the square root of k, which keeps the noise of Adam and RMSprop
     alike ("On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", Malladi et al. 2022,
-    definition 5.1; that rule also moves the betas and epsilon, which stay as they are here). `none`: 1.
+    definition 5.1; that rule also changes the betas and epsilon, which are left alone here). `none`: 1.
 
     Args:
         rule: `none`, `linear` or `sqrt`.
-        effective_batch_size: samples per optimizer step over all processes.
-        base_batch_size: the effective batch that the rate was tuned for.
+        effective_batch_size: samples per optimizer step over all ranks.
+        base_batch_size: the effective batch size that the learning rate was tuned for.
 
     >>> lr_scale("linear", 1024, 256), lr_scale("sqrt", 1024, 256), lr_scale("none", 1024, 256)
     (4.0, 2.0, 1.0)
@@ -47,11 +47,11 @@ def lr_scale(rule: str, effective_batch_size: int, base_batch_size: int) -> floa
 
 
 def weight_decay_scale(rule: str, effective_batch_size: int, base_batch_size: int) -> float:
-    """What the weight decay is multiplied by.
+    """The factor of the weight decay.
 
     `sqrt`: the square root of k ("Decoupled Weight Decay Regularization", Loshchilov and Hutter 2019,
-    appendix B.1: the decay that suits is proportional to the root of batch / (samples × epochs)). With a rate
-    that also grows by the root, the decay per epoch stays as it was. `none`: 1.
+    appendix B.1: the best decay is proportional to the root of batch size / (samples × epochs)). With a
+    learning rate that also grows by the root, the decay per epoch stays the same. `none`: 1.
 
     >>> weight_decay_scale("sqrt", 1024, 256), weight_decay_scale("none", 1024, 256)
     (2.0, 1.0)
@@ -60,9 +60,10 @@ def weight_decay_scale(rule: str, effective_batch_size: int, base_batch_size: in
 
 
 def added_warmup(total_steps: int, steps_in_max_epochs: int) -> int:
-    """Optimizer steps of the warm-up that a much first_lr_scale rate gets.
+    """Optimizer steps of the warm-up that is added to a learning rate scaled up by much.
 
-    Large batches fail in the first epochs unless the rate rises slowly (Goyal et al. 2017, section 2.2).
+    Large batches fail in the first epochs unless the learning rate rises slowly (Goyal et al. 2017, section
+    2.2).
 
     Args:
         total_steps: optimizer steps of the run.

@@ -1,18 +1,16 @@
-"""From the sizes that the TRAIN node asks for to the split of each optimizer step, or to an error."""
+"""Batch sizes of the TRAIN node, turned into the split of each optimizer step or into an error."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from linnaeus.batching.facts import Facts
 from linnaeus.batching.stages import (
     SizeChange,
     Split,
     Stage,
-    changing_epochs,
-    equal_epochs,
     growth,
     milestones,
     nearest,
+    split_epochs,
     split_samples,
 )
 from linnaeus.config.schema import TrainConfig
@@ -22,84 +20,60 @@ EFFECTIVE, SCHEDULE = "TRAIN.EFFECTIVE_BATCH_SIZE", "TRAIN.BATCH_SCHEDULE"
 _GROWING = ("linear", "exponential")
 
 
-@dataclass(frozen=True)
-class SizeLimits:
-    """What bounds the sizes.
+def max_samples_per_rank(train: TrainConfig, facts: Facts) -> int | None:
+    """The most samples per rank and optimizer step that the TRAIN node asks for; None: as many as fit.
 
-    Attributes:
-        max_micro_batch_size: samples per process and forward pass that fit.
-        world_size: processes.
-        num_samples: of the training data.
-        batchnorm: whether each process normalises its own micro-batches, which a single sample cannot do.
-    """
-
-    max_micro_batch_size: int
-    world_size: int
-    num_samples: int
-    batchnorm: bool = False
-
-    @property
-    def epoch_samples_per_rank(self) -> int:
-        """Samples that each process sees in an epoch."""
-        return self.num_samples // self.world_size
-
-
-def max_samples_per_rank(train: TrainConfig, limits: SizeLimits) -> int | None:
-    """The most samples per process that an optimizer step is asked to take; None: whatever fits.
-
-    A search for what fits need not look further, and what is wrong here no device could mend.
+    A search for the largest size that fits need not go beyond it. Errors found here are the same on any
+    device.
 
     Args:
         train: the TRAIN node.
-        limits: before such a search, with the largest micro-batch that it may find.
+        facts: before the search, with the largest micro-batch size that it may find.
 
     Raises:
-        ConfigError: lists every size that cannot be had.
+        ConfigError: lists every size that is not possible.
 
-    >>> limits = SizeLimits(max_micro_batch_size=64, world_size=4, num_samples=1000)
-    >>> max_samples_per_rank(TrainConfig(EFFECTIVE_BATCH_SIZE=96), limits)
+    >>> facts = Facts(max_micro_batch_size=64, world_size=4, num_samples=1000, learning_rate=0.1)
+    >>> max_samples_per_rank(TrainConfig(EFFECTIVE_BATCH_SIZE=96), facts)
     24
-    >>> max_samples_per_rank(TrainConfig(), limits) is None
+    >>> max_samples_per_rank(TrainConfig(), facts) is None
     True
     """
-    asked = _asked_for(train)
+    sizes = _configured_sizes(train)
     problems = _contradictions(train)
-    problems += [text for key, size in asked if (text := _misfit(key, size, limits))]
+    problems += [text for key, size in sizes if (text := _misfit(key, size, facts))]
     if problems:
         raise ConfigError(problems)
-    is_open = train.BATCH_SCHEDULE.NAME in _GROWING and len(asked) == 1
-    return None if is_open or not asked else max(size for _, size in asked) // limits.world_size
+    if not sizes or _ends_at_what_fits(train):
+        return None
+    return max(size for _, size in sizes) // facts.world_size
 
 
-def plan_epochs(train: TrainConfig, limits: SizeLimits) -> tuple[list[Split], tuple[tuple[Stage, ...], ...]]:
-    """The splits that occur, in order, and the stages of each epoch.
+def plan_epochs(train: TrainConfig, facts: Facts) -> tuple[list[Split], tuple[tuple[Stage, ...], ...]]:
+    """The splits of the run in the order of their use, and the stages of each epoch.
 
     Raises:
-        ConfigError: the sizes asked for cannot be had; the message names sizes that can.
+        ConfigError: a size is not possible; the message names sizes that are.
     """
-    max_samples_per_rank(train, limits)
-    for name, size in _asked_for(train):
-        _check_split(name, size, limits)
-    per_process, schedule = limits.epoch_samples_per_rank, train.BATCH_SCHEDULE
-    if schedule.NAME == "constant":
-        split = _constant(train, limits)
-        keep_rest = train.EFFECTIVE_BATCH_SIZE is None
-        epochs = equal_epochs(split, train.EPOCHS, per_process, limits.world_size, keep_rest=keep_rest)
-        return [split], epochs
-    changes = _changes_of_size(train, limits)
-    epochs = changing_epochs(changes, schedule.UNIT, train.EPOCHS, per_process, limits.world_size)
+    max_samples_per_rank(train, facts)  # raises where a size is wrong on any device
+    for key, size in _configured_sizes(train):
+        _check_split(key, size, facts)
+    samples, world_size, schedule = facts.epoch_samples_per_rank, facts.world_size, train.BATCH_SCHEDULE
+    changes = _size_changes(train, facts)
+    keep_rest = schedule.NAME == "constant" and train.EFFECTIVE_BATCH_SIZE is None
+    epochs = split_epochs(changes, schedule.UNIT, train.EPOCHS, samples, world_size, keep_rest=keep_rest)
     num_steps = sum(stage.num_steps for stages in epochs for stage in stages)
-    if schedule.UNIT == "steps" and changes[-1][0] >= num_steps:
+    if schedule.UNIT == "steps" and changes[-1].start >= num_steps:
         key = "MILESTONES" if schedule.NAME == "milestones" else "LENGTH"
         raise ConfigError(
-            f"{SCHEDULE}.{key}: the last size would come after {changes[-1][0]} optimizer steps, but the run "
-            f"has only {num_steps}; lower it or raise TRAIN.EPOCHS"
+            f"{SCHEDULE}.{key}: the last size would come after {changes[-1].start} optimizer steps, but the "
+            f"run has only {num_steps}; lower it or raise TRAIN.EPOCHS"
         )
-    return [split for _, split in changes], epochs
+    return [change.split for change in changes], epochs
 
 
 def unused_keys(train: TrainConfig) -> list[str]:
-    """Keys that are set but that another key overrules, each with that reason."""
+    """One sentence for each key that is set but has no effect because of another key."""
     schedule, notes = train.BATCH_SCHEDULE, []
     unused = {
         "constant": ("FIRST", "LAST", "LENGTH", "MILESTONES"),
@@ -108,24 +82,24 @@ def unused_keys(train: TrainConfig) -> list[str]:
     for name in unused:
         if getattr(schedule, name):
             notes.append(f"{SCHEDULE}.{name} is not used where {SCHEDULE}.NAME is {schedule.NAME}")
-    if train.ACCUMULATION_STEPS > 1 and _asked_for(train) and not _is_open(train):
+    if train.ACCUMULATION_STEPS > 1 and _configured_sizes(train) and not _ends_at_what_fits(train):
         notes.append("TRAIN.ACCUMULATION_STEPS is not used: the effective batch is set")
     return notes
 
 
-def better_sizes(samples_per_rank: int, limits: SizeLimits, at_most: int) -> list[int]:
-    """The nearest effective batches that need no more accumulation steps than `at_most`."""
-    world_size = limits.world_size
-    samples_per_rank_of = nearest(
-        samples_per_rank,
-        min(2 * samples_per_rank, limits.epoch_samples_per_rank),
-        lambda other: _splits_well(other, limits) and _num_steps(other, limits) <= at_most,
-    )
-    return [other * world_size for other in samples_per_rank_of]
+def better_sizes(samples_per_rank: int, facts: Facts, max_steps: int) -> list[int]:
+    """The closest effective batch sizes that need at most `max_steps` accumulation steps."""
+
+    def is_better(samples: int) -> bool:
+        split = split_samples(samples, facts.max_micro_batch_size)
+        return split.accumulation_steps <= max_steps and _splits_well(samples, facts)
+
+    largest = min(2 * samples_per_rank, facts.epoch_samples_per_rank)
+    return [samples * facts.world_size for samples in nearest(samples_per_rank, largest, is_better)]
 
 
-def _asked_for(train: TrainConfig) -> list[tuple[str, int]]:
-    """The key and the value of each effective batch that is set."""
+def _configured_sizes(train: TrainConfig) -> list[tuple[str, int]]:
+    """The key and the value of each effective batch size that is set."""
     schedule = train.BATCH_SCHEDULE
     sizes: list[tuple[str, int | None]] = [(EFFECTIVE, train.EFFECTIVE_BATCH_SIZE)]
     if schedule.NAME != "constant":
@@ -137,13 +111,13 @@ def _asked_for(train: TrainConfig) -> list[tuple[str, int]]:
     return [(name, size) for name, size in sizes if size is not None]
 
 
-def _is_open(train: TrainConfig) -> bool:
-    """Whether a growing batch ends at what fits."""
-    return train.BATCH_SCHEDULE.NAME in _GROWING and len(_asked_for(train)) == 1
+def _ends_at_what_fits(train: TrainConfig) -> bool:
+    """Whether a growing batch has no configured end."""
+    return train.BATCH_SCHEDULE.NAME in _GROWING and len(_configured_sizes(train)) == 1
 
 
 def _contradictions(train: TrainConfig) -> list[str]:
-    """What is missing from a schedule, and what contradicts itself."""
+    """What is missing from a batch schedule, and which keys contradict each other."""
     schedule, problems = train.BATCH_SCHEDULE, []
     if schedule.NAME == "constant":
         return []
@@ -184,10 +158,10 @@ def _contradictions(train: TrainConfig) -> list[str]:
     return problems
 
 
-def _misfit(name: str, size: int, limits: SizeLimits) -> str | None:
-    """What is wrong with an effective batch on any device."""
-    world_size, num_samples = limits.world_size, limits.num_samples
-    largest = limits.epoch_samples_per_rank * world_size
+def _misfit(name: str, size: int, facts: Facts) -> str | None:
+    """Why an effective batch size is not possible on any device; None if it is."""
+    world_size, num_samples = facts.world_size, facts.num_samples
+    largest = facts.epoch_samples_per_rank * world_size
     if size < world_size:
         return f"{name}: {size} is below the {world_size} processes, each of which takes at least one sample"
     if size > largest:
@@ -196,13 +170,13 @@ def _misfit(name: str, size: int, limits: SizeLimits) -> str | None:
             f"{'process' if world_size == 1 else 'processes'}; {largest} is the most"
         )
     if size % world_size:
-        near = nearest(
+        possible = nearest(
             size,
-            min(largest, 2 * size + world_size * limits.max_micro_batch_size),
-            lambda other: other % world_size == 0 and _splits_well(other // world_size, limits),
+            min(largest, 2 * size + world_size * facts.max_micro_batch_size),
+            lambda other: other % world_size == 0 and _splits_well(other // world_size, facts),
         )
-        return f"{name}: {size} does not divide by {world_size} processes; {_either(near)} would"
-    if size == world_size and limits.batchnorm:
+        return f"{name}: {size} does not divide by {world_size} processes; {_either(possible)} would"
+    if size == world_size and facts.batchnorm == "local":
         remedy = "TRAIN.SYNC_BATCHNORM True" if world_size > 1 else "a model without it"
         return (
             f"{name}: {size} is one sample for each process, too few for BatchNorm; "
@@ -212,70 +186,64 @@ def _misfit(name: str, size: int, limits: SizeLimits) -> str | None:
 
 
 def micro_batches_held(train: TrainConfig) -> int:
-    """Micro-batches that a trial runs in an optimizer step: where there may be several, two hold as much.
+    """Micro-batches per optimizer step that a trial runs: 1, or 2, which need as much memory as more.
 
     >>> micro_batches_held(TrainConfig()), micro_batches_held(TrainConfig(EFFECTIVE_BATCH_SIZE=64))
     (1, 2)
     """
-    return 2 if train.ACCUMULATION_STEPS > 1 or _asked_for(train) else 1
+    return 2 if train.ACCUMULATION_STEPS > 1 or _configured_sizes(train) else 1
 
 
-def _check_split(name: str, size: int, limits: SizeLimits) -> None:
-    """Refuse a size that only single samples make up, where BatchNorm needs more."""
-    samples_per_rank = size // limits.world_size
-    if _splits_well(samples_per_rank, limits):
+def _check_split(name: str, size: int, facts: Facts) -> None:
+    """Refuse an effective batch size that leaves micro-batches of one sample, where BatchNorm needs more."""
+    samples_per_rank, largest_fit = size // facts.world_size, facts.max_micro_batch_size
+    if _splits_well(samples_per_rank, facts):
         return
-    limit = min(2 * samples_per_rank + limits.max_micro_batch_size, limits.epoch_samples_per_rank)
-    near = (
-        nearest(samples_per_rank, limit, lambda other: _splits_well(other, limits))
-        if limits.max_micro_batch_size > 1
-        else []
+    limit = min(2 * samples_per_rank + largest_fit, facts.epoch_samples_per_rank)
+    possible = (
+        nearest(samples_per_rank, limit, lambda other: _splits_well(other, facts)) if largest_fit > 1 else []
     )
-    remedy = f"; {_either([other * limits.world_size for other in near])} would do" if near else ""
-    other_way = "TRAIN.SYNC_BATCHNORM True" if limits.world_size > 1 else "a model without it"
+    remedy = f"; {_either([other * facts.world_size for other in possible])} would do" if possible else ""
+    other_way = "TRAIN.SYNC_BATCHNORM True" if facts.world_size > 1 else "a model without it"
     raise ConfigError(
-        f"{name}: {size} is {samples_per_rank} for each process, of which {limits.max_micro_batch_size} fit "
-        f"at once, and only micro-batches of 1 divide that: too few for BatchNorm{remedy} (or {other_way})"
+        f"{name}: {size} is {samples_per_rank} for each process, of which {largest_fit} fit at once, and "
+        f"only micro-batches of 1 divide that: too few for BatchNorm{remedy} (or {other_way})"
     )
 
 
-def _splits_well(samples_per_rank: int, limits: SizeLimits) -> bool:
-    return (
-        not limits.batchnorm
-        or split_samples(samples_per_rank, limits.max_micro_batch_size).micro_batch_size > 1
-    )
-
-
-def _num_steps(samples_per_rank: int, limits: SizeLimits) -> int:
-    return split_samples(samples_per_rank, limits.max_micro_batch_size).accumulation_steps
+def _splits_well(samples_per_rank: int, facts: Facts) -> bool:
+    """Whether BatchNorm, where there is one, gets at least two samples in each micro-batch."""
+    split = split_samples(samples_per_rank, facts.max_micro_batch_size)
+    return facts.batchnorm != "local" or split.micro_batch_size > 1
 
 
 def _either(sizes: list[int]) -> str:
     return " or ".join(map(str, sizes)) or "no other size"
 
 
-def _constant(train: TrainConfig, limits: SizeLimits) -> Split:
+def _constant_split(train: TrainConfig, facts: Facts) -> Split:
     if train.EFFECTIVE_BATCH_SIZE is not None:
-        return split_samples(train.EFFECTIVE_BATCH_SIZE // limits.world_size, limits.max_micro_batch_size)
-    micro_batch_size = min(limits.max_micro_batch_size, limits.epoch_samples_per_rank)
-    return Split(
-        micro_batch_size, min(train.ACCUMULATION_STEPS, limits.epoch_samples_per_rank // micro_batch_size)
-    )
+        return split_samples(train.EFFECTIVE_BATCH_SIZE // facts.world_size, facts.max_micro_batch_size)
+    micro_batch_size = min(facts.max_micro_batch_size, facts.epoch_samples_per_rank)
+    num_micro_batches = facts.epoch_samples_per_rank // micro_batch_size
+    return Split(micro_batch_size, min(train.ACCUMULATION_STEPS, num_micro_batches))
 
 
-def _changes_of_size(train: TrainConfig, limits: SizeLimits) -> list[SizeChange]:
-    schedule, world_size = train.BATCH_SCHEDULE, limits.world_size
+def _size_changes(train: TrainConfig, facts: Facts) -> list[SizeChange]:
+    schedule, world_size = train.BATCH_SCHEDULE, facts.world_size
+    if schedule.NAME == "constant":
+        return [SizeChange(0, _constant_split(train, facts))]
     assert schedule.FIRST is not None  # `max_samples_per_rank` has refused it
     first = schedule.FIRST // world_size
     if schedule.NAME == "milestones":
         later = [(start, size // world_size) for start, size in schedule.MILESTONES]
-        return milestones(first, later, limits.max_micro_batch_size)
+        return milestones([(0, first), *later], facts.max_micro_batch_size)
     size = schedule.LAST if schedule.LAST is not None else train.EFFECTIVE_BATCH_SIZE
-    last = _constant(train, limits).samples_per_rank if size is None else size // world_size
+    last = _constant_split(train, facts).samples_per_rank if size is None else size // world_size
     if size is None and last < first:
         raise ConfigError(
             f"{SCHEDULE}.FIRST: {schedule.FIRST} is above {last * world_size}, what fits x processes x "
             f"TRAIN.ACCUMULATION_STEPS, where the batch would end; lower it or set {SCHEDULE}.LAST"
         )
     length = schedule.LENGTH if schedule.LENGTH is not None else train.EPOCHS - 1
-    return growth(schedule.NAME, first, last, length, limits.max_micro_batch_size)
+    return growth(schedule.NAME, first, last, length, facts.max_micro_batch_size)

@@ -1,7 +1,7 @@
-"""Which micro-batches make up each optimizer step: for one size, and for a size that changes.
+"""How each optimizer step is split into micro-batches: for one batch size, and for one that changes.
 
-`samples_per_rank` is what one rank takes per optimizer step: its micro-batch size times the accumulation
-steps. The effective batch size is `samples_per_rank` times the number of ranks.
+`samples_per_rank` is the number of samples that one rank takes per optimizer step: its micro-batch size times
+the accumulation steps. The effective batch size is `samples_per_rank` times the number of ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MANY_ACCUMULATION_STEPS = 16
 """More are slow: the plan warns, and a growing batch takes a larger micro-batch instead where one fits."""
@@ -20,7 +21,7 @@ class Split:
     """How one rank splits its samples of an optimizer step.
 
     Attributes:
-        micro_batch_size: samples per process and forward pass.
+        micro_batch_size: samples per rank and forward pass.
         accumulation_steps: forward passes per optimizer step.
     """
 
@@ -29,34 +30,28 @@ class Split:
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples per process and optimizer step."""
+        """Samples per rank and optimizer step."""
         return self.micro_batch_size * self.accumulation_steps
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Optimizer steps in a row that are alike.
+class Stage(Split):
+    """Consecutive optimizer steps with the same split.
 
     Attributes:
+        effective_batch_size: samples per optimizer step over all ranks.
         num_steps: optimizer steps.
-        micro_batch_size: samples per process and forward pass.
-        accumulation_steps: forward passes per optimizer step.
-        effective_batch_size: samples per optimizer step over all processes.
     """
 
-    num_steps: int
-    micro_batch_size: int
-    accumulation_steps: int
     effective_batch_size: int
-
-    @property
-    def samples_per_rank(self) -> int:
-        """Samples per process and optimizer step."""
-        return self.micro_batch_size * self.accumulation_steps
+    num_steps: int
 
 
-SizeChange = tuple[int, Split]
-"""From which epoch or optimizer step on, counted from 0, a split holds."""
+class SizeChange(NamedTuple):
+    """A split, and the epoch or optimizer step (counted from 0) from which on it is used."""
+
+    start: int
+    split: Split
 
 
 def split_samples(samples_per_rank: int, max_micro_batch_size: int) -> Split:
@@ -65,13 +60,13 @@ def split_samples(samples_per_rank: int, max_micro_batch_size: int) -> Split:
     >>> split_samples(96, 40), split_samples(131, 131), split_samples(131, 128)
     (Split(micro_batch_size=32, accumulation_steps=3), Split(micro_batch_size=131, accumulation_steps=1), Split(micro_batch_size=1, accumulation_steps=131))
     """  # noqa: E501
-    fewest = -(-samples_per_rank // max_micro_batch_size)
-    steps = next(steps for steps in range(fewest, samples_per_rank + 1) if samples_per_rank % steps == 0)
+    fewest_steps = -(-samples_per_rank // max_micro_batch_size)
+    steps = next(n for n in range(fewest_steps, samples_per_rank + 1) if samples_per_rank % n == 0)
     return Split(samples_per_rank // steps, steps)
 
 
 def nearest(size: int, largest: int, suits: Callable[[int], bool]) -> list[int]:
-    """The nearest sizes below and above that suit, as far as there are any within 1 and `largest`.
+    """The closest suitable sizes below and above `size`, where there are any between 1 and `largest`.
 
     >>> nearest(10, 100, lambda size: size % 4 == 0), nearest(3, 100, lambda size: size % 4 == 0)
     ([8, 12], [4])
@@ -82,18 +77,19 @@ def nearest(size: int, largest: int, suits: Callable[[int], bool]) -> list[int]:
 
 
 def growth(name: str, first: int, last: int, length: int, max_micro_batch_size: int) -> list[SizeChange]:
-    """Samples per rank from `first` at unit 0 to `last` at unit `length`, along a line or an exponential.
+    """Let `samples_per_rank` go from `first` at position 0 to `last` at position `length`.
 
-    In between it is rounded down to whole micro-batches of the smaller end. Accumulation changes first; where
-    it would come to more than `MANY_ACCUMULATION_STEPS`, the micro-batch doubles for as long as that fits.
+    In between, the values of the line or the exponential are rounded down to whole micro-batches of the
+    smaller end. Accumulation changes first; where it would exceed `MANY_ACCUMULATION_STEPS`, the micro-batch
+    doubles for as long as it fits.
 
     Args:
         name: `linear` or `exponential`.
-        first, last: samples per rank; either may be the larger one.
+        first, last: `samples_per_rank` at both ends; either may be the larger one.
         length: epochs or optimizer steps, at least 1.
         max_micro_batch_size: the largest micro-batch that fits.
 
-    >>> [(start, split.samples_per_rank) for start, split in growth("linear", 8, 32, 4, 16)]
+    >>> [(change.start, change.split.samples_per_rank) for change in growth("linear", 8, 32, 4, 16)]
     [(0, 8), (2, 16), (3, 24), (4, 32)]
     """
     low, high = sorted((first, last))
@@ -108,106 +104,88 @@ def growth(name: str, first: int, last: int, length: int, max_micro_batch_size: 
         if name == "exponential":
             target = first * (last / first) ** progress
         samples = math.floor(target + 1e-9)  # an exact power must not be rounded down to one less
-        coarse = _coarse(samples, unit, max_micro_batch_size)
-        return min(max(samples // coarse * coarse, low), high)
+        micro_batch_size = _doubled(unit, samples, max_micro_batch_size)
+        return min(max(samples // micro_batch_size * micro_batch_size, low), high)
 
-    changes = [(0, first)]
-    while changes[-1][1] != last:
-        start, samples_per_rank = changes[-1]
-        start = bisect.bisect_right(
-            range(length + 1),
-            sign * samples_per_rank,
-            lo=start,
-            key=lambda position: sign * samples_at(position),
+    starts = [(0, first)]
+    while starts[-1][1] != last:
+        position, samples = starts[-1]
+        position = bisect.bisect_right(
+            range(length + 1), sign * samples, lo=position, key=lambda other: sign * samples_at(other)
         )
-        changes.append((start, samples_at(start)))
-    return [
-        (start, _split(samples_per_rank, unit, max_micro_batch_size)) for start, samples_per_rank in changes
-    ]
+        starts.append((position, samples_at(position)))
+    return milestones(starts, max_micro_batch_size)
 
 
-def milestones(first: int, later: Sequence[tuple[int, int]], max_micro_batch_size: int) -> list[SizeChange]:
-    """Samples per rank that hold from given units on, each exactly.
+def milestones(starts: Sequence[tuple[int, int]], max_micro_batch_size: int) -> list[SizeChange]:
+    """Split sizes that are each used exactly, from a given epoch or optimizer step on.
 
-    >>> [(start, split.accumulation_steps) for start, split in milestones(8, [(5, 16), (9, 24)], 8)]
-    [(0, 1), (5, 2), (9, 3)]
+    Args:
+        starts: pairs of a start, ascending from 0, and the `samples_per_rank` from there on.
+        max_micro_batch_size: the largest micro-batch that fits.
+
+    >>> [(change.start, change.split.accumulation_steps) for change in milestones([(0, 8), (5, 24)], 8)]
+    [(0, 1), (5, 3)]
     """
-    starts = [(0, first), *later]
-    unit = split_samples(
-        min(samples_per_rank for _, samples_per_rank in starts), max_micro_batch_size
-    ).micro_batch_size
-    return [
-        (start, _split(samples_per_rank, unit, max_micro_batch_size)) for start, samples_per_rank in starts
-    ]
+    unit = split_samples(min(samples for _, samples in starts), max_micro_batch_size).micro_batch_size
+    return [SizeChange(start, _split(samples, unit, max_micro_batch_size)) for start, samples in starts]
 
 
-def _coarse(samples_per_rank: int, unit: int, max_micro_batch_size: int) -> int:
-    """The micro-batch, doubled from `unit` while there would be many accumulation steps."""
+def _doubled(unit: int, samples_per_rank: int, max_micro_batch_size: int) -> int:
+    """The micro-batch size: `unit`, doubled while there would be many accumulation steps and it fits."""
     while samples_per_rank // unit > MANY_ACCUMULATION_STEPS and 2 * unit <= max_micro_batch_size:
         unit *= 2
     return unit
 
 
 def _split(samples_per_rank: int, unit: int, max_micro_batch_size: int) -> Split:
-    micro_batch_size = _coarse(samples_per_rank, unit, max_micro_batch_size)
+    micro_batch_size = _doubled(unit, samples_per_rank, max_micro_batch_size)
     if samples_per_rank % micro_batch_size == 0:
         return Split(micro_batch_size, samples_per_rank // micro_batch_size)
     return split_samples(samples_per_rank, max_micro_batch_size)
 
 
-def equal_epochs(
-    split: Split, num_epochs: int, epoch_samples_per_rank: int, world_size: int, *, keep_rest: bool
+def split_epochs(
+    changes: Sequence[SizeChange],
+    unit: str,
+    num_epochs: int,
+    epoch_samples_per_rank: int,
+    world_size: int,
+    *,
+    keep_rest: bool,
 ) -> tuple[tuple[Stage, ...], ...]:
-    """The stages of each epoch where the size never changes.
+    """The stages of each epoch.
 
     Args:
-        split: of every optimizer step.
-        num_epochs: epochs of the run.
-        epoch_samples_per_rank: of one epoch.
-        world_size: processes.
-        keep_rest: take the micro-batches that are left over as one smaller step; else they are left out.
-    """
-    num_micro_batches = epoch_samples_per_rank // split.micro_batch_size
-    steps, rest = divmod(num_micro_batches, split.accumulation_steps)
-    stages = [_stage(steps, split, world_size)]
-    if keep_rest and rest:
-        stages.append(_stage(1, Split(split.micro_batch_size, rest), world_size))
-    return (tuple(stages),) * num_epochs
-
-
-def changing_epochs(
-    changes: Sequence[SizeChange], unit: str, num_epochs: int, epoch_samples_per_rank: int, world_size: int
-) -> tuple[tuple[Stage, ...], ...]:
-    """The stages of each epoch under changes of growing or shrinking size.
-
-    What is left of an epoch when it has not enough samples for one more optimizer step is left out.
-
-    Args:
-        changes: ascending starts, the first 0.
+        changes: the splits of the run with ascending starts, the first 0.
         unit: `epochs` or `steps`, what the starts count.
         num_epochs: epochs of the run.
-        epoch_samples_per_rank: of one epoch.
-        world_size: processes.
+        epoch_samples_per_rank: samples that each rank sees in an epoch.
+        world_size: number of ranks.
+        keep_rest: make a smaller last step of the micro-batches left at the end of an epoch; otherwise they
+            are left out.
     """
     epochs, step = [], 0
     for epoch in range(num_epochs):
-        left, stages = epoch_samples_per_rank, []
+        samples_left, stages = epoch_samples_per_rank, []
         while True:
             position = epoch if unit == "epochs" else step
-            number = bisect.bisect_right(changes, position, key=lambda change: change[0]) - 1
-            split = changes[number][1]
-            steps = left // split.samples_per_rank
-            if unit == "steps" and number + 1 < len(changes):
-                steps = min(steps, changes[number + 1][0] - step)
+            following = bisect.bisect_right(changes, position, key=lambda change: change.start)
+            split = changes[following - 1].split
+            steps = samples_left // split.samples_per_rank
+            if unit == "steps" and following < len(changes):
+                steps = min(steps, changes[following].start - step)
             if steps == 0:
                 break
             stages.append(_stage(steps, split, world_size))
-            step, left = step + steps, left - steps * split.samples_per_rank
+            step, samples_left = step + steps, samples_left - steps * split.samples_per_rank
+        if keep_rest and (num_micro_batches := samples_left // split.micro_batch_size):
+            stages.append(_stage(1, Split(split.micro_batch_size, num_micro_batches), world_size))
+            step += 1
         epochs.append(tuple(stages))
     return tuple(epochs)
 
 
 def _stage(num_steps: int, split: Split, world_size: int) -> Stage:
-    return Stage(
-        num_steps, split.micro_batch_size, split.accumulation_steps, split.samples_per_rank * world_size
-    )
+    effective_batch_size = split.samples_per_rank * world_size
+    return Stage(split.micro_batch_size, split.accumulation_steps, effective_batch_size, num_steps)

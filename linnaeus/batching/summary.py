@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from linnaeus.batching.plan import BatchPlan
+from linnaeus.batching.plan import BatchPlan, OptimizerNode
 from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import OptimizerConfig, TrainConfig
 
 
-def summary_lines(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerConfig | None) -> list[str]:
-    """One line for each figure of the plan; notes and warnings are not among them.
+def summary_lines(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode) -> list[str]:
+    """One line for each figure of the plan, without notes and warnings.
 
     Args:
         plan: the plan.
-        train: the TRAIN node it comes from.
-        optimizer: the OPTIMIZER node; None for a `_target_` node.
+        train: the TRAIN node that it was made from.
+        optimizer: the OPTIMIZER node.
     """
     rows = [
         ("batch", _batch(plan)),
         *([("schedule", _schedule(plan, train))] if plan.changes else []),
         ("steps", _steps(plan)),
-        ("rate", _rate(plan, optimizer)),
+        ("rate", _learning_rate(plan, optimizer)),
         ("weight decay", _weight_decay(plan, optimizer)),
         ("warm-up", f"{plan.warmup_steps} steps" if plan.warmup_steps else "none"),
     ]
@@ -36,11 +36,10 @@ def _batch(plan: BatchPlan) -> str:
 
 
 def _schedule(plan: BatchPlan, train: TrainConfig) -> str:
-    stages = [stage for epoch in plan.epochs for stage in epoch]
-    first, last = stages[0], stages[-1]
-    kinds = len({stage.effective_batch_size for stage in stages})
+    first, last = plan.stages[0], plan.stages[-1]
+    num_sizes = len({stage.effective_batch_size for stage in plan.stages})
     return (
-        f"{train.BATCH_SCHEDULE.NAME}, {_split(first)} to {_split(last)}, {kinds} sizes; "
+        f"{train.BATCH_SCHEDULE.NAME}, {_split(first)} to {_split(last)}, {num_sizes} sizes; "
         "the line above is the largest"
     )
 
@@ -62,9 +61,9 @@ def _span(low: int, high: int) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _rate(plan: BatchPlan, optimizer: OptimizerConfig | None) -> str:
+def _learning_rate(plan: BatchPlan, optimizer: OptimizerNode) -> str:
     peak = f"{plan.learning_rate:.6g}"
-    if optimizer is None:
+    if not isinstance(optimizer, OptimizerConfig):
         return f"{peak} at the peak (the optimizer's own)"
     if optimizer.LR_SCALING == "none":
         return f"{peak} at the peak (OPTIMIZER.LR, not scaled)"
@@ -73,9 +72,9 @@ def _rate(plan: BatchPlan, optimizer: OptimizerConfig | None) -> str:
     return f"{peak} at the peak = OPTIMIZER.LR {optimizer.LR:.6g} x {factor} ({optimizer.LR_SCALING})"
 
 
-def _weight_decay(plan: BatchPlan, optimizer: OptimizerConfig | None) -> str:
+def _weight_decay(plan: BatchPlan, optimizer: OptimizerNode) -> str:
     decay = f"{plan.weight_decay:.6g}"
-    if optimizer is None or optimizer.WEIGHT_DECAY_SCALING == "none":
+    if not isinstance(optimizer, OptimizerConfig) or optimizer.WEIGHT_DECAY_SCALING == "none":
         return f"{decay} (not scaled)"
     ratio = f"{plan.effective_batch_size}/{optimizer.BASE_BATCH_SIZE}"
     return f"{decay} = OPTIMIZER.WEIGHT_DECAY {optimizer.WEIGHT_DECAY:.6g} x sqrt({ratio})"

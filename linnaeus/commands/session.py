@@ -24,7 +24,7 @@ from linnaeus.dist import World, join
 from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.log import close_logging, is_interactive, make_console, set_up_logging
 from linnaeus.rng import seed_all
-from linnaeus.training.build import Assembly, assemble_for
+from linnaeus.training.build import Assembly, assemble
 
 logger = logging.getLogger("linnaeus.commands")
 
@@ -51,7 +51,8 @@ class Setup:
         Raises:
             ConfigError: a node that cannot be built.
         """
-        return assemble_for(self.config, self.data, self.world.device)
+        config = self.config
+        return assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, self.data, self.world)
 
     def search(self, assembly: Assembly, max_samples_per_rank: int | None = None) -> SizeSearch:
         """The searches of a run with this model; arguments as for `SizeSearch`."""

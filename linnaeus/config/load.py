@@ -5,7 +5,6 @@ Precedence, lowest first: schema defaults, presets, the `--cfg` file, the comman
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -24,6 +23,7 @@ from linnaeus.config.resolve import resolve
 from linnaeus.config.schema import PLUGGABLE, Config
 from linnaeus.config.settings import from_overrides
 from linnaeus.errors import ConfigError
+from linnaeus.files import write_text_atomically
 
 PLAN = "PLAN"
 """The node of a run's `config.yaml` that holds its batch plan. Reading a file ignores the node."""
@@ -142,21 +142,14 @@ def _escape(value: Any) -> Any:
 
 
 def save_config(config: Config, path: str | os.PathLike[str], plan: Mapping[str, Any] | None = None) -> None:
-    """Write the configuration as YAML, so that a reader sees the old file or the new one, never a part.
+    """Write the configuration as YAML, atomically; arguments as for `to_yaml`.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(to_yaml(config, plan))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        write_text_atomically(target, to_yaml(config, plan))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise ConfigError(f"{target}: cannot be written: {error.strerror} (EXPERIMENT.OUTPUT_DIR)") from error

@@ -1,6 +1,6 @@
-"""Model, loss, optimizer and all else that the two steps need, put together once.
+"""Model, loss, optimizer and everything else that the training and the validation step need.
 
-The trainer, AutoBatch, the tools and the benchmarks start from here, so that all of them run the same step.
+The trainer, AutoBatch, the commands and the benchmarks all use `assemble`, so that they run the same steps.
 """
 
 from __future__ import annotations
@@ -8,29 +8,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import timm.layers
 import torch
 from torch import nn
 
-from linnaeus.config.schema import Config, TrainConfig
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.sizes import micro_batches_held
+from linnaeus.config.schema import TrainConfig
 from linnaeus.data.bundle import DataBundle
-from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.models.build import build_model, set_gradient_checkpointing
+from linnaeus.dist import World
+from linnaeus.errors import ConfigError
+from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import build_loss
 from linnaeus.training.metrics import ClassificationMetrics
-from linnaeus.training.optim import build_optimizer
+from linnaeus.training.noise_scale import check_noise_scale
+from linnaeus.training.optim import build_optimizer, peak_values
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
 
 _AUTOCAST = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def check_processes(config: TrainConfig, world: World) -> None:
+    """Check that the TRAIN node suits the device and the number of ranks.
+
+    Raises:
+        ConfigError: SyncBatchNorm on the CPU, or a noise scale that cannot be measured.
+    """
+    if config.SYNC_BATCHNORM and world.is_distributed and world.device.type == "cpu":
+        raise ConfigError(
+            "TRAIN.SYNC_BATCHNORM: True, but SyncBatchNorm needs an accelerator; set it False on the CPU"
+        )
+    check_noise_scale(config.NOISE_SCALE, world.world_size * micro_batches_held(config))
+
+
 @dataclass(frozen=True)
 class Assembly:
-    """What training needs, on its device and without a wrapper.
+    """What training needs, on its device.
 
     Attributes:
-        model: the module that trains.
-        ema: its average; validation uses it where there is one.
+        model: the module that is trained, without DistributedDataParallel.
+        ema: average of its weights, used by validation; None without EMA.
     """
 
     model: nn.Module
@@ -44,35 +62,31 @@ class Assembly:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Everything that a step may change."""
+        """Everything whose state a step may change."""
         return (self.model, self.criterion, self.optimizer, self.scaler, self.ema)
 
 
 def assemble(
-    *,
     model_node: Any,
     loss_node: Any,
     optimizer_node: Any,
     config: TrainConfig,
-    taxonomy: Taxonomy | None,
-    in_chans: int | None,
-    img_size: tuple[int, int] | None,
-    device: torch.device,
+    data: DataBundle,
+    world: World,
 ) -> Assembly:
     """Build everything that a step needs.
 
     Args:
         model_node, loss_node, optimizer_node: the nodes MODEL, LOSS and OPTIMIZER.
         config: the TRAIN node.
-        taxonomy: ranks of the labels; None when a user's dataset has none.
-        in_chans: channels of the images.
-        img_size: [height, width] of the images.
-        device: where training runs.
+        data: its taxonomy and the shape of its inputs decide the model's outputs and inputs.
+        world: the processes and the device of training.
 
     Raises:
         ConfigError: a node that cannot be built.
     """
-    model = build_model(model_node, taxonomy=taxonomy, in_chans=in_chans, img_size=img_size)
+    device, taxonomy = world.device, data.taxonomy
+    model = build_model(model_node, taxonomy=taxonomy, in_chans=data.in_chans, img_size=data.img_size)
     if config.GRADIENT_CHECKPOINTING:
         set_gradient_checkpointing(model)
     memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
@@ -84,6 +98,9 @@ def assemble(
     ema = Ema(model, config.EMA.DECAY) if config.EMA.ENABLED else None
     metrics = ClassificationMetrics(taxonomy).to(device)
     scaler = torch.amp.GradScaler(device.type, enabled=config.AMP == "fp16")
+    if config.SYNC_BATCHNORM and world.is_distributed:
+        # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
+        timm.layers.convert_sync_batchnorm(model)
     precision = Precision(device, _AUTOCAST[config.AMP], channels_last=config.CHANNELS_LAST)
     return Assembly(
         model=model,
@@ -110,19 +127,33 @@ def assemble(
     )
 
 
-def assemble_for(config: Config, data: DataBundle, device: torch.device) -> Assembly:
-    """What the whole configuration asks for, on its data.
+def plan_facts(
+    assembly: Assembly,
+    model_node: Any,
+    config: TrainConfig,
+    *,
+    max_micro_batch_size: int,
+    world_size: int,
+    num_samples: int,
+) -> Facts:
+    """The facts that the batch plan of a run starts from; see `Facts`.
 
-    Raises:
-        ConfigError: a node that cannot be built.
+    Args:
+        assembly: the run's model and optimizer, before the learning rate is scaled.
+        model_node, config: the nodes MODEL and TRAIN.
+        max_micro_batch_size, world_size, num_samples: as in `Facts`.
     """
-    return assemble(
-        model_node=config.MODEL,
-        loss_node=config.LOSS,
-        optimizer_node=config.OPTIMIZER,
-        config=config.TRAIN,
-        taxonomy=data.taxonomy,
-        in_chans=data.in_chans,
-        img_size=data.img_size,
-        device=device,
+    learning_rate, weight_decay = peak_values(assembly.optimizer)
+    batchnorm = batchnorm_kind(assembly.model)
+    if batchnorm == "local" and config.SYNC_BATCHNORM and world_size > 1:
+        batchnorm = "synchronised"
+    is_dict = isinstance(model_node, dict)
+    return Facts(
+        max_micro_batch_size=max_micro_batch_size,
+        world_size=world_size,
+        num_samples=num_samples,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        batchnorm=batchnorm,
+        pretrained=bool(model_node.get("pretrained") if is_dict else model_node.WEIGHTS),
     )

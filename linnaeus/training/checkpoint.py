@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, and read back without running code."""
+"""Checkpoints: written atomically, and read without running code from them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from linnaeus.dist import World
 from linnaeus.errors import CheckpointError
 from linnaeus.files import write_atomically
 from linnaeus.training.ema import Ema
@@ -24,7 +25,8 @@ class TrainingState:
     """The objects whose state a checkpoint holds.
 
     Attributes:
-        model: without a wrapper, so that a checkpoint does not depend on the number of processes.
+        model: without DistributedDataParallel, so that a checkpoint does not depend on the number of ranks.
+        ema: None without EMA.
     """
 
     model: nn.Module
@@ -34,12 +36,12 @@ class TrainingState:
     ema: Ema | None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each."""
+        """The state of each object, by attribute."""
         parts = {part.name: getattr(self, part.name) for part in fields(self)}
         return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state back.
+        """Restore what `state_dict` returned.
 
         Raises:
             CheckpointError: it belongs to another model or another configuration.
@@ -80,17 +82,17 @@ class CheckpointFolder:
         self.best = folder / "best.pt"
 
     def save(self, content: dict[str, Any], *, is_best: bool = False) -> None:
-        """Write `last.pt`, and name it `best.pt` too where it is.
+        """Write `last.pt`, and with `is_best` also `best.pt`.
 
         Raises:
             CheckpointError: the disk does not take it; the checkpoints before it are kept.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed here
+            for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while writing
                 leftover.unlink()
             write_atomically(self.pending, lambda file: torch.save(content, file))
-            if is_best:  # first, or a kill could leave a `last.pt` that is the best without that name
+            if is_best:  # first: a kill in between must not leave a best `last.pt` without its `best.pt`
                 self._link_best()
             if self.last.exists():
                 self.last.replace(self.previous)
@@ -118,8 +120,13 @@ class CheckpointFolder:
             )
         return None
 
+    def load_latest(self, world: World) -> dict[str, Any] | None:
+        """The checkpoint that `find_latest` finds on rank 0, on every rank."""
+        path = world.on_main(self.find_latest)
+        return None if path is None else load_checkpoint(path)
+
     def _link_best(self) -> None:
-        """Both names share one file: checkpoints are only ever replaced, never written into."""
+        """Hard-link `best.pt` to the pending file; checkpoints are replaced, never changed in place."""
         temporary = self.folder / ".best.tmp"
         try:
             os.link(self.pending, temporary)

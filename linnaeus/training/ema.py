@@ -9,11 +9,11 @@ from torch import nn
 
 
 class Ema:
-    """timm's average of a model, with the count of updates that its decay warm-up needs.
+    """timm's average of a model's weights, with the count of updates that its decay warm-up needs.
 
     Args:
-        model: without a wrapper; it is copied.
-        decay: per optimizer step, reached after a warm-up so that short runs profit too.
+        model: without DistributedDataParallel; it is copied.
+        decay: decay per optimizer step, reached after a warm-up so that short runs benefit too.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -27,15 +27,15 @@ class Ema:
         return self._average.module  # type: ignore[no-any-return]
 
     def update(self) -> None:
-        """Take in the model's present weights."""
+        """Update the average with the model's current weights."""
         self.num_updates += 1
         self._average.update(self._source, step=self.num_updates)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averaged weights and the count."""
+        """The averaged weights and the number of updates."""
         return {"module": self.module.state_dict(), "num_updates": self.num_updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.module.load_state_dict(state["module"])
         self.num_updates = state["num_updates"]

@@ -1,4 +1,4 @@
-"""The loss: cross-entropy per rank, or a user's own."""
+"""The loss: cross-entropy for each taxonomic rank, or a user's own. `rank` means taxonomic rank here."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.errors import ConfigError
 
 UNKNOWN = -1
-"""The label of a rank that a sample has no label for."""
+"""Label of a sample at a rank where its class is unknown."""
 
 
 def logits_per_rank(outputs: Any, rank_names: Sequence[str]) -> tuple[Tensor, ...]:
-    """The logits of each rank, coarse to fine, from whatever shape a model gives them in.
+    """The logits of each rank, coarse to fine, from any supported form of a model's outputs.
 
     Args:
         outputs: a tensor (one rank), a sequence in rank order, or a mapping from rank names.
         rank_names: names of the ranks, coarse to fine.
 
     Raises:
-        ConfigError: when the model gives something else, or not one output per rank.
+        ConfigError: the outputs have another form, or are not one per rank.
     """
     if isinstance(outputs, Tensor):
         outputs = (outputs,)
@@ -49,13 +49,13 @@ def logits_per_rank(outputs: Any, rank_names: Sequence[str]) -> tuple[Tensor, ..
 
 
 class RankCrossEntropy(nn.Module):
-    """Weighted mean over the ranks of each rank's mean cross-entropy over its known labels.
+    """Weighted mean over the ranks; the loss of a rank is its mean cross-entropy over the known labels.
 
     Args:
         rank_names: R names, coarse to fine.
         rank_weights: R weights; they are normalised to sum to 1.
         label_smoothing: in [0, 1).
-        num_classes: R counts, to check the model's outputs against; None does not check.
+        num_classes: R numbers of classes, checked against the model's outputs; None does not check.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RankCrossEntropy(nn.Module):
             targets: labels [B, R], -1 where unknown.
 
         Returns:
-            A scalar; a rank without any known label in the batch adds 0.
+            A scalar; a rank without a known label in the batch adds 0.
         """
         logits_by_rank = logits_per_rank(outputs, self.rank_names)
         if self.num_classes is not None:
@@ -110,10 +110,10 @@ def build_loss(node: Any, taxonomy: Taxonomy | None) -> nn.Module:
 
     Args:
         node: `LossConfig`, or a `_target_` node of a callable (outputs, targets) -> scalar.
-        taxonomy: ranks of the labels.
+        taxonomy: ranks and classes of the labels; None when a user's dataset has none.
 
     Raises:
-        ConfigError: weights that do not fit the ranks, or no labels to build a loss for.
+        ConfigError: weights that do not match the ranks, or a dataset without labels and no `_target_`.
     """
     if is_target(node):
         loss = call_target(node, "LOSS", offer={"taxonomy": taxonomy})

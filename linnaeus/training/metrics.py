@@ -1,4 +1,7 @@
-"""Validation metrics: top-1 and top-5 per rank, and agreement with the taxonomy, across processes."""
+"""Validation metrics over all processes: accuracy per taxonomic rank, and agreement with the taxonomy.
+
+In names and comments here, `rank` means taxonomic rank.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,23 @@ from linnaeus.training.losses import UNKNOWN, logits_per_rank
 class ClassificationMetrics(nn.Module):
     """Loss, accuracy per rank and taxonomic consistency over a validation pass.
 
-    `top1/<rank>` and `top5/<rank>` (where a rank has more than five classes) are shares of the samples whose
-    label is known at that rank. `consistent` is the share of samples where each predicted class is a child of
-    the class predicted one rank above; predicted classes whose parent nobody knows are left out, and without
-    known parents there is no such metric.
+    `top1/<rank>` and `top5/<rank>` (for ranks with more than five classes) are fractions of the samples whose
+    label is known at that rank. `consistent` is the fraction of samples where each predicted class is a child
+    of the class predicted one rank above. Samples with a predicted class of unknown parent are not counted;
+    if a rank has no known parents, the metric is left out.
 
     Args:
-        taxonomy: ranks and parents; None keeps the loss alone.
+        taxonomy: ranks and parents; None computes the loss only.
     """
 
     def __init__(self, taxonomy: Taxonomy | None) -> None:
         super().__init__()
-        self.loss = MeanMetric(nan_strategy=math.nan)  # not a number stays that: by default it is left out
+        self.loss = MeanMetric(nan_strategy=math.nan)  # by default NaN would be ignored
         self.rank_names = [] if taxonomy is None else list(taxonomy.names)
         counts = [] if taxonomy is None else list(taxonomy.num_classes.values())
         self.top1 = [_accuracy(count, 1) for count in counts]
         self.top5 = {rank: _accuracy(count, 5) for rank, count in enumerate(counts) if count > 5}
-        # Registered as submodules too, so that `to(device)` finds them.
+        # Registered as submodules too, so that `to(device)` moves them.
         self._accuracies = nn.ModuleList([*self.top1, *self.top5.values()])
         self.consistent = MeanMetric()
         self._parents: Sequence[Sequence[int]] = [] if taxonomy is None else taxonomy.parents
@@ -45,7 +48,7 @@ class ClassificationMetrics(nn.Module):
 
     @torch.no_grad()
     def update(self, outputs: Any, targets: Any, loss: Tensor) -> None:
-        """Count one batch.
+        """Add one batch.
 
         Args:
             outputs: the model's outputs.
@@ -65,7 +68,7 @@ class ClassificationMetrics(nn.Module):
             self.consistent.update(*self._consistency(predictions))
 
     def compute(self) -> dict[str, float]:
-        """The metrics over all batches of all ranks. Every rank must call this."""
+        """The metrics over all batches of all processes. Every process must call this."""
         values = {"loss": float(self.loss.compute())}
         for rank, name in enumerate(self.rank_names):
             values[f"top1/{name}"] = float(self.top1[rank].compute())
@@ -81,7 +84,7 @@ class ClassificationMetrics(nn.Module):
             metric.reset()
 
     def _consistency(self, predictions: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """[B] each, as 0 and 1: the predicted classes lie below each other; all their parents are known."""
+        """Whether the predicted classes are consistent, and all their parents known: [B] each, 0 or 1."""
         consistent = torch.ones_like(predictions[0], dtype=torch.bool)
         known = torch.ones_like(consistent)
         for rank in range(1, len(predictions)):
@@ -92,7 +95,7 @@ class ClassificationMetrics(nn.Module):
 
 
 def headline(metrics: dict[str, float]) -> tuple[str, float]:
-    """The figure that decides which checkpoint is best, larger being better: its name and value.
+    """Name and value of the metric that decides which checkpoint is best; larger is better.
 
     It is top-1 of the finest rank, or the negated loss where there are no classes.
     """

@@ -1,14 +1,14 @@
-"""The gradient noise scale: up to which batch size more samples per step are worth their while.
+"""The gradient noise scale: up to which batch size a larger batch saves optimizer steps.
 
 For the gradient G of the whole data and the covariance Σ of the gradient of one sample,
 
     B_simple = tr(Σ) / |G|²                         (McCandlish et al. 2018, "An Empirical Model of
                                                      Large-Batch Training", eq. 2.9)
 
-A gradient g_B over B samples has E|g_B|² = |G|² + tr(Σ)/B, so that the norms at two batch sizes give both
-without bias (their appendix A.1). The two are averaged over steps separately, and only then divided: the mean
-of their quotients would be far off. Norms at two sizes come for free where an optimizer step has several
-micro-batches, or several ranks: the smaller is one part's, the larger the whole step's, before clipping.
+A gradient g_B over B samples has E|g_B|² = |G|² + tr(Σ)/B, so that the norms at two batch sizes give |G|² and
+tr(Σ) without bias (their appendix A.1). These two are averaged over steps separately and then divided, since
+the mean of their quotients would be far off. An optimizer step with several micro-batches or ranks has
+gradients at two batch sizes: that of one micro-batch or rank, and that of the whole step before clipping.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from linnaeus.batching.plan import BatchPlan
+from linnaeus.config.schema import NoiseScaleConfig
+from linnaeus.errors import ConfigError
+
 MEANING = (
     "below about %.0f samples per step, doubling the batch almost halves the steps needed; above, it mostly "
     "wastes samples (early values understate later ones)"
@@ -34,17 +38,17 @@ def unbiased_moments(
 ) -> tuple[float, float]:
     """|G|² and tr(Σ) from squared gradient norms at two batch sizes (McCandlish et al. 2018, eq. A.2, A.3).
 
-    Each is right in the mean; by itself it may be far off, and |G|² even negative.
+    Both estimates are unbiased but noisy: a single one may be far off, and |G|² even negative.
 
     >>> unbiased_moments(2, 1 + 12 / 2, 8, 1 + 12 / 8)
     (1.0, 12.0)
 
     Args:
-        small_batch, large_batch: samples that the two gradients are means of.
-        small_norm_sq, large_norm_sq: their squared norms.
+        small_batch, large_batch: number of samples that each gradient is the mean of.
+        small_norm_sq, large_norm_sq: squared norms of the gradients.
 
     Raises:
-        ValueError: the batches do not differ.
+        ValueError: the second batch is not larger than the first.
     """
     if not 0 < small_batch < large_batch:
         raise ValueError(f"the batches are {small_batch} and {large_batch}; the second must be larger")
@@ -58,10 +62,9 @@ class NoiseScale:
     """Running estimate of B_simple: exponential averages of |G|² and of tr(Σ).
 
     Attributes:
-        decay: share of the averages that a further measurement leaves.
+        decay: weight of the previous average at each measurement, in [0, 1).
         num: measurements so far.
-        gradient_sq, trace: the averages, with the first measurements not yet at full weight; that cancels in
-            the quotient.
+        gradient_sq, trace: the averages, biased towards their initial 0; the bias cancels in the quotient.
     """
 
     decay: float
@@ -70,7 +73,7 @@ class NoiseScale:
     trace: float = 0.0
 
     def add(self, small_batch: float, small_norm_sq: float, large_batch: float, large_norm_sq: float) -> None:
-        """One measurement, as for `unbiased_moments`."""
+        """Add a measurement; arguments as for `unbiased_moments`."""
         gradient_sq, trace = unbiased_moments(small_batch, small_norm_sq, large_batch, large_norm_sq)
         self.gradient_sq = self.decay * self.gradient_sq + (1 - self.decay) * gradient_sq
         self.trace = self.decay * self.trace + (1 - self.decay) * trace
@@ -78,32 +81,32 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """Samples; None as long as noise hides the gradient, or the gradient the noise."""
+        """B_simple in samples; None while one of the averages is not positive."""
         if self.gradient_sq <= 0 or self.trace <= 0:
             return None
         return self.trace / self.gradient_sq
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The averages, for a checkpoint."""
         return {"num": self.num, "gradient_sq": self.gradient_sq, "trace": self.trace}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Restore what `state_dict` returned."""
         self.num, self.gradient_sq, self.trace = state["num"], state["gradient_sq"], state["trace"]
 
 
 class GradientProbe:
-    """Takes the two norms from the training step, on the steps that it is armed for.
+    """Measures the two norms during the training steps that it is armed for.
 
-    With one process the smaller batch is the first micro-batch, whose gradient is still alone then. With
-    several it is one rank's share of the step, and every rank's norm counts: on such a step the ranks keep
-    their gradients to themselves, and the probe averages them in place once it has seen them. On other steps
-    it does nothing.
+    With one rank the smaller batch is the first micro-batch, measured before the second adds its gradient.
+    With several ranks it is one rank's samples of the step, and the norm is averaged over the ranks: on such
+    a step DistributedDataParallel does not synchronise, and the probe averages the gradients in place after
+    it has measured them. On other steps it does nothing.
 
     Args:
-        model: as the step calls it.
-        scaler: the step's; its scale is taken out.
-        decay: of the running averages.
+        model: as the training step calls it.
+        scaler: the training step's; the norms are divided by its scale.
+        decay: decay of the running averages.
     """
 
     def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler, *, decay: float) -> None:
@@ -127,16 +130,16 @@ class GradientProbe:
 
     @property
     def averages(self) -> bool:
-        """Whether the probe, and not DistributedDataParallel, averages the present step's gradients."""
+        """Whether the probe, not DistributedDataParallel, averages the gradients of the current step."""
         return self._armed and self._num_ranks > 1
 
     def after_backward(self, number: int, num_micro_batches: int, num_samples: int) -> None:
         """Called by the step after each backward pass, before anything changes the gradients.
 
         Args:
-            number: of the micro-batch, from 1.
-            num_micro_batches: of this optimizer step.
-            num_samples: of this micro-batch, on this rank.
+            number: number of the micro-batch, from 1.
+            num_micro_batches: micro-batches of this optimizer step.
+            num_samples: samples of this micro-batch, on this rank.
         """
         if not self._armed:
             return
@@ -161,15 +164,15 @@ class GradientProbe:
             norms /= self._num_ranks
         norms /= self._scaler.get_scale() ** 2
         small_norm_sq, large_norm_sq = norms.tolist()
-        if math.isfinite(small_norm_sq) and math.isfinite(large_norm_sq):  # a gradient scaler skips others
+        if math.isfinite(small_norm_sq) and math.isfinite(large_norm_sq):  # the scaler skips such a step
             self.scale.add(small_batch, small_norm_sq, large_batch, large_norm_sq)
 
     def _average(self) -> None:
-        """The ranks' mean of every gradient, in place; no copy, for which there might be no memory."""
+        """Average every gradient over the ranks, in place: there may be no memory for a copy."""
         parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         device = parameters[0].device
         is_used = torch.tensor([parameter.grad is not None for parameter in parameters], device=device).int()
-        torch_dist.all_reduce(is_used, group=self._group)  # a rank may have left some out
+        torch_dist.all_reduce(is_used, group=self._group)  # ranks may use different parameters
         for parameter, num_ranks in zip(parameters, is_used.tolist(), strict=True):
             if num_ranks:
                 if parameter.grad is None:
@@ -178,7 +181,41 @@ class GradientProbe:
                 torch_dist.all_reduce(parameter.grad, group=self._group)
 
 
+def check_noise_scale(config: NoiseScaleConfig, num_gradients: int) -> None:
+    """Check that gradients at two batch sizes can be measured.
+
+    Args:
+        config: the node TRAIN.NOISE_SCALE.
+        num_gradients: gradients that an optimizer step is the mean of: ranks times accumulation steps.
+
+    Raises:
+        ConfigError: there is only one.
+    """
+    if config.ENABLED and num_gradients == 1:
+        raise ConfigError(
+            "TRAIN.NOISE_SCALE.ENABLED: True, but with one process and one micro-batch per optimizer step "
+            "there is only one batch size to measure gradients at, and two are needed: set "
+            "TRAIN.ACCUMULATION_STEPS 2 or more, a TRAIN.EFFECTIVE_BATCH_SIZE above DATA.BATCH_SIZE, or run "
+            "several processes under torchrun"
+        )
+
+
+def build_probe(
+    config: NoiseScaleConfig, model: nn.Module, scaler: torch.amp.GradScaler, plan: BatchPlan
+) -> GradientProbe | None:
+    """The probe of a run, with arguments as for `GradientProbe`; None where it is not enabled.
+
+    Raises:
+        ConfigError: as for `check_noise_scale`, by the plan.
+    """
+    if not config.ENABLED:
+        return None
+    max_accumulation_steps = max(stage.accumulation_steps for stage in plan.stages)
+    check_noise_scale(config, plan.world_size * max_accumulation_steps)
+    return GradientProbe(model, scaler, decay=config.DECAY)
+
+
 def _norm_sq(model: nn.Module) -> Tensor:
-    """Squared norm of all gradients together."""
+    """Squared L2 norm of all gradients together."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return nn.utils.get_total_norm(gradients).float().square()

@@ -1,4 +1,4 @@
-"""From the OPTIMIZER node to an optimizer."""
+"""The optimizer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
     Args:
         node: `OptimizerConfig` (timm's factory: no weight decay on biases and norms), or a `_target_` node of
             a callable that takes the parameters first.
-        model: without a wrapper.
+        model: without DistributedDataParallel.
 
     Raises:
-        ConfigError: an unknown optimizer, or arguments that it does not take.
+        ConfigError: an unknown optimizer, or arguments that it does not accept.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("MODEL: it has no trainable parameter")
@@ -46,13 +46,13 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def peak_values(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
-    """Learning rate and weight decay: of the first group, and the largest of all groups (some have none)."""
+    """Learning rate of the first parameter group, and the largest weight decay of all groups."""
     groups = optimizer.param_groups
     return float(groups[0].get("lr", 0.0)), max(float(group.get("weight_decay", 0.0)) for group in groups)
 
 
 def scale_values(optimizer: torch.optim.Optimizer, *, lr_scale: float, weight_decay_scale: float) -> None:
-    """Multiply every group's learning rate and weight decay; a scale of 1 leaves all bits alone."""
+    """Multiply every group's learning rate and weight decay; a factor of 1 changes no bit."""
     for group in optimizer.param_groups:
         for name, scale in (("lr", lr_scale), ("weight_decay", weight_decay_scale)):
             if scale != 1:

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the optimizer step.
+"""The learning rate, a pure function of the optimizer step.
 
 >>> factor = lr_factor("linear", total_steps=10, warmup_steps=2, min_fraction=0.0)
 >>> [round(factor(step), 3) for step in (0, 1, 2, 6, 10)]
@@ -18,16 +18,16 @@ from linnaeus.config.schema import ScheduleConfig
 def lr_factor(
     name: str, *, total_steps: int, warmup_steps: int, min_fraction: float
 ) -> Callable[[int], float]:
-    """The share of the peak rate at each optimizer step, counted from 0.
+    """The learning rate as a fraction of its peak, for each optimizer step, counted from 0.
 
-    The rate rises linearly to the peak over `warmup_steps`, then falls to `min_fraction` at `total_steps`:
-    along half a cosine (Loshchilov and Hutter 2017, eq. 5), along a line, or not at all.
+    It rises linearly over `warmup_steps`, then falls to `min_fraction` at `total_steps`: along half a cosine
+    (Loshchilov and Hutter 2017, eq. 5), along a line, or not at all.
 
     Args:
         name: `cosine`, `linear` or `constant`.
         total_steps: optimizer steps of the whole run, the warm-up included.
         warmup_steps: optimizer steps of the warm-up.
-        min_fraction: share of the peak at the end.
+        min_fraction: fraction of the peak at the end.
     """
 
     def factor(step: int) -> float:
@@ -57,11 +57,11 @@ def build_schedule(
     """The schedule; call its `step` once per optimizer step.
 
     Args:
-        config: the SCHEDULE node; how long the warm-up is comes from the batch plan.
-        optimizer: its rates are the peaks.
+        config: the SCHEDULE node; its warm-up keys are not read.
+        optimizer: its learning rates are the peaks.
         total_steps: optimizer steps of the whole run, the warm-up included.
         warmup_steps: optimizer steps of the warm-up.
-        batch_size_lr_factor: what each optimizer step's batch size leaves of the rate.
+        batch_size_lr_factor: learning-rate factor for the batch size of an optimizer step, in (0, 1].
     """
     factor = lr_factor(
         config.NAME, total_steps=total_steps, warmup_steps=warmup_steps, min_fraction=config.MIN_LR_FRACTION

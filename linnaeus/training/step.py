@@ -1,6 +1,6 @@
 """THE training step and THE validation step. The trainer, AutoBatch and the benchmarks all call these.
 
-Legend of shapes: B samples in a micro-batch, R ranks of the taxonomy.
+Shapes: B is the number of samples in a micro-batch, R the number of taxonomic ranks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from linnaeus.data.batch import Batch, batch_size, to_device
 from linnaeus.training.noise_scale import GradientProbe
 
 Criterion = Callable[[Any, Any], Tensor]
-"""From the model's outputs and the targets to a scalar loss."""
+"""Maps the model's outputs and the targets to a scalar loss."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How the forward pass computes.
+    """Number format and memory format of the forward pass.
 
     Attributes:
-        autocast_dtype: bfloat16, float16, or None for the parameters' own.
-        channels_last: whether images go to the model in channels-last memory format.
+        autocast_dtype: bfloat16, float16, or None for no autocast.
+        channels_last: whether the model gets images in channels-last memory format.
     """
 
     device: torch.device
@@ -35,13 +35,13 @@ class Precision:
     channels_last: bool = False
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of the forward pass and the loss."""
+        """The context in which to compute the forward pass and the loss."""
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)
 
     def place(self, batch: Batch) -> Batch:
-        """The batch on the device, in the memory format of the model."""
+        """Move a batch to the device, in the model's memory format."""
         return to_device(batch, self.device, non_blocking=True, channels_last=self.channels_last)
 
 
@@ -51,10 +51,10 @@ class TrainStep:
 
     Attributes:
         model: the module, or its DistributedDataParallel wrapper.
-        scaler: scales the loss under float16; a disabled one otherwise.
+        scaler: scales the loss for float16; disabled for other formats.
         clip_grad_norm: largest L2 norm of all gradients together; None does not clip.
         after_step: called once per optimizer step, after the parameters have changed (EMA).
-        probe: looks at the gradients after each backward pass, before clipping.
+        probe: called after each backward pass, before clipping; measures the noise scale.
     """
 
     model: nn.Module
@@ -71,7 +71,7 @@ class TrainStep:
 
         Args:
             micro_batches: batches of B samples, on any device; exactly `num_micro_batches` are taken.
-            num_micro_batches: how many there really are; the gradient is the mean over them.
+            num_micro_batches: micro-batches of this step; the gradient is the mean over them.
 
         Returns:
             The mean loss over the micro-batches: a detached scalar on the device, not synchronised.
@@ -79,8 +79,10 @@ class TrainStep:
         batches = iter(micro_batches)
         total = torch.zeros((), device=self.precision.device)
         for number in range(1, num_micro_batches + 1):
-            with self._alone() if number < num_micro_batches or self._probe_averages else nullcontext():
-                # The batch gets no name here: a micro-batch is freed before the next one is made.
+            is_last = number == num_micro_batches
+            probe_averages = self.probe is not None and self.probe.averages
+            with nullcontext() if is_last and not probe_averages else self._no_sync():
+                # No name may hold the batch here: it must be freed before the next one is made.
                 total += self._backward(next(batches), number, num_micro_batches)
         self._update()
         return total
@@ -104,12 +106,8 @@ class TrainStep:
         if self.after_step is not None:
             self.after_step()
 
-    @property
-    def _probe_averages(self) -> bool:
-        return self.probe is not None and self.probe.averages
-
-    def _alone(self) -> AbstractContextManager[None]:
-        """Inside, ranks keep their gradients to themselves."""
+    def _no_sync(self) -> AbstractContextManager[None]:
+        """A context in which gradients are not averaged over the ranks."""
         if isinstance(self.model, DistributedDataParallel):
             return self.model.no_sync()
         return nullcontext()
@@ -120,8 +118,8 @@ class ValidationStep:
     """The forward pass and the metrics of one validation batch.
 
     Attributes:
-        model: the module without a wrapper, so that ranks may hold different numbers of batches.
-        update_metrics: takes (outputs, targets, loss); the loss is the batch's mean.
+        model: without DistributedDataParallel, so that ranks may have different numbers of batches.
+        update_metrics: called with (outputs, targets, mean loss of the batch).
     """
 
     model: nn.Module

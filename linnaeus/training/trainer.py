@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.batching.stages import Stage
@@ -21,17 +22,18 @@ from linnaeus.config.schema import TrainConfig
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
-from linnaeus.log import MetricsFile, Progress
+from linnaeus.log import MetricsFile, ProgressBar
 from linnaeus.rng import rng_state, set_rng_state
 from linnaeus.tracking import Tracker
+from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
-from linnaeus.training.metrics import ClassificationMetrics, headline
-from linnaeus.training.step import TrainStep, ValidationStep
+from linnaeus.training.metrics import headline
+from linnaeus.training.step import TrainStep
 
 logger = logging.getLogger("linnaeus.trainer")
 
 STOP_CHECK_EVERY = 8
-"""Optimizer steps between two agreements of the ranks on whether somebody asked to stop."""
+"""Optimizer steps after which ranks exchange whether any of them was asked to stop."""
 
 
 @dataclass
@@ -39,12 +41,12 @@ class TrainingProgress:
     """How far training has come; part of every checkpoint.
 
     Attributes:
-        epoch: epochs finished.
-        samples: samples of the unfinished epoch that are done, over all processes.
-        step: optimizer steps done.
+        epoch: number of finished epochs.
+        samples: samples of the current epoch that have been trained on, over all ranks.
+        step: number of optimizer steps done.
         best: best headline metric so far; None before the first validation.
-        metrics: of the last validation.
-        seconds: spent in training steps, data included and validation left out.
+        metrics: metrics of the last validation.
+        seconds: time spent in training steps, loading included, validation not.
     """
 
     epoch: int = 0
@@ -57,14 +59,14 @@ class TrainingProgress:
 
 @dataclass
 class FitResult:
-    """What a training run came to.
+    """The result of a training run.
 
     Attributes:
-        metrics: of the last validation.
-        images_per_s: training samples per second over all processes, of this process's lifetime.
-        training_s: seconds of training without validation, those before a resumption included.
-        interrupted: whether somebody stopped the run; a checkpoint has been saved.
-        noise_scale: the gradient noise scale in samples, where it was measured.
+        metrics: metrics of the last validation.
+        images_per_s: training samples per second over all ranks, since this process started training.
+        training_s: seconds of training without validation, including those before the run was resumed.
+        interrupted: whether the user stopped the run; a checkpoint has been saved then.
+        noise_scale: the gradient noise scale in samples; None where it is not known.
     """
 
     metrics: dict[str, float]
@@ -75,79 +77,78 @@ class FitResult:
 
 
 @dataclass
-class MetricsWriter:
-    """Where a run's figures go; on ranks other than 0 nothing is written."""
-
-    metrics_file: MetricsFile
-    tracker: Tracker
-    progress: Callable[[], Progress]
-
-    def write(self, *, step: int, epoch: int, split: str, values: dict[str, float]) -> None:
-        """Metrics at an optimizer step."""
-        self.metrics_file.write(step=step, epoch=epoch, split=split, values=values)
-        self.tracker.log({f"{split}/{name}": value for name, value in values.items()}, step=step)
-
-
-@dataclass
 class Trainer:
-    """Runs the epochs. Everything it needs is built before and handed in.
+    """The training loop. Everything it needs is built before and handed in.
 
     Attributes:
         config: the TRAIN node; how often to log, validate and save.
-        plan: what each optimizer step takes, and how many there are.
-        train_step: THE training step.
-        validation_step: THE validation step.
-        metrics: what the validation step updates.
-        state: what a checkpoint holds.
-        checkpoint_extras: written into each checkpoint beside the state (sizes, configuration).
+        plan: the batch sizes of all optimizer steps.
+        assembly: the model and what belongs to it; a checkpoint holds its state.
+        train_step: the assembly's training step, with the model wrapped for several ranks.
+        schedule: sets the learning rate of each optimizer step.
+        checkpoint_extras: further entries of each checkpoint (batch sizes and what they depend on).
+        progress: how far training has come.
     """
 
     config: TrainConfig
     plan: BatchPlan
     world: World
+    assembly: Assembly
     loaders: Loaders
     train_step: TrainStep
-    validation_step: ValidationStep
-    metrics: ClassificationMetrics
-    state: TrainingState
+    schedule: LRScheduler
     checkpoints: CheckpointFolder
-    metrics_writer: MetricsWriter
+    metrics_file: MetricsFile
+    tracker: Tracker
+    progress_bar: ProgressBar
     checkpoint_extras: dict[str, Any] = field(default_factory=dict)
-    done: TrainingProgress = field(default_factory=TrainingProgress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
 
     def __post_init__(self) -> None:
+        assembly = self.assembly
+        self._state = TrainingState(
+            assembly.model, assembly.optimizer, assembly.scaler, self.schedule, assembly.ema
+        )
         self._stop = StopRequest(self.world)
         self._num_images = 0
         self._seconds = 0.0
 
     def resume(self, checkpoint: dict[str, Any]) -> None:
-        """Go on from a checkpoint.
+        """Continue from a checkpoint.
 
         Raises:
             CheckpointError: it belongs to another model or another configuration.
         """
-        self.state.load_state_dict(checkpoint["state"])
-        self.done = TrainingProgress(**checkpoint["progress"])
+        self._state.load_state_dict(checkpoint["state"])
+        self.progress = TrainingProgress(**checkpoint["progress"])
         if self.train_step.probe is not None and checkpoint.get("noise_scale") is not None:
             self.train_step.probe.scale.load_state_dict(checkpoint["noise_scale"])
         generators = checkpoint["rng"]
         if self.world.rank < len(generators):
             set_rng_state(generators[self.world.rank], self.world.device)
-        logger.info("resumed after %d optimizer steps, in epoch %d", self.done.step, self.done.epoch + 1)
+        logger.info(
+            "resumed after %d optimizer steps, in epoch %d", self.progress.step, self.progress.epoch + 1
+        )
+        if changes := self.plan.differences(checkpoint.get("plan", {})):
+            logger.warning(
+                "warning: the checkpoint was written with another batch plan (%s); its peak rate and weight "
+                "decay are kept",
+                ", ".join(changes),
+            )
 
     def fit(self) -> FitResult:
-        """Train until the last epoch or until somebody asks to stop."""
-        with self._stop.listening(), self.metrics_writer.progress() as progress:
-            while self.done.epoch < self.plan.num_epochs:
-                self.train_epoch(progress)
+        """Train until the last epoch or until the user asks to stop."""
+        with self._stop.listening(), self.progress_bar:
+            while self.progress.epoch < self.plan.num_epochs:
+                self.train_epoch()
                 if self._stop.agreed:
                     self._save()
                     break
-                self.done.epoch, self.done.samples = self.done.epoch + 1, 0
+                self.progress.epoch, self.progress.samples = self.progress.epoch + 1, 0
                 self._end_epoch()
         images_per_s = self._num_images / self._seconds if self._seconds else 0.0
         return FitResult(
-            self.done.metrics, images_per_s, self.done.seconds, self._stop.agreed, self._noise_scale
+            self.progress.metrics, images_per_s, self.progress.seconds, self._stop.agreed, self._noise_scale
         )
 
     @property
@@ -155,49 +156,54 @@ class Trainer:
         probe = self.train_step.probe
         return None if probe is None else probe.scale.value
 
-    def train_epoch(self, progress: Progress) -> None:
-        """The rest of the present epoch's steps, or fewer when somebody asks to stop."""
-        epoch, samples_done = self.done.epoch, self.done.samples // self.world.world_size
+    def train_epoch(self) -> None:
+        """Train on the rest of the current epoch, or on less of it when the user asks to stop."""
+        epoch, samples_done = self.progress.epoch, self.progress.samples // self.world.world_size
         self.loaders.train.set_epoch(epoch, skip=samples_done)
         stages = self.plan.rest_of_epoch(epoch, samples_done)
         remaining = sum(stage.num_steps for stage in stages)
-        progress.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", remaining)
+        self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", remaining)
         self.train_step.model.train()
         meter = LossMeter(self.world)
         batches = iter(self.loaders.train)
         started = time.perf_counter()
         for stage in chain.from_iterable(repeat(stage, stage.num_steps) for stage in stages):
-            if self._stop.check(self.done.step):
+            if self._stop.check(self.progress.step):
                 break
-            rate = self.state.optimizer.param_groups[0]["lr"]
+            lr = self.assembly.optimizer.param_groups[0]["lr"]
             probe = self.train_step.probe
-            if probe is not None and self.done.step % self.config.NOISE_SCALE.EVERY == 0:
+            if probe is not None and self.progress.step % self.config.NOISE_SCALE.EVERY == 0:
                 probe.arm()
             meter.add(self.train_step(batches, stage.accumulation_steps))
-            self.state.schedule.step()
+            self.schedule.step()
             remaining -= 1
-            self.done.step += 1
-            self.done.samples += stage.effective_batch_size
+            self.progress.step += 1
+            self.progress.samples += stage.effective_batch_size
             self._num_images += stage.effective_batch_size
-            progress.advance(1)
-            if self.done.step % self.config.LOG_EVERY == 0 or not remaining:
-                self._log_training(meter, rate, stage, progress)
+            self.progress_bar.advance(1)
+            if self.progress.step % self.config.LOG_EVERY == 0 or not remaining:
+                self._log_training(meter, lr, stage)
         seconds = time.perf_counter() - started
         self._seconds += seconds
-        self.done.seconds += seconds
+        self.progress.seconds += seconds
 
-    def _log_training(self, meter: LossMeter, rate: float, stage: Stage, progress: Progress) -> None:
-        values = {"loss": meter.drain(), "lr": rate}
+    def _log_training(self, meter: LossMeter, lr: float, stage: Stage) -> None:
+        values = {"loss": meter.drain(), "lr": lr}
         if self.plan.changes:
             values["effective_batch"] = stage.effective_batch_size
         if self._noise_scale is not None:
             values["noise_scale"] = self._noise_scale
-        progress.describe(values)
-        self.metrics_writer.write(step=self.done.step, epoch=self.done.epoch, split="train", values=values)
+        self.progress_bar.describe(values)
+        self._write("train", values)
+
+    def _write(self, split: str, values: dict[str, float]) -> None:
+        progress = self.progress
+        self.metrics_file.write(step=progress.step, epoch=progress.epoch, split=split, values=values)
+        self.tracker.log({f"{split}/{name}": value for name, value in values.items()}, step=progress.step)
 
     def _end_epoch(self) -> None:
-        """Validate and save where it is due; always after the last epoch."""
-        epoch, config = self.done.epoch, self.config
+        """Validate and save if it is time to; always after the last epoch."""
+        epoch, config = self.progress.epoch, self.config
         is_last = epoch == self.plan.num_epochs
         is_best = False
         if is_last or epoch % config.VALIDATE_EVERY == 0:
@@ -206,24 +212,25 @@ class Trainer:
             self._save(is_best=is_best)
 
     def _validate(self) -> bool:
-        """Validate, log, and say whether this is the best so far."""
-        self.validation_step.model.eval()
+        """Validate and log; return whether this is the best result so far."""
+        step, metrics = self.assembly.validation_step, self.assembly.metrics
+        step.model.eval()
         if self.world.device.type != "cpu":
             torch.accelerator.empty_cache()  # AutoBatch measured validation without training's cached blocks
-        self.metrics.reset()
+        metrics.reset()
         started = time.perf_counter()
         for batch in self.loaders.val:
-            self.validation_step(batch)
-        values = self.metrics.compute()
+            step(batch)
+        values = metrics.compute()
         seconds = time.perf_counter() - started
-        self.done.metrics = values
-        self.metrics_writer.write(step=self.done.step, epoch=self.done.epoch, split="val", values=values)
+        self.progress.metrics = values
+        self._write("val", values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        logger.info("epoch %d/%d  %s  (%.1f s)", self.done.epoch, self.plan.num_epochs, shown, seconds)
+        logger.info("epoch %d/%d  %s  (%.1f s)", self.progress.epoch, self.plan.num_epochs, shown, seconds)
         _, value = headline(values)
-        if math.isnan(value) or (self.done.best is not None and value <= self.done.best):
+        if math.isnan(value) or (self.progress.best is not None and value <= self.progress.best):
             return False
-        self.done.best = value
+        self.progress.best = value
         return True
 
     def _save(self, *, is_best: bool = False) -> None:
@@ -232,8 +239,8 @@ class Trainer:
         probe = self.train_step.probe
         if self.world.is_main:
             content = {
-                "progress": vars(self.done).copy(),
-                "state": self.state.state_dict(),
+                "progress": vars(self.progress).copy(),
+                "state": self._state.state_dict(),
                 "rng": generators,
                 "noise_scale": None if probe is None else probe.scale.state_dict(),
                 **self.checkpoint_extras,
@@ -242,7 +249,7 @@ class Trainer:
 
 
 class LossMeter:
-    """Sums the loss on the device and looks at it only when asked, so that no step waits for it."""
+    """Sums the loss on the device and reads it only when asked, so that no step waits for it."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -250,12 +257,14 @@ class LossMeter:
         self._count = 0
 
     def add(self, loss: torch.Tensor) -> None:
-        """One optimizer step's mean loss."""
+        """Add one optimizer step's mean loss."""
         self._total = loss if self._total is None else self._total + loss
         self._count += 1
 
     def drain(self) -> float:
-        """The mean since the last call, over all ranks; NaN without any. Every rank must call this.
+        """The mean over the steps since the last call and over all ranks; NaN without steps.
+
+        Every rank must call this.
 
         Raises:
             LinnaeusError: the loss is not finite.
@@ -273,9 +282,9 @@ class LossMeter:
 
 
 class StopRequest:
-    """Ctrl-C, turned into a stop at the end of a step; a second one interrupts at once.
+    """Turns Ctrl-C into a stop at the end of a step; a second Ctrl-C interrupts at once.
 
-    Every rank sees the stop at the same step, or the others would wait for it in a collective.
+    All ranks stop at the same step: otherwise some would wait in a collective for those that have stopped.
     """
 
     def __init__(self, world: World) -> None:
@@ -285,7 +294,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take SIGINT inside the context."""
+        """Handle SIGINT inside the context."""
         before = signal.signal(signal.SIGINT, self._handle)
         try:
             yield

@@ -15,7 +15,7 @@ from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import join
 from linnaeus.rng import rng_state, seed_all
-from linnaeus.training.build import Assembly, assemble_for
+from linnaeus.training.build import Assembly, assemble
 
 
 def digest(assembly: Assembly) -> str:
@@ -48,7 +48,7 @@ def main() -> None:
     with join("cpu", "gloo", timedelta(minutes=2)) as world:
         seed_all(0)
         data = build_data(config.DATA, seed=0)
-        assembly = assemble_for(config, data, world.device)
+        assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
         before = digest(assembly)
         found = find_sizes(SizeSearch(config.DATA, config.TRAIN, data, assembly, world, seed=0))
         sizes = {mode: result.batch_size for mode, result in found.items()}

@@ -122,10 +122,7 @@ def prepared(*argv: str) -> tuple[Config, Assembly]:
     ]).config  # fmt: skip
     seed_all(0)
     data = build_data(config.DATA, seed=0)
-    return config, assemble(
-        model_node=config.MODEL, loss_node=config.LOSS, optimizer_node=config.OPTIMIZER, config=config.TRAIN,
-        taxonomy=data.taxonomy, in_chans=data.in_chans, img_size=data.img_size, device=GPU,
-    )  # fmt: skip
+    return config, assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, World(GPU))
 
 
 @pytest.mark.slow

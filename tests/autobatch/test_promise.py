@@ -18,20 +18,21 @@ import torch
 
 from linnaeus.autobatch.find import AutoBatchResult
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes
-from linnaeus.batching.plan import Facts, plan_batches
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World
-from linnaeus.log import MetricsFile, Progress
+from linnaeus.log import MetricsFile, ProgressBar
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.rng import seed_all
-from linnaeus.tracking import NullTracker
+from linnaeus.tracking import Tracker
 from linnaeus.training.build import Assembly, assemble
-from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.schedule import build_schedule
-from linnaeus.training.trainer import MetricsWriter, Trainer
+from linnaeus.training.trainer import Trainer
 from tests.conftest import Run
 
 CPU = torch.device("cpu")
@@ -105,10 +106,7 @@ def search(*argv: str, extra_mib: int = 150, seed: int = 0) -> Searched:
     config = load_config([*BASE, *argv]).config
     seed_all(seed)
     data = build_data(config.DATA, seed=seed)
-    assembly = assemble(
-        model_node=config.MODEL, loss_node=config.LOSS, optimizer_node=config.OPTIMIZER, config=config.TRAIN,
-        taxonomy=data.taxonomy, in_chans=data.in_chans, img_size=data.img_size, device=CPU,
-    )  # fmt: skip
+    assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, World(CPU))
     device_memory(CPU).clean()
     limit_gb = (of_this_process("VmRSS") + extra_mib * MIB) / GIB
     autobatch = dataclasses.replace(config.DATA.AUTOBATCH, MEMORY_LIMIT_GB=limit_gb)
@@ -141,20 +139,19 @@ def train(searched: Searched, folder: Path) -> tuple[int, int]:
             config=config.TRAIN,
             plan=plan,
             world=World(CPU),
+            assembly=assembly,
             loaders=loaders,
             train_step=assembly.train_step,
-            validation_step=assembly.validation_step,
-            metrics=assembly.metrics,
-            state=TrainingState(assembly.model, assembly.optimizer, assembly.scaler, schedule, assembly.ema),
+            schedule=schedule,
             checkpoints=CheckpointFolder(folder),
-            metrics_writer=MetricsWriter(
-                MetricsFile(folder / "metrics.jsonl", enabled=False), NullTracker(), lambda: Progress(None)
-            ),
+            metrics_file=MetricsFile(folder / "metrics.jsonl", enabled=False),
+            tracker=Tracker(),
+            progress_bar=ProgressBar(None),
         )
         start_a_new_peak()
-        trainer.train_epoch(Progress(None))
+        trainer.train_epoch()
         peak_bytes = of_this_process("VmHWM")
-        assert trainer.done.step == NUM_STEPS
+        assert trainer.progress.step == NUM_STEPS
         assembly.validation_step.model.eval()
         start_a_new_peak()
         for batch in loaders.val:

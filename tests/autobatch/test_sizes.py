@@ -92,10 +92,7 @@ def prepared(*argv: str) -> tuple[SizeSearch, Assembly]:
     config = load_config([ON, "EXPERIMENT.DEVICE=cpu", *argv]).config
     seed_all(0)
     data = build_data(config.DATA, seed=0)
-    assembly = assemble(
-        model_node=config.MODEL, loss_node=config.LOSS, optimizer_node=config.OPTIMIZER, config=config.TRAIN,
-        taxonomy=data.taxonomy, in_chans=data.in_chans, img_size=data.img_size, device=CPU,
-    )  # fmt: skip
+    assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, World(CPU))
     seed = config.EXPERIMENT.SEED
     return SizeSearch(config.DATA, config.TRAIN, data, assembly, World(CPU), seed), assembly
 

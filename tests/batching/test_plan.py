@@ -12,9 +12,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from linnaeus.batching.plan import BatchPlan, Facts, plan_batches
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.batching.scaling import added_warmup, lr_scale, weight_decay_scale
-from linnaeus.batching.sizes import SizeLimits, max_samples_per_rank
+from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.batching.stages import Split, nearest, split_samples
 from linnaeus.batching.summary import summary_lines
 from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, ScheduleConfig, TrainConfig
@@ -36,8 +37,8 @@ def plan_of(
     return plan_batches(node, optimizer or OptimizerConfig(), ScheduleConfig(**(warmup or {})), facts)
 
 
-def shares_of(plan: BatchPlan) -> list[int]:
-    """The effective batch of every optimizer step."""
+def effective_sizes(plan: BatchPlan) -> list[int]:
+    """The effective batch size of every optimizer step."""
     return [stage.effective_batch_size for stage in chain(*plan.epochs) for _ in range(stage.num_steps)]
 
 
@@ -45,7 +46,7 @@ def shares_of(plan: BatchPlan) -> list[int]:
 
 
 @given(samples_per_rank=st.integers(1, 400), max_micro_batch_size=st.integers(1, 500))
-def test_a_share_is_divided_exactly_with_the_fewest_steps(
+def test_samples_are_split_exactly_with_the_fewest_steps(
     samples_per_rank: int, max_micro_batch_size: int
 ) -> None:
     split = split_samples(samples_per_rank, max_micro_batch_size)
@@ -74,7 +75,7 @@ def test_every_step_takes_the_effective_size(
     assert plan.micro_batch_size <= max_micro_batch_size
     assert plan.steps_per_epoch == (num_samples // effective,) * epochs
     assert plan.total_steps == epochs * (num_samples // effective)
-    assert set(shares_of(plan)) == {effective}
+    assert set(effective_sizes(plan)) == {effective}
 
 
 @given(num_samples=st.integers(64, 3000), effective=st.sampled_from([4, 8, 12, 64]), fits=st.integers(1, 64))
@@ -151,7 +152,7 @@ def scheduled(run: dict[str, Any], optimizer: OptimizerConfig | None = None) -> 
 @given(run=schedules)
 def test_a_schedule_goes_one_way_from_first_to_last_within_what_fits(run: dict[str, Any]) -> None:
     plan = scheduled(run)
-    sizes, world_size = shares_of(plan), run["world_size"]
+    sizes, world_size = effective_sizes(plan), run["world_size"]
     assert sizes[0] == run["first"] * world_size
     assert sizes[-1] == run["last"] * world_size
     sign = 1 if run["last"] >= run["first"] else -1
@@ -166,9 +167,9 @@ def test_a_schedule_goes_one_way_from_first_to_last_within_what_fits(run: dict[s
 def test_steps_and_samples_of_a_schedule_add_up(run: dict[str, Any]) -> None:
     plan = scheduled(run)
     per_process = run["num_samples"] // run["world_size"]
-    assert plan.total_steps == sum(plan.steps_per_epoch) == len(shares_of(plan))
-    assert sum(plan.samples_per_epoch) == sum(shares_of(plan))
-    sizes, step = shares_of(plan), 0
+    assert plan.total_steps == sum(plan.steps_per_epoch) == len(effective_sizes(plan))
+    assert sum(plan.samples_per_epoch) == sum(effective_sizes(plan))
+    sizes, step = effective_sizes(plan), 0
     for epoch, stages in enumerate(plan.epochs):
         used = sum(plan.micro_batches(epoch))
         assert used * run["world_size"] == plan.samples_per_epoch[epoch]
@@ -198,7 +199,7 @@ def test_the_rest_of_an_epoch_continues_where_it_stopped(run: dict[str, Any], da
 @given(run=schedules, rule=st.sampled_from(["none", "linear", "sqrt"]))
 def test_the_rate_follows_the_rule_at_every_step(run: dict[str, Any], rule: str) -> None:
     plan = scheduled(run, OptimizerConfig(LR_SCALING=rule, BASE_BATCH_SIZE=32))
-    for step, size in enumerate(shares_of(plan)):
+    for step, size in enumerate(effective_sizes(plan)):
         assert plan.learning_rate * plan.batch_size_lr_factor(step) == pytest.approx(
             0.1 * lr_scale(rule, size, 32)
         )
@@ -223,7 +224,7 @@ def test_a_schedule_in_optimizer_steps_changes_within_an_epoch() -> None:
     facts = replace(FACTS, num_samples=100, world_size=2)
     schedule = {"NAME": "linear", "FIRST": 8, "LAST": 24, "UNIT": "steps", "LENGTH": 4}
     plan = plan_of(facts, schedule=schedule, EPOCHS=2)
-    assert shares_of(plan) == [8, 8, 16, 16, 24, 24, 24, 24, 24, 24]
+    assert effective_sizes(plan) == [8, 8, 16, 16, 24, 24, 24, 24, 24, 24]
     assert plan.steps_per_epoch == (6, 4)
     assert list(plan.micro_batches(0)) == [4, 4, 4, 4, 4, 4] + [4] * 3 + [4] * 3
 
@@ -239,9 +240,9 @@ def test_milestones_hold_exactly_from_their_epoch_on() -> None:
 def test_a_growing_batch_ends_at_what_fits_where_no_end_is_set() -> None:
     facts = replace(FACTS, world_size=2)
     plan = plan_of(facts, schedule={"NAME": "linear", "FIRST": 16}, ACCUMULATION_STEPS=3, EPOCHS=4)
-    assert shares_of(plan)[-1] == 64 * 2 * 3
+    assert effective_sizes(plan)[-1] == 64 * 2 * 3
     plan = plan_of(facts, schedule={"NAME": "linear", "FIRST": 16}, EFFECTIVE_BATCH_SIZE=512, EPOCHS=4)
-    assert shares_of(plan)[-1] == 512
+    assert effective_sizes(plan)[-1] == 512
 
 
 def test_warm_up_in_epochs_counts_the_steps_of_each_epoch() -> None:
@@ -278,7 +279,8 @@ def test_without_scaling_every_bit_stays() -> None:
 
 
 def test_an_optimizer_of_the_users_own_keeps_its_rate() -> None:
-    plan = plan_batches(TrainConfig(EFFECTIVE_BATCH_SIZE=4096), None, ScheduleConfig(), FACTS)
+    optimizer = {"_target_": "torch.optim.SGD"}
+    plan = plan_batches(TrainConfig(EFFECTIVE_BATCH_SIZE=4096), optimizer, ScheduleConfig(), FACTS)
     assert (plan.learning_rate, plan.weight_decay, plan.notes) == (0.1, 0.05, ())
 
 
@@ -330,14 +332,15 @@ def test_an_added_warm_up_lasts_five_epochs_at_most() -> None:
 
 # Warnings: each has a case where it comes, and one beside it where it does not.
 
-SGD_FACTS = replace(FACTS, optimizer="sgd", pretrained=True)
+SGD = OptimizerConfig(NAME="sgd")
+PRETRAINED = replace(FACTS, pretrained=True)
 WARNINGS = {
     "many steps": (
         (FACTS, {"EFFECTIVE_BATCH_SIZE": 64 * 17}),
         (FACTS, {"EFFECTIVE_BATCH_SIZE": 64 * 16}),
         ["17 accumulation steps", "TRAIN.EFFECTIVE_BATCH_SIZE", "TRAIN.GRADIENT_CHECKPOINTING"],
     ),
-    "a prime share": (
+    "a prime number of samples": (
         (replace(FACTS, max_micro_batch_size=128), {"EFFECTIVE_BATCH_SIZE": 131}),
         (replace(FACTS, max_micro_batch_size=131), {"EFFECTIVE_BATCH_SIZE": 131}),
         ["131 accumulation steps", "TRAIN.EFFECTIVE_BATCH_SIZE 130 or 132"],
@@ -358,18 +361,18 @@ WARNINGS = {
         ["BatchNorm sees only 14 samples of all processes"],
     ),
     "fine-tuning": (
-        (replace(FACTS, pretrained=True), {"EFFECTIVE_BATCH_SIZE": 512}),
-        (replace(FACTS, pretrained=False), {"EFFECTIVE_BATCH_SIZE": 512}),
+        (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512}),
+        (FACTS, {"EFFECTIVE_BATCH_SIZE": 512}),
         ["pretrained", "OPTIMIZER.LR", "0.0005", "SCHEDULE.WARMUP_EPOCHS"],
     ),
     "fine-tuning, a smaller batch": (
-        (SGD_FACTS, {"EFFECTIVE_BATCH_SIZE": 512}),
-        (SGD_FACTS, {"EFFECTIVE_BATCH_SIZE": 256}),
+        (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": SGD}),
+        (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 256, "optimizer": SGD}),
         ["pretrained", "0.06"],
     ),
     "fine-tuning, a lower rate": (
-        (SGD_FACTS, {"EFFECTIVE_BATCH_SIZE": 512}),
-        (replace(SGD_FACTS, learning_rate=0.06), {"EFFECTIVE_BATCH_SIZE": 512}),
+        (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": SGD}),
+        (replace(PRETRAINED, learning_rate=0.06), {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": SGD}),
         ["pretrained"],
     ),
     "a tenth of the data": (
@@ -511,8 +514,8 @@ def test_the_nearest_sizes_are_the_nearest(size: int, largest: int, step: int) -
         ),
     ],
 )
-def test_the_largest_share(train: TrainConfig, expected: int | None) -> None:
-    assert max_samples_per_rank(train, SizeLimits(64, 2, 1000)) == expected
+def test_the_most_samples_per_rank_that_are_asked_for(train: TrainConfig, expected: int | None) -> None:
+    assert max_samples_per_rank(train, replace(FACTS, world_size=2, num_samples=1000)) == expected
 
 
 # What is shown and saved.

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from linnaeus.config.schema import EmaConfig, LossConfig, ModelConfig, OptimizerConfig, TrainConfig
 from linnaeus.data.batch import Batch
+from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.digits import TAXONOMY
+from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.losses import RankCrossEntropy
@@ -18,16 +21,10 @@ from linnaeus.training.losses import RankCrossEntropy
 
 def assembled(loss_node: Any = None, model_name: str = "test_resnet", **changes: Any) -> Assembly:
     torch.manual_seed(0)
-    return assemble(
-        model_node=ModelConfig(NAME=model_name),
-        loss_node=loss_node or LossConfig(),
-        optimizer_node=OptimizerConfig(),
-        config=TrainConfig(**changes),
-        taxonomy=TAXONOMY,
-        in_chans=1,
-        img_size=(32, 32),
-        device=torch.device("cpu"),
-    )
+    model, loss = ModelConfig(NAME=model_name), loss_node or LossConfig()
+    nothing = TensorDataset(torch.empty(0))
+    data = DataBundle(nothing, nothing, TAXONOMY, in_chans=1, img_size=(32, 32), collate=collate_pairs)
+    return assemble(model, loss, OptimizerConfig(), TrainConfig(**changes), data, World(torch.device("cpu")))
 
 
 def make_batch() -> Batch:

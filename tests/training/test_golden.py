@@ -35,6 +35,7 @@ from linnaeus.config.schema import (
 from linnaeus.data.batch import Batch
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import BatchLoader, build_loaders
+from linnaeus.dist import World
 from linnaeus.rng import seed_all
 from linnaeus.training.build import assemble
 from linnaeus.training.schedule import build_schedule
@@ -60,11 +61,8 @@ def train() -> tuple[dict[str, Any], dict[str, Tensor]]:
     seed_all(0)
     device = torch.device("cpu")
     data = build_data(DATA, seed=0)
-    parts = assemble(
-        model_node=ModelConfig(NAME="test_resnet"), loss_node=LossConfig(LABEL_SMOOTHING=0.1),
-        optimizer_node=OptimizerConfig(), config=TRAIN, taxonomy=data.taxonomy, in_chans=data.in_chans,
-        img_size=data.img_size, device=device,
-    )  # fmt: skip
+    model, loss = ModelConfig(NAME="test_resnet"), LossConfig(LABEL_SMOOTHING=0.1)
+    parts = assemble(model, loss, OptimizerConfig(), TRAIN, data, World(device))
     assert parts.ema is not None
     for model in (parts.model, parts.ema.module):
         model.double()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from linnaeus.autobatch.find import BatchSizeFinder
@@ -13,12 +13,12 @@ from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.search import Candidates
 from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.autobatch.throughput import rungs
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import plan_batches
 from linnaeus.commands.measure import Speeds, find_largest
-from linnaeus.commands.plan.advice import batch_plan
-from linnaeus.commands.plan.results import Goal, Plan, Row
+from linnaeus.commands.plan.results import Plan, Row
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
-from linnaeus.training.build import Assembly
 
 logger = logging.getLogger("linnaeus.plan")
 
@@ -29,12 +29,12 @@ class Measuring:
 
     Attributes:
         config: of the run that is planned.
-        assembly: its model and steps.
+        facts: what its batch plan depends on.
         plan: takes the rows as they are measured.
     """
 
     config: Config
-    assembly: Assembly
+    facts: Facts
     plan: Plan
 
     def run(self, search: SizeSearch, sizes: Sequence[int] | None, status: RankStatus) -> None:
@@ -95,14 +95,11 @@ class Measuring:
 
     def _sizes_of_run(self, size: int) -> dict[str, Any]:
         """The fields of a row that the batch plan decides."""
-        goal: Goal = self.plan.goal
+        config, facts = self.config, replace(self.facts, max_micro_batch_size=size)
         try:
-            found = batch_plan(
-                self.config, self.assembly, size=size, world_size=goal.world_size,
-                num_samples=goal.num_samples,
-            )  # fmt: skip
+            found = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
         except ConfigError as error:
-            steps = self.config.TRAIN.ACCUMULATION_STEPS
+            steps = config.TRAIN.ACCUMULATION_STEPS
             return {"batch_size": size, "accumulation_steps": steps, "warnings": tuple(error.problems)}
         return {
             "batch_size": found.micro_batch_size,

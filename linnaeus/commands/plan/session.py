@@ -7,7 +7,7 @@ from functools import partial
 from rich.console import Console
 
 from linnaeus.autobatch.throughput import TOLERANCE
-from linnaeus.commands.plan.advice import max_micro_batch_size
+from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.commands.plan.measure import Measuring
 from linnaeus.commands.plan.options import Options
 from linnaeus.commands.plan.output import notes, results_table
@@ -16,6 +16,7 @@ from linnaeus.commands.plan.results import Goal, Plan
 from linnaeus.commands.session import Setup, run_session
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import dataset_length
+from linnaeus.training.build import plan_facts
 
 
 def run(options: Options, config: Config) -> int:
@@ -47,12 +48,13 @@ def _measure(options: Options, plan: Plan, setup: Setup) -> None:
         time_budget_s=options.time_budget,
     )
     assembly = setup.assemble()
-    max_samples_per_rank = max_micro_batch_size(
-        config, assembly, world_size=goal.world_size, num_samples=goal.num_samples
-    )
+    facts = plan_facts(
+        assembly, config.MODEL, config.TRAIN, max_micro_batch_size=config.DATA.AUTOBATCH.MAX_BATCH_SIZE,
+        world_size=goal.world_size, num_samples=goal.num_samples,
+    )  # fmt: skip
+    search = setup.search(assembly, max_samples_per_rank(config.TRAIN, facts))
     setup.note_environment(plan, assembly)
-    search = setup.search(assembly, max_samples_per_rank)
-    Measuring(config, assembly, plan).run(search, options.sizes, setup.status)
+    Measuring(config, facts, plan).run(search, options.sizes, setup.status)
 
 
 def _show(plan: Plan, console: Console) -> None:

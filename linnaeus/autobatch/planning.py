@@ -1,0 +1,103 @@
+"""The batch sizes of a training run: searched for or taken from its checkpoint, then planned and tried."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from linnaeus.autobatch.report import device_environment
+from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.autobatch.sizes import SizeSearch, confirm, find_sizes
+from linnaeus.batching.plan import BatchPlan
+from linnaeus.config.schema import DataConfig, TrainConfig
+from linnaeus.dist import World
+
+_IRRELEVANT_TRAIN = (
+    "EPOCHS", "LOG_EVERY", "VALIDATE_EVERY", "CHECKPOINT_EVERY", "AUTO_RESUME", "NOISE_SCALE",
+)  # fmt: skip
+_IRRELEVANT_DATA = ("BATCH_SIZE", "BATCH_SIZE_VAL")
+
+logger = logging.getLogger("linnaeus.run")
+
+
+@dataclass(frozen=True)
+class PlannedSizes:
+    """The batch sizes of a run and the plan that follows from them.
+
+    Attributes:
+        found: what AutoBatch found, for each mode that it is enabled for.
+        key: everything that these sizes depend on; see `search_key`.
+    """
+
+    found: dict[str, AutoBatchResult]
+    plan: BatchPlan
+    key: str
+
+    @property
+    def batch_sizes(self) -> dict[str, int]:
+        """The sizes found, by mode."""
+        return {mode: result.batch_size for mode, result in self.found.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        found = {mode: result.as_dict() for mode, result in self.found.items()}
+        return {"autobatch": found, "searched_for": self.key, "plan": self.plan.as_dict()}
+
+
+def search_key(
+    model_node: Any, loss_node: Any, optimizer_node: Any, train: TrainConfig, data: DataConfig, world: World
+) -> str:
+    """Everything that the sizes found depend on, as text that can be compared."""
+    nodes = {"MODEL": model_node, "LOSS": loss_node, "OPTIMIZER": optimizer_node}
+    content: dict[str, Any] = {
+        name: node if isinstance(node, dict) else dataclasses.asdict(node) for name, node in nodes.items()
+    }
+    for name, config, irrelevant in (("TRAIN", train, _IRRELEVANT_TRAIN), ("DATA", data, _IRRELEVANT_DATA)):
+        values = dataclasses.asdict(config)
+        content[name] = {key: value for key, value in values.items() if key not in irrelevant}
+    content |= {"world_size": world.world_size, "environment": device_environment(world.device)}
+    return json.dumps(content, sort_keys=True)
+
+
+def find_planned_sizes(
+    search: SizeSearch,
+    plan_for: Callable[[int], BatchPlan],
+    batch_size: int,
+    *,
+    key: str,
+    checkpoint: Mapping[str, Any] | None,
+) -> PlannedSizes:
+    """Find the batch sizes, plan with them, and try the planned micro-batch sizes that have not run yet.
+
+    If a planned size does not fit, the size found is lowered and the plan made again. Every rank must call
+    this.
+
+    Args:
+        search: the search of this run.
+        plan_for: makes the plan for a largest micro-batch size.
+        batch_size: the largest micro-batch size where AutoBatch is not enabled for training.
+        key: the `search_key` of this run.
+        checkpoint: checkpoint of the run being resumed; its sizes are kept where its key is the same.
+
+    Raises:
+        LinnaeusError: the same on every rank.
+    """
+    if checkpoint is not None and checkpoint["searched_for"] == key:
+        logger.info("AutoBatch: same device and configuration, so the checkpoint's batch sizes are kept")
+        entries = checkpoint["autobatch"].items()
+        found = {mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in entries}
+    else:
+        found = find_sizes(search)
+    if "train" not in found:
+        return PlannedSizes(found, plan_for(batch_size), key)
+    while True:
+        plan = plan_for(found["train"].batch_size)
+        ran = {trial.size for trial in found["train"].trials if trial.status == "fits"}
+        untried = {stage.micro_batch_size for stage in plan.stages} - ran
+        if not untried:
+            return PlannedSizes(found, plan, key)
+        found["train"] = confirm(search, found["train"], max(untried))

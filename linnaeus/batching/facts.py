@@ -1,0 +1,34 @@
+"""What a batch plan depends on beside the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a batch plan depends on beside the configuration.
+
+    Attributes:
+        max_micro_batch_size: most samples that one forward pass of a rank may take.
+        world_size: number of ranks.
+        num_samples: number of training samples.
+        learning_rate: the optimizer's peak learning rate, before scaling.
+        weight_decay: the optimizer's weight decay, before scaling.
+        batchnorm: `none`, `local` (each rank normalises its own micro-batches) or `synchronised` over all
+            ranks.
+        pretrained: whether training starts from pretrained weights.
+    """
+
+    max_micro_batch_size: int
+    world_size: int
+    num_samples: int
+    learning_rate: float
+    weight_decay: float = 0.0
+    batchnorm: str = "none"
+    pretrained: bool = False
+
+    @property
+    def epoch_samples_per_rank(self) -> int:
+        """Samples that each rank sees in an epoch."""
+        return self.num_samples // self.world_size
