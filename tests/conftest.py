@@ -12,10 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from linnaeus.main import cli
 from tests import forks
 from tests.forks import ROOT, Outcome, Process
+
+settings.register_profile(
+    "quick", max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=400)
+settings.load_profile("quick")
 
 SMALL = (
     "MODEL.NAME=test_resnet",

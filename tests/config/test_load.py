@@ -13,7 +13,7 @@ import pytest
 import yaml
 from hydra import compose, initialize
 from hydra.core.global_hydra import GlobalHydra
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -212,7 +212,6 @@ def test_a_missing_value_may_come_from_a_higher_source(tmp_path: Path) -> None:
     assert problems("--cfg", file) == [f"DATA.DATASET.ROOT: has no value yet, and needs one ({file}, line 3)"]
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.lists(st.text(max_size=20) | st.sampled_from([dotted(path) for path in KEYS]), max_size=6))
 def test_no_command_line_raises_anything_else(argv: list[str]) -> None:
     try:
@@ -403,7 +402,6 @@ trees = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
 @given(text=hard_texts, optional=hard_texts | st.none(), tags=st.lists(hard_texts), tree=trees)
 def test_any_values_survive_the_file(
     tmp_path_factory: pytest.TempPathFactory, text: str, optional: str | None, tags: list[str], tree: Any
