@@ -56,7 +56,7 @@ def test_every_rank_has_its_file_and_rank_0_the_console(tmp_path: Path, rank: in
     logging.getLogger("linnaeus.trainer").info("epoch %d", 7)
     assert [path.name for path in (tmp_path / "logs").iterdir()] == [f"rank{rank}.log"]
     [line] = (tmp_path / "logs" / f"rank{rank}.log").read_text().splitlines()
-    assert line.endswith(f" INFO [rank {rank}] linnaeus.training.trainer: epoch 7")
+    assert line.endswith(f" INFO [rank {rank}] linnaeus.trainer: epoch 7")
     assert output.getvalue().endswith(" epoch 7\n") if rank == 0 else output.getvalue() == ""
 
 

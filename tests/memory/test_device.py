@@ -186,11 +186,6 @@ def test_a_chain_that_bites_its_tail_ends() -> None:
 # -- the devices
 
 
-def test_the_cpu_has_a_memory() -> None:
-    if sys.platform == "linux":
-        assert isinstance(device_memory(CPU), CpuMemory)
-
-
 @pytest.mark.parametrize("kind", ["meta", "hpu", "mps", "xpu"])
 def test_a_device_that_is_not_there_is_named(kind: str) -> None:
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -547,11 +542,6 @@ def test_small_tensors_go_back_to_the_system_too(memory: CpuMemory) -> None:
     del blocks
     assert memory.in_use() == pytest.approx(before, abs=NOISE)
     assert last.all()
-
-
-@on_linux
-def test_the_c_allocator_does_not_retry(memory: CpuMemory) -> None:
-    assert memory.num_retries() == 0
 
 
 # -- the cap
