@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadscope
+THOROUGH := --hypothesis-profile=thorough
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint typecheck docs clean
+.PHONY: help train test test-slow test-all lint typecheck docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,8 +17,11 @@ train: $(VENV)/.installed ## train on handwritten digits with AutoBatch
 test: $(VENV)/.installed-dev ## run the whole test suite but the slow tests
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
+test-slow: $(VENV)/.installed-dev ## run the slow tests, and the property tests with many examples
+	$(BIN)/python -m pytest -m "slow or hypothesis" $(THOROUGH) $(PARALLEL)
+
 test-all: $(VENV)/.installed-dev ## run the whole test suite
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(BIN)/python -m pytest $(THOROUGH) $(PARALLEL)
 
 lint: $(VENV)/.installed-dev ## check style, format and spelling
 	$(BIN)/ruff check .

@@ -9,12 +9,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from linnaeus.main import cli
+from tests import forks
+from tests.forks import ROOT, Outcome, Process
+
+settings.register_profile(
+    "quick", max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=400)
+settings.load_profile("quick")
 
 SMALL = (
     "MODEL.NAME=test_resnet",
@@ -29,14 +37,6 @@ SMALL = (
     "EXPERIMENT.NAME=small",
 )
 """A run of seconds. Later tokens override these."""
-
-
-class Outcome(NamedTuple):
-    """How a run ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 Run = Callable[..., Outcome]
@@ -73,21 +73,51 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 
 
 @pytest.fixture
-def torchrun(tmp_path: Path) -> Run:
-    """Runs a command line in several processes under torchrun, in an empty folder."""
+def run_in_child(tmp_path: Path) -> Run:
+    """Runs a command line in a process of its own, in an empty folder."""
 
-    def run_there(num_processes: int, *argv: str, env: dict[str, str] | None = None) -> Outcome:
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc_per_node={num_processes}", "-m", "linnaeus.main", *argv,
-        ]  # fmt: skip
+    def run_there(*argv: str) -> Outcome:
+        return forks.python("-m", "linnaeus.main", *argv, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+
+    return run_there
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Run:
+    """Runs a command line in several processes under torchrun, in an empty folder.
+
+    With `new_interpreters` nothing is a fork: neither torchrun nor its ranks have loaded anything before.
+    """
+
+    def run_there(num_processes: int, *argv: str, new_interpreters: bool = False) -> Outcome:
+        command = [*TORCHRUN, f"--nproc_per_node={num_processes}", "-m", "linnaeus.main", *argv]
+        env = {"PYTHONPATH": str(ROOT)}
+        if not new_interpreters:
+            return forks.python(*command, cwd=tmp_path, env=env)
         done = subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, **(env or {})}, capture_output=True, text=True,
-            timeout=240, check=False,
+            [sys.executable, *command],
+            cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     return run_there
+
+
+def wait_until(
+    condition: Callable[[], bool], process: Process | None = None, log: Path | None = None
+) -> None:
+    """Wait for a condition; fail with the log's text when it does not come, or the process has ended."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        ended = process is not None and process.poll() is not None
+        if ended and condition():
+            return
+        assert not ended, log.read_text() if log is not None else "the process has ended"
+        assert time.monotonic() < deadline, log.read_text() if log is not None else "nothing has come"
+        time.sleep(0.005)
 
 
 class Child:
@@ -96,17 +126,14 @@ class Child:
     def __init__(self, folder: Path, *argv: str) -> None:
         self.log = folder / "child.txt"
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "linnaeus.train", *argv], cwd=folder, stdout=log, stderr=log
-            )
+            self.process = forks.start(
+                ["-m", "linnaeus.train", *argv], cwd=folder, env={"PYTHONPATH": str(ROOT)}, stdout=log,
+                stderr=log,
+            )  # fmt: skip
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], bool]) -> None:
         """Until the condition holds."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.005)
+        wait_until(condition, self.process, self.log)
 
     def end(self, signal_number: signal.Signals) -> int:
         """Send the signal and give the exit code."""

@@ -49,7 +49,7 @@ class Layers(nn.Sequential):
 
 
 PLAIN = (
-    "DATA.DATASET._target_=tests.test_plan_run.Clusters", "MODEL._target_=tests.test_plan_run.Layers",
+    f"DATA.DATASET._target_={__name__}.Clusters", f"MODEL._target_={__name__}.Layers",
     "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=plain", "TRAIN.EPOCHS=3", "TRAIN.LOG_EVERY=1",
     "DATA.BATCH_SIZE=32", "OPTIMIZER.LR=0.01",
 )  # fmt: skip
@@ -128,9 +128,7 @@ def compare_processes(run: Run, torchrun: Run, tmp_path: Path, numbers: tuple[in
     one = curve(tmp_path / "runs/by1")
     assert len(one[0]) == 9
     for number in numbers:
-        outcome = torchrun(
-            number, *options, f"{NAME}by{number}", env={"PYTHONPATH": str(Path(__file__).parents[1])}
-        )
+        outcome = torchrun(number, *options, f"{NAME}by{number}")
         assert outcome.code == 0, outcome.err
         assert f"8 micro-batch x {4 // number} accumulation x {number} processes = 32" in outcome.out
         several = curve(tmp_path / f"runs/by{number}")
@@ -338,7 +336,7 @@ WARNINGS = {
     "accumulation": (["TRAIN.EFFECTIVE_BATCH_SIZE=34", "DATA.BATCH_SIZE=2"], "17 accumulation steps of 2"),
     "batchnorm": ([NORM, "DATA.BATCH_SIZE=8"], "BatchNorm sees only 8 samples"),
     "fine-tuning": (
-        ["MODEL._target_=tests.test_plan_run.Pretrained", "MODEL.pretrained=True", "DATA.BATCH_SIZE=512",
+        [f"MODEL._target_={__name__}.Pretrained", "MODEL.pretrained=True", "DATA.BATCH_SIZE=512",
          "DATA.DATASET.length=512"],
         "pretrained weights (MODEL.WEIGHTS) may be forgotten",
     ),

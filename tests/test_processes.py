@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import SMALL, Child, Run, assert_same_bits, weights
+from tests.forks import ROOT
 
 RESUMABLE = (
     *SMALL,
@@ -35,7 +36,7 @@ def never_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("never_killed")
     # The same number of threads as the runs it is compared with: sums depend on it.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "linnaeus.train", *RESUMABLE]
     subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True)
     return folder / "runs/small"
@@ -108,7 +109,8 @@ def test_resuming_another_model_is_refused(run: Run) -> None:
 
 @pytest.mark.distributed
 def test_two_processes(torchrun: Run, tmp_path: Path) -> None:
-    outcome = torchrun(2, *SMALL, "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
+    options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
+    outcome = torchrun(2, *SMALL, *options, new_interpreters=True)
     assert outcome.code == 0, outcome.err
     run = tmp_path / "runs/small"
     found = json.loads((run / "autobatch.json").read_text())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -17,7 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import SMALL, assert_same_bits, weights
+from tests import forks
+from tests.conftest import SMALL, TORCHRUN, assert_same_bits, weights
+from tests.forks import ROOT
 
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +31,6 @@ TINY = (
     "DATA.AUTOBATCH.MAX_BATCH_SIZE=24",
     "TRAIN.EPOCHS=1",
 )
-ROOT = Path(__file__).parents[2]
 
 
 class Job:
@@ -40,15 +40,12 @@ class Job:
         self, folder: Path, *argv: str, nproc: int = 2, options: Sequence[str] = ("--standalone",), **env: str
     ) -> None:
         self.text = folder / f"torchrun{len(list(folder.glob('torchrun*')))}.txt"
-        command = [
-            sys.executable, "-m", "torch.distributed.run", *options, f"--nproc_per_node={nproc}",
-            "-m", "linnaeus.main", *argv,
-        ]  # fmt: skip
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        launcher = ("-m", "torch.distributed.run", *options, f"--nproc_per_node={nproc}")
         with self.text.open("w") as file:
-            self.process = subprocess.Popen(
-                command, cwd=folder, env={**os.environ, "PYTHONPATH": path, **env}, stdout=file, stderr=file
-            )
+            self.process = forks.start(
+                [*launcher, "-m", "linnaeus.main", *argv], cwd=folder, env={"PYTHONPATH": str(ROOT), **env},
+                stdout=file, stderr=file,
+            )  # fmt: skip
 
     def finish(self, timeout_s: float = 150) -> tuple[int, str]:
         """The exit code and everything printed; a job that hangs fails the test."""
@@ -56,14 +53,13 @@ class Job:
         try:
             with suppress(psutil.Error):
                 ranks = psutil.Process(self.process.pid).children(recursive=True)
-            self.process.wait(timeout_s)
+            code = self.process.wait(timeout_s)
         finally:
             self.process.kill()
-            self.process.wait()
             for rank in ranks:
                 with suppress(psutil.Error):
                     rank.kill()
-        return self.process.returncode, self.text.read_text()
+        return code, self.text.read_text()
 
     def rank(self, number: int) -> psutil.Process:
         """A rank's process, as soon as it is there."""
@@ -214,15 +210,11 @@ def test_a_waiting_rank_that_dies_ends_the_job(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_after_the_search_all_ranks_hold_the_same_parameters_and_sizes(tmp_path: Path) -> None:
     """Hashes of everything that a step may change, with one rank that ran out of memory on the way."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3",
-        "-m", "tests.autobatch.digests", *TINY, "TRAIN.EMA.ENABLED=True",
-    ]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "FAULT": "oom:1:backward"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180, check=True
-    )
-    lines = sorted(map(json.loads, done.stdout.splitlines()), key=lambda line: line["rank"])
+    command = (*TORCHRUN, "--nproc_per_node=3", "-m", "tests.autobatch.digests", *TINY)
+    env = {"PYTHONPATH": str(ROOT), "FAULT": "oom:1:backward"}
+    outcome = forks.python(*command, "TRAIN.EMA.ENABLED=True", cwd=tmp_path, env=env)
+    assert outcome.code == 0, outcome.err
+    lines = sorted(map(json.loads, outcome.out.splitlines()), key=lambda line: line["rank"])
     assert [line["rank"] for line in lines] == [0, 1, 2]
     assert {(line["train"], line["val"]) for line in lines} == {(8, 11)}
     assert len({line["before"] for line in lines} | {line["after"] for line in lines}) == 1
@@ -248,15 +240,9 @@ def test_a_restarted_attempt_does_not_read_the_keys_of_the_last(tmp_path: Path) 
         f"    open({str(marker)!r}, 'w').close()\n"
         "raise SystemExit(cli(sys.argv[1:]))\n"
     )
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-        "--max-restarts=1", str(wrapper), *TINY,
-    ]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "FAULT": "error:0"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    command = (*TORCHRUN, "--nproc_per_node=2", "--max-restarts=1", wrapper, *TINY)
+    outcome = forks.python(*command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "FAULT": "error:0"})
+    assert outcome.code == 0, outcome.err
     assert marker.exists()
     assert sizes(tmp_path) == (24, 16)
 

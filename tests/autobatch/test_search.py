@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from linnaeus.autobatch.search import (
@@ -128,13 +128,11 @@ bounds = st.one_of(
 capacities = st.sampled_from([BUDGET, 1.25 * BUDGET, math.inf])
 starts = st.one_of(st.none(), st.integers(1, 9000))
 strategies = st.sampled_from(sorted(STRATEGIES))
-many = settings(max_examples=400, deadline=None)
 
 
 # -- properties
 
 
-@many
 @given(
     curve=st.one_of(rising_curves(), unruly_curves()),
     capacity=capacities,
@@ -178,7 +176,6 @@ def test_every_search_is_bounded_and_honest(
         check_honest(result, device, candidates, max_trials)
 
 
-@many
 @given(
     curve=rising_curves(),
     capacity=capacities,
@@ -206,7 +203,6 @@ def test_on_a_rising_curve_the_largest_size_is_found(
     assert result.certified
 
 
-@many
 @given(curve=st.one_of(rising_curves(), unruly_curves()), capacity=capacities, max_size=st.integers(1, 8192))
 def test_guided_growth_is_at_most_fourfold(curve: Curve, capacity: float, max_size: int) -> None:
     device = Device(curve, capacity)
@@ -215,7 +211,6 @@ def test_guided_growth_is_at_most_fourfold(curve: Curve, capacity: float, max_si
         assert size <= GROWTH * max(sizes(result)[:index])
 
 
-@many
 @given(
     curve=st.one_of(rising_curves(), unruly_curves()),
     budgets=st.lists(st.integers(-1, 2 * BUDGET), min_size=2, max_size=4),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -665,7 +665,6 @@ def draw() -> tuple[float, float, float, float]:
     return random.gauss(0, 1), random.random(), float(np.random.standard_normal()), torch.randn(1).item()
 
 
-@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), before=st.integers(0, 5), inside=st.integers(0, 700))
 def test_every_generator_draws_on_where_it_was(seed: int, before: int, inside: int) -> None:
     random.seed(seed)
@@ -771,7 +770,6 @@ ACTIONS: dict[str, Callable[[Net, torch.optim.Optimizer, Ema], object]] = {
 }
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     before=st.lists(st.sampled_from(list(ACTIONS)), max_size=4),
     inside=st.lists(st.sampled_from(list(ACTIONS)), max_size=6),

@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.config.values import evaluate, split_list
 from linnaeus.errors import ConfigError
-
-quick = settings(deadline=None, max_examples=40)
-
 
 # What the tests refer to; the schema may choose other defaults.
 BASE = ["TRAIN.EPOCHS=20", "TRAIN.LOG_EVERY=20", "OPTIMIZER.LR=0.002", "DATA.AUGMENT.CROP_SCALE=0.8,1"]
@@ -71,7 +68,6 @@ def test_text_arrives_as_typed(text: str) -> None:
     assert loaded("EXPERIMENT.OUTPUT_DIR", text) == text
 
 
-@quick
 @given(plain_texts)
 def test_any_text_arrives_as_typed(text: str) -> None:
     if text not in ("--help", "-h"):
@@ -81,14 +77,12 @@ def test_any_text_arrives_as_typed(text: str) -> None:
         assert text == config.EXPERIMENT.OUTPUT_DIR
 
 
-@quick
 @given(plain_texts, st.sampled_from("'\""))
 def test_wholly_quoted_text_loses_only_its_quotes(text: str, quote: str) -> None:
     inner = text.replace(quote, "").replace("\\", "/")
     assert loaded("EXPERIMENT.OUTPUT_DIR", f"{quote}{inner}{quote}") == inner
 
 
-@quick
 @given(plain_texts)
 def test_text_without_a_type_is_never_lost(text: str) -> None:
     """Below KWARGS, Hydra's grammar gives the value; where it is text, it is the text typed."""
@@ -105,13 +99,11 @@ def test_quotes_and_null_for_optional_text() -> None:
     assert loaded("EXPERIMENT.OUTPUT_DIR", "None") == "None"  # not optional, so it is a name
 
 
-@quick
 @given(st.integers(min_value=1, max_value=10**30))
 def test_whole_numbers(number: int) -> None:
     assert loaded("DATA.BATCH_SIZE", str(number)) == number
 
 
-@quick
 @given(st.floats(min_value=1e-300, allow_infinity=False))
 def test_numbers(number: float) -> None:
     assert loaded("OPTIMIZER.LR", repr(number)) == number
@@ -208,7 +200,6 @@ def test_lists(name: str, text: str, expected: Any) -> None:
     assert [type(item) for item in value or []] == [type(item) for item in expected or []]
 
 
-@quick
 @given(
     st.lists(st.text(alphabet="ab ,'[](){}é=:", min_size=1).filter(lambda text: '"' not in text), max_size=5)
 )
@@ -332,7 +323,6 @@ def test_split_list_never_fails(text: str) -> None:
     assert all(part == part.strip() for part in split_list(text))
 
 
-@quick
 @given(text=plain_texts)
 def test_text_in_a_file_arrives_as_typed(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     folder: Path = tmp_path_factory.getbasetemp()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -94,7 +94,6 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("collate", PLAIN + ODD)
-@settings(max_examples=20, deadline=None)
 @given(num_looked_at=st.integers(1, 5), n=st.integers(1, 23))
 def test_made_batch_is_what_collating_would_give(
     collate: Callable[[list[Sample]], Batch], num_looked_at: int, n: int

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forks
+from tests.conftest import wait_until
+from tests.forks import ROOT
 
 PROGRAM = """
 import itertools
@@ -42,29 +44,19 @@ except KeyboardInterrupt:
 """
 
 
-def start(how: str) -> subprocess.Popen[str]:
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", PROGRAM, how],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path},
-        start_new_session=True,  # Ctrl-C reaches all processes of the terminal's group, workers too
-    )
-
-
 @pytest.mark.parametrize(
     ("how", "expected"), [("exit", "running\n"), ("interrupt", "running\ninterrupted\n")]
 )
-def test_processes_end_quietly(how: str, expected: str) -> None:
-    process = start(how)
-    assert process.stdout is not None
-    first = process.stdout.readline()
+def test_processes_end_quietly(how: str, expected: str, tmp_path: Path) -> None:
+    output, errors = tmp_path / "output.txt", tmp_path / "errors.txt"
+    with output.open("w") as stdout, errors.open("w") as stderr:
+        process = forks.start(
+            ["-W", "error", "-c", PROGRAM, how], cwd=ROOT, stdout=stdout, stderr=stderr, finalize=True,
+            new_session=True,  # Ctrl-C reaches all processes of the terminal's group, workers too
+        )  # fmt: skip
+    wait_until(lambda: "running\n" in output.read_text(), process)
     if how == "interrupt":
         os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert errors == ""
-    assert first + output == expected
-    assert process.returncode == 0
+    assert process.wait(120) == 0
+    assert errors.read_text() == ""
+    assert output.read_text() == expected

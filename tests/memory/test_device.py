@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from linnaeus.memory.device import GIB, AcceleratorMemory, CudaMemory, DeviceMemory, device_memory
-from linnaeus.memory.host import CpuMemory
 from tests.memory.conftest import CPU, MIB
-
-
-def test_the_cpu_has_a_memory() -> None:
-    if sys.platform == "linux":
-        assert isinstance(device_memory(CPU), CpuMemory)
 
 
 @pytest.mark.parametrize("kind", ["meta", "hpu", "mps", "xpu"])

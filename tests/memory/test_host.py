@@ -141,11 +141,6 @@ def test_small_tensors_go_back_to_the_system_too(memory: CpuMemory) -> None:
     assert last.all()
 
 
-@on_linux
-def test_the_c_allocator_does_not_retry(memory: CpuMemory) -> None:
-    assert memory.num_retries() == 0
-
-
 # -- the cap
 
 

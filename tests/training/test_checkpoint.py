@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from linnaeus.errors import CheckpointError
 from linnaeus.rng import rng_state, seed_all, set_rng_state
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
 from linnaeus.training.ema import Ema
+from tests import forks
 
 CPU = torch.device("cpu")
 
@@ -296,12 +295,8 @@ def test_a_kill_between_any_two_file_operations_leaves_a_loadable_checkpoint(tmp
         good.save(content(epoch), is_best=True)
         damaged.save(content(epoch), is_best=epoch == 1)
     truncate(damaged.last)
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_SAVES, good.folder, damaged.folder],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = forks.python("-c", KILLED_SAVES, good.folder, damaged.folder, cwd=tmp_path)
+    assert done.code == 0, done.err
     for name, before in (("good", 2), ("damaged", 1)):
         folders = sorted((tmp_path / f"{name} killed").iterdir(), key=lambda folder: int(folder.name))
         assert len(folders) > 6

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.training.metrics import ClassificationMetrics, headline
+from tests import forks
+from tests.forks import ROOT
 
 NUM_CLASSES = (3, 8)
 PARENTS = (0, 0, 0, 1, 1, 1, 2, 2)
@@ -192,7 +194,15 @@ def compute_shards(rank: int, folder: str) -> None:
 
 @pytest.mark.distributed
 def test_two_processes_compute_exactly_what_one_computes(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(compute_shards, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    with (tmp_path / "output.txt").open("w") as output:
+        processes = [
+            forks.start(
+                ["-c", f"from {__name__} import *; compute_shards({rank}, {str(tmp_path)!r})"], cwd=ROOT,
+                stdout=output, stderr=output,
+            )
+            for rank in (0, 1)
+        ]  # fmt: skip
+        assert [process.wait(120) for process in processes] == [0, 0], (tmp_path / "output.txt").read_text()
     metrics = ClassificationMetrics(make_taxonomy())
     fill(metrics, range(NUM_SAMPLES))
     alone = metrics.compute()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import doctest
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +17,11 @@ from linnaeus.data.batch import Batch
 from linnaeus.training import noise_scale
 from linnaeus.training.noise_scale import GradientProbe, NoiseScale, unbiased_moments
 from linnaeus.training.step import Precision, TrainStep
-from tests.conftest import SMALL, Run
+from tests import forks
+from tests.conftest import SMALL, TORCHRUN, Run
+from tests.forks import ROOT
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
 MEAN = torch.tensor([0.6, -0.8, 0.0, 1.0])
 SIGMA = torch.tensor([1.0, 2.0, 0.5, 3.0])
 EXACT = float(SIGMA.square().sum() / MEAN.square().sum())
@@ -203,13 +201,10 @@ def torchrun(folder: Path, text: str, *argv: str) -> str:
     """What a program prints in two processes."""
     program = folder / "ranks.py"
     program.write_text(text)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*command, str(program), *argv],
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = (*TORCHRUN, "--nproc_per_node=2", program, *argv)
+    outcome = forks.python(*command, cwd=folder, env={"PYTHONPATH": str(ROOT)})
+    assert outcome.code == 0, outcome.err
+    return outcome.out
 
 
 RANKS = """

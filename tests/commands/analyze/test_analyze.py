@@ -22,9 +22,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from linnaeus.commands.environment import driver_version
+from tests import forks
 from tests.conftest import SMALL, Child, Outcome, Run
+from tests.forks import ROOT
 
-ROOT = Path(__file__).parents[3]
 MIB = 1024**2
 WIDE = (
     f"MODEL._target_={__name__}.Wide", "DATA.DATASET._target_=tests.test_run.Points",
@@ -349,8 +350,7 @@ def test_an_interrupted_search_keeps_its_trials(run: Run, tmp_path: Path) -> Non
     check_svg(ElementTree.parse(tmp_path / "a.svg").getroot(), found)
 
 
-def test_ctrl_c_writes_what_has_been_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_ctrl_c_writes_what_has_been_measured(tmp_path: Path) -> None:
     child = Child(
         tmp_path, "analyze", *WIDE, "--fractions", "0.1,0.2,0.3,0.4,0.5", "--max-bs", "64", "--throughput",
         "--output", "sizes.jsonl",
@@ -369,12 +369,12 @@ def test_the_tool_works_from_another_folder(tmp_path: Path) -> None:
         "MODEL: {NAME: test_resnet}\nDATA: {DATASET: {NAME: synthetic}, IMG_SIZE: 32}\n"
         "EXPERIMENT: {DEVICE: cpu}\n"
     )
-    done = subprocess.run(
-        [
-            sys.executable, str(ROOT / "tools/analyze_batch_sizes.py"), "--cfg", "my_exp.yaml", "--fractions",
-            "0.6,0.8", "--modes", "train,val", "DATA.AUTOBATCH.MAX_BATCH_SIZE", "4",
-        ],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    tool = ROOT / "tools/analyze_batch_sizes.py"
+    done = forks.python(
+        tool, "--cfg", "my_exp.yaml", "--fractions", "0.6,0.8", "--modes", "train,val",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE", "4", cwd=tmp_path,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     assert len(json.loads((tmp_path / "batch_sizes.json").read_text())["results"]) == 4
+    # A new interpreter finds the package too.
+    subprocess.run([sys.executable, str(tool), "--help"], cwd=tmp_path, capture_output=True, check=True)

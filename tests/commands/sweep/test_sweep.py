@@ -22,8 +22,8 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from tests.conftest import SMALL, Child, Run
+from tests.forks import ROOT
 
-ROOT = Path(__file__).parents[3]
 SLEEPY = (
     f"DATA.DATASET._target_={__name__}.Sleepy", "MODEL._target_=tests.test_run.Perceptron",
     "MODEL.width=4,8", "DATA.BATCH_SIZE=8", "TRAIN.EPOCHS=3", "EXPERIMENT.DEVICE=cpu",
@@ -48,21 +48,16 @@ class Sleepy(Dataset[tuple[torch.Tensor, int]]):
         return torch.tensor([index / 64, 1.0]), index % 2
 
 
-@pytest.fixture(autouse=True)
-def _children_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-
 def read(folder: Path) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = json.loads((folder / "sweep.json").read_text())["runs"]
     return runs
 
 
-def test_a_sweep_with_a_run_that_fails(run: Run, tmp_path: Path) -> None:
+def test_a_sweep_with_a_run_that_fails(run_in_child: Run, tmp_path: Path) -> None:
     """The middle one has a name that only the child can check."""
     argv = ("sweep", *SMALL, "MODEL.NAME=test_resnet,resnet5O", "TRAIN.EPOCHS=1", "--plot", "sweep.svg")
     argv = (*argv, "TRAIN.ACCUMULATION_STEPS=2", "EXPERIMENT.NAME=models")
-    outcome = run(*argv)
+    outcome = run_in_child(*argv)
     folder = tmp_path / "runs/models"
     assert outcome.code == 1
     good, bad = read(folder)
@@ -93,7 +88,7 @@ def test_a_sweep_with_a_run_that_fails(run: Run, tmp_path: Path) -> None:
     assert {"validation top1/rank2", "training time", "effective batch size", "32"} <= labels
 
     before = {path: path.stat().st_mtime_ns for path in (folder / "MODEL.NAME=test_resnet").rglob("*")}
-    again = run(*argv)
+    again = run_in_child(*argv)
     assert again.code == 1
     assert "has ended well before" in again.out
     after = {path: path.stat().st_mtime_ns for path in (folder / "MODEL.NAME=test_resnet").rglob("*")}
@@ -122,7 +117,7 @@ def check_csv(path: Path, runs: list[dict[str, Any]]) -> None:
         }
 
 
-def test_ctrl_c_stops_the_run_and_the_same_command_goes_on(run: Run, tmp_path: Path) -> None:
+def test_ctrl_c_stops_the_run_and_the_same_command_goes_on(run_in_child: Run, tmp_path: Path) -> None:
     folder = tmp_path / "runs/sleepy"
     child = Child(tmp_path, "sweep", *SLEEPY)
     child.wait_for((folder / "MODEL.width=4/checkpoints/last.pt").exists)
@@ -133,7 +128,7 @@ def test_ctrl_c_stops_the_run_and_the_same_command_goes_on(run: Run, tmp_path: P
     output = folder / "MODEL.width=4/logs/output.txt"
     assert "stopping after this step and saving a checkpoint" in output.read_text()
 
-    outcome = run("sweep", *SLEEPY)
+    outcome = run_in_child("sweep", *SLEEPY)
     assert outcome.code == 0, outcome.err
     assert output.read_text().count("resumed after") == 1
     runs = read(folder)
@@ -154,7 +149,7 @@ def validated(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_goes_on_once_its_run_has_ended(run: Run, tmp_path: Path) -> None:
+def test_a_killed_sweep_goes_on_once_its_run_has_ended(run_in_child: Run, tmp_path: Path) -> None:
     folder = tmp_path / "runs/sleepy"
     argv = ("sweep", *SLEEPY, "TRAIN.EPOCHS=12")
     child = Child(tmp_path, *argv)
@@ -162,12 +157,12 @@ def test_a_killed_sweep_goes_on_once_its_run_has_ended(run: Run, tmp_path: Path)
     assert child.end(signal.SIGKILL) == -signal.SIGKILL
     pids = [int(text) for text in (folder / ".lock").read_text().split()]
     assert pids[0] == child.process.pid
-    refused = run(*argv)
+    refused = run_in_child(*argv)
     assert refused.code == 2
     assert f"another sweep is at work here (process {pids[0]}, {pids[1]})" in refused.err
     os.kill(pids[1], signal.SIGKILL)
     deadline = time.monotonic() + 60
-    while (outcome := run(*argv)).code == 2:  # until the system has cleared it away
+    while (outcome := run_in_child(*argv)).code == 2:  # until the system has cleared it away
         assert time.monotonic() < deadline
     assert outcome.code == 0, outcome.err
     assert (folder / "MODEL.width=4/logs/output.txt").read_text().count("resumed after") == 1
