@@ -142,8 +142,8 @@ def test_waiting_ranks_report_what_they_wait_for(
     def reports() -> list[str]:
         return [text for record in caplog.records if " s for rank 0" in (text := record.getMessage())]
 
-    def until_three_reports(status: Status) -> None:
-        status.text = "train: trying batch size 128"
+    def until_three_reports(status: RankStatus) -> None:
+        status.update("train: trying batch size 128")
         while len(reports()) < 3:
             time.sleep(0.01)
 
