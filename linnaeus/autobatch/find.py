@@ -128,7 +128,8 @@ class BatchSizeFinder:
 
         Args:
             target_memory_fraction, strategy, max_trials, timeout_minutes, start: as for
-                `auto_find_batch_size`. Confirming trials are not counted by `max_trials`.
+                `auto_find_batch_size`. They do not limit the confirmation: if a size fails it after the
+                last trial or the deadline, the next smaller size that has fitted is confirmed in its turn.
             confirm: run the size found once more, under a budget that is read again after the search.
 
         Raises:
@@ -140,8 +141,8 @@ class BatchSizeFinder:
         started = time.monotonic()
         num_before = len(self.trials)
         self._set_budget(self._first_budget(target_memory_fraction))
+        num_left = max_trials
         while True:
-            num_trials = len(self.trials) - num_before
             found = find_largest(
                 self._runner,
                 budget_bytes=self.budget_bytes,
@@ -149,7 +150,7 @@ class BatchSizeFinder:
                 max_size=self._max_size,
                 multiple_of=self._multiple_of,
                 strategy=strategy,
-                max_trials=max_trials if num_trials == 0 else max(max_trials - num_trials, 1),
+                max_trials=num_left,
                 start=start,
                 deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
                 known=self._known.values(),
@@ -158,6 +159,7 @@ class BatchSizeFinder:
             )
             if found.size is None or not confirm or self._still_fits(found.size, target_memory_fraction):
                 break
+            num_left = max(num_left - len(found.trials), 1)
             start = None
         return self._result(found, target_memory_fraction, strategy, num_before, started)
 
@@ -194,6 +196,7 @@ class BatchSizeFinder:
     def prefer_throughput(self, result: AutoBatchResult, *, timeout_minutes: float = 60.0) -> AutoBatchResult:
         """Reduce the size found to the smallest one that is within 5 % of the best samples per second."""
         started = time.monotonic()
+        self._set_budget(result.budget_bytes)
         sizes = list(Candidates(self.min_size, result.batch_size, self._multiple_of))
         fast, medians = sizes_by_speed(self._time_steps, sizes, deadline_s=timeout_minutes * 60)
         num_before = len(self.trials)

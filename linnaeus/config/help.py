@@ -40,7 +40,7 @@ examples:
   python -m linnaeus.train model=resnet50 data=imagefolder DATA.DATASET.ROOT /data/birds
   python -m linnaeus.train --cfg my_exp.yaml --print-config
 
-exit codes: 0 done, 2 configuration, 3 no batch size found, 1 anything else
+exit codes: 0 done, 2 configuration, 3 no batch size found, 130 interrupted, 1 anything else
 """
 
 

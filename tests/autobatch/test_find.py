@@ -164,6 +164,25 @@ def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bo
     assert (again.status == "fits") is confirm
 
 
+def test_speeds_are_compared_under_the_budget_of_the_result() -> None:
+    """A later search within a smaller fraction of the memory must not decide which sizes fit the first."""
+
+    def step(batch: Tensor) -> None:
+        time.sleep(0.05)  # so that the largest size is by far the fastest
+        plain_step(batch)
+
+    limit_gb = room(150)["memory_limit_gb"]
+    with BatchSizeFinder(
+        step, make_batch, device="cpu", max_batch_size=300, memory_limit_gb=limit_gb
+    ) as finder:
+        large = finder.find(1.0)
+        small = finder.find((limit_gb - 100 / 1024) / limit_gb)
+        assert small.batch_size < large.batch_size / 2
+        fast = finder.prefer_throughput(large)
+    assert fast.batch_size > small.batch_size
+    assert all(trial.status == "fits" for trial in fast.trials[len(large.trials) :])
+
+
 def test_a_tighter_memory_limit_gives_a_smaller_size() -> None:
     large, small = (
         find_on_cpu(plain_step, make_batch, max_batch_size=300, **room(extra)) for extra in (160, 80)
