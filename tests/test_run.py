@@ -72,7 +72,7 @@ def test_files_of_a_run(run: Run, tmp_path: Path) -> None:
 
 def test_autobatch_trains_as_with_the_size_set_by_hand(run: Run, tmp_path: Path) -> None:
     digits = (
-        "MODEL.NAME=test_resnet", "TRAIN.EPOCHS=2", "TRAIN.EMA.ENABLED=True", "MODEL.DROP_RATE=0.1",
+        "MODEL.NAME=test_resnet", "TRAIN.EPOCHS=1", "TRAIN.EMA.ENABLED=True", "MODEL.DROP_RATE=0.1",
         "DATA.AUGMENT.ROTATION=10", "EXPERIMENT.DEVICE=cpu",
     )  # fmt: skip
     assert run(*digits, *AUTOBATCH, "EXPERIMENT.NAME=found").code == 0

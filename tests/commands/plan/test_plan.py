@@ -33,7 +33,7 @@ def marked(found: dict[str, Any], name: str) -> list[int]:
 
 def test_where_memory_limits(run: Run, tmp_path: Path) -> None:
     outcome = run(
-        "plan", *WIDE, *limit(300), "--fraction", "0.9", "--epochs", "4", "--time-budget", "1d", "--plot",
+        "plan", *WIDE, *limit(200), "--fraction", "0.9", "--epochs", "4", "--time-budget", "1d", "--plot",
         "plan.html",
     )  # fmt: skip
     found = read(outcome, tmp_path / "batch_plan.json")
