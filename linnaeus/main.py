@@ -1,9 +1,10 @@
 """The command line: `python -m linnaeus.main`, `python -m linnaeus.train` and `linnaeus`.
 
-It trains, unless its first word is one of `COMMANDS`. A command is a package of `linnaeus.commands` in two
-halves, which are imported when they are needed. `options.read` takes the words after the command, and gives a
-text to print or the arguments of `session.run`, which does the work and gives the exit code. No `options`
-imports torch, so that mistakes are answered at once.
+It trains, unless its first word is one of `COMMANDS`. Each command is a package of `linnaeus.commands`:
+
+* `options.read(argv)` checks the words after the command. It returns a text to print, such as the help, or
+  the arguments of `session.run`. It does not import torch, so that mistakes are reported at once.
+* `session.run(*arguments)` does the work and returns the exit code.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ COMMANDS = {
     "plan": "sizes are timed on one device in one process (see --world-size)",
     "sweep": "a sweep starts a process for each run by itself",
 }
-"""What the first word may be, and why torchrun cannot run it."""
+"""The commands beside training, each with the reason why torchrun cannot run it."""
 FAREWELL_S = 3.0
 """How long other ranks wait before they leave, so that rank 0 can say what is wrong."""
 
