@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from linnaeus.config.keys import KEYS, NODES, closest, is_known, suggest
+from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, Place, classify, closest, suggest
 
 FLAGS = ("--cfg", "--opts", "--print-config", "--help", "-h", "--version")
 _TOKEN = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
@@ -145,7 +145,8 @@ def _begins_override(token: str) -> bool:
     if not match:
         return False
     _, key, text = match.groups()
-    return is_known(key) if text is not None else tuple(key.split(".")) in KEYS
+    path = tuple(key.split("."))
+    return path in KEYS or (text is not None and classify(path, PLUGGABLE_PATHS) is Place.FREE)
 
 
 def _stray(token: str) -> str:
