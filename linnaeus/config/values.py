@@ -144,7 +144,9 @@ def _bool(value: Any) -> bool:
 def _int(value: Any) -> int:
     number = _number(value, "a whole number")
     if number != int(number):
-        raise ValueError(f"{_given(value, number)} is not a whole number")
+        is_arithmetic = isinstance(value, str) and not re.fullmatch(r"[\d.eE+-]+", value)
+        result = f" = {number}" if is_arithmetic else ""
+        raise ValueError(f"{show(value)}{result} is not a whole number")
     return int(number)
 
 
@@ -206,14 +208,6 @@ def _evaluate(node: ast.expr) -> int | float:
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
         return typing.cast("int | float", _OPERATORS[type(node.op)](_evaluate(node.operand)))
     raise ValueError("not arithmetic")
-
-
-def _given(value: Any, number: float) -> str:
-    """The value, and for arithmetic also its result."""
-    shown = show(value)
-    return (
-        shown if isinstance(value, float) or re.fullmatch(r"'[\d.eE+-]+'", shown) else f"{shown} = {number}"
-    )
 
 
 def _list(value: Any, element: Any, resolved: bool) -> Any:

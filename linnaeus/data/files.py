@@ -161,7 +161,7 @@ def _encode(listing: Listing, index: LabelIndex) -> Tensor:
             try:
                 labels[lineage] = index.encode(lineage)
             except UnknownClassError as error:
-                unknown.setdefault(error.args[1], listing.place(position))
+                unknown.setdefault(error.args[0], listing.place(position))
                 labels[lineage] = ()
     if unknown:
         count = f"{len(unknown)} class{'es' if len(unknown) > 1 else ''}"

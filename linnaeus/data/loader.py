@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from linnaeus.data.bundle import Collate, DataBundle, dataset_length
 from linnaeus.data.sampler import EpochSampler, PlannedBatches, SampleKey, Sizes, ValSampler
 from linnaeus.errors import DataError
 from linnaeus.rng import derive_seed, preserved_generators, seed_generators
+
+_WORKER_DIED = re.compile(r"DataLoader worker.*(exited unexpectedly|killed by)", re.DOTALL)
 
 
 class SeededBatches(Dataset[Any]):
@@ -104,7 +107,7 @@ class _Batches(Iterator[Batch]):
         try:
             batch = next(self._iterator)
         except RuntimeError as error:
-            if not _is_death_of_worker(error):
+            if not _WORKER_DIED.match(str(error)):
                 raise
             raise DataError(
                 f"a loader process died: {str(error).splitlines()[0]} Often memory ran out, or shared "
@@ -196,8 +199,3 @@ def _print_unless_disconnected(
     """Stay silent about a connection lost because the training process ended; print anything else."""
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
-
-
-def _is_death_of_worker(error: RuntimeError) -> bool:
-    text = str(error)
-    return text.startswith("DataLoader worker") and ("exited unexpectedly" in text or "killed by" in text)

@@ -75,7 +75,7 @@ def labels_of(finest: int, num_classes: list[int]) -> list[int]:
     [1, 2, 5]
     """
     labels = [finest]
-    for below, above in zip(num_classes[:0:-1], num_classes[-2::-1], strict=True):
+    for below, above in pairwise(reversed(num_classes)):
         labels.append(labels[-1] * above // below)
     return labels[::-1]
 

@@ -79,7 +79,7 @@ class Taxonomy:
 
 
 class UnknownClassError(LookupError):
-    """A class without a training sample; `args` are the depth of its level and the path to it."""
+    """A class without a training sample; its only argument is the path to the class."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class LabelIndex:
             parent = labels[-1] if labels else UNKNOWN
             label = UNKNOWN if name is None else _find(self.lookup[depth], parent, name)
             if label is None:
-                raise UnknownClassError(depth, "/".join(part or "?" for part in lineage[: depth + 1]))
+                raise UnknownClassError("/".join(part or "?" for part in lineage[: depth + 1]))
             labels.append(label)
         return tuple(labels[column] for column in self.columns)
 
