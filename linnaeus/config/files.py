@@ -7,7 +7,7 @@ silently keep the last of two equal keys. Here plain scalars keep their text, an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -76,18 +76,18 @@ class _Reader:
         self.name = name
         self.problems = problems
         self._loader = Loader(text)
-        self._above: set[int] = set()  # nodes being read, for aliases that contain themselves
+        self._checked: set[int] = set()
 
     def settings(self) -> Iterator[Setting]:
         root = self._loader.get_single_node()
-        self._find_duplicates(root, (), set())  # before `<<` merges keys that may be there already
+        self._check(root, (), frozenset())  # before `<<` merges keys that may be there already
         if isinstance(root, yaml.MappingNode):
             yield from self._mapping(root, ())
-        elif root is not None and self._scalar_or_list(root) is not None:
-            self.problems.append(f"{self.name}: must hold keys with values (KEY: value), not {_kind(root)}")
+        elif root is not None and self._value(root) is not None:
+            kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+            self.problems.append(f"{self.name}: must hold keys with values (KEY: value), not {kind}")
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> Iterator[Setting]:
-        self._enter(node)
         for name, child in self._items(node):
             here = (*path, name)
             if isinstance(child, yaml.MappingNode) and child.value:
@@ -95,15 +95,20 @@ class _Reader:
             else:
                 origin = f"{self.name}, line {child.start_mark.line + 1}"
                 yield Setting(here, self._value(child), origin)
-        self._above.discard(id(node))
 
-    def _find_duplicates(self, node: yaml.Node | None, path: Path, done: set[int]) -> None:
-        if not isinstance(node, yaml.CollectionNode) or id(node) in done:
+    def _check(self, node: yaml.Node | None, path: Path, above: frozenset[int]) -> None:
+        """Find keys that stand twice, and aliases of a node that holds them."""
+        if not isinstance(node, yaml.CollectionNode):
             return
-        done.add(id(node))
+        if id(node) in above:
+            raise _fault("an alias holds itself", node)
+        if id(node) in self._checked:
+            return
+        self._checked.add(id(node))
+        above |= {id(node)}
         if isinstance(node, yaml.SequenceNode):
             for child in node.value:
-                self._find_duplicates(child, path, done)
+                self._check(child, path, above)
             return
         seen: set[Any] = set()
         for name_node, child in node.value:
@@ -112,46 +117,30 @@ class _Reader:
                 line = name_node.start_mark.line + 1
                 self.problems.append(f"{dotted(here)}: stands twice ({self.name}, line {line})")
             seen.add(here[-1])
-            self._find_duplicates(child, here, done)
+            self._check(child, here, above)
 
-    def _items(self, node: yaml.MappingNode) -> Iterator[tuple[Any, yaml.Node]]:
+    def _items(self, node: yaml.MappingNode) -> ItemsView[Any, yaml.Node]:
         """The keys and values of a mapping, with `<<` merged in."""
         self._loader.flatten_mapping(node)
-        yield from {self._name(name_node): child for name_node, child in node.value}.items()
+        return {self._name(name_node): child for name_node, child in node.value}.items()
 
     def _name(self, node: yaml.Node) -> Any:
         name = self._loader.construct_object(node) if isinstance(node, yaml.ScalarNode) else None
         if not isinstance(name, (str, int, float)):
-            problem = "a key must be text"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            raise _fault("a key must be text", node)
         return name
 
     def _value(self, node: yaml.Node) -> Any:
         if isinstance(node, yaml.MappingNode):
-            self._enter(node)
-            value: Any = {name: self._value(child) for name, child in self._items(node)}
-            self._above.discard(id(node))
-            return value
-        return self._scalar_or_list(node)
-
-    def _scalar_or_list(self, node: yaml.Node) -> Any:
+            return {name: self._value(child) for name, child in self._items(node)}
         if isinstance(node, yaml.SequenceNode):
-            self._enter(node)
-            items = [self._value(child) for child in node.value]
-            self._above.discard(id(node))
-            return items
+            return [self._value(child) for child in node.value]
         assert isinstance(node, yaml.ScalarNode)
         value = self._loader.construct_object(node)
         if value is not None and not isinstance(value, (str, int, float)):
-            problem = f"a {type(value).__name__} cannot be a value"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            raise _fault(f"a {type(value).__name__} cannot be a value", node)
         return value if value is None or node.style else Bare(node.value, lambda: value)
 
-    def _enter(self, node: yaml.Node) -> None:
-        if id(node) in self._above:
-            raise yaml.constructor.ConstructorError(None, None, "an alias holds itself", node.start_mark)
-        self._above.add(id(node))
 
-
-def _kind(node: yaml.Node) -> str:
-    return "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+def _fault(problem: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)

@@ -92,21 +92,14 @@ def call_target(
     Raises:
         ConfigError: when the call fails; the cause is named.
     """
-    parameters = accepted_parameters(find_target(node, where))
-    offered = {
-        name: value for name, value in (offer or {}).items() if name in parameters and name not in node
-    }
+    try:
+        parameters = set(inspect.signature(find_target(node, where)).parameters)
+    except (TypeError, ValueError):  # some callables in C have no signature
+        parameters = set()
+    offered = {name: value for name, value in (offer or {}).items() if name in parameters - set(node)}
     try:
         return instantiate(node, *positional, **offered)
     except Exception as error:
         raise ConfigError(
             f"{where}: {node['_target_']} failed with {type(error).__name__}: {error}"
         ) from error
-
-
-def accepted_parameters(target: Callable[..., Any]) -> set[str]:
-    """Names of the parameters in a callable's signature; empty when it has no readable signature."""
-    try:
-        return set(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        return set()

@@ -112,12 +112,6 @@ def classify(path: Path, free: Collection[Path] = ()) -> Key | Place:
     return Place.NODE
 
 
-def is_known(name: str) -> bool:
-    """Whether a dotted name is a key, or may be one because its node takes any key."""
-    path = tuple(name.split("."))
-    return path in KEYS or classify(path, PLUGGABLE_PATHS) is Place.FREE
-
-
 def closest(name: str) -> str | None:
     """The key that a misspelled dotted name most likely means, or None.
 

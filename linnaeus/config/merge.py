@@ -19,7 +19,7 @@ from linnaeus.config.keys import (
     dotted,
 )
 from linnaeus.config.settings import Setting, flatten
-from linnaeus.config.values import Bare, convert, show, untyped
+from linnaeus.config.values import convert, show, untyped
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _apply_deletions(settings: Sequence[Setting], problems: list[str]) -> list[S
             continue
         kept = [other for other in kept if other.path[: len(path)] != path]
         if len(kept) == before and classify(path) in (Place.NO_KEY, Place.FREE):
-            problems.append(f"~{_unknown(path, setting.origin, with_name=True)}")
+            problems.append(f"~{dotted(path)}: {_unknown(path, setting.origin)}")
     return kept
 
 
@@ -155,28 +155,24 @@ def _put(entries: dict[Path, Entry], path: Path, entry: Entry) -> None:
     entries[path] = entry
 
 
-def _unknown(path: Path, origin: str, *, with_name: bool = False) -> str:
-    name = dotted(path)
-    start = f"{name}: " if with_name else ""
+def _unknown(path: Path, origin: str) -> str:
     upper = next((path[:size] for size in range(1, len(path)) if path[:size] in KEYS), None)
     if any("." in str(part) for part in path):
-        return f"{start}no such key ({origin}); keys in a file are nested, not joined by dots"
+        return f"no such key ({origin}); keys in a file are nested, not joined by dots"
     if upper and TARGET not in path:
-        return f"{start}no such key ({origin}); {dotted(upper)} takes a value and has no keys below it"
+        return f"no such key ({origin}); {dotted(upper)} takes a value and has no keys below it"
     if path in NODES:
-        return f"{start}is a group of keys ({origin})"
-    real = closest(name)
+        return f"is a group of keys ({origin})"
+    real = closest(dotted(path))
     if real:
-        return f"{start}no such key ({origin}); did you mean {real}?"
+        return f"no such key ({origin}); did you mean {real}?"
     node = next((node for node in PLUGGABLE_PATHS if path[:-1] == node), None)
     hint = f"; {dotted(node)} takes other keys when {dotted(node)}._target_ is set" if node else ""
-    return f"{start}no such key ({origin}){hint}"
+    return f"no such key ({origin}){hint}"
 
 
 def _not_a_value(setting: Setting) -> str:
-    shown = show(setting.value) if not isinstance(setting.value, Bare) else repr(setting.value.text)
     first = next((dotted(path) for path in KEYS if path[: len(setting.path)] == setting.path), "")
     example = f", such as {first}" if first else ""
-    return (
-        f"is a group of keys, not a key that takes {shown} ({setting.origin}); set the keys below it{example}"
-    )
+    problem = f"is a group of keys, not a key that takes {show(setting.value)} ({setting.origin})"
+    return f"{problem}; set the keys below it{example}"

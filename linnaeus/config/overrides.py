@@ -7,10 +7,11 @@ accepted and changes nothing. A lower-case `group=name` selects a preset.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from linnaeus.config.keys import KEYS, NODES, closest, is_known, suggest
+from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, Place, classify, closest, suggest
 
 FLAGS = ("--cfg", "--opts", "--print-config", "--help", "-h", "--version")
 _TOKEN = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
@@ -61,21 +62,22 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     [Override(key='DATA.BATCH_SIZE', text='8', delete=False)]
     """
     line = CommandLine()
-    position = 0
-    while position < len(argv):
-        token, following = argv[position], argv[position + 1] if position + 1 < len(argv) else None
-        is_flag = token.startswith("-") and not _NUMBER.match(token)
-        read: Callable[[CommandLine, str, str | None], int] = _flag if is_flag else _override
-        position += read(line, token, following)
+    tokens = deque(argv)
+    while tokens:
+        token = tokens.popleft()
+        if token.startswith("-") and not _NUMBER.match(token):
+            _flag(line, token, tokens)
+        else:
+            _override(line, token, tokens)
     return line
 
 
-def _flag(line: CommandLine, token: str, following: str | None) -> int:
-    """Read a flag; returns how many tokens it took."""
+def _flag(line: CommandLine, token: str, tokens: deque[str]) -> None:
+    """Read a flag; a value that follows it is taken from the other tokens."""
     name, has_value, value = token.partition("=")
     if name == "--cfg":
-        return _cfg(line, value if has_value else None, following)
-    if name not in FLAGS:
+        _cfg(line, value if has_value else None, tokens)
+    elif name not in FLAGS:
         key = name.lstrip("-")
         real = closest(key) if "." in key or key.isupper() else None
         hint = f"; keys have no dashes: {real}" if real else suggest(name, FLAGS)
@@ -86,28 +88,25 @@ def _flag(line: CommandLine, token: str, following: str | None) -> int:
         line.print_config = True
     elif name in ("--help", "-h"):
         line.show_help = True
-    return 1
 
 
-def _cfg(line: CommandLine, value: str | None, following: str | None) -> int:
-    taken = 1
-    if value is None and following is not None and not _is_flag(following):
-        value, taken = following, 2
+def _cfg(line: CommandLine, value: str | None, tokens: deque[str]) -> None:
+    if value is None and tokens and not _is_flag(tokens[0]):
+        value = tokens.popleft()
     if not value:
         line.problems.append("--cfg: needs a file")
     elif line.cfg is not None:
         line.problems.append(f"--cfg: given twice, {line.cfg} and {value}; there can be one file")
     else:
         line.cfg = value
-    return taken
 
 
-def _override(line: CommandLine, token: str, following: str | None) -> int:
-    """Read an override or a preset; returns how many tokens it took."""
+def _override(line: CommandLine, token: str, tokens: deque[str]) -> None:
+    """Read an override or a preset; a value that follows it is taken from the other tokens."""
     match = _TOKEN.fullmatch(token)
     if not match:
         line.problems.append(_stray(token))
-        return 1
+        return
     prefix, key, text = match.groups()
     if _GROUP.fullmatch(key) and (text is not None or prefix == "~"):
         _select(line, key, text, prefix == "~")
@@ -115,12 +114,10 @@ def _override(line: CommandLine, token: str, following: str | None) -> int:
         line.overrides.append(Override(key, text, delete=prefix == "~"))
     elif not _may_be_key(key):
         line.problems.append(_stray(token))
-    elif following is None or _is_flag(following) or _begins_override(following):
+    elif not tokens or _is_flag(tokens[0]) or _begins_override(tokens[0]):
         line.problems.append(f"{key}: key without a value (command line)")
     else:
-        line.overrides.append(Override(key, following))
-        return 2
-    return 1
+        line.overrides.append(Override(key, tokens.popleft()))
 
 
 def _select(line: CommandLine, group: str, text: str | None, delete: bool) -> None:
@@ -145,7 +142,8 @@ def _begins_override(token: str) -> bool:
     if not match:
         return False
     _, key, text = match.groups()
-    return is_known(key) if text is not None else tuple(key.split(".")) in KEYS
+    path = tuple(key.split("."))
+    return path in KEYS or (text is not None and classify(path, PLUGGABLE_PATHS) is Place.FREE)
 
 
 def _stray(token: str) -> str:

@@ -61,11 +61,11 @@ def _check(group: str, name: str) -> str | None:
 def _own_hydra() -> Iterator[None]:
     """Put Hydra's global state aside, so that a program that uses Hydra can load a configuration."""
     instances = Singleton._instances
-    hidden = {cls: instances.pop(cls, None) for cls in (GlobalHydra, VersionBase)}
+    classes = (GlobalHydra, VersionBase)
+    hidden = {cls: instances.pop(cls) for cls in classes if cls in instances}
     try:
         yield
     finally:
-        for cls, instance in hidden.items():
+        for cls in classes:
             instances.pop(cls, None)
-            if instance is not None:
-                instances[cls] = instance
+        instances.update(hidden)

@@ -29,11 +29,8 @@ def key(
     *,
     unit: str | None = None,
     choices: tuple[str, ...] | None = None,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
     check: Callable[[Any], str | None] | None = None,
+    **bounds: float,
 ) -> Any:
     """Declare one configuration key.
 
@@ -42,11 +39,9 @@ def key(
         doc: one sentence for the reference and for `--help`.
         unit: unit of the value, when it has one.
         choices: the allowed strings.
-        ge, gt, le, lt: bounds; in a list, of each element. `None` is not checked.
         check: returns what is wrong with a value, or None.
+        bounds: `ge`, `gt`, `le` or `lt`; in a list, of each element. `None` is not checked.
     """
-    bounds = {name: bound for name, bound in zip(("ge", "gt", "le", "lt"), (ge, gt, le, lt), strict=True)
-              if bound is not None}  # fmt: skip
     metadata = {"doc": doc, "unit": unit, "choices": choices, "bounds": bounds, "check": check}
     if callable(default):
         return field(default_factory=default, metadata=metadata)

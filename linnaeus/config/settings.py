@@ -43,14 +43,11 @@ def from_overrides(overrides: Sequence[Override]) -> Iterator[Setting]:
     for override in overrides:
         path = tuple(override.key.split("."))
         value = None if override.text is None else from_command_line(override.text)
+        takes_mapping = path not in KEYS or KEYS[path].is_mapping
         if override.delete:
             yield Setting(path, value, origin, delete=True)
-        elif isinstance(value, Bare) and value.text.lstrip().startswith("{") and _takes_mapping(path):
+        elif isinstance(value, Bare) and value.text.lstrip().startswith("{") and takes_mapping:
             meaning = untyped(value, check=False)
             yield from flatten(path, meaning if isinstance(meaning, dict) else value, origin)
         else:
             yield Setting(path, value, origin)
-
-
-def _takes_mapping(path: Path) -> bool:
-    return path not in KEYS or KEYS[path].is_mapping

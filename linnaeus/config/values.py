@@ -106,13 +106,14 @@ def convert(value: Any, hint: Any, *, resolved: bool = False) -> Any:
         if optional:
             return None
         raise ValueError("must have a value, not null")
+    given = value.text if isinstance(value, Bare) else value
+    if given == MISSING:
+        return given
     if typing.get_origin(hint) is list:
-        return _list(value, typing.get_args(hint)[0], resolved)
-    text = value.text if isinstance(value, Bare) else value
-    if isinstance(text, str) and (text == MISSING or ("${" in text and not resolved)):
-        return text if text == MISSING else _interpolation(text, hint)
-    converter: Callable[[Any], Any] = _CONVERTERS.get(hint, _mapping)
-    return converter(value)
+        return _list(given, typing.get_args(hint)[0], resolved)
+    if isinstance(given, str) and "${" in given and not resolved:
+        return _interpolation(given, hint)
+    return _CONVERTERS[hint](given) if hint in _CONVERTERS else _mapping(value)
 
 
 def _interpolation(text: str, hint: Any) -> str:
@@ -128,14 +129,13 @@ def _interpolation(text: str, hint: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    text = value.text if isinstance(value, Bare) else value
-    if isinstance(text, (dict, list)):
+    if isinstance(value, (dict, list)):
         raise ValueError(f"{show(value)} is not text")
-    return str(text)
+    return str(value)
 
 
 def _bool(value: Any) -> bool:
-    text = str(value.text if isinstance(value, Bare) else value).strip().lower()
+    text = str(value).strip().lower()
     if text not in _TRUE + _FALSE:
         raise ValueError(f"{show(value)} is not true or false")
     return text in _TRUE
@@ -144,7 +144,9 @@ def _bool(value: Any) -> bool:
 def _int(value: Any) -> int:
     number = _number(value, "a whole number")
     if number != int(number):
-        raise ValueError(f"{_given(value, number)} is not a whole number")
+        is_arithmetic = isinstance(value, str) and not re.fullmatch(r"[\d.eE+-]+", value)
+        result = f" = {number}" if is_arithmetic else ""
+        raise ValueError(f"{show(value)}{result} is not a whole number")
     return int(number)
 
 
@@ -154,7 +156,6 @@ def _float(value: Any) -> float:
 
 def _number(value: Any, wanted: str) -> int | float:
     """A finite number, from a number, its text or arithmetic."""
-    value = value.text if isinstance(value, Bare) else value
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"{show(value)} is not {wanted}")
     try:
@@ -209,22 +210,11 @@ def _evaluate(node: ast.expr) -> int | float:
     raise ValueError("not arithmetic")
 
 
-def _given(value: Any, number: float) -> str:
-    """The value, and for arithmetic also its result."""
-    shown = show(value)
-    return (
-        shown if isinstance(value, float) or re.fullmatch(r"'[\d.eE+-]+'", shown) else f"{shown} = {number}"
-    )
-
-
 def _list(value: Any, element: Any, resolved: bool) -> Any:
-    text = value.text if isinstance(value, Bare) else value
-    if isinstance(text, str):
-        if text == MISSING:
-            return text
-        items = split_list(text)
-        if len(items) == 1 and items[0] == text.strip() and "${" in text and not resolved:
-            return _interpolation(text, list)
+    if isinstance(value, str):
+        items = split_list(value)
+        if items == [value.strip()] and "${" in value and not resolved:
+            return _interpolation(value, list)
         value = [from_command_line(item) for item in items]
     if isinstance(value, dict):
         raise ValueError(f"{show(value)} is not a list such as [a, b]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from itertools import cycle, islice
@@ -115,16 +116,13 @@ class BatchSpec:
             raise DataError("the dataset has no sample to take the shape of a batch from")
         chosen = random.Random(seed).sample(range(length), min(num_samples, length))
         groups: dict[Any, list[Any]] = {}
-        elements: dict[Any, int] = {}
         with preserved_generators():
             for index in chosen:
                 seed_generators(derive_seed(seed, index))
                 sample = dataset[index]
-                single = collate([sample])
-                shapes = tuple(tuple(tensor.shape) for tensor in nest.tensors(single))
+                shapes = tuple(tuple(tensor.shape) for tensor in nest.tensors(collate([sample])))
                 groups.setdefault(shapes, []).append(sample)
-                elements[shapes] = sum(tensor.numel() for tensor in nest.tensors(single))
-        largest = max(elements, key=lambda shapes: elements[shapes])
+        largest = max(groups, key=lambda shapes: sum(map(math.prod, shapes)))
         return cls(groups[largest], collate, seed)
 
     def make(self, n: int, device: torch.device | str, *, channels_last: bool = False) -> Batch:

@@ -10,7 +10,7 @@ from linnaeus.config.schema import DataConfig
 from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
 from linnaeus.data.split import stratified_split
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.data.transforms import Transform, build_transform
+from linnaeus.data.transforms import Transform, build_transforms
 
 SHAPES = ("straight", "curved", "looped")
 """Classes of the coarse level: how a digit is drawn."""
@@ -60,12 +60,8 @@ def build_digits(config: DataConfig) -> DataBundle:
     )
     size = as_size(config.IMG_SIZE, (32, 32))
     train, val = (
-        ImageTensors(
-            images[rows],
-            targets[rows],
-            build_transform(config.AUGMENT, size=size, channels=1, train=is_train),
-        )
-        for rows, is_train in zip(split, (True, False), strict=True)
+        ImageTensors(images[rows], targets[rows], transform)
+        for rows, transform in zip(split, build_transforms(config.AUGMENT, size, 1), strict=True)
     )
     report = [f"digits: {len(train)} training and {len(val)} validation samples"]
     return DataBundle(train, val, TAXONOMY, 1, size, collate_pairs, report)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +19,13 @@ from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
 from linnaeus.data.image import find_damage, load_image
 from linnaeus.data.split import stratified_split
 from linnaeus.data.taxonomy import LabelIndex, Lineage, Taxonomy, UnknownClassError
-from linnaeus.data.transforms import Transform, build_transform
+from linnaeus.data.transforms import Transform, build_transforms
 from linnaeus.errors import ConfigError, DataError
 
 logger = logging.getLogger("linnaeus.data")
 
 NUM_NAMED = 5
 """Largest number of files or classes that a message names; it only counts the others."""
-
-_CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -62,26 +60,6 @@ class Listing:
         return self.places[position] if self.places else str(self.root / self.paths[position])
 
 
-class PackedStrings:
-    """Many strings in two arrays, which worker processes share.
-
-    Reading a list of objects changes their reference counts, so every worker would end with a copy of it.
-    """
-
-    def __init__(self, strings: Sequence[str]) -> None:
-        encoded = [os.fsencode(string) for string in strings]
-        self._bytes = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-        self._ends = np.cumsum([len(part) for part in encoded], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, index: int) -> str:
-        end = int(self._ends[index])
-        start = int(self._ends[index - 1]) if index % len(self._ends) else 0
-        return os.fsdecode(self._bytes[start:end].tobytes())
-
-
 class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     """Images that are decoded on access.
 
@@ -97,7 +75,9 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         self, root: Path, paths: Sequence[str], targets: Tensor, channels: int, transform: Transform
     ) -> None:
         self.root = str(root)
-        self.paths = PackedStrings(paths)
+        # One array, which worker processes share. Each would end with a copy of a list of strings, as reading
+        # objects changes their reference counts.
+        self.paths = np.array([os.fsencode(path) for path in paths])
         self.targets = targets
         self.channels = channels
         self.transform = transform
@@ -106,7 +86,8 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        image = load_image(os.path.join(self.root, self.paths[index]), self.channels)  # noqa: PTH118 (hot path)
+        path = os.path.join(self.root, os.fsdecode(self.paths[index]))  # noqa: PTH118 (hot path)
+        image = load_image(path, self.channels)
         return self.transform(image), self.targets[index]
 
 
@@ -135,14 +116,15 @@ def build_files(train: Listing, val: Listing | None, index: LabelIndex, config: 
     if val is None:
         train, val = _hold_out(train, config.DATASET.VAL_FRACTION, report)
     datasets = []
-    for listing, is_train in ((train, True), (val, False)):
-        transform = build_transform(config.AUGMENT, size=size, channels=channels, train=is_train)
+    transforms = build_transforms(config.AUGMENT, size, channels)
+    splits = zip((train, val), transforms, ("training", "validation"), strict=True)
+    for listing, transform, split in splits:
         if config.ON_BAD_IMAGE == "skip":
             listing = _without_damaged(listing, report)
         if not listing.paths:
-            raise DataError(f"{listing.source}: no sample for {'training' if is_train else 'validation'}")
+            raise DataError(f"{listing.source}: no sample for {split}")
         targets = _encode(listing, index)
-        if is_train:
+        if split == "training":
             _report_empty_classes(targets, index.taxonomy, report)
         datasets.append(ImageFiles(listing.root, listing.paths, targets, channels, transform))
     report.insert(0, f"{train.source}: {len(datasets[0])} training and {len(datasets[1])} validation samples")
@@ -179,7 +161,7 @@ def _encode(listing: Listing, index: LabelIndex) -> Tensor:
             try:
                 labels[lineage] = index.encode(lineage)
             except UnknownClassError as error:
-                unknown.setdefault(error.args[1], listing.place(position))
+                unknown.setdefault(error.args[0], listing.place(position))
                 labels[lineage] = ()
     if unknown:
         count = f"{len(unknown)} class{'es' if len(unknown) > 1 else ''}"
@@ -192,7 +174,9 @@ def _without_damaged(listing: Listing, report: list[str]) -> Listing:
     """Leave out the files that cannot be decoded, and report them."""
     paths = [str(listing.root / path) for path in listing.paths]
     logger.info("checking %d images of %s", len(paths), listing.source)
-    reasons = _find_all_damage(paths)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPool(min(32, cores)) as pool:  # Pillow releases Python's global lock while it decodes
+        reasons = pool.map(find_damage, paths, chunksize=256)
     damaged = [i for i, reason in enumerate(reasons) if reason is not None]
     if not damaged:
         return listing
@@ -202,17 +186,6 @@ def _without_damaged(listing: Listing, report: list[str]) -> Listing:
     noun = "image" if len(damaged) == 1 else "images"
     report.append(f"{listing.source}: {len(damaged)} damaged {noun} left out: {named}")
     return listing.take([i for i, reason in enumerate(reasons) if reason is None])
-
-
-def _find_all_damage(paths: list[str]) -> list[str | None]:
-    """`find_damage` of all files, in threads: Pillow releases Python's global lock while it decodes."""
-
-    def check(start: int) -> list[str | None]:
-        return [find_damage(path) for path in paths[start : start + _CHUNK]]
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(min(32, cores)) as pool:
-        return [reason for chunk in pool.map(check, range(0, len(paths), _CHUNK)) for reason in chunk]
 
 
 def _report_empty_classes(targets: Tensor, taxonomy: Taxonomy, report: list[str]) -> None:

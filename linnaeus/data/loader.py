@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -19,20 +20,7 @@ from linnaeus.data.sampler import EpochSampler, PlannedBatches, SampleKey, Sizes
 from linnaeus.errors import DataError
 from linnaeus.rng import derive_seed, preserved_generators, seed_generators
 
-
-@dataclass(frozen=True)
-class Failure:
-    """A `DataError` as a worker returns it: raised there, it would arrive as the text of a traceback."""
-
-    message: str
-    notes: tuple[str, ...]
-
-    def error(self) -> DataError:
-        """The error as it was raised in the worker."""
-        error = DataError(self.message)
-        for note in self.notes:
-            error.add_note(note)
-        return error
+_WORKER_DIED = re.compile(r"DataLoader worker.*(exited unexpectedly|killed by)", re.DOTALL)
 
 
 class SeededBatches(Dataset[Any]):
@@ -49,8 +37,11 @@ class SeededBatches(Dataset[Any]):
         self.collate = collate
         self.seed = seed
 
-    def __getitems__(self, keys: list[SampleKey]) -> Batch | Failure:
-        """The batch of these samples; torch's loader calls this with all keys of a batch at once."""
+    def __getitems__(self, keys: list[SampleKey]) -> Batch | DataError:
+        """The batch of these samples; torch's loader calls this with all keys of a batch at once.
+
+        A worker returns a `DataError`, as one that it raised would arrive as the text of a traceback.
+        """
         if get_worker_info() is None:
             # The training process uses these generators too. Restoring per batch is cheaper than per sample.
             with preserved_generators():
@@ -58,7 +49,7 @@ class SeededBatches(Dataset[Any]):
         try:
             return self._read(keys)
         except DataError as error:
-            return Failure(str(error), tuple(getattr(error, "__notes__", ())))
+            return error
 
     def _read(self, keys: list[SampleKey]) -> Batch:
         samples = []
@@ -116,14 +107,14 @@ class _Batches(Iterator[Batch]):
         try:
             batch = next(self._iterator)
         except RuntimeError as error:
-            if not _is_death_of_worker(error):
+            if not _WORKER_DIED.match(str(error)):
                 raise
             raise DataError(
                 f"a loader process died: {str(error).splitlines()[0]} Often memory ran out, or shared "
                 "memory (/dev/shm): lower DATA.NUM_WORKERS, DATA.PREFETCH_FACTOR or DATA.BATCH_SIZE"
             ) from error
-        if isinstance(batch, Failure):
-            raise batch.error()
+        if isinstance(batch, DataError):
+            raise batch
         return cast(Batch, batch)
 
 
@@ -208,8 +199,3 @@ def _print_unless_disconnected(
     """Stay silent about a connection lost because the training process ended; print anything else."""
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
-
-
-def _is_death_of_worker(error: RuntimeError) -> bool:
-    text = str(error)
-    return text.startswith("DataLoader worker") and ("exited unexpectedly" in text or "killed by" in text)

@@ -25,8 +25,8 @@ def stratified_split(
         Positions of the training and of the validation samples, each ascending.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
-    order = sorted(range(len(keys)), key=lambda i: (_digest(keys[i]), keys[i]))
-    for position in order:
+    digests = [blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest() for key in keys]
+    for position in sorted(range(len(keys)), key=lambda i: (digests[i], keys[i])):
         members[strata[position]].append(position)
     val: list[int] = []
     seen = 0
@@ -36,7 +36,3 @@ def stratified_split(
         val += members[stratum][: max(0, min(wanted, len(members[stratum]) - 1))]
     held_out = set(val)
     return [i for i in range(len(keys)) if i not in held_out], sorted(val)
-
-
-def _digest(key: str) -> bytes:
-    return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.data.transforms import Transform, build_transform
+from linnaeus.data.transforms import Transform, build_transforms
 from linnaeus.errors import ConfigError
 from linnaeus.rng import derive_seed
 
@@ -75,7 +75,7 @@ def labels_of(finest: int, num_classes: list[int]) -> list[int]:
     [1, 2, 5]
     """
     labels = [finest]
-    for below, above in zip(num_classes[:0:-1], num_classes[-2::-1], strict=True):
+    for below, above in pairwise(reversed(num_classes)):
         labels.append(labels[-1] * above // below)
     return labels[::-1]
 
@@ -88,17 +88,10 @@ def build_synthetic(config: DataConfig) -> DataBundle:
     """
     dataset: DatasetConfig = config.DATASET
     size = as_size(config.IMG_SIZE, (64, 64))
-    shape = (dataset.CHANNELS, *size)
-    train, val = (
-        SyntheticImages(
-            length,
-            dataset.NUM_CLASSES,
-            shape,
-            build_transform(config.AUGMENT, size=size, channels=dataset.CHANNELS, train=split == 0),
-            split,
-        )
-        for split, length in enumerate((dataset.NUM_SAMPLES, dataset.NUM_SAMPLES_VAL))
-    )
+    shape, counts = (dataset.CHANNELS, *size), dataset.NUM_CLASSES
+    transform, transform_val = build_transforms(config.AUGMENT, size, dataset.CHANNELS)
+    train = SyntheticImages(dataset.NUM_SAMPLES, counts, shape, transform, split=0)
+    val = SyntheticImages(dataset.NUM_SAMPLES_VAL, counts, shape, transform_val, split=1)
     report = [f"synthetic: {len(train)} training and {len(val)} validation samples"]
     return DataBundle(train, val, _taxonomy(dataset), dataset.CHANNELS, size, collate_pairs, report)
 

@@ -18,7 +18,7 @@ from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs, da
 from linnaeus.data.image import to_tensor
 from linnaeus.data.target_labels import attribute_of, describe, find_taxonomy, naming_errors, target_row
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.data.transforms import Transform, build_transform
+from linnaeus.data.transforms import Transform, build_transforms
 from linnaeus.errors import DataError
 from linnaeus.rng import preserved_generators, seed_generators
 
@@ -184,9 +184,8 @@ def _prepare_images(
     sizes = {(image.height, image.width) for image in images}
     size = as_size(config.IMG_SIZE, sizes.pop() if len(sizes) == 1 else (224, 224))
     channels = 1 if all(image.mode in _GREY_MODES for image in images) else 3
-    for dataset, is_train in ((train, True), (val, False)):
-        dataset.channels = channels
-        dataset.transform = build_transform(config.AUGMENT, size=size, channels=channels, train=is_train)
+    train.channels = val.channels = channels
+    train.transform, val.transform = build_transforms(config.AUGMENT, size, channels)
     return channels, size
 
 

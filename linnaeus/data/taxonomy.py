@@ -79,7 +79,7 @@ class Taxonomy:
 
 
 class UnknownClassError(LookupError):
-    """A class without a training sample; `args` are the depth of its level and the path to it."""
+    """A class without a training sample; its only argument is the path to the class."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ class LabelIndex:
         labels: list[int] = []
         for depth, name in enumerate(lineage):
             parent = labels[-1] if labels else UNKNOWN
-            label = UNKNOWN if name is None else _find(self.lookup[depth], parent, name, rooted=depth > 0)
+            label = UNKNOWN if name is None else _find(self.lookup[depth], parent, name)
             if label is None:
-                raise UnknownClassError(depth, "/".join(part or "?" for part in lineage[: depth + 1]))
+                raise UnknownClassError("/".join(part or "?" for part in lineage[: depth + 1]))
             labels.append(label)
         return tuple(labels[column] for column in self.columns)
 
@@ -156,9 +156,9 @@ def index_labels(level_names: Sequence[str], lineages: Iterable[Lineage]) -> Lab
     lookup: list[dict[tuple[int, str], int]] = []
     for depth, level in enumerate(level_names):
         pairs = [(p, lineage[depth]) for p, lineage in zip(parents, unique, strict=True)]
-        table = _number(level, [(p, name) for p, name in pairs if name is not None], rooted=depth > 0)
+        table = _number(level, [(p, name) for p, name in pairs if name is not None])
         lookup.append(table)
-        found = [UNKNOWN if n is None else _find(table, p, n, rooted=depth > 0) for p, n in pairs]
+        found = [UNKNOWN if n is None else _find(table, p, n) for p, n in pairs]
         parents = [UNKNOWN if label is None else label for label in found]
     keys = [list(table) for table in lookup]
     taxonomy = Taxonomy(
@@ -194,12 +194,12 @@ def shared_names(index: LabelIndex) -> dict[str, list[str]]:
     return {names[depth]: sorted(n for n, c in count.items() if c > 1) for depth, count in enumerate(counts)}
 
 
-def _number(level: str, pairs: list[tuple[int, str]], *, rooted: bool) -> dict[tuple[int, str], int]:
+def _number(level: str, pairs: list[tuple[int, str]]) -> dict[tuple[int, str], int]:
     """Number the classes of one level; a name with an unknown parent counts as the class of that name."""
-    keys = {(parent, name) for parent, name in pairs if parent != UNKNOWN or not rooted}
+    keys = {(parent, name) for parent, name in pairs if parent != UNKNOWN}
     known = Counter(name for _, name in keys)
     for parent, name in pairs:
-        if parent != UNKNOWN or not rooted or known[name] == 1:
+        if parent != UNKNOWN or known[name] == 1:
             continue
         if known[name] > 1:
             raise DataError(
@@ -210,10 +210,10 @@ def _number(level: str, pairs: list[tuple[int, str]], *, rooted: bool) -> dict[t
     return {key: label for label, key in enumerate(sorted(keys))}
 
 
-def _find(table: Mapping[tuple[int, str], int], parent: int, name: str, *, rooted: bool) -> int | None:
+def _find(table: Mapping[tuple[int, str], int], parent: int, name: str) -> int | None:
     """Label of a name under a parent. Where either parent is unknown, the only class of that name matches."""
-    if (parent, name) in table or not rooted:
-        return table.get((parent, name))
+    if (parent, name) in table:
+        return table[parent, name]
     if parent != UNKNOWN:
         return table.get((UNKNOWN, name))
     labels = [label for (_, other), label in table.items() if other == name]

@@ -47,10 +47,10 @@ class CoverAndCrop(nn.Module):
         return image
 
 
-def build_transform(
-    augment: AugmentConfig, *, size: tuple[int, int], channels: int, train: bool
-) -> Transform:
-    """The pipeline of one split.
+def build_transforms(
+    augment: AugmentConfig, size: tuple[int, int], channels: int
+) -> tuple[Transform, Transform]:
+    """The pipelines of training and of validation.
 
     Random choices use torch's global generator, which the loader seeds for each sample.
 
@@ -58,21 +58,17 @@ def build_transform(
         augment: augmentation of training; validation uses `CROP_FRACTION`, `MEAN` and `STD`.
         size: height and width of the result, in pixels.
         channels: channels of the input images.
-        train: whether the split is training; else it is validation.
 
     Raises:
         ConfigError: settings that do not fit the number of channels; the message names each key.
     """
     _check_channels(augment, channels)
-    steps = _augmentation(augment, size) if train else [CoverAndCrop(size, augment.CROP_FRACTION)]
-    steps.append(v2.ToDtype(torch.float32, scale=True))
     mean = augment.MEAN if augment.MEAN is not None else [0.5] * channels
     std = augment.STD if augment.STD is not None else [0.5] * channels
-    steps.append(v2.Normalize(mean, std, inplace=True))
-    if train and augment.ERASING:
-        steps.append(v2.RandomErasing(augment.ERASING, inplace=True))
-    pipeline: Transform = v2.Compose(steps)
-    return pipeline
+    normalised = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std, inplace=True)]
+    erased = [v2.RandomErasing(augment.ERASING, inplace=True)] if augment.ERASING else []
+    train = v2.Compose([*_augmentation(augment, size), *normalised, *erased])
+    return train, v2.Compose([CoverAndCrop(size, augment.CROP_FRACTION), *normalised])
 
 
 def _augmentation(augment: AugmentConfig, size: tuple[int, int]) -> list[Any]:

@@ -126,7 +126,6 @@ def _with_weights(config: ModelConfig, create: Callable[..., nn.Module], untrain
 
 def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, int]) -> int:
     """Number of pooled features, from a forward pass of one image in eval mode."""
-    was_training = backbone.training
     backbone.eval()
     try:
         with torch.no_grad():
@@ -137,7 +136,7 @@ def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, i
             f"MODEL.NAME: {name!r} cannot take images of {shape} (DATA.IMG_SIZE): {error}"
         ) from error
     finally:
-        backbone.train(was_training)
+        backbone.train()
     return int(features.shape[-1])
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ def build(root: Path | str | None, on_bad_image: str = "raise", **dataset: Any) 
 
 
 def paths(dataset: Any) -> list[str]:
-    return [dataset.paths[i] for i in range(len(dataset))]
+    return [os.fsdecode(dataset.paths[i]) for i in range(len(dataset))]
 
 
 def fails(message: str, *args: Any, error: type[Exception] = DataError, **kwargs: Any) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def labels(bundle: DataBundle) -> dict[str, list[int]]:
     found = {}
     for dataset in (bundle.train, bundle.val):
         for i in range(len(dataset)):  # type: ignore[arg-type]
-            found[dataset.paths[i]] = dataset[i][1].tolist()  # type: ignore[attr-defined]
+            found[os.fsdecode(dataset.paths[i])] = dataset[i][1].tolist()  # type: ignore[attr-defined]
     return found
 
 

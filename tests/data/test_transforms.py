@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from linnaeus.config.schema import AugmentConfig
-from linnaeus.data.transforms import CoverAndCrop, Transform, build_transform
+from linnaeus.data.transforms import CoverAndCrop, Transform, build_transforms
 from linnaeus.errors import ConfigError
 
 IMAGE = torch.randint(0, 256, (3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -18,7 +18,8 @@ OFF = AugmentConfig(CROP_SCALE=[1.0, 1.0])
 def transform(
     size: tuple[int, int] = (16, 16), train: bool = True, channels: int = 3, **changes: Any
 ) -> Transform:
-    return build_transform(replace(OFF, **changes), size=size, channels=channels, train=train)
+    for_training, for_validation = build_transforms(replace(OFF, **changes), size, channels)
+    return for_training if train else for_validation
 
 
 def results(pipeline: Transform, image: torch.Tensor = IMAGE, tries: int = 20) -> list[torch.Tensor]:
