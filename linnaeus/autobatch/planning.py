@@ -96,8 +96,9 @@ def find_planned_sizes(
         return PlannedSizes(found, plan_for(batch_size), key)
     while True:
         plan = plan_for(found["train"].batch_size)
-        ran = {trial.size for trial in found["train"].trials if trial.status == "fits"}
-        untried = {stage.micro_batch_size for stage in plan.stages} - ran
+        # The newest trial of a size decides: one that fitted first may have failed to confirm.
+        fits = {trial.size: trial.status == "fits" for trial in found["train"].trials}
+        untried = [stage.micro_batch_size for stage in plan.stages if not fits.get(stage.micro_batch_size)]
         if not untried:
             return PlannedSizes(found, plan, key)
         found["train"] = confirm(search, found["train"], max(untried))
