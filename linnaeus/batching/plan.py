@@ -21,8 +21,7 @@ from linnaeus.batching.scaling import (
     WARMUP_HINT_FROM,
     WARMUP_MAX_EPOCHS,
     added_warmup,
-    lr_scale,
-    weight_decay_scale,
+    scale_factor,
 )
 from linnaeus.batching.sizes import plan_epochs, unused_keys
 from linnaeus.batching.stages import Stage
@@ -253,8 +252,8 @@ def _scales(optimizer: OptimizerNode, effective_batch_size: int) -> tuple[float,
         return 1.0, 1.0
     base = optimizer.BASE_BATCH_SIZE
     return (
-        lr_scale(optimizer.LR_SCALING, effective_batch_size, base),
-        weight_decay_scale(optimizer.WEIGHT_DECAY_SCALING, effective_batch_size, base),
+        scale_factor(optimizer.LR_SCALING, effective_batch_size, base),
+        scale_factor(optimizer.WEIGHT_DECAY_SCALING, effective_batch_size, base),
     )
 
 
