@@ -102,12 +102,9 @@ class BatchSizeFinder:
                 self._step, self._make_batch, state=self._state, memory=self.memory, budget_bytes=0,
                 num_steps=self._steps_per_trial, training=self.mode == "train", snapshot=self._snapshot,
             )  # fmt: skip
-            for undo in (
-                self.memory.reset_peak,
-                self._runner.clean,
-                self._snapshot.restore,
-            ):  # last first
-                stack.callback(undo)
+            stack.callback(self.memory.reset_peak)  # the last callback runs first
+            stack.callback(self._runner.clean)
+            stack.callback(self._snapshot.restore)
             self._stack = stack.pop_all()
         return self
 
@@ -251,7 +248,8 @@ class BatchSizeFinder:
         if not self.trials:
             self._runner.budget_bytes = self.memory.budget(fraction, self._limit_bytes)
             self._on_start(self.min_size)
-            self._runner.warm_up(self.min_size)
+            with contextlib.suppress(OutOfMemory):  # the search will find that out
+                self._runner(self.min_size)
         return self.memory.budget(fraction, self._limit_bytes)
 
     def _set_budget(self, budget_bytes: int) -> None:

@@ -15,7 +15,8 @@ WARMUP_HINT_FROM = 4.0
 """A learning rate scaled up this many times without a warm-up gets a hint."""
 
 WARMUP_FRACTION = 0.05
-"""Length of an added warm-up, as a fraction of all optimizer steps."""
+"""Length of an added warm-up, as a fraction of all optimizer steps. Large batches fail in the first epochs
+unless the learning rate rises slowly (Goyal et al. 2017, section 2.2)."""
 
 WARMUP_MAX_EPOCHS = 5
 """Longest added warm-up, in epochs: as long as that of Goyal et al. 2017."""
@@ -51,19 +52,3 @@ def scale_factor(rule: str, effective_batch_size: int, base_batch_size: int) -> 
             return math.sqrt(effective_batch_size / base_batch_size)
         case _:
             return 1.0
-
-
-def added_warmup(total_steps: int, steps_in_max_epochs: int) -> int:
-    """Optimizer steps of the warm-up that is added to a learning rate scaled up by much.
-
-    Large batches fail in the first epochs unless the learning rate rises slowly (Goyal et al. 2017, section
-    2.2).
-
-    Args:
-        total_steps: optimizer steps of the run.
-        steps_in_max_epochs: optimizer steps of the first `WARMUP_MAX_EPOCHS` epochs.
-
-    >>> added_warmup(1000, 400), added_warmup(100_000, 400), added_warmup(3, 3)
-    (50, 400, 1)
-    """
-    return max(1, min(round(WARMUP_FRACTION * total_steps), steps_in_max_epochs))

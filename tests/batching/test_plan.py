@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan, plan_batches
-from linnaeus.batching.scaling import added_warmup, scale_factor
+from linnaeus.batching.scaling import scale_factor
 from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.batching.stages import Split, nearest, split_samples
 from linnaeus.batching.summary import summary_lines
@@ -326,7 +326,12 @@ def test_a_much_raised_rate_gets_a_warm_up(
 def test_an_added_warm_up_lasts_five_epochs_at_most() -> None:
     plan = plan_of(optimizer=OptimizerConfig(LR_SCALING="linear"), EFFECTIVE_BATCH_SIZE=2048, EPOCHS=300)
     assert plan.warmup_steps == 5 * 48
-    assert added_warmup(10, 50) == 1
+
+
+def test_an_added_warm_up_has_at_least_one_step() -> None:
+    facts = replace(FACTS, num_samples=3 * 2048)
+    plan = plan_of(facts, OptimizerConfig(LR_SCALING="linear"), EFFECTIVE_BATCH_SIZE=2048, EPOCHS=1)
+    assert (plan.total_steps, plan.warmup_steps) == (3, 1)
 
 
 # Warnings: each has a case where it comes, and one beside it where it does not.
