@@ -149,48 +149,40 @@ class ProgressBar:
     """
 
     def __init__(self, console: Console | None) -> None:
-        self._bar: rich.progress.Progress | None = None
-        self._task: rich.progress.TaskID | None = None
-        self._title = ""
-        self._done = self._total = 0
-        if console is not None and is_interactive(console):
-            columns = (
-                rich.progress.TextColumn("{task.description}"),
-                rich.progress.BarColumn(),
-                rich.progress.MofNCompleteColumn(),
-                rich.progress.TimeRemainingColumn(),
-                rich.progress.TextColumn("{task.fields[metrics]}"),
-            )
-            self._bar = rich.progress.Progress(*columns, console=console, transient=True)
+        self._shown = console is not None and is_interactive(console)
+        columns = (
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TimeRemainingColumn(),
+            rich.progress.TextColumn("{task.fields[metrics]}"),
+        )
+        self._bar = rich.progress.Progress(*columns, console=console, transient=True, disable=not self._shown)
 
     def __enter__(self) -> ProgressBar:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
+        if self._shown:  # a bar that is not shown would print an empty line
             self._bar.stop()
 
     def start(self, title: str, total: int) -> None:
         """Begin an epoch of `total` optimizer steps."""
-        self._title, self._done, self._total = title, 0, total
-        if self._bar is not None:
-            if self._task is not None:
-                self._bar.remove_task(self._task)
-            self._task = self._bar.add_task(title, total=total, metrics="")
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        self._bar.add_task(title, total=total, metrics="")
 
     def advance(self, num_steps: int) -> None:
         """Count optimizer steps as done."""
-        self._done += num_steps
-        if self._bar is not None and self._task is not None:
-            self._bar.advance(self._task, num_steps)
+        self._bar.advance(self._bar.task_ids[0], num_steps)
 
     def describe(self, values: Mapping[str, float]) -> None:
         """Show metrics beside the bar, or log them."""
+        [task] = self._bar.tasks
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-        level = logging.INFO
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, metrics=text)
-            level = logging.DEBUG
-        logging.getLogger(LOGGER_NAME).log(level, "%s  %d/%d  %s", self._title, self._done, self._total, text)
+        self._bar.update(task.id, metrics=text)
+        logging.getLogger(LOGGER_NAME).log(
+            logging.DEBUG if self._shown else logging.INFO,
+            "%s  %d/%d  %s", task.description, task.completed, task.total, text,
+        )  # fmt: skip

@@ -32,17 +32,11 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
     It consists of tensors and plain values, so that a checkpoint with it loads with `weights_only`.
     """
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "python": random.getstate(),
-        "numpy": (
-            str(kind),
-            # torch cannot pickle a tensor of uint32, and gathering the states of all ranks pickles them.
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ),
+        # torch cannot pickle a tensor of uint32, and gathering the states of all ranks pickles them.
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
         "torch": torch.get_rng_state(),
     }
     if device.type != "cpu":
@@ -54,8 +48,8 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     """Restore what `rng_state` returned."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
-    kind, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if "device" in state:
         torch.get_device_module(device).set_rng_state(state["device"], device)

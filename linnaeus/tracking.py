@@ -41,22 +41,16 @@ class Tracker:
         self.finish(0 if kind is None else 1)
 
 
-class WandbTracker(Tracker):
-    """One Weights & Biases run.
-
-    Args:
-        run: what `wandb.init` gave.
-    """
+class _WandbTracker(Tracker):
+    """One Weights & Biases run, as `wandb.init` returns it."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Metrics at an optimizer step."""
         self._run.log(dict(values), step=step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table of values."""
         import wandb
 
         table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
@@ -64,7 +58,6 @@ class WandbTracker(Tracker):
         self._run.log({name: table}, commit=False)
 
     def summarise(self, values: Mapping[str, Any]) -> None:
-        """The run's final figures."""
         self._run.summary.update(dict(values))
 
     def finish(self, exit_code: int) -> None:
@@ -107,16 +100,16 @@ def start_tracking(
         dir=str(folder), config=dict(config), id=_run_id(folder, resume), resume="allow", settings=settings,
     )  # fmt: skip
     if os.environ.get("WANDB_MODE", "online") != "online":  # set by the user
-        return WandbTracker(init())
+        return _WandbTracker(init())
     try:
         if _has_credentials():
-            return WandbTracker(init())
+            return _WandbTracker(init())
         logger.info("W&B: no API key, so the run is recorded offline (`wandb login` stores one)")
     except wandb.errors.Error as error:
         reason = str(error).partition("\n")[0]
         logger.warning("W&B cannot be reached (%s), so the run is recorded offline", reason)
         wandb.teardown()  # the client's service still holds the id of the run that it could not open
-    return WandbTracker(init(mode="offline"))
+    return _WandbTracker(init(mode="offline"))
 
 
 def _has_credentials() -> bool:

@@ -12,7 +12,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self, get_args
 
@@ -102,17 +102,14 @@ class BatchSizeFinder:
                 self._step, self._make_batch, state=self._state, memory=self.memory, budget_bytes=0,
                 num_steps=self._steps_per_trial, training=self.mode == "train", snapshot=self._snapshot,
             )  # fmt: skip
-            stack.callback(self._restore)
+            stack.callback(self.memory.reset_peak)  # the last callback runs first
+            stack.callback(self._runner.clean)
+            stack.callback(self._snapshot.restore)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
-
-    def _restore(self) -> None:
-        self._snapshot.restore()
-        self._runner.clean()
-        self.memory.reset_peak()
 
     def find(
         self,
@@ -176,9 +173,8 @@ class BatchSizeFinder:
     ) -> AutoBatchResult:
         if found.size is None:
             raise AutoBatchError(self._nothing_fits(found.limited_by, fraction))
-        budget_bytes = self.budget_bytes
         self.trials[num_before:] = carry_over(
-            self.trials[num_before:], old_budget_bytes=budget_bytes, budget_bytes=budget_bytes
+            self.trials[num_before:], old_budget_bytes=self.budget_bytes, budget_bytes=self.budget_bytes
         )
         return AutoBatchResult(
             mode=self.mode,
@@ -186,7 +182,7 @@ class BatchSizeFinder:
             certified=found.certified,
             limited_by=self._bound if found.limited_by == "max_batch_size" else found.limited_by,
             target_memory_fraction=fraction,
-            budget_bytes=budget_bytes,
+            budget_bytes=self.budget_bytes,
             total_bytes=self.memory.total_bytes,
             strategy=strategy,
             seconds=time.monotonic() - started,
@@ -200,7 +196,7 @@ class BatchSizeFinder:
         sizes = list(Candidates(self.min_size, result.batch_size, self._multiple_of))
         fast, medians = sizes_by_speed(self._time_steps, sizes, deadline_s=timeout_minutes * 60)
         num_before = len(self.trials)
-        size = self._first_that_fits(fast) or result.batch_size
+        size = next(filter(self._fits_now, fast), result.batch_size)
         return replace(
             result,
             batch_size=size,
@@ -234,12 +230,9 @@ class BatchSizeFinder:
         except OutOfMemory:  # less memory is free than when the size ran
             return [math.inf]
 
-    def _first_that_fits(self, sizes: Iterable[int]) -> int | None:
-        """The first size that fits according to its newest trial; sizes without one are run."""
-        for size in sizes:
-            if _fits(self._known.get(size) or self._one_trial(size), self.budget_bytes):
-                return size
-        return None
+    def _fits_now(self, size: int) -> bool:
+        """Whether the size fits according to its newest trial; a size without one is run."""
+        return _fits(self._known.get(size) or self._one_trial(size), self.budget_bytes)
 
     def _one_trial(self, size: int) -> TrialRecord:
         found = find_largest(
@@ -258,7 +251,8 @@ class BatchSizeFinder:
         if not self.trials:
             self._runner.budget_bytes = self.memory.budget(fraction, self._limit_bytes)
             self._on_start(self.min_size)
-            self._runner.warm_up(self.min_size)
+            with contextlib.suppress(OutOfMemory):  # the search will find that out
+                self._runner(self.min_size)
         return self.memory.budget(fraction, self._limit_bytes)
 
     def _set_budget(self, budget_bytes: int) -> None:

@@ -16,10 +16,10 @@ from linnaeus.batching.plan import BatchPlan
 from linnaeus.config.schema import DataConfig, TrainConfig
 from linnaeus.dist import World
 
-_IRRELEVANT_TRAIN = (
-    "EPOCHS", "LOG_EVERY", "VALIDATE_EVERY", "CHECKPOINT_EVERY", "AUTO_RESUME", "NOISE_SCALE",
-)  # fmt: skip
-_IRRELEVANT_DATA = ("BATCH_SIZE", "BATCH_SIZE_VAL")
+_IRRELEVANT = {
+    "TRAIN": ("EPOCHS", "LOG_EVERY", "VALIDATE_EVERY", "CHECKPOINT_EVERY", "AUTO_RESUME", "NOISE_SCALE"),
+    "DATA": ("BATCH_SIZE", "BATCH_SIZE_VAL"),
+}
 
 logger = logging.getLogger("linnaeus.run")
 
@@ -52,13 +52,15 @@ def search_key(
     model_node: Any, loss_node: Any, optimizer_node: Any, train: TrainConfig, data: DataConfig, world: World
 ) -> str:
     """Everything that the sizes found depend on, as text that can be compared."""
-    nodes = {"MODEL": model_node, "LOSS": loss_node, "OPTIMIZER": optimizer_node}
+    nodes = {
+        "MODEL": model_node, "LOSS": loss_node, "OPTIMIZER": optimizer_node, "TRAIN": train, "DATA": data,
+    }  # fmt: skip
     content: dict[str, Any] = {
         name: node if isinstance(node, dict) else dataclasses.asdict(node) for name, node in nodes.items()
     }
-    for name, config, irrelevant in (("TRAIN", train, _IRRELEVANT_TRAIN), ("DATA", data, _IRRELEVANT_DATA)):
-        values = dataclasses.asdict(config)
-        content[name] = {key: value for key, value in values.items() if key not in irrelevant}
+    for name, keys in _IRRELEVANT.items():
+        for key in keys:
+            del content[name][key]
     content |= {"world_size": world.world_size, "environment": device_environment(world.device)}
     return json.dumps(content, sort_keys=True)
 
@@ -96,8 +98,9 @@ def find_planned_sizes(
         return PlannedSizes(found, plan_for(batch_size), key)
     while True:
         plan = plan_for(found["train"].batch_size)
-        ran = {trial.size for trial in found["train"].trials if trial.status == "fits"}
-        untried = {stage.micro_batch_size for stage in plan.stages} - ran
+        # The newest trial of a size decides: one that fitted first may have failed to confirm.
+        fits = {trial.size: trial.status == "fits" for trial in found["train"].trials}
+        untried = [stage.micro_batch_size for stage in plan.stages if not fits.get(stage.micro_batch_size)]
         if not untried:
             return PlannedSizes(found, plan, key)
         found["train"] = confirm(search, found["train"], max(untried))

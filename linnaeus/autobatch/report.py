@@ -7,13 +7,13 @@ import logging
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.files import write_text_atomically
 from linnaeus.memory.device import GIB
 from linnaeus.tracking import Tracker
@@ -48,16 +48,6 @@ def device_environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def save_results(results: Mapping[str, AutoBatchResult], environment: Mapping[str, Any], path: Path) -> None:
-    """Write `autobatch.json`, atomically."""
-    content = {
-        "train": results["train"].as_dict() if "train" in results else None,
-        "val": results["val"].as_dict() if "val" in results else None,
-        "environment": dict(environment),
-    }
-    write_text_atomically(path, json.dumps(content, indent=2) + "\n")
-
-
 def report_searches(
     results: Mapping[str, AutoBatchResult],
     device: torch.device,
@@ -82,7 +72,9 @@ def report_searches(
         tracker.table(f"autobatch/{mode}_trials", columns, rows)
         tracker.summarise({f"autobatch/{mode}_batch_size": result.batch_size})
     if results:
-        save_results(results, device_environment(device), path)
+        content = {mode: results[mode].as_dict() if mode in results else None for mode in get_args(Mode)}
+        content["environment"] = device_environment(device)
+        write_text_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
 def trials_table(result: AutoBatchResult) -> Table:

@@ -66,27 +66,21 @@ class AutoBatchResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for `autobatch.json`."""
-        timings = {"timings": [asdict(timing) for timing in self.timings]} if self.timings else {}
-        return {
-            "batch_size": self.batch_size,
-            "certified": self.certified,
-            "limited_by": self.limited_by,
-            "target_memory_fraction": self.target_memory_fraction,
-            "budget_bytes": self.budget_bytes,
-            "total_bytes": self.total_bytes,
-            "strategy": self.strategy,
-            "seconds": round(self.seconds, 3),
-            "trials": [
-                {
-                    "batch_size": trial.size,
-                    "status": trial.status,
-                    "peak_bytes": trial.peak_bytes,
-                    "seconds": round(trial.seconds, 3),
-                }
-                for trial in self.trials
-            ],
-            **timings,
-        }
+        content = asdict(self)
+        del content["mode"]
+        content["seconds"] = round(self.seconds, 3)
+        content["trials"] = [
+            {
+                "batch_size": trial.size,
+                "status": trial.status,
+                "peak_bytes": trial.peak_bytes,
+                "seconds": round(trial.seconds, 3),
+            }
+            for trial in self.trials
+        ]
+        if not self.timings:
+            del content["timings"]
+        return content
 
     @classmethod
     def from_dict(cls, mode: Mode, entry: Mapping[str, Any]) -> AutoBatchResult:

@@ -157,14 +157,14 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
         size = None
         while search.world.is_distributed and result.batch_size != size:
             size = result.batch_size
-            result = _run_on_every_rank(search, result, size)
+            result = confirm(search, result, size)
         found[mode] = result
     search.assembly.metrics.reset()
     return found
 
 
 def confirm(search: SizeSearch, result: AutoBatchResult, size: int) -> AutoBatchResult:
-    """Run a size below the one found on every rank. Every rank must call this.
+    """Run the size found, or one below it, on every rank. Every rank must call this.
 
     Memory does not always grow with the size: a smaller size may not fit.
 
@@ -176,11 +176,6 @@ def confirm(search: SizeSearch, result: AutoBatchResult, size: int) -> AutoBatch
         LinnaeusError: the same on every rank; see `exchange`.
     """
     search.world.warm_up_collectives()
-    return _run_on_every_rank(search, result, size)
-
-
-def _run_on_every_rank(search: SizeSearch, result: AutoBatchResult, size: int) -> AutoBatchResult:
-    """See `confirm`."""
     mode = result.mode
     entries = _exchange(
         search, f"confirm/{mode}/{size}", lambda status: search.run(mode, status, at_most=size).as_dict()
@@ -194,10 +189,7 @@ def _run_on_every_rank(search: SizeSearch, result: AutoBatchResult, size: int) -
         rank = verdicts.index(smallest)
         logger.info("rank %d fits no more than %d (%s)", rank, smallest.batch_size, mode)
     return dataclasses.replace(
-        result,
-        batch_size=smallest.batch_size,
-        certified=smallest.certified,
-        limited_by=smallest.limited_by,
+        result, batch_size=smallest.batch_size, certified=smallest.certified, limited_by=smallest.limited_by
     )
 
 

@@ -5,29 +5,16 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from linnaeus import nest
 from linnaeus.rng import rng_state, set_rng_state
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object with `state_dict` and `load_state_dict`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> Any:
-        """Restore a state that `state_dict` returned."""
-        ...
 
 
 class Snapshot:
@@ -59,7 +46,7 @@ class Snapshot:
     @property
     def host_bytes(self) -> int:
         """Bytes of the copies."""
-        return sum(_num_bytes(saved) for part in self._parts for saved in part.copies())
+        return sum(_num_bytes(part.copies) for part in self._parts)
 
     def restore_parts(self, *, with_optimizers: bool = True) -> None:
         """Restore `state`; without optimizers, the state that these have allocated stays allocated."""
@@ -100,13 +87,11 @@ class _TensorSnapshot:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._device = tensor.device
-        self.value = _host_copy(tensor)
-
-    def copies(self) -> Iterator[Tensor]:
-        yield self.value
+        self._value = _host_copy(tensor)
+        self.copies = [self._value]
 
     def restore(self) -> None:
-        _put_back(self._tensor, self.value, self._device)
+        _put_back(self._tensor, self._value, self._device)
 
 
 class _ParameterSnapshot(_TensorSnapshot):
@@ -117,11 +102,8 @@ class _ParameterSnapshot(_TensorSnapshot):
         self._gradient = parameter.grad
         self._gradient_snapshot = None if parameter.grad is None else _TensorSnapshot(parameter.grad)
         self._requires_grad = parameter.requires_grad
-
-    def copies(self) -> Iterator[Tensor]:
-        yield self.value
         if self._gradient_snapshot is not None:
-            yield self._gradient_snapshot.value
+            self.copies += self._gradient_snapshot.copies
 
     def restore(self) -> None:
         self._tensor.grad = None  # torch checks it against the value that is put back
@@ -149,12 +131,7 @@ class _ModuleSnapshot:
             for submodule in module.modules()
             if type(submodule).get_extra_state is not nn.Module.get_extra_state
         ]
-
-    def copies(self) -> Iterator[Any]:
-        for tensor in self._tensors:
-            yield from tensor.copies()
-        for _, state in self._extra:
-            yield state
+        self.copies = [tensor.copies for tensor in self._tensors], [state for _, state in self._extra]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -192,12 +169,7 @@ class _OptimizerSnapshot:
             {name: _saved(value) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
-
-    def copies(self) -> Iterator[Any]:
-        for parameter in self._parameters:
-            yield from parameter.copies()
-        yield from self._state.values()
-        yield from self._groups
+        self.copies = [parameter.copies for parameter in self._parameters], self._state, self._groups
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -221,28 +193,22 @@ class _ScalerSnapshot:
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
-        self._state = copy.deepcopy(vars(scaler))
-
-    def copies(self) -> Iterator[Any]:
-        yield self._state
+        self.copies = copy.deepcopy(vars(scaler))
 
     def restore(self) -> None:
         vars(self._scaler).clear()
-        vars(self._scaler).update(copy.deepcopy(self._state))
+        vars(self._scaler).update(copy.deepcopy(self.copies))
 
 
 class _StatefulSnapshot:
     """Any other object with a state dict."""
 
-    def __init__(self, part: Stateful) -> None:
+    def __init__(self, part: Any) -> None:
         self._part = part
-        self._state = _saved(part.state_dict())
-
-    def copies(self) -> Iterator[Any]:
-        yield self._state
+        self.copies = _saved(part.state_dict())
 
     def restore(self) -> None:
-        self._part.load_state_dict(_loaded(self._state))
+        self._part.load_state_dict(_loaded(self.copies))
 
 
 _PartSnapshot = _ModuleSnapshot | _OptimizerSnapshot | _ScalerSnapshot | _StatefulSnapshot
@@ -255,7 +221,7 @@ def _snapshot_of(part: Any, in_modules: Container[Any]) -> _PartSnapshot:
         return _OptimizerSnapshot(part, in_modules)
     if isinstance(part, torch.amp.GradScaler):
         return _ScalerSnapshot(part)
-    if isinstance(part, Stateful):
+    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
         return _StatefulSnapshot(part)
     raise TypeError(
         f"state holds a {type(part).__name__}, which has no state_dict and load_state_dict: "
@@ -316,17 +282,14 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
-def _kind(tensor: Tensor, device: torch.device | None = None) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, device or tensor.device
-
-
 def _host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
 def _put_back(tensor: Tensor, value: Tensor, device: torch.device) -> None:
     """Write the value into the tensor; into new memory where shape, dtype or device have changed."""
-    if tensor.is_sparse or _kind(tensor) != _kind(value, device):
+    differs = (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, device)
+    if tensor.is_sparse or differs:
         tensor.data = value.to(device, copy=True)
         return
     if 0 in tensor.stride():  # expanded: several elements share memory

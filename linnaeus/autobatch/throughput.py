@@ -27,7 +27,6 @@ def sizes_by_speed(
     time_steps: Callable[[int], Sequence[float]],
     candidates: Sequence[int],
     *,
-    tolerance: float = TOLERANCE,
     deadline_s: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[int], dict[int, float]]:
@@ -40,7 +39,6 @@ def sizes_by_speed(
     Args:
         time_steps: runs some steps of a size and returns the seconds of each; infinity if it cannot run.
         candidates: the sizes that may be used, ascending. Only the largest is sure to be timed.
-        tolerance: fraction of the best samples per second that a fast size may miss.
         deadline_s: no timing starts later than this many seconds after the call.
         clock: seconds.
 
@@ -48,7 +46,7 @@ def sizes_by_speed(
         The fast sizes, ascending, and the median seconds per step of every timed size.
     """
     deadline = clock() + deadline_s
-    stopwatch = _Stopwatch(time_steps, tolerance, lambda: clock() >= deadline)
+    stopwatch = _Stopwatch(time_steps, lambda: clock() >= deadline)
     largest = candidates[-1]
     stopwatch.add(largest)
     slow_in_a_row = 0
@@ -70,7 +68,6 @@ class _Stopwatch:
     """Seconds of each timed step, by size, and the verdicts that follow from them."""
 
     time_steps: Callable[[int], Sequence[float]]
-    tolerance: float
     is_late: Callable[[], bool]
     seconds: dict[int, list[float]] = field(default_factory=dict)
 
@@ -87,7 +84,7 @@ class _Stopwatch:
 
     def fast(self) -> list[int]:
         """The sizes within the tolerance, ascending."""
-        threshold = (1 - self.tolerance) * self.rate(self.best)
+        threshold = (1 - TOLERANCE) * self.rate(self.best)
         return sorted(size for size in self.seconds if self.rate(size) >= threshold)
 
     def is_fast(self, size: int) -> bool:
@@ -106,7 +103,7 @@ class _Stopwatch:
             return False
         ratio = self.rate(size) / self.rate(self.best)
         error = math.hypot(_relative_error(self.seconds[size]), _relative_error(self.seconds[self.best]))
-        return abs(ratio - (1 - self.tolerance)) < 2 * error * ratio
+        return abs(ratio - (1 - TOLERANCE)) < 2 * error * ratio
 
 
 def _relative_error(seconds: Sequence[float]) -> float:

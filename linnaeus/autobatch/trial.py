@@ -114,14 +114,6 @@ class TrialRunner:
         """What the process holds between trials."""
         return self._memory.in_use() - self._ours_bytes
 
-    def warm_up(self, size: int) -> None:
-        """Run a size once, so that libraries and kernels are loaded before the budget is read.
-
-        A size that does not fit is not an error here; the search will find that out.
-        """
-        with contextlib.suppress(OutOfMemory):
-            self(size)
-
     def time(self, size: int) -> list[float]:
         """Time several steps of a size that fits, after one warm-up step and without a cap.
 
@@ -217,7 +209,7 @@ class TrialRunner:
         The step's own peak does not count: the trial resets the peak afterwards.
         """
         for optimizer in self._optimizers:
-            if not _has_state(optimizer):
+            if not all(optimizer.state.get(parameter) for parameter in _trainable(optimizer)):
                 step_with_zero_gradients(optimizer, self._memory.refused)
         self._snapshot.restore_parts(with_optimizers=False)
         self._memory.clean()
@@ -258,10 +250,6 @@ def step_with_zero_gradients(
 def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [parameter for parameter in parameters if parameter.requires_grad]
-
-
-def _has_state(optimizer: torch.optim.Optimizer) -> bool:
-    return all(optimizer.state.get(parameter) for parameter in _trainable(optimizer))
 
 
 @contextlib.contextmanager

@@ -20,9 +20,7 @@ from linnaeus.batching.scaling import (
     WARMUP_FRACTION,
     WARMUP_HINT_FROM,
     WARMUP_MAX_EPOCHS,
-    added_warmup,
-    lr_scale,
-    weight_decay_scale,
+    scale_factor,
 )
 from linnaeus.batching.sizes import plan_epochs, unused_keys
 from linnaeus.batching.stages import Stage
@@ -253,8 +251,8 @@ def _scales(optimizer: OptimizerNode, effective_batch_size: int) -> tuple[float,
         return 1.0, 1.0
     base = optimizer.BASE_BATCH_SIZE
     return (
-        lr_scale(optimizer.LR_SCALING, effective_batch_size, base),
-        weight_decay_scale(optimizer.WEIGHT_DECAY_SCALING, effective_batch_size, base),
+        scale_factor(optimizer.LR_SCALING, effective_batch_size, base),
+        scale_factor(optimizer.WEIGHT_DECAY_SCALING, effective_batch_size, base),
     )
 
 
@@ -272,7 +270,8 @@ def _warmup(
     reason = f"OPTIMIZER.LR_SCALING multiplies the rate by {first_lr_scale:.4g}"
     if first_lr_scale < WARMUP_ADDED_FROM:
         return 0, [f"{reason} and no warm-up is set; SCHEDULE.WARMUP_EPOCHS 1 or more may steady the start"]
-    steps = added_warmup(sum(steps_per_epoch), _steps_in(WARMUP_MAX_EPOCHS, steps_per_epoch))
+    wanted = round(WARMUP_FRACTION * sum(steps_per_epoch))
+    steps = max(1, min(wanted, _steps_in(WARMUP_MAX_EPOCHS, steps_per_epoch)))
     return steps, [
         f"{reason} and no warm-up is set, so one of {steps} steps is added ({WARMUP_FRACTION:.0%} of "
         f"training, at most {WARMUP_MAX_EPOCHS} epochs); SCHEDULE.WARMUP_STEPS sets another"

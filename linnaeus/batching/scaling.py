@@ -15,27 +15,35 @@ WARMUP_HINT_FROM = 4.0
 """A learning rate scaled up this many times without a warm-up gets a hint."""
 
 WARMUP_FRACTION = 0.05
-"""Length of an added warm-up, as a fraction of all optimizer steps."""
+"""Length of an added warm-up, as a fraction of all optimizer steps. Large batches fail in the first epochs
+unless the learning rate rises slowly (Goyal et al. 2017, section 2.2)."""
 
 WARMUP_MAX_EPOCHS = 5
 """Longest added warm-up, in epochs: as long as that of Goyal et al. 2017."""
 
 
-def lr_scale(rule: str, effective_batch_size: int, base_batch_size: int) -> float:
-    """The factor of the learning rate.
+def scale_factor(rule: str, effective_batch_size: int, base_batch_size: int) -> float:
+    """The factor of the learning rate or of the weight decay.
 
     `linear`: k. A step of k times as many samples replaces k steps of SGD ("Accurate, Large Minibatch SGD",
-    Goyal et al. 2017, section 2.1). `sqrt`: the square root of k, which keeps the noise of Adam and RMSprop
-    alike ("On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", Malladi et al. 2022,
-    definition 5.1; that rule also changes the betas and epsilon, which are left alone here). `none`: 1.
+    Goyal et al. 2017, section 2.1).
+
+    `sqrt`: the square root of k. For the learning rate it keeps the noise of Adam and RMSprop alike ("On the
+    SDEs and Scaling Rules for Adaptive Gradient Algorithms", Malladi et al. 2022, definition 5.1; that rule
+    also changes the betas and epsilon, which are left alone here). The best weight decay is proportional to
+    the root of batch size / (samples × epochs) ("Decoupled Weight Decay Regularization", Loshchilov and
+    Hutter 2019, appendix B.1); with a learning rate that also grows by the root, the decay per epoch stays
+    the same.
+
+    `none`: 1.
 
     Args:
         rule: `none`, `linear` or `sqrt`.
         effective_batch_size: samples per optimizer step over all ranks.
         base_batch_size: the effective batch size that the learning rate was tuned for.
 
-    >>> lr_scale("linear", 1024, 256), lr_scale("sqrt", 1024, 256), lr_scale("none", 1024, 256)
-    (4.0, 2.0, 1.0)
+    >>> [scale_factor(rule, 1024, 256) for rule in ("linear", "sqrt", "none")]
+    [4.0, 2.0, 1.0]
     """
     match rule:
         case "linear":
@@ -44,32 +52,3 @@ def lr_scale(rule: str, effective_batch_size: int, base_batch_size: int) -> floa
             return math.sqrt(effective_batch_size / base_batch_size)
         case _:
             return 1.0
-
-
-def weight_decay_scale(rule: str, effective_batch_size: int, base_batch_size: int) -> float:
-    """The factor of the weight decay.
-
-    `sqrt`: the square root of k ("Decoupled Weight Decay Regularization", Loshchilov and Hutter 2019,
-    appendix B.1: the best decay is proportional to the root of batch size / (samples × epochs)). With a
-    learning rate that also grows by the root, the decay per epoch stays the same. `none`: 1.
-
-    >>> weight_decay_scale("sqrt", 1024, 256), weight_decay_scale("none", 1024, 256)
-    (2.0, 1.0)
-    """
-    return lr_scale("sqrt" if rule == "sqrt" else "none", effective_batch_size, base_batch_size)
-
-
-def added_warmup(total_steps: int, steps_in_max_epochs: int) -> int:
-    """Optimizer steps of the warm-up that is added to a learning rate scaled up by much.
-
-    Large batches fail in the first epochs unless the learning rate rises slowly (Goyal et al. 2017, section
-    2.2).
-
-    Args:
-        total_steps: optimizer steps of the run.
-        steps_in_max_epochs: optimizer steps of the first `WARMUP_MAX_EPOCHS` epochs.
-
-    >>> added_warmup(1000, 400), added_warmup(100_000, 400), added_warmup(3, 3)
-    (50, 400, 1)
-    """
-    return max(1, min(round(WARMUP_FRACTION * total_steps), steps_in_max_epochs))

@@ -132,9 +132,8 @@ class CudaMemory(AcceleratorMemory):
 
     def refused(self, error: BaseException) -> bool:
         """See `DeviceMemory.refused`; also an ambiguous error, if the allocator refused a request."""
-        if is_out_of_memory(error):
-            return True
-        return is_ambiguous(error) and self._count("num_ooms") > self._num_refusals
+        refused_any = self._count("num_ooms") > self._num_refusals
+        return is_out_of_memory(error) or (refused_any and is_ambiguous(error))
 
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:

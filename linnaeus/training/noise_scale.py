@@ -44,14 +44,9 @@ def unbiased_moments(
     (1.0, 12.0)
 
     Args:
-        small_batch, large_batch: number of samples that each gradient is the mean of.
+        small_batch, large_batch: number of samples that each gradient is the mean of; the second is larger.
         small_norm_sq, large_norm_sq: squared norms of the gradients.
-
-    Raises:
-        ValueError: the second batch is not larger than the first.
     """
-    if not 0 < small_batch < large_batch:
-        raise ValueError(f"the batches are {small_batch} and {large_batch}; the second must be larger")
     gradient_sq = (large_batch * large_norm_sq - small_batch * small_norm_sq) / (large_batch - small_batch)
     trace = (small_norm_sq - large_norm_sq) / (1 / small_batch - 1 / large_batch)
     return gradient_sq, trace

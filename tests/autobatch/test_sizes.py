@@ -14,8 +14,12 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from linnaeus.autobatch.planning import find_planned_sizes
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.config.load import load_config
+from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
 from linnaeus.data.batch import BatchSpec
 from linnaeus.data.bundle import collate_pairs
 from linnaeus.data.datasets import build_data
@@ -104,6 +108,37 @@ def found_in(folder: Path) -> dict[str, Any]:
 
 def one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+# --- planned sizes ---
+
+
+@pytest.mark.parametrize(
+    ("statuses", "tried"),
+    [([], True), (["fits"], False), (["fits", "over"], True), (["over", "fits"], False)],
+)
+def test_the_newest_trial_of_a_planned_size_decides_whether_it_is_tried_again(
+    statuses: list[str], tried: bool
+) -> None:
+    search, _ = prepared(OWN_MODEL, OWN_DATA, "TRAIN.EFFECTIVE_BATCH_SIZE=12")
+    runs = [(8, "fits"), *((6, status) for status in statuses)]
+    trials = [{"batch_size": n, "status": status, "peak_bytes": 1, "seconds": 0.1} for n, status in runs]
+    entry = {
+        "batch_size": 8, "certified": True, "limited_by": "memory", "target_memory_fraction": 0.8,
+        "budget_bytes": 1, "total_bytes": 1, "strategy": "guided", "seconds": 1.0, "trials": trials,
+    }  # fmt: skip
+
+    def plan_for(size: int) -> BatchPlan:
+        facts = Facts(max_micro_batch_size=size, world_size=1, num_samples=12, learning_rate=0.1)
+        return plan_batches(search.train, OptimizerConfig(), ScheduleConfig(), facts)
+
+    checkpoint = {"searched_for": "key", "autobatch": {"train": entry}}
+    planned = find_planned_sizes(search, plan_for, 8, key="key", checkpoint=checkpoint)
+    assert planned.plan.micro_batch_size == 6
+    ran = [(trial.size, trial.status) for trial in planned.found["train"].trials]
+    assert ran[: len(runs)] == runs
+    assert (len(ran) > len(runs)) == tried
+    assert ran[-1] == (6, "fits")
 
 
 # --- bounds ---

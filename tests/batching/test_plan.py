@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan, plan_batches
-from linnaeus.batching.scaling import added_warmup, lr_scale, weight_decay_scale
+from linnaeus.batching.scaling import scale_factor
 from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.batching.stages import Split, nearest, split_samples
 from linnaeus.batching.summary import summary_lines
@@ -201,7 +201,7 @@ def test_the_rate_follows_the_rule_at_every_step(run: dict[str, Any], rule: str)
     plan = scheduled(run, OptimizerConfig(LR_SCALING=rule, BASE_BATCH_SIZE=32))
     for step, size in enumerate(effective_sizes(plan)):
         assert plan.learning_rate * plan.batch_size_lr_factor(step) == pytest.approx(
-            0.1 * lr_scale(rule, size, 32)
+            0.1 * scale_factor(rule, size, 32)
         )
 
 
@@ -294,10 +294,9 @@ def test_weight_decay_scales_by_the_root() -> None:
 def test_the_rules_agree_at_the_base_and_grow(k: float) -> None:
     base, size = 10_000, max(1, round(10_000 * k))
     for rule in ("linear", "sqrt"):
-        assert lr_scale(rule, base, base) == 1
-        assert (lr_scale(rule, size, base) > 1) == (size > base)
-    assert lr_scale("sqrt", size, base) ** 2 == pytest.approx(lr_scale("linear", size, base))
-    assert weight_decay_scale("sqrt", size, base) == lr_scale("sqrt", size, base)
+        assert scale_factor(rule, base, base) == 1
+        assert (scale_factor(rule, size, base) > 1) == (size > base)
+    assert scale_factor("sqrt", size, base) ** 2 == pytest.approx(scale_factor("linear", size, base))
 
 
 @pytest.mark.parametrize(
@@ -327,7 +326,12 @@ def test_a_much_raised_rate_gets_a_warm_up(
 def test_an_added_warm_up_lasts_five_epochs_at_most() -> None:
     plan = plan_of(optimizer=OptimizerConfig(LR_SCALING="linear"), EFFECTIVE_BATCH_SIZE=2048, EPOCHS=300)
     assert plan.warmup_steps == 5 * 48
-    assert added_warmup(10, 50) == 1
+
+
+def test_an_added_warm_up_has_at_least_one_step() -> None:
+    facts = replace(FACTS, num_samples=3 * 2048)
+    plan = plan_of(facts, OptimizerConfig(LR_SCALING="linear"), EFFECTIVE_BATCH_SIZE=2048, EPOCHS=1)
+    assert (plan.total_steps, plan.warmup_steps) == (3, 1)
 
 
 # Warnings: each has a case where it comes, and one beside it where it does not.

@@ -82,12 +82,6 @@ def test_expected_norms_give_the_exact_moments(
     assert found == pytest.approx((gradient_sq, trace), rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize(("small", "large"), [(8, 8), (8, 4), (0, 4)])
-def test_equal_batches_are_refused(small: int, large: int) -> None:
-    with pytest.raises(ValueError, match="must be larger"):
-        unbiased_moments(small, 1.0, large, 1.0)
-
-
 def test_micro_batches_of_one_process_measure_the_exact_value() -> None:
     scale = measured()
     assert scale.num == 4000
