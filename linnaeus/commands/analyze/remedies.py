@@ -120,7 +120,7 @@ def _run(setup: Setup, mode: Mode, sizes: Sequence[int], timed: bool) -> dict[in
     """Measure sizes under a configuration. Where it cannot run, each size gets the reason."""
     found: dict[int, _Measured] = {}
     try:
-        with setup.search(setup.assemble()).finder(mode, setup.status) as finder:
+        with setup.search().finder(mode, setup.status) as finder:
             for size in sizes:
                 found[size] = _measure(finder, size, timed)
     except Exception as error:  # a user's model may not take every precision
