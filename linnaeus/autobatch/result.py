@@ -76,15 +76,7 @@ class AutoBatchResult:
             "total_bytes": self.total_bytes,
             "strategy": self.strategy,
             "seconds": round(self.seconds, 3),
-            "trials": [
-                {
-                    "batch_size": trial.size,
-                    "status": trial.status,
-                    "peak_bytes": trial.peak_bytes,
-                    "seconds": round(trial.seconds, 3),
-                }
-                for trial in self.trials
-            ],
+            "trials": [trial.as_dict() for trial in self.trials],
             **timings,
         }
 

@@ -10,11 +10,11 @@ from functools import partial
 
 from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.autobatch.protocol import RankStatus
-from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.commands.analyze.breakdown import Breakdown, StateBytes, break_down, counting
-from linnaeus.commands.analyze.options import Mode, Options
+from linnaeus.commands.analyze.options import Options
 from linnaeus.commands.analyze.results import Analysis, Curve, Row
 from linnaeus.commands.measure import find_largest
 from linnaeus.config.schema import AutoBatchConfig

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnaeus.commands.analyze.options import Mode
+from linnaeus.autobatch.result import Mode
 from linnaeus.commands.analyze.results import Analysis, Curve, Row
 from linnaeus.commands.measure import Speeds
 from linnaeus.commands.picture import BLUE, GREEN, VERMILION, Picture, decorate, drawing, mark_size
@@ -48,7 +48,7 @@ def _headline(analysis: Analysis) -> str:
 
 def _memory_panel(picture: Picture, axes: Axes, mode: Mode, curve: Curve, rows: list[Row]) -> None:
     """Measured peaks, the line through them, the budgets and the sizes chosen."""
-    points = curve.measured()
+    points = sorted((trial.size, trial.peak_bytes) for trial in curve.trials if trial.peak_bytes is not None)
     budgets = [row.budget_bytes for row in rows if row.budget_bytes is not None]
     heights = [*budgets, *(peak for _, peak in points)]
     refused = _refused(rows)

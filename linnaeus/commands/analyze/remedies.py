@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.commands.analyze.options import Mode
+from linnaeus.autobatch.result import Mode
 from linnaeus.commands.analyze.results import Analysis, Remedy
 from linnaeus.commands.session import Setup
 from linnaeus.config.schema import TrainConfig

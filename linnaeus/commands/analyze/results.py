@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.commands.analyze.breakdown import Breakdown
-from linnaeus.commands.analyze.options import Mode
 from linnaeus.commands.measure import Speeds
 from linnaeus.commands.tables import Measurement
 
@@ -109,15 +109,7 @@ class Row:
         """The entry of the JSON file."""
         return {
             **self.figures(),
-            "trials": [
-                {
-                    "batch_size": trial.size,
-                    "status": trial.status,
-                    "peak_bytes": trial.peak_bytes,
-                    "seconds": round(trial.seconds, 3),
-                }
-                for trial in self.trials
-            ],
+            "trials": [trial.as_dict() for trial in self.trials],
             "reason": self.reason,
             "breakdown": self._breakdown(),
             "remedies": [remedy.as_dict() for remedy in self.remedies],
@@ -146,10 +138,6 @@ class Curve:
 
     trials: list[TrialRecord] = field(default_factory=list)
     speeds: Speeds = field(default_factory=Speeds)
-
-    def measured(self) -> list[tuple[int, int]]:
-        """(size, peak in bytes) of the trials that ran, ascending."""
-        return sorted((trial.size, trial.peak_bytes) for trial in self.trials if trial.peak_bytes is not None)
 
 
 @dataclass

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from linnaeus.autobatch.throughput import TOLERANCE
 from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.commands.plan.measure import Measuring
 from linnaeus.commands.plan.options import Options
@@ -26,7 +25,7 @@ def run(options: Options, config: Config) -> int:
         AutoBatchError: nothing fits.
         LinnaeusError: something else that the user can mend; the message says how.
     """
-    plan = Plan(Goal(0, config.TRAIN.EPOCHS), TOLERANCE)
+    plan = Plan(Goal(0, config.TRAIN.EPOCHS))
     return run_session(config, options, plan, measure=_measure, draw=save_plot, show=_show)
 
 

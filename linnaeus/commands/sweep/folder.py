@@ -7,7 +7,6 @@ run itself writes `result.json`. An outcome counts as long as the configuration 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,13 +88,6 @@ def save_outcome(folder: Path, outcome: Outcome) -> None:
     write_text_atomically(folder / OUTCOME, json.dumps(asdict(outcome), indent=2) + "\n")
 
 
-def effective_batch_size(result: Mapping[str, Any]) -> int:
-    """Samples per optimizer step over all processes: as written by the run, or worked out from its sizes."""
-    if "effective_batch" in result:
-        return int(result["effective_batch"])
-    return int(result["batch_size"] * result["accumulation_steps"] * result["world_size"])
-
-
 def _read_text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
@@ -106,7 +98,7 @@ def _read_text(path: Path) -> str | None:
 def _read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file; None where there is no such file, or it is damaged."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(_read_text(path) or "")
+    except ValueError:
         return None
     return content if isinstance(content, dict) else None

@@ -12,7 +12,9 @@ def results_table(sweep: Sweep) -> Table:
     table = Table(title="Runs", title_justify="left")
     keys = list(sweep.rows[0].values)
     for key in keys:
-        table.add_column(key.rpartition(".")[2] if _is_unique(key, keys) else key, overflow="fold")
+        last = key.rpartition(".")[2]
+        is_unique = sum(other.rpartition(".")[2] == last for other in keys) == 1
+        table.add_column(last if is_unique else key, overflow="fold")
     for heading in ("batch", "rate", "warm-up", sweep.metric, "training s", "images/s"):
         table.add_column(heading, justify="right")
     table.add_column("status")
@@ -23,7 +25,7 @@ def results_table(sweep: Sweep) -> Table:
 
 def _figures(row: Row, metric: str) -> list[str]:
     return [
-        _shown(row.effective_batch_size, "d"),
+        _shown(row.result.get("effective_batch"), "d"),
         _shown(row.result.get("learning_rate"), ".3g"),
         _shown(row.result.get("warmup_steps"), "d"),
         _shown(row.value(metric), ".4f"),
@@ -34,9 +36,3 @@ def _figures(row: Row, metric: str) -> list[str]:
 
 def _shown(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
-
-
-def _is_unique(key: str, keys: list[str]) -> bool:
-    """Whether no other key ends in the same component."""
-    last = key.rpartition(".")[2]
-    return sum(other.rpartition(".")[2] == last for other in keys) == 1
