@@ -84,12 +84,11 @@ class TrialRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """The entry of a file."""
-        seconds = round(self.seconds, 3)
         return {
             "batch_size": self.size,
             "status": self.status,
             "peak_bytes": self.peak_bytes,
-            "seconds": seconds,
+            "seconds": round(self.seconds, 3),
         }
 
 

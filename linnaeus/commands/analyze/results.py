@@ -128,29 +128,16 @@ PARTS = tuple(Breakdown.__dataclass_fields__)
 
 
 @dataclass
-class Curve:
-    """Memory and speed of one mode against batch size.
-
-    Attributes:
-        trials: all of them.
-        speeds: of the sizes that were timed; the knee is known with `--throughput` only.
-    """
-
-    trials: list[TrialRecord] = field(default_factory=list)
-    speeds: Speeds = field(default_factory=Speeds)
-
-
-@dataclass
 class Analysis(Measurement):
-    """Sizes and curves.
+    """Sizes and speeds.
 
     Attributes:
         rows: in the order measured.
-        curves: by mode.
+        speeds: of the sizes that were timed, by mode; the knee is known with `--throughput` only.
     """
 
     rows: list[Row] = field(default_factory=list)
-    curves: dict[Mode, Curve] = field(default_factory=dict)
+    speeds: dict[Mode, Speeds] = field(default_factory=dict)
 
     @property
     def has_sizes(self) -> bool:
@@ -165,7 +152,7 @@ class Analysis(Measurement):
 
     def sorted_rows(self, mode: Mode | None = None) -> list[Row]:
         """The rows of one mode, or of all in the order measured; by fraction within a mode."""
-        modes = list(self.curves)
+        modes = list(self.speeds)
         rows = [row for row in self.rows if mode in (None, row.mode)]
         return sorted(rows, key=lambda row: (modes.index(row.mode), row.memory_fraction))
 
@@ -180,10 +167,10 @@ class Analysis(Measurement):
 
     def as_dict(self) -> dict[str, Any]:
         """Content of the JSON file."""
-        speeds = {mode: curve.speeds for mode, curve in self.curves.items() if curve.speeds.knee is not None}
         throughput = {
-            mode: {"knee": one.knee, "timings": [asdict(timing) for timing in one.ascending()]}
-            for mode, one in speeds.items()
+            mode: {"knee": speeds.knee, "timings": [asdict(timing) for timing in speeds.ascending()]}
+            for mode, speeds in self.speeds.items()
+            if speeds.knee is not None
         }
         return {
             "environment": self.environment,

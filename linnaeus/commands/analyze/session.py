@@ -35,18 +35,14 @@ def run(options: Options, config: Config) -> int:
 
 
 def _measure(setup: Setup, options: Options, analysis: Analysis) -> None:
-    _search_all(setup, options, analysis)
-    gc.collect()  # the model goes before the remedies build their own
-    if options.remedies:
-        measure_remedies(setup, analysis, timed=options.throughput)
-
-
-def _search_all(setup: Setup, options: Options, analysis: Analysis) -> None:
-    """Search all modes and fractions, on one model."""
     search = setup.search()
     setup.note_environment(analysis, search)
     for mode in options.modes:
         measure_mode(search, mode, options, analysis, setup.status)
+    if options.remedies:
+        del search  # the remedies build models of their own
+        gc.collect()
+        measure_remedies(setup, analysis, timed=options.throughput)
 
 
 def _show(analysis: Analysis, console: Console) -> None:

@@ -148,7 +148,7 @@ class Plan(Measurement):
     @property
     def columns(self) -> list[str]:
         """Columns of the table."""
-        return list(self.scalars()[0]) if self.rows else ["batch_size"]
+        return super().columns if self.rows else ["batch_size"]
 
     def scalars(self) -> list[dict[str, Any]]:
         """Rows of the table."""

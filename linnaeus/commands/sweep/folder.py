@@ -13,6 +13,7 @@ from typing import Any
 
 from linnaeus.config.load import to_yaml
 from linnaeus.config.schema import Config
+from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.files import prepare_run_folder, write_text_atomically
 
 ASKED, OUTCOME, RESULT, OUTPUT = "asked.yaml", "outcome.json", "result.json", "logs/output.txt"
@@ -39,6 +40,11 @@ class Outcome:
         """Whether the run ended well."""
         return self.exit_code == 0 and self.result is not None
 
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether somebody ended the process: Ctrl-C, or a signal."""
+        return self.exit_code == EXIT_INTERRUPTED or self.exit_code < 0
+
 
 def prepare(folder: Path, config: Config) -> Outcome | None:
     """Make a run's folder ready for the run, unless the run has ended well.
@@ -56,17 +62,12 @@ def prepare(folder: Path, config: Config) -> Outcome | None:
     earlier = read_outcome(folder) if is_same else None
     if earlier is not None and earlier.finished:
         return earlier
-    resumes = is_same and (earlier is None or is_interruption(earlier.exit_code))
+    resumes = is_same and (earlier is None or earlier.was_interrupted)
     prepare_run_folder(folder, keep=resumes, suffix=".earlier-")
     (folder / OUTPUT).parent.mkdir(exist_ok=True)
     (folder / OUTCOME).unlink(missing_ok=True)
     write_text_atomically(folder / ASKED, to_yaml(config))
     return earlier if resumes else None
-
-
-def is_interruption(exit_code: int) -> bool:
-    """Whether somebody ended the process: Ctrl-C, or a signal."""
-    return exit_code == 130 or exit_code < 0
 
 
 def read_outcome(folder: Path) -> Outcome | None:

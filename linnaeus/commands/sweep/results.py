@@ -106,11 +106,6 @@ class Sweep(Figures):
         names = (name for row in self.rows for name in row.result.get("metrics", {}))
         return list(dict.fromkeys(names))
 
-    @property
-    def columns(self) -> list[str]:
-        """Columns of the table."""
-        return list(self.rows[0].scalars(self.metrics))
-
     def scalars(self) -> list[dict[str, Any]]:
         """Rows of the table."""
         return [row.scalars(self.metrics) for row in self.rows]
