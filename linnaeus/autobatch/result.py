@@ -69,15 +69,7 @@ class AutoBatchResult:
         content = asdict(self)
         del content["mode"]
         content["seconds"] = round(self.seconds, 3)
-        content["trials"] = [
-            {
-                "batch_size": trial.size,
-                "status": trial.status,
-                "peak_bytes": trial.peak_bytes,
-                "seconds": round(trial.seconds, 3),
-            }
-            for trial in self.trials
-        ]
+        content["trials"] = [trial.as_dict() for trial in self.trials]
         if not self.timings:
             del content["timings"]
         return content

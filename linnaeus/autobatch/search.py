@@ -31,7 +31,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 Status = Literal["fits", "over", "oom"]
 LimitedBy = Literal["memory", "max_batch_size", "max_trials", "timeout"]
@@ -81,6 +81,15 @@ class TrialRecord:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"size is {self.size}; it must be at least 1")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry of a file."""
+        return {
+            "batch_size": self.size,
+            "status": self.status,
+            "peak_bytes": self.peak_bytes,
+            "seconds": round(self.seconds, 3),
+        }
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,8 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
 def confirm(search: SizeSearch, result: AutoBatchResult, size: int) -> AutoBatchResult:
     """Run the size found, or one below it, on every rank. Every rank must call this.
 
-    Memory does not always grow with the size: a smaller size may not fit.
+    Memory does not always grow with the size: a smaller size may not fit. Sizes only fall in the course of a
+    run, so that no size is confirmed twice and every exchange has its own name.
 
     Returns:
         The result with the new trials. If the size does not fit on some rank, the largest size that fits

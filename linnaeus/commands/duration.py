@@ -30,11 +30,9 @@ def show_duration(seconds: float) -> str:
     >>> show_duration(0.25), show_duration(72), show_duration(5400), show_duration(200_000)
     ('0.25 s', '1 m 12 s', '1 h 30 m', '2 d 8 h')
     """
-    if seconds < 60:
-        return f"{seconds:.3g} s"
     for unit, below in (("d", "h"), ("h", "m"), ("m", "s")):
         whole = round(seconds / UNITS[below])
         per_unit = UNITS[unit] // UNITS[below]
-        if whole >= per_unit:
+        if seconds >= 60 and whole >= per_unit:
             return f"{whole // per_unit} {unit} {whole % per_unit} {below}"
     return f"{seconds:.3g} s"

@@ -10,29 +10,27 @@ from typing import Any
 import torch
 
 from linnaeus.autobatch.report import device_environment
+from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.config.instantiate import is_target
-from linnaeus.config.schema import Config
-from linnaeus.data.bundle import DataBundle
 from linnaeus.memory.device import GIB, device_memory
-from linnaeus.training.build import Assembly
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def describe(config: Config, data: DataBundle, assembly: Assembly, device: torch.device) -> dict[str, Any]:
+def describe(model_node: Any, search: SizeSearch) -> dict[str, Any]:
     """Device, versions, and the settings that memory and speed depend on."""
-    autobatch, train = config.DATA.AUTOBATCH, config.TRAIN
-    parameters = list(assembly.model.parameters())
+    device, autobatch, train = search.world.device, search.config.AUTOBATCH, search.train
+    parameters = list(search.assembly.model.parameters())
     return {
         **device_environment(device),
         "total_bytes": device_memory(device).total_bytes,
         "memory_limit_gb": autobatch.MEMORY_LIMIT_GB,
         "driver": driver_version() if device.type == "cuda" else None,
-        "model": _name(config.MODEL),
+        "model": str(model_node["_target_"] if is_target(model_node) else model_node.NAME),
         "parameters": sum(parameter.numel() for parameter in parameters),
         "precision": _precision(parameters, train.AMP),
-        "optimizer": type(assembly.optimizer).__name__,
-        "image_size": None if data.img_size is None else list(data.img_size),
+        "optimizer": type(search.assembly.optimizer).__name__,
+        "image_size": None if search.data.img_size is None else list(search.data.img_size),
         "gradient_checkpointing": train.GRADIENT_CHECKPOINTING,
         "accumulation_steps": train.ACCUMULATION_STEPS,
         "ema": train.EMA.ENABLED,
@@ -60,10 +58,6 @@ def driver_version(path: Path = _DRIVER) -> str | None:
         return None
     found = re.search(r"Module.*?\s(\d+(?:\.\d+)+)", text)
     return found.group(1) if found else None
-
-
-def _name(node: Any) -> str:
-    return str(node["_target_"] if is_target(node) else node.NAME)
 
 
 def _precision(parameters: list[torch.nn.Parameter], amp: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from linnaeus.commands.tables import Figures
@@ -26,6 +27,7 @@ INK = "#7d7d7d"
 BLUE, GREEN, VERMILION, PURPLE = "#0072b2", "#009e73", "#d55e00", "#cc79a7"
 SERIES = (BLUE, VERMILION, GREEN, PURPLE, "#e69f00", "#56b4e9")
 """Colours of series, in order."""
+PAGE = Path(__file__).with_name("page.html")
 LABELS_APART = 1.3
 """Least factor between two batch sizes that both have a label."""
 _STYLE = {
@@ -174,7 +176,8 @@ def _html_page(svg: str, title: str, columns: Sequence[str], rows: Sequence[Mapp
         "<tr>" + "".join(f"<td>{html.escape(_cell(row[column]))}</td>" for column in columns) + "</tr>"
         for row in rows
     )
-    return _PAGE.format(title=html.escape(title), svg=svg, head=head, body=body)
+    page = Template(PAGE.read_text(encoding="utf-8"))
+    return page.substitute(title=html.escape(title), svg=svg, head=head, body=body)
 
 
 def _cell(value: Any) -> str:
@@ -186,64 +189,3 @@ def _cell(value: Any) -> str:
 def _save(figure: Figure, file: BinaryIO | io.BytesIO, kind: str) -> None:
     metadata = {"Date": None} if kind == "svg" else None
     figure.savefig(file, format=kind, dpi=120, transparent=True, metadata=metadata)
-
-
-_PAGE = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>
-body {{ margin: 1.5rem auto; max-width: 90rem; font: 15px/1.4 system-ui, sans-serif;
-  background: #ffffff; color: #333333; }}
-svg {{ width: 100%; height: auto; }}
-.point {{ cursor: pointer; }}
-#tip {{ position: fixed; pointer-events: none; padding: .35rem .6rem; border-radius: .3rem;
-  background: #222222; color: #ffffff; visibility: hidden; }}
-table {{ border-collapse: collapse; margin: 1rem 0; }}
-th, td {{ padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #8888; }}
-@media (prefers-color-scheme: dark) {{
-  body {{ background: #14171c; color: #d5d9df; }}
-  #tip {{ background: #e8eaee; color: #14171c; }}
-}}
-</style>
-</head>
-<body>
-{svg}
-<table>
-<thead><tr>{head}</tr></thead>
-<tbody>
-{body}
-</tbody>
-</table>
-<div id="tip" role="status"></div>
-<script>
-const tip = document.getElementById("tip");
-const points = [...document.querySelectorAll(".point")].map(point => {{
-  const title = point.querySelector("title");
-  const text = title.textContent;
-  title.remove();  // the box below shows it at once
-  point.setAttribute("aria-label", text);
-  return {{point, text}};
-}});
-document.addEventListener("mousemove", event => {{
-  let nearest = null, least = 24;
-  for (const {{point, text}} of points) {{
-    const box = point.getBoundingClientRect();
-    const x = event.clientX - box.x - box.width / 2, y = event.clientY - box.y - box.height / 2;
-    const distance = Math.hypot(x, y);
-    if (distance <= least) [nearest, least] = [text, distance];
-  }}
-  tip.style.visibility = nearest ? "visible" : "hidden";
-  if (!nearest) return;
-  tip.textContent = nearest;
-  const left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8);
-  tip.style.left = left + "px";
-  tip.style.top = event.clientY + 14 + "px";
-}});
-</script>
-</body>
-</html>
-"""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.console import Console
 from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.commands.environment import describe, device_sentence
-from linnaeus.commands.options import MeasuringOptions
+from linnaeus.commands.options import Options
 from linnaeus.commands.tables import Measurement
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle
@@ -24,9 +25,10 @@ from linnaeus.dist import World, join
 from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.log import close_logging, is_interactive, make_console, set_up_logging
 from linnaeus.rng import seed_all
-from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.build import assemble
 
 logger = logging.getLogger("linnaeus.commands")
+M = TypeVar("M", bound=Measurement)
 
 
 @dataclass(frozen=True)
@@ -45,40 +47,36 @@ class Setup:
     world: World
     status: RankStatus
 
-    def assemble(self) -> Assembly:
-        """Build the model and its steps.
+    def search(self) -> SizeSearch:
+        """Build the model and its steps, and the searches of a run with them.
 
         Raises:
             ConfigError: a node that cannot be built.
         """
-        config = self.config
-        return assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, self.data, self.world)
+        config, data, world = self.config, self.data, self.world
+        assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
+        return SizeSearch(config.DATA, config.TRAIN, data, assembly, world, config.EXPERIMENT.SEED)
 
-    def search(self, assembly: Assembly, max_samples_per_rank: int | None = None) -> SizeSearch:
-        """The searches of a run with this model; arguments as for `SizeSearch`."""
-        data, train, seed = self.config.DATA, self.config.TRAIN, self.config.EXPERIMENT.SEED
-        return SizeSearch(data, train, self.data, assembly, self.world, seed, max_samples_per_rank)
-
-    def note_environment(self, measurement: Measurement, assembly: Assembly) -> None:
+    def note_environment(self, measurement: Measurement, search: SizeSearch) -> None:
         """Note where the figures hold, and show it. From now on the measurement is worth writing."""
-        measurement.environment = describe(self.config, self.data, assembly, self.world.device)
+        measurement.environment = describe(self.config.MODEL, search)
         logger.info("%s", device_sentence(measurement.environment))
 
 
 def run_session(
     config: Config,
-    options: MeasuringOptions,
-    measurement: Measurement,
+    options: Options,
+    measurement: M,
     *,
-    measure: Callable[[Setup], None],
-    draw: Callable[[Path], None],
-    show: Callable[[Console], None],
+    measure: Callable[[Setup, Options, M], None],
+    draw: Callable[[M, Path], None],
+    show: Callable[[M, Console], None],
 ) -> int:
     """Measure, write the files and show the figures; what was measured before Ctrl-C or an error counts too.
 
     Args:
         config: of the run in question.
-        options: say where the files go.
+        options: say what to measure and where the files go.
         measurement: filled by `measure`.
         measure: does the measuring.
         draw: writes the picture.
@@ -93,9 +91,16 @@ def run_session(
     console = make_console()
     measurement.interrupted = True
     set_up_logging(None, rank=0, console=console)
+    timeout = timedelta(minutes=config.DIST.TIMEOUT_MINUTES)
     try:
-        with _setup(config, console) as setup:
-            measure(setup)
+        with (
+            join(config.EXPERIMENT.DEVICE, config.DIST.BACKEND, timeout) as world,
+            _status_line(console) as status,
+        ):
+            torch.use_deterministic_algorithms(config.TRAIN.DETERMINISTIC)
+            seed_all(config.EXPERIMENT.SEED)
+            data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
+            measure(Setup(config, data, world, status), options, measurement)
         measurement.interrupted = False
     except KeyboardInterrupt:
         logger.info("interrupted; what has been measured so far is written")
@@ -105,24 +110,11 @@ def run_session(
             measurement.save(options.output)
             logger.info("figures: %s", options.output.resolve())
             if options.plot is not None:
-                draw(options.plot)
+                draw(measurement, options.plot)
                 logger.info("picture: %s", options.plot.resolve())
-            show(console)
+            show(measurement, console)
         close_logging()
     return 0
-
-
-@contextmanager
-def _setup(config: Config, console: Console) -> Iterator[Setup]:
-    timeout = timedelta(minutes=config.DIST.TIMEOUT_MINUTES)
-    with (
-        join(config.EXPERIMENT.DEVICE, config.DIST.BACKEND, timeout) as world,
-        _status_line(console) as status,
-    ):
-        torch.use_deterministic_algorithms(config.TRAIN.DETERMINISTIC)
-        seed_all(config.EXPERIMENT.SEED)
-        data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
-        yield Setup(config, data, world, status)
 
 
 @contextmanager

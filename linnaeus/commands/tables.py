@@ -6,7 +6,6 @@ import csv
 import io
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ class Figures(ABC):
     """The results of a command."""
 
     @property
-    @abstractmethod
-    def columns(self) -> Sequence[str]:
-        """Columns of the table, in order; there even when there are no rows."""
+    def columns(self) -> list[str]:
+        """Columns of the table, in order; to be overridden where there may be no rows."""
+        return list(self.scalars()[0])
 
     @abstractmethod
     def scalars(self) -> list[dict[str, Any]]:
@@ -45,6 +44,11 @@ class Figures(ABC):
         writer.writeheader()
         writer.writerows(self.scalars())
         return file.getvalue()
+
+
+def cell(value: float | None, form: str) -> str:
+    """A number for people, in a format such as `.3g`; empty for None."""
+    return "" if value is None else f"{value:{form}}"
 
 
 @dataclass(kw_only=True)

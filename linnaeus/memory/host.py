@@ -100,17 +100,17 @@ class CpuMemory:
         outcome: Future[T] = Future()
         modes = _thread_modes()
 
-        def call() -> None:
+        def call(future: Future[T]) -> None:
             try:
                 _start_intra_op_threads()
                 with contextlib.ExitStack() as stack:
                     for mode in modes:
                         stack.enter_context(mode)
-                    outcome.set_result(function())
+                    future.set_result(function())
             except BaseException as error:
-                outcome.set_exception(error)
+                future.set_exception(error)
 
-        thread = threading.Thread(target=contextvars.copy_context().run, args=(call,), name="trial")
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(call, outcome), name="trial")
         thread.start()
         interruption: BaseException | None = None
         while not outcome.done():  # after Ctrl-C too: nothing may be restored while a step still runs
@@ -121,7 +121,10 @@ class CpuMemory:
         thread.join()
         if interruption is not None:
             raise interruption
-        return outcome.result()
+        try:
+            return outcome.result()
+        finally:
+            del outcome  # or the error's traceback, this frame and the error would keep each other alive
 
     def num_retries(self) -> int:
         """0: the C allocator does not retry."""

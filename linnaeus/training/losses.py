@@ -1,4 +1,4 @@
-"""The loss: cross-entropy for each taxonomic rank, or a user's own. `rank` means taxonomic rank here."""
+"""The loss: cross-entropy for each level of the taxonomy, or a user's own."""
 
 from __future__ import annotations
 
@@ -10,64 +10,61 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from linnaeus.config.instantiate import call_target, is_target
-from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError
 
-UNKNOWN = -1
-"""Label of a sample at a rank where its class is unknown."""
 
-
-def logits_per_rank(outputs: Any, rank_names: Sequence[str]) -> tuple[Tensor, ...]:
-    """The logits of each rank, coarse to fine, from any supported form of a model's outputs.
+def logits_per_level(outputs: Any, level_names: Sequence[str]) -> tuple[Tensor, ...]:
+    """The logits of each level, coarse to fine, from any supported form of a model's outputs.
 
     Args:
-        outputs: a tensor (one rank), a sequence in rank order, or a mapping from rank names.
-        rank_names: names of the ranks, coarse to fine.
+        outputs: a tensor (one level), a sequence in level order, or a mapping from level names.
+        level_names: names of the levels, coarse to fine.
 
     Raises:
-        ConfigError: the outputs have another form, or are not one per rank.
+        ConfigError: the outputs have another form, or are not one per level.
     """
     if isinstance(outputs, Tensor):
         outputs = (outputs,)
     if isinstance(outputs, Mapping):
-        missing = [name for name in rank_names if name not in outputs]
+        missing = [name for name in level_names if name not in outputs]
         if missing:
             raise ConfigError(
                 f"MODEL: its output has no key for rank {missing[0]!r}; it has {sorted(outputs)}"
             )
-        outputs = tuple(outputs[name] for name in rank_names)
+        outputs = tuple(outputs[name] for name in level_names)
     if not isinstance(outputs, Sequence):
         raise ConfigError(
             f"MODEL: it gives a {type(outputs).__name__}; the loss needs a tensor of logits, a sequence of "
-            f"them or a mapping from the ranks {list(rank_names)}"
+            f"them or a mapping from the ranks {list(level_names)}"
         )
-    if len(outputs) != len(rank_names):
+    if len(outputs) != len(level_names):
         raise ConfigError(
-            f"MODEL: it gives {len(outputs)} outputs for {len(rank_names)} ranks {list(rank_names)}"
+            f"MODEL: it gives {len(outputs)} outputs for {len(level_names)} ranks {list(level_names)}"
         )
     return tuple(outputs)
 
 
-class RankCrossEntropy(nn.Module):
-    """Weighted mean over the ranks; the loss of a rank is its mean cross-entropy over the known labels.
+class TaxonomicCrossEntropy(nn.Module):
+    """Weighted mean over the levels; the loss of a level is its mean cross-entropy over the known labels.
 
     Args:
-        rank_names: R names, coarse to fine.
-        rank_weights: R weights; they are normalised to sum to 1.
+        level_names: R names, coarse to fine.
+        level_weights: R weights; they are normalised to sum to 1.
         label_smoothing: in [0, 1).
         num_classes: R numbers of classes, checked against the model's outputs; None does not check.
     """
 
     def __init__(
         self,
-        rank_names: Sequence[str],
-        rank_weights: Sequence[float],
+        level_names: Sequence[str],
+        level_weights: Sequence[float],
         label_smoothing: float = 0.0,
         num_classes: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        self.rank_names = tuple(rank_names)
-        self.rank_weights = tuple(weight / sum(rank_weights) for weight in rank_weights)
+        self.level_names = tuple(level_names)
+        self.level_weights = tuple(weight / sum(level_weights) for weight in level_weights)
         self.label_smoothing = label_smoothing
         self.num_classes = None if num_classes is None else tuple(num_classes)
 
@@ -75,30 +72,30 @@ class RankCrossEntropy(nn.Module):
         """The loss.
 
         Args:
-            outputs: logits [B, num_classes[r]] per rank; see `logits_per_rank`.
+            outputs: logits [B, num_classes[r]] per level; see `logits_per_level`.
             targets: labels [B, R], -1 where unknown.
 
         Returns:
-            A scalar; a rank without a known label in the batch adds 0.
+            A scalar; a level without a known label in the batch adds 0.
         """
-        logits_by_rank = logits_per_rank(outputs, self.rank_names)
+        logits_by_level = logits_per_level(outputs, self.level_names)
         if self.num_classes is not None:
-            self._check(logits_by_rank, self.num_classes)
+            self._check(logits_by_level, self.num_classes)
         losses = [
-            weight * self._rank_loss(logits, targets[:, rank])
-            for rank, (logits, weight) in enumerate(zip(logits_by_rank, self.rank_weights, strict=True))
+            weight * self._level_loss(logits, targets[:, level])
+            for level, (logits, weight) in enumerate(zip(logits_by_level, self.level_weights, strict=True))
         ]
         return torch.stack(losses).sum()
 
-    def _check(self, logits_by_rank: Sequence[Tensor], num_classes: Sequence[int]) -> None:
-        for name, logits, count in zip(self.rank_names, logits_by_rank, num_classes, strict=True):
+    def _check(self, logits_by_level: Sequence[Tensor], num_classes: Sequence[int]) -> None:
+        for name, logits, count in zip(self.level_names, logits_by_level, num_classes, strict=True):
             if logits.ndim != 2 or logits.shape[1] != count:
                 raise ConfigError(
                     f"MODEL: its output for rank {name!r} has the shape {list(logits.shape)}; "
                     f"it must be [batch, {count}], one logit per class"
                 )
 
-    def _rank_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _level_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         total = functional.cross_entropy(
             logits, labels, ignore_index=UNKNOWN, reduction="sum", label_smoothing=self.label_smoothing
         )
@@ -110,7 +107,7 @@ def build_loss(node: Any, taxonomy: Taxonomy | None) -> nn.Module:
 
     Args:
         node: `LossConfig`, or a `_target_` node of a callable (outputs, targets) -> scalar.
-        taxonomy: ranks and classes of the labels; None when a user's dataset has none.
+        taxonomy: levels and classes of the labels; None when a user's dataset has none.
 
     Raises:
         ConfigError: weights that do not match the ranks, or a dataset without labels and no `_target_`.
@@ -130,4 +127,4 @@ def build_loss(node: Any, taxonomy: Taxonomy | None) -> nn.Module:
         )
     if sum(weights) <= 0:
         raise ConfigError(f"LOSS.RANK_WEIGHTS: {weights} are all 0; at least one rank must count")
-    return RankCrossEntropy(names, weights, node.LABEL_SMOOTHING, list(taxonomy.num_classes.values()))
+    return TaxonomicCrossEntropy(names, weights, node.LABEL_SMOOTHING, list(taxonomy.num_classes.values()))

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from linnaeus.config.schema import LossConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.errors import ConfigError
-from linnaeus.training.losses import RankCrossEntropy, build_loss, logits_per_rank
+from linnaeus.training.losses import TaxonomicCrossEntropy, build_loss, logits_per_level
 
 RANKS = ("family", "species")
 TAXONOMY = Taxonomy(
@@ -54,13 +54,13 @@ def test_weighted_mean_of_the_ranks_means_over_known_labels(
         cross_entropy(fine[[0, 1, 2]], torch.tensor([1, 2, 0]), label_smoothing=smoothing),
     )
     expected = (weights[0] * by_rank[0] + weights[1] * by_rank[1]) / sum(weights)
-    loss = RankCrossEntropy(RANKS, weights, smoothing)((coarse, fine), TARGETS)
+    loss = TaxonomicCrossEntropy(RANKS, weights, smoothing)((coarse, fine), TARGETS)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
 
 
 def test_unknown_labels_have_no_gradient() -> None:
     coarse, fine = logits(requires_grad=True)
-    RankCrossEntropy(RANKS, (1, 1), 0.1)((coarse, fine), TARGETS).backward()
+    TaxonomicCrossEntropy(RANKS, (1, 1), 0.1)((coarse, fine), TARGETS).backward()
     assert coarse.grad is not None
     assert fine.grad is not None
     assert coarse.grad.abs().sum(1).bool().tolist() == [True, True, False, True]
@@ -70,13 +70,13 @@ def test_unknown_labels_have_no_gradient() -> None:
 def test_a_rank_without_known_labels_adds_nothing() -> None:
     coarse, fine = logits()
     targets = torch.tensor([[0, -1], [1, -1], [1, -1], [0, -1]])
-    loss = RankCrossEntropy(RANKS, (1, 1))((coarse, fine), targets)
+    loss = TaxonomicCrossEntropy(RANKS, (1, 1))((coarse, fine), targets)
     torch.testing.assert_close(loss, cross_entropy(coarse, targets[:, 0]) / 2)
 
 
 def test_no_known_label_at_all_gives_zero_and_a_finite_gradient() -> None:
     coarse, fine = logits(requires_grad=True)
-    loss = RankCrossEntropy(RANKS, (1, 1), 0.1)((coarse, fine), torch.full((4, 2), -1))
+    loss = TaxonomicCrossEntropy(RANKS, (1, 1), 0.1)((coarse, fine), torch.full((4, 2), -1))
     loss.backward()
     assert loss.item() == 0
     assert coarse.grad is not None
@@ -100,14 +100,14 @@ def test_no_known_label_at_all_gives_zero_and_a_finite_gradient() -> None:
     ids=["tuple", "list", "dict", "another order", "more than the ranks"],
 )
 def test_outputs_are_taken_in_rank_order(outputs: Any) -> None:
-    found = logits_per_rank(outputs, RANKS)
+    found = logits_per_level(outputs, RANKS)
     assert all(torch.equal(a, b) for a, b in zip(found, logits(), strict=True))
 
 
 def test_one_rank_may_be_a_plain_tensor() -> None:
     coarse, _ = logits()
-    assert logits_per_rank(coarse, ["family"])[0] is coarse
-    loss = RankCrossEntropy(["family"], [5.0])(coarse, torch.tensor([[0], [1], [1], [0]]))
+    assert logits_per_level(coarse, ["family"])[0] is coarse
+    loss = TaxonomicCrossEntropy(["family"], [5.0])(coarse, torch.tensor([[0], [1], [1], [0]]))
     torch.testing.assert_close(loss, cross_entropy(coarse, torch.tensor([0, 1, 1, 0])))
 
 
@@ -123,7 +123,7 @@ def test_one_rank_may_be_a_plain_tensor() -> None:
 )
 def test_outputs_that_do_not_fit_say_so(outputs: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        logits_per_rank(outputs, RANKS)
+        logits_per_level(outputs, RANKS)
 
 
 # --- from the LOSS node ---
@@ -131,13 +131,13 @@ def test_outputs_that_do_not_fit_say_so(outputs: Any, message: str) -> None:
 
 def test_ranks_count_the_same_unless_told_otherwise() -> None:
     loss = build_loss(LossConfig(LABEL_SMOOTHING=0.2), TAXONOMY)
-    assert isinstance(loss, RankCrossEntropy)
-    assert (loss.rank_names, loss.rank_weights, loss.label_smoothing) == (RANKS, (0.5, 0.5), 0.2)
+    assert isinstance(loss, TaxonomicCrossEntropy)
+    assert (loss.level_names, loss.level_weights, loss.label_smoothing) == (RANKS, (0.5, 0.5), 0.2)
 
 
 def test_weights_are_normalised() -> None:
     loss = build_loss(LossConfig(RANK_WEIGHTS=[1.0, 3.0]), TAXONOMY)
-    assert loss.rank_weights == (0.25, 0.75)
+    assert loss.level_weights == (0.25, 0.75)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from linnaeus import nest
-from linnaeus.commands.analyze.options import Mode
+from linnaeus.autobatch.result import Mode
 from linnaeus.training.build import Assembly
 
 

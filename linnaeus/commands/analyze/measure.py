@@ -10,13 +10,13 @@ from functools import partial
 
 from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.autobatch.protocol import RankStatus
-from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.commands.analyze.breakdown import Breakdown, StateBytes, break_down, counting
-from linnaeus.commands.analyze.options import Mode, Options
-from linnaeus.commands.analyze.results import Analysis, Curve, Row
-from linnaeus.commands.measure import find_largest
+from linnaeus.commands.analyze.options import Options
+from linnaeus.commands.analyze.results import Analysis, Row
+from linnaeus.commands.measure import Speeds, find_largest
 from linnaeus.config.schema import AutoBatchConfig
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB
@@ -46,10 +46,10 @@ def measure_mode(
         search: steps, data and bounds of the run in question.
         mode: which step.
         options: the fractions, and whether further sizes are timed.
-        analysis: takes the rows and the curve as they are measured.
+        analysis: takes the rows and the speeds as they are measured.
         status: told what is being tried.
     """
-    curve = analysis.curves[mode] = Curve()
+    speeds = analysis.speeds[mode] = Speeds()
     rows: list[Row] = []
     fractions = sorted(options.fractions, reverse=True)
     try:
@@ -57,7 +57,6 @@ def measure_mode(
             counting(search.assembly, search.world.device) as state,
             search.finder(mode, status) as finder,
         ):
-            curve.trials = finder.trials
             found: list[AutoBatchResult] = []
             for fraction in fractions:
                 row = Row(mode, fraction)
@@ -69,7 +68,7 @@ def measure_mode(
                     row.breakdown = _breakdown(row, rows, state)
                 _log(row)
             if found:
-                _time(finder, found[0], rows, curve, options, search.config.AUTOBATCH.TIMEOUT_MINUTES)
+                _time(finder, found[0], rows, speeds, options, search.config.AUTOBATCH.TIMEOUT_MINUTES)
     except AutoBatchError as error:  # the bounds leave no size to try
         for fraction in fractions:
             analysis.rows.append(Row(mode, fraction, reason=str(error)))
@@ -209,14 +208,14 @@ def _breakdown(row: Row, rows: Sequence[Row], state: StateBytes) -> Breakdown | 
 
 
 def _time(
-    finder: BatchSizeFinder, largest: AutoBatchResult, rows: Sequence[Row], curve: Curve, options: Options,
+    finder: BatchSizeFinder, largest: AutoBatchResult, rows: Sequence[Row], speeds: Speeds, options: Options,
     timeout_minutes: float,
 ) -> None:  # fmt: skip
     """Time the sizes found; with `--throughput` further ones up to the largest, for the knee."""
     if options.throughput:
-        fast = curve.speeds.find_knee(finder, largest, timeout_minutes)
+        fast = speeds.find_knee(finder, largest, timeout_minutes)
         row = next(row for row in rows if row.memory_fraction == largest.target_memory_fraction)
         row.trials += fast.trials[len(largest.trials) :]
     for row in rows:
-        if row.batch_size is not None and (timing := curve.speeds.time(finder, row.batch_size)) is not None:
+        if row.batch_size is not None and (timing := speeds.time(finder, row.batch_size)) is not None:
             row.samples_per_s = timing.samples_per_s

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
+from linnaeus.autobatch.result import Mode
 from linnaeus.commands.options import (
     AUTOBATCH,
     CommandParser,
@@ -19,7 +20,6 @@ from linnaeus.commands.options import (
 from linnaeus.config.keys import suggest
 from linnaeus.config.schema import STRATEGIES, Config
 
-Mode = Literal["train", "val"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 DESCRIPTION = """\

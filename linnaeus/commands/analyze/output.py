@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from linnaeus.commands.analyze.results import PARTS, Analysis, Row
+from linnaeus.commands.tables import cell
 from linnaeus.memory.device import GIB
 
 _MIB = 1024**2
@@ -15,7 +16,7 @@ _TITLES = {"average": "EMA copy", "optimizer_state": "optimizer state", "rest": 
 
 def tables(analysis: Analysis) -> list[Table]:
     """All tables: sizes, parts of the memory, remedies."""
-    by_mode = [analysis.sorted_rows(mode) for mode in analysis.curves]
+    by_mode = [analysis.sorted_rows(mode) for mode in analysis.speeds]
     breakdowns = [breakdown_table(rows) for rows in by_mode if any(row.breakdown for row in rows)]
     has_remedies = any(row.remedies for row in analysis.rows)
     remedies = [remedies_table(analysis.sorted_rows())] if has_remedies else []
@@ -34,7 +35,7 @@ def results_table(analysis: Analysis) -> Table:
             "certified": "yes" if row.certified else "no",
             "peak GiB": _gib(row.peak_bytes),
             "budget GiB": _gib(row.budget_bytes),
-            "samples/s": "" if row.samples_per_s is None else f"{row.samples_per_s:.4g}",
+            "samples/s": cell(row.samples_per_s, ".4g"),
             "trials": str(len(row.trials)),
         }
         for row in analysis.sorted_rows()
@@ -77,8 +78,9 @@ def remedies_table(rows: Sequence[Row]) -> Table:
             if remedy.peak_bytes is None:
                 cells = (f"{keys}: {remedy.reason}", before, "", "", "")
             else:
-                speed = "" if remedy.samples_per_s is None else f"{remedy.samples_per_s:.4g}"
-                cells = (keys, before, _mib(remedy.peak_bytes), f"{remedy.saved_percent:.1f} %", speed)
+                saved = "" if remedy.saved_percent is None else f"{remedy.saved_percent:.1f} %"
+                speed = cell(remedy.samples_per_s, ".4g")
+                cells = (keys, before, _mib(remedy.peak_bytes), saved, speed)
             table.add_row(row.mode, str(row.batch_size), *cells)
     return table
 

@@ -6,8 +6,8 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linnaeus.commands.analyze.options import Mode
-from linnaeus.commands.analyze.results import Analysis, Curve, Row
+from linnaeus.autobatch.result import Mode
+from linnaeus.commands.analyze.results import Analysis, Row
 from linnaeus.commands.measure import Speeds
 from linnaeus.commands.picture import BLUE, GREEN, VERMILION, Picture, decorate, drawing, mark_size
 from linnaeus.memory.device import GIB
@@ -24,17 +24,17 @@ def save_plot(analysis: Analysis, path: Path) -> None:
     columns = (
         "mode", "memory_fraction", "batch_size", "limited_by", "peak_bytes", "budget_bytes", "samples_per_s",
     )  # fmt: skip
-    curves = analysis.curves
-    with_speed = any(curve.speeds.knee is not None for curve in curves.values())
+    modes = list(analysis.speeds)
+    with_speed = any(speeds.knee is not None for speeds in analysis.speeds.values())
     with drawing(
-        path, _headline(analysis), analysis, columns, num_rows=1 + with_speed, num_columns=len(curves),
+        path, _headline(analysis), analysis, columns, num_rows=1 + with_speed, num_columns=len(modes),
         panel_height=4.4,
     ) as picture:  # fmt: skip
-        for column, (mode, curve) in enumerate(curves.items()):
-            _memory_panel(picture, picture.panels[0][column], mode, curve, analysis.sorted_rows(mode))
+        for column, (mode, speeds) in enumerate(analysis.speeds.items()):
+            _memory_panel(picture, picture.panels[0][column], mode, analysis.sorted_rows(mode))
             if with_speed:
-                _speed_panel(picture, picture.panels[1][column], mode, curve.speeds)
-        _legend(picture.figure, with_refused=any(_refused(analysis.sorted_rows(mode)) for mode in curves))
+                _speed_panel(picture, picture.panels[1][column], mode, speeds)
+        _legend(picture.figure, with_refused=any(_refused(analysis.sorted_rows(mode)) for mode in modes))
 
 
 def _headline(analysis: Analysis) -> str:
@@ -46,9 +46,10 @@ def _headline(analysis: Analysis) -> str:
     return f"{model}, {environment['precision']}, {environment['optimizer']}, {device}"
 
 
-def _memory_panel(picture: Picture, axes: Axes, mode: Mode, curve: Curve, rows: list[Row]) -> None:
+def _memory_panel(picture: Picture, axes: Axes, mode: Mode, rows: list[Row]) -> None:
     """Measured peaks, the line through them, the budgets and the sizes chosen."""
-    points = curve.measured()
+    trials = [trial for row in rows for trial in row.trials]
+    points = sorted((trial.size, trial.peak_bytes) for trial in trials if trial.peak_bytes is not None)
     budgets = [row.budget_bytes for row in rows if row.budget_bytes is not None]
     heights = [*budgets, *(peak for _, peak in points)]
     refused = _refused(rows)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.commands.analyze.options import Mode
+from linnaeus.autobatch.result import Mode
 from linnaeus.commands.analyze.results import Analysis, Remedy
 from linnaeus.commands.session import Setup
 from linnaeus.config.schema import TrainConfig
@@ -59,7 +59,7 @@ def measure_remedies(setup: Setup, analysis: Analysis, *, timed: bool) -> None:
         analysis: its rows take the remedies.
         timed: whether samples per second are measured too.
     """
-    for mode in analysis.curves:
+    for mode in analysis.speeds:
         sizes = sorted({row.batch_size for row in analysis.sorted_rows(mode) if row.batch_size is not None})
         if not sizes:
             continue
@@ -109,9 +109,7 @@ def _try(
             {f"TRAIN.{name}": value for name, value in change.keys.items()},
             batch_size=size // change.divisor,
             peak_bytes_before=reference.peak_bytes,
-            peak_bytes=measured.peak_bytes,
-            samples_per_s=measured.samples_per_s,
-            reason=measured.reason,
+            **asdict(measured),
         )
     return outcomes
 
@@ -120,7 +118,7 @@ def _run(setup: Setup, mode: Mode, sizes: Sequence[int], timed: bool) -> dict[in
     """Measure sizes under a configuration. Where it cannot run, each size gets the reason."""
     found: dict[int, _Measured] = {}
     try:
-        with setup.search(setup.assemble()).finder(mode, setup.status) as finder:
+        with setup.search().finder(mode, setup.status) as finder:
             for size in sizes:
                 found[size] = _measure(finder, size, timed)
     except Exception as error:  # a user's model may not take every precision

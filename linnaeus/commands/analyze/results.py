@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.commands.analyze.breakdown import Breakdown
-from linnaeus.commands.analyze.options import Mode
 from linnaeus.commands.measure import Speeds
 from linnaeus.commands.tables import Measurement
 
@@ -109,15 +109,7 @@ class Row:
         """The entry of the JSON file."""
         return {
             **self.figures(),
-            "trials": [
-                {
-                    "batch_size": trial.size,
-                    "status": trial.status,
-                    "peak_bytes": trial.peak_bytes,
-                    "seconds": round(trial.seconds, 3),
-                }
-                for trial in self.trials
-            ],
+            "trials": [trial.as_dict() for trial in self.trials],
             "reason": self.reason,
             "breakdown": self._breakdown(),
             "remedies": [remedy.as_dict() for remedy in self.remedies],
@@ -136,33 +128,16 @@ PARTS = tuple(Breakdown.__dataclass_fields__)
 
 
 @dataclass
-class Curve:
-    """Memory and speed of one mode against batch size.
-
-    Attributes:
-        trials: all of them.
-        speeds: of the sizes that were timed; the knee is known with `--throughput` only.
-    """
-
-    trials: list[TrialRecord] = field(default_factory=list)
-    speeds: Speeds = field(default_factory=Speeds)
-
-    def measured(self) -> list[tuple[int, int]]:
-        """(size, peak in bytes) of the trials that ran, ascending."""
-        return sorted((trial.size, trial.peak_bytes) for trial in self.trials if trial.peak_bytes is not None)
-
-
-@dataclass
 class Analysis(Measurement):
-    """Sizes and curves.
+    """Sizes and speeds.
 
     Attributes:
         rows: in the order measured.
-        curves: by mode.
+        speeds: of the sizes that were timed, by mode; the knee is known with `--throughput` only.
     """
 
     rows: list[Row] = field(default_factory=list)
-    curves: dict[Mode, Curve] = field(default_factory=dict)
+    speeds: dict[Mode, Speeds] = field(default_factory=dict)
 
     @property
     def has_sizes(self) -> bool:
@@ -177,7 +152,7 @@ class Analysis(Measurement):
 
     def sorted_rows(self, mode: Mode | None = None) -> list[Row]:
         """The rows of one mode, or of all in the order measured; by fraction within a mode."""
-        modes = list(self.curves)
+        modes = list(self.speeds)
         rows = [row for row in self.rows if mode in (None, row.mode)]
         return sorted(rows, key=lambda row: (modes.index(row.mode), row.memory_fraction))
 
@@ -192,10 +167,10 @@ class Analysis(Measurement):
 
     def as_dict(self) -> dict[str, Any]:
         """Content of the JSON file."""
-        speeds = {mode: curve.speeds for mode, curve in self.curves.items() if curve.speeds.knee is not None}
         throughput = {
-            mode: {"knee": one.knee, "timings": [asdict(timing) for timing in one.ascending()]}
-            for mode, one in speeds.items()
+            mode: {"knee": speeds.knee, "timings": [asdict(timing) for timing in speeds.ascending()]}
+            for mode, speeds in self.speeds.items()
+            if speeds.knee is not None
         }
         return {
             "environment": self.environment,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from functools import partial
 
 from rich.console import Console
 
@@ -29,33 +28,21 @@ def run(options: Options, config: Config) -> int:
         LinnaeusError: something else that the user can mend; the message says how.
     """
     analysis = Analysis()
-    exit_code = run_session(
-        config,
-        options,
-        analysis,
-        measure=partial(_measure, options, analysis),
-        draw=partial(save_plot, analysis),
-        show=partial(_show, analysis),
-    )
+    exit_code = run_session(config, options, analysis, measure=_measure, draw=save_plot, show=_show)
     if not analysis.interrupted and not analysis.has_sizes:
         raise AutoBatchError("\n".join(analysis.reasons))
     return exit_code
 
 
-def _measure(options: Options, analysis: Analysis, setup: Setup) -> None:
-    _search_all(options, analysis, setup)
-    gc.collect()  # the model goes before the remedies build their own
-    if options.remedies:
-        measure_remedies(setup, analysis, timed=options.throughput)
-
-
-def _search_all(options: Options, analysis: Analysis, setup: Setup) -> None:
-    """Search all modes and fractions, on one model."""
-    assembly = setup.assemble()
-    setup.note_environment(analysis, assembly)
-    search = setup.search(assembly)
+def _measure(setup: Setup, options: Options, analysis: Analysis) -> None:
+    search = setup.search()
+    setup.note_environment(analysis, search)
     for mode in options.modes:
         measure_mode(search, mode, options, analysis, setup.status)
+    if options.remedies:
+        del search  # the remedies build models of their own
+        gc.collect()
+        measure_remedies(setup, analysis, timed=options.throughput)
 
 
 def _show(analysis: Analysis, console: Console) -> None:

@@ -55,17 +55,12 @@ class Measuring:
             speeds = Speeds()
             if sizes is None:
                 timings = speeds.find_knee(finder, largest, config.TIMEOUT_MINUTES).timings
-                chosen = self._ladder(finder, largest) | {timing.batch_size for timing in timings}
+                candidates = list(Candidates(finder.min_size, largest.batch_size, config.MULTIPLE_OF))
+                chosen = {largest.batch_size, *rungs(candidates), *(timing.batch_size for timing in timings)}
             else:
                 chosen = self._allowed(finder, largest, sizes)
             for size in sorted(chosen, reverse=True):
                 self._add(finder, size, speeds)
-
-    def _ladder(self, finder: BatchSizeFinder, largest: AutoBatchResult) -> set[int]:
-        """The largest size and the powers of two below it."""
-        multiple_of = self.config.DATA.AUTOBATCH.MULTIPLE_OF
-        candidates = list(Candidates(finder.min_size, largest.batch_size, multiple_of))
-        return {largest.batch_size, *rungs(candidates)}
 
     def _allowed(self, finder: BatchSizeFinder, largest: AutoBatchResult, sizes: Sequence[int]) -> set[int]:
         """The sizes that can be timed, and the largest; the others are left out, with the reason."""

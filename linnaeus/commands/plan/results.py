@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from linnaeus.autobatch.throughput import TOLERANCE
 from linnaeus.commands.plan.arithmetic import relative_samples, relative_steps, smallest_fast
 from linnaeus.commands.tables import Measurement
 
@@ -106,14 +107,12 @@ class Plan(Measurement):
 
     Attributes:
         goal: the run that is planned.
-        tolerance: how far below the best samples per second a recommended size may be, relative to the best.
         search: how the largest size was found, as in `autobatch.json`.
         rows: the sizes that were timed, ascending.
         left_out: why a size could not be timed, by size.
     """
 
     goal: Goal
-    tolerance: float
     search: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     left_out: dict[int, str] = field(default_factory=dict)
@@ -134,7 +133,7 @@ class Plan(Measurement):
         rows = [row for row in self.rows if row.learning_rate is not None] or self.rows
         if self.goal.noise_scale is not None:
             return min(rows, key=lambda row: row.relative_seconds or math.inf)
-        size = smallest_fast({row.batch_size: row.samples_per_s for row in rows}, self.tolerance)
+        size = smallest_fast({row.batch_size: row.samples_per_s for row in rows}, TOLERANCE)
         return next(row for row in rows if row.batch_size == size)
 
     def relative_time(self, row: Row) -> float | None:
@@ -149,7 +148,7 @@ class Plan(Measurement):
     @property
     def columns(self) -> list[str]:
         """Columns of the table."""
-        return list(self.scalars()[0]) if self.rows else ["batch_size"]
+        return super().columns if self.rows else ["batch_size"]
 
     def scalars(self) -> list[dict[str, Any]]:
         """Rows of the table."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 
 from rich.console import Console
 
-from linnaeus.autobatch.throughput import TOLERANCE
 from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.commands.plan.measure import Measuring
 from linnaeus.commands.plan.options import Options
@@ -26,18 +25,11 @@ def run(options: Options, config: Config) -> int:
         AutoBatchError: nothing fits.
         LinnaeusError: something else that the user can mend; the message says how.
     """
-    plan = Plan(Goal(0, config.TRAIN.EPOCHS), TOLERANCE)
-    return run_session(
-        config,
-        options,
-        plan,
-        measure=partial(_measure, options, plan),
-        draw=partial(save_plot, plan),
-        show=partial(_show, plan),
-    )
+    plan = Plan(Goal(0, config.TRAIN.EPOCHS))
+    return run_session(config, options, plan, measure=_measure, draw=save_plot, show=_show)
 
 
-def _measure(options: Options, plan: Plan, setup: Setup) -> None:
+def _measure(setup: Setup, options: Options, plan: Plan) -> None:
     """Time all sizes, on one model."""
     config = setup.config
     plan.goal = goal = Goal(
@@ -47,13 +39,14 @@ def _measure(options: Options, plan: Plan, setup: Setup) -> None:
         noise_scale=options.noise_scale,
         time_budget_s=options.time_budget,
     )
-    assembly = setup.assemble()
+    search = setup.search()
     facts = plan_facts(
-        assembly, config.MODEL, config.TRAIN, max_micro_batch_size=config.DATA.AUTOBATCH.MAX_BATCH_SIZE,
-        world_size=goal.world_size, num_samples=goal.num_samples,
+        search.assembly, config.MODEL, config.TRAIN,
+        max_micro_batch_size=config.DATA.AUTOBATCH.MAX_BATCH_SIZE, world_size=goal.world_size,
+        num_samples=goal.num_samples,
     )  # fmt: skip
-    search = setup.search(assembly, max_samples_per_rank(config.TRAIN, facts))
-    setup.note_environment(plan, assembly)
+    search = replace(search, max_samples_per_rank=max_samples_per_rank(config.TRAIN, facts))
+    setup.note_environment(plan, search)
     Measuring(config, facts, plan).run(search, options.sizes, setup.status)
 
 

@@ -7,13 +7,13 @@ run itself writes `result.json`. An outcome counts as long as the configuration 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from linnaeus.config.load import to_yaml
 from linnaeus.config.schema import Config
+from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.files import prepare_run_folder, write_text_atomically
 
 ASKED, OUTCOME, RESULT, OUTPUT = "asked.yaml", "outcome.json", "result.json", "logs/output.txt"
@@ -40,6 +40,11 @@ class Outcome:
         """Whether the run ended well."""
         return self.exit_code == 0 and self.result is not None
 
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether somebody ended the process: Ctrl-C, or a signal."""
+        return self.exit_code == EXIT_INTERRUPTED or self.exit_code < 0
+
 
 def prepare(folder: Path, config: Config) -> Outcome | None:
     """Make a run's folder ready for the run, unless the run has ended well.
@@ -57,17 +62,12 @@ def prepare(folder: Path, config: Config) -> Outcome | None:
     earlier = read_outcome(folder) if is_same else None
     if earlier is not None and earlier.finished:
         return earlier
-    resumes = is_same and (earlier is None or is_interruption(earlier.exit_code))
+    resumes = is_same and (earlier is None or earlier.was_interrupted)
     prepare_run_folder(folder, keep=resumes, suffix=".earlier-")
     (folder / OUTPUT).parent.mkdir(exist_ok=True)
     (folder / OUTCOME).unlink(missing_ok=True)
     write_text_atomically(folder / ASKED, to_yaml(config))
     return earlier if resumes else None
-
-
-def is_interruption(exit_code: int) -> bool:
-    """Whether somebody ended the process: Ctrl-C, or a signal."""
-    return exit_code == 130 or exit_code < 0
 
 
 def read_outcome(folder: Path) -> Outcome | None:
@@ -89,13 +89,6 @@ def save_outcome(folder: Path, outcome: Outcome) -> None:
     write_text_atomically(folder / OUTCOME, json.dumps(asdict(outcome), indent=2) + "\n")
 
 
-def effective_batch_size(result: Mapping[str, Any]) -> int:
-    """Samples per optimizer step over all processes: as written by the run, or worked out from its sizes."""
-    if "effective_batch" in result:
-        return int(result["effective_batch"])
-    return int(result["batch_size"] * result["accumulation_steps"] * result["world_size"])
-
-
 def _read_text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
@@ -106,7 +99,7 @@ def _read_text(path: Path) -> str | None:
 def _read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file; None where there is no such file, or it is damaged."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(_read_text(path) or "")
+    except ValueError:
         return None
     return content if isinstance(content, dict) else None

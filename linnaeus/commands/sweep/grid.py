@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -85,25 +85,23 @@ def read_grid(argv: Sequence[str]) -> Grid:
     """
     line = parse_command_line(argv)
     grid = Grid(line)
-    axes: list[list[tuple[str, str | None]]] = []
-    tokens = ["--cfg", line.cfg] if line.cfg is not None else []
+    last: dict[str, Override] = {}
+    for override in line.overrides:
+        last.pop(override.key, None)  # of a key that is set again, the last one counts at its own place
+        last[override.key] = override
     presets = [Override(group, name) for group, name in line.presets.items()]
-    for override in [*presets, *_last_of_each(line.overrides)]:
-        values = _values(override, grid.problems)
-        if not values:
-            continue
-        if len(values) > 1 and override.key in PLACE:
+    axes: list[list[Override]] = []
+    for override in [*presets, *last.values()]:
+        texts = _values(override, grid.problems)
+        if len(texts) > 1 and override.key in PLACE:
             grid.problems.append(f"{override.key}: says where the sweep's files are and takes one value")
-        sign = "~" if override.delete else ""
-        axes.append(
-            [(f"{sign}{override.key}" + ("" if text is None else f"={text}"), text) for text in values]
-        )
-    swept = [number for number, axis in enumerate(axes) if len(axis) > 1]
-    keys = [token.partition("=")[0] for token, _ in (axis[0] for axis in axes)]
+        if texts:
+            axes.append([replace(override, text=text) for text in texts])
+    swept = {axis[0].key for axis in axes if len(axis) > 1}
+    tokens = ["--cfg", line.cfg] if line.cfg is not None else []
     for chosen in itertools.product(*axes):
-        values_by_key = {keys[number]: chosen[number][1] or "" for number in swept}
-        argv_of_one = (*tokens, *(token for token, _ in chosen))
-        grid.combinations.append(Combination(values_by_key, argv_of_one))
+        values = {override.key: override.text or "" for override in chosen if override.key in swept}
+        grid.combinations.append(Combination(values, (*tokens, *map(_token, chosen))))
     if not swept and not grid.problems:
         grid.problems.append(
             "there is nothing to sweep: give at least one key several values, such as DATA.BATCH_SIZE=32,64"
@@ -111,10 +109,9 @@ def read_grid(argv: Sequence[str]) -> Grid:
     return grid
 
 
-def _last_of_each(overrides: Sequence[Override]) -> list[Override]:
-    """The overrides without those of a key that is set again further right."""
-    last = {override.key: number for number, override in enumerate(overrides)}
-    return [override for number, override in enumerate(overrides) if last[override.key] == number]
+def _token(override: Override) -> str:
+    text = "" if override.text is None else f"={override.text}"
+    return f"{'~' if override.delete else ''}{override.key}{text}"
 
 
 def _values(override: Override, problems: list[str]) -> list[str | None]:

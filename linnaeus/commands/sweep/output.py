@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from linnaeus.commands.sweep.results import Row, Sweep
+from linnaeus.commands.sweep.results import Sweep
+from linnaeus.commands.tables import cell
 
 
 def results_table(sweep: Sweep) -> Table:
@@ -12,31 +13,22 @@ def results_table(sweep: Sweep) -> Table:
     table = Table(title="Runs", title_justify="left")
     keys = list(sweep.rows[0].values)
     for key in keys:
-        table.add_column(key.rpartition(".")[2] if _is_unique(key, keys) else key, overflow="fold")
+        last = key.rpartition(".")[2]
+        is_unique = sum(other.rpartition(".")[2] == last for other in keys) == 1
+        table.add_column(last if is_unique else key, overflow="fold")
     for heading in ("batch", "rate", "warm-up", sweep.metric, "training s", "images/s"):
         table.add_column(heading, justify="right")
     table.add_column("status")
     for row in sweep.rows:
-        table.add_row(*row.values.values(), *_figures(row, sweep.metric), row.status)
+        result = row.result
+        table.add_row(
+            *row.values.values(),
+            cell(result.get("effective_batch"), "d"),
+            cell(result.get("learning_rate"), ".3g"),
+            cell(result.get("warmup_steps"), "d"),
+            cell(row.value(sweep.metric), ".4f"),
+            cell(result.get("training_s"), ".1f"),
+            cell(result.get("images_per_s"), ".0f"),
+            row.status,
+        )
     return table
-
-
-def _figures(row: Row, metric: str) -> list[str]:
-    return [
-        _shown(row.effective_batch_size, "d"),
-        _shown(row.result.get("learning_rate"), ".3g"),
-        _shown(row.result.get("warmup_steps"), "d"),
-        _shown(row.value(metric), ".4f"),
-        _shown(row.result.get("training_s"), ".1f"),
-        _shown(row.result.get("images_per_s"), ".0f"),
-    ]
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
-
-
-def _is_unique(key: str, keys: list[str]) -> bool:
-    """Whether no other key ends in the same component."""
-    last = key.rpartition(".")[2]
-    return sum(other.rpartition(".")[2] == last for other in keys) == 1

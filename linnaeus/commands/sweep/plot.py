@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linnaeus.commands.picture import SERIES, Picture, decorate, drawing, size_axis
-from linnaeus.commands.sweep.folder import effective_batch_size
 from linnaeus.commands.sweep.results import Series, Sweep, series_of
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def _headline(sweep: Sweep) -> str:
 
 def _lines(picture: Picture, axes: Axes, series: list[Series], name: str) -> None:
     """A point for each run, and a line through the means of each size."""
-    sizes = sorted({effective_batch_size(row.result) for one in series for row in one.rows})
+    sizes = sorted({row.result["effective_batch"] for one in series for row in one.rows})
     if sizes:
         size_axis(axes, sizes)
     for number, one in enumerate(series):
@@ -55,4 +54,4 @@ def _lines(picture: Picture, axes: Axes, series: list[Series], name: str) -> Non
             value = row.value(name)
             if value is not None:
                 text = f"{row.title}: {name} {value:.4g}"
-                picture.point(axes, effective_batch_size(row.result), value, marker, text, color=colour)
+                picture.point(axes, row.result["effective_batch"], value, marker, text, color=colour)

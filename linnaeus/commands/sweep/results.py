@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from linnaeus.commands.sweep.folder import Outcome, effective_batch_size
+from linnaeus.commands.sweep.folder import Outcome
 from linnaeus.commands.tables import Figures
 
 RunStatus = Literal["finished", "failed", "interrupted", "not run"]
-PLANNED = ("learning_rate", "warmup_steps", "total_steps")
-"""Figures of a run's batch plan, in addition to the effective batch size."""
+PLANNED = ("effective_batch", "learning_rate", "warmup_steps", "total_steps")
+"""Figures of a run's batch plan."""
 SEED = "EXPERIMENT.SEED"
 """Runs that differ in it alone are repetitions of one measurement."""
 
@@ -52,11 +52,6 @@ class Row:
         """The content of the run's `result.json`; empty for a run that has not ended well."""
         return (self.outcome and self.outcome.result) or {}
 
-    @property
-    def effective_batch_size(self) -> int | None:
-        """Samples per optimizer step over all processes."""
-        return effective_batch_size(self.result) if self.result else None
-
     def value(self, name: str) -> float | None:
         """A metric of the last validation, or `training_s`; None for a run without it."""
         values: dict[str, float | None] = {**self.result.get("metrics", {})}
@@ -69,7 +64,6 @@ class Row:
             **self.values,
             "status": self.status,
             "exit_code": None if outcome is None else outcome.exit_code,
-            "effective_batch": self.effective_batch_size,
             **{name: self.result.get(name) for name in PLANNED},
             **{name: self.value(name) for name in metrics},
             "training_s": self.result.get("training_s"),
@@ -112,11 +106,6 @@ class Sweep(Figures):
         names = (name for row in self.rows for name in row.result.get("metrics", {}))
         return list(dict.fromkeys(names))
 
-    @property
-    def columns(self) -> list[str]:
-        """Columns of the table."""
-        return list(self.rows[0].scalars(self.metrics))
-
     def scalars(self) -> list[dict[str, Any]]:
         """Rows of the table."""
         return [row.scalars(self.metrics) for row in self.rows]
@@ -148,13 +137,13 @@ class Series:
         for row in self.rows:
             value = row.value(name)
             if value is not None:
-                by_size.setdefault(effective_batch_size(row.result), []).append(value)
+                by_size.setdefault(row.result["effective_batch"], []).append(value)
         return [(size, sum(values) / len(values)) for size, values in by_size.items()]
 
 
 def series_of(rows: Sequence[Row]) -> list[Series]:
     """Group the finished runs into lines over the effective batch size, in the order of the grid."""
-    finished = sorted((row for row in rows if row.result), key=lambda row: effective_batch_size(row.result))
+    finished = sorted((row for row in rows if row.result), key=lambda row: row.result["effective_batch"])
     size_keys = {key for row in finished[:1] for key in row.values if _changes_size(key, finished)}
     labels = dict.fromkeys(_label(row, size_keys) for row in rows if row.result)
     return [Series(label, [row for row in finished if _label(row, size_keys) == label]) for label in labels]
@@ -170,5 +159,5 @@ def _changes_size(key: str, finished: Sequence[Row]) -> bool:
     sizes: dict[tuple[tuple[str, str], ...], set[int]] = {}
     for row in finished:
         others = tuple(item for item in row.values.items() if item[0] != key)
-        sizes.setdefault(others, set()).add(effective_batch_size(row.result))
+        sizes.setdefault(others, set()).add(row.result["effective_batch"])
     return any(len(found) > 1 for found in sizes.values())

@@ -67,21 +67,17 @@ def _train(planned: PlannedRun, row: Row, title: str, metric: str | None, stop: 
     if stop.requested and exit_code != 0:
         exit_code = EXIT_INTERRUPTED  # a run that was stopped may also end by the signal
     seconds = time.monotonic() - began + (earlier.seconds if earlier is not None else 0)
-    row.outcome = _outcome(folder, exit_code, round(seconds, 3))
+    result = read_result(folder) if exit_code == 0 else None
+    reason = reason_of(folder, exit_code)
+    if exit_code == 0 and result is None:
+        reason = "ended without result.json"
+    row.outcome = Outcome(exit_code, round(seconds, 3), reason, result)
     row.stopped = stop.requested and not row.outcome.finished
     save_outcome(folder, row.outcome)
     if row.outcome.finished:
         logger.info("%s: done in %.1f s%s", title, row.outcome.seconds, _figure(row, metric))
     elif not row.stopped:
         logger.info("%s: failed (exit code %d): %s", title, exit_code, row.outcome.reason)
-
-
-def _outcome(folder: Path, exit_code: int, seconds: float) -> Outcome:
-    result = read_result(folder) if exit_code == 0 else None
-    reason = reason_of(folder, exit_code)
-    if exit_code == 0 and result is None:
-        reason = "ended without result.json"
-    return Outcome(exit_code, seconds, reason, result)
 
 
 def _figure(row: Row, metric: str | None) -> str:

@@ -72,7 +72,7 @@ SPEEDS = {32: 640.0, 64: 980.0, 128: 1000.0, 256: 990.0}
 
 def test_a_plan_without_a_noise_scale() -> None:
     goal = Goal(num_samples=10_000, epochs=9, time_budget_s=94)
-    plan = Plan(goal, 0.05, rows=rows(SPEEDS, goal))
+    plan = Plan(goal, rows=rows(SPEEDS, goal))
     found = {row["batch_size"]: row for row in plan.scalars()}
     assert {size: row["marks"] for size, row in found.items()} == {
         32: "", 64: "recommended", 128: "fastest", 256: "largest",
@@ -87,7 +87,7 @@ def test_a_plan_without_a_noise_scale() -> None:
 def test_a_plan_with_a_noise_scale() -> None:
     """(1 + 1000 / B) B / speed: 32 -> 1.6125, 64 -> 1.0857, 128 -> 1.128, 256 -> 1.2687 seconds."""
     goal = Goal(num_samples=10_000, epochs=9, noise_scale=1000)
-    plan = Plan(goal, 0.05, rows=rows(SPEEDS, goal))
+    plan = Plan(goal, rows=rows(SPEEDS, goal))
     assert plan.recommended.batch_size == 64
     relative = [row["relative_time"] for row in plan.scalars()]
     expected = [1032 / 640, 1064 / 980, 1128 / 1000, 1256 / 990]
@@ -100,14 +100,14 @@ def test_a_noise_scale_moves_the_recommendation_both_ways() -> None:
     chosen = {}
     for scale in (1, 10**6):
         goal = Goal(num_samples=10_000, epochs=9, noise_scale=scale)
-        chosen[scale] = Plan(goal, 0.05, rows=rows({32: 950.0, 256: 1000.0}, goal)).recommended.batch_size
+        chosen[scale] = Plan(goal, rows=rows({32: 950.0, 256: 1000.0}, goal)).recommended.batch_size
     assert chosen == {1: 32, 10**6: 256}
 
 
 def test_of_equal_times_the_smaller_size() -> None:
     """(1 + 64 / B) B / speed: 68 / 34, 72 / 72 and 128 / 128 seconds."""
     goal = Goal(num_samples=10_000, epochs=9, noise_scale=64)
-    plan = Plan(goal, 0.05, rows=rows({4: 34.0, 8: 72.0, 64: 128.0}, goal))
+    plan = Plan(goal, rows=rows({4: 34.0, 8: 72.0, 64: 128.0}, goal))
     assert plan.recommended.batch_size == 8
 
 
@@ -122,7 +122,7 @@ def test_processes_add_up() -> None:
 def test_a_size_that_the_configuration_refuses_is_not_recommended() -> None:
     goal = Goal(num_samples=10_000, epochs=9)
     refused = rows({32: 1000.0}, goal, learning_rate=None)
-    plan = Plan(goal, 0.05, rows=[*refused, *rows({64: 1000.0}, goal)])
+    plan = Plan(goal, rows=[*refused, *rows({64: 1000.0}, goal)])
     assert plan.recommended.batch_size == 64
 
 

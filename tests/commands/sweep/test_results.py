@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from linnaeus.commands.sweep.folder import Outcome, effective_batch_size, prepare, read_outcome, save_outcome
+from linnaeus.commands.sweep.folder import Outcome, prepare, read_outcome, save_outcome
 from linnaeus.commands.sweep.process import locked
 from linnaeus.commands.sweep.results import Row, Sweep, series_of
 from linnaeus.config.load import load_config
@@ -17,7 +17,7 @@ from linnaeus.errors import ConfigError
 
 def result(batch_size: int, top1: float = 0.5, **more: Any) -> dict[str, Any]:
     """The content of a run's `result.json`."""
-    sizes = {"batch_size": batch_size, "accumulation_steps": 2, "world_size": 3}
+    sizes = {"batch_size": batch_size, "effective_batch": batch_size * 2 * 3}
     metrics = {"loss": 1 - top1, "top1/kind": top1}
     speed = {"training_s": 100 / batch_size, "images_per_s": 7.0}
     return {"metrics": metrics, "headline": "top1/kind", **speed, **sizes, **more}
@@ -25,11 +25,6 @@ def result(batch_size: int, top1: float = 0.5, **more: Any) -> dict[str, Any]:
 
 def row(values: dict[str, str], found: dict[str, Any] | None, exit_code: int = 0) -> Row:
     return Row(values, Path("runs"), Outcome(exit_code, 9.0, None, found))
-
-
-def test_effective_batch() -> None:
-    assert effective_batch_size(result(8)) == 8 * 2 * 3
-    assert effective_batch_size(result(8, effective_batch=40)) == 40, "what the run says counts"
 
 
 def test_runs_that_differ_in_size_and_seed_are_one_series() -> None:
