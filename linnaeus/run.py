@@ -26,7 +26,7 @@ from linnaeus.dist import World, join, wrap
 from linnaeus.log import MetricsFile, ProgressBar, open_run_folder
 from linnaeus.rng import seed_all
 from linnaeus.tracking import start_tracking
-from linnaeus.training.build import Assembly, assemble, check_processes, plan_facts
+from linnaeus.training.build import Assembly, assemble, check_train_config, plan_facts
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.optim import scale_values
@@ -49,7 +49,7 @@ def run(config: Config) -> FitResult:
     timeout = timedelta(minutes=config.DIST.TIMEOUT_MINUTES)
     with ExitStack() as stack:
         world = stack.enter_context(join(experiment.DEVICE, config.DIST.BACKEND, timeout))
-        check_processes(train, world)
+        check_train_config(train, world)
         console = stack.enter_context(open_run_folder(folder, world, keep=train.AUTO_RESUME))
         checkpoints = CheckpointFolder(folder / "checkpoints")
         checkpoint = checkpoints.load_latest(world) if train.AUTO_RESUME else None

@@ -30,8 +30,8 @@ def max_batch_sizes(
         bytes_per_sample: host bytes of one collated sample.
 
     Returns:
-        `dataset`: samples of one rank. `host_memory`: batch size at which all batches that the loader holds
-        at once fill the rank's part of `HOST_MEMORY_FRACTION` of the available host memory.
+        `dataset`: samples of one rank. `host_memory`: the largest size at which all batches that the loader
+        holds at once fit in this rank's part of `HOST_MEMORY_FRACTION` of the available host memory.
     """
     length = dataset_length(data.train if mode == "train" else data.val)
     samples_per_rank = length // world.world_size if mode == "train" else -(-length // world.world_size)

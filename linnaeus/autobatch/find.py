@@ -1,8 +1,8 @@
 """`auto_find_batch_size`: snapshot, search by trials, confirmation, restoration.
 
 A search reads the budget, tries sizes until the largest one that fits is known, reads the budget once more
-and runs the size found under it. The second reading matters because memory comes into use while sizes are
-tried: kernels, library handles and connections of this process, and whatever other processes take.
+and runs the size found under it. The second reading is needed because trials load kernels and open
+connections, and because other processes may allocate memory while sizes are tried.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger("linnaeus.autobatch")
 
 
 class BatchSizeFinder:
-    """Runs searches of one step on one device; trials of one search also inform the next.
+    """Searches the batch size of one step function. Later searches reuse the trials of earlier ones.
 
     Use it as a context. On leaving, parameters, buffers, gradients, optimizers, scalers, random number
     generators, modes and the allocator's cap are bit for bit what they were on entering.
@@ -207,9 +207,9 @@ class BatchSizeFinder:
         )
 
     @property
-    def floor_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """Bytes that the process holds now, between two trials."""
-        return self._runner.floor_bytes
+        return self._runner.held_bytes
 
     def measure(self, size: int) -> TrialRecord:
         """Run one size with the whole device, or the memory limit, as its budget."""
@@ -272,7 +272,7 @@ class BatchSizeFinder:
         return (
             f"AutoBatch ({self.mode}): {reason}. Budget {self.budget_bytes / GIB:.2f} GiB for this process: "
             f"{fraction:.0%} of {self.memory.total_bytes / GIB:.2f} GiB on {self.memory.device}, less what "
-            f"others use (or of DATA.AUTOBATCH.MEMORY_LIMIT_GB); {self.floor_bytes / GIB:.2f} GiB are held "
+            f"others use (or of DATA.AUTOBATCH.MEMORY_LIMIT_GB); {self.held_bytes / GIB:.2f} GiB are held "
             f"before the first sample. Tried: {tried or 'nothing'}. "
             f"Lower DATA.AUTOBATCH.MIN_BATCH_SIZE{suffix} or DATA.IMG_SIZE, choose a smaller MODEL.NAME, set "
             f"TRAIN.GRADIENT_CHECKPOINTING or TRAIN.AMP bf16, raise "
@@ -307,8 +307,8 @@ def auto_find_batch_size(
     the last one tried. Afterwards parameters, buffers, gradients, optimizers, scalers, random number
     generators, modes and the allocator's cap are bit for bit what they were.
 
-    On the CPU this fixes glibc's threshold for own mappings (see `linnaeus.memory.host.CpuMemory`): for
-    the rest of the process peaks are exact and large allocations slower.
+    On the CPU this sets glibc's mmap threshold to 128 KiB for the rest of the process: peaks become exact,
+    large allocations become slower (see `linnaeus.memory.host.CpuMemory`).
 
     Args:
         step: runs one full training (or validation) step on a batch.
@@ -319,7 +319,7 @@ def auto_find_batch_size(
         device: the device whose memory counts. By default that of the first parameter in `state`, else
             torch's current accelerator, else the CPU.
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
-        min_batch_size: smallest size tried, inclusive. With BatchNorm, training tries no single sample.
+        min_batch_size: smallest size tried, inclusive. With BatchNorm, training starts at 2.
         max_batch_size: largest size tried, inclusive.
         steps_per_trial: steps that one trial runs.
         strategy: `guided`, `binary`, `power` or `binsearch`.

@@ -11,7 +11,7 @@ from typing import Any
 
 from linnaeus.autobatch.report import device_environment
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.sizes import SizeSearch, confirm, find_sizes
+from linnaeus.autobatch.sizes import SizeSearch, find_sizes, run_on_every_rank
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.config.schema import DataConfig, TrainConfig
 from linnaeus.dist import World
@@ -73,7 +73,7 @@ def find_planned_sizes(
     key: str,
     checkpoint: Mapping[str, Any] | None,
 ) -> PlannedSizes:
-    """Find the batch sizes, plan with them, and try the planned micro-batch sizes that have not run yet.
+    """Find the batch sizes, make the plan, and run the planned micro-batch sizes that have not run yet.
 
     If a planned size does not fit, the size found is lowered and the plan made again. Every rank must call
     this.
@@ -81,7 +81,7 @@ def find_planned_sizes(
     Args:
         search: the search of this run.
         plan_for: makes the plan for a largest micro-batch size.
-        batch_size: the largest micro-batch size where AutoBatch is not enabled for training.
+        batch_size: used in place of a search where AutoBatch is not enabled for training.
         key: the `search_key` of this run.
         checkpoint: checkpoint of the run being resumed; its sizes are kept where its key is the same.
 
@@ -103,4 +103,4 @@ def find_planned_sizes(
         untried = [stage.micro_batch_size for stage in plan.stages if not fits.get(stage.micro_batch_size)]
         if not untried:
             return PlannedSizes(found, plan, key)
-        found["train"] = confirm(search, found["train"], max(untried))
+        found["train"] = run_on_every_rank(search, found["train"], max(untried))

@@ -1,4 +1,4 @@
-"""Each rank works on its own, then all exchange results: through the key-value store, not in a collective.
+"""Exchange results between ranks through the key-value store, without a collective.
 
     working rank                          store                        waiting rank
     heartbeat every second ─────────────▶ beat/<rank>: "trying 128" ──▶ still alive? give up after 30 s

@@ -89,7 +89,7 @@ class SizeSearch:
         num_batches = train_step.num_micro_batches if mode == "train" else 1
         low, high = (_setting(config, f"{bound}_BATCH_SIZE", mode) for bound in ("MIN", "MAX"))
         multiple_of = config.MULTIPLE_OF
-        if at_most is not None:  # the split of an effective batch need not be a multiple
+        if at_most is not None:  # it may come from splitting the effective batch, and so be no multiple
             low, high = min(low, at_most), at_most
             multiple_of = multiple_of if at_most % multiple_of == 0 else 1
 
@@ -132,7 +132,7 @@ class SizeSearch:
             self.config, self.data, mode, self.world, bytes_per_sample=spec.bytes_per_sample
         )
         wanted = self.max_samples_per_rank
-        # With a bound below the smallest size the search would fail; the batch plan divides what it finds.
+        # A bound below the smallest size would end the search; the plan splits the size found instead.
         if mode == "train" and wanted is not None and wanted >= max(2, self.config.AUTOBATCH.MIN_BATCH_SIZE):
             bounds["effective_batch"] = wanted
         return bounds
@@ -157,13 +157,13 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
         size = None
         while search.world.is_distributed and result.batch_size != size:
             size = result.batch_size
-            result = confirm(search, result, size)
+            result = run_on_every_rank(search, result, size)
         found[mode] = result
     search.assembly.metrics.reset()
     return found
 
 
-def confirm(search: SizeSearch, result: AutoBatchResult, size: int) -> AutoBatchResult:
+def run_on_every_rank(search: SizeSearch, result: AutoBatchResult, size: int) -> AutoBatchResult:
     """Run the size found, or one below it, on every rank. Every rank must call this.
 
     Memory does not always grow with the size: a smaller size may not fit. Sizes only fall in the course of a

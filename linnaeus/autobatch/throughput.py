@@ -2,8 +2,8 @@
 
 Samples per second rise with the batch size until the device is busy, then level off and may fall. Sizes are
 timed from the largest downwards at powers of two (the rungs), until two in a row are too slow. Then the
-interval between the smallest fast rung and the slow one below it is bisected a few times. A size so close to
-the threshold that the spread of its steps decides is timed again, in turn with the fastest one.
+interval between the smallest fast rung and the slow one below it is bisected a few times. If
+noise decides whether a size is fast enough, it and the fastest size are timed again, alternately.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ class _Stopwatch:
         """Time a size, and again while its verdict is uncertain."""
         self.add(size)
         for _ in range(ROUNDS - 1):
-            if not self._is_open(size) or self.is_late():
+            if not self._is_uncertain(size) or self.is_late():
                 break
             for either in {size, self.best}:
                 self.add(either)
         return size in self.fast()
 
-    def _is_open(self, size: int) -> bool:
+    def _is_uncertain(self, size: int) -> bool:
         """Whether the threshold lies within two standard errors of the size's ratio to the best."""
         if size == self.best or not self.rate(self.best):
             return False

@@ -53,7 +53,7 @@ class TrialRunner:
     above the budget. By the end of a trial everything is allocated that training keeps allocated.
 
     A training trial begins with the optimizer state of the snapshot, usually none. Missing state is allocated
-    where training allocates it: after the first backward pass, between the blocks that this pass has left.
+    where training allocates it: after the first backward pass, among the blocks that this pass has freed.
     An optimizer that did not step there (the gradient scaler skipped it, or the step only accumulates) then
     takes a step with zero gradients. Validation trials, and training trials of a single step, allocate the
     state before they begin.
@@ -90,7 +90,7 @@ class TrialRunner:
         self._num_steps = num_steps
         self._training = training
         self._snapshot = snapshot
-        self._ours_bytes = snapshot.host_bytes if memory.device.type == "cpu" else 0
+        self._snapshot_bytes = snapshot.host_bytes if memory.device.type == "cpu" else 0
 
     def __call__(self, size: int) -> int:
         """Run one trial.
@@ -110,9 +110,9 @@ class TrialRunner:
         return peak_bytes
 
     @property
-    def floor_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """What the process holds between trials."""
-        return self._memory.in_use() - self._ours_bytes
+        return self._memory.in_use() - self._snapshot_bytes
 
     def time(self, size: int) -> list[float]:
         """Time several steps of a size that fits, after one warm-up step and without a cap.
@@ -143,13 +143,13 @@ class TrialRunner:
     def _measure(self, size: int) -> tuple[str | None, int]:
         """Run the trial under the cap; return why it failed (None if it did not), and the peak in bytes."""
         memory = self._memory
-        cap_bytes = self.budget_bytes + self._ours_bytes
+        cap_bytes = self.budget_bytes + self._snapshot_bytes
         if memory.in_use() >= cap_bytes:
             return "the process holds the whole budget before the first sample", 0
         with memory.cap(cap_bytes):
             retries = memory.num_retries()
             failure = self._run(size)
-            peak_bytes = memory.peak() - self._ours_bytes
+            peak_bytes = memory.peak() - self._snapshot_bytes
         if failure is None and memory.num_retries() > retries:
             failure = "the allocator had to flush its cache"
         return failure, peak_bytes

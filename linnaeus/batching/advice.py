@@ -27,7 +27,7 @@ LARGE_DATASET_FRACTION = 0.1
 """With a larger effective batch an epoch has fewer than ten optimizer steps."""
 
 
-def warnings(
+def plan_warnings(
     train: TrainConfig, facts: Facts, splits: Sequence[Split], *, optimizer: str, learning_rate: float
 ) -> list[str]:
     """Every warning that applies, each once.
@@ -86,7 +86,7 @@ def _batchnorm(facts: Facts, splits: Sequence[Split], key: str) -> str | None:
 
 
 def _epoch_of_one_batch(facts: Facts, splits: Sequence[Split]) -> str | None:
-    """An epoch shorter than one micro-batch is the only case of an incomplete batch."""
+    """Warn of an epoch shorter than one micro-batch; all other epochs have full batches only."""
     samples = facts.epoch_samples_per_rank
     is_short = splits[0].micro_batch_size == samples < facts.max_micro_batch_size
     if facts.batchnorm == "none" or not is_short or samples >= FEW_FOR_BATCHNORM:

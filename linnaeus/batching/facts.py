@@ -1,4 +1,4 @@
-"""What a batch plan depends on beside the configuration."""
+"""Inputs of a batch plan besides the configuration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Facts:
-    """What a batch plan depends on beside the configuration.
+    """Inputs of a batch plan that are not in the configuration.
 
     Attributes:
         max_micro_batch_size: most samples that one forward pass of a rank may take.

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
-from linnaeus.batching.advice import warnings
+from linnaeus.batching.advice import plan_warnings
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.scaling import (
     WARMUP_ADDED_FROM,
@@ -214,7 +214,7 @@ def plan_batches(
         epochs=epochs,
         lr_scales=lr_scales,
         notes=(*unused_keys(train), *notes),
-        warnings=tuple(warnings(train, facts, splits, optimizer=name, learning_rate=learning_rate)),
+        warnings=tuple(plan_warnings(train, facts, splits, optimizer=name, learning_rate=learning_rate)),
     )
 
 

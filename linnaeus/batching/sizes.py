@@ -23,8 +23,8 @@ _GROWING = ("linear", "exponential")
 def max_samples_per_rank(train: TrainConfig, facts: Facts) -> int | None:
     """The most samples per rank and optimizer step that the TRAIN node asks for; None: as many as fit.
 
-    A search for the largest size that fits need not go beyond it. Errors found here are the same on any
-    device.
+    A search for the largest size that fits need not go beyond it. It raises only errors that do not
+    depend on the device.
 
     Args:
         train: the TRAIN node.
@@ -88,7 +88,7 @@ def unused_keys(train: TrainConfig) -> list[str]:
 
 
 def better_sizes(samples_per_rank: int, facts: Facts, max_steps: int) -> list[int]:
-    """The closest effective batch sizes that need at most `max_steps` accumulation steps."""
+    """The closest effective batch sizes, one below and one above, with at most `max_steps` micro-batches."""
 
     def is_better(samples: int) -> bool:
         split = split_samples(samples, facts.max_micro_batch_size)
@@ -186,7 +186,7 @@ def _misfit(name: str, size: int, facts: Facts) -> str | None:
 
 
 def micro_batches_held(train: TrainConfig) -> int:
-    """Micro-batches per optimizer step that a trial runs: 1, or 2, which need as much memory as more.
+    """Micro-batches per step in a trial: 1 without accumulation, else 2; more need no more memory.
 
     >>> micro_batches_held(TrainConfig()), micro_batches_held(TrainConfig(EFFECTIVE_BATCH_SIZE=64))
     (1, 2)

@@ -79,9 +79,9 @@ def nearest(size: int, largest: int, suits: Callable[[int], bool]) -> list[int]:
 def growth(name: str, first: int, last: int, length: int, max_micro_batch_size: int) -> list[SizeChange]:
     """Let `samples_per_rank` go from `first` at position 0 to `last` at position `length`.
 
-    In between, the values of the line or the exponential are rounded down to whole micro-batches of the
-    smaller end. Accumulation changes first; where it would exceed `MANY_ACCUMULATION_STEPS`, the micro-batch
-    doubles for as long as it fits.
+    In between, the values of the line or the exponential are rounded down to a multiple of the smaller end's
+    micro-batch size. Accumulation changes first; where it would exceed `MANY_ACCUMULATION_STEPS`, the
+    micro-batch size doubles for as long as it fits.
 
     Args:
         name: `linear` or `exponential`.
@@ -93,7 +93,7 @@ def growth(name: str, first: int, last: int, length: int, max_micro_batch_size: 
     [(0, 8), (2, 16), (3, 24), (4, 32)]
     """
     low, high = sorted((first, last))
-    unit = split_samples(low, max_micro_batch_size).micro_batch_size
+    base_size = split_samples(low, max_micro_batch_size).micro_batch_size
     sign = 1 if last >= first else -1
 
     def samples_at(position: int) -> int:
@@ -104,7 +104,7 @@ def growth(name: str, first: int, last: int, length: int, max_micro_batch_size: 
         if name == "exponential":
             target = first * (last / first) ** progress
         samples = math.floor(target + 1e-9)  # an exact power must not be rounded down to one less
-        micro_batch_size = _doubled(unit, samples, max_micro_batch_size)
+        micro_batch_size = _doubled(base_size, samples, max_micro_batch_size)
         return min(max(samples // micro_batch_size * micro_batch_size, low), high)
 
     starts = [(0, first)]
@@ -118,7 +118,7 @@ def growth(name: str, first: int, last: int, length: int, max_micro_batch_size: 
 
 
 def milestones(starts: Sequence[tuple[int, int]], max_micro_batch_size: int) -> list[SizeChange]:
-    """Split sizes that are each used exactly, from a given epoch or optimizer step on.
+    """Split each size exactly; each applies from its start, an epoch or an optimizer step, on.
 
     Args:
         starts: pairs of a start, ascending from 0, and the `samples_per_rank` from there on.
@@ -127,19 +127,19 @@ def milestones(starts: Sequence[tuple[int, int]], max_micro_batch_size: int) -> 
     >>> [(change.start, change.split.accumulation_steps) for change in milestones([(0, 8), (5, 24)], 8)]
     [(0, 1), (5, 3)]
     """
-    unit = split_samples(min(samples for _, samples in starts), max_micro_batch_size).micro_batch_size
-    return [SizeChange(start, _split(samples, unit, max_micro_batch_size)) for start, samples in starts]
+    base_size = split_samples(min(samples for _, samples in starts), max_micro_batch_size).micro_batch_size
+    return [SizeChange(start, _split(samples, base_size, max_micro_batch_size)) for start, samples in starts]
 
 
-def _doubled(unit: int, samples_per_rank: int, max_micro_batch_size: int) -> int:
-    """The micro-batch size: `unit`, doubled while there would be many accumulation steps and it fits."""
-    while samples_per_rank // unit > MANY_ACCUMULATION_STEPS and 2 * unit <= max_micro_batch_size:
-        unit *= 2
-    return unit
+def _doubled(base_size: int, samples_per_rank: int, max_micro_batch_size: int) -> int:
+    """The micro-batch size: `base_size`, doubled while there would be many accumulation steps and it fits."""
+    while samples_per_rank // base_size > MANY_ACCUMULATION_STEPS and 2 * base_size <= max_micro_batch_size:
+        base_size *= 2
+    return base_size
 
 
-def _split(samples_per_rank: int, unit: int, max_micro_batch_size: int) -> Split:
-    micro_batch_size = _doubled(unit, samples_per_rank, max_micro_batch_size)
+def _split(samples_per_rank: int, base_size: int, max_micro_batch_size: int) -> Split:
+    micro_batch_size = _doubled(base_size, samples_per_rank, max_micro_batch_size)
     if samples_per_rank % micro_batch_size == 0:
         return Split(micro_batch_size, samples_per_rank // micro_batch_size)
     return split_samples(samples_per_rank, max_micro_batch_size)

@@ -24,7 +24,7 @@ def find_largest(finder: BatchSizeFinder, fraction: float, config: AutoBatchConf
 
 @dataclass
 class Speeds:
-    """Speeds of the sizes of one step; each size is timed once.
+    """Speeds of the sizes of one step; a size that ran is timed once.
 
     Attributes:
         timings: by size, only of sizes that ran.

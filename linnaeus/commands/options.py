@@ -1,4 +1,4 @@
-"""Options of a command, `--name VALUE` or `--name=VALUE`, among the overrides. Imports no torch."""
+"""Reads a command's options from a command line that also has overrides. Imports no torch."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def add_measuring_options(parser: CommandParser, *, output: Path, suffixes: Sequ
     Args:
         parser: takes them.
         output: default of `--output`.
-        suffixes: of the keys that bound the sizes: "" for training, and "_VAL" where validation counts too.
+        suffixes: endings of the bounding keys: "" for training, and "_VAL" where validation counts too.
     """
 
     def keys(name: str) -> list[str]:

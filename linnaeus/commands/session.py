@@ -36,8 +36,8 @@ class Setup:
     """What there is to measure with.
 
     Attributes:
-        config: of the run in question.
-        data: of both splits.
+        config: the run's configuration.
+        data: training and validation data.
         world: this process and its device.
         status: told what is being tried.
     """
@@ -72,10 +72,10 @@ def run_session(
     draw: Callable[[M, Path], None],
     show: Callable[[M, Console], None],
 ) -> int:
-    """Measure, write the files and show the figures; what was measured before Ctrl-C or an error counts too.
+    """Measure, write the files and show the figures; on Ctrl-C or an error, those measured so far.
 
     Args:
-        config: of the run in question.
+        config: the run's configuration.
         options: say what to measure and where the files go.
         measurement: filled by `measure`.
         measure: does the measuring.

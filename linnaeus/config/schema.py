@@ -18,7 +18,7 @@ PLUGGABLE = ("MODEL", "DATA.DATASET", "LOSS", "OPTIMIZER")
 """The nodes that a `_target_` may replace."""
 
 STRATEGIES = ("guided", "binary", "power", "binsearch")
-"""Names of the search strategies. `linnaeus.autobatch.search`, which imports nothing, implements them."""
+"""Names of the search strategies. They are those of `linnaeus.autobatch.search`; a test compares the two."""
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -216,7 +216,7 @@ class DataConfig:
     DATASET: Any = key(DatasetConfig, "the dataset, or a `_target_` node")
     BATCH_SIZE: int = key(
         64, "samples of a training micro-batch, per process; where TRAIN.EFFECTIVE_BATCH_SIZE or "
-        "TRAIN.BATCH_SCHEDULE is set, the upper bound of it", ge=1,
+        "TRAIN.BATCH_SCHEDULE is set, the upper bound of the micro-batch size", ge=1,
     )  # fmt: skip
     BATCH_SIZE_VAL: int = key("${DATA.BATCH_SIZE}", "samples of a validation batch, per process", ge=1)
     IMG_SIZE: Any = key(

@@ -1,6 +1,6 @@
 """Model, loss, optimizer and everything else that the training and the validation step need.
 
-The trainer, AutoBatch, the commands and the benchmarks all use `assemble`, so that they run the same steps.
+Runs, commands and benchmarks all call `assemble`, so that they run the same steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from linnaeus.training.step import Precision, TrainStep, ValidationStep
 _AUTOCAST = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_processes(config: TrainConfig, world: World) -> None:
+def check_train_config(config: TrainConfig, world: World) -> None:
     """Check that the TRAIN node suits the device and the number of ranks.
 
     Raises:

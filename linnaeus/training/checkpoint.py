@@ -92,7 +92,7 @@ class CheckpointFolder:
             for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while writing
                 leftover.unlink()
             write_atomically(self.pending, lambda file: torch.save(content, file))
-            if is_best:  # first: a kill in between must not leave a best `last.pt` without its `best.pt`
+            if is_best:  # first: if the process dies in between, the best checkpoint has its name
                 self._link_best()
             if self.last.exists():
                 self.last.replace(self.previous)

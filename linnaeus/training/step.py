@@ -1,4 +1,4 @@
-"""THE training step and THE validation step. The trainer, AutoBatch and the benchmarks all call these.
+"""The one training step and the one validation step: trainer, AutoBatch and benchmarks all call these.
 
 Shapes: B is the number of samples in a micro-batch, R the number of taxonomic ranks.
 """

@@ -1,4 +1,4 @@
-"""The training loop: epochs of THE step, validation, metrics, checkpoints."""
+"""The training loop: epochs of the training step, validation, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ class Trainer:
         )
         if changes := self.plan.differences(checkpoint.get("plan", {})):
             logger.warning(
-                "warning: the checkpoint was written with another batch plan (%s); its peak rate and weight "
-                "decay are kept",
+                "warning: the checkpoint was written with another batch plan (%s); the checkpoint's learning "
+                "rate and weight decay are kept",
                 ", ".join(changes),
             )
 

@@ -65,7 +65,7 @@ def make_runner(
         with contextlib.suppress(OutOfMemory):
             runner(warm)
     runner.clean()
-    runner.budget_bytes = runner.floor_bytes + room_mib * MIB
+    runner.budget_bytes = runner.held_bytes + room_mib * MIB
     return runner
 
 
@@ -126,7 +126,7 @@ def test_the_peak_grows_with_the_size() -> None:
         assert 8 * 1024 * growth <= high - low <= 40 * 1024 * growth
     for size, peak in zip(sizes, peaks, strict=True):
         assert runner(size) == pytest.approx(peak, abs=NOISE)
-    assert runner.floor_bytes < peaks[0] < runner.budget_bytes
+    assert runner.held_bytes < peaks[0] < runner.budget_bytes
 
 
 def test_each_step_of_a_trial_gets_a_batch_of_the_size() -> None:
@@ -149,7 +149,7 @@ def test_each_step_of_a_trial_gets_a_batch_of_the_size() -> None:
 def test_the_highest_of_all_steps_is_the_peak() -> None:
     sizes = iter([10, 100, 10])
     runner = make_runner(lambda _: torch.ones(next(sizes) * MIB // 4), samples, num_steps=3, warm=None)
-    assert runner(1) - runner.floor_bytes == pytest.approx(100 * MIB, abs=NOISE)
+    assert runner(1) - runner.held_bytes == pytest.approx(100 * MIB, abs=NOISE)
 
 
 def test_copies_on_the_host_are_not_the_trials() -> None:
@@ -159,7 +159,7 @@ def test_copies_on_the_host_are_not_the_trials() -> None:
     before = memory.in_use()
     runner = make_runner(lambda batch: torch.ones(10 * MIB // 4), samples, model, room_mib=60)
     assert memory.in_use() == pytest.approx(before + 100 * MIB, abs=NOISE)
-    assert runner.floor_bytes == pytest.approx(before, abs=NOISE)
+    assert runner.held_bytes == pytest.approx(before, abs=NOISE)
     assert runner(1) == pytest.approx(before + 10 * MIB, abs=NOISE)
 
 
@@ -236,8 +236,8 @@ def test_running_out_in_the_optimizers_step_is_reported(foreach: bool) -> None:
     assert reached == ["backward"]
     assert not optimizer.state
     assert (model.weight == 0.5).all()
-    runner.budget_bytes = runner.floor_bytes + 48 * 8 * MIB
-    assert runner(4) - runner.floor_bytes >= 48 * 3 * MIB - NOISE
+    runner.budget_bytes = runner.held_bytes + 48 * 8 * MIB
+    assert runner(4) - runner.held_bytes >= 48 * 3 * MIB - NOISE
 
 
 def test_the_process_never_holds_much_more_than_the_budget() -> None:
@@ -338,7 +338,7 @@ def test_a_nan_loss_is_a_result_like_any_other() -> None:
         losses.append(loss.item())
 
     runner = make_runner(step, samples, model, optimizer)
-    assert runner(2000) > runner.floor_bytes + 2000 * 8 * 1024
+    assert runner(2000) > runner.held_bytes + 2000 * 8 * 1024
     assert losses
     assert all(loss != loss for loss in losses)
     assert model[0].weight.isfinite().all()
@@ -377,7 +377,7 @@ def test_a_scaler_that_skips_does_not_hide_the_optimizers_state(clears: str) -> 
     peak = runner(4)
     assert skipped == [True, True]
     assert states == [False, True]
-    assert peak - runner.floor_bytes >= 20 * 3 * MIB - NOISE  # a gradient and two moments
+    assert peak - runner.held_bytes >= 20 * 3 * MIB - NOISE  # a gradient and two moments
     assert scaler.get_scale() == 2.0**127
     assert not optimizer.state
 
@@ -406,7 +406,7 @@ def test_a_step_that_only_accumulates_does_not_hide_the_optimizers_state() -> No
     peak = runner(4)
     assert states == [False, True, True]
     assert gradients == [False, True, True]  # they stay, as in training
-    assert peak - runner.floor_bytes >= 20 * 3 * MIB - NOISE
+    assert peak - runner.held_bytes >= 20 * 3 * MIB - NOISE
 
 
 def test_moments_are_counted_in_a_trial_of_one_step() -> None:
@@ -420,7 +420,7 @@ def test_moments_are_counted_in_a_trial_of_one_step() -> None:
         training_step(model, optimizer)(batch)
 
     runner = make_runner(step, samples, model, optimizer, num_steps=1)
-    assert runner(4) - runner.floor_bytes >= 20 * 3 * MIB - NOISE
+    assert runner(4) - runner.held_bytes >= 20 * 3 * MIB - NOISE
     assert all(states)
 
 
@@ -493,7 +493,7 @@ def test_an_optimizer_that_needs_a_closure_works(num_steps: int, training: bool)
                 model(batch)
 
     runner = make_runner(step, samples, model, optimizer, num_steps=num_steps, training=training)
-    assert runner(1000) - runner.floor_bytes >= 1000 * 8 * 1024
+    assert runner(1000) - runner.held_bytes >= 1000 * 8 * 1024
     assert not optimizer.state
     assert torch.equal(model[0].weight, expected)
 
@@ -517,7 +517,7 @@ def test_an_optimizer_of_sparse_gradients_works(num_steps: int, training: bool) 
         step, lambda size: torch.randint(1000, (size,)), model, optimizer, num_steps=num_steps,
         training=training,
     )  # fmt: skip
-    assert runner(1000) - runner.floor_bytes >= 1000 * 8 * 1024
+    assert runner(1000) - runner.held_bytes >= 1000 * 8 * 1024
     assert not optimizer.state
     assert torch.equal(model.weight, expected)
 
@@ -556,7 +556,7 @@ def test_validation_has_the_optimizers_state_resident() -> None:
     memory.clean()
     before = memory.in_use()
     runner = make_runner(step, samples, model, optimizer, training=False)
-    assert runner.floor_bytes == pytest.approx(before + 60 * MIB, abs=NOISE)
+    assert runner.held_bytes == pytest.approx(before + 60 * MIB, abs=NOISE)
     moments = optimizer.state[model.weight]["exp_avg"]
     for size in (1, 4):
         assert runner(size) == pytest.approx(before + 60 * MIB, abs=NOISE)
@@ -694,9 +694,9 @@ def test_checkpointing_saves_memory_in_a_trial_as_it_does_in_training() -> None:
         return make_runner(step, lambda n: torch.randn(n, 256), model, optimizer, room_mib=room_mib)
 
     plain = make(False, AMPLE)
-    plain_bytes = plain(2000) - plain.floor_bytes
+    plain_bytes = plain(2000) - plain.held_bytes
     saving = make(True, AMPLE)
-    saving_bytes = saving(2000) - saving.floor_bytes
+    saving_bytes = saving(2000) - saving.held_bytes
     assert saving_bytes < 0.75 * plain_bytes
     between_mib = (saving_bytes + plain_bytes) // 2 // MIB
     with pytest.raises(OutOfMemory):
@@ -712,7 +712,7 @@ def test_a_compiled_model_can_be_tried() -> None:
     compiled = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     runner = make_runner(training_step(compiled, optimizer), samples, model, optimizer, warm=500)
-    runner.budget_bytes = runner.floor_bytes + AMPLE * MIB
+    runner.budget_bytes = runner.held_bytes + AMPLE * MIB
     peaks = [runner(size) for size in (1000, 4000)]
     assert peaks[1] - peaks[0] >= 3000 * 8 * 1024 - NOISE
     with pytest.raises(OutOfMemory):

@@ -51,10 +51,10 @@ class Breakdown(StateBytes):
         return asdict(self)
 
 
-def break_down(mode: Mode, state: StateBytes, *, peak_bytes: int, floor_bytes: int) -> Breakdown:
+def break_down(mode: Mode, state: StateBytes, *, peak_bytes: int, held_bytes: int) -> Breakdown:
     """Split a peak.
 
-    >>> parts = break_down("train", StateBytes(100, 4, 0, 100, 200), peak_bytes=1500, floor_bytes=600)
+    >>> parts = break_down("train", StateBytes(100, 4, 0, 100, 200), peak_bytes=1500, held_bytes=600)
     >>> parts.activations, parts.rest, sum(parts.parts().values())
     (600, 496, 1500)
 
@@ -62,7 +62,7 @@ def break_down(mode: Mode, state: StateBytes, *, peak_bytes: int, floor_bytes: i
         mode: a training trial allocates the optimizer state; in validation it is there from the start.
         state: counted on the same model.
         peak_bytes: peak of a trial.
-        floor_bytes: bytes that the process held between the trials.
+        held_bytes: bytes that the process held between the trials.
     """
     resident = state.parameters + state.buffers + state.average
     gradients = state.gradients if mode == "train" else 0
@@ -71,8 +71,8 @@ def break_down(mode: Mode, state: StateBytes, *, peak_bytes: int, floor_bytes: i
         resident += state.optimizer_state
     return Breakdown(
         **asdict(replace(state, gradients=gradients)),
-        activations=peak_bytes - floor_bytes - allocated,
-        rest=floor_bytes - resident,
+        activations=peak_bytes - held_bytes - allocated,
+        rest=held_bytes - resident,
     )
 
 

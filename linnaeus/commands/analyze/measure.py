@@ -23,16 +23,15 @@ from linnaeus.memory.device import GIB
 
 logger = logging.getLogger("linnaeus.analysis")
 EXTRA_TRIALS = 0.6
-"""Bound on the trials of all further fractions together, relative to those of the first one. Each fraction
-may run at least one."""
-CLOSE = 0.9
+"""All further fractions together may run this many times the trials of the first, and each at least one."""
+CLOSE_FRACTION = 0.9
 """A size found is close when it reaches this fraction of the expected size; otherwise more trials are run."""
-MAX_TRIALS_APART = 4
+MAX_TRIALS_WHILE_FAR = 4
 """Bound on the trials of one further fraction while its size is not close."""
-RETREAT = 0.75
-"""Where the next trial lies between the largest size that fits (0) and one that failed (1)."""
+NEXT_START_FRACTION = 0.75
+"""Position of the next trial between the largest size that fits (0) and the one that failed (1)."""
 MARGIN = 0.06
-"""Fraction of the budget above the floor that the first guess leaves free: peaks are noisy."""
+"""Fraction of the budget, less the memory held, that the first guess leaves free, because peaks are noisy."""
 
 
 def measure_mode(
@@ -104,7 +103,7 @@ def _find(
         raise
     finally:
         row.budget_bytes = finder.budget_bytes or None
-        row.floor_bytes = finder.floor_bytes
+        row.held_bytes = finder.held_bytes
         row.trials = tuple(finder.trials[num_before:])
         row.peak_bytes = _peak(finder.trials, row.batch_size)
     return result
@@ -127,13 +126,13 @@ def _find_further(
     try:
         result = find(start=start, max_trials=1)
         while not result.certified:
-            is_close = start is None or expected is None or result.batch_size >= CLOSE * expected
-            if len(finder.trials) - num_before >= (num_trials if is_close else MAX_TRIALS_APART):
+            is_close = start is None or expected is None or result.batch_size >= CLOSE_FRACTION * expected
+            if len(finder.trials) - num_before >= (num_trials if is_close else MAX_TRIALS_WHILE_FAR):
                 break
             if is_close or start is None:
                 start = None
             else:
-                start = result.batch_size + int(RETREAT * (start - result.batch_size))
+                start = result.batch_size + int(NEXT_START_FRACTION * (start - result.batch_size))
             result = find(start=start, max_trials=1)
     except AutoBatchError:  # nothing has fitted yet, and a row needs a size
         result = find()
@@ -142,32 +141,32 @@ def _find_further(
 
 
 def _expected(finder: BatchSizeFinder, rows: Sequence[Row], limit_gb: float | None) -> int | None:
-    """The size predicted for the last row; the floor may have moved since the earlier trials."""
+    """The size predicted for the last row; the memory held may have changed since the earlier trials."""
     first, row = rows[0], rows[-1]
     total_bytes = finder.memory.total_bytes if limit_gb is None else int(limit_gb * GIB)
     total_bytes = min(total_bytes, finder.memory.total_bytes)
     assert first.budget_bytes is not None
     budget_bytes = first.budget_bytes - int((first.memory_fraction - row.memory_fraction) * total_bytes)
-    floor_bytes = finder.floor_bytes
+    held_bytes = finder.held_bytes
     points = [
-        (trial.size, trial.peak_bytes - other.floor_bytes + floor_bytes)
+        (trial.size, trial.peak_bytes - other.held_bytes + held_bytes)
         for other in rows
         for trial in other.trials
         if trial.peak_bytes is not None
     ]
-    return where_budget_is_met(sorted(points), budget_bytes, floor_bytes)
+    return where_budget_is_met(sorted(points), budget_bytes, held_bytes)
 
 
-def where_budget_is_met(points: Sequence[tuple[int, int]], budget_bytes: int, floor_bytes: int) -> int | None:
+def where_budget_is_met(points: Sequence[tuple[int, int]], budget_bytes: int, held_bytes: int) -> int | None:
     """The size between two measured ones at which the peak comes close to the budget.
 
-    >>> where_budget_is_met([(10, 200), (110, 1200)], budget_bytes=700, floor_bytes=100)
+    >>> where_budget_is_met([(10, 200), (110, 1200)], budget_bytes=700, held_bytes=100)
     56
 
     Args:
         points: (size, peak in bytes), ascending.
         budget_bytes: bytes that the process may hold.
-        floor_bytes: bytes that it holds between trials.
+        held_bytes: bytes that it holds between trials.
 
     Returns:
         None when the budget does not lie between two peaks.
@@ -177,7 +176,7 @@ def where_budget_is_met(points: Sequence[tuple[int, int]], budget_bytes: int, fl
     if not below or not above:
         return None
     (low, low_bytes), (high, high_bytes) = max(below), min(above)
-    wanted_bytes = budget_bytes - MARGIN * (budget_bytes - floor_bytes)
+    wanted_bytes = budget_bytes - MARGIN * (budget_bytes - held_bytes)
     if low >= high or wanted_bytes <= low_bytes:
         return None
     return int(low + (high - low) * (wanted_bytes - low_bytes) / (high_bytes - low_bytes))
@@ -204,7 +203,7 @@ def _breakdown(row: Row, rows: Sequence[Row], state: StateBytes) -> Breakdown | 
     ran_in = next(
         other for other in reversed(rows) if any(trial.size == row.batch_size for trial in other.trials)
     )
-    return break_down(row.mode, state, peak_bytes=row.peak_bytes, floor_bytes=ran_in.floor_bytes)
+    return break_down(row.mode, state, peak_bytes=row.peak_bytes, held_bytes=ran_in.held_bytes)
 
 
 def _time(

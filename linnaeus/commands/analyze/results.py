@@ -64,7 +64,7 @@ class Row:
         limited_by: as in `AutoBatchResult`, and `interrupted`.
         peak_bytes: peak of a trial at that size.
         budget_bytes: bytes that the process may hold.
-        floor_bytes: bytes that the process held between the trials.
+        held_bytes: bytes that the process held between the trials.
         samples_per_s: speed at that size.
         trials: those run for this row; sizes measured for earlier rows are not repeated.
         reason: why there is no size.
@@ -79,7 +79,7 @@ class Row:
     limited_by: str | None = None
     peak_bytes: int | None = None
     budget_bytes: int | None = None
-    floor_bytes: int = 0
+    held_bytes: int = 0
     samples_per_s: float | None = None
     trials: tuple[TrialRecord, ...] = ()
     reason: str | None = None
