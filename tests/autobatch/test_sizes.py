@@ -24,13 +24,13 @@ from linnaeus.data.batch import BatchSpec
 from linnaeus.data.bundle import collate_pairs
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
-from linnaeus.memory.device import GIB, device_memory
+from linnaeus.memory.device import device_memory
 from linnaeus.rng import seed_all
 from linnaeus.training.build import Assembly, assemble
+from tests import forks
 from tests.conftest import SMALL, Run
 
 CPU = torch.device("cpu")
-MIB = 1024**2
 ON = "DATA.AUTOBATCH.ENABLED=True"
 SEEN: dict[str, list[Any]] = {"shapes": [], "dtypes": []}
 """What `Model` was given, and what its layer gave."""
@@ -183,16 +183,26 @@ def test_host_memory_that_the_loader_needs_bounds_the_size_and_is_named(run: Run
     assert "limited by host memory for the loader" in one_line(outcome.out)
 
 
-def test_memory_bounds_the_size_and_is_named(run: Run, tmp_path: Path) -> None:
-    device_memory(CPU).clean()
-    held = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmRSS")
-    )
-    outcome = run(
-        *SMALL, ON, "DATA.IMG_SIZE=96", "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0", "TRAIN.EPOCHS=1",
-        f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={(held + 60 * MIB) / GIB}", "DATA.AUTOBATCH.ENABLED_VAL=False",
+LIMITED = """
+import sys, torch
+from linnaeus.main import cli
+from linnaeus.memory.device import device_memory
+
+torch.set_num_threads(1)
+mib, *argv = sys.argv[1:]
+assert cli([*argv, "EXPERIMENT.NAME=warm_up", "DATA.AUTOBATCH.MAX_BATCH_SIZE=4"]) == 0
+memory = device_memory(torch.device("cpu"))
+memory.clean()
+limit = (memory.in_use() + int(mib) * 2**20) / 2**30
+raise SystemExit(cli([*argv, f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={limit}"]))
+"""
+"""A run with so much memory beyond what the process holds, once it has loaded all that it needs."""
+
+
+def test_memory_bounds_the_size_and_is_named(tmp_path: Path) -> None:
+    outcome = forks.python(
+        "-c", LIMITED, "60", *SMALL, ON, "DATA.IMG_SIZE=96", "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",
+        "TRAIN.EPOCHS=1", "DATA.AUTOBATCH.ENABLED_VAL=False", cwd=tmp_path,
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     train = found_in(tmp_path)["train"]
