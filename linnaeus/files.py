@@ -11,13 +11,18 @@ from typing import BinaryIO
 from linnaeus.errors import ConfigError
 
 
+def temporary_name(path: Path) -> Path:
+    """The file beside `path` that `write_atomically` fills before it takes the place of `path`."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Let `write` fill a temporary file beside `path`, flush it to the disk and rename it to `path`.
 
     Raises:
         OSError: the file cannot be written; `path` is left unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_name(path)
     try:
         with temporary.open("wb") as file:
             write(file)

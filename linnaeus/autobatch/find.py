@@ -151,6 +151,7 @@ class BatchSizeFinder:
                 start=start,
                 deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
                 known=self._known.values(),
+                fixed_bytes=self.held_bytes,
                 on_start=self._on_start,
                 on_trial=self._record,
             )

@@ -50,7 +50,7 @@ RETREAT = 0.1
 """Fraction of the bracket's width to step back from a size that failed although the line says it fits. The
 line is usually wrong by a few per cent of that width, so a tenth ends below the answer and close to it."""
 FIXED_FRACTION = 0.1
-"""Fraction of a peak taken as fixed cost (weights, optimizer, workspaces) before a slope is measured."""
+"""Fraction of a peak, less `fixed_bytes`, that is taken as fixed cost before a slope is measured."""
 MIN_STEEPNESS = 0.1
 """A slope below this fraction of peak/size is implausible: the two peaks differ by less than their noise, or
 lie on a plateau. While nothing has failed, this slope is used instead; otherwise the bracket is bisected."""
@@ -123,6 +123,7 @@ def find_largest(
     start: int | None = None,
     deadline_s: float | None = None,
     known: Iterable[TrialRecord] = (),
+    fixed_bytes: int = 0,
     clock: Callable[[], float] = time.monotonic,
     on_start: Callable[[int], None] | None = None,
     on_trial: Callable[[TrialRecord], None] | None = None,
@@ -150,6 +151,8 @@ def find_largest(
         known: earlier trials, one for each size. They count as run: they bound and guide the search, and may
             hold its answer. Peaks are judged by this search's budget, not by their status. A record without
             a peak counts as out of memory at this budget too; `carry_over` drops those that may not be.
+        fixed_bytes: part of every peak that is known not to depend on the size, such as what is held before
+            the first sample. It makes the first guesses of a guided search better.
         clock: seconds, for the deadline and the records.
         on_start: called with each size before it is tried.
         on_trial: called with each record after the trial.
@@ -162,7 +165,7 @@ def find_largest(
     """
     _check(min_size, max_size, multiple_of, strategy, max_trials)
     began = clock()
-    search = _Search(Candidates(min_size, max_size, multiple_of), budget_bytes, start)
+    search = _Search(Candidates(min_size, max_size, multiple_of), budget_bytes, start, fixed_bytes)
     search.absorb(known)
     stopped_by: LimitedBy = "memory"
     while not search.settled and (index := STRATEGIES[strategy](search)) is not None:
@@ -276,6 +279,7 @@ class _Search:
 
     Attributes:
         start: the hint; None without one.
+        fixed_bytes: known part of every peak that does not depend on the size.
         low: index of the largest candidate that was seen to fit; -1 without one.
         high: index of the smallest candidate above it that was seen not to fit; `len(candidates)` without
             one.
@@ -285,6 +289,7 @@ class _Search:
     candidates: Candidates
     budget_bytes: int
     start: int | None
+    fixed_bytes: int
     low: int = -1
     high: int = 0
     peaks: dict[int, int] = field(default_factory=dict)
@@ -376,7 +381,7 @@ def _anchor(search: _Search) -> int:
 
 def _slope(search: _Search, anchor: int) -> float | None:
     """Bytes per sample at the anchor; None if the peaks in a bracket are too flat to tell."""
-    proportional = max(search.peaks[anchor], 1) / anchor
+    proportional = max(search.peaks[anchor] - search.fixed_bytes, 1) / anchor
     others = sorted(search.peaks.keys() - {anchor}, key=search.distance)
     if not others:
         return (1 - FIXED_FRACTION) * proportional

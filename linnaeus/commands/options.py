@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import tempfile
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.overrides import FLAGS
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
+from linnaeus.files import temporary_name
 
 AUTOBATCH = "DATA.AUTOBATCH"
 
@@ -104,30 +105,34 @@ class CommandParser(argparse.ArgumentParser):
             sentence for each problem.
         """
         rest, problems = list[str](), list[str]()
-        tokens = list(argv)
+        tokens = deque(argv)
         while tokens:
-            name, has_value, _ = tokens[0].partition("=")
+            token = tokens.popleft()
+            name, has_value, _ = token.partition("=")
             if not name.startswith("--") or name in FLAGS or "." in name:
-                rest.append(tokens.pop(0))
+                rest.append(token)
                 continue
-            end = 2 if len(tokens) > 1 and not has_value and not tokens[1].startswith("--") else 1
-            one, tokens = tokens[:end], tokens[end:]
+            takes_value = name.removeprefix("--").replace("-", "_") in self._keys
+            if takes_value and not has_value and tokens and not _is_option(tokens[0]):
+                token = f"{name}={tokens.popleft()}"  # so that argparse takes `-x` for a value
             found = argparse.Namespace()
             try:
-                _, unused = self.parse_known_args(one, found)
+                _, unknown = self.parse_known_args([token], found)
             except argparse.ArgumentError as error:
                 problems.append(f"{name}: {_in_our_words(error.message)}")
                 continue
-            if unused[:1] == one[:1]:
+            if unknown:
                 problems.append(f"{name}: no such option{suggest(name, [*self.names(), *FLAGS])}")
-                del unused[0]
-            tokens = unused + tokens
             for attribute, value in vars(found).items():
                 if keys := self._keys.get(attribute):
                     rest += [f"{key}={value}" for key in keys]
                 else:
                     setattr(options, attribute, value)
         return rest, problems
+
+
+def _is_option(token: str) -> bool:
+    return token.startswith("--") or token in FLAGS
 
 
 def _in_our_words(message: str) -> str:
@@ -214,15 +219,17 @@ def check_files(files: Mapping[str, Path | None]) -> None:
 
 
 def _why_not_writable(path: Path) -> str | None:
-    if path.is_dir():
-        return "it is a folder"
-    if path.exists() and not os.access(path, os.W_OK):
-        return "it is write-protected"
     try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            return None
+        if path.is_dir():
+            return "it is a folder"
+        if path.exists() and not os.access(path, os.W_OK):
+            return "it is write-protected"
+        temporary = temporary_name(path)
+        temporary.touch()
+        temporary.unlink()
     except OSError as error:
         return error.strerror
+    return None
 
 
 def read_path(endings: Sequence[str], text: str) -> Path:

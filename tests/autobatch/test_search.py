@@ -459,6 +459,15 @@ def test_a_size_exactly_at_the_budget_fits() -> None:
     assert (result.size, result.certified) == (7, True)
 
 
+def test_a_fixed_cost_that_is_known_saves_trials() -> None:
+    """A process that holds 90 % of the budget: without that knowledge a first peak looks like a slope."""
+    arguments = {"budget_bytes": BUDGET, "min_size": 1, "max_size": 512}
+    knowing = find_largest(line(9000, 10), fixed_bytes=9000, **arguments)
+    guessing = find_largest(line(9000, 10), **arguments)
+    assert knowing.size == guessing.size == 100
+    assert len(knowing.trials) < len(guessing.trials)
+
+
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 @pytest.mark.parametrize("max_trials", [1, 2, 3])
 def test_max_trials_ends_with_the_best_so_far(strategy: str, max_trials: int) -> None:

@@ -121,6 +121,25 @@ def test_help_shows_examples(run: Run) -> None:
         assert name in outcome.out
 
 
+@pytest.mark.parametrize("argv", [["--throughput", "-h"], ["--output", "-h"], ["--max-bs", "4", "-h"]])
+def test_a_short_option_for_help_is_no_value(run: Run, argv: list[str]) -> None:
+    outcome = run("analyze", *argv)
+    assert outcome.code == 0
+    assert "examples:" in outcome.out
+
+
+def test_a_value_may_begin_with_a_dash(run: Run, tmp_path: Path) -> None:
+    assert run("analyze", "--output", "-x.json", "--print-config").code == 0
+    assert "'-x' is not a whole number" in run("analyze", "--max-bs", "-x").err
+
+
+def test_a_name_that_is_too_long_is_refused_before_the_search(run: Run) -> None:
+    for name in (f"{'x' * 245}.json", f"{'x' * 300}.json"):
+        outcome = run("analyze", *SMALL, "--output", name)
+        assert outcome.code == 2
+        assert "File name too long; choose another file" in outcome.err
+
+
 def test_print_config(run: Run) -> None:
     outcome = run("analyze", *SMALL, "--max-bs", "8", "--print-config")
     assert outcome.code == 0
