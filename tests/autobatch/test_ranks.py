@@ -6,8 +6,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +15,7 @@ import psutil
 import pytest
 
 from tests import forks
-from tests.conftest import SMALL, TORCHRUN, assert_same_bits, weights
+from tests.conftest import SMALL, TORCHRUN, assert_same_bits, wait_until, weights
 from tests.forks import ROOT
 
 pytestmark = pytest.mark.distributed
@@ -40,6 +38,7 @@ class Job:
         self, folder: Path, *argv: str, nproc: int = 2, options: Sequence[str] = ("--standalone",), **env: str
     ) -> None:
         self.text = folder / f"torchrun{len(list(folder.glob('torchrun*')))}.txt"
+        self.nproc = nproc
         launcher = ("-m", "torch.distributed.run", *options, f"--nproc_per_node={nproc}")
         with self.text.open("w") as file:
             self.process = forks.start(
@@ -62,15 +61,16 @@ class Job:
         return code, self.text.read_text()
 
     def rank(self, number: int) -> psutil.Process:
-        """A rank's process, as soon as it is there."""
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            for child in psutil.Process(self.process.pid).children():
-                with suppress(psutil.Error):
-                    if child.environ().get("RANK") == str(number):
-                        return child
-            time.sleep(0.05)
-        raise AssertionError(f"rank {number} did not start: {self.text.read_text()}")
+        """A rank's process, as soon as all are there: torchrun starts them in their order."""
+        ranks: list[psutil.Process] = []
+
+        def started() -> bool:
+            with suppress(psutil.Error):
+                ranks[:] = psutil.Process(self.process.pid).children()
+            return len(ranks) == self.nproc
+
+        wait_until(started, self.process, self.text)
+        return sorted(ranks, key=lambda process: (process.create_time(), process.pid))[number]
 
 
 def job(folder: Path, *argv: str, **env: str) -> tuple[int, str]:
@@ -83,10 +83,7 @@ def sizes(folder: Path) -> tuple[int, int]:
 
 
 def wait_for_text(file: Path, text: str) -> None:
-    deadline = time.monotonic() + 90
-    while not (file.exists() and text in file.read_text()):
-        assert time.monotonic() < deadline, f"{text!r} never came to stand in {file}"
-        time.sleep(0.02)
+    wait_until(lambda: file.exists() and text in file.read_text())
 
 
 def test_training_is_that_with_the_size_set_by_hand(tmp_path: Path) -> None:
@@ -143,7 +140,7 @@ def test_ranks_with_unequal_memory_take_the_smallest_size(tmp_path: Path) -> Non
     limits = "DATA.AUTOBATCH.MAX_BATCH_SIZE=256"
     enabled = "DATA.AUTOBATCH.ENABLED=True"
     program = "import linnaeus.run, psutil; print(psutil.Process().memory_info().rss / 2**30)"
-    base = float(subprocess.check_output([sys.executable, "-c", program]))  # what a process holds, roughly
+    base = float(forks.python("-c", program, cwd=tmp_path).out)  # what a process holds, roughly
     code, text = job(
         tmp_path, *SMALL, *model, enabled, limits, "TRAIN.EPOCHS=1",
         LINNAEUS_MEMORY_LIMIT_GB=f"{base + 9:.2f},{(base + 0.2) / 0.8:.2f}",
