@@ -68,6 +68,14 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """A shell that starts the tests in the background lets them ignore SIGINT, and their children too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No terminal tricks, no uploads, one thread in child processes."""

@@ -16,7 +16,7 @@ from linnaeus.data.digits import TAXONOMY
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.training.build import Assembly, assemble
-from linnaeus.training.losses import RankCrossEntropy
+from linnaeus.training.losses import TaxonomicCrossEntropy
 
 
 def assembled(loss_node: Any = None, model_name: str = "test_resnet", **changes: Any) -> Assembly:
@@ -54,7 +54,7 @@ def test_training_and_validation_share_model_loss_and_precision() -> None:
     assert train.optimizer is parts.optimizer
     assert train.scaler is parts.scaler
     assert train.after_step is None
-    assert isinstance(parts.criterion, RankCrossEntropy)
+    assert isinstance(parts.criterion, TaxonomicCrossEntropy)
 
 
 def test_the_optimizer_holds_every_parameter_of_the_model() -> None:
