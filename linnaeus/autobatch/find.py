@@ -125,8 +125,7 @@ class BatchSizeFinder:
 
         Args:
             target_memory_fraction, strategy, max_trials, timeout_minutes, start: as for
-                `auto_find_batch_size`. They do not limit the confirmation: if a size fails it after the
-                last trial or the deadline, the next smaller size that has fitted is confirmed in its turn.
+                `auto_find_batch_size`. They do not bound the confirmation.
             confirm: run the size found once more, under a budget that is read again after the search.
 
         Raises:
@@ -138,36 +137,49 @@ class BatchSizeFinder:
         started = time.monotonic()
         num_before = len(self.trials)
         self._set_budget(self._first_budget(target_memory_fraction))
-        num_left = max_trials
-        while True:
-            found = find_largest(
-                self._runner,
-                budget_bytes=self.budget_bytes,
-                min_size=self.min_size,
-                max_size=self._max_size,
-                multiple_of=self._multiple_of,
-                strategy=strategy,
-                max_trials=num_left,
-                start=start,
-                deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
-                known=self._known.values(),
-                fixed_bytes=self.held_bytes,
-                on_start=self._on_start,
-                on_trial=self._record,
-            )
-            if found.size is None or not confirm or self._still_fits(found.size, target_memory_fraction):
-                break
-            num_left = max(num_left - len(found.trials), 1)
-            start = None
+        found = find_largest(
+            self._runner,
+            budget_bytes=self.budget_bytes,
+            min_size=self.min_size,
+            max_size=self._max_size,
+            multiple_of=self._multiple_of,
+            strategy=strategy,
+            max_trials=max_trials,
+            start=start,
+            deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
+            known=self._known.values(),
+            fixed_bytes=self.held_bytes,
+            on_start=self._on_start,
+            on_trial=self._record,
+        )
+        if confirm:
+            found = self._confirmed(found, target_memory_fraction)
         return self._result(found, target_memory_fraction, strategy, num_before, started)
 
-    def _still_fits(self, size: int, fraction: float) -> bool:
-        """Read the budget again, and run the size under it unless it is the one that ran last."""
+    def _confirmed(self, found: SearchResult, fraction: float) -> SearchResult:
+        """Run the size found under a budget that is read again; if it no longer fits, search below it.
+
+        The size that ran last needs no further trial. Below a size that no longer fits, sizes are tried one
+        candidate lower, then two, then four, until one fits; the search is then repeated between the two.
+        What trials before the confirmation say does not count there.
+        """
         self._set_budget(min(self.budget_bytes, self.memory.budget(fraction, self._limit_bytes)))
-        newest = self.trials[-1]
-        if newest.size != size:
-            newest = self._one_trial(size)
-        return _fits(newest, self.budget_bytes)
+        if found.size is None:
+            return found
+        newest = self.trials[-1] if self.trials[-1].size == found.size else self._one_trial(found.size)
+        if _fits(newest, self.budget_bytes):
+            return found
+        candidates, step, known = Candidates(self.min_size, found.size, self._multiple_of), 1, [newest]
+        index = len(candidates) - 1
+        while not _fits(known[-1], self.budget_bytes):
+            if index == 0:
+                return replace(found, size=None, limited_by="memory")
+            index, step = max(index - step, 0), 2 * step
+            known.append(self._one_trial(candidates[index]))
+        return find_largest(
+            self._runner, budget_bytes=self.budget_bytes, min_size=known[-1].size, max_size=found.size,
+            multiple_of=self._multiple_of, known=known, on_start=self._on_start, on_trial=self._record,
+        )  # fmt: skip
 
     def _result(
         self, found: SearchResult, fraction: float, strategy: str, num_before: int, started: float
