@@ -243,6 +243,7 @@ def become(request: dict[str, Any], path: list[str]) -> None:
     if request["new_session"]:
         os.setsid()
     atexit.register(gc.unfreeze)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     os.chdir(request["cwd"])
     for name in set(os.environ) - set(request["env"]):
         del os.environ[name]
@@ -330,7 +331,6 @@ def run_to_the_end(request: dict[str, Any], path: list[str]) -> None:
     try:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         atexit._clear()  # what the parent wants done at its end
         atexit.register(util._exit_function)
         atexit.register(logging.shutdown)
