@@ -52,14 +52,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _interruptible() -> Iterator[None]:
-    """A shell starts background jobs with Ctrl-C ignored; tests send it to themselves."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _quick_collections() -> None:
     """Leave the objects of all imported modules out of garbage collections, of which each search makes many.
