@@ -69,7 +69,8 @@ QUICK = {
 }
 """A model of each kind that repeats its peaks, every optimizer, both switches both ways.
 
-`resnet` is left to the slow run: the trial after one that ran out of memory reads up to a tenth too low there.
+`resnet` is left to the slow run: there, the trial after one that ran out of memory reads up to a tenth too
+low.
 """
 
 CASES = [
