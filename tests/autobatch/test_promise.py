@@ -65,12 +65,12 @@ QUICK = {
     ("vit", "adamw", True, 1),
     ("swin", "adafactor", False, 1),
     ("convnext", "sgd", True, 2),
-    ("byobnet", "adamw", False, 1),
+    ("mobilenet", "adamw", False, 1),
 }
 """A model of each kind that repeats its peaks, every optimizer, both switches both ways.
 
-`resnet` is left to the slow run: there, the trial after one that ran out of memory reads up to a tenth too
-low.
+`resnet` and `byobnet` are left to the slow run: with the one, the trial after one that ran out of memory
+reads up to a tenth too low; with the other, a sample is smaller than the noise of a peak.
 """
 
 CASES = [
