@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
+import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,26 +23,14 @@ ORDER = (
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
+TOOL = runpy.run_path(str(ROOT / "tools" / "draw_architecture.py"))
+part_of: Callable[[str], str] = TOOL["part_of"]
+imports: Callable[[Path], Iterator[str]] = TOOL["imports"]
+
 
 def name_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def part_of(module: str) -> str:
-    """`data` for `linnaeus.data.loader`; empty for the package itself, and for its `__version__`."""
-    part = f"{module}.".split(".")[1]
-    return "" if part.startswith("__") else part
-
-
-def imports(path: Path) -> Iterator[str]:
-    """Every module that a file imports, inside functions too; `from a import b` counts as `a.b`."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def own_parts(path: Path) -> set[str]:
