@@ -86,7 +86,8 @@ class Loop:
 
 
 def record_of(result: AutoBatchResult, size: int) -> Any:
-    return next(trial for trial in result.trials if trial.size == size)
+    """The newest trial of a size: a size that ran before the confirmation may not fit in it."""
+    return next(trial for trial in reversed(result.trials) if trial.size == size)
 
 
 # --- the size found ---
