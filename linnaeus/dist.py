@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,30 +17,42 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as torch_dist
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
 
+from linnaeus.config.schema import DistConfig
+from linnaeus.control import ControlPlane, Failure, agree_on_attempt
 from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.signals import Interrupted
 
 T = TypeVar("T")
 
 _BUCKET_BYTES = 25 * 1024**2  # default bucket size of DistributedDataParallel
+_CAUSE_S = 2.0
+"""How long a rank that has lost its connection to another one waits for the cause to be known."""
+_LOST_CONNECTION = re.compile("by peer|Broken pipe|[Tt]imed out|NCCL|gloo|remote process", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class World:
     """The processes of this run, as one of them sees them.
 
+    Objects that decide how a run goes on travel over the control plane, where waiting has no timeout and an
+    error of another rank is raised. During training, sums and checkpoints use `host_group`.
+
     Attributes:
         device: where this rank computes.
-        store: key-value store of the process group; None if torchrun did not start this process.
-        single_rank_group: process group with this rank as its only member; None if `store` is None.
+        control: the control plane; None if there are no other ranks.
+        host_group: gloo process group for tensors and objects on the host; None if there are no other ranks.
+        single_rank_group: process group with this rank as its only member; None if there are no other ranks.
     """
 
     device: torch.device
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    store: torch_dist.Store | None = None
+    control: ControlPlane | None = None
+    host_group: torch_dist.ProcessGroup | None = None
     single_rank_group: torch_dist.ProcessGroup | None = None
 
     @property
@@ -48,50 +65,88 @@ class World:
         """Whether there are other ranks."""
         return self.world_size > 1
 
-    def warm_up_collectives(self) -> None:
-        """Run one all-reduce of a bucket's size, so that the backend allocates its buffers now."""
-        if self.is_distributed and self.device.type != "cpu":
-            torch_dist.all_reduce(torch.zeros(_BUCKET_BYTES, dtype=torch.uint8, device=self.device))
+    def update(self, doing: str) -> None:
+        """Say what this rank does from now on; other ranks name it when this one fails or hangs."""
+        if self.control is not None:
+            self.control.update(doing)
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. It must be picklable."""
-        if not self.is_distributed:
-            return value
-        box = [value]
-        torch_dist.broadcast_object_list(box, src=0)
-        return box[0]
+        """Rank 0's value, on every rank. It must be picklable.
+
+        Raises:
+            LinnaeusError: another rank has failed; with its message and exit code.
+        """
+        return value if self.control is None else self.control.broadcast(value)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order, on every rank. They must be picklable."""
-        if not self.is_distributed:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        torch_dist.all_gather_object(values, value)
-        return values
+        """The values of all ranks, in rank order, on every rank. They must be picklable.
 
-    def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """The tensor, overwritten with its mean over the ranks."""
-        if self.is_distributed:
-            torch_dist.all_reduce(value)
-            value /= self.world_size
-        return value
+        Raises:
+            LinnaeusError: another rank has failed; with its message and exit code.
+        """
+        return [value] if self.control is None else self.control.gather(value)
 
     def on_main(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 and return its result on every rank.
 
         Raises:
-            LinnaeusError: the function raised it on rank 0; every rank raises it.
+            LinnaeusError: the function raised it on rank 0, or another rank has failed.
         """
-        outcome: tuple[T | None, LinnaeusError | None] = (None, None)
-        if self.is_main:
-            try:
-                outcome = (function(), None)
-            except LinnaeusError as error:
-                outcome = (None, error)
-        result, failure = self.broadcast(outcome)
-        if failure is not None:
-            raise failure
-        return result  # type: ignore[no-any-return]
+        return self.broadcast(function() if self.is_main else None)  # type: ignore[no-any-return]
+
+    def check_equal(self, facts: Mapping[str, Any]) -> None:
+        """Compare facts that must be the same on every rank.
+
+        Args:
+            facts: a value that can be compared and pickled, by what it is, such as `training samples`.
+
+        Raises:
+            LinnaeusError: a fact differs; on every rank, with the facts, the rank and both values.
+        """
+        rows = self.gather(dict(facts))
+        for rank, row in enumerate(rows):
+            different = [name for name in facts if row.get(name) != rows[0].get(name)]
+            if different:
+                listed = "; ".join(f"{name}: {rows[0].get(name)} and {row.get(name)}" for name in different)
+                raise LinnaeusError(
+                    f"ranks 0 and {rank} do not train the same: {listed}. All ranks need the same command, "
+                    "files, environment and version of Linnaeus"
+                )
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """The values of all ranks on rank 0, None on the others; over the host group.
+
+        They must be picklable.
+        """
+        if not self.is_distributed:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.is_main else None
+        torch_dist.gather_object(value, values, dst=0, group=self.host_group)
+        return values
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of a tensor on the CPU, which it overwrites; on every rank."""
+        if self.is_distributed:
+            torch_dist.all_reduce(values, group=self.host_group)
+        return values
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """The maximum over the ranks of a tensor on the CPU, which it overwrites; on every rank."""
+        if self.is_distributed:
+            torch_dist.all_reduce(values, torch_dist.ReduceOp.MAX, group=self.host_group)
+        return values
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks of a tensor on the device, which it overwrites; on every rank."""
+        if self.is_distributed:
+            torch_dist.all_reduce(value)
+            value /= self.world_size
+        return value
+
+    def warm_up_collectives(self) -> None:
+        """Run one all-reduce of a bucket's size, so that the backend allocates its buffers now."""
+        if self.is_distributed and self.device.type != "cpu":
+            torch_dist.all_reduce(torch.zeros(_BUCKET_BYTES, dtype=torch.uint8, device=self.device))
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
@@ -151,37 +206,163 @@ def wrap(
     )
 
 
-@contextlib.contextmanager
-def join(device_name: str, backend: str, timeout: timedelta) -> Iterator[World]:
+@contextmanager
+def join(device_name: str, config: DistConfig) -> Iterator[World]:
     """Join the process group that torchrun describes in the environment, if any, and leave it on exit.
+
+    After an error it is not left: `destroy_process_group` may wait for ranks that wait for this one.
 
     Args:
         device_name: `EXPERIMENT.DEVICE`.
-        backend: `auto`, `nccl` or `gloo`.
-        timeout: of collectives; the batch-size search uses none to wait.
+        config: the DIST node. Its timeout is that of collectives; the batch-size search uses none to wait.
+
+    Raises:
+        ConfigError: this machine does not have the device, or tasks of SLURM run without torchrun.
+        LinnaeusError: a rank has not started in time.
     """
     device = resolve_device(device_name, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        _refuse_tasks_without_torchrun()
         yield World(device)
         return
-    store, rank, world_size = next(torch_dist.rendezvous("env://"))  # processes start at different times
-    # After a restart, this attempt must not read the keys of the previous one.
-    store = torch_dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "gloo"
-    torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    single_rank_group = torch_dist.new_group([rank], use_local_synchronization=True)
-    assert isinstance(single_rank_group, torch_dist.ProcessGroup)  # this rank is a member
-    try:
-        yield World(
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size == 1:
+        yield World(device)
+        return
+    timeout = timedelta(minutes=config.TIMEOUT_MINUTES)
+    store = _store(rank, timedelta(minutes=config.START_MINUTES))
+    attempt = agree_on_attempt(store, rank, world_size, config.START_MINUTES * 60)
+    store = torch_dist.PrefixStore(attempt, store)
+    control_store = torch_dist.PrefixStore("linnaeus", store)
+    with ControlPlane(
+        control_store, rank, world_size, end_process=_end_process, on_orphaned=_stop_this_process
+    ) as control:
+        backend = config.BACKEND
+        if backend == "auto":
+            backend = "nccl" if device.type == "cuda" else "gloo"
+        torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        yield World(  # no `device_id`: torch then refuses groups that not all ranks create together
             device=device,
             rank=rank,
             world_size=world_size,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            store=torch_dist.PrefixStore("linnaeus", store),
-            single_rank_group=single_rank_group,
+            control=control,
+            host_group=_group(None, "gloo", timeout) if backend == "nccl" else torch_dist.group.WORLD,
+            single_rank_group=_group([rank], backend, timeout),
         )
-    finally:
-        torch_dist.destroy_process_group()
+        with suppress(torch_dist.DistError):  # the launcher, which hosts the store, may have ended
+            control.collect(None)  # rank 0 may host it: it leaves last
+    torch_dist.destroy_process_group()
+
+
+def _group(ranks: list[int] | None, backend: str, timeout: timedelta) -> torch_dist.ProcessGroup:
+    is_local = ranks is not None
+    group = torch_dist.new_group(ranks, timeout, backend, use_local_synchronization=is_local)
+    assert isinstance(group, torch_dist.ProcessGroup)  # this rank is a member
+    return group
+
+
+@contextmanager
+def errors_told_first(world: World) -> Iterator[None]:
+    """Print an error, and tell it to the other ranks and to torchrun, before anything is cleaned up.
+
+    Cleaning up may hang while other ranks wait in a collective. A single process raises its errors as they
+    are.
+
+    Raises:
+        RankEnded: there was an error, and all know it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if world.control is None:
+            raise
+        raise RankEnded(_tell(world.rank, world.control, error)) from error
+
+
+class RankEnded(SystemExit):
+    """A rank has ended with an error that has been printed; its `code` is the exit code."""
+
+    def leave(self) -> None:
+        """End this process without waiting for threads of the process group, which wait for other ranks."""
+        _end_process(self.code if isinstance(self.code, int) else 1)
+
+
+def _tell(rank: int, control: ControlPlane, error: BaseException) -> int:
+    """Print an error, or the failure of another rank that has caused it; return the exit code."""
+    cause = _cause(control, error)
+    if cause is not None:
+        _print(rank, f"rank {cause.rank}: {cause.message}")
+    elif isinstance(error, LinnaeusError | Interrupted):
+        cause = Failure(rank, str(error), error.exit_code)
+        _print(rank, cause.message)
+    else:
+        traceback.print_exception(error)
+        cause = Failure(rank, f"{type(error).__name__}: {error}")
+        _print(rank, cause.message)
+    with suppress(torch_dist.DistError):  # the store may have gone
+        first = control.fail(cause)
+        if first == cause and "TORCHELASTIC_ERROR_FILE" in os.environ:
+            get_error_handler().record_exception(error)
+    return cause.exit_code
+
+
+def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
+    """The failure of another rank behind this rank's error; None if it is this rank's own."""
+    is_lost = isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
+    is_ended = isinstance(error, Interrupted) and error.signal == signal.SIGTERM
+    deadline = time.monotonic() + (_CAUSE_S if is_lost else 0.5 if is_ended else 0.0)
+    with suppress(torch_dist.DistError):
+        while True:
+            failure = control.failure
+            if failure is not None and (failure.rank != control.rank or is_lost):
+                return failure
+            if (is_lost or is_ended) and (dead := control.dead_neighbours()):
+                dead_rank, doing = dead[0]
+                return Failure(dead_rank, f"its process died ({doing}), so the job ends")
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.05)
+    return None
+
+
+def _print(rank: int, text: str) -> None:
+    print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
+
+
+def _end_process(exit_code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
+
+
+def _stop_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _store(rank: int, timeout: timedelta) -> torch_dist.Store:
+    """A connection to the store: torchrun's own where it has one, else rank 0's.
+
+    torch's rendezvous is not used: some versions put a count of restarts before the keys, which differs
+    between nodes.
+    """
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return torch_dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not is_torchruns,
+        timeout=timeout, wait_for_workers=False, multi_tenant=True,
+    )  # fmt: skip
+
+
+def _refuse_tasks_without_torchrun() -> None:
+    """Tasks that srun has started would all train the same run, side by side."""
+    num_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if num_tasks > 1:
+        raise ConfigError(
+            f"SLURM has started {num_tasks} tasks of one step, but they do not know of each other. Let each "
+            "node's one task start its processes: srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES "
+            "--nproc_per_node=GPUS --rdzv_backend=c10d --rdzv_id=$SLURM_JOB_ID --rdzv_endpoint=HEAD:29500 "
+            "-m linnaeus.main ...; docs/ranks.md has the whole script"
+        )

@@ -18,6 +18,7 @@ from importlib import import_module
 
 from linnaeus import __version__
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
+from linnaeus.signals import Interrupted
 
 COMMANDS = {
     "analyze": "the analysis measures one device in one process",
@@ -36,8 +37,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
         argv: tokens after the program's name; the process's own by default.
 
     Returns:
-        The exit code: 0 done, 2 configuration or option, 3 no batch size fits, 130 interrupted, 1 anything
-        else.
+        The exit code: 0 done, 2 configuration or option, 3 no batch size fits, 130 interrupted (128 and the
+        number of another signal), 1 anything else.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
     command = tokens[0] if tokens and tokens[0] in COMMANDS else "train"
@@ -64,6 +65,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
     except LinnaeusError as error:
         print(error if rank is None else f"[rank {rank}] {error}", file=sys.stderr)
         return error.exit_code
+    except Interrupted as interruption:
+        return interruption.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,20 @@ from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
-from linnaeus.dist import World, join, wrap
+from linnaeus.dist import World, errors_told_first, join, wrap
 from linnaeus.log import MetricsFile, ProgressBar, open_run_folder
 from linnaeus.rng import seed_all
+from linnaeus.signals import StopRequest
 from linnaeus.tracking import start_tracking
 from linnaeus.training.build import Assembly, assemble, check_train_config, plan_facts
 from linnaeus.training.checkpoint import CheckpointFolder
+from linnaeus.training.fingerprint import fingerprint
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.optim import scale_values
 from linnaeus.training.report import RESULT, report_plan, report_result, save_result
 from linnaeus.training.schedule import build_schedule
 from linnaeus.training.step import TrainStep
+from linnaeus.training.stop import StopAgreement
 from linnaeus.training.trainer import FitResult, Trainer
 
 logger = logging.getLogger("linnaeus.run")
@@ -46,9 +48,12 @@ def run(config: Config) -> FitResult:
     """
     experiment, train, seed = config.EXPERIMENT, config.TRAIN, config.EXPERIMENT.SEED
     folder = Path(experiment.OUTPUT_DIR) / experiment.NAME
-    timeout = timedelta(minutes=config.DIST.TIMEOUT_MINUTES)
-    with ExitStack() as stack:
-        world = stack.enter_context(join(experiment.DEVICE, config.DIST.BACKEND, timeout))
+    with (
+        StopRequest().listening() as stop,
+        join(experiment.DEVICE, config.DIST) as world,
+        ExitStack() as stack,
+        errors_told_first(world),
+    ):
         check_train_config(train, world)
         console = stack.enter_context(open_run_folder(folder, world, keep=train.AUTO_RESUME))
         checkpoints = CheckpointFolder(folder / "checkpoints")
@@ -58,6 +63,8 @@ def run(config: Config) -> FitResult:
 
         data = build_data(config.DATA, seed=seed)
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world)
+        last_step = 0 if checkpoint is None else checkpoint["progress"]["step"]
+        world.check_equal(fingerprint(dataclasses.asdict(config), data, assembly, last_step))
         sized = _find_sizes(config, data, assembly, world, checkpoint)
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
@@ -74,7 +81,6 @@ def run(config: Config) -> FitResult:
             report_plan(plan, train, config.OPTIMIZER)
             save_config(config, folder / "config.yaml", plan.as_dict())
 
-        last_step = 0 if checkpoint is None else checkpoint["progress"]["step"]
         metrics_file = stack.enter_context(
             MetricsFile(folder / "metrics.jsonl", enabled=world.is_main, last_step=last_step)
         )
@@ -90,6 +96,7 @@ def run(config: Config) -> FitResult:
             metrics_file=metrics_file,
             tracker=tracker,
             progress_bar=ProgressBar(console if world.is_main else None),
+            stop=StopAgreement(world, stop),
             checkpoint_extras=sized.as_dict(),
         )  # fmt: skip
         seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's
@@ -97,7 +104,7 @@ def run(config: Config) -> FitResult:
             trainer.resume(checkpoint)
         result = trainer.fit()
         report_result(result, plan, train, config.DATA.BATCH_SIZE_VAL, folder, tracker)
-        if world.is_main and not result.interrupted:
+        if world.is_main and not result.stop_signal:
             save_result(result, plan, folder / RESULT)
         return result
 

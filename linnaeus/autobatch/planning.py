@@ -61,7 +61,8 @@ def search_key(
     for name, keys in _IRRELEVANT.items():
         for key in keys:
             del content[name][key]
-    content |= {"world_size": world.world_size, "environment": device_environment(world.device)}
+    environment = device_environment(world.device) | {"device": world.device.type}  # each rank has its own
+    content |= {"world_size": world.world_size, "environment": environment}
     return json.dumps(content, sort_keys=True)
 
 
@@ -88,7 +89,8 @@ def find_planned_sizes(
     Raises:
         LinnaeusError: the same on every rank.
     """
-    if checkpoint is not None and checkpoint["searched_for"] == key:
+    is_kept = checkpoint is not None and checkpoint["searched_for"] == key
+    if checkpoint is not None and search.world.broadcast(is_kept):  # all ranks search, or none
         logger.info("AutoBatch: same device and configuration, so the checkpoint's batch sizes are kept")
         entries = checkpoint["autobatch"].items()
         found = {mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in entries}

@@ -152,7 +152,7 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
     for mode in get_args(Mode):
         if not _setting(search.config.AUTOBATCH, "ENABLED", mode):
             continue
-        entry = _exchange(search, f"search/{mode}", partial(_search_on_main, search, mode))[0]
+        entry = _exchange(search, partial(_search_on_main, search, mode))[0]
         result = AutoBatchResult.from_dict(mode, entry)
         size = None
         while search.world.is_distributed and result.batch_size != size:
@@ -166,8 +166,7 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
 def run_on_every_rank(search: SizeSearch, result: AutoBatchResult, size: int) -> AutoBatchResult:
     """Run the size found, or one below it, on every rank. Every rank must call this.
 
-    Memory does not always grow with the size: a smaller size may not fit. Sizes only fall in the course of a
-    run, so that no size is confirmed twice and every exchange has its own name.
+    Memory does not always grow with the size: a smaller size may not fit.
 
     Returns:
         The result with the new trials. If the size does not fit on some rank, the largest size that fits
@@ -178,9 +177,7 @@ def run_on_every_rank(search: SizeSearch, result: AutoBatchResult, size: int) ->
     """
     search.world.warm_up_collectives()
     mode = result.mode
-    entries = _exchange(
-        search, f"confirm/{mode}/{size}", lambda status: search.run(mode, status, at_most=size).as_dict()
-    )
+    entries = _exchange(search, lambda status: search.run(mode, status, at_most=size).as_dict())
     verdicts = [AutoBatchResult.from_dict(mode, entry) for entry in entries]
     result = dataclasses.replace(result, trials=(*result.trials, *verdicts[0].trials))
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
@@ -194,9 +191,8 @@ def run_on_every_rank(search: SizeSearch, result: AutoBatchResult, size: int) ->
     )
 
 
-def _exchange(search: SizeSearch, name: str, work: Callable[[RankStatus], Any]) -> list[Any]:
-    timeout_minutes = search.config.AUTOBATCH.TIMEOUT_MINUTES
-    return exchange(search.world, f"autobatch/{name}", work, timeout_minutes=timeout_minutes)
+def _exchange(search: SizeSearch, work: Callable[[RankStatus], Any]) -> list[Any]:
+    return exchange(search.world, work, timeout_minutes=search.config.AUTOBATCH.TIMEOUT_MINUTES)
 
 
 def _search_on_main(search: SizeSearch, mode: Mode, status: RankStatus) -> dict[str, Any] | None:

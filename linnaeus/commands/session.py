@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -91,10 +90,9 @@ def run_session(
     console = make_console()
     measurement.interrupted = True
     set_up_logging(None, rank=0, console=console)
-    timeout = timedelta(minutes=config.DIST.TIMEOUT_MINUTES)
     try:
         with (
-            join(config.EXPERIMENT.DEVICE, config.DIST.BACKEND, timeout) as world,
+            join(config.EXPERIMENT.DEVICE, config.DIST) as world,
             _status_line(console) as status,
         ):
             torch.use_deterministic_algorithms(config.TRAIN.DETERMINISTIC)

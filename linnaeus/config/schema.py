@@ -375,6 +375,9 @@ class DistConfig:
     BACKEND: str = key("auto", "`auto` is nccl on CUDA, else gloo", choices=("auto", "nccl", "gloo"))
     FIND_UNUSED_PARAMETERS: bool = key(False, "allow steps in which some parameters get no gradient")
     TIMEOUT_MINUTES: float = key(10.0, "timeout of collectives in training", unit="minutes", gt=0)
+    START_MINUTES: float = key(
+        30.0, "how long processes wait for those that have not started yet", unit="minutes", gt=0
+    )
 
 
 @dataclass

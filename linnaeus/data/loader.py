@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.synchronize import Event
 from types import TracebackType
 from typing import Any, cast
 
@@ -64,11 +68,13 @@ class BatchLoader:
 
     Args:
         loader: torch's loader over `SeededBatches`.
+        closing: tells the worker processes that they may be ended.
         sampler: the training split's, which shuffles; None where every epoch has the same order.
     """
 
-    def __init__(self, loader: DataLoader[Any], sampler: EpochSampler | None = None) -> None:
+    def __init__(self, loader: DataLoader[Any], closing: Event, sampler: EpochSampler | None = None) -> None:
         self._loader: DataLoader[Any] | None = loader
+        self._closing = closing
         self._sampler = sampler
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
@@ -90,11 +96,15 @@ class BatchLoader:
         """End the worker processes; the loader cannot be used afterwards. Closing twice is fine."""
         iterator = None if self._loader is None else self._loader._iterator
         self._loader = None
+        self._closing.set()
         # torch has no public way. Garbage collection comes late where the traceback of an error holds the
         # iterator, and may close the queues first; then each worker takes 5 s to time out.
         shut_down = getattr(iterator, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()
+            for worker in getattr(iterator, "_workers", ()):
+                if worker.is_alive():  # it hangs where Python cannot handle torch's SIGTERM
+                    worker.kill()
 
 
 class _Batches(Iterator[Batch]):
@@ -160,6 +170,8 @@ def build_loaders(
         device: device of training; host memory is page-locked for CUDA only.
     """
 
+    closing = multiprocessing.get_context().Event()
+
     def loader(dataset: Dataset[Any], batches: Sampler[Any]) -> DataLoader[Any]:
         return DataLoader(
             SeededBatches(dataset, bundle.collate, seed),
@@ -169,7 +181,7 @@ def build_loaders(
             prefetch_factor=data_config.PREFETCH_FACTOR if data_config.NUM_WORKERS else None,
             persistent_workers=data_config.NUM_WORKERS > 0,
             pin_memory=data_config.PIN_MEMORY and device.type == "cuda",
-            worker_init_fn=_start_worker,
+            worker_init_fn=partial(_start_worker, closing),
             # Without one of its own, torch's loader draws from the global generator at every epoch.
             generator=torch.Generator().manual_seed(seed),
         )
@@ -178,8 +190,8 @@ def build_loaders(
     val_sampler = ValSampler(dataset_length(bundle.val), rank=rank, world_size=world_size)
     val_batches = BatchSampler(cast(Any, val_sampler), batch_size_val, drop_last=False)
     return Loaders(
-        BatchLoader(loader(bundle.train, PlannedBatches(sampler, sizes)), sampler),
-        BatchLoader(loader(bundle.val, cast(Any, val_batches))),
+        BatchLoader(loader(bundle.train, PlannedBatches(sampler, sizes)), closing, sampler),
+        BatchLoader(loader(bundle.val, cast(Any, val_batches)), closing),
     )
 
 
@@ -187,9 +199,20 @@ def _already_collated(batch: Any) -> Any:
     return batch
 
 
-def _start_worker(_: int) -> None:
-    """Ignore Ctrl-C: the training process handles it and ends its workers."""
+def _start_worker(closing: Event, _: int) -> None:
+    """Leave signals to the training process: launchers send them to all processes of a rank.
+
+    A worker that ended at once would break off the epoch, instead of letting the training loop save a
+    checkpoint. If the training process dies, torch's worker loop ends by itself.
+    """
+
+    def end_if_closing(*_: object) -> None:
+        if closing.is_set():
+            os._exit(0)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end_if_closing)
     sys.excepthook = _print_unless_disconnected
 
 

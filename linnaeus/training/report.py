@@ -43,7 +43,7 @@ def report_result(
     """Log the result of a run and send it to the tracker; `train` is the TRAIN node."""
     noise = {} if result.noise_scale is None else {"noise_scale": result.noise_scale}
     tracker.summarise({**result.metrics, "images_per_s": result.images_per_s, **noise})
-    if result.interrupted:
+    if result.stop_signal:
         logger.info("interrupted; TRAIN.AUTO_RESUME True goes on from the checkpoint in %s", folder)
         return
     logger.info("batch sizes: training %d, validation %d", plan.micro_batch_size, batch_size_val)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from types import FrameType
 from typing import Any
 
 import torch
@@ -29,11 +25,9 @@ from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.metrics import headline
 from linnaeus.training.step import TrainStep
+from linnaeus.training.stop import StopAgreement
 
 logger = logging.getLogger("linnaeus.trainer")
-
-STOP_CHECK_EVERY = 8
-"""Optimizer steps after which ranks exchange whether any of them was asked to stop."""
 
 
 @dataclass
@@ -65,15 +59,15 @@ class FitResult:
         metrics: metrics of the last validation.
         images_per_s: training samples per second over all ranks, since this process started training.
         training_s: seconds of training without validation, including those before the run was resumed.
-        interrupted: whether the user stopped the run; a checkpoint has been saved then.
         noise_scale: the gradient noise scale in samples; None where it is not known.
+        stop_signal: the signal that has stopped the run, with a checkpoint; 0 where it is complete.
     """
 
     metrics: dict[str, float]
     images_per_s: float
     training_s: float
-    interrupted: bool = False
     noise_scale: float | None = None
+    stop_signal: int = 0
 
 
 @dataclass
@@ -86,6 +80,7 @@ class Trainer:
         assembly: the model and what belongs to it; a checkpoint holds its state.
         train_step: the assembly's training step, with the model wrapped for several ranks.
         schedule: sets the learning rate of each optimizer step.
+        stop: the ranks' agreement on stopping.
         checkpoint_extras: further entries of each checkpoint (batch sizes and what they depend on).
         progress: how far training has come.
     """
@@ -101,6 +96,7 @@ class Trainer:
     metrics_file: MetricsFile
     tracker: Tracker
     progress_bar: ProgressBar
+    stop: StopAgreement
     checkpoint_extras: dict[str, Any] = field(default_factory=dict)
     progress: TrainingProgress = field(default_factory=TrainingProgress)
 
@@ -109,7 +105,6 @@ class Trainer:
         self._state = TrainingState(
             assembly.model, assembly.optimizer, assembly.scaler, self.schedule, assembly.ema
         )
-        self._stop = StopRequest(self.world)
         self._num_images = 0
         self._seconds = 0.0
 
@@ -138,17 +133,17 @@ class Trainer:
 
     def fit(self) -> FitResult:
         """Train until the last epoch or until the user asks to stop."""
-        with self._stop.listening(), self.progress_bar:
+        with self.stop.deferred(), self.progress_bar:
             while self.progress.epoch < self.plan.num_epochs:
                 self.train_epoch()
-                if self._stop.agreed:
+                if self.stop.number:
                     self._save()
                     break
                 self.progress.epoch, self.progress.samples = self.progress.epoch + 1, 0
                 self._end_epoch()
         images_per_s = self._num_images / self._seconds if self._seconds else 0.0
         return FitResult(
-            self.progress.metrics, images_per_s, self.progress.seconds, self._stop.agreed, self._noise_scale
+            self.progress.metrics, images_per_s, self.progress.seconds, self._noise_scale, self.stop.number
         )
 
     @property
@@ -163,13 +158,12 @@ class Trainer:
         stages = self.plan.rest_of_epoch(epoch, samples_done)
         remaining = sum(stage.num_steps for stage in stages)
         self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", remaining)
+        self.world.update(f"training in epoch {epoch + 1}")
         self.train_step.model.train()
         meter = LossMeter(self.world)
         batches = iter(self.loaders.train)
         started = time.perf_counter()
         for stage in chain.from_iterable(repeat(stage, stage.num_steps) for stage in stages):
-            if self._stop.check(self.progress.step):
-                break
             lr = self.assembly.optimizer.param_groups[0]["lr"]
             probe = self.train_step.probe
             if probe is not None and self.progress.step % self.config.NOISE_SCALE.EVERY == 0:
@@ -183,6 +177,9 @@ class Trainer:
             self.progress_bar.advance(1)
             if self.progress.step % self.config.LOG_EVERY == 0 or not remaining:
                 self._log_training(meter, lr, stage)
+            self.stop.after_step()
+            if self.stop.number:
+                break
         seconds = time.perf_counter() - started
         self._seconds += seconds
         self.progress.seconds += seconds
@@ -214,6 +211,7 @@ class Trainer:
     def _validate(self) -> bool:
         """Validate and log; return whether this is the best result so far."""
         step, metrics = self.assembly.validation_step, self.assembly.metrics
+        self.world.update(f"validating after epoch {self.progress.epoch}")
         step.model.eval()
         if self.world.device.type != "cpu":
             torch.accelerator.empty_cache()  # AutoBatch measured validation without training's cached blocks
@@ -235,7 +233,8 @@ class Trainer:
 
     def _save(self, *, is_best: bool = False) -> None:
         """Write a checkpoint on rank 0; every rank must call this."""
-        generators = self.world.gather(rng_state(self.world.device))
+        self.world.update("saving a checkpoint")
+        generators = self.world.collect(rng_state(self.world.device))
         probe = self.train_step.probe
         if self.world.is_main:
             content = {
@@ -279,38 +278,3 @@ class LossMeter:
                 "TRAIN.CLIP_GRAD_NORM, or use TRAIN.AMP bf16 or off; the last checkpoint is kept"
             )
         return mean
-
-
-class StopRequest:
-    """Turns Ctrl-C into a stop at the end of a step; a second Ctrl-C interrupts at once.
-
-    All ranks stop at the same step: otherwise some would wait in a collective for those that have stopped.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._requested = False
-        self.agreed = False
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle SIGINT inside the context."""
-        before = signal.signal(signal.SIGINT, self._handle)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def check(self, step: int) -> bool:
-        """Whether to stop before this optimizer step. Every rank must call this for every step."""
-        if not self._world.is_distributed:
-            self.agreed = self._requested
-        elif step % STOP_CHECK_EVERY == 0:
-            self.agreed = any(self._world.gather(self._requested))
-        return self.agreed
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self._requested:
-            raise KeyboardInterrupt
-        self._requested = True
-        logger.info("stopping after this step and saving a checkpoint (Ctrl-C again: at once)")

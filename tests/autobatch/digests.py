@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes
 from linnaeus.config.load import load_config
+from linnaeus.config.schema import DistConfig
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import join
 from linnaeus.rng import rng_state, seed_all
@@ -45,7 +45,7 @@ def digest(assembly: Assembly) -> str:
 
 def main() -> None:
     config = load_config(sys.argv[1:]).config
-    with join("cpu", "gloo", timedelta(minutes=2)) as world:
+    with join("cpu", DistConfig(TIMEOUT_MINUTES=2)) as world:
         seed_all(0)
         data = build_data(config.DATA, seed=0)
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
@@ -56,7 +56,6 @@ def main() -> None:
         line = json.dumps({"rank": world.rank, **sizes, "before": before, "after": digest(assembly)})
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
-        world.gather(None)  # no rank leaves before the others are done
 
 
 if __name__ == "__main__":

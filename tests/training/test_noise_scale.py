@@ -203,7 +203,7 @@ def torchrun(folder: Path, text: str, *argv: str) -> str:
 
 RANKS = """
 import json, sys, torch
-from datetime import timedelta
+from linnaeus.config.schema import DistConfig
 from linnaeus.dist import join, wrap
 from linnaeus.training.noise_scale import GradientProbe
 from linnaeus.training.step import Precision, TrainStep
@@ -211,7 +211,7 @@ from tests.training.test_noise_scale import CPU, Point, batches, half_square
 
 
 def main():  # nothing of the process group may live on until the interpreter ends
-    with join("cpu", "gloo", timedelta(minutes=2)) as world:
+    with join("cpu", DistConfig(TIMEOUT_MINUTES=2)) as world:
         model = wrap(Point(), world)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         probe = GradientProbe(model, scaler, decay=0.999)
@@ -232,9 +232,9 @@ main()
 
 SAME = """
 import json, torch
-from datetime import timedelta
 from torch import nn
 from linnaeus.data.batch import Batch
+from linnaeus.config.schema import DistConfig
 from linnaeus.dist import join, wrap
 from linnaeus.training.noise_scale import GradientProbe
 from linnaeus.training.step import Precision, TrainStep
@@ -250,7 +250,7 @@ class Sometimes(nn.Module):
 
 
 def main():  # nothing of the process group may live on until the interpreter ends
-    with join("cpu", "gloo", timedelta(minutes=2)) as world:
+    with join("cpu", DistConfig(TIMEOUT_MINUTES=2)) as world:
         found = []
         for probed in (False, True):
             torch.manual_seed(0)

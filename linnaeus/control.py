@@ -1,0 +1,424 @@
+"""The control plane: what ranks tell each other on the host, through the store of the process group.
+
+    each rank                       store                       rank that waits
+    heartbeat every second ───────▶ beat/<rank>: "trying 128"   looks whether the others still live
+    its value of an exchange ─────▶ value/<number>/<rank> ────▶ returns the values of all
+    its error, if it ends ────────▶ failure ──────────────────▶ raises it
+                                    read/<rank> ◀────────────── then the failed rank may exit
+
+No collective and no GPU takes part, so that no timeout of the process group applies while ranks wait. Rank 0
+looks after all ranks and every rank after rank 0: one that is silent for `SILENCE_LOOKS` looks has died or
+hangs. Looks are counted, not seconds: a process that was suspended itself finds nobody silent on waking up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as torch_dist
+
+from linnaeus.errors import LinnaeusError
+
+BEAT_S = 1.0
+"""Time between two heartbeats, and between two looks at those of others."""
+SILENCE_LOOKS = 30
+"""A rank without a heartbeat for so many looks counts as dead or hung."""
+POLL_S = (0.001, 1.0)
+"""Shortest and longest pause between two reads of a value; the pause grows with the time waited."""
+REPORT_S = 60.0
+"""A waiting rank logs this often what it waits for."""
+FAREWELL_S = 3.0
+"""Longest time that a failed rank stays, so that the others can read its error."""
+ABANDON_LOOKS = 20
+"""Looks after the first failure until a rank that still runs is ended: it hangs in a collective."""
+
+logger = logging.getLogger("linnaeus.control")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first error of the job.
+
+    Attributes:
+        rank: the rank that met it.
+        message: for the user, without the rank.
+        exit_code: of the process that met it.
+    """
+
+    rank: int
+    message: str
+    exit_code: int = 1
+
+    def as_error(self) -> LinnaeusError:
+        """The error as the other ranks raise it."""
+        error = LinnaeusError(f"rank {self.rank}: {self.message}")
+        error.exit_code = self.exit_code
+        return error
+
+
+class OverdueError(LinnaeusError):
+    """A rank lives but has not sent its value in time.
+
+    Attributes:
+        rank: that rank.
+        doing: what it does, by its own account.
+    """
+
+    def __init__(self, rank: int, doing: str) -> None:
+        self.rank, self.doing = rank, doing
+        super().__init__(f"rank {rank} is overdue: {doing}")
+
+
+class ControlPlane:
+    """Exchanges between ranks, each rank's heartbeat, and the first failure of the job.
+
+    Every rank calls `gather`, `collect` and `broadcast` in the same order. Use it as a context.
+
+    Args:
+        store: of the process group, with a prefix of this attempt's own.
+        rank: this process.
+        world_size: number of ranks.
+        end_process: called with the exit code when this rank does not end by itself after the first failure
+            of the job; None never ends it.
+        on_orphaned: called when the process that started this one has ended; None does not look.
+
+    Attributes:
+        doing: what this rank does; part of its heartbeat.
+    """
+
+    def __init__(
+        self,
+        store: torch_dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        end_process: Callable[[int], object] | None = None,
+        on_orphaned: Callable[[], object] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.doing = "starting"
+        self._keys = _Keys(store)
+        self._numbers = itertools.count()
+        self._own_values: list[str] = []
+        # Over a connection of its own: calls of the main thread may block theirs.
+        self._pulse = _Pulse(_Keys(store.clone()), self, end_process, on_orphaned)
+
+    def __enter__(self) -> ControlPlane:
+        self._pulse.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pulse.stop()
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure of the job, this rank's own included; None while there is none."""
+        found: Failure | None = self._keys.get("failure")
+        return found
+
+    def update(self, doing: str) -> None:
+        """Say what this rank does from now on."""
+        self.doing = doing
+
+    def gather(self, value: Any, *, limit_s: float | None = None) -> list[Any]:
+        """The values of all ranks, in rank order, on every rank. They must be picklable.
+
+        Args:
+            value: this rank's.
+            limit_s: how long to wait for each of the others; None waits as long as they live.
+
+        Raises:
+            LinnaeusError: another rank has failed; with its message and exit code.
+            OverdueError: a rank takes longer than `limit_s`.
+        """
+        number = self._publish(value)
+        values = [self._wait_for(number, rank, limit_s) for rank in range(self.world_size)]
+        self._forget_before(number)
+        return values
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """The values of all ranks, in rank order, on rank 0; None on the others, which do not wait.
+
+        Raises:
+            LinnaeusError: another rank has failed; with its message and exit code.
+        """
+        number = self._publish(value)
+        if self.rank != 0:
+            return None
+        values = [self._wait_for(number, rank) for rank in range(self.world_size)]
+        for rank in range(self.world_size):
+            self._keys.delete(f"value/{number}/{rank}")
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. It must be picklable.
+
+        Raises:
+            LinnaeusError: another rank has failed; with its message and exit code.
+        """
+        if self.rank == 0:
+            self._publish(value)
+            return value
+        return self._wait_for(next(self._numbers), 0)
+
+    def fail(self, failure: Failure) -> Failure:
+        """Publish a failure, unless there is one already, and return the first of the job.
+
+        It gives the others `FAREWELL_S` seconds to read it: the launcher ends them as soon as this process
+        exits.
+        """
+        first: Failure = self._keys.put_first("failure", failure)
+        self._keys.put(f"read/{self.rank}", True)
+        deadline = time.monotonic() + FAREWELL_S
+        others = [f"read/{rank}" for rank in range(self.world_size)]
+        while not self._keys.exist(others) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return first
+
+    def dead_neighbours(self) -> list[tuple[int, str]]:
+        """Ranks of this machine whose process has ended without a failure, and what they were doing."""
+        dead = []
+        for rank in range(self.world_size):
+            beat: _Beat | None = self._keys.get(f"beat/{rank}")
+            if beat is not None and rank != self.rank and beat.is_dead_neighbour():
+                dead.append((rank, beat.doing))
+        return dead
+
+    def _publish(self, value: Any) -> int:
+        self._raise_failure()
+        number = next(self._numbers)
+        key = f"value/{number}/{self.rank}"
+        self._keys.put(key, value)
+        self._own_values.append(key)
+        return number
+
+    def _raise_failure(self) -> None:
+        if (failure := self.failure) is not None:
+            self._keys.put(f"read/{self.rank}", True)
+            raise failure.as_error()
+
+    def _forget_before(self, number: int) -> None:
+        """Delete what every rank has read: all have sent their value of this exchange after the last one."""
+        while self._own_values and not self._own_values[0].startswith(f"value/{number}/"):
+            self._keys.delete(self._own_values.pop(0))
+
+    def _wait_for(self, number: int, rank: int, limit_s: float | None = None) -> Any:
+        key = f"value/{number}/{rank}"
+        started = reported = time.monotonic()
+        while not self._keys.exist([key]):
+            self._raise_failure()
+            now = time.monotonic()
+            if limit_s is not None and now - started > limit_s:
+                raise OverdueError(rank, self._doing_of(rank))
+            if now - reported > REPORT_S:
+                reported = now
+                logger.info("waiting %.0f s for rank %d: %s", now - started, rank, self._doing_of(rank))
+            time.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
+        return self._keys.get(key)
+
+    def _doing_of(self, rank: int) -> str:
+        beat: _Beat | None = self._keys.get(f"beat/{rank}")
+        return "starting" if beat is None else beat.doing
+
+
+class _Pulse:
+    """The thread of a control plane: sends the heartbeat and looks at those of others."""
+
+    def __init__(
+        self,
+        keys: _Keys,
+        plane: ControlPlane,
+        end_process: Callable[[int], object] | None,
+        on_orphaned: Callable[[], object] | None,
+    ) -> None:
+        self._keys = keys
+        self._plane = plane
+        self._end_process = end_process
+        self._on_orphaned = on_orphaned
+        self._parent = os.getppid()
+        self._closed = threading.Event()
+        self._counts = itertools.count()
+        watched = range(1, plane.world_size) if plane.rank == 0 else range(1)
+        self._silent_looks = dict.fromkeys(watched, 0)
+        self._last_counts = dict.fromkeys(watched, -1)
+        self._looks_after_failure = 0
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._beat()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            try:
+                self._look_after_parent()
+                self._beat()
+                self._look()
+            except MemoryError:  # a trial's memory cap applies to this thread too
+                continue
+            except torch_dist.DistError:
+                # The process that hosts the store has ended: no rank can be heard any more. What training
+                # still does, such as a last checkpoint, needs no store.
+                return
+
+    def _look_after_parent(self) -> None:
+        if self._on_orphaned is not None and os.getppid() != self._parent:
+            self._on_orphaned()
+            self._on_orphaned = None
+
+    def _beat(self) -> None:
+        beat = _Beat(next(self._counts), self._plane.doing, _namespace(), os.getpid())
+        self._keys.put(f"beat/{self._plane.rank}", beat)
+
+    def _look(self) -> None:
+        failure: Failure | None = self._keys.get("failure")
+        if failure is None:
+            self._look_for_silence()
+            return
+        self._keys.put(f"read/{self._plane.rank}", True)
+        self._looks_after_failure += 1
+        if self._end_process is not None and self._looks_after_failure > ABANDON_LOOKS:
+            self._end_process(failure.exit_code)
+
+    def _look_for_silence(self) -> None:
+        for rank, last_count in self._last_counts.items():
+            beat: _Beat | None = self._keys.get(f"beat/{rank}")
+            if beat is None:  # it has joined, but not begun its heartbeat
+                continue
+            self._silent_looks[rank] = self._silent_looks[rank] + 1 if beat.count == last_count else 0
+            self._last_counts[rank] = beat.count
+            if self._silent_looks[rank] >= SILENCE_LOOKS:
+                self._keys.put_first("failure", Failure(rank, _silence(beat)))
+
+
+@dataclass(frozen=True)
+class _Beat:
+    """One heartbeat. A PID is valid within one PID namespace of one boot."""
+
+    count: int
+    doing: str
+    namespace: str
+    pid: int
+
+    def is_dead_neighbour(self) -> bool:
+        if not self.namespace or self.namespace != _namespace():
+            return False
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+
+class _Keys:
+    """Picklable values in a store; no read blocks."""
+
+    def __init__(self, store: torch_dist.Store) -> None:
+        self._store = store
+
+    def put(self, key: str, value: Any) -> None:
+        self._store.set(key, pickle.dumps(value).hex())
+
+    def put_first(self, key: str, value: Any) -> Any:
+        """Put the value unless the key has one; return what it has then."""
+        return _unpickled(self._store.compare_set(key, "", pickle.dumps(value).hex()))
+
+    def get(self, key: str) -> Any:
+        """The value of a key; None if it has none."""
+        return _unpickled(self._store.get(key)) if self._store.check([key]) else None
+
+    def exist(self, keys: list[str]) -> bool:
+        """Whether all these keys have values."""
+        return bool(self._store.check(keys))
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(key)
+
+
+def agree_on_attempt(store: torch_dist.Store, rank: int, world_size: int, limit_s: float) -> str:
+    """A name that all ranks of this attempt have in common, and that no earlier attempt had.
+
+    The store may outlive an attempt that a launcher has restarted, and each node's launcher counts its
+    restarts for itself. So rank 0 makes up a name and tells it together with the calling card that each rank
+    has laid down; a rank takes the name as soon as its own card is among them, and says so.
+
+    Args:
+        store: of the process group.
+        rank, world_size: this process, and the number of ranks.
+        limit_s: how long to wait for ranks that have not started yet.
+
+    Raises:
+        LinnaeusError: a rank has not come in time.
+    """
+    keys = _Keys(torch_dist.PrefixStore("linnaeus", store))
+    card = uuid.uuid4().hex
+    deadline = time.monotonic() + limit_s
+    if rank == 0:
+        return _found_attempt(keys, card, world_size, deadline, limit_s)
+    keys.put(f"card/{rank}", card)
+    while True:
+        told: tuple[str, dict[int, str]] | None = keys.get("attempt")
+        if told is not None and told[1].get(rank) == card:
+            keys.put(f"joined/{told[0]}/{rank}", True)
+            return told[0]
+        if time.monotonic() > deadline:
+            raise LinnaeusError(f"rank 0 has not started within {_minutes(limit_s)}; {_START_REMEDY}")
+        time.sleep(0.05)
+
+
+def _found_attempt(keys: _Keys, name: str, world_size: int, deadline: float, limit_s: float) -> str:
+    told: dict[int, str] = {}
+    while True:
+        cards = {rank: keys.get(f"card/{rank}") for rank in range(1, world_size)}
+        if cards != told:  # a card of an earlier attempt is replaced as soon as its rank has started anew
+            keys.put("attempt", (name, cards))
+            told = cards
+        missing = [rank for rank in range(1, world_size) if not keys.exist([f"joined/{name}/{rank}"])]
+        if not missing:
+            return name
+        if time.monotonic() > deadline:
+            late = ", ".join(map(str, missing))
+            raise LinnaeusError(f"rank {late} has not started within {_minutes(limit_s)}; {_START_REMEDY}")
+        time.sleep(0.05)
+
+
+_START_REMEDY = "see whether its process runs, or raise DIST.START_MINUTES"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.3g} minutes"
+
+
+def _silence(beat: _Beat) -> str:
+    return (
+        f"no sign of life for {SILENCE_LOOKS} s: it died or hangs (last heard of: {beat.doing}, "
+        f"process {beat.pid})"
+    )
+
+
+def _unpickled(value: bytes) -> Any:
+    return pickle.loads(bytes.fromhex(value.decode()))
+
+
+def _namespace() -> str:
+    """Identifies the machine, since its boot, and the PID namespace of this process; empty if unknown."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return ""

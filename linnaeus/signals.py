@@ -1,0 +1,78 @@
+"""Stopping on SIGINT (Ctrl-C), SIGTERM (a launcher, a preemption) and SIGUSR1 (a batch system)."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+logger = logging.getLogger("linnaeus.signals")
+
+
+class Interrupted(KeyboardInterrupt):
+    """This process was asked to stop while there was nothing to save.
+
+    Attributes:
+        signal: the signal that asked.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+        super().__init__(f"stopped by {self.signal.name}")
+
+    @property
+    def exit_code(self) -> int:
+        """The shell's code for a program that the signal has ended."""
+        return 128 + self.signal
+
+
+class StopRequest:
+    """Whether this process was asked to stop.
+
+    A signal raises `Interrupted` at once, unless it comes inside `deferred`: then it is only noted. A second
+    Ctrl-C raises there too.
+
+    Attributes:
+        number: the first signal noted; 0 without one.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._deferred = False
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Handle the signals inside the context. Only the main thread can; others leave them as they are."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside the context, only note that a signal has come."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._deferred or (number == self.number == signal.SIGINT):
+            raise Interrupted(number)
+        if self.number:
+            return
+        self.number = number
+        again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        logger.info("%s: stopping after this step and saving a checkpoint%s", name, again)

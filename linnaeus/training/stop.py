@@ -1,0 +1,74 @@
+"""Ranks stop, and save, after the same optimizer step: otherwise some would wait for others for ever."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+
+import torch
+
+from linnaeus.dist import World
+from linnaeus.signals import StopRequest
+
+CHECK_S = 0.5
+"""Ranks exchange about so often whether any of them was asked to stop."""
+MOST_STEPS = 16
+"""Most optimizer steps between two exchanges, however fast they are."""
+
+
+class StopAgreement:
+    """What all ranks have agreed on: whether to stop, and whether to save a checkpoint.
+
+    The exchange is one small sum on the host. How many steps later the next one comes follows from the
+    seconds per step of the slowest rank, which the exchange carries too, so that all ranks know it.
+
+    Args:
+        world: the processes.
+        request: whether this process was asked to stop.
+
+    Attributes:
+        number: the signal that stops the run; 0 without one. The same on all ranks.
+    """
+
+    def __init__(self, world: World, request: StopRequest) -> None:
+        self.number = 0
+        self._world = world
+        self._request = request
+        self._num_steps = 0
+        self._next_exchange = 1
+        self._last_exchange = time.monotonic()
+
+    def deferred(self) -> AbstractContextManager[None]:
+        """The context in which signals are only noted."""
+        return self._request.deferred()
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether this rank was asked to stop; others may not know yet."""
+        return bool(self._request.number)
+
+    def after_step(self, *, save: bool = False) -> bool:
+        """Exchange, if it is time to; every rank must call this after every optimizer step.
+
+        Args:
+            save: whether it is time for a checkpoint, as rank 0 sees it.
+
+        Returns:
+            Whether all ranks save now.
+        """
+        self._num_steps += 1
+        if self._world.is_distributed and self._num_steps < self._next_exchange:
+            return False
+        return self.exchange(save=save)
+
+    def exchange(self, *, save: bool = False) -> bool:
+        """Exchange now; as for `after_step`."""
+        now = time.monotonic()
+        step_s = (now - self._last_exchange) / max(self._num_steps, 1)
+        save = save and self._world.is_main
+        values = torch.tensor([self._request.number, save, step_s], dtype=torch.float64)
+        number, agreed_save, slowest_s = self._world.maximum(values).tolist()
+        self.number = int(number)
+        self._num_steps, self._last_exchange = 0, now
+        self._next_exchange = min(max(int(CHECK_S / max(slowest_s, 1e-6)), 1), MOST_STEPS)
+        return bool(agreed_save)
