@@ -14,6 +14,7 @@ hangs. Looks are counted, not seconds: a process that was suspended itself finds
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -41,8 +42,8 @@ REPORT_S = 60.0
 """A waiting rank logs this often what it waits for."""
 FAREWELL_S = 3.0
 """Longest time that a failed rank stays, so that the others can read its error."""
-ABANDON_LOOKS = 20
-"""Looks after the first failure until a rank that still runs is ended: it hangs in a collective."""
+ABANDON_LOOKS = 10
+"""Looks after the first failure until a rank that has not met it is ended: it hangs in a collective."""
 
 logger = logging.getLogger("linnaeus.control")
 
@@ -90,12 +91,13 @@ class ControlPlane:
         store: of the process group, with a prefix of this attempt's own.
         rank: this process.
         world_size: number of ranks.
-        end_process: called with the exit code when this rank does not end by itself after the first failure
-            of the job; None never ends it.
+        end_process: called with the first failure of the job if this rank does not meet it by itself; None
+            never ends it.
         on_orphaned: called when the process that started this one has ended; None does not look.
 
     Attributes:
         doing: what this rank does; part of its heartbeat.
+        is_ending: whether this rank has met a failure and ends by itself.
     """
 
     def __init__(
@@ -104,12 +106,13 @@ class ControlPlane:
         rank: int,
         world_size: int,
         *,
-        end_process: Callable[[int], object] | None = None,
+        end_process: Callable[[Failure], object] | None = None,
         on_orphaned: Callable[[], object] | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.doing = "starting"
+        self.is_ending = False
         self._keys = _Keys(store)
         self._numbers = itertools.count()
         self._own_values: list[str] = []
@@ -132,6 +135,8 @@ class ControlPlane:
     def update(self, doing: str) -> None:
         """Say what this rank does from now on."""
         self.doing = doing
+        with contextlib.suppress(torch_dist.DistError):
+            self._pulse.beat(self._keys)
 
     def gather(self, value: Any, *, limit_s: float | None = None) -> list[Any]:
         """The values of all ranks, in rank order, on every rank. They must be picklable.
@@ -180,6 +185,7 @@ class ControlPlane:
         It gives the others `FAREWELL_S` seconds to read it: the launcher ends them as soon as this process
         exits.
         """
+        self.is_ending = True
         first: Failure = self._keys.put_first("failure", failure)
         self._keys.put(f"read/{self.rank}", True)
         deadline = time.monotonic() + FAREWELL_S
@@ -241,7 +247,7 @@ class _Pulse:
         self,
         keys: _Keys,
         plane: ControlPlane,
-        end_process: Callable[[int], object] | None,
+        end_process: Callable[[Failure], object] | None,
         on_orphaned: Callable[[], object] | None,
     ) -> None:
         self._keys = keys
@@ -255,10 +261,11 @@ class _Pulse:
         self._silent_looks = dict.fromkeys(watched, 0)
         self._last_counts = dict.fromkeys(watched, -1)
         self._looks_after_failure = 0
+        self._is_store_lost = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        self._beat()
+        self.beat(self._keys)
         self._thread.start()
 
     def stop(self) -> None:
@@ -267,25 +274,28 @@ class _Pulse:
 
     def _run(self) -> None:
         while not self._closed.wait(BEAT_S):
+            self._look_after_parent()
+            if self._is_store_lost:
+                continue
             try:
-                self._look_after_parent()
-                self._beat()
+                self.beat(self._keys)
                 self._look()
             except MemoryError:  # a trial's memory cap applies to this thread too
                 continue
             except torch_dist.DistError:
                 # The process that hosts the store has ended: no rank can be heard any more. What training
                 # still does, such as a last checkpoint, needs no store.
-                return
+                self._is_store_lost = True
 
     def _look_after_parent(self) -> None:
         if self._on_orphaned is not None and os.getppid() != self._parent:
             self._on_orphaned()
             self._on_orphaned = None
 
-    def _beat(self) -> None:
-        beat = _Beat(next(self._counts), self._plane.doing, _namespace(), os.getpid())
-        self._keys.put(f"beat/{self._plane.rank}", beat)
+    def beat(self, keys: _Keys) -> None:
+        if not self._is_store_lost:
+            beat = _Beat(next(self._counts), self._plane.doing, _namespace(), os.getpid())
+            keys.put(f"beat/{self._plane.rank}", beat)
 
     def _look(self) -> None:
         failure: Failure | None = self._keys.get("failure")
@@ -294,8 +304,9 @@ class _Pulse:
             return
         self._keys.put(f"read/{self._plane.rank}", True)
         self._looks_after_failure += 1
-        if self._end_process is not None and self._looks_after_failure > ABANDON_LOOKS:
-            self._end_process(failure.exit_code)
+        is_abandoned = not self._plane.is_ending and self._looks_after_failure > ABANDON_LOOKS
+        if self._end_process is not None and is_abandoned:
+            self._end_process(failure)
 
     def _look_for_silence(self) -> None:
         for rank, last_count in self._last_counts.items():
@@ -416,6 +427,7 @@ def _unpickled(value: bytes) -> Any:
     return pickle.loads(bytes.fromhex(value.decode()))
 
 
+@functools.cache
 def _namespace() -> str:
     """Identifies the machine, since its boot, and the PID namespace of this process; empty if unknown."""
     with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.config.schema import DistConfig
@@ -236,8 +237,13 @@ def join(device_name: str, config: DistConfig) -> Iterator[World]:
     attempt = agree_on_attempt(store, rank, world_size, config.START_MINUTES * 60)
     store = torch_dist.PrefixStore(attempt, store)
     control_store = torch_dist.PrefixStore("linnaeus", store)
+
+    def end_process(failure: Failure) -> None:
+        _print(rank, f"rank {failure.rank}: {failure.message}")
+        _leave(failure.exit_code)
+
     with ControlPlane(
-        control_store, rank, world_size, end_process=_end_process, on_orphaned=_stop_this_process
+        control_store, rank, world_size, end_process=end_process, on_orphaned=_stop_this_process
     ) as control:
         backend = config.BACKEND
         if backend == "auto":
@@ -287,7 +293,7 @@ class RankEnded(SystemExit):
 
     def leave(self) -> None:
         """End this process without waiting for threads of the process group, which wait for other ranks."""
-        _end_process(self.code if isinstance(self.code, int) else 1)
+        _leave(self.code if isinstance(self.code, int) else 1)
 
 
 def _tell(rank: int, control: ControlPlane, error: BaseException) -> int:
@@ -303,9 +309,9 @@ def _tell(rank: int, control: ControlPlane, error: BaseException) -> int:
         cause = Failure(rank, f"{type(error).__name__}: {error}")
         _print(rank, cause.message)
     with suppress(torch_dist.DistError):  # the store may have gone
-        first = control.fail(cause)
-        if first == cause and "TORCHELASTIC_ERROR_FILE" in os.environ:
-            get_error_handler().record_exception(error)
+        if control.failure is None:  # torchrun names the rank that tells it first
+            _write_error_file(cause, error)
+        control.fail(cause)
     return cause.exit_code
 
 
@@ -328,11 +334,23 @@ def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
     return None
 
 
+def _write_error_file(cause: Failure, error: BaseException) -> None:
+    """Tell torchrun, which shows the first error of the job when it ends."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    is_ours = isinstance(error, LinnaeusError | Interrupted)
+    shown = cause.message if is_ours else "".join(traceback.format_exception(error))
+    extra = {"py_callstack": shown, "timestamp": str(int(time.time()))}  # torchrun prints the former
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": cause.message, "extraInfo": extra}}))
+
+
 def _print(rank: int, text: str) -> None:
     print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
 
 
-def _end_process(exit_code: int) -> None:
+def _leave(exit_code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -61,6 +61,7 @@ def run(config: Config) -> FitResult:
         torch.use_deterministic_algorithms(train.DETERMINISTIC)
         seed_all(seed)
 
+        world.update("building data and model")
         data = build_data(config.DATA, seed=seed)
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world)
         last_step = 0 if checkpoint is None else checkpoint["progress"]["step"]

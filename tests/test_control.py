@@ -141,7 +141,7 @@ def test_a_failed_rank_stays_until_the_others_have_read_it() -> None:
 
 def test_a_rank_that_hangs_after_a_failure_is_ended() -> None:
     """Such as in a collective of NCCL, which ends when all ranks come."""
-    ended: list[int] = []
+    ended: list[Failure] = []
     store = HashStore()
     with (
         ControlPlane(store, 0, 2, end_process=ended.append) as hanging,
@@ -152,7 +152,7 @@ def test_a_rank_that_hangs_after_a_failure_is_ended() -> None:
         while not ended and time.monotonic() < deadline:
             time.sleep(0.01)
         assert hanging.failure == Failure(1, "this is broken", 7)
-    assert ended[0] == 7
+    assert ended[0] == Failure(1, "this is broken", 7)
 
 
 # --- silence ---
@@ -165,7 +165,6 @@ def test_silence_is_told_with_what_the_rank_was_doing(silent: int) -> None:
 
     def falls_silent(plane: ControlPlane) -> None:
         plane.update("trying 128")
-        plane._pulse._beat()
         plane._pulse.stop()
 
     works: list[Work] = [lambda plane: plane.gather(None)] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import signal
 from pathlib import Path
 
 from linnaeus.batching.plan import BatchPlan, OptimizerNode
@@ -44,7 +45,8 @@ def report_result(
     noise = {} if result.noise_scale is None else {"noise_scale": result.noise_scale}
     tracker.summarise({**result.metrics, "images_per_s": result.images_per_s, **noise})
     if result.stop_signal:
-        logger.info("interrupted; TRAIN.AUTO_RESUME True goes on from the checkpoint in %s", folder)
+        name = signal.Signals(result.stop_signal).name
+        logger.info("stopped by %s; TRAIN.AUTO_RESUME True goes on from the checkpoint in %s", name, folder)
         return
     logger.info("batch sizes: training %d, validation %d", plan.micro_batch_size, batch_size_val)
     for name, value in result.metrics.items():

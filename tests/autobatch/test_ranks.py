@@ -82,10 +82,6 @@ def sizes(folder: Path) -> tuple[int, int]:
     return found["train"]["batch_size"], found["val"]["batch_size"]
 
 
-def wait_for_text(file: Path, text: str) -> None:
-    wait_until(lambda: file.exists() and text in file.read_text())
-
-
 def test_training_is_that_with_the_size_set_by_hand(tmp_path: Path) -> None:
     code, text = job(tmp_path, *TINY, "TRAIN.EPOCHS=2")
     assert code == 0, text
@@ -101,11 +97,11 @@ def test_training_is_that_with_the_size_set_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_search_longer_than_the_timeout_of_collectives_costs_the_others_no_cpu(tmp_path: Path) -> None:
-    process = Job(tmp_path, *TINY, "DIST.TIMEOUT_MINUTES=0.1", FAULT="slow:0")
-    log = tmp_path / "runs/small/logs"
+    searching = tmp_path / "searching"
+    process = Job(tmp_path, *TINY, "DIST.TIMEOUT_MINUTES=0.1", FAULT="slow:0", FAULT_LOG=str(searching))
     waiting = process.rank(1)
-    wait_for_text(log / "rank1.log", "waiting for rank 0")
-    time.sleep(1)
+    wait_until(searching.exists)
+    time.sleep(2)
     before, started = sum(waiting.cpu_times()[:2]), time.monotonic()
     time.sleep(6)
     share = (sum(waiting.cpu_times()[:2]) - before) / (time.monotonic() - started)
@@ -190,18 +186,20 @@ def test_time_is_up_when_something_fits(tmp_path: Path) -> None:
 def test_a_killed_rank_ends_the_job_and_the_others_say_so(tmp_path: Path, rank: int) -> None:
     code, text = job(tmp_path, *TINY, FAULT=f"kill:{rank}")
     assert code != 0
-    assert re.search(rf"\[rank {1 - rank}\] AutoBatch: rank {rank} \(.*trying batch size \d+\) died", text)
+    assert re.search(rf"\[rank {1 - rank}\] rank {rank}: its process died \(.*trying batch size \d+\)", text)
 
 
 @pytest.mark.slow
 def test_a_waiting_rank_that_dies_ends_the_job(tmp_path: Path) -> None:
-    process = Job(tmp_path, *TINY, FAULT="slow:0")
+    searching = tmp_path / "searching"
+    process = Job(tmp_path, *TINY, FAULT="slow:0", FAULT_LOG=str(searching))
     waiting = process.rank(1)
-    wait_for_text(tmp_path / "runs/small/logs/rank1.log", "waiting for rank 0")
+    wait_until(searching.exists)
+    time.sleep(1)
     waiting.send_signal(signal.SIGKILL)
     code, text = process.finish()
     assert code != 0
-    assert "[rank 0] AutoBatch: rank 1 (waiting) died" in text
+    assert "[rank 0] rank 1: its process died (waiting)" in text
 
 
 @pytest.mark.slow
@@ -221,7 +219,7 @@ def test_after_the_search_all_ranks_hold_the_same_parameters_and_sizes(tmp_path:
 def test_a_hung_rank_ends_the_job_with_its_name(tmp_path: Path) -> None:
     code, text = job(tmp_path, *TINY, FAULT="stop:0")
     assert code != 0
-    assert "[rank 1] AutoBatch: rank 0 has given no sign of life for 30 s" in text
+    assert "[rank 1] rank 0: no sign of life for 30 s" in text
 
 
 @pytest.mark.slow
