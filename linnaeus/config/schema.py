@@ -249,7 +249,7 @@ class ModelConfig:
 
 @dataclass
 class LossConfig:
-    """Cross-entropy per taxonomic rank; unknown labels are ignored."""
+    """Cross-entropy per taxonomic rank, averaged over the samples; an unknown label adds 0."""
 
     NAME: str = key("cross_entropy", "kind of loss", choices=("cross_entropy",))
     LABEL_SMOOTHING: float = key(0.0, "label smoothing", ge=0, lt=1)
@@ -384,7 +384,10 @@ class Config:
     EXPERIMENT: ExperimentConfig = key(ExperimentConfig, "name, place, seed, device and tracking of the run")
     DATA: DataConfig = key(DataConfig, "dataset, loading, batch sizes and AutoBatch")
     MODEL: Any = key(ModelConfig, "the network, or a `_target_` node")
-    LOSS: Any = key(LossConfig, "the loss, or a `_target_` node")
+    LOSS: Any = key(
+        LossConfig, "the loss, or a `_target_` node; a mean over samples, else its gradient depends on how a "
+        "batch is split",
+    )  # fmt: skip
     OPTIMIZER: Any = key(OptimizerConfig, "the optimizer, or a `_target_` node")
     SCHEDULE: ScheduleConfig = key(ScheduleConfig, "learning rate over the run")
     TRAIN: TrainConfig = key(TrainConfig, "loop, step, precision, checkpoints")
