@@ -93,6 +93,16 @@ class World:
             raise failure
         return result  # type: ignore[no-any-return]
 
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks of a float64 tensor on the CPU, on every rank."""
+        if not self.is_distributed:
+            return values
+        group = getattr(self, "host_group", None)
+        # Without a group for the host, the tensor goes where the default group's backend can see it.
+        total = values.to(self.device if group is None else values.device, copy=True)
+        torch_dist.all_reduce(total, group=group)
+        return total.cpu()
+
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     """The device of the process with this local rank, by the name in `EXPERIMENT.DEVICE`.

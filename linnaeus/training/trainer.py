@@ -221,7 +221,8 @@ class Trainer:
         started = time.perf_counter()
         for batch in self.loaders.val:
             step(batch)
-        values = metrics.compute()
+        values = metrics.compute(self.world)
+        assert values is not None  # no rank breaks its validation off
         seconds = time.perf_counter() - started
         self.progress.metrics = values
         self._write("val", values)

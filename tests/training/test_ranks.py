@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,16 @@ import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as functional
 from torch import Tensor, nn
+from torch.profiler import profile
+from torchmetrics.classification import MulticlassAccuracy
 
 from linnaeus.data.batch import Batch
+from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.dist import World, wrap
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.training.losses import TaxonomicCrossEntropy
-from linnaeus.training.step import Precision, TrainStep
+from linnaeus.training.metrics import ClassificationMetrics
+from linnaeus.training.step import Precision, TrainStep, ValidationStep
 from tests import forks
 from tests.forks import ROOT
 
@@ -53,7 +56,17 @@ def work(rank: int, folder: str) -> None:
         if rank < world_size:
             with group_of(world_size, rank, folder) as world:
                 results |= gradients(world)
+                results |= validations(world)
+                if world_size == 2:
+                    results |= metrics_of_seven_levels(world)
     torch.save(results, f"{folder}/rank{rank}.pt")
+
+
+def num_collectives(function: Callable[[], Any]) -> int:
+    """How many collectives of the process group a call runs."""
+    with profile() as profiler:
+        function()
+    return sum(event.count for event in profiler.key_averages() if event.key.startswith("c10d::"))
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +180,94 @@ def test_a_mean_over_the_known_labels_has_another_gradient_for_each_split(
     for split in SPLITS[1:]:
         found, _ = ranks[0]["MeanOverKnownLabels", name, *split]
         assert largest_error(found, whole) > 1e-3, split
+
+
+# --- the metrics of a validation ---
+
+VAL_BATCH_SIZES = (1, 5, 32)
+SEVEN = Taxonomy(tuple(Level(f"level{i}", tuple(f"{i}.{j}" for j in range(4 + i))) for i in range(7)))
+
+
+def validations(world: World) -> Results:
+    """The loss of a validation pass, for each batch size and each loss."""
+    results: Results = {}
+    for kind, (name, (weights, smoothing)), size in product(
+        (TaxonomicCrossEntropy, MeanOverKnownLabels), LOSSES.items(), VAL_BATCH_SIZES
+    ):
+        metrics = ClassificationMetrics(None)
+        step = ValidationStep(
+            make_model().eval(), kind(LEVELS, weights, smoothing), Precision(CPU), metrics.update
+        )
+        mine = [part[world.rank :: world.world_size].split(size) for part in effective_batch()]
+        for parts in zip(*mine, strict=True):
+            step(Batch(*parts))
+        values = metrics.compute(world)
+        assert values is not None
+        results["validation", kind.__name__, name, world.world_size, size] = values["loss"]
+    return results
+
+
+def fill(metrics: ClassificationMetrics, rank: int, world_size: int) -> None:
+    """One process's share of 13 samples with labels in seven levels."""
+    generator = torch.Generator().manual_seed(2)
+    counts = SEVEN.num_classes.values()
+    logits = [torch.randn(13, count, generator=generator) for count in counts]
+    targets = torch.stack([torch.randint(-1, count, (13,), generator=generator) for count in counts], 1)
+    rows = slice(rank, None, world_size)
+    # An eighth is added up without rounding.
+    metrics.update([level[rows] for level in logits], targets[rows], torch.tensor((1 + rank) / 8))
+
+
+def metrics_of_seven_levels(world: World) -> Results:
+    """The values and the number of collectives; a validation that one process broke off; exact sums."""
+    metrics = ClassificationMetrics(SEVEN)
+    fill(metrics, world.rank, world.world_size)
+    by_itself = MulticlassAccuracy(4)
+    by_itself.update(torch.eye(4), torch.arange(4))
+    return {
+        "values": metrics.compute(world),
+        "again": metrics.compute(world),
+        "collectives": num_collectives(lambda: metrics.compute(world)),
+        "collectives of torchmetrics": num_collectives(by_itself.compute),
+        "aborted": [metrics.compute(world, aborted=world.rank == rank) for rank in range(world.world_size)],
+        "sum": world.sum(torch.tensor([2**52 - 1, world.rank], dtype=torch.float64)).tolist(),
+    }
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(
+    ranks: list[Results], name: str
+) -> None:
+    _, loss = by_hand(name)
+    for world_size, size in product(WORLD_SIZES, VAL_BATCH_SIZES):
+        for rank in range(world_size):
+            found = ranks[rank]["validation", "TaxonomicCrossEntropy", name, world_size, size]
+            assert found == pytest.approx(loss, rel=1e-6), (world_size, size)
+    of_known = [ranks[0]["validation", "MeanOverKnownLabels", name, 1, size] for size in VAL_BATCH_SIZES]
+    assert max(of_known) - min(of_known) > 1e-3, "the samples would not tell a mean over known labels"
+
+
+def test_seven_levels_cost_at_most_two_collectives(ranks: list[Results]) -> None:
+    for rank in (0, 1):
+        assert 1 <= ranks[rank]["collectives"] <= 2
+        assert ranks[rank]["collectives of torchmetrics"] > 2, "else nothing would have been counted"
+
+
+def test_two_processes_compute_the_metrics_of_one(ranks: list[Results]) -> None:
+    alone = ClassificationMetrics(SEVEN)
+    for rank in (0, 1):
+        fill(alone, rank, 2)
+    expected = alone.compute(World(CPU))
+    assert expected is not None
+    assert len(expected) == 1 + 7 + 5
+    for rank in (0, 1):
+        assert ranks[rank]["values"] == expected
+        assert ranks[rank]["again"] == expected, "the metrics keep their own states"
+
+
+def test_one_process_that_breaks_off_leaves_no_process_a_result(ranks: list[Results]) -> None:
+    assert [ranks[rank]["aborted"] for rank in (0, 1)] == [[None, None]] * 2
+
+
+def test_sums_over_the_processes_are_exact(ranks: list[Results]) -> None:
+    assert [ranks[rank]["sum"] for rank in (0, 1)] == [[2**53 - 2, 1]] * 2
