@@ -17,9 +17,12 @@ from linnaeus.config.schema import DataConfig, TrainConfig
 from linnaeus.dist import World
 
 _IRRELEVANT = {
-    "TRAIN": ("EPOCHS", "LOG_EVERY", "VALIDATE_EVERY", "CHECKPOINT_EVERY", "AUTO_RESUME", "NOISE_SCALE"),
+    "TRAIN": (
+        "EPOCHS", "LOG_EVERY", "VALIDATE_EVERY", "CHECKPOINT_EVERY", "AUTO_RESUME", "NOISE_SCALE",
+        "DISTRIBUTE_BN",
+    ),
     "DATA": ("BATCH_SIZE", "BATCH_SIZE_VAL"),
-}
+}  # fmt: skip
 
 logger = logging.getLogger("linnaeus.run")
 

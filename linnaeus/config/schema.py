@@ -361,6 +361,11 @@ class TrainConfig:
     CHANNELS_LAST: bool = key(False, "use the channels-last memory format for model and images")
     COMPILE: bool = key(False, "compile the model with torch.compile")
     SYNC_BATCHNORM: bool = key(False, "compute BatchNorm statistics over all processes")
+    DISTRIBUTE_BN: str = key(
+        "reduce", "BatchNorm's running statistics before a validation: `reduce` averages them over the "
+        "processes, `broadcast` takes those of rank 0, `none` leaves each process its own, and then the "
+        "logged validation is not that of the checkpoint", choices=("reduce", "broadcast", "none"),
+    )  # fmt: skip
     DETERMINISTIC: bool = key(False, "use deterministic kernels only")
     LOG_EVERY: int = key(20, "optimizer steps between two lines of training metrics", ge=1)
     VALIDATE_EVERY: int = key(1, "epochs between two validations; the last epoch is always validated", ge=1)

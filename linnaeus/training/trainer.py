@@ -25,6 +25,7 @@ from linnaeus.errors import LinnaeusError
 from linnaeus.log import MetricsFile, ProgressBar
 from linnaeus.rng import rng_state, set_rng_state
 from linnaeus.tracking import Tracker
+from linnaeus.training.batchnorm import distribute_batchnorm
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.metrics import headline
@@ -214,6 +215,10 @@ class Trainer:
     def _validate(self) -> bool:
         """Validate and log; return whether this is the best result so far."""
         step, metrics = self.assembly.validation_step, self.assembly.metrics
+        ema = self.assembly.ema
+        distribute_batchnorm(
+            self.assembly.model, ema.module if ema else None, self.world, self.config.DISTRIBUTE_BN
+        )
         step.model.eval()
         if self.world.device.type != "cpu":
             torch.accelerator.empty_cache()  # AutoBatch measured validation without training's cached blocks

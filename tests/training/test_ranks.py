@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as torch_dist
 import torch.nn.functional as functional
 from torch import Tensor, nn
 from torch.profiler import profile
@@ -22,35 +20,19 @@ from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.training.losses import TaxonomicCrossEntropy
 from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
-from tests import forks
-from tests.forks import ROOT
+from tests.training.processes import Results, compute, group_of
 
 pytestmark = pytest.mark.distributed
 
 CPU = torch.device("cpu")
 WORLD_SIZES = (1, 2, 4)
-Results = dict[Any, Any]
 
 
 # --- what the processes do: four are started once, and form groups of four, two and one ---
 
 
-@contextmanager
-def group_of(world_size: int, rank: int, folder: str) -> Iterator[World]:
-    if world_size == 1:
-        yield World(CPU)
-        return
-    store = torch_dist.FileStore(f"{folder}/store{world_size}", world_size)
-    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    try:
-        yield World(CPU, rank, world_size, world_size)
-    finally:
-        torch_dist.destroy_process_group()
-
-
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: str) -> Results:
     """All that one process computes."""
-    torch.set_num_threads(1)
     results: Results = {}
     for world_size in WORLD_SIZES[::-1]:
         if rank < world_size:
@@ -59,7 +41,7 @@ def work(rank: int, folder: str) -> None:
                 results |= validations(world)
                 if world_size == 2:
                     results |= metrics_of_seven_levels(world)
-    torch.save(results, f"{folder}/rank{rank}.pt")
+    return results
 
 
 def num_collectives(function: Callable[[], Any]) -> int:
@@ -72,19 +54,7 @@ def num_collectives(function: Callable[[], Any]) -> int:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     """What each process has computed, by rank."""
-    folder = tmp_path_factory.mktemp("ranks")
-    log = folder / "output.txt"
-    with log.open("w") as output:
-        processes = [
-            forks.start(
-                ["-c", f"from {__name__} import work; work({rank}, {str(folder)!r})"], cwd=ROOT,
-                stdout=output, stderr=output,
-            )
-            for rank in range(max(WORLD_SIZES))
-        ]  # fmt: skip
-        codes = [process.wait(120) for process in processes]
-    assert not any(codes), log.read_text()
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(max(WORLD_SIZES))]
+    return compute(__name__, max(WORLD_SIZES), tmp_path_factory.mktemp("ranks"))
 
 
 # --- the gradient of an effective batch ---
