@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(folder: Path) -> list[Results]:
     """What each process has computed, by rank; the runs are in `folder`."""
     (folder / "ports").write_text(json.dumps(free_ports(len(RUNS))))
-    return compute(__name__, 2, folder)
+    return compute(__name__, 3, folder)
 
 
 def free_ports(count: int) -> list[int]:
@@ -57,8 +57,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def work(rank: int, folder: str) -> Results:
-    """All that one process computes."""
+    """All that one process computes; the third one takes part in the first computation only."""
     results: Results = {}
+    with group_of(3, rank, folder) as world:
+        results["three"] = distributed(world, "reduce")
+    if rank == 2:
+        return results
     with group_of(2, rank, folder) as world:
         for how in WAYS:
             results[how] = distributed(world, how)
@@ -109,7 +113,7 @@ def distributed(world: World, how: str) -> Results:
 
 @pytest.mark.parametrize("how", WAYS)
 def test_the_statistics_of_all_ranks(ranks: list[Results], how: str) -> None:
-    zero, one = (results[how] for results in ranks)
+    zero, one = (results[how] for results in ranks[:2])
     before = torch.stack([zero["before"][0], one["before"][0]])
     assert (before[0] - before[1]).abs().max() > 0.01
     expected = {"reduce": before.mean(0).expand(2, -1), "broadcast": before[:1].expand(2, -1), "none": before}
@@ -121,20 +125,24 @@ def test_the_statistics_of_all_ranks(ranks: list[Results], how: str) -> None:
 
 @pytest.mark.parametrize("how", WAYS)
 def test_the_average_has_the_statistics_of_rank_0(ranks: list[Results], how: str) -> None:
-    zero, one = (results[how] for results in ranks)
+    zero, one = (results[how] for results in ranks[:2])
     assert torch.equal(zero["after"][1], zero["before"][1])
     assert torch.equal(one["after"][1], one["before"][1] if how == "none" else zero["before"][1])
     assert not torch.equal(zero["before"][1], one["before"][1])
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_doing_it_twice_changes_no_bit_and_each_model_costs_one_collective(
-    ranks: list[Results], how: str
-) -> None:
+def test_each_model_costs_one_collective(ranks: list[Results], how: str) -> None:
+    assert [results[how]["count"] for results in ranks[:2]] == [0 if how == "none" else 2] * 2
+
+
+def test_doing_it_again_changes_no_bit(ranks: list[Results]) -> None:
+    """In float32, a third of a + a + a is not always a."""
     for results in ranks:
-        for after, again in zip(results[how]["after"], results[how]["again"], strict=True):
+        for after, again in zip(results["three"]["after"], results["three"]["again"], strict=True):
             assert torch.equal(after, again)
-        assert results[how]["count"] == (0 if how == "none" else 2)
+    after = ranks[0]["three"]["after"][0]
+    assert not torch.equal((after + after + after) / 3, after), "these statistics would not tell"
 
 
 def test_one_process_and_a_model_without_batchnorm_are_left_alone() -> None:
@@ -169,10 +177,10 @@ def trained(world: World, *, stops: bool) -> dict[str, Tensor]:
 
 
 def test_a_stop_within_an_epoch_changes_no_bit(ranks: list[Results]) -> None:
-    for results in ranks:
+    for results in ranks[:2]:
         on, stopped = results["stops", False], results["stops", True]
         assert all(torch.equal(tensor, stopped[name]) for name, tensor in on.items())
-    live = [results["stops", False]["live"] for results in ranks]
+    live = [results["stops", False]["live"] for results in ranks[:2]]
     assert not torch.equal(*live), "the ranks have seen the same samples"
 
 
