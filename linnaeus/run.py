@@ -123,6 +123,7 @@ def _find_sizes(
     search = SizeSearch(
         config.DATA, train, data, assembly, world, config.EXPERIMENT.SEED,
         max_samples_per_rank=max_samples_per_rank(train, facts),
+        find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS,
     )  # fmt: skip
 
     def plan_for(size: int) -> BatchPlan:

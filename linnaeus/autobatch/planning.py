@@ -17,9 +17,12 @@ from linnaeus.config.schema import DataConfig, TrainConfig
 from linnaeus.dist import World
 
 _IRRELEVANT = {
-    "TRAIN": ("EPOCHS", "LOG_EVERY", "VALIDATE_EVERY", "CHECKPOINT_EVERY", "AUTO_RESUME", "NOISE_SCALE"),
+    "TRAIN": (
+        "EPOCHS", "LOG_EVERY", "VALIDATE_EVERY", "CHECKPOINT_EVERY", "AUTO_RESUME", "NOISE_SCALE",
+        "DISTRIBUTE_BN",
+    ),
     "DATA": ("BATCH_SIZE", "BATCH_SIZE_VAL"),
-}
+}  # fmt: skip
 
 logger = logging.getLogger("linnaeus.run")
 
@@ -76,8 +79,8 @@ def find_planned_sizes(
 ) -> PlannedSizes:
     """Find the batch sizes, make the plan, and run the planned micro-batch sizes that have not run yet.
 
-    If a planned size does not fit, the size found is lowered and the plan made again. Every rank must call
-    this.
+    With several ranks, a size has run when every rank has run it: rank 0's search is not enough. If a planned
+    size does not fit, the size found is lowered and the plan made again. Every rank must call this.
 
     Args:
         search: the search of this run.
@@ -100,9 +103,16 @@ def find_planned_sizes(
         return PlannedSizes(found, plan_for(batch_size), key)
     while True:
         plan = plan_for(found["train"].batch_size)
-        # The newest trial of a size decides: one that fitted first may have failed to confirm.
-        fits = {trial.size: trial.status == "fits" for trial in found["train"].trials}
-        untried = [stage.micro_batch_size for stage in plan.stages if not fits.get(stage.micro_batch_size)]
+        untried = {stage.micro_batch_size for stage in plan.stages} - _sizes_run(found["train"], search.world)
         if not untried:
             return PlannedSizes(found, plan, key)
         found["train"] = run_on_every_rank(search, found["train"], max(untried))
+
+
+def _sizes_run(result: AutoBatchResult, world: World) -> set[int]:
+    """The sizes that have run, and fit, on every rank."""
+    if world.is_distributed:
+        return set(result.ran_on_every_rank)
+    # The newest trial of a size decides: one that fitted first may have failed to confirm.
+    fits = {trial.size: trial.status == "fits" for trial in result.trials}
+    return {size for size, fitted in fits.items() if fitted}

@@ -44,6 +44,8 @@ class AutoBatchResult:
         seconds: duration of the search.
         trials: every trial, in order. The size found may be there twice: tried, and confirmed.
         timings: the sizes that were timed, ascending; empty unless the objective is throughput.
+        ran_on_every_rank: the sizes that fit on each of several ranks, which have all run them; `trials`
+            are those of rank 0.
     """
 
     mode: Mode
@@ -57,6 +59,7 @@ class AutoBatchResult:
     seconds: float
     trials: tuple[TrialRecord, ...]
     timings: tuple[Timing, ...] = ()
+    ran_on_every_rank: tuple[int, ...] = ()
 
     @property
     def peak_bytes(self) -> int | None:
@@ -70,8 +73,9 @@ class AutoBatchResult:
         del content["mode"]
         content["seconds"] = round(self.seconds, 3)
         content["trials"] = [trial.as_dict() for trial in self.trials]
-        if not self.timings:
-            del content["timings"]
+        for name in ("timings", "ran_on_every_rank"):
+            if not content[name]:
+                del content[name]
         return content
 
     @classmethod
@@ -82,4 +86,6 @@ class AutoBatchResult:
             for trial in entry["trials"]
         )
         timings = tuple(Timing(**timing) for timing in entry.get("timings", ()))
-        return cls(mode=mode, **{**entry, "trials": trials, "timings": timings})
+        ran = tuple(entry.get("ran_on_every_rank", ()))
+        changed = {"trials": trials, "timings": timings, "ran_on_every_rank": ran}
+        return cls(mode=mode, **{**entry, **changed})

@@ -43,6 +43,7 @@ class SizeSearch:
         seed: chooses the samples that batches are made from.
         max_samples_per_rank: upper bound of the training size; samples that each rank takes per optimizer
             step. None without a bound.
+        find_unused_parameters: as training's wrapper is built, for models with unused parameters.
     """
 
     config: DataConfig
@@ -52,6 +53,7 @@ class SizeSearch:
     world: World
     seed: int
     max_samples_per_rank: int | None = None
+    find_unused_parameters: bool = False
 
     def run(self, mode: Mode, status: RankStatus, at_most: int | None = None) -> AutoBatchResult:
         """Search one mode.
@@ -169,8 +171,8 @@ def run_on_every_rank(search: SizeSearch, result: AutoBatchResult, size: int) ->
     Memory does not always grow with the size: a smaller size may not fit.
 
     Returns:
-        The result with the new trials. If the size does not fit on some rank, the largest size that fits
-        there is the new batch size.
+        The result with the new trials. If the size fits on every rank, it is among those that ran there; if
+        not, the largest size that fits on the rank with the smallest is the new batch size.
 
     Raises:
         LinnaeusError: the same on every rank; see `exchange`.
@@ -182,7 +184,7 @@ def run_on_every_rank(search: SizeSearch, result: AutoBatchResult, size: int) ->
     result = dataclasses.replace(result, trials=(*result.trials, *verdicts[0].trials))
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
     if smallest.batch_size == size:
-        return result
+        return dataclasses.replace(result, ran_on_every_rank=(*result.ran_on_every_rank, size))
     if search.world.is_distributed:
         rank = verdicts.index(smallest)
         logger.info("rank %d fits no more than %d (%s)", rank, smallest.batch_size, mode)
@@ -219,9 +221,12 @@ class _TrialTrainStep:
 
     def __call__(self, batches: Iterator[Batch]) -> None:
         if self._wrapped is None:
-            step = self._search.assembly.train_step
-            model = wrap(self._search.assembly.model, self._search.world, single_rank=True)
-            self._wrapped = dataclasses.replace(step, model=model)
+            search = self._search
+            model = wrap(
+                search.assembly.model, search.world, single_rank=True,
+                find_unused_parameters=search.find_unused_parameters,
+            )  # fmt: skip
+            self._wrapped = dataclasses.replace(search.assembly.train_step, model=model)
         self._wrapped(batches, self.num_micro_batches)
 
 

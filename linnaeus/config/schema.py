@@ -249,7 +249,7 @@ class ModelConfig:
 
 @dataclass
 class LossConfig:
-    """Cross-entropy per taxonomic rank; unknown labels are ignored."""
+    """Cross-entropy per taxonomic rank, averaged over the samples; an unknown label adds 0."""
 
     NAME: str = key("cross_entropy", "kind of loss", choices=("cross_entropy",))
     LABEL_SMOOTHING: float = key(0.0, "label smoothing", ge=0, lt=1)
@@ -361,6 +361,11 @@ class TrainConfig:
     CHANNELS_LAST: bool = key(False, "use the channels-last memory format for model and images")
     COMPILE: bool = key(False, "compile the model with torch.compile")
     SYNC_BATCHNORM: bool = key(False, "compute BatchNorm statistics over all processes")
+    DISTRIBUTE_BN: str = key(
+        "reduce", "BatchNorm's running statistics before a validation: `reduce` averages them over the "
+        "processes, `broadcast` takes those of rank 0, `none` leaves each process its own, and then the "
+        "logged validation is not that of the checkpoint", choices=("reduce", "broadcast", "none"),
+    )  # fmt: skip
     DETERMINISTIC: bool = key(False, "use deterministic kernels only")
     LOG_EVERY: int = key(20, "optimizer steps between two lines of training metrics", ge=1)
     VALIDATE_EVERY: int = key(1, "epochs between two validations; the last epoch is always validated", ge=1)
@@ -387,7 +392,10 @@ class Config:
     EXPERIMENT: ExperimentConfig = key(ExperimentConfig, "name, place, seed, device and tracking of the run")
     DATA: DataConfig = key(DataConfig, "dataset, loading, batch sizes and AutoBatch")
     MODEL: Any = key(ModelConfig, "the network, or a `_target_` node")
-    LOSS: Any = key(LossConfig, "the loss, or a `_target_` node")
+    LOSS: Any = key(
+        LossConfig, "the loss, or a `_target_` node; a mean over samples, else its gradient depends on how a "
+        "batch is split",
+    )  # fmt: skip
     OPTIMIZER: Any = key(OptimizerConfig, "the optimizer, or a `_target_` node")
     SCHEDULE: ScheduleConfig = key(ScheduleConfig, "learning rate over the run")
     TRAIN: TrainConfig = key(TrainConfig, "loop, step, precision, checkpoints")

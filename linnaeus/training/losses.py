@@ -46,7 +46,11 @@ def logits_per_level(outputs: Any, level_names: Sequence[str]) -> tuple[Tensor, 
 
 
 class TaxonomicCrossEntropy(nn.Module):
-    """Weighted mean over the levels; the loss of a level is its mean cross-entropy over the known labels.
+    """Weighted mean over the levels; the loss of a level is its cross-entropy, averaged over all samples.
+
+    A sample whose label is unknown at a level adds 0 to that level and counts in the average. The divisor is
+    therefore the number of samples and not that of known labels, so that the gradient of an effective batch
+    does not depend on how it is split into micro-batches and processes.
 
     Args:
         level_names: R names, coarse to fine.
@@ -76,7 +80,7 @@ class TaxonomicCrossEntropy(nn.Module):
             targets: labels [B, R], -1 where unknown.
 
         Returns:
-            A scalar; a level without a known label in the batch adds 0.
+            A scalar, the mean over the B samples; a level without a known label in the batch adds 0.
         """
         logits_by_level = logits_per_level(outputs, self.level_names)
         if self.num_classes is not None:
@@ -99,14 +103,15 @@ class TaxonomicCrossEntropy(nn.Module):
         total = functional.cross_entropy(
             logits, labels, ignore_index=UNKNOWN, reduction="sum", label_smoothing=self.label_smoothing
         )
-        return total / (labels != UNKNOWN).sum().clamp(min=1)
+        return total / len(labels)
 
 
 def build_loss(node: Any, taxonomy: Taxonomy | None) -> nn.Module:
     """Build the loss.
 
     Args:
-        node: `LossConfig`, or a `_target_` node of a callable (outputs, targets) -> scalar.
+        node: `LossConfig`, or a `_target_` node of a callable (outputs, targets) -> scalar, a mean over the
+            samples.
         taxonomy: levels and classes of the labels; None when a user's dataset has none.
 
     Raises:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from linnaeus.data.batch import Batch, batch_size
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
+from linnaeus.dist import World
 from linnaeus.training.losses import logits_per_level
 
 
@@ -24,20 +25,24 @@ class ClassificationMetrics(nn.Module):
     a child of the class predicted one level above. Samples with a predicted class of unknown parent are not
     counted; if a level has no known parents, the metric is left out.
 
+    torchmetrics would gather each state of each metric by itself. Here it leaves the processes alone, and
+    `compute` adds all states up in one vector.
+
     Args:
         taxonomy: levels and parents; None computes the loss only.
     """
 
     def __init__(self, taxonomy: Taxonomy | None) -> None:
         super().__init__()
-        self.loss = MeanMetric(nan_strategy=math.nan)  # by default NaN would be ignored
+        # By default, NaN would be ignored.
+        self.loss = MeanMetric(nan_strategy=math.nan, sync_on_compute=False)
         self.level_names = [] if taxonomy is None else list(taxonomy.names)
         counts = [] if taxonomy is None else list(taxonomy.num_classes.values())
         self.top1 = [_accuracy(count, 1) for count in counts]
         self.top5 = {level: _accuracy(count, 5) for level, count in enumerate(counts) if count > 5}
         # Registered as submodules too, so that `to(device)` moves them.
         self._accuracies = nn.ModuleList([*self.top1, *self.top5.values()])
-        self.consistent = MeanMetric()
+        self.consistent = MeanMetric(sync_on_compute=False)
         self._parents: Sequence[Sequence[int]] = [] if taxonomy is None else taxonomy.parents
         self._has_parents = bool(self._parents) and all(max(row) != UNKNOWN for row in self._parents)
         for level, parents in enumerate(self._parents, start=1):
@@ -64,21 +69,42 @@ class ClassificationMetrics(nn.Module):
         if self._has_parents:
             self.consistent.update(*self._consistency(predictions))
 
-    def compute(self) -> dict[str, float]:
-        """The metrics over all batches of all processes. Every process must call this."""
-        values = {"loss": float(self.loss.compute())}
-        for level, name in enumerate(self.level_names):
-            values[f"top1/{name}"] = float(self.top1[level].compute())
-            if level in self.top5:
-                values[f"top5/{name}"] = float(self.top5[level].compute())
-        if self._has_parents:
-            values["consistent"] = float(self.consistent.compute())
-        return values
+    def compute(self, world: World, *, aborted: bool = False) -> dict[str, float] | None:
+        """The metrics over all batches of all processes, in one collective. Every process must call this.
+
+        Args:
+            world: the processes.
+            aborted: whether this process has broken its validation off.
+
+        Returns:
+            The values, equal on all processes; None if any process has broken its validation off.
+        """
+        metrics = self._by_name()
+        states = [state for metric in metrics.values() for state in _states(metric).values()]
+        states.append(torch.tensor(float(aborted)))
+        # Float64 keeps counts exact below 2^53.
+        total = world.sum(torch.cat([state.cpu().double().flatten() for state in states]))
+        *sums, num_aborted = total.split([state.numel() for state in states])
+        if num_aborted:
+            return None
+        rest = iter(sums)
+        return {name: _value(metric, rest) for name, metric in metrics.items()}
 
     def reset(self) -> None:
         """Forget all batches."""
-        for metric in (self.loss, self.consistent, *self.top1, *self.top5.values()):
+        for metric in self._by_name().values():
             metric.reset()
+
+    def _by_name(self) -> dict[str, Metric]:
+        """The metrics by the name of their value, in the order in which they are shown."""
+        metrics: dict[str, Metric] = {"loss": self.loss}
+        for level, name in enumerate(self.level_names):
+            metrics[f"top1/{name}"] = self.top1[level]
+            if level in self.top5:
+                metrics[f"top5/{name}"] = self.top5[level]
+        if self._has_parents:
+            metrics["consistent"] = self.consistent
+        return metrics
 
     def _consistency(self, predictions: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Whether the predicted classes are consistent, and all their parents known: [B] each, 0 or 1."""
@@ -102,5 +128,19 @@ def headline(metrics: dict[str, float]) -> tuple[str, float]:
 
 def _accuracy(num_classes: int, top_k: int) -> MulticlassAccuracy:
     return MulticlassAccuracy(
-        num_classes, top_k=top_k, average="micro", ignore_index=UNKNOWN, validate_args=False
-    )
+        num_classes, top_k=top_k, average="micro", ignore_index=UNKNOWN, validate_args=False,
+        sync_on_compute=False,
+    )  # fmt: skip
+
+
+def _states(metric: Metric) -> dict[str, Tensor]:
+    """The states of a metric by name; each adds up over batches and processes."""
+    return {name: state for name, state in metric.metric_state.items() if isinstance(state, Tensor)}
+
+
+def _value(metric: Metric, sums: Iterator[Tensor]) -> float:
+    """The metric's value for the next of these sums in place of its own states, which it keeps."""
+    total = metric.clone()
+    for name, state in _states(metric).items():
+        setattr(total, name, next(sums).view(state.shape))
+    return float(total.compute())

@@ -18,7 +18,12 @@ from linnaeus.data.batch import Batch, batch_size, to_device
 from linnaeus.training.noise_scale import GradientProbe
 
 Criterion = Callable[[Any, Any], Tensor]
-"""Maps the model's outputs and the targets to a scalar loss."""
+"""Maps the model's outputs and the targets to a scalar loss: a mean over the B samples.
+
+Steps average it over micro-batches of one size and over the ranks, and so get the mean over the effective
+batch. A loss that divides by anything else, such as the number of known labels, has another gradient for each
+way to split the batch.
+"""
 
 
 @dataclass(frozen=True)

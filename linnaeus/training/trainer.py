@@ -21,6 +21,7 @@ from linnaeus.errors import LinnaeusError
 from linnaeus.log import MetricsFile, ProgressBar
 from linnaeus.rng import rng_state, set_rng_state
 from linnaeus.tracking import Tracker
+from linnaeus.training.batchnorm import distribute_batchnorm
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.metrics import headline
@@ -212,6 +213,10 @@ class Trainer:
         """Validate and log; return whether this is the best result so far."""
         step, metrics = self.assembly.validation_step, self.assembly.metrics
         self.world.update(f"validating after epoch {self.progress.epoch}")
+        ema = self.assembly.ema
+        distribute_batchnorm(
+            self.assembly.model, ema.module if ema else None, self.world, self.config.DISTRIBUTE_BN
+        )
         step.model.eval()
         if self.world.device.type != "cpu":
             torch.accelerator.empty_cache()  # AutoBatch measured validation without training's cached blocks
@@ -219,7 +224,8 @@ class Trainer:
         started = time.perf_counter()
         for batch in self.loaders.val:
             step(batch)
-        values = metrics.compute()
+        values = metrics.compute(self.world)
+        assert values is not None  # no rank breaks its validation off
         seconds = time.perf_counter() - started
         self.progress.metrics = values
         self._write("val", values)

@@ -25,9 +25,13 @@ def fault() -> tuple[str, str]:
 
 
 def exhaust(place: str) -> None:
-    """Ask the real allocator for more than there is."""
+    """Ask the real allocator for more than there is.
+
+    With the fault `oom`, beyond a size and at a place; with the fault `not`, at one size, and not beyond it.
+    """
     global _last_batch_size
-    if fault() == ("oom", place) and _last_batch_size > LARGEST:
+    too_large = fault() == ("oom", place) and _last_batch_size > LARGEST
+    if too_large or fault() == ("not", str(_last_batch_size)):
         _last_batch_size = 0
         torch.empty(1 << 50, dtype=torch.uint8)
 
@@ -70,6 +74,12 @@ class Model(nn.Module):
             case "slow":
                 time.sleep(1.0)
         exhaust("forward")
+
+
+class ModelWithUnusedBranch(Model):
+    def __init__(self, num_classes: int | dict[str, int]) -> None:
+        super().__init__(num_classes)
+        self.unused = nn.Linear(64, 64)
 
 
 class Optimizer(torch.optim.AdamW):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from tests import forks
 from tests.conftest import SMALL, TORCHRUN, assert_same_bits, wait_until, weights
@@ -145,6 +146,63 @@ def test_ranks_with_unequal_memory_take_the_smallest_size(tmp_path: Path) -> Non
     found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())["train"]
     assert (found["batch_size"] < 256, found["limited_by"]) == (True, "memory")
     assert re.search(r"rank 1 fits no more than \d+", text)
+
+
+def micro_batch(folder: Path) -> int:
+    """The micro-batch size that a run has trained with."""
+    return int(yaml.safe_load((folder / "config.yaml").read_text())["PLAN"]["MICRO_BATCH"])
+
+
+def test_a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(tmp_path: Path) -> None:
+    """Rank 0 tries 18 on its way to 24. 36 samples per rank would be 2 x 18, but rank 1 cannot run 18."""
+    options = (
+        *TINY, "DATA.AUTOBATCH.STRATEGY=binary", "TRAIN.EFFECTIVE_BATCH_SIZE=72", "TRAIN.AUTO_RESUME=True",
+        "DATA.AUTOBATCH.ENABLED_VAL=False", "DATA.AUTOBATCH.LOG_LEVEL=DEBUG",
+    )  # fmt: skip
+    code, text = job(tmp_path, *options, FAULT="not:1:18")
+    assert code == 0, text
+    run = tmp_path / "runs/small"
+    found = json.loads((run / "autobatch.json").read_text())["train"]
+    fits = [trial["batch_size"] for trial in found["trials"] if trial["status"] == "fits"]
+    assert {24, 18, 12} <= set(fits), "rank 0 has run all of them"
+    assert found["ran_on_every_rank"] == [24, 12]
+    assert micro_batch(run) == 12
+    log = run / "logs/rank1.log"
+    tried = log.read_text().count("trying batch size")
+    assert "batch size 18: oom" in log.read_text()
+    code, text = job(tmp_path, *options, "TRAIN.EPOCHS=2", FAULT="not:1:18")
+    assert code == 0, text
+    assert micro_batch(run) == 12
+    assert log.read_text().count("trying batch size") == tried, "the checkpoint says what every rank has run"
+
+
+@pytest.mark.slow
+def test_the_planned_size_of_ranks_with_unequal_memory_has_run_on_all(tmp_path: Path) -> None:
+    """Rank 0 tries every power of two, and 128 samples per rank are split into one of them."""
+    program = "import linnaeus.run, psutil; print(psutil.Process().memory_info().rss / 2**30)"
+    base = float(forks.python("-c", program, cwd=tmp_path).out)
+    code, text = job(
+        tmp_path, *SMALL, "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=64", "DATA.DATASET.NUM_SAMPLES=256",
+        "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=128", "DATA.AUTOBATCH.STRATEGY=power",
+        "DATA.AUTOBATCH.ENABLED_VAL=False", "TRAIN.EFFECTIVE_BATCH_SIZE=256", "TRAIN.EPOCHS=1",
+        LINNAEUS_MEMORY_LIMIT_GB=f"{base + 9:.2f},{(base + 0.15) / 0.8:.2f}",
+    )  # fmt: skip
+    assert code == 0, text
+    assert re.search(r"rank 1 fits no more than \d+", text)
+    found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())["train"]
+    planned = micro_batch(tmp_path / "runs/small")
+    assert planned in [trial["batch_size"] for trial in found["trials"]]
+    assert planned in found["ran_on_every_rank"]
+
+
+def test_a_model_with_an_unused_branch_is_tried_as_it_is_trained(tmp_path: Path) -> None:
+    model = "MODEL._target_=tests.autobatch.faulty.ModelWithUnusedBranch"
+    code, text = job(tmp_path, *TINY, model, "DIST.FIND_UNUSED_PARAMETERS=True")
+    assert code == 0, text
+    assert sizes(tmp_path) == (24, 16)
+    code, text = job(tmp_path, *TINY, model)
+    assert code != 0, "the model has no unused branch"
+    assert "Expected to have finished reduction in the prior iteration" in text
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -81,7 +81,7 @@ def train() -> tuple[dict[str, Any], dict[str, Tensor]]:
             schedule.step()
         for batch in islice(in_float64(loaders.val), 2):
             parts.validation_step(batch)
-    return {"train": losses, "val": parts.metrics.compute()}, parts.model.state_dict()
+    return {"train": losses, "val": parts.metrics.compute(World(device))}, parts.model.state_dict()
 
 
 @pytest.fixture(scope="module")

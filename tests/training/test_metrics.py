@@ -13,10 +13,12 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.dist import World
 from linnaeus.training.metrics import ClassificationMetrics, headline
 from tests import forks
 from tests.forks import ROOT
 
+CPU = torch.device("cpu")
 NUM_CLASSES = (3, 8)
 PARENTS = (0, 0, 0, 1, 1, 1, 2, 2)
 NUM_SAMPLES = 11
@@ -49,6 +51,12 @@ def fill(metrics: ClassificationMetrics, indices: Iterable[int], batch_size: int
             metrics.update(tuple(rank[rows] for rank in logits), targets[rows], losses[rows].mean())
 
 
+def computed(metrics: ClassificationMetrics) -> dict[str, float]:
+    values = metrics.compute(World(CPU))
+    assert values is not None
+    return values
+
+
 def computed_by_hand() -> dict[str, float]:
     logits, targets, losses = ([x.numpy() for x in samples()[0]], samples()[1].numpy(), samples()[2].numpy())
     values = {"loss": losses.mean()}
@@ -69,14 +77,14 @@ def test_values_against_numpy() -> None:
     fill(metrics, range(NUM_SAMPLES))
     expected = computed_by_hand()
     assert all(0 < value < 2 for value in expected.values())
-    assert metrics.compute() == pytest.approx(expected, rel=1e-6)
+    assert computed(metrics) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, NUM_SAMPLES])
 def test_batches_do_not_matter(batch_size: int) -> None:
     metrics = ClassificationMetrics(make_taxonomy())
     fill(metrics, range(NUM_SAMPLES), batch_size)
-    assert metrics.compute() == pytest.approx(computed_by_hand(), rel=1e-6)
+    assert computed(metrics) == pytest.approx(computed_by_hand(), rel=1e-6)
 
 
 def test_reset_forgets() -> None:
@@ -84,7 +92,7 @@ def test_reset_forgets() -> None:
     fill(metrics, [0, 1, 2])
     metrics.reset()
     fill(metrics, range(NUM_SAMPLES))
-    assert metrics.compute() == pytest.approx(computed_by_hand(), rel=1e-6)
+    assert computed(metrics) == pytest.approx(computed_by_hand(), rel=1e-6)
 
 
 @pytest.mark.parametrize(("num_classes", "has_top5"), [(5, False), (6, True)])
@@ -93,7 +101,7 @@ def test_top5_only_where_there_are_more_than_five_classes(num_classes: int, has_
     metrics = ClassificationMetrics(Taxonomy((rank,)))
     logits = torch.arange(float(num_classes)).repeat(2, 1)
     metrics.update(logits, torch.tensor([[0], [1]]), torch.tensor(1.0))
-    values = metrics.compute()
+    values = computed(metrics)
     assert ("top5/species" in values) is has_top5
     assert values["top1/species"] == 0
     assert values.get("top5/species", 0.5) == 0.5
@@ -115,7 +123,7 @@ def predict(*classes: tuple[int, int]) -> tuple[Tensor, Tensor]:
 def consistency(taxonomy: Taxonomy, *classes: tuple[int, int]) -> float | None:
     metrics = ClassificationMetrics(taxonomy)
     metrics.update(predict(*classes), torch.zeros(len(classes), 2, dtype=torch.long), torch.tensor(0.0))
-    return metrics.compute().get("consistent")
+    return computed(metrics).get("consistent")
 
 
 def test_consistent_is_the_share_of_children_under_their_predicted_parent() -> None:
@@ -138,21 +146,21 @@ def test_without_a_taxonomy_there_is_only_the_loss() -> None:
     metrics = ClassificationMetrics(None)
     metrics.update({"boxes": torch.zeros(3, 4)}, torch.zeros(3, 7), torch.tensor(2.0))
     metrics.update({"boxes": torch.zeros(1, 4)}, torch.zeros(1, 7), torch.tensor(4.0))
-    assert metrics.compute() == {"loss": 2.5}
+    assert computed(metrics) == {"loss": 2.5}
 
 
 def test_a_loss_that_is_not_a_number_is_not_hidden() -> None:
     metrics = ClassificationMetrics(None)
     for loss in (1.0, math.nan):
         metrics.update(torch.zeros(2, 2), torch.zeros(2, 1), torch.tensor(loss))
-    assert math.isnan(metrics.compute()["loss"])
+    assert math.isnan(computed(metrics)["loss"])
 
 
 def test_half_precision_outputs() -> None:
     metrics = ClassificationMetrics(make_taxonomy())
     logits, targets, losses = samples()
     metrics.update([rank.bfloat16() for rank in logits], targets, losses.mean().bfloat16())
-    assert metrics.compute()["top1/family"] == pytest.approx(computed_by_hand()["top1/family"])
+    assert computed(metrics)["top1/family"] == pytest.approx(computed_by_hand()["top1/family"])
 
 
 @pytest.mark.parametrize(
@@ -186,7 +194,7 @@ def compute_shards(rank: int, folder: str) -> None:
         for shards in SHARDS.values():
             metrics.reset()
             fill(metrics, shards[rank])
-            values.append(metrics.compute())
+            values.append(metrics.compute(World(CPU, rank, 2)))
         torch.save(values, f"{folder}/rank{rank}.pt")
     finally:
         torch_dist.destroy_process_group()
@@ -205,6 +213,6 @@ def test_two_processes_compute_exactly_what_one_computes(tmp_path: Path) -> None
         assert [process.wait(120) for process in processes] == [0, 0], (tmp_path / "output.txt").read_text()
     metrics = ClassificationMetrics(make_taxonomy())
     fill(metrics, range(NUM_SAMPLES))
-    alone = metrics.compute()
+    alone = computed(metrics)
     for rank in (0, 1):
         assert torch.load(tmp_path / f"rank{rank}.pt") == [alone] * len(SHARDS)

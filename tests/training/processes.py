@@ -1,0 +1,54 @@
+"""Several real processes that compute something for the tests of one module, started once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from linnaeus.dist import World
+from tests import forks
+from tests.forks import ROOT
+
+Results = dict[Any, Any]
+
+
+def compute(module: str, num_ranks: int, folder: Path) -> list[Results]:
+    """What `work(rank, folder)` of a module returns in each of several processes, by rank."""
+    log = folder / "output.txt"
+    program = "from tests.training.processes import save; import {0}; save({0}.work, {1}, {2!r})"
+    with log.open("w") as output:
+        processes = [
+            forks.start(
+                ["-c", program.format(module, rank, str(folder))], cwd=ROOT, stdout=output, stderr=output
+            )
+            for rank in range(num_ranks)
+        ]
+        codes = [process.wait(120) for process in processes]
+    assert not any(codes), log.read_text()
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(num_ranks)]
+
+
+def save(work: Any, rank: int, folder: str) -> None:
+    """In one of the processes: do the work and leave its results for the test."""
+    torch.set_num_threads(1)
+    torch.save(work(rank, folder), f"{folder}/rank{rank}.pt")
+
+
+@contextmanager
+def group_of(world_size: int, rank: int, folder: str) -> Iterator[World]:
+    """In one of the processes: a group of the first `world_size` of them. A folder serves each size once."""
+    device = torch.device("cpu")
+    if world_size == 1:
+        yield World(device)
+        return
+    store = torch_dist.FileStore(f"{folder}/store{world_size}", world_size)
+    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    try:
+        yield World(device, rank, world_size, world_size)
+    finally:
+        torch_dist.destroy_process_group()

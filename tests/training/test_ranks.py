@@ -1,0 +1,243 @@
+"""The same figures everywhere: what several real processes compute is what one computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+from torch.profiler import profile
+from torchmetrics.classification import MulticlassAccuracy
+
+from linnaeus.data.batch import Batch
+from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.dist import World, wrap
+from linnaeus.models.hierarchical import HierarchicalClassifier
+from linnaeus.training.losses import TaxonomicCrossEntropy
+from linnaeus.training.metrics import ClassificationMetrics
+from linnaeus.training.step import Precision, TrainStep, ValidationStep
+from tests.training.processes import Results, compute, group_of
+
+pytestmark = pytest.mark.distributed
+
+CPU = torch.device("cpu")
+WORLD_SIZES = (1, 2, 4)
+
+
+# --- what the processes do: four are started once, and form groups of four, two and one ---
+
+
+def work(rank: int, folder: str) -> Results:
+    """All that one process computes."""
+    results: Results = {}
+    for world_size in WORLD_SIZES[::-1]:
+        if rank < world_size:
+            with group_of(world_size, rank, folder) as world:
+                results |= gradients(world)
+                results |= validations(world)
+                if world_size == 2:
+                    results |= metrics_of_seven_levels(world)
+    return results
+
+
+def num_collectives(function: Callable[[], Any]) -> int:
+    """How many collectives of the process group a call runs."""
+    with profile() as profiler:
+        function()
+    return sum(event.count for event in profiler.key_averages() if event.key.startswith("c10d::"))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    """What each process has computed, by rank."""
+    return compute(__name__, max(WORLD_SIZES), tmp_path_factory.mktemp("ranks"))
+
+
+# --- the gradient of an effective batch ---
+
+LEVELS, NUM_CLASSES, NUM_FEATURES = ("family", "species"), (3, 8), 5
+EFFECTIVE_BATCH, ACCUMULATION_STEPS = 32, (1, 2, 4)
+SPLITS = list(product(WORLD_SIZES, ACCUMULATION_STEPS))
+LOSSES = {"plain": ((1.0, 1.0), 0.0), "weighted and smoothed": ((1.0, 3.0), 0.1)}
+
+
+class MeanOverKnownLabels(TaxonomicCrossEntropy):
+    """The loss that depends on how a batch is split."""
+
+    def _level_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super()._level_loss(logits, labels) * len(labels) / (labels != -1).sum().clamp(min=1)
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.LayerNorm(16), nn.Tanh())
+    return HierarchicalClassifier(backbone, 16, NUM_CLASSES).to(dtype)
+
+
+def effective_batch(dtype: torch.dtype = torch.float32) -> Batch:
+    """Most of the first samples' labels are unknown; one whole micro-batch has none at the finer level."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(EFFECTIVE_BATCH, NUM_FEATURES, generator=generator).to(dtype)
+    columns = [torch.randint(0, count, (EFFECTIVE_BATCH,), generator=generator) for count in NUM_CLASSES]
+    targets = torch.stack(columns, 1)
+    targets[:12, 1] = targets[1:20:3, 0] = targets[13::7, 1] = -1
+    return Batch(inputs, targets)
+
+
+def gradients(world: World) -> Results:
+    """The gradient of one optimizer step and its loss, for each split and each loss."""
+    results: Results = {}
+    for kind, (name, (weights, smoothing)), steps in product(
+        (TaxonomicCrossEntropy, MeanOverKnownLabels), LOSSES.items(), ACCUMULATION_STEPS
+    ):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found: list[Tensor] = []
+        optimizer.register_step_pre_hook(
+            lambda *_, model=model, found=found: found.extend(p.grad.clone() for p in model.parameters())
+        )
+        step = TrainStep(
+            wrap(model, world), kind(LEVELS, weights, smoothing), optimizer,
+            torch.amp.GradScaler("cpu", enabled=False), Precision(CPU),
+        )  # fmt: skip
+        mine = [part[world.rank :: world.world_size].chunk(steps) for part in effective_batch()]
+        loss = world.mean(step([Batch(*parts) for parts in zip(*mine, strict=True)], steps))
+        results[kind.__name__, name, world.world_size, steps] = found, float(loss)
+    return results
+
+
+def by_hand(name: str) -> tuple[list[Tensor], float]:
+    """The gradient and the loss of the whole effective batch, in double precision."""
+    (inputs, targets), (weights, smoothing) = effective_batch(torch.float64), LOSSES[name]
+    model = make_model(torch.float64)
+    loss = torch.zeros((), dtype=torch.float64)
+    for level, logits in enumerate(model(inputs)):
+        for sample, label in zip(logits, targets[:, level], strict=True):
+            if label >= 0:
+                one = functional.cross_entropy(sample[None], label[None], label_smoothing=smoothing)
+                loss = loss + weights[level] / sum(weights) * one / EFFECTIVE_BATCH
+    return list(torch.autograd.grad(loss, list(model.parameters()))), float(loss.detach())
+
+
+def largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest relative error of a parameter's gradient, by norms."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_split_of_an_effective_batch_changes_its_gradient_or_its_loss(
+    ranks: list[Results], name: str
+) -> None:
+    gradient, loss = by_hand(name)
+    for world_size, steps in SPLITS:
+        for rank in range(world_size):
+            found, found_loss = ranks[rank]["TaxonomicCrossEntropy", name, world_size, steps]
+            assert largest_error(found, gradient) < 1e-6, (world_size, steps)
+            assert found_loss == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_mean_over_the_known_labels_has_another_gradient_for_each_split(
+    ranks: list[Results], name: str
+) -> None:
+    """Else the test above could not tell."""
+    whole, _ = ranks[0]["MeanOverKnownLabels", name, 1, 1]
+    for split in SPLITS[1:]:
+        found, _ = ranks[0]["MeanOverKnownLabels", name, *split]
+        assert largest_error(found, whole) > 1e-3, split
+
+
+# --- the metrics of a validation ---
+
+VAL_BATCH_SIZES = (1, 5, 32)
+SEVEN = Taxonomy(tuple(Level(f"level{i}", tuple(f"{i}.{j}" for j in range(4 + i))) for i in range(7)))
+
+
+def validations(world: World) -> Results:
+    """The loss of a validation pass, for each batch size and each loss."""
+    results: Results = {}
+    for kind, (name, (weights, smoothing)), size in product(
+        (TaxonomicCrossEntropy, MeanOverKnownLabels), LOSSES.items(), VAL_BATCH_SIZES
+    ):
+        metrics = ClassificationMetrics(None)
+        step = ValidationStep(
+            make_model().eval(), kind(LEVELS, weights, smoothing), Precision(CPU), metrics.update
+        )
+        mine = [part[world.rank :: world.world_size].split(size) for part in effective_batch()]
+        for parts in zip(*mine, strict=True):
+            step(Batch(*parts))
+        values = metrics.compute(world)
+        assert values is not None
+        results["validation", kind.__name__, name, world.world_size, size] = values["loss"]
+    return results
+
+
+def fill(metrics: ClassificationMetrics, rank: int, world_size: int) -> None:
+    """One process's share of 13 samples with labels in seven levels."""
+    generator = torch.Generator().manual_seed(2)
+    counts = SEVEN.num_classes.values()
+    logits = [torch.randn(13, count, generator=generator) for count in counts]
+    targets = torch.stack([torch.randint(-1, count, (13,), generator=generator) for count in counts], 1)
+    rows = slice(rank, None, world_size)
+    # An eighth is added up without rounding.
+    metrics.update([level[rows] for level in logits], targets[rows], torch.tensor((1 + rank) / 8))
+
+
+def metrics_of_seven_levels(world: World) -> Results:
+    """The values and the number of collectives; a validation that one process broke off; exact sums."""
+    metrics = ClassificationMetrics(SEVEN)
+    fill(metrics, world.rank, world.world_size)
+    by_itself = MulticlassAccuracy(4)
+    by_itself.update(torch.eye(4), torch.arange(4))
+    return {
+        "values": metrics.compute(world),
+        "again": metrics.compute(world),
+        "collectives": num_collectives(lambda: metrics.compute(world)),
+        "collectives of torchmetrics": num_collectives(by_itself.compute),
+        "aborted": [metrics.compute(world, aborted=world.rank == rank) for rank in range(world.world_size)],
+        "sum": world.sum(torch.tensor([2**52 - 1, world.rank], dtype=torch.float64)).tolist(),
+    }
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_validation_loss_is_that_of_training_for_any_batches_and_processes(
+    ranks: list[Results], name: str
+) -> None:
+    _, loss = by_hand(name)
+    for world_size, size in product(WORLD_SIZES, VAL_BATCH_SIZES):
+        for rank in range(world_size):
+            found = ranks[rank]["validation", "TaxonomicCrossEntropy", name, world_size, size]
+            assert found == pytest.approx(loss, rel=1e-6), (world_size, size)
+    of_known = [ranks[0]["validation", "MeanOverKnownLabels", name, 1, size] for size in VAL_BATCH_SIZES]
+    assert max(of_known) - min(of_known) > 1e-3, "the samples would not tell a mean over known labels"
+
+
+def test_seven_levels_cost_at_most_two_collectives(ranks: list[Results]) -> None:
+    for rank in (0, 1):
+        assert 1 <= ranks[rank]["collectives"] <= 2
+        assert ranks[rank]["collectives of torchmetrics"] > 2, "else nothing would have been counted"
+
+
+def test_two_processes_compute_the_metrics_of_one(ranks: list[Results]) -> None:
+    alone = ClassificationMetrics(SEVEN)
+    for rank in (0, 1):
+        fill(alone, rank, 2)
+    expected = alone.compute(World(CPU))
+    assert expected is not None
+    assert len(expected) == 1 + 7 + 5
+    for rank in (0, 1):
+        assert ranks[rank]["values"] == expected
+        assert ranks[rank]["again"] == expected, "the metrics keep their own states"
+
+
+def test_one_process_that_breaks_off_leaves_no_process_a_result(ranks: list[Results]) -> None:
+    assert [ranks[rank]["aborted"] for rank in (0, 1)] == [[None, None]] * 2
+
+
+def test_sums_over_the_processes_are_exact(ranks: list[Results]) -> None:
+    assert [ranks[rank]["sum"] for rank in (0, 1)] == [[2**53 - 2, 1]] * 2
