@@ -62,7 +62,7 @@ def run(config: Config) -> FitResult:
         seed_all(seed)
 
         world.update("building data and model")
-        data = build_data(config.DATA, seed=seed)
+        data = build_data(config.DATA, seed=seed, on_main=world.on_main)
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world)
         last_step = 0 if checkpoint is None else checkpoint["progress"]["step"]
         world.check_equal(fingerprint(dataclasses.asdict(config), data, assembly, last_step))

@@ -14,6 +14,13 @@ from linnaeus.errors import DataError
 
 Collate = Callable[[list[Any]], Batch]
 """Turns a list of samples into a batch."""
+OnMain = Callable[[Callable[[], Any]], Any]
+"""Calls a function on one process and returns its result on all; see `World.on_main`."""
+
+
+def on_this_process(function: Callable[[], Any]) -> Any:
+    """Call the function; the `OnMain` of a single process."""
+    return function()
 
 
 @dataclass

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from linnaeus.config.schema import DataConfig
-from linnaeus.data.bundle import DataBundle
+from linnaeus.data.bundle import DataBundle, OnMain, on_this_process
 from linnaeus.data.digits import build_digits
 from linnaeus.data.imagefolder import build_imagefolder
 from linnaeus.data.manifest import build_manifest
 from linnaeus.data.synthetic import build_synthetic
 from linnaeus.data.target import build_target
 
-_SOURCES: dict[str, Callable[[DataConfig], DataBundle]] = {
+_BUILT_IN: dict[str, Callable[[DataConfig], DataBundle]] = {
     "digits": build_digits,
     "synthetic": build_synthetic,
+}
+_FILES: dict[str, Callable[[DataConfig, OnMain], DataBundle]] = {
     "imagefolder": build_imagefolder,
     "manifest": build_manifest,
 }
 
 
-def build_data(data_config: DataConfig, *, seed: int) -> DataBundle:
+def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = on_this_process) -> DataBundle:
     """Build training and validation data.
 
     Every process of a run builds the same bundle: the order of samples, the split and the labels depend on
@@ -29,6 +31,7 @@ def build_data(data_config: DataConfig, *, seed: int) -> DataBundle:
     Args:
         data_config: the `DATA` node; `DATASET` is its dataclass or a mapping with `_target_`.
         seed: seeds the random numbers that a user's dataset may draw when it is made; others draw none.
+        on_main: used to decode every file, for `ON_BAD_IMAGE skip`, on one process only.
 
     Raises:
         ConfigError: a key that is missing, or that does not fit the data.
@@ -36,4 +39,5 @@ def build_data(data_config: DataConfig, *, seed: int) -> DataBundle:
     """
     if isinstance(data_config.DATASET, Mapping):
         return build_target(data_config, seed=seed)
-    return _SOURCES[data_config.DATASET.NAME](data_config)
+    name = data_config.DATASET.NAME
+    return _BUILT_IN[name](data_config) if name in _BUILT_IN else _FILES[name](data_config, on_main)

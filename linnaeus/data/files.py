@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from linnaeus.config.schema import DataConfig
-from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
+from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.image import find_damage, load_image
 from linnaeus.data.split import stratified_split
 from linnaeus.data.taxonomy import LabelIndex, Lineage, Taxonomy, UnknownClassError
@@ -91,16 +92,18 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return self.transform(image), self.targets[index]
 
 
-def build_files(train: Listing, val: Listing | None, index: LabelIndex, config: DataConfig) -> DataBundle:
+def build_files(
+    train: Listing, val: Listing | None, index: LabelIndex, config: DataConfig, on_main: OnMain
+) -> DataBundle:
     """Datasets from listings; without a validation listing, a stratified part of training is held out.
 
-    With `DATA.ON_BAD_IMAGE skip`, every file is decoded once and damaged ones are left out. This depends on
-    the files alone, so all processes have the same samples.
+    With `DATA.ON_BAD_IMAGE skip`, rank 0 decodes every file once, and all ranks leave out the damaged ones.
 
     Args:
         train, val: the listings of the splits.
         index: gives the labels of class names, for both splits.
         config: the `DATA` node.
+        on_main: calls a function on rank 0 and returns its result on every rank.
 
     Raises:
         ConfigError: `CHANNELS` is neither 1 nor 3, or the augmentation does not fit.
@@ -120,7 +123,8 @@ def build_files(train: Listing, val: Listing | None, index: LabelIndex, config: 
     splits = zip((train, val), transforms, ("training", "validation"), strict=True)
     for listing, transform, split in splits:
         if config.ON_BAD_IMAGE == "skip":
-            listing = _without_damaged(listing, report)
+            damaged = on_main(partial(_find_damaged, listing))
+            listing = _without_damaged(listing, damaged, report)
         if not listing.paths:
             raise DataError(f"{listing.source}: no sample for {split}")
         targets = _encode(listing, index)
@@ -170,22 +174,27 @@ def _encode(listing: Listing, index: LabelIndex) -> Tensor:
     return torch.tensor([labels[lineage] for lineage in listing.lineages], dtype=torch.int64)
 
 
-def _without_damaged(listing: Listing, report: list[str]) -> Listing:
-    """Leave out the files that cannot be decoded, and report them."""
+def _find_damaged(listing: Listing) -> dict[int, str]:
+    """The positions of the files that cannot be decoded, each with the reason."""
     paths = [str(listing.root / path) for path in listing.paths]
     logger.info("checking %d images of %s", len(paths), listing.source)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPool(min(32, cores)) as pool:  # Pillow releases Python's global lock while it decodes
         reasons = pool.map(find_damage, paths, chunksize=256)
-    damaged = [i for i, reason in enumerate(reasons) if reason is not None]
+    return {i: reason for i, reason in enumerate(reasons) if reason is not None}
+
+
+def _without_damaged(listing: Listing, damaged: dict[int, str], report: list[str]) -> Listing:
+    """Leave out the damaged files, and report them."""
     if not damaged:
         return listing
-    named = several([f"{listing.paths[i]} ({reasons[i]})" for i in damaged])
-    if len(damaged) == len(paths):
-        raise DataError(f"{listing.source}: none of the {len(paths)} images can be read: {named}")
+    num_files = len(listing.paths)
+    named = several([f"{listing.paths[i]} ({reason})" for i, reason in damaged.items()])
+    if len(damaged) == num_files:
+        raise DataError(f"{listing.source}: none of the {num_files} images can be read: {named}")
     noun = "image" if len(damaged) == 1 else "images"
     report.append(f"{listing.source}: {len(damaged)} damaged {noun} left out: {named}")
-    return listing.take([i for i, reason in enumerate(reasons) if reason is None])
+    return listing.take([i for i in range(num_files) if i not in damaged])
 
 
 def _report_empty_classes(targets: Tensor, taxonomy: Taxonomy, report: list[str]) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data.bundle import DataBundle
+from linnaeus.data.bundle import DataBundle, OnMain
 from linnaeus.data.files import Listing, build_files, several
 from linnaeus.data.image import EXTENSIONS
 from linnaeus.data.taxonomy import LabelIndex, Lineage, index_labels, require_classes
@@ -21,7 +21,7 @@ _VAL_NAMES = ("val", "valid", "validation")
 _SPLIT_NAMES = frozenset(("train", "test", *_VAL_NAMES))
 
 
-def build_imagefolder(config: DataConfig) -> DataBundle:
+def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
     """Image files whose folders are their classes.
 
     Each level of nested folders is a level of the taxonomy; all images have the same depth. Files and folders
@@ -46,7 +46,7 @@ def build_imagefolder(config: DataConfig) -> DataBundle:
     index = _index(train, dataset.RANKS, inat)
     remedy = "leave it out with DATA.DATASET.RANKS" if inat else "leave out that level of folders"
     require_classes(index.taxonomy, str(train_folder), remedy)
-    return build_files(train, val, index, config)
+    return build_files(train, val, index, config, on_main)
 
 
 def _split_folders(dataset: DatasetConfig) -> tuple[Path, Path | None]:

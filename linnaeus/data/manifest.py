@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data.bundle import DataBundle
+from linnaeus.data.bundle import DataBundle, OnMain
 from linnaeus.data.files import Listing, build_files, several
 from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes, shared_names
 from linnaeus.errors import ConfigError, DataError
@@ -25,7 +25,7 @@ class _Table:
     rows: list[tuple[int, list[str]]]
 
 
-def build_manifest(config: DataConfig) -> DataBundle:
+def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
     """Image files listed in CSV manifests.
 
     Relative image paths start from `ROOT`, or from the manifest's own folder where `ROOT` is null.
@@ -44,7 +44,7 @@ def build_manifest(config: DataConfig) -> DataBundle:
     require_classes(index.taxonomy, str(train_path), "choose other columns with DATA.DATASET.RANKS")
     report += _check_nesting(index, levels, train)
     val = None if val_path is None else _listing(_read(val_path), image, levels, dataset)
-    bundle = build_files(train, val, index, config)
+    bundle = build_files(train, val, index, config, on_main)
     bundle.report += report
     return bundle
 

@@ -10,16 +10,19 @@ import pytest
 import torch
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data.bundle import DataBundle
+from linnaeus.data.bundle import DataBundle, OnMain, on_this_process
 from linnaeus.data.datasets import build_data
 from linnaeus.errors import ConfigError, DataError
 
 WriteImage = Callable[..., Path]
 
 
-def build(root: Path | str | None, on_bad_image: str = "raise", **dataset: Any) -> DataBundle:
+def build(
+    root: Path | str | None, on_bad_image: str = "raise", on_main: OnMain = on_this_process, **dataset: Any
+) -> DataBundle:
     node = DatasetConfig(NAME="imagefolder", ROOT=None if root is None else str(root), **dataset)
-    return build_data(DataConfig(DATASET=node, IMG_SIZE=16, ON_BAD_IMAGE=on_bad_image), seed=0)
+    config = DataConfig(DATASET=node, IMG_SIZE=16, ON_BAD_IMAGE=on_bad_image)
+    return build_data(config, seed=0, on_main=on_main)
 
 
 def paths(dataset: Any) -> list[str]:
@@ -247,6 +250,20 @@ def test_a_damaged_image_is_an_error_when_it_is_loaded(nested: Path) -> None:
     with pytest.raises(DataError, match="cannot read image") as caught:
         dataset[index]
     assert str(path) in str(caught.value)
+
+
+def test_images_are_decoded_on_one_process_and_left_out_on_all(nested: Path) -> None:
+    whole = build(nested, on_bad_image="skip")
+    calls: list[int] = []
+
+    def as_rank_1(decode: Callable[[], Any]) -> Any:
+        calls.append(1)
+        return {0: "damaged, as rank 0 says"}
+
+    bundle = build(nested, on_bad_image="skip", on_main=as_rank_1)
+    assert len(calls) == 2, "one for each split"
+    assert (len(bundle.train), len(bundle.val)) == (len(whole.train) - 1, len(whole.val) - 1)  # type: ignore[arg-type]
+    assert any("as rank 0 says" in sentence for sentence in bundle.report)
 
 
 def test_damaged_images_are_left_out_counted_and_reported(nested: Path) -> None:
