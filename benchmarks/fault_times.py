@@ -1,10 +1,10 @@
-"""How long a torchrun job takes to end after a fault during the search, on this machine.
+"""How a torchrun job of two processes ends after a fault, and how the next start goes on, on this machine.
 
-    python benchmarks/fault_times.py [--nproc 2]
+    python benchmarks/fault_times.py [--kind SIGKILL] [--place "in training"]
 
-Each fault happens in a real job on the CPU: an exception in the model's forward pass, a process killed with
-SIGKILL, a process stopped with SIGSTOP. Each line of the output has the seconds from the fault to the end of
-the last process, the exit code, and the message of the other rank.
+Each fault happens in a real job on the CPU, on rank 0 or rank 1, at one of five places. Each line of the output
+has the seconds from the fault to the end of the last process, the exit code, what the other rank said, and
+what the same command did next. The slow start is one of 60 s, on a dataset that takes so long to build.
 """
 
 from __future__ import annotations
@@ -20,40 +20,46 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 JOB = (
-    "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=96", "DATA.DATASET.NUM_SAMPLES_VAL=31",
-    "DATA.IMG_SIZE=8", "MODEL._target_=tests.autobatch.faulty.Model",
-    "OPTIMIZER._target_=tests.autobatch.faulty.Optimizer", "EXPERIMENT.DEVICE=cpu", "TRAIN.EPOCHS=1",
-    "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24",
+    "DATA.DATASET._target_=tests.odd_ranks.Dataset", "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=8",
+    "DATA.BATCH_SIZE=8", "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
+    "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=job", "TRAIN.EPOCHS=3", "TRAIN.AUTO_RESUME=True",
 )  # fmt: skip
-FAULTS = {
-    "an exception on rank 0": "error:0",
-    "an exception on rank 1": "error:1",
-    "rank 0 killed": "kill:0",
-    "rank 1 killed": "kill:1",
-    "rank 0 hangs": "stop:0",
-    "rank 1 hangs": "stop:1",
+PLACES = {
+    "before the search": "building data and model",
+    "in the search": "trying batch size 8",
+    "in training": "training in epoch 2",
+    "in validation": "validating after epoch 2",
+    "while a checkpoint is written": "saving a checkpoint",
 }
+KINDS = ("error", "SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1")
 
 
-def seconds_after(fault: str, nproc: int) -> tuple[float, int, str]:
-    """Seconds from the fault to the end of the job, its exit code, and the message of the other rank."""
+def run(folder: Path, **env: str) -> tuple[int, str, float]:
+    """The exit code of the job, what it printed, and when its last process had ended."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+        "-m", "tests.odd_ranks", *JOB,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CI": "true", "OMP_NUM_THREADS": "1", **env}
+    # `run` returns when the last process that holds the pipe has ended, torchrun's children included.
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    return done.returncode, done.stdout + done.stderr, time.time()
+
+
+def show(name: str, **env: str) -> None:
+    """Run a job with a fault, then the same command again, and print the line."""
     with tempfile.TemporaryDirectory() as folder:
-        happened = Path(folder) / "happened"
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}",
-            "-m", "linnaeus.main", *JOB,
-        ]  # fmt: skip
-        environment = {
-            **os.environ, "PYTHONPATH": str(ROOT), "FAULT": fault, "FAULT_LOG": str(happened), "CI": "true",
-        }  # fmt: skip
-        # `run` returns when the last process that holds the pipe has ended, torchrun's children included.
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        ended = time.time()
-        other = 1 - int(fault[-1])
-        said = re.search(rf"\[rank {other}\] (.*)", done.stderr)
-        return ended - float(happened.read_text()), done.returncode, said[1] if said else "nothing"
+        started = time.time()
+        code, text, ended = run(Path(folder), **env)
+        happened = Path(folder, "fault_happened")
+        began = float(happened.read_text()) if happened.exists() else started
+        said = re.findall(r"(?:\[rank \d\] (?=rank \d:)|\b)((?:rank \d: .*)|stopped by \w+)", text)
+        again, _, _ = run(Path(folder))
+        end = "the run is complete" if again == 0 else f"exit code {again}"
+        what = said[0][:90] if said else "trained to its end" if code == 0 else "nothing"
+        print(f"{name:<48} {ended - began:5.1f} s  exit code {code:>3}  {what}; next start: {end}", flush=True)
 
 
 def main() -> None:
@@ -61,12 +67,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--nproc", type=int, default=2)
-    nproc = parser.parse_args().nproc
-    print(f"$ python benchmarks/fault_times.py --nproc {nproc}")
-    for name, fault in FAULTS.items():
-        seconds, code, said = seconds_after(fault, nproc)
-        print(f"{name:<24} {seconds:5.1f} s  exit code {code}  the other: {said}", flush=True)
+    parser.add_argument("--kind", choices=(*KINDS, "slow"))
+    parser.add_argument("--place", choices=PLACES)
+    options = parser.parse_args()
+    print("$ python benchmarks/fault_times.py")
+    for kind in (options.kind,) if options.kind else KINDS:
+        for place in (options.place,) if options.place else PLACES:
+            for rank in (0, 1) if kind != "slow" else ():
+                show(f"{kind}, rank {rank}, {place}", FAULT=f"{kind}:{rank}:{PLACES[place]}")
+    if options.kind in (None, "slow"):
+        for rank in (0, 1):
+            show(f"dataset 60 s later, rank {rank}", LATE_DATA=f"{rank}:60")
 
 
 if __name__ == "__main__":
