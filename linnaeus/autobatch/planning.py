@@ -17,7 +17,10 @@ from linnaeus.config.schema import DataConfig, TrainConfig
 from linnaeus.dist import World
 
 _IRRELEVANT = {
-    "TRAIN": ("EPOCHS", "LOG_EVERY", "VALIDATE_EVERY", "CHECKPOINT_EVERY", "AUTO_RESUME", "NOISE_SCALE"),
+    "TRAIN": (
+        *("EPOCHS", "LOG_EVERY", "VALIDATE_EVERY", "CHECKPOINT_EVERY", "CHECKPOINT_EVERY_STEPS"),
+        *("CHECKPOINT_EVERY_MINUTES", "KEEP_CHECKPOINTS", "AUTO_RESUME", "RESUME_WITH", "NOISE_SCALE"),
+    ),
     "DATA": ("BATCH_SIZE", "BATCH_SIZE_VAL"),
 }
 

@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.batching.stages import Stage
@@ -23,17 +22,22 @@ from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
 from linnaeus.log import MetricsFile, ProgressBar
-from linnaeus.rng import rng_state, set_rng_state
+from linnaeus.rng import rng_state
 from linnaeus.tracking import Tracker
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.metrics import headline
+from linnaeus.training.resume import restore_generators
+from linnaeus.training.schedule import Schedule
 from linnaeus.training.step import TrainStep
 
 logger = logging.getLogger("linnaeus.trainer")
 
 STOP_CHECK_EVERY = 8
 """Optimizer steps after which ranks exchange whether any of them was asked to stop."""
+
+CLOCK_CHECK_EVERY = 16
+"""Optimizer steps after which rank 0 tells the others whether a checkpoint is due by its clock."""
 
 
 @dataclass
@@ -96,7 +100,7 @@ class Trainer:
     assembly: Assembly
     loaders: Loaders
     train_step: TrainStep
-    schedule: LRScheduler
+    schedule: Schedule
     checkpoints: CheckpointFolder
     metrics_file: MetricsFile
     tracker: Tracker
@@ -105,39 +109,44 @@ class Trainer:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
 
     def __post_init__(self) -> None:
-        assembly = self.assembly
-        self._state = TrainingState(
-            assembly.model, assembly.optimizer, assembly.scaler, self.schedule, assembly.ema
-        )
+        self._state = TrainingState.of(self.assembly)
         self._stop = StopRequest(self.world)
         self._num_images = 0
         self._seconds = 0.0
+        self._clock = self._saved_at = time.monotonic()
 
-    def resume(self, checkpoint: dict[str, Any]) -> None:
-        """Continue from a checkpoint.
+    def resume(self, content: Mapping[str, Any], seed: int) -> None:
+        """Continue where a checkpoint was written; its state has been loaded before.
 
-        Raises:
-            CheckpointError: it belongs to another model or another configuration.
+        Args:
+            content: of the checkpoint, without the state.
+            seed: seed of the run.
         """
-        self._state.load_state_dict(checkpoint["state"])
-        self.progress = TrainingProgress(**checkpoint["progress"])
-        if self.train_step.probe is not None and checkpoint.get("noise_scale") is not None:
-            self.train_step.probe.scale.load_state_dict(checkpoint["noise_scale"])
-        generators = checkpoint["rng"]
-        if self.world.rank < len(generators):
-            set_rng_state(generators[self.world.rank], self.world.device)
+        self.progress = TrainingProgress(**content["progress"])
+        if self.train_step.probe is not None and content.get("noise_scale") is not None:
+            self.train_step.probe.scale.load_state_dict(content["noise_scale"])
+        restore_generators(content, self.world, seed)
+        self._set_lr()
         logger.info(
             "resumed after %d optimizer steps, in epoch %d", self.progress.step, self.progress.epoch + 1
         )
-        if changes := self.plan.differences(checkpoint.get("plan", {})):
+        if changes := self.plan.differences(content.get("plan", {})):
             logger.warning(
-                "warning: the checkpoint was written with another batch plan (%s); the checkpoint's learning "
-                "rate and weight decay are kept",
+                "warning: the checkpoint was written with another batch plan (%s); training goes on with "
+                "this plan and its learning rate, at the same place in the schedule",
                 ", ".join(changes),
             )
 
+    def _set_lr(self) -> None:
+        """Set the learning rate of the next optimizer step."""
+        self.schedule.apply(self.plan.position(self.progress.epoch, self.progress.samples))
+
     def fit(self) -> FitResult:
-        """Train until the last epoch or until the user asks to stop."""
+        """Train until the last epoch or until the user asks to stop.
+
+        Raises:
+            CheckpointError: a checkpoint cannot be written.
+        """
         with self._stop.listening(), self.progress_bar:
             while self.progress.epoch < self.plan.num_epochs:
                 self.train_epoch()
@@ -145,7 +154,11 @@ class Trainer:
                     self._save()
                     break
                 self.progress.epoch, self.progress.samples = self.progress.epoch + 1, 0
+                self._set_lr()
                 self._end_epoch()
+            if not self.progress.metrics and not self._stop.agreed:
+                self._validate()  # resumed with fewer epochs, before the first validation
+        self.checkpoints.wait()
         images_per_s = self._num_images / self._seconds if self._seconds else 0.0
         return FitResult(
             self.progress.metrics, images_per_s, self.progress.seconds, self._stop.agreed, self._noise_scale
@@ -158,7 +171,7 @@ class Trainer:
 
     def train_epoch(self) -> None:
         """Train on the rest of the current epoch, or on less of it when the user asks to stop."""
-        epoch, samples_done = self.progress.epoch, self.progress.samples // self.world.world_size
+        epoch, samples_done = self.progress.epoch, self.progress.samples
         self.loaders.train.set_epoch(epoch, skip=samples_done)
         stages = self.plan.rest_of_epoch(epoch, samples_done)
         remaining = sum(stage.num_steps for stage in stages)
@@ -166,7 +179,7 @@ class Trainer:
         self.train_step.model.train()
         meter = LossMeter(self.world)
         batches = iter(self.loaders.train)
-        started = time.perf_counter()
+        self._clock = time.monotonic()
         for stage in chain.from_iterable(repeat(stage, stage.num_steps) for stage in stages):
             if self._stop.check(self.progress.step):
                 break
@@ -175,17 +188,44 @@ class Trainer:
             if probe is not None and self.progress.step % self.config.NOISE_SCALE.EVERY == 0:
                 probe.arm()
             meter.add(self.train_step(batches, stage.accumulation_steps))
-            self.schedule.step()
             remaining -= 1
             self.progress.step += 1
             self.progress.samples += stage.effective_batch_size
             self._num_images += stage.effective_batch_size
+            self._set_lr()
             self.progress_bar.advance(1)
             if self.progress.step % self.config.LOG_EVERY == 0 or not remaining:
                 self._log_training(meter, lr, stage)
-        seconds = time.perf_counter() - started
-        self._seconds += seconds
-        self.progress.seconds += seconds
+            if self._time_to_save():
+                self._count_seconds()
+                self._save()
+                self._clock = time.monotonic()
+        self._count_seconds()
+
+    def _count_seconds(self) -> None:
+        """Add the time since the last call, or since `_clock` was set, to the time of training."""
+        now = time.monotonic()
+        self._seconds += now - self._clock
+        self.progress.seconds += now - self._clock
+        self._clock = now
+
+    def _time_to_save(self) -> bool:
+        """Whether to write a checkpoint within the epoch. Every rank must call this after every step."""
+        every_steps = self.config.CHECKPOINT_EVERY_STEPS
+        if every_steps is not None and self.progress.step % every_steps == 0:
+            return True
+        if self.config.CHECKPOINT_EVERY_MINUTES is None:
+            return False
+        if not self.world.is_distributed:
+            return self._minutes_are_over()
+        if self.progress.step % CLOCK_CHECK_EVERY:
+            return False
+        return bool(self.world.broadcast(self._minutes_are_over()))
+
+    def _minutes_are_over(self) -> bool:
+        """Whether the next checkpoint is due by this rank's clock; that of rank 0 decides."""
+        minutes = self.config.CHECKPOINT_EVERY_MINUTES
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _log_training(self, meter: LossMeter, lr: float, stage: Stage) -> None:
         values = {"loss": meter.drain(), "lr": lr}
@@ -246,6 +286,7 @@ class Trainer:
                 **self.checkpoint_extras,
             }
             self.checkpoints.save(content, is_best=is_best)
+        self._saved_at = time.monotonic()
 
 
 class LossMeter:

@@ -30,7 +30,6 @@ def make_state(num_features: int = 4, *, scaler: bool = True, ema: bool = True) 
         model,
         optimizer,
         torch.amp.GradScaler("cpu", enabled=scaler, init_scale=8.0, growth_interval=2),
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
         Ema(model, 0.9) if ema else None,
     )
 
@@ -43,7 +42,6 @@ def train(state: TrainingState, num_steps: int) -> None:
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad()
-        state.schedule.step()
         if state.ema is not None:
             state.ema.update()
 
@@ -57,8 +55,7 @@ def epoch_of(checkpoint: dict[str, Any] | None) -> int | None:
 
 
 def latest(checkpoints: CheckpointFolder) -> dict[str, Any] | None:
-    path = checkpoints.find_latest()
-    return None if path is None else load_checkpoint(path)
+    return checkpoints.read_latest()
 
 
 def names(folder: Path) -> set[str]:
@@ -109,7 +106,7 @@ def test_training_goes_on_bit_for_bit(checkpoints: CheckpointFolder, scaler: boo
     train(resumed, 4)
 
     assert_same(resumed.state_dict(), state.state_dict())
-    assert state.state_dict().keys() >= {"model", "optimizer", "scaler", "schedule"}
+    assert state.state_dict().keys() >= {"model", "optimizer", "scaler"}
     assert ("ema" in state.state_dict()) is ema
 
 
@@ -207,7 +204,7 @@ def test_when_all_are_damaged_nothing_is_made_up(checkpoints: CheckpointFolder) 
     with pytest.raises(
         CheckpointError, match=r"none of .*last.pt, .*previous.pt can be read; delete them or"
     ):
-        checkpoints.find_latest()
+        checkpoints.read_latest()
 
 
 def test_best_survives_later_checkpoints(checkpoints: CheckpointFolder) -> None:

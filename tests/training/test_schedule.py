@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from linnaeus.batching.plan import configured_warmup
 from linnaeus.config.schema import ScheduleConfig
-from linnaeus.training.schedule import build_schedule, lr_factor
+from linnaeus.training.schedule import Schedule, lr_factor
 
 NAMES = ("cosine", "linear", "constant")
 
@@ -28,14 +28,12 @@ def rates(config: ScheduleConfig, *, steps_per_epoch: int, num_epochs: int, lr: 
     """The rate that each optimizer step of a run really uses."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     warmup = configured_warmup(config, [steps_per_epoch] * num_epochs)
-    schedule = build_schedule(
-        config, optimizer, total_steps=steps_per_epoch * num_epochs, warmup_steps=warmup
-    )
+    schedule = Schedule(config, optimizer, total_steps=steps_per_epoch * num_epochs, warmup_steps=warmup)
     used = []
-    for _ in range(steps_per_epoch * num_epochs):
+    for step in range(steps_per_epoch * num_epochs):
         used.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        schedule.step()
+        schedule.apply(step + 1)
     return used
 
 
@@ -120,5 +118,5 @@ def test_the_optimizer_really_uses_it_from_the_first_step() -> None:
 def test_groups_keep_their_own_peaks() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1.0, 4.0)]
     optimizer = torch.optim.SGD(groups)
-    build_schedule(ScheduleConfig(WARMUP_STEPS=2), optimizer, total_steps=5, warmup_steps=2)
+    Schedule(ScheduleConfig(WARMUP_STEPS=2), optimizer, total_steps=5, warmup_steps=2)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]
