@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +121,60 @@ def test_groups_keep_their_own_peaks() -> None:
     optimizer = torch.optim.SGD(groups)
     Schedule(ScheduleConfig(WARMUP_STEPS=2), optimizer, total_steps=5, warmup_steps=2)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]
+
+
+# The position decides.
+
+
+def make(config: ScheduleConfig, *, lr: float = 0.3, **plan: Any) -> tuple[torch.optim.Optimizer, Schedule]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    return optimizer, Schedule(config, optimizer, **plan)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_positions_give_the_rates_of_torchs_own_schedule_bit_for_bit(name: str) -> None:
+    growth = lambda step: 1.0 if step >= 11 else 0.7  # noqa: E731
+    optimizer, schedule = make(
+        ScheduleConfig(NAME=name), total_steps=37, warmup_steps=5, batch_size_lr_factor=growth
+    )
+    reference = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    factor = lr_factor(name, total_steps=37, warmup_steps=5, min_fraction=0.01)
+    torchs = torch.optim.lr_scheduler.LambdaLR(reference, lambda step: factor(step) * growth(step))
+    for step in range(38):
+        schedule.apply(float(step))
+        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+        reference.step()
+        torchs.step()
+
+
+def test_the_order_of_the_calls_does_not_matter() -> None:
+    optimizer, schedule = make(ScheduleConfig(), total_steps=20, warmup_steps=4)
+    rates = {}
+    for position in (12, 3.5, 0, 20, 12, 3.5):
+        schedule.apply(position)
+        rate = optimizer.param_groups[0]["lr"]
+        assert rates.setdefault(position, rate) == rate
+    assert optimizer.param_groups[0]["initial_lr"] == 0.3
+    assert rates[20] == pytest.approx(0.003)
+
+
+@given(name=st.sampled_from(NAMES), run=runs, position=st.floats(0, 400), part=st.floats(0, 1))
+def test_a_fraction_lies_between_its_steps(
+    name: str, run: dict[str, Any], position: float, part: float
+) -> None:
+    factor = lr_factor(name, **run)
+    step = int(position)
+    ends = sorted((factor(step), factor(step + 1)))
+    if step == run["warmup_steps"] - 1:  # the peak is reached here
+        ends[1] = 1.0
+    assert ends[0] - 1e-12 <= factor(step + part) <= ends[1] + 1e-12
+
+
+def test_a_rate_in_a_tensor_is_changed_in_place() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.5), foreach=False)
+    schedule = Schedule(ScheduleConfig(NAME="linear"), optimizer, total_steps=10, warmup_steps=0)
+    rate = optimizer.param_groups[0]["lr"]
+    schedule.apply(5)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == pytest.approx(0.5 * 0.505)
