@@ -9,12 +9,9 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import Any, BinaryIO
 
 from linnaeus.errors import ConfigError
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 LOGS = "logs"
 """The folder of log files inside the folder of a run."""
@@ -32,7 +29,7 @@ class _File(io.BufferedWriter):
 
     failure: OSError | None = None
 
-    def write(self, data: ReadableBuffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
