@@ -2,9 +2,9 @@
 
     python benchmarks/fault_times.py [--kind SIGKILL] [--place "in training"]
 
-Each fault happens in a real job on the CPU, on rank 0 or rank 1, at one of five places. Each line of the output
-has the seconds from the fault to the end of the last process, the exit code, what the other rank said, and
-what the same command did next. The slow start is one of 60 s, on a dataset that takes so long to build.
+Each fault happens in a real job on the CPU, on rank 0 or rank 1, at one of five places. Each line of the
+output has the seconds from the fault to the end of the last process, the exit code, what the other rank said,
+and what the same command did next. The slow start is one of 60 s, on a dataset that takes so long to build.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def show(name: str, **env: str) -> None:
         again, _, _ = run(Path(folder))
         end = "the run is complete" if again == 0 else f"exit code {again}"
         what = said[0][:90] if said else "trained to its end" if code == 0 else "nothing"
-        print(f"{name:<48} {ended - began:5.1f} s  exit code {code:>3}  {what}; next start: {end}", flush=True)
+        times = f"{ended - began:5.1f} s  exit code {code:>3}"
+        print(f"{name:<48} {times}  {what}; next start: {end}", flush=True)
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from linnaeus.rng import seed_all
 from linnaeus.tracking import Tracker
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder
-from linnaeus.training.schedule import build_schedule
+from linnaeus.training.schedule import Schedule
 from linnaeus.training.trainer import Trainer
 
 
@@ -92,7 +92,7 @@ def our_turns(config: Config, device: torch.device) -> Iterator[None]:
     _, assembly, loaders = build(config, device)
     facts = Facts(config.DATA.BATCH_SIZE, 1, config.DATA.DATASET.NUM_SAMPLES, config.OPTIMIZER.LR)
     plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
-    schedule = build_schedule(
+    schedule = Schedule(
         config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps, warmup_steps=plan.warmup_steps
     )
     trainer = Trainer(

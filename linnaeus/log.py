@@ -8,9 +8,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,13 @@ import rich.progress
 from rich.console import Console
 from rich.logging import RichHandler
 
-from linnaeus.files import prepare_run_folder, write_text_atomically
+from linnaeus.files import (
+    LOGS,
+    check_run_folder,
+    prepare_run_folder,
+    put_back,
+    write_text_atomically,
+)
 
 if TYPE_CHECKING:
     from linnaeus.dist import World
@@ -54,12 +61,7 @@ def set_up_logging(folder: Path | None, *, rank: int, console: Console) -> loggi
     if rank == 0:
         logger.addHandler(_console_handler(console))
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        file_handler = logging.FileHandler(folder / f"rank{rank}.log", encoding="utf-8")
-        file_handler.setFormatter(
-            logging.Formatter(f"%(asctime)s %(levelname)s [rank {rank}] %(name)s: %(message)s")
-        )
-        logger.addHandler(file_handler)
+        logger.addHandler(_file_handler(folder, rank))
     return logger
 
 
@@ -71,22 +73,91 @@ def close_logging() -> None:
         handler.close()
 
 
-@contextmanager
-def open_run_folder(folder: Path, world: World, *, keep: bool) -> Iterator[Console]:
-    """Prepare the folder of a run on rank 0, and log to it and to the console until the context ends.
+class RunFolder:
+    """The folder of a run, and the log of this process. Every rank must call the same methods.
+
+    Where an earlier run is in the folder, nothing is touched before `begin`: until then the log goes to the
+    console and is kept in memory for the file.
+
+    Args:
+        path: `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`.
+        world: the processes.
+        keep: use the folder of an earlier run as it is; otherwise `begin` renames it.
+
+    Attributes:
+        console: rank 0's console.
+        has_trained: whether training has changed anything yet; until then a failed start is undone.
 
     Raises:
-        ConfigError: the same on every rank; see `prepare_run_folder`.
+        ConfigError: the folder cannot be written to; the same on every rank.
     """
-    earlier = world.on_main(partial(prepare_run_folder, folder, keep=keep))
-    console = make_console()
-    set_up_logging(folder / "logs", rank=world.rank, console=console)
+
+    def __init__(self, path: Path, world: World, *, keep: bool) -> None:
+        self.console = make_console()
+        self.has_trained: Callable[[], bool] = lambda: False
+        self._path, self._world, self._keep = path, world, keep
+        self._aside: Path | None = None
+        self._early_lines: MemoryHandler | None = MemoryHandler(
+            capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False
+        )
+        holds_run = world.on_main(partial(check_run_folder, path))
+        set_up_logging(None, rank=world.rank, console=self.console).addHandler(self._early_lines)
+        if not holds_run:
+            self.begin()
+
+    def begin(self) -> None:
+        """Make the folder, move an earlier run aside, and write the log to its file from now on.
+
+        Raises:
+            ConfigError: see `prepare_run_folder`; the same on every rank.
+        """
+        if self._early_lines is None:
+            return
+        self._aside = self._world.on_main(partial(prepare_run_folder, self._path, keep=self._keep))
+        logger, early_lines = logging.getLogger(LOGGER_NAME), self._early_lines
+        handler = _file_handler(self._path / LOGS, self._world.rank)
+        early_lines.setTarget(handler)
+        early_lines.flush()
+        logger.removeHandler(early_lines)
+        early_lines.close()
+        logger.addHandler(handler)
+        self._early_lines = None
+        if self._aside is not None:
+            logging.getLogger("linnaeus.run").info("an earlier run of this name is now in %s", self._aside)
+
+    def undo(self) -> None:
+        """Give an earlier run its name back, unless training has begun; the log of this start is lost."""
+        if self._world.is_main and self._aside is not None and not self.has_trained():
+            logging.getLogger("linnaeus.run").info("nothing was trained: the earlier run gets its name back")
+            close_logging()
+            put_back(self._path, self._aside)
+
+
+@contextmanager
+def open_run_folder(path: Path, world: World, *, keep: bool) -> Iterator[RunFolder]:
+    """The folder of a run, with its log until the context ends; arguments as for `RunFolder`.
+
+    An exception before the first optimizer step undoes what `RunFolder.begin` has done to an earlier run.
+
+    Raises:
+        ConfigError: the same on every rank; see `RunFolder`.
+    """
     try:
-        if earlier is not None:
-            logging.getLogger("linnaeus.run").info("an earlier run of this name is now in %s", earlier)
-        yield console
+        folder = RunFolder(path, world, keep=keep)
+        try:
+            yield folder
+        except BaseException:
+            folder.undo()
+            raise
     finally:
         close_logging()
+
+
+def _file_handler(folder: Path, rank: int) -> logging.Handler:
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / f"rank{rank}.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [rank {rank}] %(name)s: %(message)s"))
+    return handler
 
 
 def _console_handler(console: Console) -> logging.Handler:

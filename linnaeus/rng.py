@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,16 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def set_deterministic(enabled: bool) -> None:
+    """Let torch use deterministic kernels only, or any. Call it before CUDA is used.
+
+    cuBLAS reads the size of its workspace from the environment when it starts; a value that is there is kept.
+    """
+    if enabled:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(enabled)
+
+
 def rng_state(device: torch.device) -> dict[str, Any]:
     """The state of all global generators that a step on this device may draw from.
 
@@ -45,13 +56,13 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore what `rng_state` returned."""
+    """Restore what `rng_state` returned; the generator of another kind of device is left alone."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if "device" in state:
+    if "device" in state and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(state["device"], device)
 
 

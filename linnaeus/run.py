@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from linnaeus.autobatch.planning import PlannedSizes, find_planned_sizes, search_key
 from linnaeus.autobatch.report import report_searches
@@ -23,16 +19,17 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.dist import World, errors_told_first, join, wrap
 from linnaeus.log import MetricsFile, ProgressBar, open_run_folder
-from linnaeus.rng import seed_all
+from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest
 from linnaeus.tracking import start_tracking
 from linnaeus.training.build import Assembly, assemble, check_train_config, plan_facts
-from linnaeus.training.checkpoint import CheckpointFolder
+from linnaeus.training.checkpoint import Checkpoint, CheckpointFolder, TrainingState
 from linnaeus.training.fingerprint import fingerprint
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.optim import scale_values
 from linnaeus.training.report import RESULT, report_plan, report_result, save_result
-from linnaeus.training.schedule import build_schedule
+from linnaeus.training.resume import find_checkpoint, is_finished, plain_nodes
+from linnaeus.training.schedule import Schedule
 from linnaeus.training.step import TrainStep
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.trainer import FitResult, Trainer
@@ -47,7 +44,8 @@ def run(config: Config) -> FitResult:
         LinnaeusError: something the user can mend; the message says how.
     """
     experiment, train, seed = config.EXPERIMENT, config.TRAIN, config.EXPERIMENT.SEED
-    folder = Path(experiment.OUTPUT_DIR) / experiment.NAME
+    path = Path(experiment.OUTPUT_DIR) / experiment.NAME
+    set_deterministic(train.DETERMINISTIC)
     with (
         StopRequest().listening() as stop,
         join(experiment.DEVICE, config.DIST) as world,
@@ -55,63 +53,80 @@ def run(config: Config) -> FitResult:
         errors_told_first(world),
     ):
         check_train_config(train, world)
-        console = stack.enter_context(open_run_folder(folder, world, keep=train.AUTO_RESUME))
-        checkpoints = CheckpointFolder(folder / "checkpoints")
-        checkpoint = checkpoints.load_latest(world) if train.AUTO_RESUME else None
-        torch.use_deterministic_algorithms(train.DETERMINISTIC)
+        folder = stack.enter_context(open_run_folder(path, world, keep=train.AUTO_RESUME))
+        checkpoints = stack.enter_context(
+            CheckpointFolder(
+                path / "checkpoints", keep=train.KEEP_CHECKPOINTS, background=world.device.type != "cpu"
+            )
+        )
+        nodes = plain_nodes(
+            MODEL=config.MODEL, LOSS=config.LOSS, OPTIMIZER=config.OPTIMIZER, SCHEDULE=config.SCHEDULE
+        )
+        checkpoint = None
+        if train.AUTO_RESUME:
+            checkpoint = find_checkpoint(checkpoints, nodes, train.RESUME_WITH, experiment.NAME, world)
         seed_all(seed)
 
         world.update("building data and model")
         data = build_data(config.DATA, seed=seed, on_main=world.on_main)
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world)
-        last_step = 0 if checkpoint is None else checkpoint["progress"]["step"]
+        last_step = 0 if checkpoint is None else checkpoint.content["progress"]["step"]
         world.check_equal(fingerprint(dataclasses.asdict(config), data, assembly, last_step))
+        if checkpoint is not None:
+            checkpoint.restore(TrainingState.of(assembly), world)
+            if is_finished(checkpoint.content, train.EPOCHS, path / RESULT, world):
+                progress = checkpoint.content["progress"]
+                return FitResult(progress["metrics"], images_per_s=0.0, training_s=progress["seconds"])
         sized = _find_sizes(config, data, assembly, world, checkpoint)
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
+        loaders = stack.enter_context(_loaders(config, data, plan, world))
+        train_step = _train_step(config, assembly, plan, world)
+        folder.begin()  # all that can fail because of the configuration has been done
         tracker = start_tracking(
-            experiment.WANDB, name=experiment.NAME, folder=folder / "logs", resume=checkpoint is not None,
+            experiment.WANDB, name=experiment.NAME, folder=path / "logs", resume=checkpoint is not None,
             config={**dataclasses.asdict(config), "PLAN": plan.as_dict()}, enabled=world.is_main,
         )  # fmt: skip
         stack.enter_context(tracker)
         if world.is_main:
-            (folder / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
+            (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
             for sentence in data.report:
                 logger.info(sentence)
-            report_searches(sized.found, world.device, folder / "autobatch.json", console, tracker)
+            report_searches(sized.found, world.device, path / "autobatch.json", folder.console, tracker)
             report_plan(plan, train, config.OPTIMIZER)
-            save_config(config, folder / "config.yaml", plan.as_dict())
+            save_config(config, path / "config.yaml", plan.as_dict())
 
         metrics_file = stack.enter_context(
-            MetricsFile(folder / "metrics.jsonl", enabled=world.is_main, last_step=last_step)
+            MetricsFile(path / "metrics.jsonl", enabled=world.is_main, last_step=last_step)
         )
         trainer = Trainer(
             train, plan, world, assembly,
-            loaders=stack.enter_context(_loaders(config, data, plan, world)),
-            train_step=_train_step(config, assembly, plan, world),
-            schedule=build_schedule(
+            loaders=loaders,
+            train_step=train_step,
+            schedule=Schedule(
                 config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps,
                 warmup_steps=plan.warmup_steps, batch_size_lr_factor=plan.batch_size_lr_factor,
             ),
             checkpoints=checkpoints,
             metrics_file=metrics_file,
             tracker=tracker,
-            progress_bar=ProgressBar(console if world.is_main else None),
+            progress_bar=ProgressBar(folder.console if world.is_main else None),
             stop=StopAgreement(world, stop),
-            checkpoint_extras=sized.as_dict(),
+            checkpoint_extras={"config": nodes, **sized.as_dict()},
         )  # fmt: skip
+        folder.has_trained = lambda: trainer.progress.step > last_step
         seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's
         if checkpoint is not None:
-            trainer.resume(checkpoint)
+            trainer.resume(checkpoint.content, seed)
         result = trainer.fit()
-        report_result(result, plan, train, config.DATA.BATCH_SIZE_VAL, folder, tracker)
+        report_result(result, plan, train, config.DATA.BATCH_SIZE_VAL, path, tracker)
         if world.is_main and not result.stop_signal:
-            save_result(result, plan, folder / RESULT)
+            save_result(result, plan, path / RESULT)
         return result
 
 
 def _find_sizes(
-    config: Config, data: DataBundle, assembly: Assembly, world: World, checkpoint: Mapping[str, Any] | None
+    config: Config, data: DataBundle, assembly: Assembly, world: World, checkpoint: Checkpoint | None
 ) -> PlannedSizes:
     """The batch sizes and the batch plan, with the configured sizes as limits of the search."""
     train, autobatch = config.TRAIN, config.DATA.AUTOBATCH
@@ -131,7 +146,8 @@ def _find_sizes(
         return plan_batches(train, config.OPTIMIZER, config.SCHEDULE, fitting)
 
     key = search_key(config.MODEL, config.LOSS, config.OPTIMIZER, train, config.DATA, world)
-    return find_planned_sizes(search, plan_for, config.DATA.BATCH_SIZE, key=key, checkpoint=checkpoint)
+    content = None if checkpoint is None else checkpoint.content
+    return find_planned_sizes(search, plan_for, config.DATA.BATCH_SIZE, key=key, checkpoint=content)
 
 
 def _loaders(config: Config, data: DataBundle, plan: BatchPlan, world: World) -> Loaders:

@@ -91,12 +91,12 @@ def main() -> int:
         update(plane, doing)
         watch(doing)
 
-    def watched_write(path, fill):  # type: ignore[no-untyped-def]
+    def watched_write(path, fill, **options):  # type: ignore[no-untyped-def]
         def watched_fill(file):  # type: ignore[no-untyped-def]
             fill(file)
             watch(f"writing {path.name}")
 
-        write(path, watched_fill)
+        write(path, watched_fill, **options)
 
     ControlPlane.update = watched_update  # type: ignore[method-assign]
     checkpoint.write_atomically = watched_write  # type: ignore[attr-defined]

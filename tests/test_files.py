@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import EDQUOT, ENOSPC, EROFS
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
 from linnaeus.errors import ConfigError
-from linnaeus.files import prepare_run_folder, write_atomically, write_text_atomically
+from linnaeus.files import (
+    check_run_folder,
+    prepare_run_folder,
+    put_back,
+    why_not_written,
+    write_atomically,
+    write_text_atomically,
+)
 
 
 @contextmanager
@@ -79,6 +90,54 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> Non
     assert names(tmp_path) == {"file"}
 
 
+def test_the_reason_is_not_lost_in_an_error_of_the_writers_own(tmp_path: Path) -> None:
+    """torch turns it into `unexpected pos`."""
+
+    def write(file: BinaryIO) -> None:
+        try:
+            file.write(b"x" * 2**20)
+        except OSError as error:
+            raise RuntimeError("unexpected pos") from error
+
+    with full_disk(4096), pytest.raises(OSError, match="File too large"):
+        write_atomically(tmp_path / "file", write)
+    with pytest.raises(RuntimeError, match="of its own"):
+        write_atomically(tmp_path / "file", lambda file: raise_(RuntimeError("of its own")))
+    assert names(tmp_path) == set()
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+def test_a_file_is_whole_before_it_replaces_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    seen = []
+
+    def look(temporary: Path) -> None:
+        seen.append((temporary.read_text(), path.read_text()))
+
+    write_atomically(path, lambda file: file.write(b"new"), before_replacing=look)
+    assert seen == [("new", "old")]
+    with pytest.raises(RuntimeError):
+        write_atomically(
+            path, lambda file: file.write(b"newer"), before_replacing=lambda _: raise_(RuntimeError())
+        )
+    assert path.read_text() == "new"
+
+
+def test_a_disk_without_room_is_told_from_other_errors(tmp_path: Path) -> None:
+    folder = tmp_path / "not made yet"
+    full, quota, other = (OSError(number, os.strerror(number)) for number in (ENOSPC, EDQUOT, EROFS))
+    assert re.fullmatch(
+        r"the disk is full: .*yet has [\d.e+]+ GiB free, and 3 GiB are needed",
+        why_not_written(full, folder, 3 * 2**30),
+    )
+    assert why_not_written(quota, folder, 1).startswith("the disk quota is used up: ")
+    assert why_not_written(other, folder, 1) == "Read-only file system"
+
+
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         write_text_atomically(tmp_path / "none" / "file", "text")
@@ -112,6 +171,50 @@ def test_a_resumed_run_keeps_its_folder(tmp_path: Path) -> None:
     assert prepare_run_folder(folder, keep=True) is None
     assert names(tmp_path) == {"digits"}
     assert names(folder) == {"last.pt"}
+
+
+def test_the_logs_of_a_start_that_failed_are_no_earlier_run(tmp_path: Path) -> None:
+    folder = tmp_path / "digits"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs/rank0.log").write_text("it failed")
+    assert not check_run_folder(folder)
+    assert prepare_run_folder(folder, keep=False) is None
+    assert names(folder) == {"logs"}
+
+
+def test_a_check_touches_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "digits"
+    assert not check_run_folder(tmp_path / "deep/digits")
+    folder.mkdir()
+    (folder / "last.pt").write_text("state")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path, folder)}
+    assert check_run_folder(folder)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path, folder)} == before
+    assert names(tmp_path) == {"digits"}
+
+
+def test_a_move_can_be_undone(tmp_path: Path) -> None:
+    folder = tmp_path / "digits"
+    folder.mkdir()
+    (folder / "result").write_text("first")
+    aside = prepare_run_folder(folder, keep=False)
+    assert aside is not None
+    (folder / "logs").mkdir()
+    (folder / "logs/rank0.log").write_text("it failed")
+    put_back(folder, aside)
+    assert names(tmp_path) == {"digits"}
+    assert names(folder) == {"result"}
+
+
+@pytest.mark.parametrize("prepare", [check_run_folder, partial(prepare_run_folder, keep=False)])
+@pytest.mark.parametrize("name", ["file", "file/digits", "nowhere"])
+def test_a_check_says_what_making_the_folder_would(tmp_path: Path, prepare: Any, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nowhere").symlink_to("/proc/nowhere")
+    with pytest.raises(
+        ConfigError, match=r"EXPERIMENT.OUTPUT_DIR: .* cannot be written to: .*; choose another"
+    ):
+        prepare(tmp_path / name)
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -22,8 +22,8 @@ from linnaeus.batching.scaling import (
     WARMUP_MAX_EPOCHS,
     scale_factor,
 )
-from linnaeus.batching.sizes import plan_epochs, unused_keys
-from linnaeus.batching.stages import Stage
+from linnaeus.batching.sizes import keeps_rest, plan_epochs, unused_keys
+from linnaeus.batching.stages import Split, Stage, make_stage
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from linnaeus.errors import DataError
 
@@ -49,6 +49,7 @@ class BatchPlan:
         num_samples: number of training samples.
         epochs: the stages of each epoch.
         lr_scales: `lr_scale` for each effective batch size of the run.
+        keep_rest: whether an epoch ends with a smaller step of the micro-batches that are left.
         notes, warnings: sentences for the user.
     """
 
@@ -64,6 +65,7 @@ class BatchPlan:
     num_samples: int
     epochs: tuple[tuple[Stage, ...], ...]
     lr_scales: dict[int, float]
+    keep_rest: bool = False
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -100,19 +102,63 @@ class BatchPlan:
     def rest_of_epoch(self, epoch: int, samples_done: int = 0) -> list[Stage]:
         """The remaining stages of an epoch.
 
+        Where an optimizer step of this plan ends after `samples_done`, they are those of the plan. Otherwise
+        the run was resumed with other sizes: the steps that fit into each stage's remaining samples follow,
+        and what a stage leaves over goes to the next one. What the last one leaves over is less than a step.
+
         Args:
             epoch: counted from 0.
-            samples_done: samples per rank of this epoch that have been trained on.
+            samples_done: samples of this epoch that have been trained on, over all ranks.
         """
+        planned = self._planned_rest(epoch, samples_done)
+        return self._replanned_rest(epoch, samples_done) if planned is None else planned
+
+    def _planned_rest(self, epoch: int, samples_done: int) -> list[Stage] | None:
+        """The stages that follow an optimizer step of the plan; None if no step ends after these samples."""
         stages = []
         for stage in self.epochs[epoch]:
-            samples = stage.num_steps * stage.samples_per_rank
-            skipped = min(samples_done, samples)
-            samples_done -= skipped
-            steps = (samples - skipped) // stage.samples_per_rank
+            skipped = min(samples_done // stage.effective_batch_size, stage.num_steps)
+            samples_done -= skipped * stage.effective_batch_size
+            if samples_done and skipped < stage.num_steps:
+                return None
+            if skipped < stage.num_steps:
+                stages.append(replace(stage, num_steps=stage.num_steps - skipped))
+        return stages if samples_done == 0 else None
+
+    def _replanned_rest(self, epoch: int, samples_done: int) -> list[Stage]:
+        """The steps of a resumed epoch whose samples so far are no whole steps of this plan."""
+        stages, end, planned = [], 0, self.epochs[epoch]
+        if self.keep_rest and len(planned) > 1:
+            planned = planned[:-1]  # the smaller step at the end is worked out anew
+        for stage in planned:
+            end += stage.num_steps * stage.effective_batch_size
+            limit = self.num_samples if stage is planned[-1] else end
+            steps = max(limit - samples_done, 0) // stage.effective_batch_size
             if steps:
                 stages.append(replace(stage, num_steps=steps))
+                samples_done += steps * stage.effective_batch_size
+        micro_batches = (self.num_samples - samples_done) // (self.world_size * stage.micro_batch_size)
+        if self.keep_rest and micro_batches:
+            stages.append(make_stage(1, Split(stage.micro_batch_size, micro_batches), self.world_size))
         return stages
+
+    def position(self, epoch: int, samples_done: int) -> float:
+        """The optimizer steps of this plan before a point of the run; a fraction between two steps.
+
+        A run that follows the plan from its start has a whole number here: its steps so far.
+
+        Args:
+            epoch: finished epochs.
+            samples_done: samples of the current epoch that have been trained on, over all ranks.
+        """
+        if epoch >= self.num_epochs:
+            return float(self.total_steps)
+        steps = float(self._epoch_starts[epoch])
+        for stage in self.epochs[epoch]:
+            in_stage = min(samples_done, stage.num_steps * stage.effective_batch_size)
+            steps += in_stage / stage.effective_batch_size
+            samples_done -= in_stage
+        return steps
 
     def micro_batches(self, epoch: int, samples_done: int = 0) -> Iterator[int]:
         """The size of each remaining micro-batch of an epoch; arguments as for `rest_of_epoch`."""
@@ -120,12 +166,17 @@ class BatchPlan:
             for _ in range(stage.num_steps * stage.accumulation_steps):
                 yield stage.micro_batch_size
 
-    def batch_size_lr_factor(self, step: int) -> float:
-        """Learning-rate factor for the batch size of an optimizer step, relative to the peak, in (0, 1]."""
+    def batch_size_lr_factor(self, position: float) -> float:
+        """Learning-rate factor for the batch size at a position, relative to the peak, in (0, 1]."""
         if not self.changes:
             return 1.0
-        number = min(bisect.bisect_right(self._stage_ends, step), len(self.stages) - 1)
+        number = min(bisect.bisect_right(self._stage_ends, position), len(self.stages) - 1)
         return self.lr_scales[self.stages[number].effective_batch_size] / self.lr_scale
+
+    @cached_property
+    def _epoch_starts(self) -> list[int]:
+        """Optimizer steps of the plan before each epoch."""
+        return [0, *accumulate(self.steps_per_epoch)]
 
     @cached_property
     def _stage_ends(self) -> list[int]:
@@ -213,6 +264,7 @@ def plan_batches(
         num_samples=facts.num_samples,
         epochs=epochs,
         lr_scales=lr_scales,
+        keep_rest=keeps_rest(train),
         notes=(*unused_keys(train), *notes),
         warnings=tuple(plan_warnings(train, facts, splits, optimizer=name, learning_rate=learning_rate)),
     )

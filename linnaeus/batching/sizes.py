@@ -60,8 +60,9 @@ def plan_epochs(train: TrainConfig, facts: Facts) -> tuple[list[Split], tuple[tu
         _check_split(key, size, facts)
     samples, world_size, schedule = facts.epoch_samples_per_rank, facts.world_size, train.BATCH_SCHEDULE
     changes = _size_changes(train, facts)
-    keep_rest = schedule.NAME == "constant" and train.EFFECTIVE_BATCH_SIZE is None
-    epochs = split_epochs(changes, schedule.UNIT, train.EPOCHS, samples, world_size, keep_rest=keep_rest)
+    epochs = split_epochs(
+        changes, schedule.UNIT, train.EPOCHS, samples, world_size, keep_rest=keeps_rest(train)
+    )
     num_steps = sum(stage.num_steps for stages in epochs for stage in stages)
     if schedule.UNIT == "steps" and changes[-1].start >= num_steps:
         key = "MILESTONES" if schedule.NAME == "milestones" else "LENGTH"
@@ -70,6 +71,11 @@ def plan_epochs(train: TrainConfig, facts: Facts) -> tuple[list[Split], tuple[tu
             f"run has only {num_steps}; lower it or raise TRAIN.EPOCHS"
         )
     return [change.split for change in changes], epochs
+
+
+def keeps_rest(train: TrainConfig) -> bool:
+    """Whether an epoch ends with a smaller step: no effective batch size is asked for."""
+    return train.BATCH_SCHEDULE.NAME == "constant" and train.EFFECTIVE_BATCH_SIZE is None
 
 
 def unused_keys(train: TrainConfig) -> list[str]:

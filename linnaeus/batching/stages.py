@@ -177,15 +177,16 @@ def split_epochs(
                 steps = min(steps, changes[following].start - step)
             if steps == 0:
                 break
-            stages.append(_stage(steps, split, world_size))
+            stages.append(make_stage(steps, split, world_size))
             step, samples_left = step + steps, samples_left - steps * split.samples_per_rank
         if keep_rest and (num_micro_batches := samples_left // split.micro_batch_size):
-            stages.append(_stage(1, Split(split.micro_batch_size, num_micro_batches), world_size))
+            stages.append(make_stage(1, Split(split.micro_batch_size, num_micro_batches), world_size))
             step += 1
         epochs.append(tuple(stages))
     return tuple(epochs)
 
 
-def _stage(num_steps: int, split: Split, world_size: int) -> Stage:
+def make_stage(num_steps: int, split: Split, world_size: int) -> Stage:
+    """Optimizer steps with the same split on every rank."""
     effective_batch_size = split.samples_per_rank * world_size
     return Stage(split.micro_batch_size, split.accumulation_steps, effective_batch_size, num_steps)

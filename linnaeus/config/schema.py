@@ -98,7 +98,9 @@ class ExperimentConfig:
 
     NAME: str = key("digits", "name of the run, and of its folder in OUTPUT_DIR", check=_run_name)
     OUTPUT_DIR: str = key("runs", "folder that holds the folders of all runs")
-    SEED: int = key(0, "seed of the initial weights, the order of the samples and the augmentation", ge=0)
+    SEED: int = key(
+        0, "seed of the initial weights, the order of the samples and the augmentation", ge=0, lt=2**63
+    )
     DEVICE: str = key("auto", "torch device such as `cpu`, `cuda` or `cuda:1`; `auto` prefers an accelerator")
     WANDB: WandbConfig = key(WandbConfig, "Weights & Biases")
 
@@ -370,7 +372,22 @@ class TrainConfig:
     LOG_EVERY: int = key(20, "optimizer steps between two lines of training metrics", ge=1)
     VALIDATE_EVERY: int = key(1, "epochs between two validations; the last epoch is always validated", ge=1)
     CHECKPOINT_EVERY: int = key(1, "epochs between two checkpoints; the last epoch always has one", ge=1)
+    CHECKPOINT_EVERY_STEPS: int | None = key(
+        None, "optimizer steps between two checkpoints within an epoch; null writes none by steps", ge=1
+    )
+    CHECKPOINT_EVERY_MINUTES: float | None = key(
+        None, "time between two checkpoints within an epoch; null writes none by time", unit="minutes", gt=0
+    )
+    KEEP_CHECKPOINTS: int = key(
+        0, "checkpoints that are kept as `step_<number>.pt`, beside `last.pt`, `previous.pt` and `best.pt`",
+        ge=0,
+    )  # fmt: skip
     AUTO_RESUME: bool = key(False, "continue from the run's last checkpoint, if there is one")
+    RESUME_WITH: str | None = key(
+        None, "what a resumed run takes from this configuration although its checkpoint has another value: "
+        "`lr` takes the learning rate, the weight decay, their scaling and SCHEDULE; null refuses a change",
+        choices=("lr",),
+    )  # fmt: skip
 
 
 @dataclass

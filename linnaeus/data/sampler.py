@@ -17,8 +17,9 @@ SampleKey = tuple[int, int]
 class EpochSampler(Sampler[SampleKey]):
     """Training samples of one process, in an order that depends on (seed, epoch) alone.
 
-    All processes shuffle alike and take every world_size-th sample. Each gets floor(length / world_size) of
-    them, so that all make the same number of steps; the few left over differ from epoch to epoch.
+    All processes shuffle alike, leave out the samples that are skipped, and take every world_size-th of the
+    others. Each gets floor((length - skip) / world_size) of them, so that all make the same number of steps;
+    the few left over differ from epoch to epoch. An epoch may be resumed on another number of processes.
 
     Args:
         length: samples of the whole dataset.
@@ -39,7 +40,7 @@ class EpochSampler(Sampler[SampleKey]):
 
         Args:
             epoch: number of the epoch, from 0.
-            skip: samples of this process to leave out at the start, which a resumed run has seen already.
+            skip: samples over all processes to leave out at the start, which a resumed run has seen already.
         """
         self.epoch = epoch
         self.skip = skip
@@ -47,8 +48,8 @@ class EpochSampler(Sampler[SampleKey]):
     def __iter__(self) -> Iterator[SampleKey]:
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         order = torch.randperm(self.length, generator=generator)
-        count = self.length // self.world_size
-        mine = order[self.rank :: self.world_size][self.skip : count].clone()
+        rest = order[self.skip :]
+        mine = rest[self.rank :: self.world_size][: len(rest) // self.world_size].clone()
         epoch = self.epoch
         # In chunks, so that an epoch of millions of samples is not a list of Python numbers.
         for start in range(0, len(mine), 4096):
@@ -57,7 +58,7 @@ class EpochSampler(Sampler[SampleKey]):
 
 
 Sizes = Callable[[int, int], Iterator[int]]
-"""Given an epoch and the samples to skip at its start, yields the size of each remaining batch."""
+"""Given an epoch and the samples to skip at its start, over all processes: sizes of the remaining batches."""
 
 
 class PlannedBatches(Sampler[list[SampleKey]]):

@@ -1,23 +1,37 @@
-"""Checkpoints: written atomically, and read without running code from them."""
+"""Checkpoints: written atomically, and read once, without running code from them."""
 
 from __future__ import annotations
 
 import logging
 import os
 import shutil
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from linnaeus import nest
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError
-from linnaeus.files import write_atomically
+from linnaeus.files import why_not_written, write_atomically
 from linnaeus.training.ema import Ema
+from linnaeus.training.transfer import broadcast_state
+
+if TYPE_CHECKING:
+    from linnaeus.training.build import Assembly
 
 logger = logging.getLogger("linnaeus.checkpoint")
+
+REMEDY = "Choose another EXPERIMENT.NAME or set TRAIN.AUTO_RESUME False"
+
+_OWN_VALUES = ("lr", "weight_decay")
+"""Values of an optimizer's groups that come from the configuration and not from a checkpoint. The others are
+equal in both, or belong to the optimizer's state, such as a count of steps."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +46,24 @@ class TrainingState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    schedule: torch.optim.lr_scheduler.LRScheduler
     ema: Ema | None
+
+    @classmethod
+    def of(cls, assembly: Assembly) -> TrainingState:
+        """The state of a run's model and of what belongs to it."""
+        return cls(assembly.model, assembly.optimizer, assembly.scaler, assembly.ema)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each object, by attribute."""
         parts = {part.name: getattr(self, part.name) for part in fields(self)}
         return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
+    def load_state_dict(self, state: Mapping[str, Any], changes: Sequence[str] = ()) -> None:
+        """Restore what `state_dict` returned; learning rate and weight decay stay those of the optimizer.
+
+        Args:
+            state: the state; its tensors may become those of the optimizer.
+            changes: how the model's configuration differs from the checkpoint's, for the error's message.
 
         Raises:
             CheckpointError: it belongs to another model or another configuration.
@@ -52,65 +74,195 @@ class TrainingState:
                 continue
             if part.name not in state:
                 raise CheckpointError(
-                    f"the checkpoint has no {part.name}; it was written with another configuration. "
-                    "Choose another EXPERIMENT.NAME or set TRAIN.AUTO_RESUME False"
+                    f"the checkpoint has no {part.name}; it was written with another configuration. {REMEDY}"
                 )
+            content = state[part.name]
             try:
-                target.load_state_dict(state[part.name])
+                target.load_state_dict(
+                    _with_own_values(content, target) if part.name == "optimizer" else content
+                )
             except (RuntimeError, ValueError, KeyError) as error:
+                reason = _misfit(target, content, changes) or str(error).partition("\n")[0]
                 raise CheckpointError(
-                    f"the checkpoint's {part.name} does not fit this configuration: {error}. "
-                    "Choose another EXPERIMENT.NAME or set TRAIN.AUTO_RESUME False"
+                    f"the checkpoint's {part.name} does not fit this configuration: {reason}. {REMEDY}"
                 ) from error
 
 
+def _with_own_values(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's saved state with the learning rates and weight decays that the optimizer has now."""
+    groups = [
+        {name: value for name, value in group.items() if name != "initial_lr"}
+        | {name: own[name] for name in _OWN_VALUES if name in own}
+        for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=False)
+    ]
+    return {"state": saved["state"], "param_groups": groups + saved["param_groups"][len(groups) :]}
+
+
+def _misfit(target: Any, saved: Mapping[str, Any], changes: Sequence[str]) -> str | None:
+    """What another model differs in: its configuration, or names and shapes; None for other objects."""
+    if not isinstance(target, nn.Module):
+        return None
+    if changes:
+        return ", ".join(changes)
+    shapes, saved_shapes = (
+        {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+        for state in (target.state_dict(), saved)
+    )
+    names = [name for name in shapes | saved_shapes if shapes.get(name) != saved_shapes.get(name)]
+    return (
+        f"{len(names)} of {len(shapes)} tensors differ in name or shape, such as {names[0]}"
+        if names
+        else None
+    )
+
+
+class Checkpoint:
+    """A checkpoint that rank 0 has read. The small entries are on every rank.
+
+    Args:
+        content: all entries but the state.
+        state: the state of model, optimizer, gradient scaler and average on rank 0; nothing elsewhere.
+
+    Attributes:
+        changes: how this configuration's model and loss differ from the checkpoint's, as text.
+    """
+
+    def __init__(self, content: dict[str, Any], state: dict[str, Any]) -> None:
+        self.content = content
+        self.changes: list[str] = []
+        self._state = state
+
+    def restore(self, target: TrainingState, world: World) -> None:
+        """Load the state on every rank and let go of it; it can be done once. Every rank must call this.
+
+        Args:
+            target: the objects of this run.
+            world: the processes.
+
+        Raises:
+            CheckpointError: it belongs to another model or another configuration; the same on every rank.
+        """
+        state, self._state = self._state, {}
+        changes = [change for change in self.changes if change.startswith("MODEL.")]
+        world.on_main(partial(target.load_state_dict, state, changes))
+        state = broadcast_state(state, world)
+        if not world.is_main:
+            target.load_state_dict(state)
+        for change in self.changes:
+            logger.warning("warning: resumed with another %s", change)
+
+
 class CheckpointFolder:
-    """`last.pt`, the one before it in `previous.pt`, and `best.pt`.
+    """`last.pt`, the one before it in `previous.pt`, `best.pt`, and numbered ones where they are asked for.
 
     A new checkpoint is written to `pending.pt` first. A process that is killed at any moment leaves at least
-    one of `last.pt`, `previous.pt` and `pending.pt` whole, even where `last.pt` was damaged before.
+    one of `last.pt`, `previous.pt` and `pending.pt` whole, even where `last.pt` was damaged before. As a
+    context manager it waits for the file that is being written in the background.
 
     Args:
         folder: the run's `checkpoints/`.
+        keep: number of checkpoints that are kept as `step_<number>.pt`, hard links to the newest ones.
+        background: copy the content to the host and let a thread write it. The next call and the end of the
+            context wait for the thread, and raise its error.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, keep: int = 0, background: bool = False) -> None:
         self.folder = folder
         self.pending = folder / "pending.pt"
         self.last = folder / "last.pt"
         self.previous = folder / "previous.pt"
         self.best = folder / "best.pt"
+        self._keep = keep
+        self._background = background
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> CheckpointFolder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if kind is None:
+                raise
+            logger.error("%s", error)  # the exception under way is the one to report
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk.
+
+        Raises:
+            CheckpointError: the disk did not take it; the checkpoints before it are kept.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def save(self, content: dict[str, Any], *, is_best: bool = False) -> None:
         """Write `last.pt`, and with `is_best` also `best.pt`.
 
         Raises:
-            CheckpointError: the disk does not take it; the checkpoints before it are kept.
+            CheckpointError: the disk does not take it, or did not take the one before it; the checkpoints
+                that there are stay.
         """
+        self.wait()
+        if not self._background:
+            self._write(content, is_best)
+            return
+        copy = nest.map_leaves(_host_copy, content)
+        self._thread = threading.Thread(target=self._write_aside, args=(copy, is_best), name="checkpoint")
+        self._thread.start()
+
+    def _write_aside(self, content: dict[str, Any], is_best: bool) -> None:
+        try:
+            self._write(content, is_best)
+        except BaseException as error:  # raised again by `wait`
+            self._failure = error
+
+    def _write(self, content: dict[str, Any], is_best: bool) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while writing
                 leftover.unlink()
-            write_atomically(self.pending, lambda file: torch.save(content, file))
-            if is_best:  # first: if the process dies in between, the best checkpoint has its name
-                self._link_best()
+            # `best.pt` comes first: a checkpoint that is found later has its link.
+            write_atomically(
+                self.pending, lambda file: torch.save(content, file),
+                before_replacing=partial(_link, self.best) if is_best else None,
+            )  # fmt: skip
             if self.last.exists():
                 self.last.replace(self.previous)
             self.pending.replace(self.last)
-        except (OSError, RuntimeError) as error:
+            if self._keep:
+                _link(self.folder / f"step_{content['progress']['step']:08d}.pt", self.last)
+                for path in self._numbered()[self._keep :]:
+                    path.unlink()
+        except OSError as error:
+            reason = why_not_written(error, self.folder, nest.num_bytes(content))
+            raise CheckpointError(
+                f"{self.last} cannot be written: {reason}; the checkpoints before it are kept"
+            ) from error
+        except RuntimeError as error:
             raise CheckpointError(f"{self.last} cannot be written: {error}") from error
 
-    def find_latest(self) -> Path | None:
-        """The newest checkpoint that can be read; None when there is none at all.
+    def _numbered(self) -> list[Path]:
+        """The numbered checkpoints, the one written last first."""
+        return sorted(self.folder.glob("step_*.pt"), key=lambda path: -path.stat().st_mtime_ns)
+
+    def read_latest(self) -> dict[str, Any] | None:
+        """The newest checkpoint that can be read, as `load_checkpoint` gives it; None when there is none.
 
         Raises:
             CheckpointError: there are checkpoints, but none can be read.
         """
-        found = [path for path in (self.last, self.previous, self.pending) if path.exists()]
+        # `pending.pt` gets its name when it is whole, and `last.pt` takes its place at once.
+        paths = (self.pending, self.last, self.previous, *self._numbered())
+        found = [path for path in paths if path.exists()]
         for path in found:
             try:
-                load_checkpoint(path)
-                return path
+                return load_checkpoint(path)
             except CheckpointError as error:
                 logger.warning("%s; trying the one before it", error)
         if found:
@@ -120,29 +272,50 @@ class CheckpointFolder:
             )
         return None
 
-    def load_latest(self, world: World) -> dict[str, Any] | None:
-        """The checkpoint that `find_latest` finds on rank 0, on every rank."""
-        path = world.on_main(self.find_latest)
-        return None if path is None else load_checkpoint(path)
+    def load_latest(self, world: World) -> Checkpoint | None:
+        """What `read_latest` reads on rank 0; other ranks need no access to the file. Every rank calls this.
 
-    def _link_best(self) -> None:
-        """Hard-link `best.pt` to the pending file; checkpoints are replaced, never changed in place."""
-        temporary = self.folder / ".best.tmp"
-        try:
-            os.link(self.pending, temporary)
-        except OSError:
-            shutil.copyfile(self.pending, temporary)
-        temporary.replace(self.best)
+        Raises:
+            CheckpointError: the same on every rank.
+        """
+        state: dict[str, Any] = {}
+
+        def read() -> dict[str, Any] | None:
+            content = self.read_latest()
+            if content is not None:
+                state.update(content.pop("state", {}))
+            return content
+
+        content = world.on_main(read)
+        return None if content is None else Checkpoint(content, state)
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def _link(path: Path, source: Path) -> None:
+    """Hard-link `path` to a checkpoint; checkpoints are replaced, never changed in place."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copyfile(source, temporary)
+    temporary.replace(path)
+
+
+def _host_copy(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+
+
+def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Read a checkpoint onto the CPU; only tensors and plain values are accepted (`weights_only`).
+
+    Args:
+        path: the file.
+        mmap: read tensors only when they are used; damage to them is not noticed.
 
     Raises:
         CheckpointError: the file is damaged, or no checkpoint.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch reports damage with many kinds of exceptions
         reason = str(error).partition("\n")[0]
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The learning rate, a pure function of the optimizer step.
+"""The learning rate, a pure function of the position in the run.
 
 >>> factor = lr_factor("linear", total_steps=10, warmup_steps=2, min_fraction=0.0)
 >>> [round(factor(step), 3) for step in (0, 1, 2, 6, 10)]
@@ -17,8 +17,10 @@ from linnaeus.config.schema import ScheduleConfig
 
 def lr_factor(
     name: str, *, total_steps: int, warmup_steps: int, min_fraction: float
-) -> Callable[[int], float]:
-    """The learning rate as a fraction of its peak, for each optimizer step, counted from 0.
+) -> Callable[[float], float]:
+    """The learning rate as a fraction of its peak, for each position in the run.
+
+    A position is a number of optimizer steps, counted from 0; a fraction lies between two steps.
 
     It rises linearly over `warmup_steps`, then falls to `min_fraction` at `total_steps`: along half a cosine
     (Loshchilov and Hutter 2017, eq. 5), along a line, or not at all.
@@ -30,10 +32,10 @@ def lr_factor(
         min_fraction: fraction of the peak at the end.
     """
 
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
+    def factor(position: float) -> float:
+        if position < warmup_steps:
+            return min((position + 1) / warmup_steps, 1.0)
+        progress = min((position - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
         match name:
             case "cosine":
                 remaining = (1 + math.cos(math.pi * progress)) / 2
@@ -46,26 +48,46 @@ def lr_factor(
     return factor
 
 
-def build_schedule(
-    config: ScheduleConfig,
-    optimizer: torch.optim.Optimizer,
-    *,
-    total_steps: int,
-    warmup_steps: int,
-    batch_size_lr_factor: Callable[[int], float] = lambda step: 1.0,
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """The schedule; call its `step` once per optimizer step.
+class Schedule:
+    """Sets the learning rate of every parameter group. It has no state: the position decides.
 
     Args:
         config: the SCHEDULE node; its warm-up keys are not read.
-        optimizer: its learning rates are the peaks.
+        optimizer: its learning rates are the peaks, which each group keeps as `initial_lr`.
         total_steps: optimizer steps of the whole run, the warm-up included.
         warmup_steps: optimizer steps of the warm-up.
-        batch_size_lr_factor: learning-rate factor for the batch size of an optimizer step, in (0, 1].
+        batch_size_lr_factor: learning-rate factor for the batch size at a position, in (0, 1].
     """
-    factor = lr_factor(
-        config.NAME, total_steps=total_steps, warmup_steps=warmup_steps, min_fraction=config.MIN_LR_FRACTION
-    )
-    return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: factor(step) * batch_size_lr_factor(step)
-    )
+
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        optimizer: torch.optim.Optimizer,
+        *,
+        total_steps: int,
+        warmup_steps: int,
+        batch_size_lr_factor: Callable[[float], float] = lambda position: 1.0,
+    ) -> None:
+        self._optimizer = optimizer
+        self._factor = lr_factor(
+            config.NAME, total_steps=total_steps, warmup_steps=warmup_steps,
+            min_fraction=config.MIN_LR_FRACTION,
+        )  # fmt: skip
+        self._batch_size_lr_factor = batch_size_lr_factor
+        for group in optimizer.param_groups:
+            group["initial_lr"] = float(group["lr"])
+        self.apply(0)
+
+    def apply(self, position: float) -> None:
+        """Set the learning rates of the next optimizer step.
+
+        Args:
+            position: optimizer steps of the plan before it, as `BatchPlan.position` gives them.
+        """
+        factor = self._factor(position) * self._batch_size_lr_factor(position)
+        for group in self._optimizer.param_groups:
+            lr = group["initial_lr"] * factor
+            if isinstance(group["lr"], torch.Tensor):  # compiled and capturable optimizers read it in place
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.batching.stages import Stage
@@ -19,12 +19,14 @@ from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
 from linnaeus.log import MetricsFile, ProgressBar
-from linnaeus.rng import rng_state, set_rng_state
+from linnaeus.rng import rng_state
 from linnaeus.tracking import Tracker
 from linnaeus.training.batchnorm import distribute_batchnorm
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.metrics import headline
+from linnaeus.training.resume import restore_generators
+from linnaeus.training.schedule import Schedule
 from linnaeus.training.step import TrainStep
 from linnaeus.training.stop import StopAgreement
 
@@ -92,7 +94,7 @@ class Trainer:
     assembly: Assembly
     loaders: Loaders
     train_step: TrainStep
-    schedule: LRScheduler
+    schedule: Schedule
     checkpoints: CheckpointFolder
     metrics_file: MetricsFile
     tracker: Tracker
@@ -102,46 +104,54 @@ class Trainer:
     progress: TrainingProgress = field(default_factory=TrainingProgress)
 
     def __post_init__(self) -> None:
-        assembly = self.assembly
-        self._state = TrainingState(
-            assembly.model, assembly.optimizer, assembly.scaler, self.schedule, assembly.ema
-        )
+        self._state = TrainingState.of(self.assembly)
         self._num_images = 0
         self._seconds = 0.0
+        self._clock = self._saved_at = time.monotonic()
 
-    def resume(self, checkpoint: dict[str, Any]) -> None:
-        """Continue from a checkpoint.
+    def resume(self, content: Mapping[str, Any], seed: int) -> None:
+        """Continue where a checkpoint was written; its state has been loaded before.
 
-        Raises:
-            CheckpointError: it belongs to another model or another configuration.
+        Args:
+            content: of the checkpoint, without the state.
+            seed: seed of the run.
         """
-        self._state.load_state_dict(checkpoint["state"])
-        self.progress = TrainingProgress(**checkpoint["progress"])
-        if self.train_step.probe is not None and checkpoint.get("noise_scale") is not None:
-            self.train_step.probe.scale.load_state_dict(checkpoint["noise_scale"])
-        generators = checkpoint["rng"]
-        if self.world.rank < len(generators):
-            set_rng_state(generators[self.world.rank], self.world.device)
+        self.progress = TrainingProgress(**content["progress"])
+        if self.train_step.probe is not None and content.get("noise_scale") is not None:
+            self.train_step.probe.scale.load_state_dict(content["noise_scale"])
+        restore_generators(content, self.world, seed)
+        self._set_lr()
         logger.info(
             "resumed after %d optimizer steps, in epoch %d", self.progress.step, self.progress.epoch + 1
         )
-        if changes := self.plan.differences(checkpoint.get("plan", {})):
+        if changes := self.plan.differences(content.get("plan", {})):
             logger.warning(
-                "warning: the checkpoint was written with another batch plan (%s); the checkpoint's learning "
-                "rate and weight decay are kept",
+                "warning: the checkpoint was written with another batch plan (%s); training goes on with "
+                "this plan and its learning rate, at the same place in the schedule",
                 ", ".join(changes),
             )
 
+    def _set_lr(self) -> None:
+        """Set the learning rate of the next optimizer step."""
+        self.schedule.apply(self.plan.position(self.progress.epoch, self.progress.samples))
+
     def fit(self) -> FitResult:
-        """Train until the last epoch or until the user asks to stop."""
+        """Train until the last epoch or until the user asks to stop.
+
+        Raises:
+            CheckpointError: a checkpoint cannot be written.
+        """
         with self.stop.deferred(), self.progress_bar:
             while self.progress.epoch < self.plan.num_epochs:
                 self.train_epoch()
+                if not self.stop.number:
+                    self._end_epoch()
                 if self.stop.number:
                     self._save()
                     break
-                self.progress.epoch, self.progress.samples = self.progress.epoch + 1, 0
-                self._end_epoch()
+            if not self.progress.metrics and not self.stop.number:
+                self._validate()  # resumed with fewer epochs, before the first validation
+        self.checkpoints.wait()
         images_per_s = self._num_images / self._seconds if self._seconds else 0.0
         return FitResult(
             self.progress.metrics, images_per_s, self.progress.seconds, self._noise_scale, self.stop.number
@@ -154,7 +164,7 @@ class Trainer:
 
     def train_epoch(self) -> None:
         """Train on the rest of the current epoch, or on less of it when the user asks to stop."""
-        epoch, samples_done = self.progress.epoch, self.progress.samples // self.world.world_size
+        epoch, samples_done = self.progress.epoch, self.progress.samples
         self.loaders.train.set_epoch(epoch, skip=samples_done)
         stages = self.plan.rest_of_epoch(epoch, samples_done)
         remaining = sum(stage.num_steps for stage in stages)
@@ -163,27 +173,43 @@ class Trainer:
         self.train_step.model.train()
         meter = LossMeter(self.world)
         batches = iter(self.loaders.train)
-        started = time.perf_counter()
+        self._clock = time.monotonic()
         for stage in chain.from_iterable(repeat(stage, stage.num_steps) for stage in stages):
             lr = self.assembly.optimizer.param_groups[0]["lr"]
             probe = self.train_step.probe
             if probe is not None and self.progress.step % self.config.NOISE_SCALE.EVERY == 0:
                 probe.arm()
             meter.add(self.train_step(batches, stage.accumulation_steps))
-            self.schedule.step()
             remaining -= 1
             self.progress.step += 1
             self.progress.samples += stage.effective_batch_size
             self._num_images += stage.effective_batch_size
+            self._set_lr()
             self.progress_bar.advance(1)
             if self.progress.step % self.config.LOG_EVERY == 0 or not remaining:
                 self._log_training(meter, lr, stage)
-            self.stop.after_step()
+            if self._time_to_save():
+                self._count_seconds()
+                self._save()
+                self._clock = time.monotonic()
             if self.stop.number:
                 break
-        seconds = time.perf_counter() - started
-        self._seconds += seconds
-        self.progress.seconds += seconds
+        self._count_seconds()
+
+    def _count_seconds(self) -> None:
+        """Add the time since the last call, or since `_clock` was set, to the time of training."""
+        now = time.monotonic()
+        self._seconds += now - self._clock
+        self.progress.seconds += now - self._clock
+        self._clock = now
+
+    def _time_to_save(self) -> bool:
+        """Whether to write a checkpoint after this step; the ranks agree on stopping too."""
+        minutes, every_steps = self.config.CHECKPOINT_EVERY_MINUTES, self.config.CHECKPOINT_EVERY_STEPS
+        is_late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        by_clock = self.stop.after_step(save=is_late)
+        by_steps = every_steps is not None and self.progress.step % every_steps == 0
+        return (by_clock or by_steps) and not self.stop.number  # a run that stops saves anyway
 
     def _log_training(self, meter: LossMeter, lr: float, stage: Stage) -> None:
         values = {"loss": meter.drain(), "lr": lr}
@@ -200,32 +226,45 @@ class Trainer:
         self.tracker.log({f"{split}/{name}": value for name, value in values.items()}, step=progress.step)
 
     def _end_epoch(self) -> None:
-        """Validate and save if it is time to; always after the last epoch."""
-        epoch, config = self.progress.epoch, self.config
+        """Validate and save if it is time to; always after the last epoch.
+
+        If the validation is broken off, the epoch does not count as finished: a resumed run has no step left
+        in it, and validates.
+        """
+        config, samples = self.config, self.progress.samples
+        self.progress.epoch, self.progress.samples = self.progress.epoch + 1, 0
+        self._set_lr()
+        epoch = self.progress.epoch
         is_last = epoch == self.plan.num_epochs
         is_best = False
         if is_last or epoch % config.VALIDATE_EVERY == 0:
             is_best = self._validate()
-        if is_last or is_best or epoch % config.CHECKPOINT_EVERY == 0:
+        if self.stop.number:
+            self.progress.epoch, self.progress.samples = epoch - 1, samples
+        elif is_last or is_best or epoch % config.CHECKPOINT_EVERY == 0:
             self._save(is_best=is_best)
 
     def _validate(self) -> bool:
-        """Validate and log; return whether this is the best result so far."""
+        """Validate and log; return whether this is the best result so far.
+
+        If any rank was asked to stop, all break the validation off, and `stop` says so.
+        """
         step, metrics = self.assembly.validation_step, self.assembly.metrics
         self.world.update(f"validating after epoch {self.progress.epoch}")
-        ema = self.assembly.ema
-        distribute_batchnorm(
-            self.assembly.model, ema.module if ema else None, self.world, self.config.DISTRIBUTE_BN
-        )
+        self._distribute_batchnorm()
         step.model.eval()
         if self.world.device.type != "cpu":
             torch.accelerator.empty_cache()  # AutoBatch measured validation without training's cached blocks
         metrics.reset()
         started = time.perf_counter()
         for batch in self.loaders.val:
+            if self.stop.is_requested:
+                break
             step(batch)
-        values = metrics.compute(self.world)
-        assert values is not None  # no rank breaks its validation off
+        values = metrics.compute(self.world, aborted=self.stop.is_requested)
+        if values is None:
+            self.stop.exchange()
+            return False
         seconds = time.perf_counter() - started
         self.progress.metrics = values
         self._write("val", values)
@@ -237,9 +276,17 @@ class Trainer:
         self.progress.best = value
         return True
 
+    def _distribute_batchnorm(self) -> None:
+        ema = self.assembly.ema
+        average = None if ema is None else ema.module
+        distribute_batchnorm(self.assembly.model, average, self.world, self.config.DISTRIBUTE_BN)
+
     def _save(self, *, is_best: bool = False) -> None:
         """Write a checkpoint on rank 0; every rank must call this."""
         self.world.update("saving a checkpoint")
+        samples = self.progress.samples
+        if samples and not self.plan.rest_of_epoch(self.progress.epoch, samples):
+            self._distribute_batchnorm()  # the next thing that a resumed run does is to validate
         generators = self.world.collect(rng_state(self.world.device))
         probe = self.train_step.probe
         if self.world.is_main:
@@ -251,6 +298,7 @@ class Trainer:
                 **self.checkpoint_extras,
             }
             self.checkpoints.save(content, is_best=is_best)
+        self._saved_at = time.monotonic()
 
 
 class LossMeter:

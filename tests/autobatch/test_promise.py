@@ -34,7 +34,7 @@ from linnaeus.rng import seed_all
 from linnaeus.tracking import Tracker
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder
-from linnaeus.training.schedule import build_schedule
+from linnaeus.training.schedule import Schedule
 from linnaeus.training.trainer import Trainer
 from tests import forks
 
@@ -131,7 +131,7 @@ def train(searched: Searched, folder: Path, num_steps: int = NUM_STEPS) -> tuple
     config.DATA.DATASET.NUM_SAMPLES_VAL = num_steps * size_val if "val" in found else 8
     facts = Facts(size, 1, config.DATA.DATASET.NUM_SAMPLES, config.OPTIMIZER.LR)
     plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
-    schedule = build_schedule(
+    schedule = Schedule(
         config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps, warmup_steps=plan.warmup_steps
     )
     with build_loaders(

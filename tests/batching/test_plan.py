@@ -188,7 +188,7 @@ def test_the_rest_of_an_epoch_continues_where_it_stopped(run: dict[str, Any], da
         stage.samples_per_rank for stage in plan.epochs[epoch] for _ in range(stage.num_steps)
     ]
     steps_done = data.draw(st.integers(0, len(samples_per_rank_of)))
-    done = sum(samples_per_rank_of[:steps_done])
+    done = sum(samples_per_rank_of[:steps_done]) * plan.world_size
     rest = plan.rest_of_epoch(epoch, done)
     assert [stage.samples_per_rank for stage in rest for _ in range(stage.num_steps)] == samples_per_rank_of[
         steps_done:

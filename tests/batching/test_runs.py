@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ def test_everything_counts_optimizer_steps(
     assert rates[:2] == pytest.approx([0.005, 0.01])
     state = checkpoint(folder)["state"]
     assert state["ema"]["num_updates"] == total
-    assert state["schedule"]["last_epoch"] == total
+    assert checkpoint(folder)["progress"]["step"] == total
     assert state["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0, abs=1e-12)  # the decay is over
     assert {int(entry["step"]) for entry in state["optimizer"]["state"].values()} == {total}
     assert len(clipped) == total
@@ -238,7 +239,7 @@ def test_resuming_within_a_schedule_changes_no_bit(
     assert run(*options, f"{NAME}parts").code == 0
     assert_same_bits(weights(tmp_path / "runs/parts"), weights(tmp_path / "runs/whole"))
     whole, parts = (checkpoint(tmp_path / "runs" / name)["state"] for name in ("whole", "parts"))
-    assert whole["schedule"] == parts["schedule"]
+    assert "schedule" not in whole  # the place in it follows from epoch and samples
     assert_same_bits(whole["ema"]["module"], parts["ema"]["module"])
     assert whole["optimizer"]["param_groups"] == parts["optimizer"]["param_groups"]
     keys = ("step", "lr", "effective_batch")
@@ -247,13 +248,19 @@ def test_resuming_within_a_schedule_changes_no_bit(
     assert lines[0] == lines[1]
 
 
-def test_a_resumed_run_says_that_its_plan_has_changed(run: Run) -> None:
+def test_a_resumed_run_says_that_its_plan_has_changed(run: Run, tmp_path: Path) -> None:
     options = (*PLAIN, "TRAIN.AUTO_RESUME=True", "OPTIMIZER.LR_SCALING=linear")
-    assert run(*options).code == 0
+    assert run(*options, "DATA.DATASET.interrupt_after=40").code == 130
+    shutil.copytree(tmp_path / "runs/plain", tmp_path / "runs/other")
     assert "another batch plan" not in run(*options).out
-    outcome = run(*options, "TRAIN.EFFECTIVE_BATCH_SIZE=64")
+    outcome = run(*options, f"{NAME}other", "TRAIN.EFFECTIVE_BATCH_SIZE=64")
     assert "another batch plan" in outcome.out
     assert "EFFECTIVE_BATCH 32 -> 64" in outcome.out
+    assert "LEARNING_RATE 0.00125 -> 0.0025" in outcome.out
+    plans = [checkpoint(tmp_path / "runs" / name)["plan"] for name in ("plain", "other")]
+    assert [plan["EFFECTIVE_BATCH"] for plan in plans] == [32, 64]  # the one that trained
+    assert plans[1] == plan_of(tmp_path / "runs/other")
+    assert max(line["lr"] for line in lines_of(tmp_path / "runs/other")[2:]) > 0.0015
 
 
 # What is said, saved and read back.
@@ -313,7 +320,8 @@ def test_the_micro_batches_of_the_plan_have_run(run: Run, tmp_path: Path) -> Non
     assert used <= set(ran)
     assert found["batch_size"] == 13
     assert sorted(set(ran)) == sorted(ran)  # none is tried twice
-    resumed = run(*PLAIN, *options, *SCHEDULES["another micro-batch within the epoch"], *SIZES)
+    more = (*SCHEDULES["another micro-batch within the epoch"], *SIZES, "TRAIN.EPOCHS=4")
+    resumed = run(*PLAIN, *options, *more)
     assert resumed.code == 0
     assert "batch sizes are kept" in resumed.out
     assert json.loads((folder / "autobatch.json").read_text())["train"] == found

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import resource
+import subprocess
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from linnaeus.dist import World
 from linnaeus.errors import CheckpointError
 from linnaeus.rng import rng_state, seed_all, set_rng_state
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
@@ -30,7 +38,6 @@ def make_state(num_features: int = 4, *, scaler: bool = True, ema: bool = True) 
         model,
         optimizer,
         torch.amp.GradScaler("cpu", enabled=scaler, init_scale=8.0, growth_interval=2),
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
         Ema(model, 0.9) if ema else None,
     )
 
@@ -43,7 +50,6 @@ def train(state: TrainingState, num_steps: int) -> None:
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad()
-        state.schedule.step()
         if state.ema is not None:
             state.ema.update()
 
@@ -57,8 +63,7 @@ def epoch_of(checkpoint: dict[str, Any] | None) -> int | None:
 
 
 def latest(checkpoints: CheckpointFolder) -> dict[str, Any] | None:
-    path = checkpoints.find_latest()
-    return None if path is None else load_checkpoint(path)
+    return checkpoints.read_latest()
 
 
 def names(folder: Path) -> set[str]:
@@ -109,7 +114,7 @@ def test_training_goes_on_bit_for_bit(checkpoints: CheckpointFolder, scaler: boo
     train(resumed, 4)
 
     assert_same(resumed.state_dict(), state.state_dict())
-    assert state.state_dict().keys() >= {"model", "optimizer", "scaler", "schedule"}
+    assert state.state_dict().keys() >= {"model", "optimizer", "scaler"}
     assert ("ema" in state.state_dict()) is ema
 
 
@@ -207,7 +212,7 @@ def test_when_all_are_damaged_nothing_is_made_up(checkpoints: CheckpointFolder) 
     with pytest.raises(
         CheckpointError, match=r"none of .*last.pt, .*previous.pt can be read; delete them or"
     ):
-        checkpoints.find_latest()
+        checkpoints.read_latest()
 
 
 def test_best_survives_later_checkpoints(checkpoints: CheckpointFolder) -> None:
@@ -237,7 +242,7 @@ def test_a_full_disk_keeps_the_checkpoints_there_are(checkpoints: CheckpointFold
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"last.pt cannot be written"):
+        with pytest.raises(CheckpointError, match=r"last.pt cannot be written: File too large"):
             checkpoints.save(content(3, more=torch.zeros(10_000)), is_best=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -250,6 +255,198 @@ def test_a_folder_that_cannot_be_made_is_named(checkpoints: CheckpointFolder) ->
     checkpoints.folder.write_text("a file where the folder should be")
     with pytest.raises(CheckpointError, match=r"checkpoints/last.pt cannot be written"):
         checkpoints.save(content(1))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if os.getuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_full_is_called_that(small_disk: Path) -> None:
+    checkpoints = CheckpointFolder(small_disk / "checkpoints")
+    for epoch in (1, 2):
+        checkpoints.save(content(epoch), is_best=True)
+    with pytest.raises(CheckpointError, match=r"last.pt cannot be written: the disk is full") as caught:
+        checkpoints.save(content(3, more=torch.zeros(2**20)), is_best=True)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"{checkpoints.folder} has 0.000" in message
+    assert "0.00391 GiB are needed" in message
+    found = [load_checkpoint(checkpoints.folder / name) for name in ("previous.pt", "last.pt", "best.pt")]
+    assert [epoch_of(checkpoint) for checkpoint in found] == [1, 2, 2]
+    assert names(checkpoints.folder) == {"last.pt", "previous.pt", "best.pt"}
+    checkpoints.save(content(3))  # there is room again
+    assert epoch_of(latest(checkpoints)) == 3
+
+
+# --- what a resumed run keeps of it ---
+
+
+def test_learning_rate_and_weight_decay_are_those_of_the_configuration(checkpoints: CheckpointFolder) -> None:
+    state, other = make_state(), make_state()
+    train(state, 2)
+    saved = state.state_dict()
+    saved["optimizer"]["param_groups"][0] |= {"initial_lr": 9.0, "counter_of_the_optimizer": 5}
+    [group] = other.optimizer.param_groups
+    group["lr"], group["weight_decay"] = 0.7, 0.25
+    other.load_state_dict(saved)
+    [group] = other.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], group["counter_of_the_optimizer"]) == (0.7, 0.25, 5)
+    assert "initial_lr" not in group
+    assert_same(other.optimizer.state_dict()["state"], state.optimizer.state_dict()["state"])
+
+
+def test_a_checkpoint_with_the_state_of_a_schedule_still_loads(checkpoints: CheckpointFolder) -> None:
+    state, other = make_state(), make_state()
+    train(state, 2)
+    other.load_state_dict(state.state_dict() | {"schedule": {"last_epoch": 2, "_last_lr": [0.1]}})
+    assert_same(other.state_dict()["model"], state.state_dict()["model"])
+
+
+def test_another_model_is_one_line_that_names_the_keys() -> None:
+    state, other = make_state(4).state_dict(), make_state(5)
+    with pytest.raises(CheckpointError) as caught:
+        other.load_state_dict(state, ["MODEL.WIDTH (4 in the checkpoint, 5 now)"])
+    assert "does not fit this configuration: MODEL.WIDTH (4 in the checkpoint, 5 now)." in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"1 of 9 tensors differ in name or shape, such as 0.weight"):
+        other.load_state_dict(state)
+
+
+def test_the_state_is_read_once_and_let_go_of(
+    checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, other = make_state(), make_state()
+    train(state, 2)
+    checkpoints.save({"progress": {"epoch": 1}, "state": state.state_dict(), "sizes": {"train": 8}})
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    load, reads = torch.load, []
+
+    def spy(*arguments: Any, **options: Any) -> Any:
+        read = load(*arguments, **options)
+        reads.append(arguments)
+        tensors.extend(weakref.ref(tensor) for tensor in read["state"]["model"].values())
+        return read
+
+    monkeypatch.setattr(torch, "load", spy)
+    checkpoint = checkpoints.load_latest(World(CPU))
+    assert checkpoint is not None
+    assert checkpoint.content == {"progress": {"epoch": 1}, "sizes": {"train": 8}}
+    assert any(tensor() is not None for tensor in tensors)
+    checkpoint.restore(other, World(CPU))
+    gc.collect()
+    assert len(reads) == 1
+    assert len(tensors) == 9
+    assert [tensor() for tensor in tensors] == [None] * 9
+    assert_same(other.state_dict()["model"], state.state_dict()["model"])
+    assert checkpoint.content["sizes"] == {"train": 8}
+
+
+# --- numbered checkpoints, and those written in the background ---
+
+
+def numbers(checkpoints: CheckpointFolder) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step_")) for path in checkpoints.folder.glob("step_*"))
+
+
+def test_the_newest_numbered_checkpoints_are_kept_as_links(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path, keep=2)
+    for step in (10, 20, 30, 25):  # the run was resumed from an earlier one in between
+        checkpoints.save({"progress": {"epoch": 0, "step": step}, "weights": torch.full((9,), float(step))})
+        time.sleep(0.01)
+    assert numbers(checkpoints) == [25, 30]
+    assert (tmp_path / "step_00000025.pt").samefile(checkpoints.last)
+    assert (tmp_path / "step_00000030.pt").samefile(checkpoints.previous)
+    for path in (checkpoints.last, checkpoints.previous):
+        path.write_bytes(b"damage")  # also the links
+    assert checkpoints.folder.joinpath("step_00000025.pt").read_bytes() == b"damage"
+
+
+def test_a_numbered_checkpoint_is_the_last_resort(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path, keep=3)
+    for step in (10, 20, 30):
+        checkpoints.save({"progress": {"epoch": 0, "step": step}})
+        time.sleep(0.01)
+    for path in (checkpoints.last, checkpoints.previous):
+        truncate(path)
+    found = latest(checkpoints)
+    assert found is not None
+    assert found["progress"]["step"] == 10
+
+
+def test_without_a_wish_no_number_is_kept(checkpoints: CheckpointFolder) -> None:
+    checkpoints.save(content(1))
+    assert numbers(checkpoints) == []
+
+
+def writers() -> int:
+    return sum(thread.name == "checkpoint" for thread in threading.enumerate())
+
+
+class Gate:
+    """Pickled only once somebody opens it."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+
+    def __reduce__(self) -> Any:
+        assert self.open.wait(60)
+        return OrderedDict, ()
+
+
+def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path: Path) -> None:
+    gate, weights = Gate(), torch.ones(5)
+    with CheckpointFolder(tmp_path, background=True) as checkpoints:
+        checkpoints.save({"progress": {"epoch": 1}, "weights": weights, "gate": gate}, is_best=True)
+        assert not checkpoints.last.exists()
+        weights += 1  # the next step, before a byte is written
+        gate.open.set()
+        checkpoints.save({"progress": {"epoch": 2}, "weights": weights})
+        assert writers() <= 1  # the first has been waited for
+    assert writers() == 0
+    first, second = (load_checkpoint(path)["weights"] for path in (checkpoints.best, checkpoints.last))
+    assert (first.tolist(), second.tolist()) == ([1.0] * 5, [2.0] * 5)
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_call_and_only_there(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints", background=True)
+    checkpoints.folder.write_text("a file where the folder should be")
+    checkpoints.save(content(1))
+    with pytest.raises(CheckpointError, match=r"last.pt cannot be written"):
+        checkpoints.save(content(2))
+    checkpoints.folder.unlink()
+    checkpoints.save(content(3))
+    checkpoints.wait()
+    assert epoch_of(latest(checkpoints)) == 3
+
+
+def test_the_end_of_the_run_raises_it_too_unless_it_has_its_own_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("linnaeus").propagate = True
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "checkpoints"
+    with pytest.raises(CheckpointError, match="cannot be written"), CheckpointFolder(
+        folder, background=True
+    ) as checkpoints:  # fmt: skip
+        checkpoints.save(content(1))
+
+    def interrupted() -> None:
+        with CheckpointFolder(folder, background=True) as checkpoints:
+            checkpoints.save(content(1))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert "cannot be written" in caplog.text
+    assert writers() == 0
 
 
 # --- kills ---
@@ -303,6 +500,8 @@ def test_a_kill_between_any_two_file_operations_leaves_a_loadable_checkpoint(tmp
         found = []
         for killed in map(CheckpointFolder, folders):
             found.append((epoch_of(latest(killed)), epoch_of(load_checkpoint(killed.best))))
+            if (killed.folder / "pending.pt").exists():  # whole, and newer than `last.pt`
+                assert found[-1] == (3, 3)
             # The run goes on: it reaches epoch 3 again, and the folder is as if nothing had happened.
             if found[-1][0] != 3:
                 killed.save(content(3), is_best=True)

@@ -38,7 +38,7 @@ from linnaeus.data.loader import BatchLoader, build_loaders
 from linnaeus.dist import World
 from linnaeus.rng import seed_all
 from linnaeus.training.build import assemble
-from linnaeus.training.schedule import build_schedule
+from linnaeus.training.schedule import Schedule
 
 RECORD = Path(__file__).parent / "golden" / "losses.json"
 NUM_STEPS = 20
@@ -66,9 +66,7 @@ def train() -> tuple[dict[str, Any], dict[str, Tensor]]:
     assert parts.ema is not None
     for model in (parts.model, parts.ema.module):
         model.double()
-    schedule = build_schedule(
-        ScheduleConfig(), parts.optimizer, total_steps=NUM_STEPS, warmup_steps=NUM_STEPS // 2
-    )
+    schedule = Schedule(ScheduleConfig(), parts.optimizer, total_steps=NUM_STEPS, warmup_steps=NUM_STEPS // 2)
     losses = []
     with build_loaders(
         data, sizes=lambda epoch, skip: repeat(32, NUM_STEPS * TRAIN.ACCUMULATION_STEPS), batch_size_val=64,
@@ -76,9 +74,9 @@ def train() -> tuple[dict[str, Any], dict[str, Tensor]]:
     ) as loaders:  # fmt: skip
         batches = in_float64(loaders.train)
         parts.model.train()
-        for _ in range(NUM_STEPS):
+        for step in range(NUM_STEPS):
             losses.append(float(parts.train_step(batches, TRAIN.ACCUMULATION_STEPS)))
-            schedule.step()
+            schedule.apply(step + 1)
         for batch in islice(in_float64(loaders.val), 2):
             parts.validation_step(batch)
     return {"train": losses, "val": parts.metrics.compute(World(device))}, parts.model.state_dict()

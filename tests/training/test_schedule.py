@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from linnaeus.batching.plan import configured_warmup
 from linnaeus.config.schema import ScheduleConfig
-from linnaeus.training.schedule import build_schedule, lr_factor
+from linnaeus.training.schedule import Schedule, lr_factor
 
 NAMES = ("cosine", "linear", "constant")
 
@@ -28,14 +29,12 @@ def rates(config: ScheduleConfig, *, steps_per_epoch: int, num_epochs: int, lr: 
     """The rate that each optimizer step of a run really uses."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     warmup = configured_warmup(config, [steps_per_epoch] * num_epochs)
-    schedule = build_schedule(
-        config, optimizer, total_steps=steps_per_epoch * num_epochs, warmup_steps=warmup
-    )
+    schedule = Schedule(config, optimizer, total_steps=steps_per_epoch * num_epochs, warmup_steps=warmup)
     used = []
-    for _ in range(steps_per_epoch * num_epochs):
+    for step in range(steps_per_epoch * num_epochs):
         used.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        schedule.step()
+        schedule.apply(step + 1)
     return used
 
 
@@ -120,5 +119,62 @@ def test_the_optimizer_really_uses_it_from_the_first_step() -> None:
 def test_groups_keep_their_own_peaks() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1.0, 4.0)]
     optimizer = torch.optim.SGD(groups)
-    build_schedule(ScheduleConfig(WARMUP_STEPS=2), optimizer, total_steps=5, warmup_steps=2)
+    Schedule(ScheduleConfig(WARMUP_STEPS=2), optimizer, total_steps=5, warmup_steps=2)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]
+
+
+# The position decides.
+
+
+def make(config: ScheduleConfig, *, lr: float = 0.3, **plan: Any) -> tuple[torch.optim.Optimizer, Schedule]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    return optimizer, Schedule(config, optimizer, **plan)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_positions_give_the_rates_of_torchs_own_schedule_bit_for_bit(name: str) -> None:
+    growth = lambda step: 1.0 if step >= 11 else 0.7  # noqa: E731
+    optimizer, schedule = make(
+        ScheduleConfig(NAME=name), total_steps=37, warmup_steps=5, batch_size_lr_factor=growth
+    )
+    reference = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
+    factor = lr_factor(name, total_steps=37, warmup_steps=5, min_fraction=0.01)
+    torchs = torch.optim.lr_scheduler.LambdaLR(reference, lambda step: factor(step) * growth(step))
+    for step in range(38):
+        schedule.apply(float(step))
+        assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+        reference.step()
+        torchs.step()
+
+
+def test_the_order_of_the_calls_does_not_matter() -> None:
+    optimizer, schedule = make(ScheduleConfig(), total_steps=20, warmup_steps=4)
+    rates = {}
+    for position in (12, 3.5, 0, 20, 12, 3.5):
+        schedule.apply(position)
+        rate = optimizer.param_groups[0]["lr"]
+        assert rates.setdefault(position, rate) == rate
+    assert optimizer.param_groups[0]["initial_lr"] == 0.3
+    assert rates[20] == pytest.approx(0.003)
+
+
+@given(name=st.sampled_from(NAMES), run=runs, position=st.floats(0, 400), part=st.floats(0, 1))
+def test_a_fraction_lies_between_its_steps(
+    name: str, run: dict[str, Any], position: float, part: float
+) -> None:
+    factor = lr_factor(name, **run)
+    step = int(position)
+    ends = sorted((factor(step), factor(step + 1)))
+    if step == run["warmup_steps"] - 1:  # the peak is reached here
+        ends[1] = 1.0
+    assert ends[0] - 1e-12 <= factor(step + part) <= ends[1] + 1e-12
+
+
+def test_a_rate_in_a_tensor_is_changed_in_place() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.5), foreach=False)
+    schedule = Schedule(ScheduleConfig(NAME="linear"), optimizer, total_steps=10, warmup_steps=0)
+    rate = optimizer.param_groups[0]["lr"]
+    schedule.apply(5)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == pytest.approx(0.5 * 0.505)

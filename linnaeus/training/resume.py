@@ -1,0 +1,205 @@
+"""Whether a run may go on from a checkpoint: what its configuration may change, and whether it is over."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+from linnaeus.dist import World
+from linnaeus.errors import CheckpointError
+from linnaeus.rng import derive_seed, seed_all, set_rng_state
+from linnaeus.training.checkpoint import REMEDY, Checkpoint, CheckpointFolder, load_checkpoint
+
+logger = logging.getLogger("linnaeus.run")
+
+FIXED_NODES = ("OPTIMIZER", "SCHEDULE")
+"""Nodes of which no key may change on resuming, unless TRAIN.RESUME_WITH allows it."""
+
+_CHANGED_BY = {
+    "lr": {
+        "OPTIMIZER.LR", "OPTIMIZER.WEIGHT_DECAY", "OPTIMIZER.LR_SCALING", "OPTIMIZER.WEIGHT_DECAY_SCALING",
+        "OPTIMIZER.BASE_BATCH_SIZE", "OPTIMIZER.lr", "OPTIMIZER.weight_decay",
+    }
+}  # fmt: skip
+"""For each choice of TRAIN.RESUME_WITH, the keys of OPTIMIZER that may change; those of SCHEDULE all may."""
+
+
+class Change(NamedTuple):
+    """A key whose value in the checkpoint is not that of this configuration, both as text."""
+
+    key: str
+    before: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.key} ({self.before} in the checkpoint, {self.now} now)"
+
+
+def plain_nodes(**nodes: Any) -> dict[str, Any]:
+    """Configuration nodes as plain values, for a checkpoint."""
+    return {
+        name: dataclasses.asdict(node)
+        if dataclasses.is_dataclass(node) and not isinstance(node, type)
+        else node
+        for name, node in nodes.items()
+    }
+
+
+def changes_of(saved: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[Change]:
+    """The keys that differ, in the order of the nodes. Nodes that were not saved are not compared.
+
+    >>> changes_of({"MODEL": {"NAME": "a", "KWARGS": {}}}, {"MODEL": {"NAME": "b", "KWARGS": {}}, "LOSS": {}})
+    [Change(key='MODEL.NAME', before="'a'", now="'b'")]
+    """
+    changes = []
+    for name in nodes:
+        if name not in saved:
+            continue
+        before, now = dict(_flat(name, saved[name])), dict(_flat(name, nodes[name]))
+        changes += [
+            Change(key, _shown(before, key), _shown(now, key))
+            for key in before | now
+            if key not in before or key not in now or before[key] != now[key]
+        ]
+    return changes
+
+
+def _flat(key: str, value: Any) -> list[tuple[str, Any]]:
+    """Dotted keys and their values."""
+    if isinstance(value, Mapping):
+        return [item for name, inner in value.items() for item in _flat(f"{key}.{name}", inner)]
+    return [(key, value)]
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "not set"
+
+
+def find_checkpoint(
+    checkpoints: CheckpointFolder, nodes: Mapping[str, Any], resume_with: str | None, name: str, world: World
+) -> Checkpoint | None:
+    """The checkpoint to resume from; None, and a log line that says so, where there is none.
+
+    Every rank must call this.
+
+    Args:
+        checkpoints: of the run.
+        nodes: what `plain_nodes` makes of this configuration.
+        resume_with: TRAIN.RESUME_WITH.
+        name: EXPERIMENT.NAME.
+        world: the processes.
+
+    Raises:
+        CheckpointError: it cannot be read, or has another optimizer or schedule; the same on every rank.
+    """
+    checkpoint = checkpoints.load_latest(world)
+    if checkpoint is None:
+        if world.is_main:
+            _say_starting_fresh(checkpoints.folder.parent, name)
+        return None
+    changes = changes_of(checkpoint.content.get("config", {}), nodes)
+    check_changes(changes, resume_with)
+    checkpoint.changes = [str(change) for change in changes if not _is_fixed(change)]
+    return checkpoint
+
+
+def check_changes(changes: Sequence[Change], resume_with: str | None) -> None:
+    """Refuse another optimizer or schedule, unless TRAIN.RESUME_WITH takes the change; log those it takes.
+
+    Args:
+        changes: what differs.
+        resume_with: TRAIN.RESUME_WITH.
+
+    Raises:
+        CheckpointError: names each key with both values, and the remedies.
+    """
+    fixed = [change for change in changes if _is_fixed(change)]
+    refused = [change for change in fixed if not _may_change(change, resume_with)]
+    if refused:
+        takes_lr = all(_may_change(change, "lr") for change in refused)
+        remedy = "Set them back" if len(refused) > 1 else "Set it back"
+        remedy += ", take this configuration's with TRAIN.RESUME_WITH lr" if takes_lr else ""
+        raise CheckpointError(
+            f"the checkpoint was written with another configuration: {', '.join(map(str, refused))}. "
+            f"{remedy}, or start anew: {REMEDY[0].lower()}{REMEDY[1:]}"
+        )
+    for change in fixed:
+        logger.info("TRAIN.RESUME_WITH %s: %s", resume_with, change)
+
+
+def _is_fixed(change: Change) -> bool:
+    return change.key.partition(".")[0] in FIXED_NODES
+
+
+def _may_change(change: Change, resume_with: str | None) -> bool:
+    if resume_with is None:
+        return False
+    return change.key.startswith("SCHEDULE.") or change.key in _CHANGED_BY[resume_with]
+
+
+def is_finished(content: Mapping[str, Any], num_epochs: int, result: Path, world: World) -> bool:
+    """Whether a run has nothing left to do; says so. Every rank must call this.
+
+    Args:
+        content: of the run's checkpoint.
+        num_epochs: TRAIN.EPOCHS.
+        result: the file with the run's result. Where a killed run has not written it, there is still work.
+        world: the processes.
+    """
+    epochs_done = content["progress"]["epoch"]
+    if epochs_done < num_epochs or not world.on_main(result.is_file):
+        return False
+    logger.info(
+        "this run is finished: %d epochs are done (TRAIN.EPOCHS %d), so nothing is trained; raise "
+        "TRAIN.EPOCHS to train on. Files: %s", epochs_done, num_epochs, result.parent.resolve(),
+    )  # fmt: skip
+    return True
+
+
+def _say_starting_fresh(folder: Path, name: str) -> None:
+    """Say that there is no checkpoint to resume, and which runs beside this one have one.
+
+    Args:
+        folder: the run's folder.
+        name: EXPERIMENT.NAME.
+    """
+    found = []
+    for path in sorted(folder.parent.iterdir() if folder.parent.is_dir() else ()):
+        stem, _, number = path.name.rpartition(".")
+        is_earlier = stem == folder.name and number.isdecimal()
+        epoch = _epoch_of(path / "checkpoints") if is_earlier else None
+        if epoch is not None:
+            other = PurePath(name).with_name(path.name)
+            found.append(
+                f"{other} has a checkpoint of epoch {epoch}: EXPERIMENT.NAME {other} goes on with it"
+            )
+    logger.info("; ".join([f"no checkpoint in {folder}: starting fresh", *found]))
+
+
+def _epoch_of(folder: Path) -> int | None:
+    """Finished epochs of the newest checkpoint of a folder; None without one that can be read."""
+    checkpoints = CheckpointFolder(folder)
+    for path in (checkpoints.pending, checkpoints.last, checkpoints.previous):
+        if path.exists():
+            try:
+                return int(load_checkpoint(path, mmap=True)["progress"]["epoch"])
+            except CheckpointError:
+                continue
+    return None
+
+
+def restore_generators(content: Mapping[str, Any], world: World, seed: int) -> None:
+    """Restore this rank's random number generators; on another number of ranks, seed them anew.
+
+    Args:
+        content: of a checkpoint.
+        world: the processes.
+        seed: seed of the run.
+    """
+    states = content["rng"]
+    seed_all(derive_seed(seed, world.rank, content["progress"]["step"]))
+    if len(states) == world.world_size:
+        set_rng_state(states[world.rank], world.device)
