@@ -85,6 +85,13 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def few_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process two steps give a size's speed, for tests that do not depend on how exact it is."""
+    monkeypatch.setattr("linnaeus.autobatch.trial.MIN_TIMED_STEPS", 2)
+    monkeypatch.setattr("linnaeus.autobatch.trial.MIN_TIMED_S", 0.0)
+
+
+@pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """Runs a command line in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
