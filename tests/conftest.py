@@ -10,17 +10,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from linnaeus.main import cli
 from tests import forks
 from tests.forks import ROOT, Outcome, Process
 
+if TYPE_CHECKING:
+    import torch  # functions import it: the process that hands out the tests does not wait for it
+
 settings.register_profile(
-    "quick", max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "quick", max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=400)
 settings.load_profile("quick")
@@ -46,6 +49,8 @@ Run = Callable[..., Outcome]
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
     """The tests' tensors are small: several threads would only wait for each other."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -58,9 +63,12 @@ def _quick_collections() -> None:
 
     A test that thaws them does so until the end of its module.
     """
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+    freeze_what_is_there()
+
+
+def freeze_what_is_there() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
@@ -85,9 +93,17 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def few_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process two steps give a size's speed, for tests that do not depend on how exact it is."""
+    monkeypatch.setattr("linnaeus.autobatch.trial.MIN_TIMED_STEPS", 2)
+    monkeypatch.setattr("linnaeus.autobatch.trial.MIN_TIMED_S", 0.0)
+
+
+@pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """Runs a command line in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    freeze_what_is_there()  # the command line imports most modules when it needs them
 
     def run_here(*argv: str) -> Outcome:
         capfd.readouterr()
@@ -168,12 +184,16 @@ class Child:
 
 def weights(folder: Path, name: str = "last.pt") -> dict[str, torch.Tensor]:
     """The model's tensors in a run's checkpoint."""
+    import torch
+
     content = torch.load(folder / "checkpoints" / name, weights_only=True)
     return dict(content["state"]["model"])
 
 
 def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     """Both hold the same tensors, bit for bit."""
+    import torch
+
     assert a.keys() == b.keys()
     different = [name for name in a if not torch.equal(a[name], b[name])]
     assert not different, f"{len(different)} of {len(a)} tensors differ, such as {different[0]}"

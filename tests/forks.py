@@ -230,9 +230,7 @@ def serve(connection: socket.socket) -> dict[str, Any]:
                 watched = key.fd
                 selector.unregister(watched)
                 os.close(watched)
-                pid, status, ru = os.wait4(running.pop(watched), 0)
-                if os.environ.get("FORKDEBUG"):
-                    print("CPU", ru.ru_utime, ru.ru_stime, file=sys.stderr, flush=True)
+                pid, status = os.waitpid(running.pop(watched), 0)
                 code = os.waitstatus_to_exitcode(status)
                 with suppress(BrokenPipeError):
                     connection.send(json.dumps({"pid": pid, "code": code}).encode())

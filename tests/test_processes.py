@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import forks
 from tests.conftest import SMALL, Child, Run, assert_same_bits, weights
 from tests.forks import ROOT
 
 RESUMABLE = (
     *SMALL,
     "TRAIN.EPOCHS=12",
-    "DATA.DATASET.NUM_SAMPLES=240",
+    "DATA.DATASET.NUM_SAMPLES=120",
     "TRAIN.AUTO_RESUME=True",
     "TRAIN.EMA.ENABLED=True",
     "MODEL.DROP_RATE=0.2",
@@ -31,14 +32,19 @@ RESUMABLE = (
 )
 
 
-@pytest.fixture(scope="module")
-def never_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["fork", pytest.param("new interpreter", marks=pytest.mark.slow)])
+def never_killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("never_killed")
     # The same number of threads as the runs it is compared with: sums depend on it.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "linnaeus.train", *RESUMABLE]
-    subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True)
+    env = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
+    command = ["-m", "linnaeus.train", *RESUMABLE]
+    if request.param == "fork":
+        outcome = forks.python(*command, cwd=folder, env=env)
+        assert outcome.code == 0, outcome.err
+    else:
+        env = {**os.environ, **env}
+        subprocess.run([sys.executable, *command], cwd=folder, env=env, check=True, capture_output=True)
     return folder / "runs/small"
 
 
@@ -108,9 +114,12 @@ def test_resuming_another_model_is_refused(run: Run) -> None:
 
 
 @pytest.mark.distributed
-def test_two_processes(torchrun: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "new_interpreters", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "new interpreters"]
+)
+def test_two_processes(torchrun: Run, tmp_path: Path, new_interpreters: bool) -> None:
     options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
-    outcome = torchrun(2, *SMALL, *options, new_interpreters=True)
+    outcome = torchrun(2, *SMALL, *options, new_interpreters=new_interpreters)
     assert outcome.code == 0, outcome.err
     run = tmp_path / "runs/small"
     found = json.loads((run / "autobatch.json").read_text())

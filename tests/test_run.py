@@ -73,7 +73,8 @@ def test_files_of_a_run(run: Run, tmp_path: Path) -> None:
 def test_autobatch_trains_as_with_the_size_set_by_hand(run: Run, tmp_path: Path) -> None:
     digits = (
         "MODEL.NAME=test_resnet", "TRAIN.EPOCHS=1", "TRAIN.EMA.ENABLED=True", "MODEL.DROP_RATE=0.1",
-        "DATA.AUGMENT.ROTATION=10", "EXPERIMENT.DEVICE=cpu",
+        "DATA.AUGMENT.ROTATION=10", "EXPERIMENT.DEVICE=cpu", "DATA.IMG_SIZE=16",
+        "DATA.DATASET.VAL_FRACTION=0.7",
     )  # fmt: skip
     assert run(*digits, *AUTOBATCH, "EXPERIMENT.NAME=found").code == 0
     found = json.loads((tmp_path / "runs/found/autobatch.json").read_text())

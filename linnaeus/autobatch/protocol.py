@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,9 @@ from linnaeus.errors import AutoBatchError
 
 GRACE_S = 60.0
 """Time that the others wait beyond the deadline of the work: a search finishes its current trial first."""
+
+
+logger = logging.getLogger("linnaeus.autobatch")
 
 
 class RankStatus:
@@ -56,6 +60,8 @@ def exchange(world: World, work: Callable[[RankStatus], Any], *, timeout_minutes
     if world.control is None:
         return [result]
     status.update("waiting")
+    if not world.is_main:  # rank 0 logs to the user's console
+        logger.info("waiting for rank 0")
     try:
         return world.control.gather(result, limit_s=timeout_minutes * 60 + GRACE_S)
     except OverdueError as error:

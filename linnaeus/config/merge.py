@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,9 +59,7 @@ def merge(presets: Sequence[Setting], others: Sequence[Setting]) -> Merged:
     merged.free = {setting.path[:-1] for setting in kept if _is_target(setting.path)}
     from_presets = {setting.origin for setting in presets}
     preset_targets = {s.path[:-1] for s in kept if _is_target(s.path) and s.origin in from_presets}
-    for path, key in KEYS.items():
-        if not _below_any(path, merged.free):
-            merged.entries[path] = Entry(convert(key.default, key.hint), key.default, "default")
+    merged.entries = {path: entry for path, entry in _defaults().items() if not _below_any(path, merged.free)}
     for setting in kept:
         # Where the user's own class replaces a node, presets for the built-in node do not apply.
         if setting.origin in from_presets and _below_any(setting.path, merged.free - preset_targets):
@@ -69,6 +68,12 @@ def merge(presets: Sequence[Setting], others: Sequence[Setting]) -> Merged:
         if problem:
             merged.problems.append(f"{dotted(setting.path)}: {problem}")
     return merged
+
+
+@functools.cache
+def _defaults() -> Mapping[Path, Entry]:
+    """The schema's defaults. Parsing their interpolations takes a third of the time of a merge."""
+    return {path: Entry(convert(key.default, key.hint), key.default, "default") for path, key in KEYS.items()}
 
 
 def _is_target(path: Path) -> bool:

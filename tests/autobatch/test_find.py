@@ -171,6 +171,7 @@ def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bo
     assert 45 <= result.batch_size <= 56, "two MiB a sample in 110 MiB"
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 def test_speeds_are_compared_under_the_budget_of_the_result() -> None:
     """A later search within a smaller fraction of the memory must not decide which sizes fit the first."""
 
@@ -178,12 +179,12 @@ def test_speeds_are_compared_under_the_budget_of_the_result() -> None:
         time.sleep(0.05)  # so that the largest size is by far the fastest
         plain_step(batch)
 
-    limit_gb = room(150)["memory_limit_gb"]
+    limit_gb = room(80)["memory_limit_gb"]
     with BatchSizeFinder(
         step, make_batch, device="cpu", max_batch_size=300, memory_limit_gb=limit_gb
     ) as finder:
         large = finder.find(1.0)
-        small = finder.find((limit_gb - 100 / 1024) / limit_gb)
+        small = finder.find((limit_gb - 50 / 1024) / limit_gb)
         assert small.batch_size < large.batch_size / 2
         fast = finder.prefer_throughput(large)
     assert fast.batch_size > small.batch_size
@@ -243,7 +244,7 @@ def test_no_more_trials_run_than_allowed() -> None:
 
 
 def test_the_deadline_ends_the_search_with_the_best_size_so_far() -> None:
-    deadline_s = 4.0
+    deadline_s = 2.0
     sizes: list[int] = []
 
     def step(batch: Tensor) -> None:
@@ -466,7 +467,7 @@ def test_a_step_under_the_callers_autocast_and_no_grad_sees_them() -> None:
 
 def test_a_search_after_a_step_that_really_ran_out_of_memory_goes_on_and_training_too() -> None:
     """The allocator itself refuses: a batch far above the cap, made in one piece."""
-    loop = Loop()
+    loop = Loop(width=64)
     grown: list[int] = []
 
     def step(batch: Tensor) -> None:

@@ -98,15 +98,19 @@ def test_training_is_that_with_the_size_set_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_search_longer_than_the_timeout_of_collectives_costs_the_others_no_cpu(tmp_path: Path) -> None:
-    searching = tmp_path / "searching"
-    process = Job(tmp_path, *TINY, "DIST.TIMEOUT_MINUTES=0.1", FAULT="slow:0", FAULT_LOG=str(searching))
+    """The search sleeps a second a step, so that the measurement ends well before rank 1 has work again."""
+    steps = ("DATA.AUTOBATCH.STEPS_PER_TRIAL=5", "DATA.AUTOBATCH.STEPS_PER_TRIAL_VAL=1")
+    process = Job(tmp_path, *TINY, *steps, "DIST.TIMEOUT_MINUTES=0.1", FAULT="slow:0")
+    log = tmp_path / "runs/small/logs/rank1.log"
     waiting = process.rank(1)
-    wait_until(searching.exists)
-    time.sleep(2)
-    before, started = sum(waiting.cpu_times()[:2]), time.monotonic()
+    wait_until(lambda: log.exists() and "waiting for rank 0" in log.read_text())
+    time.sleep(3)
+    log_before, before, started = log.read_text(), sum(waiting.cpu_times()[:2]), time.monotonic()
     time.sleep(6)
     share = (sum(waiting.cpu_times()[:2]) - before) / (time.monotonic() - started)
+    log_after = log.read_text()
     code, text = process.finish()
+    assert log_after == log_before, "it waited for rank 0 all the time"
     assert code == 0, text
     assert sizes(tmp_path) == (24, 16)
     assert share < 0.02, f"{share:.2%} of a core"

@@ -190,7 +190,7 @@ from linnaeus.memory.device import device_memory
 
 torch.set_num_threads(1)
 mib, *argv = sys.argv[1:]
-assert cli([*argv, "EXPERIMENT.NAME=warm_up", "DATA.AUTOBATCH.MAX_BATCH_SIZE=4"]) == 0
+assert cli([*argv, "EXPERIMENT.NAME=warm_up", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16"]) == 0
 memory = device_memory(torch.device("cpu"))
 memory.clean()
 limit = (memory.in_use() + int(mib) * 2**20) / 2**30
@@ -201,8 +201,9 @@ raise SystemExit(cli([*argv, f"DATA.AUTOBATCH.MEMORY_LIMIT_GB={limit}"]))
 
 def test_memory_bounds_the_size_and_is_named(tmp_path: Path) -> None:
     outcome = forks.python(
-        "-c", LIMITED, "60", *SMALL, ON, "DATA.IMG_SIZE=96", "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",
-        "TRAIN.EPOCHS=1", "DATA.AUTOBATCH.ENABLED_VAL=False", cwd=tmp_path,
+        "-c", LIMITED, "40", *SMALL, ON, "MODEL.NAME=test_vit", "DATA.IMG_SIZE=96",
+        "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0", "TRAIN.EPOCHS=1", "DATA.AUTOBATCH.ENABLED_VAL=False",
+        cwd=tmp_path,
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     train = found_in(tmp_path)["train"]

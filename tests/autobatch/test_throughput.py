@@ -104,6 +104,7 @@ def test_any_curve_ends_with_a_size_that_was_timed(
     assert len(device.asked) <= 6 * (math.log2(largest) + 5)
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 def test_a_run_asks_for_throughput(run: Run, tmp_path: Path) -> None:
     options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=64", "TRAIN.EPOCHS=1")
     outcome = run(*SMALL, *options, "DATA.AUTOBATCH.OBJECTIVE=throughput", "TRAIN.ACCUMULATION_STEPS=2")
@@ -117,6 +118,7 @@ def test_a_run_asks_for_throughput(run: Run, tmp_path: Path) -> None:
         assert (result["limited_by"] == "throughput") == (result["batch_size"] < max(ran))
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 def test_timing_changes_nothing_about_the_training(run: Run, tmp_path: Path) -> None:
     options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16", "TRAIN.EPOCHS=1")
     assert run(*SMALL, *options, "DATA.AUTOBATCH.OBJECTIVE=throughput").code == 0

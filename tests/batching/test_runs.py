@@ -220,8 +220,14 @@ def test_a_growing_batch_takes_the_sizes_and_rates_of_its_plan(run: Run, tmp_pat
     assert "linear, 4 (4 x 1) to 24 (4 x 6), 6 sizes" in outcome.out
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("num_workers", "after"), [(0, 66), (0, 166), (2, 66)])
+@pytest.mark.parametrize(
+    ("num_workers", "after", "schedule"),
+    [
+        *((0, after, schedule) for after in (66, 166) for schedule in SCHEDULES),
+        (2, 66, "another micro-batch within the epoch"),
+        *(pytest.param(2, 66, name, marks=pytest.mark.slow) for name in ("by steps", "by epochs")),
+    ],
+)
 def test_resuming_within_a_schedule_changes_no_bit(
     run: Run, tmp_path: Path, schedule: str, num_workers: int, after: int
 ) -> None:

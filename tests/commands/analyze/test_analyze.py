@@ -63,9 +63,13 @@ def read(outcome: Outcome, path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 def test_many_fractions_cost_little_more_than_one(run: Run, tmp_path: Path) -> None:
-    fractions = [0.9, 0.95, 1.0]
-    outcome = run("analyze", *WIDE, "--fractions", "0.9,0.95,1.0", *limit(200), "--plot", "sizes.html")
+    fractions = [0.95, 0.98, 1.0]
+    outcome = run(
+        "analyze", *WIDE, "MODEL.width=131072", "--fractions", "0.95,0.98,1.0", "--steps", "1", *limit(80),
+        "--plot", "sizes.html",
+    )  # fmt: skip
     found = read(outcome, tmp_path / "batch_sizes.json")
     assert [(row["mode"], row["memory_fraction"]) for row in found["results"]] == [
         (mode, fraction) for mode in ("train", "val") for fraction in fractions
@@ -96,7 +100,7 @@ def test_many_fractions_cost_little_more_than_one(run: Run, tmp_path: Path) -> N
 
 def check_breakdowns(found: dict[str, Any]) -> None:
     """AdamW on a model whose tensors are known: exact parts that add up to the peak."""
-    width_bytes = 4 * 2**18
+    width_bytes = 4 * 2**17
     for row in found["results"]:
         parts = {name: part["bytes"] for name, part in row["breakdown"].items()}
         percents = [part["percent"] for part in row["breakdown"].values()]
@@ -221,6 +225,7 @@ def test_driver_version(tmp_path: Path) -> None:
     assert driver_version(tmp_path / "missing") is None
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_throughput_and_pictures(run: Run, tmp_path: Path, ending: str) -> None:
     outcome = run(
@@ -265,8 +270,9 @@ def contrast(a: np.ndarray, b: np.ndarray) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 def test_a_fraction_at_which_nothing_fits_does_not_end_the_others(run: Run, tmp_path: Path) -> None:
-    outcome = run("analyze", *WIDE, "--fractions", "0.1,1.0", "--modes", "train", *limit(100))
+    outcome = run("analyze", *WIDE, "--fractions", "0.1,1.0", "--modes", "train", *limit(30))
     none, some = read(outcome, tmp_path / "batch_sizes.json")["results"]
     assert (none["batch_size"], none["peak_bytes"], none["breakdown"]) == (None, None, None)
     assert "no batch size fits" in none["reason"]
@@ -352,8 +358,8 @@ def test_an_interrupted_search_keeps_its_trials(run: Run, tmp_path: Path) -> Non
 
 def test_ctrl_c_writes_what_has_been_measured(tmp_path: Path) -> None:
     child = Child(
-        tmp_path, "analyze", *WIDE, "--fractions", "0.1,0.2,0.3,0.4,0.5", "--max-bs", "64", "--throughput",
-        "--output", "sizes.jsonl",
+        tmp_path, "analyze", *WIDE, "MODEL.width=16384", "--fractions", "0.1,0.2,0.3,0.4,0.5", "--max-bs",
+        "64", "--throughput", "--output", "sizes.jsonl",
     )  # fmt: skip
     child.wait_for(lambda: "of the memory: batch size" in child.log.read_text())
     assert child.end(signal.SIGINT) == 130

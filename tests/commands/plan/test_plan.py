@@ -31,9 +31,10 @@ def marked(found: dict[str, Any], name: str) -> list[int]:
     return [row["batch_size"] for row in found["sizes"] if name in row["marks"]]
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 def test_where_memory_limits(run: Run, tmp_path: Path) -> None:
     outcome = run(
-        "plan", *WIDE, *limit(200), "--fraction", "0.9", "--epochs", "4", "--time-budget", "1d", "--plot",
+        "plan", *WIDE, *limit(60), "--fraction", "0.95", "--epochs", "4", "--time-budget", "1d", "--plot",
         "plan.html",
     )  # fmt: skip
     found = read(outcome, tmp_path / "batch_plan.json")
@@ -66,6 +67,7 @@ def test_where_memory_limits(run: Run, tmp_path: Path) -> None:
     assert all(f"<td>{size}</td>" in page for size in rows)
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 def test_a_noise_scale_and_the_batch_plan(run: Run, tmp_path: Path) -> None:
     """Four processes, linear scaling from a base of 32: rate, steps and warnings are those of training."""
     outcome = run(
@@ -105,6 +107,7 @@ def test_a_noise_scale_and_the_batch_plan(run: Run, tmp_path: Path) -> None:
     assert {"throughput", "predicted time to the same loss", f"recommended: {best}"} <= labels
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 def test_an_effective_batch_that_is_set_stays(run: Run, tmp_path: Path) -> None:
     outcome = run("plan", *SMALL, "--max-bs", "16", "--output", "plan.csv", "TRAIN.EFFECTIVE_BATCH_SIZE=24")
     assert outcome.code == 0, outcome.err
@@ -115,6 +118,7 @@ def test_an_effective_batch_that_is_set_stays(run: Run, tmp_path: Path) -> None:
     assert max(int(row["batch_size"]) for row in rows) == 12
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 def test_a_size_below_the_smallest_is_left_out(run: Run, tmp_path: Path) -> None:
     outcome = run("plan", *SMALL, "--sizes", "1", "--max-bs", "4", "--output", "plan.jsonl")
     assert outcome.code == 0, outcome.err
