@@ -442,6 +442,19 @@ def test_without_the_key_the_same_death_costs_the_epoch(run: Run, tmp_path: Path
     assert not (tmp_path / "runs/plain/checkpoints").exists()
 
 
+def test_a_loss_that_is_not_finite_is_found_before_the_next_checkpoint(run: Run, tmp_path: Path) -> None:
+    options = (
+        *RESUMABLE, "TRAIN.CHECKPOINT_EVERY_STEPS=1", "TRAIN.LOG_EVERY=100", "OPTIMIZER.NAME=sgd",
+        "OPTIMIZER.LR=1e30", "TRAIN.CLIP_GRAD_NORM=None", "SCHEDULE.WARMUP_STEPS=0",
+    )  # fmt: skip
+    outcome = run(*options)
+    assert outcome.code == 1
+    assert "the last checkpoint is kept" in outcome.err
+    assert (
+        checkpoint(tmp_path / "runs/plain")["progress"]["step"] < 11
+    )  # long before the first line is logged
+
+
 def test_numbered_checkpoints_are_kept(run: Run, tmp_path: Path) -> None:
     assert run(*RESUMABLE, "TRAIN.CHECKPOINT_EVERY_STEPS=5", "TRAIN.KEEP_CHECKPOINTS=3").code == 0
     folder = tmp_path / "runs/plain/checkpoints"

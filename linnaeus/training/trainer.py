@@ -189,6 +189,7 @@ class Trainer:
             if self.progress.step % self.config.LOG_EVERY == 0 or not remaining:
                 self._log_training(meter, lr, stage)
             if self._time_to_save():
+                meter.mean()  # weights after a loss that is not finite must not replace a good checkpoint
                 self._count_seconds()
                 self._save()
                 self._clock = time.monotonic()
@@ -315,7 +316,13 @@ class LossMeter:
         self._count += 1
 
     def drain(self) -> float:
-        """The mean over the steps since the last call and over all ranks; NaN without steps.
+        """The same as `mean`; the next mean starts after this call."""
+        mean = self.mean()
+        self._total, self._count = None, 0
+        return mean
+
+    def mean(self) -> float:
+        """The mean over the steps since the last `drain` and over all ranks; NaN without steps.
 
         Every rank must call this.
 
@@ -325,7 +332,6 @@ class LossMeter:
         if self._total is None:
             return math.nan
         mean = float(self._world.mean(self._total / self._count))
-        self._total, self._count = None, 0
         if not math.isfinite(mean):
             raise LinnaeusError(
                 f"the training loss is {mean}. Lower OPTIMIZER.LR, raise SCHEDULE.WARMUP_EPOCHS, set "

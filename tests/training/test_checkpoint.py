@@ -204,6 +204,15 @@ def test_a_damaged_last_is_reported_and_the_one_before_it_read(
     assert f"{checkpoints.last} is damaged" in message
 
 
+def test_one_that_waits_for_its_name_is_newer_than_the_last(checkpoints: CheckpointFolder) -> None:
+    for epoch in (1, 2):
+        checkpoints.save(content(epoch))
+    torch.save(content(3), checkpoints.pending)
+    assert epoch_of(latest(checkpoints)) == 3
+    truncate(checkpoints.pending)
+    assert epoch_of(latest(checkpoints)) == 2
+
+
 def test_when_all_are_damaged_nothing_is_made_up(checkpoints: CheckpointFolder) -> None:
     for epoch in (1, 2):
         checkpoints.save(content(epoch))
