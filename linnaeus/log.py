@@ -179,12 +179,19 @@ class MetricsFile:
         enabled: whether this rank writes it.
         last_step: optimizer steps done so far. Lines of later steps are removed: a run that was killed after
             its last checkpoint repeats these steps.
+        within_epoch: whether the validation after the last step is still to come; its line is removed too.
     """
 
-    def __init__(self, path: Path, *, enabled: bool = True, last_step: int = 0) -> None:
+    def __init__(
+        self, path: Path, *, enabled: bool = True, last_step: int = 0, within_epoch: bool = False
+    ) -> None:
+        def is_kept(line: str) -> bool:
+            step, split = _place(line)
+            return step < last_step or (step == last_step and not (within_epoch and split == "val"))
+
         if enabled and path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            write_text_atomically(path, "".join(line for line in lines if _step(line) <= last_step))
+            write_text_atomically(path, "".join(filter(is_kept, lines)))
         self._file = path.open("a", encoding="utf-8") if enabled else None
 
     def __enter__(self) -> MetricsFile:
@@ -204,12 +211,13 @@ class MetricsFile:
         self._file.flush()
 
 
-def _step(line: str) -> float:
-    """The `step` of a line; infinity for a line that was cut off."""
+def _place(line: str) -> tuple[float, str]:
+    """The `step` and the `split` of a line; step infinity for a line that was cut off."""
     try:
-        return int(json.loads(line)["step"])
+        record = json.loads(line)
     except ValueError:
-        return math.inf
+        return math.inf, ""
+    return record["step"], record["split"]
 
 
 class ProgressBar:

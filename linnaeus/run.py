@@ -32,7 +32,7 @@ from linnaeus.training.resume import find_checkpoint, is_finished, plain_nodes
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.step import TrainStep
 from linnaeus.training.stop import StopAgreement
-from linnaeus.training.trainer import FitResult, Trainer
+from linnaeus.training.trainer import FitResult, Trainer, TrainingProgress
 
 logger = logging.getLogger("linnaeus.run")
 
@@ -70,13 +70,12 @@ def run(config: Config) -> FitResult:
         world.update("building data and model")
         data = build_data(config.DATA, seed=seed, on_main=world.on_main)
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world)
-        last_step = 0 if checkpoint is None else checkpoint.content["progress"]["step"]
-        world.check_equal(fingerprint(dataclasses.asdict(config), data, assembly, last_step))
+        progress = TrainingProgress(**({} if checkpoint is None else checkpoint.content["progress"]))
+        world.check_equal(fingerprint(dataclasses.asdict(config), data, assembly, progress.step))
         if checkpoint is not None:
             checkpoint.restore(TrainingState.of(assembly), world)
             if is_finished(checkpoint.content, train.EPOCHS, path / RESULT, world):
-                progress = checkpoint.content["progress"]
-                return FitResult(progress["metrics"], images_per_s=0.0, training_s=progress["seconds"])
+                return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
         sized = _find_sizes(config, data, assembly, world, checkpoint)
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
@@ -97,7 +96,12 @@ def run(config: Config) -> FitResult:
             save_config(config, path / "config.yaml", plan.as_dict())
 
         metrics_file = stack.enter_context(
-            MetricsFile(path / "metrics.jsonl", enabled=world.is_main, last_step=last_step)
+            MetricsFile(
+                path / "metrics.jsonl",
+                enabled=world.is_main,
+                last_step=progress.step,
+                within_epoch=progress.samples > 0,
+            )
         )
         trainer = Trainer(
             train, plan, world, assembly,
@@ -114,7 +118,7 @@ def run(config: Config) -> FitResult:
             stop=StopAgreement(world, stop),
             checkpoint_extras={"config": nodes, **sized.as_dict()},
         )  # fmt: skip
-        folder.has_trained = lambda: trainer.progress.step > last_step
+        folder.has_trained = lambda: trainer.progress.step > progress.step
         seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's
         if checkpoint is not None:
             trainer.resume(checkpoint.content, seed)

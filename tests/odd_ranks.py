@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from linnaeus import control, dist
-from linnaeus.control import ControlPlane
+from linnaeus.dist import World
 from linnaeus.main import cli
 from linnaeus.training import checkpoint
 
@@ -58,6 +58,18 @@ class Dataset(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return torch.randn(3, 8, 8, generator=generator) + index % 2, index % 2
 
 
+class Perceptron(torch.nn.Sequential):
+    """A model without BatchNorm."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(
+            torch.nn.Flatten(),
+            torch.nn.Linear(3 * 8 * 8, 32),
+            torch.nn.GELU(),
+            torch.nn.Linear(32, num_classes),
+        )
+
+
 class Slow(torch.nn.Linear):
     """A model whose training steps take a while."""
 
@@ -85,10 +97,10 @@ def watch(place: str) -> None:
 
 
 def main() -> int:
-    update, write = ControlPlane.update, checkpoint.write_atomically
+    update, write = World.update, checkpoint.write_atomically
 
-    def watched_update(plane: ControlPlane, doing: str) -> None:
-        update(plane, doing)
+    def watched_update(world: World, doing: str) -> None:
+        update(world, doing)
         watch(doing)
 
     def watched_write(path, fill, **options):  # type: ignore[no-untyped-def]
@@ -98,7 +110,7 @@ def main() -> int:
 
         write(path, watched_fill, **options)
 
-    ControlPlane.update = watched_update  # type: ignore[method-assign]
+    World.update = watched_update  # type: ignore[method-assign]
     checkpoint.write_atomically = watched_write  # type: ignore[attr-defined]
     if os.environ.get("QUICK_BEATS"):
         control.BEAT_S = 0.1

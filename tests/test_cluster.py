@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -86,6 +87,13 @@ class Ranks:
 
 def run_job(folder: Path, *argv: str, **env: str) -> Ended:
     return Ranks(folder, *JOB, *argv, **env).end()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def losses(folder: Path) -> list[float]:
@@ -219,6 +227,44 @@ def test_ranks_that_were_both_suspended_go_on(tmp_path: Path) -> None:
     assert ended.code == 0, ended.text
 
 
+# --- other numbers of processes ---
+
+
+def run_on(num_ranks: int, folder: Path, *argv: str, **env: str) -> int:
+    if num_ranks == 1:
+        env = {"PYTHONPATH": str(ROOT), **env}
+        return forks.python("-m", "tests.odd_ranks", *argv, cwd=folder, env=env).code
+    options = ("--standalone", f"--nproc_per_node={num_ranks}")
+    return Ranks(folder, *argv, options=options, **env).end(200).code
+
+
+def rates(folder: Path) -> dict[int, float]:
+    """The learning rate of each optimizer step."""
+    lines = map(json.loads, (folder / "runs/small/metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["lr"] for line in lines if line["split"] == "train"}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    options = [option for option in JOB if not option.startswith(("MODEL.", "DATA.AUTOBATCH"))]
+    options += [
+        "MODEL._target_=tests.odd_ranks.Perceptron", "TRAIN.EFFECTIVE_BATCH_SIZE=16", "TRAIN.EPOCHS=8",
+        "TRAIN.LOG_EVERY=1", "SCHEDULE.NAME=cosine", "SCHEDULE.WARMUP_EPOCHS=1",
+    ]  # fmt: skip
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+    for folder in (alone, moved):
+        folder.mkdir()
+    assert run_on(1, alone, *options) == 0
+    for num_ranks, epoch in ((1, 2), (2, 4), (4, 6)):
+        (moved / "fault_happened").unlink(missing_ok=True)
+        fault = f"SIGUSR1:{num_ranks - 1}:training in epoch {epoch}"
+        assert run_on(num_ranks, moved, *options, FAULT=fault) != 0
+    assert run_on(1, moved, *options) == 0
+    assert rates(moved) == pytest.approx(rates(alone), rel=1e-12)
+    assert list(rates(moved)) == list(range(1, 49))
+    assert losses(moved) == pytest.approx(losses(alone), rel=1e-4)
+
+
 # --- restarts ---
 
 
@@ -226,7 +272,7 @@ def test_ranks_that_were_both_suspended_go_on(tmp_path: Path) -> None:
 def test_two_agents_recover_at_the_first_attempt(tmp_path: Path) -> None:
     options = (
         "--nnodes=2", "--nproc_per_node=1", "--max-restarts=1", "--rdzv_id=a", "--rdzv_backend=c10d",
-        f"--rdzv_endpoint=localhost:{forks.free_port()}",
+        f"--rdzv_endpoint=localhost:{free_port()}",
     )  # fmt: skip
     env = {"FAULT": "SIGKILL:1:training in epoch 2"}
     agents = [Ranks(tmp_path, *JOB, "TRAIN.EPOCHS=4", options=options, **env) for _ in range(2)]

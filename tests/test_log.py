@@ -160,6 +160,19 @@ def test_steps_that_a_killed_run_will_take_again_stand_once_in_the_metrics(tmp_p
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("within_epoch", "kept"), [(True, ["train"]), (False, ["train", "val"])])
+def test_a_validation_that_is_repeated_stands_once_in_the_metrics(
+    tmp_path: Path, within_epoch: bool, kept: list[str]
+) -> None:
+    """A checkpoint after the last step of an epoch, and one after its validation."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        for split in ("train", "val"):
+            file.write(step=6, epoch=1, split=split, values={})
+    with MetricsFile(path, last_step=6, within_epoch=within_epoch):
+        assert [json.loads(line)["split"] for line in path.read_text().splitlines()] == kept
+
+
 def test_other_ranks_write_no_metrics(tmp_path: Path) -> None:
     with MetricsFile(tmp_path / "metrics.jsonl", enabled=False) as file:
         file.write(step=1, epoch=0, split="train", values={"loss": 1.0})

@@ -74,6 +74,39 @@ def test_killed_at_any_moment_and_resumed(never_killed: Path, tmp_path: Path) ->
     assert "batch sizes are kept" in child.log.read_text()
 
 
+@pytest.mark.slow
+def test_killed_a_hundred_times_and_resumed(tmp_path: Path) -> None:
+    """While it starts, trains, validates and writes checkpoints, within epochs too."""
+    options = (
+        *(option for option in SMALL if not option.startswith("MODEL.")),
+        "MODEL._target_=tests.odd_ranks.Perceptron", "DATA.DATASET._target_=tests.odd_ranks.Dataset",
+        "DATA.IMG_SIZE=8", "TRAIN.EPOCHS=400", "TRAIN.AUTO_RESUME=True", "TRAIN.CHECKPOINT_EVERY_STEPS=4",
+        "TRAIN.EMA.ENABLED=True",
+    )  # fmt: skip
+    options = tuple(option for option in options if not option.startswith("DATA.DATASET.N"))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    assert forks.python("-m", "linnaeus.train", *options, cwd=whole, env=env).code == 0
+    moments, run, num_kills = random.Random(time.time_ns()), killed / "runs/small", 0
+    while num_kills < 100:
+        child = Child(killed, *options)
+        before = size_of(run / "metrics.jsonl")
+        if moments.random() < 0.5:
+            child.wait_for(lambda size=before: size_of(run / "metrics.jsonl") > size)
+            time.sleep(moments.random() * 0.2)
+        else:
+            time.sleep(moments.random() * 1.5)
+        code = child.end(signal.SIGKILL)
+        assert code == -signal.SIGKILL, f"ended after {num_kills} kills: {child.log.read_text()[-2000:]}"
+        num_kills += 1
+    child = Child(killed, *options)
+    assert child.process.wait(timeout=240) == 0, child.log.read_text()
+    assert_same_bits(weights(run), weights(whole / "runs/small"))
+    assert lines_of(run) == lines_of(whole / "runs/small")
+
+
 def test_interrupted_and_resumed(never_killed: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs/small"
     child = Child(tmp_path, *RESUMABLE)

@@ -194,6 +194,7 @@ class Trainer:
                 self._save()
                 self._clock = time.monotonic()
             if self.stop.number:
+                meter.mean()
                 break
         self._count_seconds()
 
