@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from linnaeus.autobatch.planning import PlannedSizes, find_planned_sizes, search_key
 from linnaeus.autobatch.report import report_searches
@@ -13,7 +14,7 @@ from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.config.load import save_config, with_batch_sizes
-from linnaeus.config.schema import Config
+from linnaeus.config.schema import Config, TrainConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
@@ -54,23 +55,14 @@ def run(config: Config) -> FitResult:
     ):
         check_train_config(train, world)
         folder = stack.enter_context(open_run_folder(path, world, keep=train.AUTO_RESUME))
-        checkpoints = stack.enter_context(
-            CheckpointFolder(
-                path / "checkpoints", keep=train.KEEP_CHECKPOINTS, background=world.device.type != "cpu"
-            )
-        )
-        nodes = plain_nodes(
-            MODEL=config.MODEL, LOSS=config.LOSS, OPTIMIZER=config.OPTIMIZER, SCHEDULE=config.SCHEDULE
-        )
-        checkpoint = None
-        if train.AUTO_RESUME:
-            checkpoint = find_checkpoint(checkpoints, nodes, train.RESUME_WITH, experiment.NAME, world)
+        checkpoints = stack.enter_context(_checkpoints(path, train, world))
+        checkpoint = _checkpoint_to_resume(config, checkpoints, world)
+        progress = TrainingProgress(**({} if checkpoint is None else checkpoint.content["progress"]))
         seed_all(seed)
 
         world.update("building data and model")
         data = build_data(config.DATA, seed=seed, on_main=world.on_main)
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world)
-        progress = TrainingProgress(**({} if checkpoint is None else checkpoint.content["progress"]))
         world.check_equal(fingerprint(dataclasses.asdict(config), data, assembly, progress.step))
         if checkpoint is not None:
             checkpoint.restore(TrainingState.of(assembly), world)
@@ -81,12 +73,14 @@ def run(config: Config) -> FitResult:
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
         loaders = stack.enter_context(_loaders(config, data, plan, world))
         train_step = _train_step(config, assembly, plan, world)
+
         folder.begin()  # all that can fail because of the configuration has been done
-        tracker = start_tracking(
-            experiment.WANDB, name=experiment.NAME, folder=path / "logs", resume=checkpoint is not None,
-            config={**dataclasses.asdict(config), "PLAN": plan.as_dict()}, enabled=world.is_main,
+        tracker = stack.enter_context(
+            start_tracking(
+                experiment.WANDB, name=experiment.NAME, folder=path / "logs", resume=checkpoint is not None,
+                config={**dataclasses.asdict(config), "PLAN": plan.as_dict()}, enabled=world.is_main,
+            )
         )  # fmt: skip
-        stack.enter_context(tracker)
         if world.is_main:
             (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
             for sentence in data.report:
@@ -94,7 +88,6 @@ def run(config: Config) -> FitResult:
             report_searches(sized.found, world.device, path / "autobatch.json", folder.console, tracker)
             report_plan(plan, train, config.OPTIMIZER)
             save_config(config, path / "config.yaml", plan.as_dict())
-
         metrics_file = stack.enter_context(
             MetricsFile(
                 path / "metrics.jsonl",
@@ -116,7 +109,7 @@ def run(config: Config) -> FitResult:
             tracker=tracker,
             progress_bar=ProgressBar(folder.console if world.is_main else None),
             stop=StopAgreement(world, stop),
-            checkpoint_extras={"config": nodes, **sized.as_dict()},
+            checkpoint_extras={"config": _resumed_nodes(config), **sized.as_dict()},
         )  # fmt: skip
         folder.has_trained = lambda: trainer.progress.step > progress.step
         seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's
@@ -127,6 +120,25 @@ def run(config: Config) -> FitResult:
         if world.is_main and not result.stop_signal:
             save_result(result, plan, path / RESULT)
         return result
+
+
+def _checkpoints(path: Path, train: TrainConfig, world: World) -> CheckpointFolder:
+    is_background = world.device.type != "cpu"  # on the CPU the copy would take memory that AutoBatch counts
+    return CheckpointFolder(path / "checkpoints", keep=train.KEEP_CHECKPOINTS, background=is_background)
+
+
+def _checkpoint_to_resume(config: Config, checkpoints: CheckpointFolder, world: World) -> Checkpoint | None:
+    if not config.TRAIN.AUTO_RESUME:
+        return None
+    nodes = _resumed_nodes(config)
+    return find_checkpoint(checkpoints, nodes, config.TRAIN.RESUME_WITH, config.EXPERIMENT.NAME, world)
+
+
+def _resumed_nodes(config: Config) -> dict[str, Any]:
+    """The nodes that a checkpoint keeps, to be compared when the run is resumed."""
+    return plain_nodes(
+        MODEL=config.MODEL, LOSS=config.LOSS, OPTIMIZER=config.OPTIMIZER, SCHEDULE=config.SCHEDULE
+    )
 
 
 def _find_sizes(

@@ -80,7 +80,7 @@ def test_killed_a_hundred_times_and_resumed(tmp_path: Path) -> None:
     options = (
         *(option for option in SMALL if not option.startswith("MODEL.")),
         "MODEL._target_=tests.odd_ranks.Perceptron", "DATA.DATASET._target_=tests.odd_ranks.Dataset",
-        "DATA.IMG_SIZE=8", "TRAIN.EPOCHS=400", "TRAIN.AUTO_RESUME=True", "TRAIN.CHECKPOINT_EVERY_STEPS=4",
+        "DATA.IMG_SIZE=8", "TRAIN.EPOCHS=1500", "TRAIN.AUTO_RESUME=True", "TRAIN.CHECKPOINT_EVERY_STEPS=4",
         "TRAIN.EMA.ENABLED=True",
     )  # fmt: skip
     options = tuple(option for option in options if not option.startswith("DATA.DATASET.N"))
@@ -95,9 +95,9 @@ def test_killed_a_hundred_times_and_resumed(tmp_path: Path) -> None:
         before = size_of(run / "metrics.jsonl")
         if moments.random() < 0.5:
             child.wait_for(lambda size=before: size_of(run / "metrics.jsonl") > size)
-            time.sleep(moments.random() * 0.2)
+            time.sleep(moments.random() * 0.1)
         else:
-            time.sleep(moments.random() * 1.5)
+            time.sleep(moments.random() * 0.8)
         code = child.end(signal.SIGKILL)
         assert code == -signal.SIGKILL, f"ended after {num_kills} kills: {child.log.read_text()[-2000:]}"
         num_kills += 1
