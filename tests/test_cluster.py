@@ -115,6 +115,7 @@ def test_the_sizes_of_the_checkpoint_are_kept_where_the_device_has_another_name_
     assert len(losses(tmp_path)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_may_start_and_build_its_data_later_than_silence_lasts(tmp_path: Path, rank: int) -> None:
     """Silence is 3 s here, and each delay 5 s."""
@@ -179,6 +180,7 @@ def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(
     assert_same_bits(weights(tmp_path / "runs/small"), weights(undisturbed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_rank_stops_all_of_them(tmp_path: Path, rank: int) -> None:
     ended = run_job(tmp_path, FAULT=f"SIGUSR1:{rank}:training in epoch 2")
@@ -212,6 +214,7 @@ def test_a_step_of_five_seconds_leaves_time_for_the_checkpoint(tmp_path: Path) -
     assert time.monotonic() - sent < 30, "torchrun's grace"
 
 
+@pytest.mark.slow
 def test_ranks_that_were_both_suspended_go_on(tmp_path: Path) -> None:
     """For longer than silence lasts: the one that wakes up first must not give up the other."""
     job = Ranks(tmp_path, *JOB, LATE_DATA="0:3")
