@@ -1,6 +1,6 @@
 """How a torchrun job of two processes ends after a fault, and how the next start goes on, on this machine.
 
-    python benchmarks/fault_times.py [--kind SIGKILL] [--place "in training"]
+    python -m benchmarks.fault_times [--kind SIGKILL] [--place "in training"]
 
 Each fault happens in a real job on the CPU, on rank 0 or rank 1, at one of five places. Each line of the
 output has the seconds from the fault to the end of the last process, the exit code, what the other rank said,
@@ -10,13 +10,12 @@ and what the same command did next. The slow start is one of 60 s, on a dataset 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+
+from tests import forks
 
 ROOT = Path(__file__).parents[1]
 JOB = (
@@ -37,15 +36,17 @@ KINDS = ("error", "SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1")
 def run(folder: Path, **env: str) -> tuple[int, str, float]:
     """The exit code of the job, what it printed, and when its last process had ended."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-        "-m", "tests.odd_ranks", *JOB,
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CI": "true", "OMP_NUM_THREADS": "1", **env}
-    # `run` returns when the last process that holds the pipe has ended, torchrun's children included.
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
-    return done.returncode, done.stdout + done.stderr, time.time()
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "tests.odd_ranks",
+        *JOB,
+    ]
+    environment = {"PYTHONPATH": str(ROOT), "CI": "true", "OMP_NUM_THREADS": "1", **env}
+    outcome = forks.python(*command, cwd=folder, env=environment, timeout=400)
+    return outcome.code, outcome.out + outcome.err, time.time()
 
 
 def show(name: str, **env: str) -> None:
@@ -71,7 +72,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=(*KINDS, "slow"))
     parser.add_argument("--place", choices=PLACES)
     options = parser.parse_args()
-    print("$ python benchmarks/fault_times.py")
+    print("$ python -m benchmarks.fault_times")
     for kind in (options.kind,) if options.kind else KINDS:
         for place in (options.place,) if options.place else PLACES:
             for rank in (0, 1) if kind != "slow" else ():

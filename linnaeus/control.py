@@ -116,7 +116,7 @@ class ControlPlane:
         self._keys = _Keys(store)
         self._numbers = itertools.count()
         self._own_values: list[str] = []
-        # Over a connection of its own: calls of the main thread may block theirs.
+        # Over a connection of its own: a blocking call of the main thread must not delay the heartbeat.
         self._pulse = _Pulse(_Keys(store.clone()), self, end_process, on_orphaned)
 
     def __enter__(self) -> ControlPlane:
@@ -418,7 +418,7 @@ def _minutes(seconds: float) -> str:
 
 def _silence(beat: _Beat) -> str:
     return (
-        f"no sign of life for {SILENCE_LOOKS} s: it died or hangs (last heard of: {beat.doing}, "
+        f"no sign of life for {SILENCE_LOOKS * BEAT_S:.0f} s: it died or hangs (last heard of: {beat.doing}, "
         f"process {beat.pid})"
     )
 

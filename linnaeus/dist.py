@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -31,7 +31,10 @@ T = TypeVar("T")
 _BUCKET_BYTES = 25 * 1024**2  # default bucket size of DistributedDataParallel
 _CAUSE_S = 2.0
 """How long a rank that has lost its connection to another one waits for the cause to be known."""
-_LOST_CONNECTION = re.compile("by peer|Broken pipe|[Tt]imed out|NCCL|gloo|remote process", re.DOTALL)
+_LAUNCHER_S = 0.5
+"""How long a rank that the launcher has ended looks for the death of another one, which is why it did."""
+_LOST_CONNECTION = re.compile("by peer|Broken pipe|[Tt]imed out|NCCL|gloo|remote process")
+"""How backends say that another rank has gone. An error that only looks like it is told a little later."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,8 @@ class World:
                     "files, environment and version of Linnaeus"
                 )
 
-    def collect(self, value: Any) -> list[Any] | None:
-        """The values of all ranks on rank 0, None on the others; over the host group.
+    def gather_on_host(self, value: Any) -> list[Any] | None:
+        """The values of all ranks on rank 0, None on the others; a collective of the host group.
 
         They must be picklable.
         """
@@ -219,7 +222,7 @@ def join(device_name: str, config: DistConfig) -> Iterator[World]:
 
     Raises:
         ConfigError: this machine does not have the device, or tasks of SLURM run without torchrun.
-        LinnaeusError: a rank has not started in time.
+        LinnaeusError: a rank has not started in time; or on leaving, another rank has failed.
     """
     device = resolve_device(device_name, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     if device.type != "cpu":
@@ -249,7 +252,7 @@ def join(device_name: str, config: DistConfig) -> Iterator[World]:
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
         torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-        yield World(  # no `device_id`: torch then refuses groups that not all ranks create together
+        yield World(  # with `device_id`, torch would refuse the group of a single rank
             device=device,
             rank=rank,
             world_size=world_size,
@@ -259,7 +262,8 @@ def join(device_name: str, config: DistConfig) -> Iterator[World]:
             single_rank_group=_group([rank], backend, timeout),
         )
         with suppress(torch_dist.DistError):  # the launcher, which hosts the store, may have ended
-            control.collect(None)  # rank 0 may host it: it leaves last
+            control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
+            control.collect(None)  # rank 0 leaves last: it may host the store
     torch_dist.destroy_process_group()
 
 
@@ -291,13 +295,16 @@ def errors_told_first(world: World) -> Iterator[None]:
 class RankEnded(SystemExit):
     """A rank has ended with an error that has been printed; its `code` is the exit code."""
 
-    def leave(self) -> None:
+    def leave(self) -> NoReturn:
         """End this process without waiting for threads of the process group, which wait for other ranks."""
         _leave(self.code if isinstance(self.code, int) else 1)
 
 
 def _tell(rank: int, control: ControlPlane, error: BaseException) -> int:
-    """Print an error, or the failure of another rank that has caused it; return the exit code."""
+    """Tell an error, or the failure of another rank that has caused it, and return the exit code.
+
+    It is printed first, then written to torchrun's error file and published, which may take `FAREWELL_S`.
+    """
     cause = _cause(control, error)
     if cause is not None:
         _print(rank, f"rank {cause.rank}: {cause.message}")
@@ -319,7 +326,7 @@ def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
     """The failure of another rank behind this rank's error; None if it is this rank's own."""
     is_lost = isinstance(error, RuntimeError) and _LOST_CONNECTION.search(str(error)) is not None
     is_ended = isinstance(error, Interrupted) and error.signal == signal.SIGTERM
-    deadline = time.monotonic() + (_CAUSE_S if is_lost else 0.5 if is_ended else 0.0)
+    deadline = time.monotonic() + (_CAUSE_S if is_lost else _LAUNCHER_S if is_ended else 0.0)
     with suppress(torch_dist.DistError):
         while True:
             failure = control.failure
@@ -350,7 +357,7 @@ def _print(rank: int, text: str) -> None:
     print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
 
 
-def _leave(exit_code: int) -> None:
+def _leave(exit_code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -7,7 +7,8 @@
     └── CheckpointError       exit code 1   a checkpoint that cannot be read or does not match
 
 The message is written for the person at the terminal: it names the key or file, the value and the remedy.
-The command line prints it without a traceback. Exit code 0 means done, 130 (`EXIT_INTERRUPTED`) interrupted.
+The command line prints it without a traceback. Exit code 0 means done, 130 (`EXIT_INTERRUPTED`) Ctrl-C,
+128 and the number of any other signal that has stopped a run.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ConfigError(LinnaeusError):
         super().__init__(f"{len(self.problems)} {noun} in the configuration:\n{listed}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
-        """Errors travel between ranks as pickles."""
+        """Errors of loader processes arrive as pickles, which would repeat the heading."""
         return type(self), (self.problems,)
 
 

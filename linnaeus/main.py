@@ -26,7 +26,7 @@ COMMANDS = {
     "sweep": "a sweep starts a process for each run by itself",
 }
 """The commands beside training, each with the reason why torchrun cannot run it."""
-FAREWELL_S = 3.0
+LEAVE_AFTER_S = 3.0
 """How long other ranks wait before they leave, so that rank 0 can say what is wrong."""
 
 
@@ -57,7 +57,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
         if is_main:
             print(error, file=sys.stderr, flush=True)
         else:  # torchrun ends all ranks with the first one that leaves
-            time.sleep(FAREWELL_S)
+            time.sleep(LEAVE_AFTER_S)
         return error.exit_code
     try:
         exit_code: int = import_module(f"linnaeus.commands.{command}.session").run(*request)

@@ -63,7 +63,7 @@ def run(config: Config) -> FitResult:
         world.update("building data and model")
         data = build_data(config.DATA, seed=seed, on_main=world.on_main)
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world)
-        world.check_equal(fingerprint(dataclasses.asdict(config), data, assembly, progress.step))
+        world.check_equal(fingerprint(dataclasses.asdict(config), data, assembly))
         if checkpoint is not None:
             checkpoint.restore(TrainingState.of(assembly), world)
             if is_finished(checkpoint.content, train.EPOCHS, path / RESULT, world):

@@ -15,7 +15,7 @@ logger = logging.getLogger("linnaeus.signals")
 
 
 class Interrupted(KeyboardInterrupt):
-    """This process was asked to stop while there was nothing to save.
+    """This process was asked to stop at once: nothing is to be saved, or Ctrl-C came twice.
 
     Attributes:
         signal: the signal that asked.
@@ -34,15 +34,15 @@ class Interrupted(KeyboardInterrupt):
 class StopRequest:
     """Whether this process was asked to stop.
 
-    A signal raises `Interrupted` at once, unless it comes inside `deferred`: then it is only noted. A second
-    Ctrl-C raises there too.
+    A signal raises `Interrupted` at once, unless it comes inside `deferred`: there it is only noted, but
+    for a second Ctrl-C.
 
     Attributes:
-        number: the first signal noted; 0 without one.
+        stop_signal: the first signal noted; 0 without one.
     """
 
     def __init__(self) -> None:
-        self.number = 0
+        self.stop_signal = 0
         self._deferred = False
 
     @contextmanager
@@ -60,7 +60,7 @@ class StopRequest:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside the context, only note that a signal has come."""
+        """Only note signals inside the context, but for a second Ctrl-C."""
         self._deferred = True
         try:
             yield
@@ -68,11 +68,11 @@ class StopRequest:
             self._deferred = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._deferred or (number == self.number == signal.SIGINT):
+        if not self._deferred or (number == self.stop_signal == signal.SIGINT):
             raise Interrupted(number)
-        if self.number:
+        if self.stop_signal:
             return
-        self.number = number
+        self.stop_signal = number
         again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         logger.info("%s: stopping after this step and saving a checkpoint%s", name, again)

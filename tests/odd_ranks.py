@@ -3,6 +3,7 @@
     FAULT=kind:rank:text    the rank does this when it says that it does something that contains the text
     LATE=rank:seconds       the rank starts so much later
     LATE_DATA=rank:seconds  its dataset takes so much longer to build
+    LATE_END=rank:seconds   it writes its result so much later
     SHORTER=rank:samples    its dataset has so many training samples less
     OTHER=rank:option       its command line has this option at its end
     STEP_S=seconds          each training step of `Slow` takes so long
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from linnaeus import control, dist
+from linnaeus import control, dist, run
 from linnaeus.dist import World
 from linnaeus.main import cli
 from linnaeus.training import checkpoint
@@ -112,6 +113,13 @@ def main() -> int:
 
     World.update = watched_update  # type: ignore[method-assign]
     checkpoint.write_atomically = watched_write  # type: ignore[attr-defined]
+    save_result = run.save_result
+
+    def late_result(*arguments):  # type: ignore[no-untyped-def]
+        time.sleep(seconds("LATE_END"))
+        save_result(*arguments)
+
+    run.save_result = late_result  # type: ignore[attr-defined]
     if os.environ.get("QUICK_BEATS"):
         control.BEAT_S = 0.1
     if os.environ.get("ODD_DEVICES"):

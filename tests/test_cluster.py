@@ -123,6 +123,13 @@ def test_a_rank_may_start_and_build_its_data_later_than_silence_lasts(tmp_path: 
     assert ended.code == 0, ended.text
 
 
+@pytest.mark.slow
+def test_rank_0_may_need_longer_at_the_end_than_silence_lasts(tmp_path: Path) -> None:
+    ended = run_job(tmp_path, LATE_END="0:6")
+    assert ended.code == 0, ended.text
+    assert (tmp_path / "runs/small/result.json").exists()
+
+
 def test_ranks_with_different_data_are_refused(tmp_path: Path) -> None:
     ended = run_job(tmp_path, SHORTER="1:40")
     assert ended.code != 0
@@ -175,7 +182,7 @@ def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(
     ended = job.end()
     assert ended.code != 0
     assert f"stopped by {name}; TRAIN.AUTO_RESUME True goes on" in ended.text
-    assert "Traceback" not in re.sub(r"(?s)torch/distributed.*", "", ended.text)
+    assert "linnaeus/" not in ended.text, "a traceback of ours"
     assert run_job(tmp_path, *LONG).code == 0
     assert_same_bits(weights(tmp_path / "runs/small"), weights(undisturbed))
 
@@ -217,9 +224,8 @@ def test_a_step_of_five_seconds_leaves_time_for_the_checkpoint(tmp_path: Path) -
 @pytest.mark.slow
 def test_ranks_that_were_both_suspended_go_on(tmp_path: Path) -> None:
     """For longer than silence lasts: the one that wakes up first must not give up the other."""
-    job = Ranks(tmp_path, *JOB, LATE_DATA="0:3")
-    wait_until(lambda: len(job.children()) == 2, job.process, job.log)
-    time.sleep(2)
+    job = Ranks(tmp_path, *JOB, "TRAIN.EPOCHS=200")
+    job.wait_for("runs/small/checkpoints/last.pt")
     ranks = job.children()
     for rank in ranks:
         rank.suspend()

@@ -65,7 +65,8 @@ def search_key(
     for name, keys in _IRRELEVANT.items():
         for key in keys:
             del content[name][key]
-    environment = device_environment(world.device) | {"device": world.device.type}  # each rank has its own
+    # The index of the device differs between ranks.
+    environment = device_environment(world.device) | {"device": world.device.type}
     content |= {"world_size": world.world_size, "environment": environment}
     return json.dumps(content, sort_keys=True)
 

@@ -61,7 +61,7 @@ def exchange(world: World, work: Callable[[RankStatus], Any], *, timeout_minutes
         return [result]
     status.update("waiting")
     if not world.is_main:  # rank 0 logs to the user's console
-        logger.info("waiting for rank 0")
+        logger.info("waiting for rank 0 and the others")
     try:
         return world.control.gather(result, limit_s=timeout_minutes * 60 + GRACE_S)
     except OverdueError as error:

@@ -137,9 +137,10 @@ class BatchPlan:
             if steps:
                 stages.append(replace(stage, num_steps=steps))
                 samples_done += steps * stage.effective_batch_size
-        micro_batches = (self.num_samples - samples_done) // (self.world_size * stage.micro_batch_size)
+        size = planned[-1].micro_batch_size
+        micro_batches = (self.num_samples - samples_done) // (self.world_size * size)
         if self.keep_rest and micro_batches:
-            stages.append(make_stage(1, Split(stage.micro_batch_size, micro_batches), self.world_size))
+            stages.append(make_stage(1, Split(size, micro_batches), self.world_size))
         return stages
 
     def position(self, epoch: int, samples_done: int) -> float:

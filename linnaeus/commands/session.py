@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from rich.console import Console
 
 from linnaeus.autobatch.protocol import RankStatus
@@ -23,7 +22,7 @@ from linnaeus.data.datasets import build_data
 from linnaeus.dist import World, join
 from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.log import close_logging, is_interactive, make_console, set_up_logging
-from linnaeus.rng import seed_all
+from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.training.build import assemble
 
 logger = logging.getLogger("linnaeus.commands")
@@ -95,7 +94,7 @@ def run_session(
             join(config.EXPERIMENT.DEVICE, config.DIST) as world,
             _status_line(console) as status,
         ):
-            torch.use_deterministic_algorithms(config.TRAIN.DETERMINISTIC)
+            set_deterministic(config.TRAIN.DETERMINISTIC)
             seed_all(config.EXPERIMENT.SEED)
             data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
             measure(Setup(config, data, world, status), options, measurement)

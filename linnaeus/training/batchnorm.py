@@ -1,8 +1,9 @@
 """BatchNorm's running statistics, which every rank gathers from its own samples, made equal on all ranks.
 
-This happens before a validation and at no other time. A checkpoint within an epoch holds the statistics of
-rank 0 as they are: at the first forward pass of the next optimizer step DistributedDataParallel gives them to
-every rank anyway. Training is therefore the same bit for bit, whether or not it stops and resumes in between.
+This happens before a validation, and before a checkpoint between an epoch's last step and its validation.
+Any other checkpoint within an epoch holds the statistics of rank 0 as they are: at the first forward pass of
+the next optimizer step DistributedDataParallel gives them to every rank anyway. Training is therefore the same
+bit for bit, whether or not it stops and resumes in between.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ class CheckpointFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob(".*.tmp"):  # of a process that was killed while writing
                 leftover.unlink()
-            # `best.pt` comes first: a checkpoint that is found later has its link.
+            # `best.pt` is linked before `pending.pt` gets its name: found after a kill, it has its link.
             write_atomically(
                 self.pending, lambda file: torch.save(content, file),
                 before_replacing=partial(_link, self.best) if is_best else None,

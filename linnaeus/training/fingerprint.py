@@ -14,14 +14,13 @@ from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.training.build import Assembly
 
 
-def fingerprint(config: Mapping[str, Any], data: DataBundle, assembly: Assembly, step: int) -> dict[str, str]:
+def fingerprint(config: Mapping[str, Any], data: DataBundle, assembly: Assembly) -> dict[str, str]:
     """What a run depends on, by what it is, short enough to be read in an error.
 
     Args:
         config: the whole configuration, as nested plain values.
         data: the datasets of this rank.
         assembly: the model of this rank.
-        step: optimizer steps done so far, by this rank's checkpoint.
     """
     parameters = [(name, list(p.shape)) for name, p in assembly.model.named_parameters()]
     classes = {} if data.taxonomy is None else {level.name: level.classes for level in data.taxonomy.levels}
@@ -32,7 +31,6 @@ def fingerprint(config: Mapping[str, Any], data: DataBundle, assembly: Assembly,
         "validation samples": str(dataset_length(data.val)),
         "classes": f"{[len(names) for names in classes.values()]} {_digest(classes)}",
         "parameters": f"{len(parameters)} {_digest(parameters)}",
-        "optimizer steps done": str(step),
         **_leaves(config),
     }
 

@@ -13,7 +13,7 @@ from linnaeus.signals import StopRequest
 CHECK_S = 0.5
 """Ranks exchange about so often whether any of them was asked to stop."""
 MOST_STEPS = 16
-"""Most optimizer steps between two exchanges, however fast they are."""
+"""Most optimizer steps between two exchanges, however fast they are: steps may become slower."""
 
 
 class StopAgreement:
@@ -27,11 +27,11 @@ class StopAgreement:
         request: whether this process was asked to stop.
 
     Attributes:
-        number: the signal that stops the run; 0 without one. The same on all ranks.
+        stop_signal: the signal that stops the run; 0 without one. The same on all ranks.
     """
 
     def __init__(self, world: World, request: StopRequest) -> None:
-        self.number = 0
+        self.stop_signal = 0
         self._world = world
         self._request = request
         self._num_steps = 0
@@ -45,7 +45,7 @@ class StopAgreement:
     @property
     def is_requested(self) -> bool:
         """Whether this rank was asked to stop; others may not know yet."""
-        return bool(self._request.number)
+        return bool(self._request.stop_signal)
 
     def after_step(self, *, save: bool = False) -> bool:
         """Exchange, if it is time to; every rank must call this after every optimizer step.
@@ -66,9 +66,9 @@ class StopAgreement:
         now = time.monotonic()
         step_s = (now - self._last_exchange) / max(self._num_steps, 1)
         save = save and self._world.is_main
-        values = torch.tensor([self._request.number, save, step_s], dtype=torch.float64)
-        number, agreed_save, slowest_s = self._world.maximum(values).tolist()
-        self.number = int(number)
+        values = torch.tensor([self._request.stop_signal, save, step_s], dtype=torch.float64)
+        stop_signal, agreed_save, slowest_s = self._world.maximum(values).tolist()
+        self.stop_signal = int(stop_signal)
         self._num_steps, self._last_exchange = 0, now
         self._next_exchange = min(max(int(CHECK_S / max(slowest_s, 1e-6)), 1), MOST_STEPS)
         return bool(agreed_save)

@@ -140,21 +140,26 @@ class Trainer:
 
         Raises:
             CheckpointError: a checkpoint cannot be written.
+            LinnaeusError: the loss is not finite.
         """
         with self.stop.deferred(), self.progress_bar:
             while self.progress.epoch < self.plan.num_epochs:
                 self.train_epoch()
-                if not self.stop.number:
+                if not self.stop.stop_signal:
                     self._end_epoch()
-                if self.stop.number:
+                if self.stop.stop_signal:
                     self._save()
                     break
-            if not self.progress.metrics and not self.stop.number:
+            if not self.progress.metrics and not self.stop.stop_signal:
                 self._validate()  # resumed with fewer epochs, before the first validation
         self.checkpoints.wait()
         images_per_s = self._num_images / self._seconds if self._seconds else 0.0
         return FitResult(
-            self.progress.metrics, images_per_s, self.progress.seconds, self._noise_scale, self.stop.number
+            self.progress.metrics,
+            images_per_s,
+            self.progress.seconds,
+            noise_scale=self._noise_scale,
+            stop_signal=self.stop.stop_signal,
         )
 
     @property
@@ -188,12 +193,12 @@ class Trainer:
             self.progress_bar.advance(1)
             if self.progress.step % self.config.LOG_EVERY == 0 or not remaining:
                 self._log_training(meter, lr, stage)
-            if self._time_to_save():
+            if self._agree_after_step():
                 meter.mean()  # weights after a loss that is not finite must not replace a good checkpoint
                 self._count_seconds()
                 self._save()
                 self._clock = time.monotonic()
-            if self.stop.number:
+            if self.stop.stop_signal:
                 meter.mean()
                 break
         self._count_seconds()
@@ -205,13 +210,13 @@ class Trainer:
         self.progress.seconds += now - self._clock
         self._clock = now
 
-    def _time_to_save(self) -> bool:
-        """Whether to write a checkpoint after this step; the ranks agree on stopping too."""
+    def _agree_after_step(self) -> bool:
+        """Let the ranks agree on stopping, and on whether to save a checkpoint now, which is returned."""
         minutes, every_steps = self.config.CHECKPOINT_EVERY_MINUTES, self.config.CHECKPOINT_EVERY_STEPS
         is_late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
         by_clock = self.stop.after_step(save=is_late)
         by_steps = every_steps is not None and self.progress.step % every_steps == 0
-        return (by_clock or by_steps) and not self.stop.number  # a run that stops saves anyway
+        return (by_clock or by_steps) and not self.stop.stop_signal  # a run that stops saves anyway
 
     def _log_training(self, meter: LossMeter, lr: float, stage: Stage) -> None:
         values = {"loss": meter.drain(), "lr": lr}
@@ -241,7 +246,7 @@ class Trainer:
         is_best = False
         if is_last or epoch % config.VALIDATE_EVERY == 0:
             is_best = self._validate()
-        if self.stop.number:
+        if self.stop.stop_signal:
             self.progress.epoch, self.progress.samples = epoch - 1, samples
         elif is_last or is_best or epoch % config.CHECKPOINT_EVERY == 0:
             self._save(is_best=is_best)
@@ -289,7 +294,7 @@ class Trainer:
         samples = self.progress.samples
         if samples and not self.plan.rest_of_epoch(self.progress.epoch, samples):
             self._distribute_batchnorm()  # the next thing that a resumed run does is to validate
-        generators = self.world.collect(rng_state(self.world.device))
+        generators = self.world.gather_on_host(rng_state(self.world.device))
         probe = self.train_step.probe
         if self.world.is_main:
             content = {

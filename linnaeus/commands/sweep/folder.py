@@ -13,8 +13,8 @@ from typing import Any
 
 from linnaeus.config.load import to_yaml
 from linnaeus.config.schema import Config
-from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.files import prepare_run_folder, write_text_atomically
+from linnaeus.signals import SIGNALS
 
 ASKED, OUTCOME, RESULT, OUTPUT = "asked.yaml", "outcome.json", "result.json", "logs/output.txt"
 
@@ -42,8 +42,8 @@ class Outcome:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether somebody ended the process: Ctrl-C, or a signal."""
-        return self.exit_code == EXIT_INTERRUPTED or self.exit_code < 0
+        """Whether somebody stopped the run or ended its process: Ctrl-C, or another signal."""
+        return self.exit_code < 0 or self.exit_code - 128 in SIGNALS
 
 
 def prepare(folder: Path, config: Config) -> Outcome | None:

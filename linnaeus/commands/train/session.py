@@ -17,5 +17,4 @@ def run(config: Config) -> int:
         stop_signal = train(config).stop_signal
     except RankEnded as ended:
         ended.leave()
-        raise
     return 128 + stop_signal if stop_signal else 0

@@ -96,7 +96,7 @@ def test_a_finished_run_is_left_alone_until_its_configuration_changes(tmp_path: 
     assert (tmp_path / "LR=0.earlier-1/weights").exists()
 
 
-@pytest.mark.parametrize("exit_code", [130, -9])
+@pytest.mark.parametrize("exit_code", [130, 138, 143, -9])
 def test_an_interrupted_run_goes_on(tmp_path: Path, config: Config, exit_code: int) -> None:
     folder = tmp_path / "run"
     prepare(folder, config)
