@@ -2,8 +2,8 @@
 
 This happens before a validation, and before a checkpoint between an epoch's last step and its validation.
 Any other checkpoint within an epoch holds the statistics of rank 0 as they are: at the first forward pass of
-the next optimizer step DistributedDataParallel gives them to every rank anyway. Training is therefore the same
-bit for bit, whether or not it stops and resumes in between.
+the next optimizer step DistributedDataParallel gives them to every rank anyway. Training is therefore the
+same bit for bit, whether or not it stops and resumes in between.
 """
 
 from __future__ import annotations
