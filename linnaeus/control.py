@@ -189,10 +189,15 @@ class ControlPlane:
         first: Failure = self._keys.put_first("failure", failure)
         self._keys.put(f"read/{self.rank}", True)
         deadline = time.monotonic() + FAREWELL_S
-        others = [f"read/{rank}" for rank in range(self.world_size)]
-        while not self._keys.exist(others) and time.monotonic() < deadline:
+        while self._has_readers() and time.monotonic() < deadline:
             time.sleep(0.05)
         return first
+
+    def _has_readers(self) -> bool:
+        """Whether a rank has yet to read the failure; one that has died will not."""
+        dead = {rank for rank, _ in self.dead_neighbours()}
+        readers = [f"read/{rank}" for rank in range(self.world_size) if rank not in dead]
+        return not self._keys.exist(readers)
 
     def dead_neighbours(self) -> list[tuple[int, str]]:
         """Ranks of this machine whose process has ended without a failure, and what they were doing."""

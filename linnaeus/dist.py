@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from linnaeus.config.schema import DistConfig
 from linnaeus.control import ControlPlane, Failure, agree_on_attempt
 from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.signals import Interrupted
+from linnaeus.signals import Interrupted, ignore_signals
 
 T = TypeVar("T")
 
@@ -289,6 +289,7 @@ def errors_told_first(world: World) -> Iterator[None]:
     except BaseException as error:
         if world.control is None:
             raise
+        ignore_signals()  # torchrun sends SIGTERM to all ranks as soon as one has died
         raise RankEnded(_tell(world.rank, world.control, error)) from error
 
 

@@ -14,6 +14,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 logger = logging.getLogger("linnaeus.signals")
 
 
+def ignore_signals() -> None:
+    """Ignore them from now on, because this process is ending: one more must not break off its last words."""
+    if threading.current_thread() is threading.main_thread():  # only that one may
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
 class Interrupted(KeyboardInterrupt):
     """This process was asked to stop at once: nothing is to be saved, or Ctrl-C came twice.
 
