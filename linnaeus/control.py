@@ -45,6 +45,9 @@ FAREWELL_S = 3.0
 ABANDON_LOOKS = 10
 """Looks after the first failure until a rank that has not met it is ended: it hangs in a collective."""
 
+_PART_BYTES = 1 << 20
+"""Longer values are split: the store refuses those above 8 MiB."""
+
 logger = logging.getLogger("linnaeus.control")
 
 
@@ -349,22 +352,34 @@ class _Keys:
         self._store = store
 
     def put(self, key: str, value: Any) -> None:
-        self._store.set(key, pickle.dumps(value).hex())
+        text = pickle.dumps(value).hex()
+        parts = [text[start : start + _PART_BYTES] for start in range(0, len(text), _PART_BYTES)]
+        for number, part in enumerate(parts[1:], start=1):
+            self._store.set(f"{key}/{number}", part)
+        self._store.set(key, f"{len(parts)}:{parts[0]}")  # last: now the value exists
 
     def put_first(self, key: str, value: Any) -> Any:
-        """Put the value unless the key has one; return what it has then."""
-        return _unpickled(self._store.compare_set(key, "", pickle.dumps(value).hex()))
+        """Put a small value unless the key has one; return what it has then."""
+        return self._value(key, self._store.compare_set(key, "", f"1:{pickle.dumps(value).hex()}"))
 
     def get(self, key: str) -> Any:
         """The value of a key; None if it has none."""
-        return _unpickled(self._store.get(key)) if self._store.check([key]) else None
+        return self._value(key, self._store.get(key)) if self._store.check([key]) else None
 
     def exist(self, keys: list[str]) -> bool:
         """Whether all these keys have values."""
         return bool(self._store.check(keys))
 
     def delete(self, key: str) -> None:
-        self._store.delete_key(key)
+        if self._store.check([key]):
+            num_parts = int(self._store.get(key).partition(b":")[0])
+            for name in (key, *(f"{key}/{number}" for number in range(1, num_parts))):
+                self._store.delete_key(name)
+
+    def _value(self, key: str, first: bytes) -> Any:
+        num_parts, _, text = first.partition(b":")
+        rest = (self._store.get(f"{key}/{number}") for number in range(1, int(num_parts)))
+        return pickle.loads(bytes.fromhex(b"".join([text, *rest]).decode()))
 
 
 def agree_on_attempt(store: torch_dist.Store, rank: int, world_size: int, limit_s: float) -> str:
@@ -426,10 +441,6 @@ def _silence(beat: _Beat) -> str:
         f"no sign of life for {SILENCE_LOOKS * BEAT_S:.0f} s: it died or hangs (last heard of: {beat.doing}, "
         f"process {beat.pid})"
     )
-
-
-def _unpickled(value: bytes) -> Any:
-    return pickle.loads(bytes.fromhex(value.decode()))
 
 
 @functools.cache

@@ -31,6 +31,8 @@ T = TypeVar("T")
 _BUCKET_BYTES = 25 * 1024**2  # default bucket size of DistributedDataParallel
 _CAUSE_S = 2.0
 """How long a rank that has lost its connection to another one waits for the cause to be known."""
+_CONNECT_TIMEOUT = timedelta(seconds=10)
+"""Of one attempt to reach the store. torch's wait lets no signal through, so it is no longer than this."""
 _LAUNCHER_S = 0.5
 """How long a rank that the launcher has ended looks for the death of another one, which is why it did."""
 _LOST_CONNECTION = re.compile("by peer|Broken pipe|[Tt]imed out|NCCL|gloo|remote process")
@@ -231,9 +233,10 @@ def join(device_name: str, config: DistConfig) -> Iterator[World]:
         _refuse_tasks_without_torchrun()
         yield World(device)
         return
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = _rank_and_world_size()
     if world_size == 1:
-        yield World(device)
+        with ControlPlane(torch_dist.HashStore(), 0, 1, on_orphaned=_stop_this_process):
+            yield World(device)
         return
     timeout = timedelta(minutes=config.TIMEOUT_MINUTES)
     store = _store(rank, timedelta(minutes=config.START_MINUTES))
@@ -376,15 +379,55 @@ def _store(rank: int, timeout: timedelta) -> torch_dist.Store:
     between nodes.
     """
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return torch_dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not is_torchruns,
-        timeout=timeout, wait_for_workers=False, multi_tenant=True,
-    )  # fmt: skip
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            store = torch_dist.TCPStore(
+                host, port, is_master=rank == 0 and not is_torchruns, timeout=_CONNECT_TIMEOUT,
+                wait_for_workers=False, multi_tenant=True,
+            )  # fmt: skip
+            store.set_timeout(timeout)
+            return store
+        except torch_dist.DistError as error:
+            if rank == 0 and not is_torchruns:
+                raise LinnaeusError(
+                    f"rank 0 cannot serve port {port} (MASTER_PORT): {_first_line(error)}"
+                ) from None
+            if time.monotonic() > deadline:
+                raise LinnaeusError(
+                    f"rank {rank} finds no store at {host}:{port} (MASTER_ADDR, MASTER_PORT) within "
+                    f"{timeout.total_seconds() / 60:.3g} minutes: see whether rank 0 runs, or raise "
+                    "DIST.START_MINUTES"
+                ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    """What the launcher says in the environment.
+
+    Raises:
+        ConfigError: it does not fit together.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    values = {name: os.environ.get(name) for name in names}
+    numbers = [value for name, value in values.items() if name != "MASTER_ADDR"]
+    is_whole = None not in values.values() and all((number or "").isdecimal() for number in numbers)
+    if not is_whole or int(values["RANK"] or 0) >= int(values["WORLD_SIZE"] or 0):
+        told = ", ".join(f"{name}={value}" for name, value in values.items())
+        raise ConfigError(
+            f"the environment says {told}; RANK must lie below WORLD_SIZE, and the others say where rank 0 "
+            "is. torchrun sets them; unset RANK and WORLD_SIZE for a single process"
+        )
+    return int(values["RANK"] or 0), int(values["WORLD_SIZE"] or 0)
 
 
 def _refuse_tasks_without_torchrun() -> None:
     """Tasks that srun has started would all train the same run, side by side."""
-    num_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    num_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
     if num_tasks > 1:
         raise ConfigError(
             f"SLURM has started {num_tasks} tasks of one step, but they do not know of each other. Let each "

@@ -23,9 +23,9 @@ from linnaeus.log import MetricsFile, ProgressBar, open_run_folder
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest
 from linnaeus.tracking import start_tracking
+from linnaeus.training import fingerprint
 from linnaeus.training.build import Assembly, assemble, check_train_config, plan_facts
 from linnaeus.training.checkpoint import Checkpoint, CheckpointFolder, TrainingState
-from linnaeus.training.fingerprint import fingerprint
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.optim import scale_values
 from linnaeus.training.report import RESULT, report_plan, report_result, save_result
@@ -53,6 +53,7 @@ def run(config: Config) -> FitResult:
         ExitStack() as stack,
         errors_told_first(world),
     ):
+        world.check_equal(fingerprint.of_configuration(dataclasses.asdict(config)))
         check_train_config(train, world)
         folder = stack.enter_context(open_run_folder(path, world, keep=train.AUTO_RESUME))
         checkpoints = stack.enter_context(_checkpoints(path, train, world))
@@ -63,7 +64,7 @@ def run(config: Config) -> FitResult:
         world.update("building data and model")
         data = build_data(config.DATA, seed=seed, on_main=world.on_main)
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world)
-        world.check_equal(fingerprint(dataclasses.asdict(config), data, assembly))
+        world.check_equal(fingerprint.of_data_and_model(data, assembly))
         if checkpoint is not None:
             checkpoint.restore(TrainingState.of(assembly), world)
             if is_finished(checkpoint.content, train.EPOCHS, path / RESULT, world):
@@ -136,9 +137,21 @@ def _checkpoint_to_resume(config: Config, checkpoints: CheckpointFolder, world: 
 
 def _resumed_nodes(config: Config) -> dict[str, Any]:
     """The nodes that a checkpoint keeps, to be compared when the run is resumed."""
+    train, data = config.TRAIN, config.DATA
     return plain_nodes(
-        MODEL=config.MODEL, LOSS=config.LOSS, OPTIMIZER=config.OPTIMIZER, SCHEDULE=config.SCHEDULE
+        MODEL=config.MODEL,
+        LOSS=config.LOSS,
+        OPTIMIZER=config.OPTIMIZER,
+        SCHEDULE=config.SCHEDULE,
+        EXPERIMENT={"SEED": config.EXPERIMENT.SEED},
+        TRAIN=_chosen(train, "AMP", "CLIP_GRAD_NORM", "EMA", "SYNC_BATCHNORM", "DISTRIBUTE_BN"),
+        DATA=_chosen(data, "DATASET", "AUGMENT", "IMG_SIZE", "CHANNELS"),
     )
+
+
+def _chosen(node: Any, *keys: str) -> dict[str, Any]:
+    content = dataclasses.asdict(node)
+    return {key: content[key] for key in keys if key in content}
 
 
 def _find_sizes(

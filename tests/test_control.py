@@ -258,3 +258,17 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         agree_on_attempt(PrefixStore("a", store), 0, 3, 0.2)
     with pytest.raises(LinnaeusError, match=r"rank 0 has not started"):
         agree_on_attempt(PrefixStore("b", store), 2, 3, 0.2)
+
+
+def test_a_value_larger_than_the_store_takes_at_once_arrives_whole() -> None:
+    store = HashStore()
+    value = b"0123456789abcdef" * (200 * 1024)
+
+    def work(plane: ControlPlane) -> bool:
+        received = plane.broadcast(value if plane.rank == 0 else None)
+        plane.gather(None)
+        return bool(received == value)
+
+    assert ranks(work, work, store=store) == [True, True]
+    assert all(len(store.get(key)) <= control._PART_BYTES + 8 for key in store.list_keys())
+    assert not [key for key in store.list_keys() if "value/0/" in key], "it is forgotten"

@@ -139,7 +139,7 @@ class BatchPlan:
                 samples_done += steps * stage.effective_batch_size
         size = planned[-1].micro_batch_size
         micro_batches = (self.num_samples - samples_done) // (self.world_size * size)
-        if self.keep_rest and micro_batches:
+        if self.keep_rest and micro_batches > 0:  # fewer than 0 if the dataset has shrunk
             stages.append(make_stage(1, Split(size, micro_batches), self.world_size))
         return stages
 

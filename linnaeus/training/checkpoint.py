@@ -44,6 +44,7 @@ class TrainingState:
     """
 
     model: nn.Module
+    criterion: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     ema: Ema | None
@@ -51,7 +52,7 @@ class TrainingState:
     @classmethod
     def of(cls, assembly: Assembly) -> TrainingState:
         """The state of a run's model and of what belongs to it."""
-        return cls(assembly.model, assembly.optimizer, assembly.scaler, assembly.ema)
+        return cls(assembly.model, assembly.criterion, assembly.optimizer, assembly.scaler, assembly.ema)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each object, by attribute."""
@@ -72,6 +73,8 @@ class TrainingState:
             target = getattr(self, part.name)
             if target is None:
                 continue
+            if part.name not in state and not target.state_dict():
+                continue  # most losses have none, and older checkpoints no entry for it
             if part.name not in state:
                 raise CheckpointError(
                     f"the checkpoint has no {part.name}; it was written with another configuration. {REMEDY}"

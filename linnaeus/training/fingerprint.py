@@ -14,24 +14,24 @@ from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.training.build import Assembly
 
 
-def fingerprint(config: Mapping[str, Any], data: DataBundle, assembly: Assembly) -> dict[str, str]:
-    """What a run depends on, by what it is, short enough to be read in an error.
-
-    Args:
-        config: the whole configuration, as nested plain values.
-        data: the datasets of this rank.
-        assembly: the model of this rank.
-    """
-    parameters = [(name, list(p.shape)) for name, p in assembly.model.named_parameters()]
-    classes = {} if data.taxonomy is None else {level.name: level.classes for level in data.taxonomy.levels}
+def of_configuration(config: Mapping[str, Any]) -> dict[str, str]:
+    """The configuration, as nested plain values, by key; and the versions of what runs it."""
     return {
         "version of Linnaeus": __version__,
         "version of torch": torch.__version__,
+        **_leaves(config),
+    }
+
+
+def of_data_and_model(data: DataBundle, assembly: Assembly) -> dict[str, str]:
+    """What this rank has built, short enough to be read in an error."""
+    parameters = [(name, list(p.shape)) for name, p in assembly.model.named_parameters()]
+    classes = {} if data.taxonomy is None else {level.name: level.classes for level in data.taxonomy.levels}
+    return {
         "training samples": str(dataset_length(data.train)),
         "validation samples": str(dataset_length(data.val)),
         "classes": f"{[len(names) for names in classes.values()]} {_digest(classes)}",
         "parameters": f"{len(parameters)} {_digest(parameters)}",
-        **_leaves(config),
     }
 
 

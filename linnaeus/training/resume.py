@@ -15,7 +15,7 @@ from linnaeus.training.checkpoint import REMEDY, Checkpoint, CheckpointFolder, l
 
 logger = logging.getLogger("linnaeus.run")
 
-FIXED_NODES = ("OPTIMIZER", "SCHEDULE")
+FIXED_NODES = ("OPTIMIZER", "SCHEDULE", "EXPERIMENT")
 """Nodes of which no key may change on resuming, unless TRAIN.RESUME_WITH allows it."""
 
 _CHANGED_BY = {
@@ -93,7 +93,7 @@ def find_checkpoint(
         world: the processes.
 
     Raises:
-        CheckpointError: it cannot be read, or has another optimizer or schedule; the same on every rank.
+        CheckpointError: it cannot be read, or has another optimizer, schedule or seed; on every rank.
     """
     checkpoint = checkpoints.load_latest(world)
     if checkpoint is None:
@@ -107,7 +107,7 @@ def find_checkpoint(
 
 
 def check_changes(changes: Sequence[Change], resume_with: str | None) -> None:
-    """Refuse another optimizer or schedule, unless TRAIN.RESUME_WITH takes the change; log those it takes.
+    """Refuse another optimizer, schedule or seed, unless TRAIN.RESUME_WITH takes it; log what it takes.
 
     Args:
         changes: what differs.

@@ -150,8 +150,9 @@ class Trainer:
                 if self.stop.stop_signal:
                     self._save()
                     break
-            if not self.progress.metrics and not self.stop.stop_signal:
-                self._validate()  # resumed with fewer epochs, before the first validation
+            is_untold = not self.progress.metrics or self.progress.samples > 0
+            if is_untold and not self.stop.stop_signal:
+                self._validate()  # resumed with fewer epochs, before a validation
         self.checkpoints.wait()
         images_per_s = self._num_images / self._seconds if self._seconds else 0.0
         return FitResult(
@@ -243,13 +244,14 @@ class Trainer:
         self._set_lr()
         epoch = self.progress.epoch
         is_last = epoch == self.plan.num_epochs
-        is_best = False
-        if is_last or epoch % config.VALIDATE_EVERY == 0:
-            is_best = self._validate()
+        is_best = self._validates_after(epoch) and self._validate()
         if self.stop.stop_signal:
             self.progress.epoch, self.progress.samples = epoch - 1, samples
         elif is_last or is_best or epoch % config.CHECKPOINT_EVERY == 0:
             self._save(is_best=is_best)
+
+    def _validates_after(self, epoch: int) -> bool:
+        return epoch == self.plan.num_epochs or epoch % self.config.VALIDATE_EVERY == 0
 
     def _validate(self) -> bool:
         """Validate and log; return whether this is the best result so far.
@@ -292,7 +294,8 @@ class Trainer:
         """Write a checkpoint on rank 0; every rank must call this."""
         self.world.update("saving a checkpoint")
         samples = self.progress.samples
-        if samples and not self.plan.rest_of_epoch(self.progress.epoch, samples):
+        is_next = self._validates_after(self.progress.epoch + 1)
+        if samples and is_next and not self.plan.rest_of_epoch(self.progress.epoch, samples):
             self._distribute_batchnorm()  # the next thing that a resumed run does is to validate
         generators = self.world.gather_on_host(rng_state(self.world.device))
         probe = self.train_step.probe
