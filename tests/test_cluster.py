@@ -143,6 +143,25 @@ def test_ranks_with_different_options_are_refused(tmp_path: Path) -> None:
     assert "ranks 0 and 1 do not train the same: OPTIMIZER.LR: 0.002 and 0.5. All ranks need" in ended.text
 
 
+def test_ranks_of_which_one_is_to_resume_are_refused(tmp_path: Path) -> None:
+    ended = run_job(tmp_path, OTHER="1:TRAIN.AUTO_RESUME=False")
+    assert ended.code != 0
+    assert "ranks 0 and 1 do not train the same: TRAIN.AUTO_RESUME: true and false. All" in ended.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [6, 5])
+def test_a_checkpoint_at_the_end_of_an_epoch_changes_nothing_about_the_next(
+    tmp_path: Path, every: int
+) -> None:
+    """An epoch of 6 steps that is not validated: BatchNorm's statistics stay as they are."""
+    options = ("TRAIN.EPOCHS=2", "TRAIN.VALIDATE_EVERY=2", "TRAIN.CHECKPOINT_EVERY=9")
+    often = f"TRAIN.CHECKPOINT_EVERY_STEPS={every}"
+    assert run_job(tmp_path, *options).code == 0
+    assert run_job(tmp_path, *options, often, "EXPERIMENT.NAME=often").code == 0
+    assert_same_bits(weights(tmp_path / "runs/small"), weights(tmp_path / "runs/often"))
+
+
 def test_tasks_of_slurm_without_torchrun_are_refused_with_the_command_that_works(tmp_path: Path) -> None:
     outcome = forks.python(
         "-m", "linnaeus.main", *JOB, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "SLURM_STEP_NUM_TASKS": "2"}
@@ -198,8 +217,10 @@ def test_a_signal_to_one_rank_stops_all_of_them(tmp_path: Path, rank: int) -> No
     assert len(losses(tmp_path)) == 2
 
 
-def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(tmp_path: Path) -> None:
-    job = Ranks(tmp_path, *JOB, "TRAIN.EPOCHS=400")
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(tmp_path: Path, num_ranks: int) -> None:
+    options = ("--standalone", f"--nproc_per_node={num_ranks}")
+    job = Ranks(tmp_path, *JOB, "TRAIN.EPOCHS=400", options=options)
     job.wait_for("runs/small/checkpoints/last.pt")
     ranks = job.children()
     job.process.kill()

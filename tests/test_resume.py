@@ -269,6 +269,42 @@ def test_a_model_whose_state_fits_is_resumed_and_said(run: Run) -> None:
     assert "resumed with another MODEL.drop (0.3 in the checkpoint, 0.1 now)" in outcome.out
 
 
+def test_another_seed_is_refused_and_other_training_is_said(run: Run) -> None:
+    assert run(*RESUMABLE, interrupted(132)).code == 130
+    outcome = run(*RESUMABLE, "EXPERIMENT.SEED=7")
+    assert outcome.code == 1
+    assert "EXPERIMENT.SEED (0 in the checkpoint, 7 now)" in outcome.err
+    outcome = run(*RESUMABLE, "TRAIN.CLIP_GRAD_NORM=null", "TRAIN.EMA.DECAY=0.5")
+    assert outcome.code == 0, outcome.err
+    assert "resumed with another TRAIN.CLIP_GRAD_NORM (1.0 in the checkpoint, None now)" in outcome.out
+    assert "resumed with another TRAIN.EMA.DECAY" in outcome.out
+
+
+class CountingLoss(torch.nn.CrossEntropyLoss):
+    """A loss with a state of its own: it weighs its samples by how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, outputs: Any, targets: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.calls += 1
+        labels = targets if targets.ndim == 1 else targets[:, 0]
+        outputs = outputs if isinstance(outputs, Tensor) else outputs[0]
+        return super().forward(outputs, labels) * (1 + self.calls / 10)
+
+
+def test_the_state_of_a_loss_is_resumed(run: Run, tmp_path: Path) -> None:
+    own = f"LOSS._target_={__name__}.CountingLoss"
+    assert run(*RESUMABLE, own, f"{NAME}whole").code == 0
+    assert run(*RESUMABLE, own, interrupted(132)).code == 130
+    outcome = run(*RESUMABLE, own)
+    assert outcome.code == 0, outcome.err
+    assert_same_bits(weights(tmp_path / "runs/plain"), weights(tmp_path / "runs/whole"))
+    assert checkpoint(tmp_path / "runs/plain")["state"]["criterion"]["calls"] > 30
+
+
 def test_a_new_rate_is_taken_where_it_is_asked_for(run: Run, tmp_path: Path) -> None:
     assert run(*RESUMABLE, interrupted(132)).code == 130
     new = (

@@ -174,3 +174,9 @@ def test_another_plan_stands_at_the_same_fraction_of_the_epoch(
     samples = num_steps * plans[0].effective_batch_size
     fractions = [plan.position(2, samples) / plan.total_steps for plan in plans]
     assert fractions[1] == pytest.approx(fractions[0], abs=1.1 * max(1 / plan.total_steps for plan in plans))
+
+
+def test_a_dataset_that_has_shrunk_below_the_samples_done_leaves_no_step() -> None:
+    plan = plan_of(Facts(max_micro_batch_size=8, world_size=1, num_samples=50, learning_rate=0.1), EPOCHS=2)
+    assert plan.rest_of_epoch(0, 33), "some are left"
+    assert plan.rest_of_epoch(0, 67) == []
