@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests import forks
-from tests.conftest import SMALL, assert_same_bits, wait_until, weights
+from tests.conftest import SMALL, assert_same_bits, free_ports, wait_until, weights
 from tests.forks import ROOT
 
 pytestmark = pytest.mark.distributed
@@ -226,7 +226,7 @@ def test_ranks_that_were_both_suspended_go_on(tmp_path: Path) -> None:
 def test_two_agents_recover_at_the_first_attempt(tmp_path: Path) -> None:
     options = (
         "--nnodes=2", "--nproc_per_node=1", "--max-restarts=1", "--rdzv_id=a", "--rdzv_backend=c10d",
-        f"--rdzv_endpoint=localhost:{forks.free_port()}",
+        f"--rdzv_endpoint=localhost:{free_ports(1)[0]}",
     )  # fmt: skip
     env = {"FAULT": "SIGKILL:1:training in epoch 2"}
     agents = [Ranks(tmp_path, *JOB, "TRAIN.EPOCHS=4", options=options, **env) for _ in range(2)]
