@@ -7,13 +7,16 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import pytest
 
+from linnaeus.config.schema import DistConfig
+from linnaeus.dist import join
+from linnaeus.errors import ConfigError
 from tests import forks
 from tests.conftest import SMALL, assert_same_bits, free_ports, wait_until, weights
 from tests.forks import ROOT
@@ -132,8 +135,27 @@ def test_tasks_of_slurm_without_torchrun_are_refused_with_the_command_that_works
         "-m", "linnaeus.main", *JOB, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "SLURM_STEP_NUM_TASKS": "2"}
     )
     assert outcome.code == 2
-    assert "srun --ntasks-per-node=1 torchrun" in outcome.err
+    assert "srun --ntasks=$SLURM_NNODES --ntasks-per-node=1 torchrun" in outcome.err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("in_job", "in_step", "is_refused"),
+    [("2", "2", True), ("2", None, False), ("2", "1", False), ("1", "2", False)],
+    ids=["srun", "sbatch", "salloc", "sbatch by a task of another step"],
+)
+def test_only_tasks_that_run_side_by_side_are_refused(
+    monkeypatch: pytest.MonkeyPatch, in_job: str, in_step: str | None, is_refused: bool
+) -> None:
+    """The variables are those of SLURM 22.05."""
+    monkeypatch.setenv("SLURM_NTASKS", in_job)
+    if in_step is not None:
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", in_step)
+    with (
+        pytest.raises(ConfigError, match="SLURM has started 2 tasks") if is_refused else nullcontext(),
+        join("cpu", DistConfig()) as world,
+    ):
+        assert world.world_size == 1
 
 
 def test_a_mistake_in_the_configuration_is_shown_when_rank_0_is_behind(tmp_path: Path) -> None:
