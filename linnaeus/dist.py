@@ -426,12 +426,18 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 
 def _refuse_tasks_without_torchrun() -> None:
-    """Tasks that srun has started would all train the same run, side by side."""
-    num_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
-    if num_tasks > 1:
+    """Tasks that srun has started would all train the same run, side by side.
+
+    In a job with several tasks only srun's own have both variables with their number: the shell of sbatch or
+    salloc has the first one alone, or with 1 in the second one. A job that was submitted by a task of another
+    step has that step's number in the second one.
+    """
+    in_step = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
+    if in_step > 1 and int(os.environ.get("SLURM_NTASKS") or in_step) > 1:
         raise ConfigError(
-            f"SLURM has started {num_tasks} tasks of one step, but they do not know of each other. Let each "
-            "node's one task start its processes: srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES "
-            "--nproc_per_node=GPUS --rdzv_backend=c10d --rdzv_id=$SLURM_JOB_ID --rdzv_endpoint=HEAD:29500 "
-            "-m linnaeus.main ...; docs/ranks.md has the whole script"
+            f"SLURM has started {in_step} tasks of one step, but they do not know of each other. Let one "
+            "task on each node start its processes: srun --ntasks=$SLURM_NNODES --ntasks-per-node=1 "
+            "torchrun --nnodes=$SLURM_NNODES --nproc_per_node=GPUS --rdzv_backend=c10d "
+            "--rdzv_id=$SLURM_JOB_ID --rdzv_endpoint=HEAD:29500 -m linnaeus.main ...; docs/ranks.md has the "
+            "whole script. For tasks that train different runs, unset SLURM_STEP_NUM_TASKS"
         )

@@ -6,7 +6,8 @@ import inspect
 import logging
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,31 +43,71 @@ class Tracker:
 
 
 class _WandbTracker(Tracker):
-    """One Weights & Biases run, as `wandb.init` returns it."""
+    """One Weights & Biases run, as `wandb.init` returns it.
+
+    The client hands its records to a process of its own, which ends on SIGTERM. A batch system sends that to
+    all processes of a job; the training that was asked to stop must still be able to.
+    """
 
     def __init__(self, run: Any) -> None:
         self._run = run
+        self._is_lost = False
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        self._run.log(dict(values), step=step)
+        with self._unless_lost():
+            self._run.log(dict(values), step=step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         import wandb
 
         table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
         # It goes with the next metrics; by itself it would use up a step that metrics then cannot have.
-        self._run.log({name: table}, commit=False)
+        with self._unless_lost():
+            self._run.log({name: table}, commit=False)
 
     def summarise(self, values: Mapping[str, Any]) -> None:
-        self._run.summary.update(dict(values))
+        with self._unless_lost():
+            self._run.summary.update(dict(values))
 
     def finish(self, exit_code: int) -> None:
         """Close the run, and say how to upload one that was recorded offline."""
         folder = Path(self._run.dir).parent
         offline = self._run.settings.mode == "offline"
-        self._run.finish(exit_code=exit_code)
+        with self._unless_lost():
+            self._run.finish(exit_code=exit_code)
+        if self._is_lost:
+            _forget_service(exit_code)
         if offline:
             logger.info("W&B recorded offline; upload with: wandb sync %s", folder)
+
+    @contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        """Go on, after one warning, where the client's own process has ended."""
+        try:
+            yield
+        except Exception as error:
+            if not _is_lost_service(error):
+                raise
+            if not self._is_lost:
+                logger.warning("warning: W&B's process has ended (%s); it records no more of this run", error)
+            self._is_lost = True
+
+
+def _is_lost_service(error: Exception) -> bool:
+    """Whether this is how the W&B client says that its own process has ended."""
+    # The second class has no place that all versions of the client share.
+    return isinstance(error, ConnectionError) or type(error).__name__ == "MailboxClosedError"
+
+
+def _forget_service(exit_code: int) -> None:
+    """Keep the client from speaking to its ended process at exit, where that prints a traceback."""
+    import wandb
+
+    try:
+        wandb.teardown(exit_code)
+    except Exception as error:
+        if not _is_lost_service(error):
+            raise
 
 
 def start_tracking(

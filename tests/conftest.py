@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -159,6 +160,17 @@ def wait_until(
         assert not ended, log.read_text() if log is not None else "the process has ended"
         assert time.monotonic() < deadline, log.read_text() if log is not None else "nothing has come"
         time.sleep(0.005)
+
+
+def free_ports(count: int) -> list[int]:
+    """So many ports of this machine that nobody listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    for free in sockets:
+        free.bind(("localhost", 0))
+    ports = [free.getsockname()[1] for free in sockets]
+    for free in sockets:
+        free.close()
+    return ports
 
 
 class Child:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import pytest
 
+from linnaeus.config.schema import DistConfig
+from linnaeus.dist import join
+from linnaeus.errors import ConfigError
 from tests import forks
-from tests.conftest import SMALL, assert_same_bits, wait_until, weights
+from tests.conftest import SMALL, assert_same_bits, free_ports, wait_until, weights
 from tests.forks import ROOT
 
 pytestmark = pytest.mark.distributed
@@ -87,13 +89,6 @@ class Ranks:
 
 def run_job(folder: Path, *argv: str, **env: str) -> Ended:
     return Ranks(folder, *JOB, *argv, **env).end()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def losses(folder: Path) -> list[float]:
@@ -167,8 +162,27 @@ def test_tasks_of_slurm_without_torchrun_are_refused_with_the_command_that_works
         "-m", "linnaeus.main", *JOB, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "SLURM_STEP_NUM_TASKS": "2"}
     )
     assert outcome.code == 2
-    assert "srun --ntasks-per-node=1 torchrun" in outcome.err
+    assert "srun --ntasks=$SLURM_NNODES --ntasks-per-node=1 torchrun" in outcome.err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("in_job", "in_step", "is_refused"),
+    [("2", "2", True), ("2", None, False), ("2", "1", False), ("1", "2", False)],
+    ids=["srun", "sbatch", "salloc", "sbatch by a task of another step"],
+)
+def test_only_tasks_that_run_side_by_side_are_refused(
+    monkeypatch: pytest.MonkeyPatch, in_job: str, in_step: str | None, is_refused: bool
+) -> None:
+    """The variables are those of SLURM 22.05."""
+    monkeypatch.setenv("SLURM_NTASKS", in_job)
+    if in_step is not None:
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", in_step)
+    with (
+        pytest.raises(ConfigError, match="SLURM has started 2 tasks") if is_refused else nullcontext(),
+        join("cpu", DistConfig()) as world,
+    ):
+        assert world.world_size == 1
 
 
 def test_a_mistake_in_the_configuration_is_shown_when_rank_0_is_behind(tmp_path: Path) -> None:
@@ -303,7 +317,7 @@ def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happe
 def test_two_agents_recover_at_the_first_attempt(tmp_path: Path) -> None:
     options = (
         "--nnodes=2", "--nproc_per_node=1", "--max-restarts=1", "--rdzv_id=a", "--rdzv_backend=c10d",
-        f"--rdzv_endpoint=localhost:{free_port()}",
+        f"--rdzv_endpoint=localhost:{free_ports(1)[0]}",
     )  # fmt: skip
     env = {"FAULT": "SIGKILL:1:training in epoch 2"}
     agents = [Ranks(tmp_path, *JOB, "TRAIN.EPOCHS=4", options=options, **env) for _ in range(2)]

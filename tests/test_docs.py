@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from PIL import Image
 
 from linnaeus.main import cli
@@ -221,8 +222,9 @@ def test_job_scripts_are_valid_and_ask_torchrun_for_what_it_has() -> None:
     assert scripts
     for script in scripts:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-        [line] = [line for line in script.splitlines() if "torchrun" in line]
-        arguments = get_args_parser().parse_args(shlex.split(line.replace("$SLURM_NNODES", "2"))[2:])
+        [line] = [line for line in script.splitlines() if line.startswith("srun torchrun")]
+        tokens = shlex.split(line.removesuffix(" &").replace("$SLURM_NNODES", "2"))
+        arguments = get_args_parser().parse_args(tokens[2:])
         assert arguments.module
         config = [*arguments.training_script_args, "--print-config"]
         assert arguments.training_script == "linnaeus.main"
@@ -238,6 +240,29 @@ def test_links_between_the_pages_lead_somewhere() -> None:
 def test_the_yaml_of_every_page_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for page in PAGES:
         for number, text in enumerate(re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S)):
+            if text.startswith("apiVersion:"):
+                continue  # for Kubernetes
             file = tmp_path / f"{page.stem}{number}.yaml"
             file.write_text(text)
             assert cli(["--cfg", str(file), "--print-config"]) == 0, capsys.readouterr().err
+
+
+def test_the_job_for_kubernetes_starts_torchrun_with_options_that_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.run import get_args_parser
+
+    page = (ROOT / "docs/ranks.md").read_text()
+    (text,) = re.findall(r"^```yaml\n(apiVersion: .*?)^```", page, re.M | re.S)
+    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    program, *tokens = container["command"]
+    arguments = get_args_parser().parse_args(tokens)
+    assert (program, arguments.training_script) == ("torchrun", "linnaeus.main")
+    assert pod["terminationGracePeriodSeconds"] > 30, "torchrun's grace"
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
+    monkeypatch.chdir(tmp_path)
+    Path("my_exp.yaml").write_text(EXPERIMENT)
+    assert cli([*arguments.training_script_args, "--print-config"]) == 0

@@ -39,11 +39,23 @@ tracker.summarise({"top1/species": 0.75})
 tracker.finish(0)
 """
 """What a run tells its tracker, with metrics from the first step on."""
+LATE = 'tracker.log({"train/loss": 1.0}, step=2)'
+END_CHILDREN = """
+import psutil
+children = psutil.Process().children(recursive=True)
+assert children
+for child in children:
+    child.terminate()
+psutil.wait_procs(children)
+"""
+"""What a batch system does to a job: the client's own process ends before the training that it serves."""
 
 Record = Any
 
 
-def record(folder: Path, resume: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+def record(
+    folder: Path, resume: bool = False, program: str = PROGRAM, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run the program as on a machine that has never seen W&B: no key, no mode, an empty home."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     for name in ("HOME", "USERPROFILE"):
@@ -51,7 +63,7 @@ def record(folder: Path, resume: bool = False, **environment: str) -> subprocess
     clean["PYTHONPATH"] = str(Path(__file__).parents[1])
     (folder / "home").mkdir(exist_ok=True)
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, "resume" if resume else "new"],
+        [sys.executable, "-c", program, "resume" if resume else "new"],
         cwd=folder, env=clean | environment, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
 
@@ -178,6 +190,19 @@ def test_a_resumed_run_keeps_its_id_and_a_new_one_does_not(tmp_path: Path) -> No
     assert len(ids) == 3
     assert ids[0] == ids[1] != ids[2]
     assert (tmp_path / "logs" / "wandb_run_id").read_text() == ids[2]
+
+
+def test_a_signal_to_all_processes_ends_the_record_but_not_the_run(tmp_path: Path) -> None:
+    assert LATE in PROGRAM
+    outcome = record(tmp_path, program=PROGRAM.replace(LATE, END_CHILDREN + LATE))
+    no_key, lost, hint = outcome.stderr.splitlines()
+    assert "no API key" in no_key
+    assert lost.startswith("warning: W&B's process has ended (")
+    assert "wandb sync" in hint
+    (tmp_path / "logs/wandb").rename(tmp_path / "broken")
+    record(tmp_path, resume=True)
+    [run] = recorded(tmp_path)
+    assert [entry.exit_code for entry in of_kind(run, "exit")] == [0]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from itertools import product
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from linnaeus.training.build import assemble
 from linnaeus.training.checkpoint import load_checkpoint
 from linnaeus.training.ema import Ema
 from linnaeus.training.step import Precision, TrainStep
-from tests.conftest import SMALL
+from tests.conftest import SMALL, free_ports
 from tests.training.processes import Results, compute, group_of
 from tests.training.test_ranks import num_collectives
 
@@ -44,16 +43,6 @@ def ranks(folder: Path) -> list[Results]:
     """What each process has computed, by rank; the runs are in `folder`."""
     (folder / "ports").write_text(json.dumps(free_ports(len(RUNS))))
     return compute(__name__, 3, folder)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for free in sockets:
-        free.bind(("localhost", 0))
-    ports = [free.getsockname()[1] for free in sockets]
-    for free in sockets:
-        free.close()
-    return ports
 
 
 def work(rank: int, folder: str) -> Results:

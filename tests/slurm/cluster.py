@@ -1,0 +1,204 @@
+"""A real SLURM of one node, this machine, in a folder of its own.
+
+Its controller, node daemon and munge have their own configuration, key, sockets, ports and state. Nothing of
+it is known to, or leans on, a SLURM that the machine may belong to, and none of its processes outlives it.
+
+The node says that it has two GPUs, so that job scripts which ask for some need no change.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from getpass import getuser
+from pathlib import Path
+from socket import gethostname
+
+import psutil
+
+from tests.conftest import free_ports
+from tests.forks import Outcome
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
+GRACE_S = 20
+"""Time between a preempted job's first signal and its end."""
+
+CONFIGURATION = """\
+ClusterName=linnaeus
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SlurmdParameters=config_overrides
+ReturnToService=2
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SchedulerParameters=sched_interval=5,preempt_youngest_first
+GresTypes=gpu
+NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=1024 Gres=gpu:2 State=UNKNOWN
+PartitionName=low Nodes={host} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace_s}
+PartitionName=high Nodes={host} MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
+"""
+
+
+class Cluster:
+    """The SLURM of a folder, while its context lasts.
+
+    Args:
+        folder: empty; its path is short enough for a socket in it.
+        env: changes to this process's environment, for jobs and for the commands that submit them.
+    """
+
+    def __init__(self, folder: Path, **env: str) -> None:
+        self.folder = folder
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        self.env = {**kept, **env, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        left = self._stop()
+        assert not left, f"processes of jobs that have ended: {left}"
+
+    def call(self, *command: str | Path, cwd: Path | None = None) -> str:
+        """What a command of SLURM prints.
+
+        Raises:
+            AssertionError: it fails; with what it says.
+        """
+        outcome = self.try_call(*command, cwd=cwd)
+        assert outcome.code == 0, outcome
+        return outcome.out.strip()
+
+    def try_call(self, *command: str | Path, cwd: Path | None = None) -> Outcome:
+        """How a command of SLURM ends."""
+        done = subprocess.run(
+            [str(word) for word in command], cwd=cwd or self.folder, env=self.env, capture_output=True,
+            text=True, timeout=120, check=False,
+        )  # fmt: skip
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    def submit(self, script: Path, *options: str) -> str:
+        """Submit a job that runs in the script's folder; `options` take the place of its #SBATCH lines.
+
+        Returns:
+            The job's number.
+        """
+        return self.call("sbatch", "--parsable", *options, script, cwd=script.parent)
+
+    def show(self, job: str) -> dict[str, str]:
+        """What the controller knows of a job, by the names that `scontrol show job` prints."""
+        words = self.call("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait_for(self, job: str, name: str, value: str, timeout_s: float = 90) -> None:
+        """Until `show` gives this value for this name.
+
+        Raises:
+            AssertionError: it does not within so many seconds; with what it gives.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (shown := self.show(job))[name] != value:
+            assert time.monotonic() < deadline, shown
+            time.sleep(0.2)
+
+    def _start(self) -> None:
+        for name in ("state", "spool"):
+            (self.folder / name).mkdir()
+        controller_port, node_port = free_ports(2)
+        (self.folder / "slurm.conf").write_text(
+            CONFIGURATION.format(
+                host=gethostname().partition(".")[0], user=getuser(), folder=self.folder, grace_s=GRACE_S,
+                controller_port=controller_port, node_port=node_port,
+            )
+        )  # fmt: skip
+        for number in range(2):
+            (self.folder / f"gpu{number}").touch()
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-1]\n")
+        key = self.folder / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(os.urandom(128))
+        files = ("key-file", "socket", "pid-file", "log-file", "seed-file")
+        munge = [f"--{name}={self.folder}/munge.{name.partition('-')[0]}" for name in files]
+        self._launch("munged", "--foreground", "--force", "--num-threads=2", *munge)
+        self._await((self.folder / "munge.socket").exists)
+        self._launch("slurmctld", "-D", "-i")
+        self._launch("slurmd", "-D")
+        self._await(lambda: "idle" in self.try_call("sinfo", "--noheader", "--format=%T").out)
+
+    def _launch(self, *command: str) -> None:
+        program = shutil.which(command[0])
+        assert program is not None
+        with (self.folder / f"{command[0]}.txt").open("wb") as log:
+            self._daemons.append(
+                subprocess.Popen(
+                    [program, *command[1:]], env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    start_new_session=True,
+                )
+            )  # fmt: skip
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            ended = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
+            assert not ended, (ended, self._logs())
+            assert time.monotonic() < deadline, self._logs()
+            time.sleep(0.2)
+
+    def _logs(self) -> str:
+        return "\n".join(path.read_text() for path in self.folder.glob("*.txt"))
+
+    def _stop(self) -> list[psutil.Process]:
+        """End all jobs, then the daemons; kills and returns what is left of jobs after that."""
+        with suppress(AssertionError, OSError, subprocess.TimeoutExpired):
+            self.call("scancel", "--user", getuser())
+            deadline = time.monotonic() + 60
+            while self.call("squeue", "--noheader") and time.monotonic() < deadline:
+                time.sleep(0.2)
+        for daemon in reversed(self._daemons):
+            daemon.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                daemon.wait(10)
+            daemon.kill()
+            daemon.wait()
+        _, left = psutil.wait_procs(self._processes(), timeout=5)
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        return left
+
+    def _processes(self) -> list[psutil.Process]:
+        """Of the jobs: whatever has this cluster in its environment."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]:
+                    found.append(process)
+        return found
