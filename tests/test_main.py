@@ -37,7 +37,7 @@ def test_of_several_ranks_the_first_one_speaks(
         assert outcome.code == 2
         assert ("did you mean" in outcome.err) == bool(outcome.err) == (rank == "0")
         assert bool(run(*command, "--help").out) == (rank == "0")
-    assert waited == [main.FAREWELL_S]
+    assert waited == [main.LEAVE_AFTER_S]
 
 
 @pytest.mark.distributed

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from linnaeus.control import ControlPlane
 from linnaeus.dist import World
 from tests import forks
 from tests.forks import ROOT
@@ -49,6 +50,8 @@ def group_of(world_size: int, rank: int, folder: str) -> Iterator[World]:
     store = torch_dist.FileStore(f"{folder}/store{world_size}", world_size)
     torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
-        yield World(device, rank, world_size, world_size)
+        with ControlPlane(torch_dist.PrefixStore("control", store), rank, world_size) as control:
+            yield World(device, rank, world_size, world_size, control)
+            control.gather(None)  # no heartbeat ends before the others are done
     finally:
         torch_dist.destroy_process_group()

@@ -36,6 +36,7 @@ def make_state(num_features: int = 4, *, scaler: bool = True, ema: bool = True) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     return TrainingState(
         model,
+        nn.MSELoss(),
         optimizer,
         torch.amp.GradScaler("cpu", enabled=scaler, init_scale=8.0, growth_interval=2),
         Ema(model, 0.9) if ema else None,

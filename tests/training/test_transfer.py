@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as torch_dist
 
 from linnaeus import nest
 from linnaeus.dist import World
 from linnaeus.training import transfer
 from tests import forks
 from tests.forks import ROOT
-
-CPU = torch.device("cpu")
+from tests.training.processes import group_of
 
 
 def make_state() -> dict[str, Any]:
@@ -52,16 +50,12 @@ def bits(state: Any) -> list[Any]:
 
 def send(rank: int, folder: str) -> None:
     """One rank's part of a transfer from rank 0."""
-    store = torch_dist.FileStore(f"{folder}/store", 3)
-    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     transfer.CHUNK_BYTES = 1000
-    try:
+    with group_of(3, rank, folder) as world:
         state = make_state() if rank == 0 else None
-        received = transfer.broadcast_state(state, World(CPU, rank, 3))
+        received = transfer.broadcast_state(state, world)
         assert (received is state) == (rank == 0)
         torch.save(received, f"{folder}/rank{rank}.pt")
-    finally:
-        torch_dist.destroy_process_group()
 
 
 @pytest.mark.distributed
@@ -88,4 +82,4 @@ def test_every_rank_gets_every_bit_and_the_layout(tmp_path: Path) -> None:
 
 def test_alone_there_is_nothing_to_send() -> None:
     state = make_state()
-    assert transfer.broadcast_state(state, World(CPU)) is state
+    assert transfer.broadcast_state(state, World(torch.device("cpu"))) is state
