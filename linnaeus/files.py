@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import functools
 import io
 import itertools
 import os
 import shutil
-from collections.abc import Callable
+import socket
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,8 +20,21 @@ from linnaeus.errors import ConfigError
 
 LOGS = "logs"
 """The folder of log files inside the folder of a run."""
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints inside the folder of a run."""
+RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json", "autobatch.json")
+"""Files that a run writes into its folder."""
+SWEEP_FILES = ("asked.yaml", "outcome.json")
+"""Files that a sweep writes into the folder of a run."""
+LOCK = ".lock"
+"""The file inside the folder of a run that the run keeps locked while it goes on."""
+BEFORE = ".before"
+"""The folder inside the folder of a resumed run with its files from before, until the run ends."""
 
 GIB = 1024**3
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""How a file system says that it has no locks."""
 
 
 def temporary_name(path: Path) -> Path:
@@ -92,19 +110,128 @@ def write_text_atomically(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
+class FolderLock:
+    """The lock of a run's folder, held from construction to `release` or to the end of the process.
+
+    It is a lock of the kernel on the file `.lock`, which names the process. Processes that are forked later
+    do not keep it. On a file system without locks nothing is locked.
+
+    Args:
+        folder: of the run; it is there.
+
+    Raises:
+        ConfigError: a run that is still going on uses the folder, or it cannot be written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = _open_locked(folder)
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except OSError as error:
+            self.release()
+            raise _cannot_write(folder, error.strerror or str(error)) from error
+        _forget_in_forks()
+        _held.add(self)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the folder is still the one that was locked: no other folder has taken its place."""
+        return self._descriptor is not None and _is_open(self._folder / LOCK, self._descriptor)
+
+    def move(self, folder: Path) -> None:
+        """Rename the folder.
+
+        Raises:
+            OSError: it cannot be renamed.
+        """
+        self._folder.rename(folder)
+        self._folder = folder
+
+    def release(self) -> None:
+        """Delete the file and give the lock back; nothing happens the second time."""
+        if self.is_held:
+            with suppress(OSError):
+                (self._folder / LOCK).unlink()
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the file. The lock is given back, unless another process has the same file open."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+
+
+@functools.cache
+def _forget_in_forks() -> None:
+    """Let forked processes close the lock: a worker that outlives a killed run would keep it."""
+
+    def forget() -> None:
+        for lock in list(_held):
+            lock.forget()
+
+    os.register_at_fork(after_in_child=forget)
+
+
+def _open_locked(folder: Path) -> int:
+    """A descriptor of the folder's lock file, locked; raises `ConfigError` or `OSError`."""
+    path = folder / LOCK
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(descriptor, folder)
+            if _is_open(path, descriptor):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the run that held the lock has ended, and deleted the file
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = " ".join(os.pread(descriptor, 300, 0).decode(errors="replace").split())
+        raise ConfigError(
+            f"EXPERIMENT.NAME: {folder} is in use by a run that is still going on "
+            f"({holder or 'it does not say which'}); choose another name"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+def _is_open(path: Path, descriptor: int) -> bool:
+    """Whether the descriptor is that of the file which has this path now."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
 def holds_run(folder: Path) -> bool:
-    """Whether a folder holds what an earlier run left: anything but the logs of a start that failed."""
-    return folder.is_dir() and any(entry.name != LOGS for entry in folder.iterdir())
+    """Whether a folder holds what an earlier run or a sweep left, beside the logs of a start that failed."""
+    return any((folder / name).exists() for name in (*RUN_FILES, *SWEEP_FILES, CHECKPOINTS))
 
 
-def check_run_folder(folder: Path) -> bool:
+def check_run_folder(folder: Path, *, keep: bool = True) -> bool:
     """Check that the folder of a run can be made or written to, without touching anything.
+
+    Args:
+        folder: `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`.
+        keep: whether an earlier run is to stay there.
 
     Returns:
         Whether it holds an earlier run.
 
     Raises:
-        ConfigError: it cannot be written to.
+        ConfigError: it cannot be written to, or an earlier run cannot be moved aside.
     """
     try:
         nearest = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
@@ -112,48 +239,142 @@ def check_run_folder(folder: Path) -> bool:
             raise _cannot_write(folder, f"{nearest} is no folder")
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise _cannot_write(folder, f"no permission for {nearest}")
-        return holds_run(folder)
+        if not holds_run(folder):
+            return False
+        inner = None if keep else next(_runs_within(folder), None)
     except OSError as error:
         raise _cannot_write(folder, error.strerror or str(error)) from error
+    if inner is not None:
+        raise ConfigError(
+            f"EXPERIMENT.NAME: the earlier run in {folder} cannot be moved aside, because {inner} is the "
+            "folder of another run; choose another name"
+        )
+    return True
 
 
-def prepare_run_folder(folder: Path, *, keep: bool, suffix: str = ".") -> Path | None:
-    """Make the folder of a run; the folder of an earlier run of that name is renamed, never overwritten.
+def _runs_within(folder: Path) -> Iterator[Path]:
+    """The folders below one that hold runs of other names, such as `group/one` below `group`."""
+    for path in sorted(folder.iterdir()):
+        if path.name not in (LOGS, CHECKPOINTS, BEFORE) and path.is_dir() and not path.is_symlink():
+            if holds_run(path) or (path / LOCK).exists():
+                yield path
+            yield from _runs_within(path)
+
+
+def take_run_folder(
+    folder: Path, *, keep: bool, suffix: str = ".", lock: FolderLock | None = None
+) -> tuple[Path | None, FolderLock]:
+    """Make the folder of a run and lock it; that of an earlier run is renamed, never overwritten.
 
     Args:
         folder: `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`.
         keep: use an existing folder as it is (for a resumed run).
         suffix: appended to the name of an earlier run's folder, followed by a number.
+        lock: that of the folder, where the caller has it.
+
+    Returns:
+        The new path of the earlier run, None when there was none; and the lock of the folder.
+
+    Raises:
+        ConfigError: the folder cannot be made or written to, or is in use; an earlier run is where it was.
+    """
+    aside = None
+    try:
+        if lock is None and folder.is_dir():
+            lock = FolderLock(folder)
+        if lock is not None and check_run_folder(folder, keep=keep) and not keep:
+            names = (folder.with_name(f"{folder.name}{suffix}{number}") for number in itertools.count(1))
+            free = next(path for path in names if not path.exists())
+            lock.move(free)
+            aside = free
+            lock.release()
+            lock = None
+        folder.mkdir(parents=True, exist_ok=True)
+        return aside, lock or FolderLock(folder)
+    except BaseException as error:
+        if lock is not None:
+            lock.release()
+        if aside is not None:
+            with suppress(OSError):  # another run has the name already
+                aside.rename(folder)
+        if isinstance(error, OSError):
+            raise _cannot_write(folder, error.strerror or str(error)) from error
+        raise
+
+
+def prepare_run_folder(folder: Path, *, keep: bool, suffix: str = ".") -> Path | None:
+    """Do what `take_run_folder` does for a run that another process starts: the lock is given back.
 
     Returns:
         The new path of the earlier run; None when there was none.
 
     Raises:
-        ConfigError: the folder cannot be made or written to; an earlier run is where it was.
+        ConfigError: see `take_run_folder`.
     """
-    aside = None
-    try:
-        if not keep and holds_run(folder):
-            names = (folder.with_name(f"{folder.name}{suffix}{number}") for number in itertools.count(1))
-            aside = next(path for path in names if not path.exists())
-            folder.rename(aside)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(folder / ".writable", "")
-        (folder / ".writable").unlink()
-    except OSError as error:
-        if aside is not None and aside.exists():
-            put_back(folder, aside)
-        raise _cannot_write(folder, error.strerror or str(error)) from error
+    aside, lock = take_run_folder(folder, keep=keep, suffix=suffix)
+    lock.release()
     return aside
 
 
 def put_back(folder: Path, aside: Path) -> None:
-    """Undo `prepare_run_folder`: delete the new folder, and give the earlier run its name back."""
+    """Undo `take_run_folder`: delete the new folder, and give the earlier run its name back.
+
+    Raises:
+        OSError: the earlier run cannot be renamed, or another run has begun below the new folder; it stays
+            aside.
+    """
     if folder.exists():
+        if (inner := next(_runs_within(folder), None)) is not None:
+            raise OSError(errno.ENOTEMPTY, f"{inner} is the folder of another run")
         failed = folder.with_name(f".{folder.name}.{os.getpid()}.failed")
         folder.rename(failed)
         shutil.rmtree(failed, ignore_errors=True)
     aside.rename(folder)
+
+
+def keep_run_files(folder: Path) -> None:
+    """Keep the files of an earlier run beside those that the resumed one replaces; see `restore_run_files`.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+    kept = folder / BEFORE
+    try:
+        shutil.rmtree(kept, ignore_errors=True)  # of a process that was killed
+        kept.mkdir()
+        for name in RUN_FILES:
+            if (folder / name).exists():
+                link_or_copy(folder / name, kept / name)
+    except OSError as error:
+        raise _cannot_write(folder, error.strerror or str(error)) from error
+
+
+def restore_run_files(folder: Path) -> None:
+    """Give a run the files back that `keep_run_files` has kept.
+
+    Raises:
+        OSError: a file cannot be renamed.
+    """
+    for path in sorted((folder / BEFORE).iterdir()):
+        path.replace(folder / path.name)
+    forget_run_files(folder)
+
+
+def forget_run_files(folder: Path) -> None:
+    """Delete what `keep_run_files` has kept."""
+    shutil.rmtree(folder / BEFORE, ignore_errors=True)
+
+
+def link_or_copy(source: Path, path: Path) -> None:
+    """Hard-link `path` to a file that is replaced, never changed in place; copy it where there are no links.
+
+    Raises:
+        OSError: neither is possible.
+    """
+    try:
+        os.link(source, path)
+    except OSError:
+        shutil.copy2(source, path)
 
 
 def _cannot_write(folder: Path, reason: str) -> ConfigError:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +20,14 @@ from rich.logging import RichHandler
 
 from linnaeus.files import (
     LOGS,
+    FolderLock,
     check_run_folder,
-    prepare_run_folder,
+    forget_run_files,
+    holds_run,
+    keep_run_files,
     put_back,
+    restore_run_files,
+    take_run_folder,
     write_text_atomically,
 )
 
@@ -76,8 +80,9 @@ def close_logging() -> None:
 class RunFolder:
     """The folder of a run, and the log of this process. Every rank must call the same methods.
 
-    Where an earlier run is in the folder, nothing is touched before `begin`: until then the log goes to the
-    console and is kept in memory for the file.
+    Where an earlier run is in the folder, nothing of it is touched before `begin`: until then the log goes to
+    the console and is kept in memory for the file. Rank 0 holds the lock of the folder from `start` to
+    `close`.
 
     Args:
         path: `<EXPERIMENT.OUTPUT_DIR>/<EXPERIMENT.NAME>`.
@@ -87,33 +92,45 @@ class RunFolder:
     Attributes:
         console: rank 0's console.
         has_trained: whether training has changed anything yet; until then a failed start is undone.
-
-    Raises:
-        ConfigError: the folder cannot be written to; the same on every rank.
     """
 
     def __init__(self, path: Path, world: World, *, keep: bool) -> None:
         self.console = make_console()
         self.has_trained: Callable[[], bool] = lambda: False
         self._path, self._world, self._keep = path, world, keep
+        self._lock: FolderLock | None = None
         self._aside: Path | None = None
-        self._early_lines: MemoryHandler | None = MemoryHandler(
-            capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False
-        )
-        holds_run = world.on_main(partial(check_run_folder, path))
-        set_up_logging(None, rank=world.rank, console=self.console).addHandler(self._early_lines)
+        self._keeps_files = False
+        self._early_lines: MemoryHandler | None = None
+
+    def start(self) -> None:
+        """Lock the folder of an earlier run; begin at once where there is none.
+
+        Raises:
+            ConfigError: the folder cannot be written to, or is in use; the same on every rank.
+        """
+        holds_run = self._world.on_main(self._lock_earlier_run)
+        early_lines = MemoryHandler(capacity=sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False)
+        set_up_logging(None, rank=self._world.rank, console=self.console).addHandler(early_lines)
+        self._early_lines = early_lines
         if not holds_run:
             self.begin()
+
+    def _lock_earlier_run(self) -> bool:
+        holds_run = check_run_folder(self._path, keep=self._keep)
+        if holds_run:
+            self._lock = FolderLock(self._path)
+        return holds_run
 
     def begin(self) -> None:
         """Make the folder, move an earlier run aside, and write the log to its file from now on.
 
         Raises:
-            ConfigError: see `prepare_run_folder`; the same on every rank.
+            ConfigError: see `take_run_folder`; the same on every rank.
         """
         if self._early_lines is None:
             return
-        self._aside = self._world.on_main(partial(prepare_run_folder, self._path, keep=self._keep))
+        aside = self._world.on_main(self._take)
         logger, early_lines = logging.getLogger(LOGGER_NAME), self._early_lines
         handler = _file_handler(self._path / LOGS, self._world.rank)
         early_lines.setTarget(handler)
@@ -122,35 +139,63 @@ class RunFolder:
         early_lines.close()
         logger.addHandler(handler)
         self._early_lines = None
-        if self._aside is not None:
-            logging.getLogger("linnaeus.run").info("an earlier run of this name is now in %s", self._aside)
+        if aside is not None:
+            logging.getLogger("linnaeus.run").info("an earlier run of this name is now in %s", aside)
+
+    def _take(self) -> Path | None:
+        lock, self._lock = self._lock, None
+        self._aside, self._lock = take_run_folder(self._path, keep=self._keep, lock=lock)
+        if self._keep and holds_run(self._path):
+            keep_run_files(self._path)
+            self._keeps_files = True
+        return self._aside
 
     def undo(self) -> None:
-        """Give an earlier run its name back, unless training has begun; the log of this start is lost."""
-        if self._world.is_main and self._aside is not None and not self.has_trained():
-            logging.getLogger("linnaeus.run").info("nothing was trained: the earlier run gets its name back")
-            close_logging()
-            put_back(self._path, self._aside)
+        """Give an earlier run its name or its files back, unless training has begun.
+
+        The log of this start is lost with the name. A folder that is no longer this run's is left alone.
+        """
+        if self._lock is None or not self._lock.is_held or self.has_trained():
+            return
+        log = logging.getLogger("linnaeus.run")
+        try:
+            if self._aside is not None:
+                log.info("nothing was trained: the earlier run gets its name back")
+                close_logging()
+                put_back(self._path, self._aside)
+            elif self._keeps_files:
+                restore_run_files(self._path)
+        except OSError as error:  # the exception under way is the one to report
+            log.error("what this start has changed in %s cannot be undone: %s", self._path, error)
+
+    def close(self) -> None:
+        """Close the log and give the folder free for other runs."""
+        close_logging()
+        if self._lock is not None:
+            if self._keeps_files and self._lock.is_held:
+                forget_run_files(self._path)
+            self._lock.release()
 
 
 @contextmanager
 def open_run_folder(path: Path, world: World, *, keep: bool) -> Iterator[RunFolder]:
-    """The folder of a run, with its log until the context ends; arguments as for `RunFolder`.
+    """The folder of a run, with its lock and its log until the context ends; arguments as for `RunFolder`.
 
-    An exception before the first optimizer step undoes what `RunFolder.begin` has done to an earlier run.
+    An exception before the first optimizer step undoes what `RunFolder.begin` and the run have done to an
+    earlier run.
 
     Raises:
-        ConfigError: the same on every rank; see `RunFolder`.
+        ConfigError: the folder cannot be written to, or is in use; the same on every rank.
     """
+    folder = RunFolder(path, world, keep=keep)
     try:
-        folder = RunFolder(path, world, keep=keep)
-        try:
-            yield folder
-        except BaseException:
-            folder.undo()
-            raise
+        folder.start()
+        yield folder
+    except BaseException:
+        folder.undo()
+        raise
     finally:
-        close_logging()
+        folder.close()
 
 
 def _file_handler(folder: Path, rank: int) -> logging.Handler:

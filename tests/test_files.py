@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import resource
+import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EDQUOT, ENOSPC, EROFS
+from errno import EDQUOT, EIO, ENOLCK, ENOSPC, ENOSYS, ENOTSUP, EROFS
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,9 +19,13 @@ import pytest
 
 from linnaeus.errors import ConfigError
 from linnaeus.files import (
+    RUN_FILES,
+    SWEEP_FILES,
+    FolderLock,
     check_run_folder,
     prepare_run_folder,
     put_back,
+    take_run_folder,
     why_not_written,
     write_atomically,
     write_text_atomically,
@@ -158,9 +165,9 @@ def test_earlier_runs_are_moved_aside_one_by_one(tmp_path: Path) -> None:
     for number in range(3):
         aside = prepare_run_folder(folder, keep=False)
         assert aside == (None if number == 0 else tmp_path / f"digits.{number}")
-        (folder / "result").write_text(str(number))
+        (folder / "result.json").write_text(str(number))
     assert names(tmp_path) == {"digits", "digits.1", "digits.2"}
-    found = [(tmp_path / name / "result").read_text() for name in ("digits.1", "digits.2", "digits")]
+    found = [(tmp_path / name / "result.json").read_text() for name in ("digits.1", "digits.2", "digits")]
     assert found == ["0", "1", "2"]
 
 
@@ -186,7 +193,7 @@ def test_a_check_touches_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "digits"
     assert not check_run_folder(tmp_path / "deep/digits")
     folder.mkdir()
-    (folder / "last.pt").write_text("state")
+    (folder / "metrics.jsonl").write_text("state")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path, folder)}
     assert check_run_folder(folder)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path, folder)} == before
@@ -196,14 +203,14 @@ def test_a_check_touches_nothing(tmp_path: Path) -> None:
 def test_a_move_can_be_undone(tmp_path: Path) -> None:
     folder = tmp_path / "digits"
     folder.mkdir()
-    (folder / "result").write_text("first")
+    (folder / "result.json").write_text("first")
     aside = prepare_run_folder(folder, keep=False)
     assert aside is not None
     (folder / "logs").mkdir()
     (folder / "logs/rank0.log").write_text("it failed")
     put_back(folder, aside)
     assert names(tmp_path) == {"digits"}
-    assert names(folder) == {"result"}
+    assert names(folder) == {"result.json"}
 
 
 @pytest.mark.parametrize("prepare", [check_run_folder, partial(prepare_run_folder, keep=False)])
@@ -231,3 +238,173 @@ def test_a_folder_that_takes_no_files_is_a_configuration_error(tmp_path: Path) -
     (tmp_path / "digits").symlink_to("/proc/nowhere")
     with pytest.raises(ConfigError, match=r"EXPERIMENT.OUTPUT_DIR: .*digits cannot be written to"):
         prepare_run_folder(tmp_path / "digits", keep=True)
+
+
+@pytest.mark.parametrize("own", [*RUN_FILES, *SWEEP_FILES, "checkpoints"])
+def test_a_folder_with_a_file_of_a_run_is_a_run(tmp_path: Path, own: str) -> None:
+    folder = tmp_path / "group"
+    (folder / "one").mkdir(parents=True)
+    (folder / "notes.txt").write_text("of the user")
+    (folder / own).touch()
+    assert check_run_folder(folder)
+    assert prepare_run_folder(folder, keep=False) == tmp_path / "group.1"
+
+
+def test_a_folder_of_other_runs_is_no_run_and_is_not_moved(tmp_path: Path) -> None:
+    folder = tmp_path / "group"
+    (folder / "one").mkdir(parents=True)
+    (folder / "one/config.yaml").touch()
+    (folder / "notes.txt").write_text("of the user")
+    assert not check_run_folder(folder, keep=False)
+    assert prepare_run_folder(folder, keep=False) is None
+    assert names(tmp_path) == {"group"}
+    assert names(folder) == {"one", "notes.txt"}
+
+
+@pytest.mark.parametrize("trace", ["config.yaml", ".lock"])
+@pytest.mark.parametrize("inner", ["one", "deep/one"])
+def test_a_run_is_not_moved_with_another_one_in_it(tmp_path: Path, trace: str, inner: str) -> None:
+    folder = tmp_path / "group"
+    (folder / inner).mkdir(parents=True)
+    (folder / inner / trace).touch()
+    (folder / "result.json").touch()
+    for look in (check_run_folder, prepare_run_folder):
+        with pytest.raises(
+            ConfigError, match=rf"EXPERIMENT.NAME: .* cannot be moved aside, because .*{inner}"
+        ):
+            look(folder, keep=False)
+        look(folder, keep=True)
+    assert names(tmp_path) == {"group"}
+    assert names(folder) == {inner.partition("/")[0], "result.json"}
+
+
+def test_a_move_is_not_undone_over_a_run_that_has_begun_below(tmp_path: Path) -> None:
+    folder = tmp_path / "group"
+    folder.mkdir()
+    (folder / "result.json").touch()
+    aside = prepare_run_folder(folder, keep=False)
+    assert aside is not None
+    (folder / "one").mkdir()
+    (folder / "one/.lock").touch()
+    with pytest.raises(OSError, match="group/one is the folder of another run"):
+        put_back(folder, aside)
+    assert names(tmp_path) == {"group", "group.1"}
+
+
+# --- the lock of a run's folder ---
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of an earlier run."""
+    path = tmp_path / "r1"
+    path.mkdir()
+    (path / "result.json").touch()
+    return path
+
+
+def test_a_folder_in_use_is_refused_and_says_who_uses_it(folder: Path) -> None:
+    lock = FolderLock(folder)
+    who = f"process {os.getpid()} on {socket.gethostname()}"
+    message = (
+        f"EXPERIMENT.NAME: {folder} is in use by a run that is still going on ({who}); choose another name"
+    )
+    for take in (partial(take_run_folder, keep=False), partial(prepare_run_folder, keep=True), FolderLock):
+        with pytest.raises(ConfigError) as caught:
+            take(folder)
+        assert caught.value.problems == [message]
+    assert names(folder.parent) == {"r1"}
+    assert names(folder) == {"result.json", ".lock"}
+    assert lock.is_held
+    lock.release()
+    assert names(folder) == {"result.json"}
+    assert prepare_run_folder(folder, keep=False) is not None  # the negative control
+
+
+def test_the_lock_goes_from_the_old_folder_to_the_new_one(folder: Path) -> None:
+    aside, lock = take_run_folder(folder, keep=False, lock=FolderLock(folder))
+    assert aside == folder.with_name("r1.1")
+    assert (names(aside), names(folder)) == ({"result.json"}, {".lock"})
+    FolderLock(aside).release()
+    with pytest.raises(ConfigError, match="in use"):
+        FolderLock(folder)
+    lock.release()
+
+
+def test_a_folder_that_has_taken_the_place_is_not_the_locked_one(folder: Path) -> None:
+    lock = FolderLock(folder)
+    folder.rename(folder.with_name("elsewhere"))
+    folder.mkdir()
+    assert not lock.is_held
+    other = FolderLock(folder)
+    lock.release()
+    assert other.is_held
+    assert names(folder) == {".lock"}
+    other.release()
+
+
+def test_a_lock_file_alone_is_no_run(tmp_path: Path) -> None:
+    folder = tmp_path / "r1"
+    folder.mkdir()
+    (folder / ".lock").write_text("process 1 on a machine that was switched off")
+    assert not check_run_folder(folder)
+    assert prepare_run_folder(folder, keep=False) is None
+    assert names(folder) == set()
+
+
+def fork_that_waits(*, lock: Path | None = None) -> int:
+    """A child process that locks a folder, if any, and then waits to be killed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        held = None if lock is None else FolderLock(lock)
+        os.write(writer, b"x")
+        signal.pause()
+        os._exit(held is None)
+    os.read(reader, 1)
+    os.close(reader)
+    os.close(writer)
+    return child
+
+
+def end(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_a_process_that_is_killed_loses_its_lock(folder: Path) -> None:
+    child = fork_that_waits(lock=folder)
+    with pytest.raises(ConfigError, match=f"process {child} on"):
+        FolderLock(folder)
+    end(child)
+    assert (folder / ".lock").exists()
+    FolderLock(folder).release()
+    assert names(folder) == {"result.json"}
+
+
+def test_a_worker_does_not_keep_the_lock_of_its_run(folder: Path) -> None:
+    lock = FolderLock(folder)
+    child = fork_that_waits()
+    try:
+        lock.forget()  # what the kernel does when the process is killed
+        FolderLock(folder).release()
+    finally:
+        end(child)
+
+
+@pytest.mark.parametrize("number", [ENOLCK, ENOTSUP, ENOSYS])
+def test_a_file_system_without_locks_is_used_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    locks = [FolderLock(folder), FolderLock(folder)]
+    assert all(lock.is_held for lock in locks)
+    for lock in locks:
+        lock.release()
+    assert names(folder) == {"result.json"}
+    number = EIO  # any other error is one
+    with pytest.raises(ConfigError, match="cannot be written to: Input/output error"):
+        FolderLock(folder)

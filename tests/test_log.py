@@ -6,15 +6,29 @@ import io
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from rich.console import Console
 
-from linnaeus.log import MetricsFile, ProgressBar, close_logging, is_interactive, make_console, set_up_logging
+from linnaeus.dist import World
+from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.files import write_text_atomically
+from linnaeus.log import (
+    MetricsFile,
+    ProgressBar,
+    close_logging,
+    is_interactive,
+    make_console,
+    open_run_folder,
+    set_up_logging,
+)
+
+ALONE = World(torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +119,82 @@ def test_close_logging_releases_the_files(tmp_path: Path) -> None:
     close_logging()
     assert str(tmp_path / "rank0.log") not in open_files()
     assert logging.getLogger("linnaeus").handlers == []
+
+
+# --- the folder of a run ---
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """The folder of an earlier run."""
+    folder = tmp_path / "r1"
+    folder.mkdir()
+    for name in ("config.yaml", "result.json"):
+        (folder / name).write_text("earlier")
+    return folder
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_two_runs_do_not_use_one_folder(earlier: Path, keep: bool, has_begun: bool) -> None:
+    with open_run_folder(earlier, ALONE, keep=False) as first:
+        if has_begun:
+            first.begin()
+            (earlier / "config.yaml").write_text("first")
+        before = names(earlier.parent), names(earlier)
+        with pytest.raises(ConfigError, match="r1 is in use"), open_run_folder(earlier, ALONE, keep=keep):
+            raise AssertionError("it was opened")
+        assert (names(earlier.parent), names(earlier)) == before
+    with open_run_folder(earlier, ALONE, keep=keep) as second:
+        second.begin()
+    assert ".lock" not in names(earlier)
+
+
+def fail_after(change: Callable[[], object], folder: Path, *, keep: bool, has_trained: bool = False) -> None:
+    """A start that has begun and fails after a change."""
+
+    def start() -> None:
+        with open_run_folder(folder, ALONE, keep=keep) as run_folder:
+            run_folder.has_trained = lambda: has_trained
+            run_folder.begin()
+            change()
+            raise LinnaeusError("failed")
+
+    with pytest.raises(LinnaeusError, match="failed"):
+        start()
+
+
+def test_a_failed_start_leaves_a_folder_alone_that_another_run_has_taken(earlier: Path) -> None:
+    def replace() -> None:
+        earlier.rename(earlier.with_name("moved"))
+        earlier.mkdir()
+        (earlier / "config.yaml").write_text("of another run")
+
+    fail_after(replace, earlier, keep=False)
+    assert (earlier / "config.yaml").read_text() == "of another run"
+    assert names(earlier.parent) == {"r1", "r1.1", "moved"}
+
+
+def test_a_failed_start_gives_the_earlier_run_its_name_back(earlier: Path) -> None:
+    """The negative control."""
+    fail_after(lambda: (earlier / "config.yaml").touch(), earlier, keep=False)
+    assert (earlier / "config.yaml").read_text() == "earlier"
+    assert names(earlier.parent) == {"r1"}
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_a_resumed_run_gets_its_files_back_unless_it_has_trained(earlier: Path, has_trained: bool) -> None:
+    def change() -> None:
+        (earlier / "result.json").unlink()
+        write_text_atomically(earlier / "config.yaml", "now")
+
+    fail_after(change, earlier, keep=True, has_trained=has_trained)
+    assert names(earlier) == {"config.yaml", "logs"} | (set() if has_trained else {"result.json"})
+    assert (earlier / "config.yaml").read_text() == ("now" if has_trained else "earlier")
 
 
 # --- metrics.jsonl ---

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from linnaeus.errors import DataError, LinnaeusError
 from linnaeus.training.schedule import lr_factor
 from tests import forks
 from tests.batching.test_runs import NAME, PLAIN, Clusters, checkpoint, curve, lines_of
-from tests.conftest import SMALL, TORCHRUN, Run, assert_same_bits, weights
+from tests.conftest import SMALL, TORCHRUN, Child, Run, assert_same_bits, weights
 from tests.forks import ROOT, Outcome
 
 
@@ -361,9 +362,61 @@ def test_a_start_that_fails_leaves_the_earlier_run_alone(
         before = files_of(tmp_path / "runs")
     outcome = run(*FRESH, *FAILING[reason], f"TRAIN.AUTO_RESUME={resume}")
     assert outcome.code in (1, 2), outcome.err
-    if not (resume and reason == "first batch"):  # a folder that is used as it is has no other to go back to
-        assert files_of(tmp_path / "runs") == before
+    after = files_of(tmp_path / "runs")
+    if resume and reason == "first batch":  # a folder that is used as it is keeps the log of the start
+        before, after = without_logs(before), without_logs(after)
+    assert after == before
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["plain"]
+
+
+def without_logs(files: dict[str, tuple[bytes, int]]) -> dict[str, tuple[bytes, int]]:
+    return {name: content for name, content in files.items() if "/logs/" not in name}
+
+
+def test_a_resumed_run_that_fails_in_its_first_step_is_what_it_was(run: Run, tmp_path: Path) -> None:
+    options = (*FRESH, "TRAIN.AUTO_RESUME=True", "TRAIN.EPOCHS=2")
+    assert run(*FRESH).code == 0
+    before = without_logs(files_of(tmp_path / "runs"))
+    assert run(*options, *crashed("train", 3)).code == 1
+    assert without_logs(files_of(tmp_path / "runs")) == before
+    assert run(*options, *crashed("train", 12)).code == 1  # the negative control: it has trained one step
+    after = files_of(tmp_path / "runs")
+    assert "plain/result.json" not in after
+    assert after["plain/config.yaml"] != before["plain/config.yaml"]
+    assert not (tmp_path / "runs/plain/.before").exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_is_going_on_keeps_its_folder_until_it_is_killed(
+    run: Run, tmp_path: Path, resume: bool
+) -> None:
+    folder = tmp_path / "runs/plain"
+    child = Child(tmp_path, *FRESH, "TRAIN.EPOCHS=100000", "DATA.NUM_WORKERS=1")
+    try:
+        child.wait_for(lambda: (folder / "checkpoints/last.pt").exists())
+        outcome = run(*FRESH, "TRAIN.EPOCHS=100000", f"TRAIN.AUTO_RESUME={resume}")
+        assert outcome.code == 2
+        assert (
+            f"runs/plain is in use by a run that is still going on (process {child.process.pid} on"
+            in outcome.err
+        )
+        assert {path.name for path in folder.parent.iterdir()} == {"plain"}
+    finally:
+        child.end(signal.SIGKILL)
+    outcome = run(*FRESH, *crashed("train", 40), "TRAIN.EPOCHS=100000", f"TRAIN.AUTO_RESUME={resume}")
+    assert "crashed" in outcome.err
+    assert ("resumed after" in outcome.out) is resume
+
+
+def test_a_run_beside_its_group_leaves_the_group_where_it_is(run: Run, tmp_path: Path) -> None:
+    assert run(*FRESH, f"{NAME}group/one").code == 0
+    before = files_of(tmp_path / "runs/group/one")
+    assert run(*FRESH, f"{NAME}group").code == 0
+    assert files_of(tmp_path / "runs/group/one") == before
+    outcome = run(*FRESH, f"{NAME}group")
+    assert outcome.code == 2
+    assert "cannot be moved aside, because runs/group/one is the folder of another run" in outcome.err
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"group"}
 
 
 def test_a_tracker_that_fails_leaves_the_earlier_run_alone(
