@@ -45,12 +45,12 @@ def temporary_name(path: Path) -> Path:
 class _File(io.BufferedWriter):
     """A file that remembers why it could not be written: torch hides the reason in an error of its own."""
 
-    failure: OSError | None = None
+    failure: BaseException | None = None
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
-        except OSError as error:
+        except BaseException as error:  # also Ctrl-C
             self.failure = error
             raise
 

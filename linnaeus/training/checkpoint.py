@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
+import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from linnaeus import nest
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError
-from linnaeus.files import why_not_written, write_atomically
+from linnaeus.files import link_or_copy, why_not_written, write_atomically
 from linnaeus.training.ema import Ema
 from linnaeus.training.transfer import broadcast_state
 
@@ -28,6 +27,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("linnaeus.checkpoint")
 
 REMEDY = "Choose another EXPERIMENT.NAME or set TRAIN.AUTO_RESUME False"
+
+_NUMBERED = re.compile(r"step_[0-9]{8,}\.pt")
+
+_START_S = 1.0
+"""A thread that does not run after so long has never been started."""
 
 _OWN_VALUES = ("lr", "weight_decay")
 """Values of an optimizer's groups that come from the configuration and not from a checkpoint. The others are
@@ -84,7 +88,7 @@ class TrainingState:
                 target.load_state_dict(
                     _with_own_values(content, target) if part.name == "optimizer" else content
                 )
-            except (RuntimeError, ValueError, KeyError) as error:
+            except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
                 reason = _misfit(target, content, changes) or str(error).partition("\n")[0]
                 raise CheckpointError(
                     f"the checkpoint's {part.name} does not fit this configuration: {reason}. {REMEDY}"
@@ -165,8 +169,8 @@ class CheckpointFolder:
     Args:
         folder: the run's `checkpoints/`.
         keep: number of checkpoints that are kept as `step_<number>.pt`, hard links to the newest ones.
-        background: copy the content to the host and let a thread write it. The next call and the end of the
-            context wait for the thread, and raise its error.
+        background: copy the content to the host and return while a thread writes it. The next call and the
+            end of the context wait for the thread, and raise its error.
     """
 
     def __init__(self, folder: Path, *, keep: int = 0, background: bool = False) -> None:
@@ -178,6 +182,7 @@ class CheckpointFolder:
         self._keep = keep
         self._background = background
         self._thread: threading.Thread | None = None
+        self._is_written = threading.Event()
         self._failure: BaseException | None = None
 
     def __enter__(self) -> CheckpointFolder:
@@ -197,9 +202,13 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the disk did not take it; the checkpoints before it are kept.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        # Not `join`: in Python 3.11, one that a signal ends takes the thread for ended too.
+        while self._thread is not None:
+            if self._is_written.wait(_START_S):
+                self._thread.join()
+                self._thread = None
+            elif self._thread.ident is None:  # a signal came before it was started
+                self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -212,18 +221,23 @@ class CheckpointFolder:
                 that there are stay.
         """
         self.wait()
-        if not self._background:
-            self._write(content, is_best)
-            return
-        copy = nest.map_leaves(_host_copy, content)
-        self._thread = threading.Thread(target=self._write_aside, args=(copy, is_best), name="checkpoint")
+        if self._background:
+            content = nest.map_leaves(_host_copy, content)
+        # In a thread in any case: an exception of a signal handler, which runs in the main thread, inside
+        # `torch.save` becomes an error of the file or aborts the process. Here it only ends the waiting.
+        self._is_written.clear()
+        self._thread = threading.Thread(target=self._write_aside, args=(content, is_best), name="checkpoint")
         self._thread.start()
+        if not self._background:
+            self.wait()
 
     def _write_aside(self, content: dict[str, Any], is_best: bool) -> None:
         try:
             self._write(content, is_best)
         except BaseException as error:  # raised again by `wait`
             self._failure = error
+        finally:
+            self._is_written.set()
 
     def _write(self, content: dict[str, Any], is_best: bool) -> None:
         try:
@@ -251,8 +265,9 @@ class CheckpointFolder:
             raise CheckpointError(f"{self.last} cannot be written: {error}") from error
 
     def _numbered(self) -> list[Path]:
-        """The numbered checkpoints, the one written last first."""
-        return sorted(self.folder.glob("step_*.pt"), key=lambda path: -path.stat().st_mtime_ns)
+        """The numbered checkpoints, the one written last first. Files of other names are the user's."""
+        paths = [path for path in self.folder.glob("step_*.pt") if _NUMBERED.fullmatch(path.name)]
+        return sorted(paths, key=lambda path: -path.stat().st_mtime_ns)
 
     def read_latest(self) -> dict[str, Any] | None:
         """The newest checkpoint that can be read, as `load_checkpoint` gives it; None when there is none.
@@ -263,15 +278,20 @@ class CheckpointFolder:
         # `pending.pt` gets its name when it is whole, and `last.pt` takes its place at once.
         paths = (self.pending, self.last, self.previous, *self._numbered())
         found = [path for path in paths if path.exists()]
-        for path in found:
+        reasons = []
+        for number, path in enumerate(found, start=1):
             try:
                 return load_checkpoint(path)
             except CheckpointError as error:
-                logger.warning("%s; trying the one before it", error)
+                reasons.append(str(error))
+                if number < len(found):
+                    logger.warning("%s; trying the one before it", error)
+        if len(found) == 1:
+            raise CheckpointError(f"{reasons[0]}; delete it or choose another EXPERIMENT.NAME to start anew")
         if found:
             raise CheckpointError(
                 f"none of {', '.join(map(str, found))} can be read; "
-                "delete them or choose another EXPERIMENT.NAME to start anew"
+                f"delete them or choose another EXPERIMENT.NAME to start anew. The newest: {reasons[0]}"
             )
         return None
 
@@ -296,10 +316,7 @@ class CheckpointFolder:
 def _link(path: Path, source: Path) -> None:
     """Hard-link `path` to a checkpoint; checkpoints are replaced, never changed in place."""
     temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        os.link(source, temporary)
-    except OSError:
-        shutil.copyfile(source, temporary)
+    link_or_copy(source, temporary)
     temporary.replace(path)
 
 
@@ -315,7 +332,7 @@ def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         mmap: read tensors only when they are used; damage to them is not noticed.
 
     Raises:
-        CheckpointError: the file is damaged, or no checkpoint.
+        CheckpointError: the file is damaged, no checkpoint, or has entries that a run cannot use.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
@@ -326,4 +343,94 @@ def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict) or "progress" not in content:
         raise CheckpointError(f"{path} is no checkpoint of Linnaeus")
+    problem = next(_problems(content), None)
+    if problem is not None:
+        raise CheckpointError(f"{path} is no checkpoint that can be used: {problem}")
     return content
+
+
+def _problems(content: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the entries of a checkpoint, beside the tensors of the state."""
+    for name, (is_valid, expected) in ENTRIES.items():
+        if name not in content:
+            if name in _REQUIRED:
+                yield f"it has no {name}"
+        elif not is_valid(content[name]):
+            yield f"{name} is not {expected}"
+    progress = content["progress"]
+    if not isinstance(progress, dict):
+        return
+    for name in progress:
+        if name not in PROGRESS_ENTRIES:
+            yield f"progress.{name} is unknown; it may be of another version of Linnaeus"
+    for name, (is_valid, expected) in PROGRESS_ENTRIES.items():
+        if name not in progress:
+            if name in _REQUIRED_PROGRESS:
+                yield f"progress has no {name}"
+        elif not is_valid(progress[name]):
+            yield f"progress.{name} is {progress[name]!r:.50}, which is not {expected}"
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_dict_of_dicts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_dict_of_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(_is_number(number) for number in value.values())
+
+
+def _are_generators(value: Any) -> bool:
+    """Whether this is a list of what `rng_state` returns."""
+    return isinstance(value, list) and all(
+        isinstance(state, dict)
+        and isinstance(state.get("python"), tuple) and len(state["python"]) == 3
+        and isinstance(state.get("numpy"), tuple) and len(state["numpy"]) == 5
+        and isinstance(state["numpy"][1], Tensor) and isinstance(state.get("torch"), Tensor)
+        for state in value
+    )  # fmt: skip
+
+
+def _is_noise_scale(value: Any) -> bool:
+    return value is None or (
+        _is_dict_of_numbers(value) and value.keys() >= {"num", "gradient_sq", "trace"}
+    )  # fmt: skip
+
+
+Check = tuple[Callable[[Any], bool], str]
+"""Whether a value can be used, and what it has to be."""
+
+ENTRIES: dict[str, Check] = {
+    "progress": (_is_dict, "a dictionary"),
+    "state": (_is_dict_of_dicts, "a dictionary of dictionaries"),
+    "rng": (_are_generators, "a list of the states of generators"),
+    "searched_for": (lambda value: isinstance(value, str), "a text"),
+    "autobatch": (_is_dict_of_dicts, "a dictionary of dictionaries"),
+    "config": (_is_dict_of_dicts, "a dictionary of nodes"),
+    "plan": (_is_dict, "a dictionary"),
+    "noise_scale": (_is_noise_scale, "the state of a noise scale"),
+}
+"""Entries of a checkpoint. A missing state is reported when it is restored."""
+_REQUIRED = ("progress", "rng", "searched_for", "autobatch")
+
+PROGRESS_ENTRIES: dict[str, Check] = {
+    "epoch": (_is_count, "a number of finished epochs"),
+    "samples": (_is_count, "a number of samples"),
+    "step": (_is_count, "a number of optimizer steps"),
+    "best": (lambda value: value is None or _is_number(value), "a metric"),
+    "metrics": (_is_dict_of_numbers, "a dictionary of metrics"),
+    "seconds": (_is_number, "a time in seconds"),
+}
+"""The attributes of `TrainingProgress`."""
+_REQUIRED_PROGRESS = ("epoch", "samples", "step")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -167,7 +168,7 @@ def _say_starting_fresh(folder: Path, name: str) -> None:
         name: EXPERIMENT.NAME.
     """
     found = []
-    for path in sorted(folder.parent.iterdir() if folder.parent.is_dir() else ()):
+    for path in _beside(folder):
         stem, _, number = path.name.rpartition(".")
         is_earlier = stem == folder.name and number.isdecimal()
         epoch = _epoch_of(path / "checkpoints") if is_earlier else None
@@ -179,15 +180,21 @@ def _say_starting_fresh(folder: Path, name: str) -> None:
     logger.info("; ".join([f"no checkpoint in {folder}: starting fresh", *found]))
 
 
+def _beside(folder: Path) -> list[Path]:
+    """What is beside a folder; nothing where that cannot be listed."""
+    try:
+        return sorted(folder.parent.iterdir())
+    except OSError:
+        return []
+
+
 def _epoch_of(folder: Path) -> int | None:
     """Finished epochs of the newest checkpoint of a folder; None without one that can be read."""
     checkpoints = CheckpointFolder(folder)
     for path in (checkpoints.pending, checkpoints.last, checkpoints.previous):
-        if path.exists():
-            try:
+        with suppress(CheckpointError, OSError):
+            if path.exists():
                 return int(load_checkpoint(path, mmap=True)["progress"]["epoch"])
-            except CheckpointError:
-                continue
     return None
 
 

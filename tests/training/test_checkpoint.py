@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
 import resource
+import signal
 import subprocess
 import threading
 import time
@@ -22,9 +24,18 @@ from torch import nn
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError
 from linnaeus.rng import rng_state, seed_all, set_rng_state
-from linnaeus.training.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
+from linnaeus.signals import Interrupted, StopRequest
+from linnaeus.training.checkpoint import (
+    ENTRIES,
+    PROGRESS_ENTRIES,
+    CheckpointFolder,
+    TrainingState,
+    load_checkpoint,
+)
 from linnaeus.training.ema import Ema
+from linnaeus.training.trainer import TrainingProgress
 from tests import forks
+from tests.training.contents import whole
 
 CPU = torch.device("cpu")
 
@@ -56,7 +67,7 @@ def train(state: TrainingState, num_steps: int) -> None:
 
 
 def content(epoch: int, **more: Any) -> dict[str, Any]:
-    return {"progress": {"epoch": epoch}, "weights": torch.full((1000,), float(epoch)), **more}
+    return whole(epoch, weights=torch.full((1000,), float(epoch)), **more)
 
 
 def epoch_of(checkpoint: dict[str, Any] | None) -> int | None:
@@ -103,7 +114,7 @@ def test_training_goes_on_bit_for_bit(checkpoints: CheckpointFolder, scaler: boo
     seed_all(0)
     state = make_state(scaler=scaler, ema=ema)
     train(state, 3)
-    checkpoints.save({"progress": {"epoch": 1}, "state": state.state_dict(), "rng": rng_state(CPU)})
+    checkpoints.save(whole(state=state.state_dict(), rng=[rng_state(CPU)]))
     train(state, 4)
 
     seed_all(99)
@@ -111,7 +122,7 @@ def test_training_goes_on_bit_for_bit(checkpoints: CheckpointFolder, scaler: boo
     checkpoint = latest(checkpoints)
     assert checkpoint is not None
     resumed.load_state_dict(checkpoint["state"])
-    set_rng_state(checkpoint["rng"], CPU)
+    set_rng_state(checkpoint["rng"][0], CPU)
     train(resumed, 4)
 
     assert_same(resumed.state_dict(), state.state_dict())
@@ -172,6 +183,84 @@ def test_a_checkpoint_of_another_optimizer_says_what_to_do() -> None:
     state["optimizer"]["param_groups"][0]["params"].pop()
     with pytest.raises(CheckpointError, match="the checkpoint's optimizer does not fit"):
         other.load_state_dict(state)
+
+
+def without(content: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in content.items() if name not in names}
+
+
+def with_progress(**values: Any) -> dict[str, Any]:
+    return whole(progress=whole()["progress"] | values)
+
+
+UNUSABLE = {
+    "progress is not a dictionary": whole(progress=[1, 2]),
+    "progress is not a dictionary ": whole(progress=None),
+    "progress has no epoch": whole(progress={"samples": 0, "step": 0}),
+    "progress has no step": whole(progress={"epoch": 1, "samples": 0}),
+    "progress.epoch is -1, which is not a number of finished epochs": with_progress(epoch=-1),
+    "progress.step is 1.5, which is not a number of optimizer steps": with_progress(step=1.5),
+    "progress.samples is None": with_progress(samples=None),
+    "progress.best is 'high', which is not a metric": with_progress(best="high"),
+    "progress.metrics is [1], which": with_progress(metrics=[1]),
+    "progress.seconds is None": with_progress(seconds=None),
+    "progress.loss_scale is unknown": with_progress(loss_scale=1.0),
+    "it has no rng": without(whole(), "rng"),
+    "rng is not a list of the states of generators": whole(rng=rng_state(CPU)),
+    "rng is not a list": whole(rng=[{"torch": torch.get_rng_state()}]),
+    "it has no searched_for": without(whole(), "searched_for"),
+    "it has no autobatch": without(whole(), "autobatch"),
+    "config is not a dictionary of nodes": whole(config=None),
+    "plan is not a dictionary": whole(plan=None),
+    "state is not a dictionary of dictionaries": whole(state=None),
+    "state is not a dictionary of": whole(state={"model": [1, 2]}),
+    "noise_scale is not the state of a noise scale": whole(noise_scale={"num": 1}),
+}
+"""What is wrong with a checkpoint, and the checkpoint."""
+
+
+@pytest.mark.parametrize("problem", UNUSABLE)
+def test_a_checkpoint_that_cannot_be_used_is_one_line_that_says_why(
+    checkpoints: CheckpointFolder, problem: str
+) -> None:
+    checkpoints.folder.mkdir()
+    torch.save(UNUSABLE[problem], checkpoints.last)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.load_latest(World(CPU))
+    message = str(caught.value)
+    assert message.startswith(f"{checkpoints.last} is no checkpoint that can be used: {problem.strip()}")
+    assert message.endswith("; delete it or choose another EXPERIMENT.NAME to start anew")
+    assert "\n" not in message
+    torch.save(whole(epoch=3), checkpoints.previous)
+    assert epoch_of(latest(checkpoints)) == 3  # the one before it is used
+
+
+def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_used(tmp_path: Path) -> None:
+    """The negative control."""
+    path = tmp_path / "last.pt"
+    newest = whole(
+        config={"MODEL": {}}, plan={}, state={"model": {}},
+        noise_scale={"num": 1, "gradient_sq": 0.5, "trace": 2.0},
+        progress=vars(TrainingProgress(2, 8, 5, 0.5, {"top1": 0.5}, 3.5)),
+    )  # fmt: skip
+    assert newest.keys() == ENTRIES.keys()
+    for content in (newest, whole(), whole(noise_scale=None)):
+        torch.save(content, path)
+        assert load_checkpoint(path).keys() == content.keys()
+
+
+def test_the_progress_is_checked_by_the_names_of_its_attributes() -> None:
+    assert [*PROGRESS_ENTRIES] == [field.name for field in dataclasses.fields(TrainingProgress)]
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "scaler", "ema"])
+@pytest.mark.parametrize(
+    "content", [{}, {"param_groups": None, "state": None}, {"param_groups": [5], "state": 3}]
+)
+def test_a_state_of_something_else_is_a_checkpoint_error(part: str, content: dict[str, Any]) -> None:
+    state = make_state().state_dict() | {part: content}
+    with pytest.raises(CheckpointError, match=f"the checkpoint's {part} does not fit"):
+        make_state().load_state_dict(state)
 
 
 # --- which file is read ---
@@ -284,7 +373,7 @@ def test_a_disk_that_is_full_is_called_that(small_disk: Path) -> None:
     for epoch in (1, 2):
         checkpoints.save(content(epoch), is_best=True)
     with pytest.raises(CheckpointError, match=r"last.pt cannot be written: the disk is full") as caught:
-        checkpoints.save(content(3, more=torch.zeros(2**20)), is_best=True)
+        checkpoints.save(content(3, more=torch.zeros(2**20), rng=[]), is_best=True)
     message = str(caught.value)
     assert "\n" not in message
     assert f"{checkpoints.folder} has 0.000" in message
@@ -335,7 +424,7 @@ def test_the_state_is_read_once_and_let_go_of(
 ) -> None:
     state, other = make_state(), make_state()
     train(state, 2)
-    checkpoints.save({"progress": {"epoch": 1}, "state": state.state_dict(), "sizes": {"train": 8}})
+    checkpoints.save(whole(state=state.state_dict(), sizes={"train": 8}))
     tensors: list[weakref.ref[torch.Tensor]] = []
     load, reads = torch.load, []
 
@@ -348,7 +437,8 @@ def test_the_state_is_read_once_and_let_go_of(
     monkeypatch.setattr(torch, "load", spy)
     checkpoint = checkpoints.load_latest(World(CPU))
     assert checkpoint is not None
-    assert checkpoint.content == {"progress": {"epoch": 1}, "sizes": {"train": 8}}
+    assert checkpoint.content.keys() == whole(sizes={}).keys()
+    assert checkpoint.content["sizes"] == {"train": 8}
     assert any(tensor() is not None for tensor in tensors)
     checkpoint.restore(other, World(CPU))
     gc.collect()
@@ -369,7 +459,7 @@ def numbers(checkpoints: CheckpointFolder) -> list[int]:
 def test_the_newest_numbered_checkpoints_are_kept_as_links(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path, keep=2)
     for step in (10, 20, 30, 25):  # the run was resumed from an earlier one in between
-        checkpoints.save({"progress": {"epoch": 0, "step": step}, "weights": torch.full((9,), float(step))})
+        checkpoints.save(whole(0, step, weights=torch.full((9,), float(step))))
         time.sleep(0.01)
     assert numbers(checkpoints) == [25, 30]
     assert (tmp_path / "step_00000025.pt").samefile(checkpoints.last)
@@ -382,7 +472,7 @@ def test_the_newest_numbered_checkpoints_are_kept_as_links(tmp_path: Path) -> No
 def test_a_numbered_checkpoint_is_the_last_resort(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path, keep=3)
     for step in (10, 20, 30):
-        checkpoints.save({"progress": {"epoch": 0, "step": step}})
+        checkpoints.save(whole(0, step))
         time.sleep(0.01)
     for path in (checkpoints.last, checkpoints.previous):
         truncate(path)
@@ -394,6 +484,16 @@ def test_a_numbered_checkpoint_is_the_last_resort(tmp_path: Path) -> None:
 def test_without_a_wish_no_number_is_kept(checkpoints: CheckpointFolder) -> None:
     checkpoints.save(content(1))
     assert numbers(checkpoints) == []
+
+
+def test_a_file_of_the_users_is_no_numbered_checkpoint(tmp_path: Path) -> None:
+    theirs = ["step_my_favourite.pt", "step_5.pt", "step_00000010_good.pt", "step_00000010.pt.bak"]
+    for name in theirs:
+        (tmp_path / name).write_text("mine")
+    checkpoints = CheckpointFolder(tmp_path, keep=1)
+    for step in (10, 123_456_789):
+        checkpoints.save(whole(0, step))
+    assert names(tmp_path) == {"last.pt", "previous.pt", "step_123456789.pt", *theirs}
 
 
 def writers() -> int:
@@ -414,11 +514,11 @@ class Gate:
 def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path: Path) -> None:
     gate, weights = Gate(), torch.ones(5)
     with CheckpointFolder(tmp_path, background=True) as checkpoints:
-        checkpoints.save({"progress": {"epoch": 1}, "weights": weights, "gate": gate}, is_best=True)
+        checkpoints.save(whole(1, weights=weights, gate=gate), is_best=True)
         assert not checkpoints.last.exists()
         weights += 1  # the next step, before a byte is written
         gate.open.set()
-        checkpoints.save({"progress": {"epoch": 2}, "weights": weights})
+        checkpoints.save(whole(2, weights=weights))
         assert writers() <= 1  # the first has been waited for
     assert writers() == 0
     first, second = (load_checkpoint(path)["weights"] for path in (checkpoints.best, checkpoints.last))
@@ -459,6 +559,35 @@ def test_the_end_of_the_run_raises_it_too_unless_it_has_its_own_error(
     assert writers() == 0
 
 
+# --- interrupts ---
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("delay", [0.0, 0.001, 0.003, 0.01, 0.1])
+def test_ctrl_c_while_a_checkpoint_is_written_is_that_and_no_damage(
+    tmp_path: Path, background: bool, delay: float
+) -> None:
+    """The second one ends the run at once, and torch would make an error of the file of it."""
+    many = {str(number): torch.zeros(500) for number in range(300)}
+
+    def save() -> None:
+        with StopRequest().listening(), CheckpointFolder(tmp_path, background=background) as checkpoints:
+            checkpoints.save(whole(1))
+            checkpoints.wait()
+            gate = Gate()
+            threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            threading.Timer(0.05 + delay, gate.open.set).start()
+            checkpoints.save(whole(2, before=many, gate=gate, after=many))
+            checkpoints.wait()
+            time.sleep(10)
+
+    with pytest.raises(Interrupted):
+        save()
+    assert writers() == 0
+    assert names(tmp_path) == {"last.pt", "previous.pt"}
+    assert epoch_of(latest(CheckpointFolder(tmp_path))) == 2
+
+
 # --- kills ---
 
 KILLED_SAVES = """
@@ -466,6 +595,7 @@ import os, shutil, signal, sys
 from pathlib import Path
 import torch
 from linnaeus.training.checkpoint import CheckpointFolder
+from tests.training.contents import whole
 
 torch.set_num_threads(1)
 countdown = 10**9
@@ -487,7 +617,7 @@ for start in map(Path, sys.argv[1:]):
         child = os.fork()
         if child == 0:
             countdown = number
-            content = {"progress": {"epoch": 3}, "weights": torch.full((1000,), 3.0)}
+            content = whole(3, weights=torch.full((1000,), 3.0))
             CheckpointFolder(folder).save(content, is_best=True)
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -22,6 +22,7 @@ from linnaeus.training.resume import (
     plain_nodes,
     restore_generators,
 )
+from tests.training.contents import whole
 
 CPU = torch.device("cpu")
 ALONE = World(CPU)
@@ -120,7 +121,7 @@ def test_an_optimizer_of_the_users_own_may_change_its_rate() -> None:
 
 def test_model_and_loss_may_change_where_the_state_fits(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path)
-    checkpoints.save({"progress": {"epoch": 1}, "config": nodes_of(), "state": {}})
+    checkpoints.save(whole(config=nodes_of(), state={}))
     now = nodes_of(MODEL_DROP_RATE=0.5, LOSS_LABEL_SMOOTHING=0.1)
     checkpoint = find_checkpoint(checkpoints, now, None, "run", ALONE)
     assert checkpoint is not None
@@ -132,7 +133,7 @@ def test_model_and_loss_may_change_where_the_state_fits(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_its_configuration_is_not_compared(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path)
-    checkpoints.save({"progress": {"epoch": 1}, "state": {}})
+    checkpoints.save(whole(state={}))
     checkpoint = find_checkpoint(checkpoints, nodes_of(OPTIMIZER_LR=7.0), None, "run", ALONE)
     assert checkpoint is not None
     assert checkpoint.changes == []
@@ -141,7 +142,7 @@ def test_a_checkpoint_without_its_configuration_is_not_compared(tmp_path: Path) 
 def test_starting_fresh_names_the_runs_beside_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("linnaeus").propagate = True
     for name, epoch in (("r1.1", 3), ("r1.2", 5), ("r1.best", 9), ("r2.1", 9)):
-        CheckpointFolder(tmp_path / "group" / name / "checkpoints").save({"progress": {"epoch": epoch}})
+        CheckpointFolder(tmp_path / "group" / name / "checkpoints").save(whole(epoch))
     (tmp_path / "group/r1.2/checkpoints/last.pt").write_text("damaged")
     (tmp_path / "group/r1.3").mkdir()
     with caplog.at_level("INFO"):
@@ -152,6 +153,25 @@ def test_starting_fresh_names_the_runs_beside_it(tmp_path: Path, caplog: pytest.
         f"no checkpoint in {tmp_path / 'group/r1'}: starting fresh; group/r1.1 has a checkpoint of epoch 3: "
         "EXPERIMENT.NAME group/r1.1 goes on with it"
     )
+
+
+def test_nothing_beside_a_run_ends_its_fresh_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Files of somebody else may have any name and any content."""
+    logging.getLogger("linnaeus").propagate = True
+    stored = [5, None, {"progress": 5}, {"progress": None}, {"progress": {}}, whole(-1), whole() | {"rng": 3}]
+    for number, content in enumerate(stored):
+        folder = tmp_path / f"r1.{number}" / "checkpoints"
+        folder.mkdir(parents=True)
+        torch.save(content, folder / "last.pt")
+    (tmp_path / "r1.90").write_text("no folder")
+    (tmp_path / "r1.91/checkpoints/last.pt").mkdir(parents=True)
+    (tmp_path / "r1.92").symlink_to("r1.92")
+    CheckpointFolder(tmp_path / "r1.93/checkpoints").save(whole(4))
+    with caplog.at_level("INFO"):
+        assert find_checkpoint(CheckpointFolder(tmp_path / "r1/checkpoints"), {}, None, "r1", ALONE) is None
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.count("has a checkpoint") == 1
+    assert "r1.93 has a checkpoint of epoch 4" in message
 
 
 @pytest.mark.parametrize(
