@@ -30,10 +30,12 @@ from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.dist import World, resolve_device
 from linnaeus.log import MetricsFile, ProgressBar
 from linnaeus.rng import seed_all
+from linnaeus.signals import StopRequest
 from linnaeus.tracking import Tracker
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.schedule import Schedule
+from linnaeus.training.stop import StopAgreement
 from linnaeus.training.trainer import Trainer
 
 
@@ -107,6 +109,7 @@ def our_turns(config: Config, device: torch.device) -> Iterator[None]:
         metrics_file=MetricsFile(Path("unused"), enabled=False),
         tracker=Tracker(),
         progress_bar=ProgressBar(None),
+        stop=StopAgreement(World(device), StopRequest()),
     )
     while True:
         trainer.train_epoch()

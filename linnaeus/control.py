@@ -19,6 +19,7 @@ import itertools
 import logging
 import os
 import pickle
+import sys
 import threading
 import time
 import uuid
@@ -415,6 +416,7 @@ def agree_on_attempt(store: torch_dist.Store, rank: int, world_size: int, limit_
 
 def _found_attempt(keys: _Keys, name: str, world_size: int, deadline: float, limit_s: float) -> str:
     told: dict[int, str] = {}
+    reported = time.monotonic()
     while True:
         cards = {rank: keys.get(f"card/{rank}") for rank in range(1, world_size)}
         if cards != told:  # a card of an earlier attempt is replaced as soon as its rank has started anew
@@ -423,8 +425,11 @@ def _found_attempt(keys: _Keys, name: str, world_size: int, deadline: float, lim
         missing = [rank for rank in range(1, world_size) if not keys.exist([f"joined/{name}/{rank}"])]
         if not missing:
             return name
+        late = ", ".join(map(str, missing))
+        if time.monotonic() - reported > REPORT_S:
+            reported = time.monotonic()
+            print(f"[rank 0] waiting for rank {late} to start", file=sys.stderr, flush=True)  # no log yet
         if time.monotonic() > deadline:
-            late = ", ".join(map(str, missing))
             raise LinnaeusError(f"rank {late} has not started within {_minutes(limit_s)}; {_START_REMEDY}")
         time.sleep(0.05)
 

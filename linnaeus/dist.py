@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -27,6 +28,8 @@ from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.signals import Interrupted, ignore_signals
 
 T = TypeVar("T")
+
+logger = logging.getLogger("linnaeus.dist")
 
 _BUCKET_BYTES = 25 * 1024**2  # default bucket size of DistributedDataParallel
 _CAUSE_S = 2.0
@@ -290,6 +293,9 @@ def errors_told_first(world: World) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        logger.debug(
+            "ended by %s", type(error).__name__, exc_info=True
+        )  # the console gets it in a better form
         if world.control is None:
             raise
         ignore_signals()  # torchrun sends SIGTERM to all ranks as soon as one has died

@@ -66,6 +66,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
         print(error if rank is None else f"[rank {rank}] {error}", file=sys.stderr)
         return error.exit_code
     except Interrupted as interruption:
+        print(interruption, file=sys.stderr)
         return interruption.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

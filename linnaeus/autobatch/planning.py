@@ -96,8 +96,9 @@ def find_planned_sizes(
     """
     is_kept = checkpoint is not None and checkpoint["searched_for"] == key
     if checkpoint is not None and search.world.broadcast(is_kept):  # all ranks search, or none
-        logger.info("AutoBatch: same device and configuration, so the checkpoint's batch sizes are kept")
         entries = checkpoint["autobatch"].items()
+        if entries:
+            logger.info("AutoBatch: same device and configuration, so the checkpoint's batch sizes are kept")
         found = {mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in entries}
     else:
         found = find_sizes(search)

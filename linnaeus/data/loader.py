@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -189,10 +190,13 @@ def build_loaders(
     sampler = EpochSampler(dataset_length(bundle.train), seed=seed, rank=rank, world_size=world_size)
     val_sampler = ValSampler(dataset_length(bundle.val), rank=rank, world_size=world_size)
     val_batches = BatchSampler(cast(Any, val_sampler), batch_size_val, drop_last=False)
-    return Loaders(
+    loaders = Loaders(
         BatchLoader(loader(bundle.train, PlannedBatches(sampler, sizes)), closing, sampler),
         BatchLoader(loader(bundle.val, cast(Any, val_batches)), closing),
     )
+    # At the latest when the interpreter ends: it then sends SIGTERM to the worker processes, and waits.
+    weakref.finalize(loaders, closing.set)
+    return loaders
 
 
 def _already_collated(batch: Any) -> Any:

@@ -64,6 +64,7 @@ def read(outcome: Outcome, path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("few_timed_steps")
+@pytest.mark.slow
 def test_many_fractions_cost_little_more_than_one(run: Run, tmp_path: Path) -> None:
     fractions = [0.95, 0.98, 1.0]
     outcome = run(
