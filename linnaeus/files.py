@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from linnaeus.errors import ConfigError
+from linnaeus.errors import ConfigError, LinnaeusError
 
 LOGS = "logs"
 """The folder of log files inside the folder of a run."""
@@ -33,6 +33,7 @@ BEFORE = ".before"
 
 GIB = 1024**3
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """How a file system says that it has no locks."""
 
@@ -89,25 +90,41 @@ def write_atomically(
         temporary.unlink(missing_ok=True)
 
 
-def why_not_written(error: OSError, folder: Path, num_bytes: int) -> str:
+def why_not_written(error: OSError, folder: Path, num_bytes: int | None = None) -> str:
     """Why a file cannot be written, in words; a full disk is called that.
 
     Args:
         error: what writing it raised.
         folder: the folder of the file.
-        num_bytes: size of the file.
+        num_bytes: size of the file; None for one that is small.
     """
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno not in _FULL:
         return error.strerror or str(error)
     reason = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is used up"
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(nearest).free
-    return f"{reason}: {folder} has {free / GIB:.3g} GiB free, and {num_bytes / GIB:.3g} GiB are needed"
+    needed = "" if num_bytes is None else f", and {num_bytes / GIB:.3g} GiB are needed"
+    return f"{reason}: {folder} has {free / GIB:.3g} GiB free{needed}"
+
+
+def not_written(path: Path, error: OSError) -> LinnaeusError:
+    """The error for the user when a small file cannot be written."""
+    return LinnaeusError(f"{path} cannot be written: {why_not_written(error, path.parent)}")
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write `text` as UTF-8 with `write_atomically`."""
-    write_atomically(path, lambda file: file.write(text.encode()))
+    """Write `text` as UTF-8 with `write_atomically`.
+
+    Raises:
+        LinnaeusError: the disk is full.
+        OSError: the file cannot be written for any other reason.
+    """
+    try:
+        write_atomically(path, lambda file: file.write(text.encode()))
+    except OSError as error:
+        if error.errno in _FULL:
+            raise not_written(path, error) from error
+        raise
 
 
 class FolderLock:
@@ -132,7 +149,7 @@ class FolderLock:
             os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         except OSError as error:
             self.release()
-            raise _cannot_write(folder, error.strerror or str(error)) from error
+            raise _cannot_write(folder, why_not_written(error, folder)) from error
         _forget_in_forks()
         _held.add(self)
 
@@ -243,7 +260,7 @@ def check_run_folder(folder: Path, *, keep: bool = True) -> bool:
             return False
         inner = None if keep else next(_runs_within(folder), None)
     except OSError as error:
-        raise _cannot_write(folder, error.strerror or str(error)) from error
+        raise _cannot_write(folder, why_not_written(error, folder)) from error
     if inner is not None:
         raise ConfigError(
             f"EXPERIMENT.NAME: the earlier run in {folder} cannot be moved aside, because {inner} is the "
@@ -298,7 +315,7 @@ def take_run_folder(
             with suppress(OSError):  # another run has the name already
                 aside.rename(folder)
         if isinstance(error, OSError):
-            raise _cannot_write(folder, error.strerror or str(error)) from error
+            raise _cannot_write(folder, why_not_written(error, folder)) from error
         raise
 
 
@@ -346,7 +363,7 @@ def keep_run_files(folder: Path) -> None:
             if (folder / name).exists():
                 link_or_copy(folder / name, kept / name)
     except OSError as error:
-        raise _cannot_write(folder, error.strerror or str(error)) from error
+        raise _cannot_write(folder, why_not_written(error, folder)) from error
 
 
 def restore_run_files(folder: Path) -> None:

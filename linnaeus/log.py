@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import rich.progress
 from rich.console import Console
@@ -25,10 +25,12 @@ from linnaeus.files import (
     forget_run_files,
     holds_run,
     keep_run_files,
+    not_written,
     put_back,
     restore_run_files,
     take_run_folder,
-    write_text_atomically,
+    why_not_written,
+    write_atomically,
 )
 
 if TYPE_CHECKING:
@@ -198,9 +200,43 @@ def open_run_folder(path: Path, world: World, *, keep: bool) -> Iterator[RunFold
         folder.close()
 
 
+class _LogFile(logging.FileHandler):
+    """A log file that is given up when it cannot be written, with one line on the console."""
+
+    _is_given_up = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._is_given_up:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is logging's
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._give_up(error)
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:  # of lines that are still in memory
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        if not self._is_given_up:
+            self._is_given_up = True
+            path = Path(self.baseFilename)
+            reason = why_not_written(error, path.parent)
+            logging.getLogger("linnaeus.log").warning("%s ends here, it cannot be written: %s", path, reason)
+
+
 def _file_handler(folder: Path, rank: int) -> logging.Handler:
-    folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / f"rank{rank}.log", encoding="utf-8")
+    path = folder / f"rank{rank}.log"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(path, encoding="utf-8")
+    except OSError as error:
+        raise not_written(path, error) from error
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [rank {rank}] %(name)s: %(message)s"))
     return handler
 
@@ -225,44 +261,70 @@ class MetricsFile:
         last_step: optimizer steps done so far. Lines of later steps are removed: a run that was killed after
             its last checkpoint repeats these steps.
         within_epoch: whether the validation after the last step is still to come; its line is removed too.
+
+    Lines that are no record, such as one that was cut off, are removed too.
+
+    Raises:
+        LinnaeusError: the file cannot be written, such as on a full disk.
     """
 
     def __init__(
         self, path: Path, *, enabled: bool = True, last_step: int = 0, within_epoch: bool = False
     ) -> None:
-        def is_kept(line: str) -> bool:
+        def is_kept(line: bytes) -> bool:
             step, split = _place(line)
             return step < last_step or (step == last_step and not (within_epoch and split == "val"))
 
-        if enabled and path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            write_text_atomically(path, "".join(filter(is_kept, lines)))
-        self._file = path.open("a", encoding="utf-8") if enabled else None
+        self._path = path
+        self._file: TextIO | None = None
+        if not enabled:
+            return
+        try:
+            if path.exists():
+                kept = b"".join(line + b"\n" for line in path.read_bytes().splitlines() if is_kept(line))
+                write_atomically(path, lambda file: file.write(kept))
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise not_written(path, error) from error
 
     def __enter__(self) -> MetricsFile:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._file is not None:
+                self._file.close()
+        except OSError as error:
+            if kind is None:  # the exception under way is the one to report
+                raise not_written(self._path, error) from error
 
     def write(self, *, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
-        """Append one line and flush it. Values that are not finite are written as null."""
+        """Append one line and flush it. Values that are not finite are written as null.
+
+        Raises:
+            LinnaeusError: the file cannot be written, such as on a full disk.
+        """
         if self._file is None:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         record: dict[str, Any] = {"step": step, "epoch": epoch, "split": split, "time": time.time(), **finite}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise not_written(self._path, error) from error
 
 
-def _place(line: str) -> tuple[float, str]:
-    """The `step` and the `split` of a line; step infinity for a line that was cut off."""
+def _place(line: bytes) -> tuple[float, str]:
+    """The `step` and the `split` of a line; step infinity for a line that is no record."""
     try:
-        record = json.loads(line)
-    except ValueError:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
         return math.inf, ""
-    return record["step"], record["split"]
+    if not isinstance(record, dict):
+        return math.inf, ""
+    step, split = record.get("step"), record.get("split")
+    return (step, split) if type(step) is int and isinstance(split, str) else (math.inf, "")
 
 
 class ProgressBar:

@@ -6,7 +6,9 @@ import io
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from rich.console import Console
 
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.files import write_text_atomically
+from linnaeus.files import FolderLock, write_text_atomically
 from linnaeus.log import (
     MetricsFile,
     ProgressBar,
@@ -250,6 +252,29 @@ def test_steps_that_a_killed_run_will_take_again_stand_once_in_the_metrics(tmp_p
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"5", b"null", b"[1]", b'"text"', b"{}", b'{"step": 1}', b'{"step": "1", "split": "val"}',
+        b'{"step": null, "split": "val"}', b'{"step": 1, "split": 2}', b'{"step": NaN, "split": "val"}',
+        b"\xff\xfe{}", b"\x00" * 40, b"[" * 100_000, b'{"step": 1, "spl',
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_line_that_is_no_record_is_dropped_on_resuming(tmp_path: Path, line: bytes, at_end: bool) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = [
+        json.dumps({"step": step, "split": "train", "größe\u2028": 1}, ensure_ascii=False).encode()
+        for step in (1, 2)
+    ]
+    path.write_bytes(b"\n".join([*records, line] if at_end else [records[0], line, records[1]]))
+    with MetricsFile(path, last_step=2) as file:
+        file.write(step=3, epoch=0, split="train", values={})
+    *kept, last = path.read_bytes().split(b"\n")[:-1]
+    assert kept == records
+    assert json.loads(last)["step"] == 3
+
+
 @pytest.mark.parametrize(("within_epoch", "kept"), [(True, ["train"]), (False, ["train", "val"])])
 def test_a_validation_that_is_repeated_stands_once_in_the_metrics(
     tmp_path: Path, within_epoch: bool, kept: list[str]
@@ -267,6 +292,99 @@ def test_other_ranks_write_no_metrics(tmp_path: Path) -> None:
     with MetricsFile(tmp_path / "metrics.jsonl", enabled=False) as file:
         file.write(step=1, epoch=0, split="train", values={"loss": 1.0})
     assert list(tmp_path.iterdir()) == []
+
+
+# --- full disks ---
+
+
+def fill(folder: Path) -> None:
+    """Leave no byte free."""
+    with suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+
+
+def full_disk(path: Path) -> str:
+    """What an error says about a file that a full disk does not take."""
+    return f"{path} cannot be written: the disk is full: {path.parent} has 0 GiB free"
+
+
+def test_metrics_that_a_full_disk_does_not_take_are_one_clear_error(small_disk: Path) -> None:
+    path = small_disk / "metrics.jsonl"
+
+    def write() -> None:
+        with MetricsFile(path) as file:
+            fill(small_disk)
+            file.write(step=1, epoch=0, split="train", values={"loss": 1.0})
+
+    with pytest.raises(LinnaeusError) as caught:
+        write()
+    assert str(caught.value) == full_disk(path)
+    (small_disk / "filler").unlink()
+    with MetricsFile(path) as file:
+        file.write(step=1, epoch=0, split="train", values={"loss": 1.0})
+    fill(small_disk)
+    with pytest.raises(LinnaeusError) as caught, MetricsFile(path, last_step=1):
+        raise AssertionError("it was opened")
+    assert str(caught.value) == full_disk(path)
+    assert json.loads(path.read_text())["step"] == 1  # what was there is not lost
+
+
+def test_a_text_that_a_full_disk_does_not_take_is_one_clear_error(small_disk: Path) -> None:
+    path = small_disk / "result.json"
+    write_text_atomically(path, "old")
+    fill(small_disk)
+    with pytest.raises(LinnaeusError) as caught:
+        write_text_atomically(path, "new")
+    assert str(caught.value) == full_disk(path)
+    assert path.read_text() == "old"
+
+
+def test_a_log_file_that_a_full_disk_does_not_take_is_given_up_with_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank0.log").symlink_to("/dev/full")
+    console, output = plain_console()
+    set_up_logging(tmp_path, rank=0, console=console)
+    for number in range(3):
+        logging.getLogger("linnaeus.run").info("line %d", number)
+    close_logging()
+    lines = [line[9:] for line in output.getvalue().splitlines()]  # without the time
+    path = tmp_path / "rank0.log"
+    reason = r"the disk is full: .* has [\d.e+]+ GiB free"
+    assert re.fullmatch(rf"{re.escape(str(path))} ends here, it cannot be written: {reason}", lines.pop(1))
+    assert lines == ["line 0", "line 1", "line 2"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_mistake_in_a_log_line_is_not_taken_for_that(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The negative control."""
+    set_up_logging(tmp_path, rank=1, console=plain_console()[0])
+    logging.getLogger("linnaeus.run").info("%d", "no number")
+    logging.getLogger("linnaeus.run").info("next")
+    assert "--- Logging error ---" in capfd.readouterr().err
+    assert "next" in (tmp_path / "rank1.log").read_text()
+
+
+def test_a_full_disk_does_not_take_the_place_of_the_error_under_way(small_disk: Path) -> None:
+    folder = small_disk / "r1"
+
+    def fail() -> None:
+        with open_run_folder(folder, ALONE, keep=False), MetricsFile(folder / "metrics.jsonl"):
+            fill(small_disk)
+            logging.getLogger("linnaeus.run").debug("x" * 10_000)
+            raise LinnaeusError("the data is damaged")
+
+    with pytest.raises(LinnaeusError, match="the data is damaged"):
+        fail()
+    assert names(folder) == {"logs", "metrics.jsonl"}
+    fill(small_disk)
+    with pytest.raises(
+        ConfigError, match=r"r1 cannot be written to: the disk is full: .* has 0 GiB free; choose"
+    ):
+        FolderLock(folder)
 
 
 # --- progress ---

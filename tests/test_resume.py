@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -573,6 +574,41 @@ def test_rank_0_decides_for_all_by_its_clock(tmp_path: Path) -> None:
     assert 0 < content["progress"]["step"] < 40, outcome.err
     assert len(content["rng"]) == 2
     assert not torch.equal(content["rng"][0]["torch"], content["rng"][1]["torch"])
+
+
+# Full disks.
+
+
+class Filling(Clusters):
+    """Reading so many training samples fills the disk."""
+
+    def __init__(self, split: str, disk: str, fill_after: int, **options: Any) -> None:
+        super().__init__(split, **options)
+        self.disk, self.until_full = Path(disk), fill_after if split == "train" else 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.until_full -= 1
+        if self.until_full == 0:
+            with suppress(OSError), (self.disk / "filler").open("wb", buffering=0) as file:
+                while True:
+                    file.write(b"x" * 4096)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("after", "file"), [(1, "config.yaml"), (READ_BEFORE["train"] + 8, "metrics.jsonl")])
+def test_a_full_disk_is_one_line_whichever_file_meets_it_first(
+    run: Run, small_disk: Path, after: int, file: str
+) -> None:
+    options = (
+        f"{DATASET}._target_={__name__}.Filling", f"{DATASET}.disk={small_disk}",
+        f"{DATASET}.fill_after={after}", f"EXPERIMENT.OUTPUT_DIR={small_disk}/runs",
+    )  # fmt: skip
+    outcome = run(*FRESH, *options)
+    assert outcome.code == 1
+    folder = small_disk / "runs/plain"
+    assert outcome.err == f"{folder / file} cannot be written: the disk is full: {folder} has 0 GiB free\n"
+    assert outcome.out.count("ends here, it cannot be written") <= 1
+    assert "Logging error" not in outcome.out
 
 
 # Keys.

@@ -8,12 +8,10 @@ import logging
 import os
 import resource
 import signal
-import subprocess
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -354,18 +352,6 @@ def test_a_folder_that_cannot_be_made_is_named(checkpoints: CheckpointFolder) ->
     checkpoints.folder.write_text("a file where the folder should be")
     with pytest.raises(CheckpointError, match=r"checkpoints/last.pt cannot be written"):
         checkpoints.save(content(1))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if os.getuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a file system")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_disk_that_is_full_is_called_that(small_disk: Path) -> None:
