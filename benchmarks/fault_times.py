@@ -60,7 +60,13 @@ def show(name: str, **env: str) -> None:
         said = re.findall(r"(?:\[rank \d\] (?=rank \d:)|\b)((?:rank \d: .*)|stopped by \w+)", text)
         again, _, _ = run(Path(folder))
         end = "the run is complete" if again == 0 else f"exit code {again}"
-        what = shorten(said[0], 90, placeholder=" …") if said else "trained to its end" if code == 0 else "nothing"
+        what = (
+            shorten(said[0], 90, placeholder=" …")
+            if said
+            else "trained to its end"
+            if code == 0
+            else "nothing"
+        )
         times = f"{ended - began:5.1f} s  exit code {code:>3}"
         print(f"{name:<48} {times}  {what}; next start: {end}", flush=True)
 
