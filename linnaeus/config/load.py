@@ -23,7 +23,7 @@ from linnaeus.config.resolve import resolve
 from linnaeus.config.schema import PLUGGABLE, Config
 from linnaeus.config.settings import from_overrides
 from linnaeus.errors import ConfigError
-from linnaeus.files import write_text_atomically
+from linnaeus.files import write_atomically
 
 PLAN = "PLAN"
 """The node of a run's `config.yaml` that holds its batch plan. Reading a file ignores the node."""
@@ -150,6 +150,7 @@ def save_config(config: Config, path: str | os.PathLike[str], plan: Mapping[str,
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(target, to_yaml(config, plan))
+        text = to_yaml(config, plan)
+        write_atomically(target, lambda file: file.write(text.encode()))
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {error.strerror} (EXPERIMENT.OUTPUT_DIR)") from error
