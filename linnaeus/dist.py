@@ -293,12 +293,12 @@ def errors_told_first(world: World) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        logger.debug(
-            "ended by %s", type(error).__name__, exc_info=True
-        )  # the console gets it in a better form
+        if world.control is not None:
+            ignore_signals()  # torchrun sends SIGTERM to all ranks as soon as one has died
+        # For the log file; the console gets it in a better form.
+        logger.debug("ended by %s", type(error).__name__, exc_info=True)
         if world.control is None:
             raise
-        ignore_signals()  # torchrun sends SIGTERM to all ranks as soon as one has died
         raise RankEnded(_tell(world.rank, world.control, error)) from error
 
 
