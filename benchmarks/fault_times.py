@@ -17,6 +17,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from tests import forks
+from tests.odd_ranks import KINDS, PLACES
 
 ROOT = Path(__file__).parents[1]
 JOB = (
@@ -24,14 +25,6 @@ JOB = (
     "DATA.BATCH_SIZE=8", "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
     "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=job", "TRAIN.EPOCHS=3", "TRAIN.AUTO_RESUME=True",
 )  # fmt: skip
-PLACES = {
-    "before the search": "building data and model",
-    "in the search": "trying batch size 8",
-    "in training": "training in epoch 2",
-    "in validation": "validating after epoch 2",
-    "while a checkpoint is written": "saving a checkpoint",
-}
-KINDS = ("error", "SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1")
 
 
 def run(folder: Path, **env: str) -> tuple[int, str, float]:

@@ -30,6 +30,15 @@ from linnaeus.training import checkpoint
 
 RANK = os.environ.get("RANK", "0")
 HAPPENED = Path("fault_happened")
+PLACES = {
+    "before the search": "building data and model",
+    "in the search": "trying batch size 8",
+    "in training": "training in epoch 2",
+    "in validation": "validating after epoch 2",
+    "while a checkpoint is written": "saving a checkpoint",
+}
+KINDS = ("error", "SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1")
+"""The faults, and where they come: by what the rank says that it does there."""
 
 
 def setting(name: str) -> str:

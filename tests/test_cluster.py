@@ -20,6 +20,7 @@ from linnaeus.errors import ConfigError
 from tests import forks
 from tests.conftest import SMALL, assert_same_bits, free_ports, wait_until, weights
 from tests.forks import ROOT
+from tests.odd_ranks import KINDS, PLACES
 
 pytestmark = pytest.mark.distributed
 
@@ -329,14 +330,6 @@ def test_two_agents_recover_at_the_first_attempt(tmp_path: Path) -> None:
 
 # --- faults, anywhere ---
 
-PLACES = {
-    "before the search": "building data and model",
-    "in the search": "trying batch size 8",
-    "in training": "training in epoch 2",
-    "in validation": "validating after epoch 2",
-    "while a checkpoint is written": "saving a checkpoint",
-}
-KINDS = ("error", "SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1")
 QUICK = {("error", 1, "in training"), ("SIGKILL", 0, "in training"), ("SIGTERM", 1, "in validation")}
 
 
