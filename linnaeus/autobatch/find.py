@@ -47,6 +47,8 @@ class BatchSizeFinder:
 
     Args:
         batches_per_step: batches that one call of `step` takes; needed for samples per second.
+        train_once: runs one training step before the first validation trial, so that validation is measured
+            with everything that training keeps allocated. Without it, only optimizer state is allocated.
         step, make_batch, and the others: as for `auto_find_batch_size`.
 
     Attributes:
@@ -75,6 +77,7 @@ class BatchSizeFinder:
         memory_limit_gb: float | None = None,
         bounds: Mapping[str, int] | None = None,
         batches_per_step: int = 1,
+        train_once: Callable[[], object] | None = None,
         on_start: Callable[[int], None] | None = None,
     ) -> None:
         if mode not in ("train", "val"):
@@ -91,6 +94,7 @@ class BatchSizeFinder:
         self._batches_per_step = batches_per_step
         self._on_start = on_start or (lambda size: None)
         self._step, self._make_batch, self._state = step, make_batch, state
+        self._train_once = train_once
         self._steps_per_trial = steps_per_trial
         self._stack = contextlib.ExitStack()
 
@@ -101,6 +105,7 @@ class BatchSizeFinder:
             self._runner = TrialRunner(
                 self._step, self._make_batch, state=self._state, memory=self.memory, budget_bytes=0,
                 num_steps=self._steps_per_trial, training=self.mode == "train", snapshot=self._snapshot,
+                train_once=self._train_once,
             )  # fmt: skip
             stack.callback(self.memory.reset_peak)  # the last callback runs first
             stack.callback(self._runner.clean)
@@ -196,6 +201,7 @@ class BatchSizeFinder:
             limited_by=self._bound if found.limited_by == "max_batch_size" else found.limited_by,
             target_memory_fraction=fraction,
             budget_bytes=self.budget_bytes,
+            held_bytes=self.held_bytes,
             total_bytes=self.memory.total_bytes,
             strategy=strategy,
             seconds=time.monotonic() - started,
@@ -266,6 +272,7 @@ class BatchSizeFinder:
             self._on_start(self.min_size)
             with contextlib.suppress(OutOfMemory):  # the search will find that out
                 self._runner(self.min_size)
+            self.memory.settle(self._snapshot.host_bytes)
         return self.memory.budget(fraction, self._limit_bytes)
 
     def _set_budget(self, budget_bytes: int) -> None:
@@ -319,9 +326,6 @@ def auto_find_batch_size(
     Every size is really run, and the size found once more under a budget that is read again, unless it was
     the last one tried. Afterwards parameters, buffers, gradients, optimizers, scalers, random number
     generators, modes and the allocator's cap are bit for bit what they were.
-
-    On the CPU this sets glibc's mmap threshold to 128 KiB for the rest of the process: peaks become exact,
-    large allocations become slower (see `linnaeus.memory.host.CpuMemory`).
 
     Args:
         step: runs one full training (or validation) step on a batch.

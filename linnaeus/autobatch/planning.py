@@ -11,7 +11,7 @@ from typing import Any
 
 from linnaeus.autobatch.report import device_environment
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.sizes import SizeSearch, find_sizes, run_on_every_rank
+from linnaeus.autobatch.sizes import SizeSearch, find_sizes, run_on_every_rank, still_fit
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.config.schema import DataConfig, TrainConfig
 from linnaeus.dist import World
@@ -94,13 +94,8 @@ def find_planned_sizes(
     Raises:
         LinnaeusError: the same on every rank.
     """
-    is_kept = checkpoint is not None and checkpoint["searched_for"] == key
-    if checkpoint is not None and search.world.broadcast(is_kept):  # all ranks search, or none
-        entries = checkpoint["autobatch"].items()
-        if entries:
-            logger.info("AutoBatch: same device and configuration, so the checkpoint's batch sizes are kept")
-        found = {mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in entries}
-    else:
+    found = _sizes_of_checkpoint(search, key, checkpoint)
+    if found is None:
         found = find_sizes(search)
     if "train" not in found:
         return PlannedSizes(found, plan_for(batch_size), key)
@@ -110,6 +105,25 @@ def find_planned_sizes(
         if not untried:
             return PlannedSizes(found, plan, key)
         found["train"] = run_on_every_rank(search, found["train"], max(untried))
+
+
+def _sizes_of_checkpoint(
+    search: SizeSearch, key: str, checkpoint: Mapping[str, Any] | None
+) -> dict[str, AutoBatchResult] | None:
+    """The sizes to keep; None where there are none, the key has changed, or less memory is free than then."""
+    is_kept = checkpoint is not None and checkpoint["searched_for"] == key
+    if checkpoint is None or not search.world.broadcast(is_kept):  # all ranks search, or none
+        return None
+    found = {mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in checkpoint["autobatch"].items()}
+    if found and not still_fit(search, found):
+        logger.info(
+            "AutoBatch: the checkpoint's batch sizes need more memory than is free now, so they are searched "
+            "for again"
+        )
+        return None
+    if found:
+        logger.info("AutoBatch: same device and configuration, so the checkpoint's batch sizes are kept")
+    return found
 
 
 def _sizes_run(result: AutoBatchResult, world: World) -> set[int]:

@@ -39,6 +39,7 @@ class AutoBatchResult:
             `host_memory`, `max_trials` or `timeout`; `throughput` for a size below the largest that fits.
         target_memory_fraction: fraction of the device's memory that may be in use.
         budget_bytes: what this process may hold on the device.
+        held_bytes: what it held before the first sample; peaks contain it.
         total_bytes: the device's memory.
         strategy: name of the search strategy.
         seconds: duration of the search.
@@ -58,6 +59,7 @@ class AutoBatchResult:
     strategy: str
     seconds: float
     trials: tuple[TrialRecord, ...]
+    held_bytes: int = 0
     timings: tuple[Timing, ...] = ()
     ran_on_every_rank: tuple[int, ...] = ()
 

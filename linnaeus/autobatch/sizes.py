@@ -6,11 +6,13 @@ import dataclasses
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
+
+from torch import nn
 
 from linnaeus.autobatch.bounds import max_batch_sizes
 from linnaeus.autobatch.find import BatchSizeFinder
@@ -21,7 +23,9 @@ from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
 from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bundle import DataBundle
 from linnaeus.dist import World, wrap
+from linnaeus.memory.device import GIB, device_memory
 from linnaeus.training.build import Assembly
+from linnaeus.training.noise_scale import GradientProbe
 from linnaeus.training.step import TrainStep
 
 LIMITS_VARIABLE = "LINNAEUS_MEMORY_LIMIT_GB"
@@ -55,20 +59,23 @@ class SizeSearch:
     max_samples_per_rank: int | None = None
     find_unused_parameters: bool = False
 
-    def run(self, mode: Mode, status: RankStatus, at_most: int | None = None) -> AutoBatchResult:
+    def run(
+        self, mode: Mode, status: RankStatus, at_most: int | None = None, trained_at: int | None = None
+    ) -> AutoBatchResult:
         """Search one mode.
 
         Args:
             mode: `train` or `val`.
             status: told each size that is tried.
             at_most: a size chosen earlier; it is tried first, and no larger one is.
+            trained_at: for validation, the micro-batch size of training; see `BatchSizeFinder.train_once`.
 
         Raises:
             AutoBatchError: no size fits.
         """
         config = self.config.AUTOBATCH
         logger.setLevel(_setting(config, "LOG_LEVEL", mode))
-        with self.finder(mode, status, at_most) as finder:
+        with self.finder(mode, status, at_most, trained_at) as finder:
             result = finder.find(
                 _setting(config, "TARGET_MEMORY_FRACTION", mode),
                 strategy=config.STRATEGY if at_most is None else "guided",
@@ -82,11 +89,12 @@ class SizeSearch:
         return result
 
     @contextmanager
-    def finder(self, mode: Mode, status: RankStatus, at_most: int | None = None) -> Iterator[BatchSizeFinder]:
+    def finder(
+        self, mode: Mode, status: RankStatus, at_most: int | None = None, trained_at: int | None = None
+    ) -> Iterator[BatchSizeFinder]:
         """The finder for one mode; arguments as for `run`."""
         config = self.config.AUTOBATCH
-        dataset = self.data.train if mode == "train" else self.data.val
-        spec = BatchSpec.from_dataset(dataset, self.data.collate, config.NUM_SPEC_SAMPLES, self.seed)
+        spec = self._spec(mode)
         train_step = _TrialTrainStep(self)
         num_batches = train_step.num_micro_batches if mode == "train" else 1
         low, high = (_setting(config, f"{bound}_BATCH_SIZE", mode) for bound in ("MIN", "MAX"))
@@ -98,7 +106,13 @@ class SizeSearch:
         def announce(size: int) -> None:
             status.update(f"{mode}: trying batch size {size}")
             logger.debug(status.text)
+            if mode == "train":
+                train_step.discard_wrapper()
+
+        def train_once() -> None:
             train_step.discard_wrapper()
+            num_micro_batches = train_step.num_micro_batches
+            train_step(self._batches(self._spec("train"), trained_at or 1, num_batches=num_micro_batches))
 
         with BatchSizeFinder(
             train_step if mode == "train" else self._validate,
@@ -113,6 +127,7 @@ class SizeSearch:
             memory_limit_gb=_memory_limit_gb(config, self.world.rank),
             bounds=self._bounds(mode, spec),
             batches_per_step=num_batches,
+            train_once=None if trained_at is None else train_once,
             on_start=announce,
         ) as finder:
             yield finder
@@ -121,10 +136,16 @@ class SizeSearch:
 
     def _batches(self, spec: BatchSpec, size: int, *, num_batches: int) -> Iterator[Batch]:
         """Makes each batch when it is asked for: as in training, only one exists at a time."""
-        device = self.world.device
+        device, channels_last = self.world.device, self.train.CHANNELS_LAST
         if device.type == "cpu" and self.config.NUM_WORKERS == 0:  # loading takes memory of the device
             return (spec.load(size) for _ in range(num_batches))
-        return (spec.make(size, device) for _ in range(num_batches))
+        return (spec.make(size, device, channels_last=channels_last) for _ in range(num_batches))
+
+    def _spec(self, mode: Mode) -> BatchSpec:
+        dataset = self.data.train if mode == "train" else self.data.val
+        return BatchSpec.from_dataset(
+            dataset, self.data.collate, self.config.AUTOBATCH.NUM_SPEC_SAMPLES, self.seed
+        )
 
     def _validate(self, batches: Iterator[Batch]) -> None:
         self.assembly.validation_step(next(batches))
@@ -154,18 +175,41 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
     for mode in get_args(Mode):
         if not _setting(search.config.AUTOBATCH, "ENABLED", mode):
             continue
-        entry = _exchange(search, partial(_search_on_main, search, mode))[0]
+        trained_at = _trained_at(search, found) if mode == "val" else None
+        entry = _exchange(search, partial(_search_on_main, search, mode, trained_at))[0]
         result = AutoBatchResult.from_dict(mode, entry)
         size = None
         while search.world.is_distributed and result.batch_size != size:
             size = result.batch_size
-            result = run_on_every_rank(search, result, size)
+            result = run_on_every_rank(search, result, size, trained_at)
         found[mode] = result
     search.assembly.metrics.reset()
     return found
 
 
-def run_on_every_rank(search: SizeSearch, result: AutoBatchResult, size: int) -> AutoBatchResult:
+def still_fit(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> bool:
+    """Whether the peaks of sizes found earlier are within what every rank may hold now.
+
+    Every rank must call this.
+    """
+    memory, config = device_memory(search.world.device), search.config.AUTOBATCH
+    limit_gb = _memory_limit_gb(config, search.world.rank)
+    limit_bytes = None if limit_gb is None else int(limit_gb * GIB)
+
+    def fits(result: AutoBatchResult) -> bool:
+        budget_bytes = memory.budget(result.target_memory_fraction, limit_bytes)
+        return result.peak_bytes is not None and result.peak_bytes <= budget_bytes
+
+    return all(_exchange(search, lambda status: all(map(fits, found.values()))))
+
+
+def _trained_at(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> int:
+    return found["train"].batch_size if "train" in found else search.config.BATCH_SIZE
+
+
+def run_on_every_rank(
+    search: SizeSearch, result: AutoBatchResult, size: int, trained_at: int | None = None
+) -> AutoBatchResult:
     """Run the size found, or one below it, on every rank. Every rank must call this.
 
     Memory does not always grow with the size: a smaller size may not fit.
@@ -179,7 +223,7 @@ def run_on_every_rank(search: SizeSearch, result: AutoBatchResult, size: int) ->
     """
     search.world.warm_up_collectives()
     mode = result.mode
-    entries = _exchange(search, lambda status: search.run(mode, status, at_most=size).as_dict())
+    entries = _exchange(search, lambda status: search.run(mode, status, size, trained_at).as_dict())
     verdicts = [AutoBatchResult.from_dict(mode, entry) for entry in entries]
     result = dataclasses.replace(result, trials=(*result.trials, *verdicts[0].trials))
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
@@ -197,11 +241,13 @@ def _exchange(search: SizeSearch, work: Callable[[RankStatus], Any]) -> list[Any
     return exchange(search.world, work, timeout_minutes=search.config.AUTOBATCH.TIMEOUT_MINUTES)
 
 
-def _search_on_main(search: SizeSearch, mode: Mode, status: RankStatus) -> dict[str, Any] | None:
+def _search_on_main(
+    search: SizeSearch, mode: Mode, trained_at: int | None, status: RankStatus
+) -> dict[str, Any] | None:
     if not search.world.is_main:
         status.update("waiting")
         return None
-    return search.run(mode, status).as_dict()
+    return search.run(mode, status, trained_at=trained_at).as_dict()
 
 
 class _TrialTrainStep:
@@ -226,8 +272,20 @@ class _TrialTrainStep:
                 search.assembly.model, search.world, single_rank=True,
                 find_unused_parameters=search.find_unused_parameters,
             )  # fmt: skip
-            self._wrapped = dataclasses.replace(search.assembly.train_step, model=model)
+            self._wrapped = dataclasses.replace(
+                search.assembly.train_step, model=model, probe=self._probe(model)
+            )
+        if self._wrapped.probe is not None:
+            self._wrapped.probe.arm()  # a step that measures needs more memory than others
         self._wrapped(batches, self.num_micro_batches)
+
+    def _probe(self, model: nn.Module) -> GradientProbe | None:
+        """A probe that measures as with all ranks, over the group of this rank alone."""
+        config = self._search.train.NOISE_SCALE
+        if not config.ENABLED:
+            return None
+        num_ranks, scaler = self._search.world.world_size, self._search.assembly.scaler
+        return GradientProbe(model, scaler, decay=config.DECAY, num_ranks=num_ranks)
 
 
 def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:

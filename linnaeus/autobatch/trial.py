@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from torch import nn
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.memory.device import DeviceMemory
+from linnaeus.memory.host import num_compiled_graphs
 
 MIN_TIMED_STEPS = 5
 MAX_TIMED_STEPS = 50
@@ -55,8 +55,10 @@ class TrialRunner:
     A training trial begins with the optimizer state of the snapshot, usually none. Missing state is allocated
     where training allocates it: after the first backward pass, among the blocks that this pass has freed.
     An optimizer that did not step there (the gradient scaler skipped it, or the step only accumulates) then
-    takes a step with zero gradients. Validation trials, and training trials of a single step, allocate the
-    state before they begin.
+    takes a step with zero gradients. Training trials of a single step allocate the state before they begin.
+
+    The first validation trial begins with a training step and allocates all that training keeps. This stays
+    until the last trial, and the cache is emptied behind it, as it is in training before a validation.
 
     Args:
         step: runs one full training or validation step on a batch.
@@ -66,7 +68,8 @@ class TrialRunner:
         budget_bytes: what the process may hold on the device.
         num_steps: steps per trial.
         training: whether modules run in training mode.
-        snapshot: the copies of `state`. Where the device is the CPU, they are not counted as use.
+        snapshot: the copies of `state`.
+        train_once: runs one training step, for validation. Without it, only optimizer state is allocated.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class TrialRunner:
         num_steps: int,
         training: bool,
         snapshot: Snapshot,
+        train_once: Callable[[], object] | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._step = step
@@ -90,7 +94,8 @@ class TrialRunner:
         self._num_steps = num_steps
         self._training = training
         self._snapshot = snapshot
-        self._snapshot_bytes = snapshot.host_bytes if memory.device.type == "cpu" else 0
+        self._train_once = train_once
+        self._is_prepared = training
 
     def __call__(self, size: int) -> int:
         """Run one trial.
@@ -102,7 +107,10 @@ class TrialRunner:
             OutOfMemory: the size did not fit under the budget.
         """
         self.clean()
+        graphs = num_compiled_graphs()
         failure, peak_bytes = self._memory.isolate(partial(self._measure, size))
+        if num_compiled_graphs() > graphs:
+            torch.compiler.reset()  # each size is compiled for its own shape, as in training
         self.clean()
         if failure is not None:
             logger.debug("batch size %d: %s", size, failure)
@@ -112,7 +120,7 @@ class TrialRunner:
     @property
     def held_bytes(self) -> int:
         """What the process holds between trials."""
-        return self._memory.in_use() - self._snapshot_bytes
+        return self._memory.in_use()
 
     def time(self, size: int) -> list[float]:
         """Time several steps of a size that fits, after one warm-up step and without a cap.
@@ -136,20 +144,17 @@ class TrialRunner:
             for parameter in module.parameters():
                 parameter.grad = None
         self._snapshot.restore_parts(with_optimizers=self._training)
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # each size is compiled for its own shape, as in training
         self._memory.clean()
 
     def _measure(self, size: int) -> tuple[str | None, int]:
         """Run the trial under the cap; return why it failed (None if it did not), and the peak in bytes."""
         memory = self._memory
-        cap_bytes = self.budget_bytes + self._snapshot_bytes
-        if memory.in_use() >= cap_bytes:
+        if memory.in_use() >= self.budget_bytes:
             return "the process holds the whole budget before the first sample", 0
-        with memory.cap(cap_bytes):
+        with memory.cap(self.budget_bytes):
             retries = memory.num_retries()
             failure = self._run(size)
-            peak_bytes = memory.peak() - self._snapshot_bytes
+            peak_bytes = memory.peak()
         if failure is None and memory.num_retries() > retries:
             failure = "the allocator had to flush its cache"
         return failure, peak_bytes
@@ -184,7 +189,9 @@ class TrialRunner:
     def _run(self, size: int) -> str | None:
         """Run the trial's steps; return the first line of an out-of-memory error, None if there was none."""
         try:
-            if not self._training or self._num_steps == 1:
+            if not self._is_prepared:
+                self._prepare_validation()
+            elif self._training and self._num_steps == 1:
                 self._allocate_optimizer_state()
             for module in self._modules:
                 module.train(self._training)
@@ -202,6 +209,16 @@ class TrialRunner:
             _release_frames(error)
             return str(error).partition("\n")[0] or type(error).__name__
         return None
+
+    def _prepare_validation(self) -> None:
+        """Allocate what training keeps: optimizer state, gradient buckets, state of the average."""
+        if self._train_once is not None:
+            for module in self._modules:
+                module.train()
+            self._train_once()
+            self.clean()
+        self._allocate_optimizer_state()
+        self._is_prepared = True
 
     def _allocate_optimizer_state(self) -> None:
         """Allocate optimizer state by a step with zero gradients, then restore everything else.

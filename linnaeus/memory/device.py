@@ -5,9 +5,9 @@ Each kind of device has a class with the methods of `DeviceMemory`:
 | | CUDA (and HIP) | CPU (Linux) | other accelerators |
 |---|---|---|---|
 | total | the card | machine or cgroup, divided by the ranks on this host | `torch.accelerator` |
-| peak | reserved by the caching allocator | resident set of the process | reserved by the allocator |
+| peak | reserved by the caching allocator | resident set, then tensors | reserved by the allocator |
 | used outside | context, libraries, NCCL, other processes | other processes | as `get_memory_info` counts |
-| cap | `set_per_process_memory_fraction` | check before each operation, and `RLIMIT_DATA` | none |
+| cap | `set_per_process_memory_fraction` | check after each operation, and `RLIMIT_DATA` | none |
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ class DeviceMemory(Protocol):
             fraction: of the total that may be in use on the device, by all processes, in (0, 1].
             limit_bytes: treat the device as if it had no more than this; None is the whole device.
         """
+
+    def settle(self, excluded_bytes: int = 0) -> None:
+        """Read anew what the process holds beside the tensors of trials, where no allocator knows it.
+
+        Args:
+            excluded_bytes: host memory that is not counted.
+        """
+        return None
 
     def clean(self) -> None:
         """Release all memory that no live object holds."""

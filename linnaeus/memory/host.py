@@ -9,6 +9,7 @@ import gc
 import math
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -17,36 +18,48 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from linnaeus.memory.cgroups import MemoryPool, limited_cgroups
 from linnaeus.memory.oom import is_ambiguous, is_out_of_memory
+from linnaeus.memory.storages import StorageTracer
 
 _MIB = 1024**2
-_LARGE_BLOCK_BYTES = 128 * 1024
-_M_MMAP_THRESHOLD = -3  # <malloc.h>
 _MARGIN_BYTES = 64 * _MIB
+_OVERHEAD = 2
+"""The C library keeps freed blocks: processes grew by up to 1.7 times what their tensors grew by."""
 _KERNEL_BYTES = 4 * _MIB  # more than the code of any single oneDNN kernel
 
 T = TypeVar("T")
 
 
 class CpuMemory:
-    """Host memory of this process: its resident set, with a cap. Linux only.
+    """Host memory of this process: what it held before, and the tensors that trials allocate. Linux only.
 
-    glibc keeps freed blocks below a threshold instead of returning them to the system, and raises that
-    threshold up to 32 MiB as it goes. The peak of the same step then differs by some 10 % between runs and
-    grows during the first dozen steps. `clean` therefore fixes the threshold at 128 KiB for the rest of the
-    process: every larger tensor has its own mapping, which is returned when the tensor is freed, so that the
-    peak is that of the live tensors.
+    Tensors are counted when operations allocate and free them, so that the peak of a step is exact and the
+    same every time. What the C library keeps for later is not counted: it depends on the order of all earlier
+    allocations, and is up to two thirds of what the tensors hold. The cap is therefore twofold: an operation
+    that takes the count above it raises, and the system refuses to let the process grow beyond twice the
+    growth that the cap allows, or beyond what is available.
+
+    Where `torch.compile` has generated code, which allocates unseen, the peak is that of the resident set.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.total_bytes = min(pool.total_bytes for pool in _pools()) // self._num_ranks
-        self._headroom_bytes = math.inf  # growth that the cap allows
+        self._tracer = StorageTracer(self._allocated, self._freed)
+        self._tensor_bytes: dict[int, int] = {}
+        self._live_bytes = self._peak_bytes = 0  # of the tensors that the tracer has seen
+        self._cap_bytes = math.inf
+        self._headroom_bytes = math.inf  # growth of the process that the system allows under the cap
         self._virtual_bytes = 0  # VmPeak when the cap was set
+        self._resident_at_reset = 0
+        self.settle()
+
+    def settle(self, excluded_bytes: int = 0) -> None:
+        """See `DeviceMemory.settle`. What the process holds is its resident set."""
+        self._base_bytes = _proc_status("VmRSS") - self._live_bytes - excluded_bytes
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """See `DeviceMemory.budget`. The ranks of one host divide its memory evenly.
@@ -66,20 +79,24 @@ class CpuMemory:
         gc.collect()
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):  # glibc
-            libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
             libc.malloc_trim(0)
 
     def reset_peak(self) -> None:
-        """Set the kernel's high-water mark of this process to its current resident set."""
-        Path("/proc/self/clear_refs").write_text("5")
+        """Set the peak to what is in use now."""
+        self._peak_bytes = self._live_bytes
+        self._resident_at_reset = _proc_status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark of the resident set
 
     def peak(self) -> int:
-        """Highest resident set since `reset_peak`."""
-        return _proc_status("VmHWM")
+        """Most bytes in use since `reset_peak`."""
+        peak_bytes = self._peak_bytes
+        if num_compiled_graphs():
+            peak_bytes = max(peak_bytes, self._live_bytes + _proc_status("VmHWM") - self._resident_at_reset)
+        return self._base_bytes + peak_bytes
 
     def in_use(self) -> int:
-        """Resident set of the process."""
-        return _proc_status("VmRSS")
+        """What the process held when `settle` was called, and the tensors that trials allocated since."""
+        return self._base_bytes + self._live_bytes
 
     def refused(self, error: BaseException) -> bool:
         """See `DeviceMemory.refused`; also an ambiguous error, if the process had grown up to the cap.
@@ -132,27 +149,45 @@ class CpuMemory:
 
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:
-        """In this thread, no torch operation begins while the process holds more than `bytes_`.
+        """In this thread, an operation fails that takes the tensors above `bytes_`, or the process far above.
 
-        Within one operation, private writable memory may grow `_MARGIN_BYTES` further before the allocator
-        fails. Without this margin, small allocations inside libraries would fail as often as tensors do, and
-        not every library survives that: oneDNN calls kernels that it had no memory to write.
+        The process may grow by `_OVERHEAD` times what the cap allows, and `_MARGIN_BYTES` further: small
+        allocations inside libraries would otherwise fail as often as tensors do, and not every library
+        survives that: oneDNN calls kernels that it had no memory to write.
         """
         import resource  # not on Windows
 
         before = resource.getrlimit(resource.RLIMIT_DATA)
-        headroom_bytes = max(bytes_ - _proc_status("VmRSS"), 0) + _MARGIN_BYTES
-        limit = _proc_status("VmData") + headroom_bytes
+        growth_bytes = max(bytes_ - self.in_use(), 0)
+        if not num_compiled_graphs():
+            growth_bytes *= _OVERHEAD
+        growth_bytes = min(growth_bytes, available_host_bytes() // self._num_ranks) + _MARGIN_BYTES
+        limit = _proc_status("VmData") + growth_bytes
         if before[0] != resource.RLIM_INFINITY:
             limit = min(limit, before[0])
-        with _address_space_up_to_peak(), _Guard(bytes_):
-            self._headroom_bytes, self._virtual_bytes = headroom_bytes, _proc_status("VmPeak")
+        outer = self._cap_bytes, self._headroom_bytes, self._virtual_bytes
+        with _address_space_up_to_peak(), self._tracer:
+            self._cap_bytes, self._headroom_bytes = min(bytes_, self._cap_bytes), growth_bytes
+            self._virtual_bytes = _proc_status("VmPeak")
             resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
             try:
                 yield
             finally:
                 resource.setrlimit(resource.RLIMIT_DATA, before)
-                self._headroom_bytes = math.inf
+                self._cap_bytes, self._headroom_bytes, self._virtual_bytes = outer
+
+    def _allocated(self, number: int, num_bytes: int) -> None:
+        self._tensor_bytes[number] = num_bytes
+        self._live_bytes += num_bytes
+        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+        if self.in_use() > self._cap_bytes:
+            raise MemoryError(
+                f"out of memory: the process holds {self.in_use() / _MIB:.0f} MiB, "
+                f"its cap is {self._cap_bytes / _MIB:.0f} MiB"
+            )
+
+    def _freed(self, number: int) -> None:
+        self._live_bytes -= self._tensor_bytes.pop(number)
 
 
 def available_host_bytes() -> int:
@@ -160,35 +195,10 @@ def available_host_bytes() -> int:
     return max(0, min(pool.total_bytes - pool.used_bytes for pool in _pools()))
 
 
-class _Guard(TorchDispatchMode):
-    """Lets no operation begin, forward or backward, while the process holds more than the cap."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, limit_bytes: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._limit_bytes = limit_bytes
-        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: `torch.compile` ignores this mode."""
-        return True
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        os.close(self._statm)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        held_bytes = int(os.pread(self._statm, 64, 0).split()[1]) * mmap.PAGESIZE
-        if held_bytes > self._limit_bytes:
-            raise MemoryError(
-                f"out of memory: the process holds {held_bytes / _MIB:.0f} MiB, "
-                f"its cap is {self._limit_bytes / _MIB:.0f} MiB"
-            )
-        return func(*args, **(kwargs or {}))
+def num_compiled_graphs() -> int:
+    """Graphs that `torch.compile` has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def _thread_modes() -> list[contextlib.AbstractContextManager[Any]]:

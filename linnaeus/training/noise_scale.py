@@ -102,9 +102,12 @@ class GradientProbe:
         model: as the training step calls it.
         scaler: the training step's; the norms are divided by its scale.
         decay: decay of the running averages.
+        num_ranks: ranks that the gradients are averaged over, by default those of the model's process group.
     """
 
-    def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler, *, decay: float) -> None:
+    def __init__(
+        self, model: nn.Module, scaler: torch.amp.GradScaler, *, decay: float, num_ranks: int | None = None
+    ) -> None:
         self.scale = NoiseScale(decay)
         self._model = model
         self._scaler = scaler
@@ -116,7 +119,7 @@ class GradientProbe:
         self._num_ranks = 1
         if isinstance(model, DistributedDataParallel):
             self._group = model.process_group
-            self._num_ranks = torch_dist.get_world_size(self._group)
+            self._num_ranks = num_ranks or torch_dist.get_world_size(self._group)
 
     def arm(self) -> None:
         """Measure the next step."""

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -154,13 +155,10 @@ def test_the_highest_of_all_steps_is_the_peak() -> None:
 
 def test_copies_on_the_host_are_not_the_trials() -> None:
     model = Table(mib=100)
-    memory = CpuMemory(CPU)
-    memory.clean()
-    before = memory.in_use()
     runner = make_runner(lambda batch: torch.ones(10 * MIB // 4), samples, model, room_mib=60)
-    assert memory.in_use() == pytest.approx(before + 100 * MIB, abs=NOISE)
-    assert runner.held_bytes == pytest.approx(before, abs=NOISE)
-    assert runner(1) == pytest.approx(before + 10 * MIB, abs=NOISE)
+    runner._memory.settle(runner._snapshot.host_bytes)
+    assert psutil.Process().memory_info().rss == pytest.approx(runner.held_bytes + 100 * MIB, abs=NOISE)
+    assert runner(1) - runner.held_bytes == 10 * MIB + samples(1).nbytes
 
 
 def test_modules_are_in_the_mode_of_the_trial_and_come_back() -> None:
@@ -638,12 +636,12 @@ def test_the_traceback_of_a_failed_trial_keeps_nothing_alive(wraps: str) -> None
             raise
 
     runner = make_runner(step, samples, model, room_mib=100, warm=None)
-    before = CpuMemory(CPU).in_use()
+    before = runner.held_bytes
     with pytest.raises(OutOfMemory) as caught:
         runner(4)
     assert len(alive) == 3
     assert [reference() for reference in alive] == [None] * 3
-    assert abs(CpuMemory(CPU).in_use() - before) <= 4 * MIB
+    assert runner.held_bytes == before
     assert caught.value.__cause__ is None
     assert len(kept) == (wraps == "keeps")
 

@@ -9,35 +9,12 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from linnaeus.memory.storages import StorageTracer
-
-
-class Ledger:
-    """Bytes of the storages that were reported and are not freed yet."""
-
-    def __init__(self, limit_bytes: float = float("inf")) -> None:
-        self.live: dict[int, int] = {}
-        self.peak_bytes, self.limit_bytes = 0, limit_bytes
-        self.tracer = StorageTracer(self._allocate, self._free)
-
-    @property
-    def live_bytes(self) -> int:
-        return sum(self.live.values())
-
-    def _allocate(self, number: int, num_bytes: int) -> None:
-        assert number not in self.live
-        self.live[number] = num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        if self.live_bytes > self.limit_bytes:
-            raise MemoryError
-
-    def _free(self, number: int) -> None:
-        del self.live[number]
+from tests.memory.ledger import Ledger
 
 
 def test_a_new_storage_is_reported_once_and_freed_with_its_last_view() -> None:
     ledger = Ledger()
-    with ledger.tracer:
+    with ledger:
         block = torch.ones(1000)
         view = block.view(10, 100).t()
         view.add_(1)
@@ -51,7 +28,7 @@ def test_a_new_storage_is_reported_once_and_freed_with_its_last_view() -> None:
 def test_what_was_there_before_is_not_reported() -> None:
     before = torch.ones(1000)
     ledger = Ledger()
-    with ledger.tracer:
+    with ledger:
         view = before[:10]
         before.add_(1)
         flat = torch.ops.aten._unsafe_view(before, [10, 100])  # shares memory, and its schema does not say so
@@ -64,7 +41,7 @@ def test_what_was_there_before_is_not_reported() -> None:
 
 def test_a_storage_that_is_resized_counts_with_its_new_size() -> None:
     ledger = Ledger()
-    with ledger.tracer:
+    with ledger:
         block = torch.empty(10)
         block.resize_(1000)
         assert ledger.live_bytes == 4000
@@ -74,21 +51,21 @@ def test_a_storage_that_is_resized_counts_with_its_new_size() -> None:
 
 def test_sparse_tensors_count_by_their_parts() -> None:
     ledger = Ledger()
-    with ledger.tracer:
+    with ledger:
         sparse = torch.eye(100).to_sparse()
         assert ledger.live_bytes == sparse._indices().nbytes + sparse._values().nbytes
 
 
 def test_literal_values_count() -> None:
     ledger = Ledger()
-    with ledger.tracer:
+    with ledger:
         literal = torch.tensor([1.0, 2.0])
         assert ledger.live_bytes == literal.nbytes
 
 
 def test_an_error_of_the_callback_frees_what_the_operation_allocated() -> None:
     ledger = Ledger(limit_bytes=5000)
-    with ledger.tracer:
+    with ledger:
         kept = torch.ones(1000)
         with pytest.raises(MemoryError):
             torch.ones(1000)
@@ -125,7 +102,7 @@ def test_peak_and_rest_of_a_training_step_agree_with_the_profiler(checkpointed: 
             peak = max(peak, live)
     forget()
     ledger = Ledger()
-    with ledger.tracer:
+    with ledger:
         step()
     assert ledger.peak_bytes == pytest.approx(peak, rel=0.02)
     states = [value for state in optimizer.state.values() for value in state.values()]

@@ -1,0 +1,55 @@
+"""What the operations of a test allocate, counted by storages."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from linnaeus.memory.storages import StorageTracer
+
+
+class Ledger:
+    """Bytes of the storages that were allocated in this context and are not freed yet.
+
+    Args:
+        limit_bytes: an operation that takes the sum above it raises a `MemoryError`.
+
+    Attributes:
+        live: bytes of each storage, by the number that the tracer gave it.
+        peak_bytes: the largest sum so far.
+    """
+
+    def __init__(self, limit_bytes: float = float("inf")) -> None:
+        self.live: dict[int, int] = {}
+        self.peak_bytes, self._limit_bytes = 0, limit_bytes
+        self._tracer = StorageTracer(self._allocate, self._free)
+
+    def __enter__(self) -> Self:
+        self._tracer.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._tracer.__exit__(*exception)
+
+    @property
+    def live_bytes(self) -> int:
+        """The sum now."""
+        return sum(self.live.values())
+
+    def start_a_new_peak(self) -> None:
+        """Let the peak start at the present sum."""
+        self.peak_bytes = self.live_bytes
+
+    def forget(self) -> None:
+        """Count from here: what lives now no longer counts."""
+        self.live.clear()
+        self.peak_bytes = 0
+
+    def _allocate(self, number: int, num_bytes: int) -> None:
+        assert number not in self.live
+        self.live[number] = num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self.live_bytes > self._limit_bytes:
+            raise MemoryError
+
+    def _free(self, number: int) -> None:
+        self.live.pop(number, None)
