@@ -216,7 +216,7 @@ class BatchSizeFinder:
 
     def _warn_about_promise(self, fraction: float) -> None:
         """Warn, once for each cause, that training may need more memory than a trial of its size."""
-        for caveat in self.memory.caveats():
+        for caveat in () if self.trials else self.memory.caveats():
             _warn_once(f"warning: training may need more memory than AutoBatch measures, because {caveat}")
         total_bytes = self.memory.total_bytes
         if fraction * min(self._limit_bytes or total_bytes, total_bytes) > FULL_FRACTION * total_bytes:

@@ -171,7 +171,10 @@ class CudaMemory(AcceleratorMemory):
 
     def caveats(self) -> list[str]:
         """See `DeviceMemory.caveats`."""
-        settings = torch.cuda.memory._snapshot(self.device).get("allocator_settings", {})
+        try:
+            settings = torch.cuda.memory._snapshot(self.device).get("allocator_settings", {})
+        except RuntimeError:  # only torch's own allocator has these settings
+            return []
         threshold, split_bytes = (
             settings.get(name, 0) for name in ("garbage_collection_threshold", "max_split_size")
         )

@@ -407,6 +407,16 @@ def test_settings_under_which_a_trial_looks_smaller_are_named_once(
         assert "training may need more memory" in warnings[0].message
 
 
+def test_another_allocator_has_no_such_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("Calling snapshot with backend:cudaMallocAsync is not meaningful")
+
+    with FakeCuda(TOTAL, garbage_collection_threshold=0.6).installed():
+        assert len(CudaMemory(DEVICE).caveats()) == 1
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", refuse)
+        assert CudaMemory(DEVICE).caveats() == []
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"garbage_collection_threshold": 0.3}, {"max_split_bytes": 32 * MIB}], ids=str
 )
