@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--memory-limit-gb",
         type=float,
-        help=f"treat the device as if it had no more; default: {CPU_LIMIT_GB} on the CPU, else all of it",
+        help=f"GiB, of which the process may use 80 %%; default: {CPU_LIMIT_GB} on the CPU, else no limit",
     )
     args = parser.parse_args(argv)
     default_limit_gb = CPU_LIMIT_GB if args.device == "cpu" else None

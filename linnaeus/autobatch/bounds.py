@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from linnaeus.autobatch.result import Mode
@@ -18,7 +20,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def max_batch_sizes(
-    config: DataConfig, data: DataBundle, mode: Mode, world: World, *, bytes_per_sample: int
+    config: DataConfig, data: DataBundle, mode: Mode, world: World, *, tensor_bytes: Sequence[int]
 ) -> dict[str, int]:
     """Upper bounds of the batch size, each at least 1, by the name that `limited_by` reports.
 
@@ -27,7 +29,7 @@ def max_batch_sizes(
         data: the datasets.
         mode: `train` or `val`.
         world: the processes.
-        bytes_per_sample: host bytes of one collated sample.
+        tensor_bytes: host bytes of each tensor of one collated sample.
 
     Returns:
         `dataset`: samples of one rank. `host_memory`: the largest size at which all batches that the loader
@@ -36,25 +38,42 @@ def max_batch_sizes(
     length = dataset_length(data.train if mode == "train" else data.val)
     samples_per_rank = length // world.world_size if mode == "train" else -(-length // world.world_size)
     pinned = config.PIN_MEMORY and world.device.type == "cuda"
-    num_batches = num_host_batches(config.NUM_WORKERS, config.PREFETCH_FACTOR, pinned=pinned)
+    num_batches = num_host_batches(config.NUM_WORKERS, config.PREFETCH_FACTOR)
     bytes_per_rank = HOST_MEMORY_FRACTION * _available_bytes(config.NUM_WORKERS) / world.local_world_size
     return {
         "dataset": max(1, samples_per_rank),
-        "host_memory": max(1, int(bytes_per_rank / (num_batches * max(1, bytes_per_sample)))),
+        "host_memory": largest_host_batch(tensor_bytes, bytes_per_rank / num_batches, pinned=pinned),
     }
 
 
-def num_host_batches(num_workers: int, prefetch_factor: int, *, pinned: bool) -> int:
-    """The most batches that one loader holds in host memory.
+def num_host_batches(num_workers: int, prefetch_factor: int) -> int:
+    """The most batches that one loader holds in host memory, without pinned copies.
 
     A worker holds `prefetch_factor` finished batches, and the samples and the collated tensors of the next
-    one. The step uses one more. Pinning copies each.
+    one. The step uses one more.
 
-    >>> num_host_batches(0, 2, pinned=False), num_host_batches(4, 2, pinned=True)
-    (3, 34)
+    >>> num_host_batches(0, 2), num_host_batches(4, 2)
+    (3, 17)
     """
-    held = num_workers * (prefetch_factor + 2) + 1 if num_workers else 3
-    return held * 2 if pinned else held
+    return num_workers * (prefetch_factor + 2) + 1 if num_workers else 3
+
+
+def largest_host_batch(tensor_bytes: Sequence[int], available_bytes: float, *, pinned: bool) -> int:
+    """The largest batch that fits in host memory together with its pinned copy, at least 1.
+
+    The allocator of pinned memory rounds each tensor up to a power of two (CachingHostAllocator.h).
+
+    >>> largest_host_batch([100, 8], 1000, pinned=False), largest_host_batch([100, 8], 1000, pinned=True)
+    (9, 4)
+    """
+
+    def num_bytes(size: int) -> int:
+        tensors = [size * bytes_ for bytes_ in tensor_bytes]
+        copies = [1 << (bytes_ - 1).bit_length() for bytes_ in tensors if bytes_]
+        return sum(tensors) + (sum(copies) if pinned else 0)
+
+    most = int(available_bytes / max(1, sum(tensor_bytes)))
+    return max(1, bisect.bisect_right(range(1, most + 1), available_bytes, key=num_bytes))
 
 
 def _available_bytes(num_workers: int) -> int:

@@ -8,6 +8,7 @@ connections, and because other processes may allocate memory while sizes are tri
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import statistics
@@ -34,6 +35,11 @@ from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import TrialRunner, existing_objects_frozen
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
+
+FULL_FRACTION = 0.97
+"""Above this fraction of the device, a search warns that its budget leaves no room for anything else."""
+NOTABLE_GROWTH = 0.01
+"""Fraction of the device by which memory outside the allocator has to grow during a search to be logged."""
 
 Objective = Literal["memory", "throughput"]
 logger = logging.getLogger("linnaeus.autobatch")
@@ -86,6 +92,7 @@ class BatchSizeFinder:
         self.memory = device_memory(_device(state, device))
         self.trials: list[TrialRecord] = []
         self.budget_bytes = 0
+        self._outside_bytes = 0  # outside the allocator when the search began
         self._known: dict[int, TrialRecord] = {}
         self.min_size = _min_size(state, mode, min_batch_size, max_batch_size)
         self._bound, self._max_size = _upper_bound(mode, self.min_size, max_batch_size, bounds or {})
@@ -139,9 +146,11 @@ class BatchSizeFinder:
         """
         if not 0 < target_memory_fraction <= 1:
             raise ValueError(f"target_memory_fraction is {target_memory_fraction}; it must lie in (0, 1]")
+        self._warn_about_promise(target_memory_fraction)
         started = time.monotonic()
         num_before = len(self.trials)
         self._set_budget(self._first_budget(target_memory_fraction))
+        self._outside_bytes = self.memory.outside()
         found = find_largest(
             self._runner,
             budget_bytes=self.budget_bytes,
@@ -164,17 +173,28 @@ class BatchSizeFinder:
     def _confirmed(self, found: SearchResult, fraction: float) -> SearchResult:
         """Run the size found under a budget that is read again; if it no longer fits, search below it.
 
-        The size that ran last needs no further trial. Below a size that no longer fits, sizes are tried one
-        candidate lower, then two, then four, until one fits; the search is then repeated between the two.
-        What trials before the confirmation say does not count there.
+        The size that ran last needs no further trial. After a search below, the budget is read once more,
+        until the size found fits what was read after it ran.
         """
-        self._set_budget(min(self.budget_bytes, self.memory.budget(fraction, self._limit_bytes)))
-        if found.size is None:
-            return found
-        newest = self.trials[-1] if self.trials[-1].size == found.size else self._one_trial(found.size)
-        if _fits(newest, self.budget_bytes):
-            return found
-        candidates, step, known = Candidates(self.min_size, found.size, self._multiple_of), 1, [newest]
+        self._read_budget_again(fraction)
+        if found.size is not None and self.trials[-1].size != found.size:
+            self._one_trial(found.size)
+        while found.size is not None:
+            newest = next(trial for trial in reversed(self.trials) if trial.size == found.size)
+            if _fits(newest, self.budget_bytes):
+                break
+            logger.info("batch size %d no longer fits: %s", found.size, self._outside())
+            found = self._search_below(newest, found)
+            self._read_budget_again(fraction)
+        return found
+
+    def _search_below(self, newest: TrialRecord, found: SearchResult) -> SearchResult:
+        """Find the largest size below one that no longer fits.
+
+        Sizes are tried one candidate lower, then two, then four, until one fits; the search is then repeated
+        between the two. What trials before the confirmation say does not count.
+        """
+        candidates, step, known = Candidates(self.min_size, newest.size, self._multiple_of), 1, [newest]
         index = len(candidates) - 1
         while not _fits(known[-1], self.budget_bytes):
             if index == 0:
@@ -182,9 +202,33 @@ class BatchSizeFinder:
             index, step = max(index - step, 0), 2 * step
             known.append(self._one_trial(candidates[index]))
         return find_largest(
-            self._runner, budget_bytes=self.budget_bytes, min_size=known[-1].size, max_size=found.size,
+            self._runner, budget_bytes=self.budget_bytes, min_size=known[-1].size, max_size=newest.size,
             multiple_of=self._multiple_of, known=known, on_start=self._on_start, on_trial=self._record,
         )  # fmt: skip
+
+    def _read_budget_again(self, fraction: float) -> None:
+        """Lower the budget by what has come into memory outside the allocator since the search began."""
+        self._set_budget(min(self.budget_bytes, self.memory.budget(fraction, self._limit_bytes)))
+        if self.memory.outside() - self._outside_bytes > NOTABLE_GROWTH * self.memory.total_bytes:
+            logger.info("the budget is %.2f GiB now: %s", self.budget_bytes / GIB, self._outside())
+
+    def _outside(self) -> str:
+        """What is held outside the allocator now, and was when the search began."""
+        return (
+            f"{self.memory.outside() / GIB:.2f} GiB of {self.memory.device} are held by other processes and "
+            f"outside the allocator of this one, {self._outside_bytes / GIB:.2f} GiB when the search began"
+        )
+
+    def _warn_about_promise(self, fraction: float) -> None:
+        """Warn, once for each cause, that training may need more memory than a trial of its size."""
+        for caveat in () if self.trials else self.memory.caveats():
+            _warn_once(f"warning: training may need more memory than AutoBatch measures, because {caveat}")
+        total_bytes = self.memory.total_bytes
+        if fraction * min(self._limit_bytes or total_bytes, total_bytes) > FULL_FRACTION * total_bytes:
+            _warn_once(
+                f"warning: TARGET_MEMORY_FRACTION is {fraction:g}: above {FULL_FRACTION} the budget leaves "
+                "no room for what kernels, library handles and fragmentation may add during training"
+            )
 
     def _result(
         self, found: SearchResult, fraction: float, strategy: str, num_before: int, started: float
@@ -281,6 +325,16 @@ class BatchSizeFinder:
         self._known = {trial.size: trial for trial in kept}
         self.budget_bytes = self._runner.budget_bytes = budget_bytes
 
+    def _further_bounds(self, fraction: float) -> str:
+        """What bounds the budget besides the device: the memory limit, and a cap that the caller has set."""
+        bounds = ""
+        if self._limit_bytes is not None:
+            bounds += f", and no more than {fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB"
+        allowed_bytes = self.memory.budget(1.0, None)
+        if allowed_bytes + self.memory.outside() < self.memory.total_bytes:
+            bounds += f", and no more than the {allowed_bytes / GIB:.2f} GiB of the allocator's own cap"
+        return bounds
+
     def _nothing_fits(self, limited_by: str, fraction: float) -> str:
         """The message of the error: what was tried, the budget, and the keys to change."""
         suffix = "_VAL" if self.mode == "val" else ""
@@ -291,9 +345,9 @@ class BatchSizeFinder:
         }.get(limited_by, "no batch size fits")
         return (
             f"AutoBatch ({self.mode}): {reason}. Budget {self.budget_bytes / GIB:.2f} GiB for this process: "
-            f"{fraction:.0%} of {self.memory.total_bytes / GIB:.2f} GiB on {self.memory.device}, less what "
-            f"others use (or of DATA.AUTOBATCH.MEMORY_LIMIT_GB); {self.held_bytes / GIB:.2f} GiB are held "
-            f"before the first sample. Tried: {tried or 'nothing'}. "
+            f"{fraction:.0%} of {self.memory.total_bytes / GIB:.2f} GiB, less what others use"
+            f"{self._further_bounds(fraction)}; {self._outside()}. "
+            f"{self.held_bytes / GIB:.2f} GiB are held before the first sample. Tried: {tried or 'nothing'}. "
             f"Lower DATA.AUTOBATCH.MIN_BATCH_SIZE{suffix} or DATA.IMG_SIZE, choose a smaller MODEL.NAME, set "
             f"TRAIN.GRADIENT_CHECKPOINTING or TRAIN.AMP bf16, raise "
             f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION{suffix}, or free memory on the device."
@@ -341,7 +395,7 @@ def auto_find_batch_size(
         steps_per_trial: steps that one trial runs.
         strategy: `guided`, `binary`, `power` or `binsearch`.
         multiple_of: only multiples of this are tried; sizes below it stay exact.
-        memory_limit_gb: GiB; treat the device as if it had no more than this.
+        memory_limit_gb: GiB; this process may hold the target fraction of it, whatever others use.
         max_trials: most trials to run; the best size so far is used then.
         timeout_minutes: deadline of the search; the best size so far is used then.
         objective: `memory` for the largest size that fits, `throughput` for the smallest of those that fit
@@ -368,6 +422,12 @@ def auto_find_batch_size(
         if objective == "memory":
             return result
         return finder.prefer_throughput(result, timeout_minutes=timeout_minutes - result.seconds / 60)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Log a warning, but not the same one for each mode and for each of several searches."""
+    logger.warning(message)
 
 
 def _device(state: Sequence[Any], device: torch.device | str | None) -> torch.device:

@@ -151,9 +151,7 @@ class SizeSearch:
         self.assembly.validation_step(next(batches))
 
     def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
-        bounds = max_batch_sizes(
-            self.config, self.data, mode, self.world, bytes_per_sample=spec.bytes_per_sample
-        )
+        bounds = max_batch_sizes(self.config, self.data, mode, self.world, tensor_bytes=spec.tensor_bytes)
         wanted = self.max_samples_per_rank
         # A bound below the smallest size would end the search; the plan splits the size found instead.
         if mode == "train" and wanted is not None and wanted >= max(2, self.config.AUTOBATCH.MIN_BATCH_SIZE):

@@ -16,7 +16,7 @@ from torch import nn
 
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.memory.device import DeviceMemory
+from linnaeus.memory.device import DeviceMemory, synchronize
 from linnaeus.memory.host import num_compiled_graphs
 
 MIN_TIMED_STEPS = 5
@@ -169,10 +169,10 @@ class TrialRunner:
             while len(seconds) < MAX_TIMED_STEPS and (
                 len(seconds) < MIN_TIMED_STEPS or sum(seconds) < MIN_TIMED_S
             ):
-                self._wait()
+                synchronize(self._memory.device)
                 began = time.perf_counter()
                 self._step(self._make_batch(size))
-                self._wait()
+                synchronize(self._memory.device)
                 seconds.append(time.perf_counter() - began)
         except Exception as error:
             if not self._memory.refused(error):
@@ -180,11 +180,6 @@ class TrialRunner:
             _release_frames(error)
             return []
         return seconds
-
-    def _wait(self) -> None:
-        """Wait until the device has finished its queued work."""
-        if self._memory.device.type != "cpu":
-            torch.accelerator.synchronize(self._memory.device)
 
     def _run(self, size: int) -> str | None:
         """Run the trial's steps; return the first line of an out-of-memory error, None if there was none."""

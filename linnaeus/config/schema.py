@@ -200,8 +200,9 @@ class AutoBatchConfig:
     )  # fmt: skip
     MULTIPLE_OF: int = key(1, "above this, only its multiples are tried; below it, every size may be", ge=1)
     MEMORY_LIMIT_GB: float | None = key(
-        None, "treat the device as if it had no more memory than this", unit="GiB", gt=0
-    )
+        None, "each process may hold TARGET_MEMORY_FRACTION of this at most, whatever others use",
+        unit="GiB", gt=0,
+    )  # fmt: skip
     MAX_TRIALS: int = key(25, "trials after which the search ends with the largest size that fitted", ge=1)
     TIMEOUT_MINUTES: float = key(
         60.0, "deadline of the search, and how long the other ranks wait for it", unit="minutes", gt=0

@@ -90,7 +90,7 @@ class BatchSpec:
         self.samples = samples
         self.collate = collate
         self.seed = seed
-        self.bytes_per_sample = nest.num_bytes(self._collate([samples[0]]))
+        self.tensor_bytes = [nest.num_bytes(leaf) for leaf in nest.leaves(self._collate([samples[0]]))]
         self._base = self._collate(samples)
         self._axes = _batch_axes(samples, self._collate)
 

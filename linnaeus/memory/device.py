@@ -4,7 +4,7 @@ Each kind of device has a class with the methods of `DeviceMemory`:
 
 | | CUDA (and HIP) | CPU (Linux) | other accelerators |
 |---|---|---|---|
-| total | the card | machine or cgroup, divided by the ranks on this host | `torch.accelerator` |
+| total | the card | machine or cgroup, divided by the ranks on this host | the device |
 | peak | reserved by the caching allocator | resident set, then tensors | reserved by the allocator |
 | used outside | context, libraries, NCCL, other processes | other processes | as `get_memory_info` counts |
 | cap | `set_per_process_memory_fraction` | check after each operation, and `RLIMIT_DATA` | none |
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
@@ -39,7 +40,7 @@ class DeviceMemory(Protocol):
 
         Args:
             fraction: of the total that may be in use on the device, by all processes, in (0, 1].
-            limit_bytes: treat the device as if it had no more than this; None is the whole device.
+            limit_bytes: this process may hold `fraction` of it, whatever others use; None is no such limit.
         """
 
     def settle(self, excluded_bytes: int = 0) -> None:
@@ -49,6 +50,9 @@ class DeviceMemory(Protocol):
             excluded_bytes: host memory that is not counted.
         """
         return None
+
+    def outside(self) -> int:
+        """Memory in use outside this process's allocator: its context and libraries, and other processes."""
 
     def clean(self) -> None:
         """Release all memory that no live object holds."""
@@ -77,27 +81,36 @@ class DeviceMemory(Protocol):
     def cap(self, bytes_: int) -> contextlib.AbstractContextManager[None]:
         """Inside the context, an allocation that would take the process above `bytes_` fails."""
 
+    def caveats(self) -> list[str]:
+        """Settings of the allocator under which a trial may reserve less than training, one sentence each."""
+        return []
+
 
 class AcceleratorMemory(DeviceMemory):
     """An accelerator other than CUDA, without a cap: only the measured peak shows whether a size fits."""
 
-    _api: Any = torch.accelerator
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # The functions of `torch.accelerator` came later than those of most devices.
+        module = torch.get_device_module(device)
+        self._api: Any = module if hasattr(module, "max_memory_reserved") else torch.accelerator
         self.total_bytes = self._free_and_total()[1]
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """See `DeviceMemory.budget`. The context and other processes count as use outside the allocator."""
+        budget_bytes = int(fraction * self.total_bytes) - self.outside()
+        return budget_bytes if limit_bytes is None else min(budget_bytes, int(fraction * limit_bytes))
+
+    def outside(self) -> int:
+        """See `DeviceMemory.outside`."""
         free, total = self._free_and_total()
-        outside = total - free - self.in_use()
-        return int(fraction * min(self.total_bytes, limit_bytes or self.total_bytes)) - outside
+        return total - free - self.in_use()
 
     def clean(self) -> None:
         """Collect garbage and empty the allocator's cache."""
         gc.collect()
-        self._api.synchronize(self.device)
-        self._api.empty_cache()
+        synchronize(self.device)
+        empty_cache(self.device)
 
     def reset_peak(self) -> None:
         """Set the allocator's peak to what it holds now."""
@@ -118,12 +131,18 @@ class AcceleratorMemory(DeviceMemory):
         yield
 
     def _free_and_total(self) -> tuple[int, int]:
-        free, total = torch.accelerator.get_memory_info(self.device)
+        api = self._api
+        read = api.get_memory_info if api is torch.accelerator else api.mem_get_info
+        free, total = read(self.device)
         return int(free), int(total)
 
 
 class CudaMemory(AcceleratorMemory):
-    """A CUDA or HIP device, measured at the caching allocator."""
+    """A CUDA or HIP device, measured at the caching allocator.
+
+    A cap that is set already (by `torch.cuda.set_per_process_memory_fraction`, or by
+    `per_process_memory_fraction` in `PYTORCH_CUDA_ALLOC_CONF`) bounds the budget and is never raised.
+    """
 
     _api = torch.cuda
 
@@ -133,6 +152,10 @@ class CudaMemory(AcceleratorMemory):
         self.device = torch.device("cuda", index)
         self.total_bytes = int(torch.cuda.get_device_properties(self.device).total_memory)
         self._num_refusals = self._count("num_ooms")
+
+    def budget(self, fraction: float, limit_bytes: int | None) -> int:
+        """See `DeviceMemory.budget`; no more than a cap that is set already."""
+        return min(super().budget(fraction, limit_bytes), self._allowed_bytes())
 
     def num_retries(self) -> int:
         """The allocator's own count of cache flushes."""
@@ -146,20 +169,64 @@ class CudaMemory(AcceleratorMemory):
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:
         """See `DeviceMemory.cap`; the caching allocator enforces it."""
-        before = torch.cuda.get_per_process_memory_fraction(self.device)
+        before_bytes = self._allowed_bytes()
         self._num_refusals = self._count("num_ooms")
-        fraction = min(max(bytes_, 0) / self.total_bytes, 1.0)
-        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+        self._allow(min(max(bytes_, 0), before_bytes))
         try:
             yield
         finally:
-            torch.cuda.set_per_process_memory_fraction(before, self.device)
+            self._allow(before_bytes)
+
+    def caveats(self) -> list[str]:
+        """See `DeviceMemory.caveats`."""
+        try:
+            settings = torch.cuda.memory._snapshot(self.device).get("allocator_settings", {})
+        except RuntimeError:  # only torch's own allocator has these settings
+            return []
+        threshold, split_bytes = (
+            settings.get(name, 0) for name in ("garbage_collection_threshold", "max_split_size")
+        )
+        found = []
+        if threshold > 0:
+            found.append(
+                f"garbage_collection_threshold is {threshold:g}: near the cap of a trial, the allocator "
+                "releases cached blocks that it keeps in training, which runs without that cap"
+            )
+        if 0 < split_bytes < self.total_bytes:
+            found.append(
+                f"max_split_size_mb is {split_bytes // 1024**2}: at the cap of a trial, the allocator "
+                "releases large cached blocks that it keeps in training, which runs without that cap"
+            )
+        return found
+
+    def _allowed_bytes(self) -> int:
+        """The cap on what the allocator may reserve; the total where there is none."""
+        return round(torch.cuda.get_per_process_memory_fraction(self.device) * self.total_bytes)
+
+    def _allow(self, bytes_: int) -> None:
+        """Set the cap. The allocator rounds down to whole bytes, so the quotient may be one byte short."""
+        fraction = bytes_ / self.total_bytes
+        if int(fraction * self.total_bytes) < bytes_:
+            fraction = math.nextafter(fraction, 1.0)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
 
     def _count(self, name: str) -> int:
         return int(torch.cuda.memory_stats(self.device).get(name, 0))
 
-    def _free_and_total(self) -> tuple[int, int]:
-        return torch.cuda.mem_get_info(self.device)
+
+def empty_cache(device: torch.device) -> None:
+    """Return the memory that the device's allocator keeps for reuse; the CPU's keeps none."""
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        (module if hasattr(module, "empty_cache") else torch.accelerator).empty_cache()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its queued work; the CPU queues none."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
@@ -173,9 +240,9 @@ def device_memory(device: torch.device) -> DeviceMemory:
     if device.type == "cpu" and sys.platform == "linux":
         return CpuMemory(device)
     problem = f"the memory of {device} cannot be measured on {sys.platform} with torch {torch.__version__}"
-    if device.type == "cpu" or not hasattr(torch.accelerator, "get_memory_info"):
+    if device.type == "cpu":
         raise NotImplementedError(problem)
     try:
         return AcceleratorMemory(device)
-    except (RuntimeError, ValueError) as error:  # NotImplementedError is a RuntimeError
+    except (RuntimeError, ValueError, AttributeError, AssertionError) as error:  # torch raises any of these
         raise NotImplementedError(f"{problem}: {error}") from error

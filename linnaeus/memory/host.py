@@ -74,6 +74,14 @@ class CpuMemory:
             budgets.append(fraction * limit_bytes)
         return int(min(budgets))
 
+    def outside(self) -> int:
+        """See `DeviceMemory.outside`."""
+        return self.total_bytes - self.budget(1.0, None)
+
+    def caveats(self) -> list[str]:
+        """None: the cap changes nothing about what the C allocator keeps."""
+        return []
+
     def clean(self) -> None:
         """Collect garbage and return free pages to the system."""
         gc.collect()

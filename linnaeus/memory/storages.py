@@ -36,6 +36,12 @@ class StorageTracer(TorchDispatchMode):
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], int, int]] = {}
         self._num_allocated = 0
 
+    def adopt(self, nest: Any) -> None:
+        """Report the storages of tensors that were allocated before as if they were allocated now."""
+        for storage in _storages(nest):
+            if storage._cdata not in self._known:
+                self._add(storage, is_new=True)
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         """True: `torch.compile` ignores this mode."""

@@ -19,6 +19,7 @@ from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
 from linnaeus.log import MetricsFile, ProgressBar
+from linnaeus.memory.device import empty_cache
 from linnaeus.rng import rng_state
 from linnaeus.tracking import Tracker
 from linnaeus.training.batchnorm import distribute_batchnorm
@@ -258,19 +259,13 @@ class Trainer:
 
         If any rank was asked to stop, all break the validation off, and `stop` says so.
         """
-        step, metrics = self.assembly.validation_step, self.assembly.metrics
         self.world.update(f"validating after epoch {self.progress.epoch}")
         self._distribute_batchnorm()
-        step.model.eval()
-        if self.world.device.type != "cpu":
-            torch.accelerator.empty_cache()  # AutoBatch measured validation without training's cached blocks
-        metrics.reset()
+        # AutoBatch measured validation without training's cached blocks, and training without validation's.
+        empty_cache(self.world.device)
         started = time.perf_counter()
-        for batch in self.loaders.val:
-            if self.stop.is_requested:
-                break
-            step(batch)
-        values = metrics.compute(self.world, aborted=self.stop.is_requested)
+        values = self._validation_metrics()
+        empty_cache(self.world.device)
         if values is None:
             self.stop.exchange()
             return False
@@ -284,6 +279,17 @@ class Trainer:
             return False
         self.progress.best = value
         return True
+
+    def _validation_metrics(self) -> dict[str, float] | None:
+        """Validate on all batches; None on every rank if one was asked to stop."""
+        step, metrics = self.assembly.validation_step, self.assembly.metrics
+        step.model.eval()
+        metrics.reset()
+        for batch in self.loaders.val:
+            if self.stop.is_requested:
+                break
+            step(batch)
+        return metrics.compute(self.world, aborted=self.stop.is_requested)
 
     def _distribute_batchnorm(self) -> None:
         ema = self.assembly.ema

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from linnaeus.autobatch import bounds
-from linnaeus.autobatch.bounds import HOST_MEMORY_FRACTION, max_batch_sizes, num_host_batches
+from linnaeus.autobatch.bounds import (
+    HOST_MEMORY_FRACTION,
+    largest_host_batch,
+    max_batch_sizes,
+    num_host_batches,
+)
 from linnaeus.autobatch.result import Mode
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.datasets import build_data
@@ -27,7 +32,7 @@ def bounds_of(
 ) -> dict[str, int]:
     world = World(torch.device(device), world_size=world_size, local_world_size=world_size)
     config = replace(CONFIG, NUM_WORKERS=workers)
-    return max_batch_sizes(config, DATA, mode, world, bytes_per_sample=bytes_per_sample)
+    return max_batch_sizes(config, DATA, mode, world, tensor_bytes=[bytes_per_sample])
 
 
 @pytest.mark.parametrize(
@@ -42,12 +47,37 @@ def test_host_memory_is_divided_by_batches_and_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bounds, "_available_bytes", lambda num_workers: 10**6)
-    for workers, device, held in [(0, "cpu", 3), (4, "cpu", 17), (4, "cuda", 34)]:
-        assert num_host_batches(workers, CONFIG.PREFETCH_FACTOR, pinned=device == "cuda") == held
-        bound = bounds_of(workers=workers, device=device)["host_memory"]
+    for workers, held in [(0, 3), (4, 17)]:
+        assert num_host_batches(workers, CONFIG.PREFETCH_FACTOR) == held
+        bound = bounds_of(workers=workers)["host_memory"]
         assert bound == int(HOST_MEMORY_FRACTION * 10**6 / (held * 1000))
-        divided = bounds_of(workers=workers, device=device, world_size=2)["host_memory"]
+        divided = bounds_of(workers=workers, world_size=2)["host_memory"]
         assert divided == max(1, int(HOST_MEMORY_FRACTION * 10**6 / 2 / (held * 1000)))
+
+
+def test_pinned_copies_count_as_the_next_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "_available_bytes", lambda num_workers: 10**6)
+    # 17 batches in 500 000 bytes leave 29 411 for each: 13 samples with 16 384 of pinned memory, not 14.
+    assert bounds_of(workers=4, device="cuda")["host_memory"] == 13
+    assert bounds_of(workers=4, device="cuda", world_size=2)["host_memory"] == 6  # 6000 + 8192 of 14 705
+
+
+@pytest.mark.parametrize("available_bytes", [0, 999, 4096, 100_000, 10**7])
+@pytest.mark.parametrize("tensor_bytes", [[1], [1024], [100, 8], [3 * 224 * 224 * 4, 16, 0]])
+def test_the_largest_host_batch_is_the_last_that_fits(available_bytes: int, tensor_bytes: list[int]) -> None:
+    def pinned_bytes(num_bytes: int) -> int:
+        block = 1
+        while block < num_bytes:
+            block *= 2
+        return block if num_bytes else 0
+
+    def needed_bytes(size: int) -> int:
+        return sum(size * bytes_ + pinned_bytes(size * bytes_) for bytes_ in tensor_bytes)
+
+    size = largest_host_batch(tensor_bytes, available_bytes, pinned=True)
+    assert size == 1 or needed_bytes(size) <= available_bytes
+    assert needed_bytes(size + 1) > available_bytes
+    assert size <= largest_host_batch(tensor_bytes, available_bytes, pinned=False)
 
 
 def test_bounds_are_one_at_least() -> None:

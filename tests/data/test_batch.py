@@ -119,7 +119,7 @@ def test_the_largest_shape_is_taken_and_its_samples_cycled() -> None:
     batch = spec.make(5, "cpu")
     assert batch.inputs.shape == (5, 3, 16, 8)
     assert set(batch.targets.tolist()) == {1, 3}
-    assert spec.bytes_per_sample == 3 * 16 * 8 * 4 + 8
+    assert spec.tensor_bytes == [3 * 16 * 8 * 4, 8]
 
 
 def test_reading_samples_leaves_the_global_generators_alone() -> None:

@@ -1,0 +1,240 @@
+"""The allocator's documented rules, each with its figures."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from tests.cuda.allocator import MIB, Block, CachingAllocator, Refused
+
+KIB = 1024
+
+
+class Device:
+    """Counts the bytes that the allocator holds, and has no more than its size."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.held, self.segments = size, 0, list[int]()
+
+    def malloc(self, num_bytes: int) -> bool:
+        if self.held + num_bytes > self.size:
+            return False
+        self.held += num_bytes
+        self.segments.append(num_bytes)
+        return True
+
+    def free(self, num_bytes: int) -> None:
+        self.held -= num_bytes
+        self.segments.remove(num_bytes)
+
+
+def allocator_on(size: int = 1 << 40, **settings: float) -> tuple[CachingAllocator, Device]:
+    device = Device(size)
+    return CachingAllocator(device.malloc, device.free, **settings), device  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "block_bytes", "segment_bytes"),
+    [
+        (1, 512, 2 * MIB),
+        (512, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
+        (11 * MIB, 12 * MIB, 12 * MIB),  # a rest of 1 MiB is not split off
+        (21 * MIB, 22 * MIB, 22 * MIB),
+    ],
+)
+def test_requests_are_rounded_to_blocks_of_segments(
+    request_bytes: int, block_bytes: int, segment_bytes: int
+) -> None:
+    allocator, device = allocator_on()
+    block = allocator.allocate(request_bytes)
+    assert block.size == allocator.allocated_bytes == block_bytes
+    assert device.segments == [segment_bytes]
+    assert allocator.reserved_bytes == segment_bytes
+
+
+def test_small_blocks_are_split_down_to_512_bytes() -> None:
+    allocator, device = allocator_on()
+    blocks = [allocator.allocate(512) for _ in range(4096)]
+    assert device.segments == [2 * MIB]
+    assert len({block.address for block in blocks}) == 4096
+    allocator.allocate(1)
+    assert device.segments == [2 * MIB] * 2
+
+
+def test_a_large_block_is_split_only_where_more_than_one_mebibyte_remains() -> None:
+    for rest_bytes, is_split in ((MIB, False), (MIB + 512, True)):
+        allocator, _ = allocator_on()
+        first = allocator.allocate(40 * MIB)
+        allocator.free(first)
+        assert allocator.allocate(40 * MIB - rest_bytes).size == 40 * MIB - (rest_bytes if is_split else 0)
+
+
+def test_the_pools_do_not_mix() -> None:
+    allocator, device = allocator_on()
+    allocator.free(allocator.allocate(64 * MIB))
+    allocator.allocate(MIB)
+    assert device.segments == [64 * MIB, 2 * MIB]
+    allocator.allocate(MIB + 512)
+    assert device.segments == [64 * MIB, 2 * MIB]
+
+
+def test_the_smallest_block_that_fits_is_taken_and_of_equal_ones_the_first() -> None:
+    allocator, _ = allocator_on()
+    blocks = [allocator.allocate(mib * MIB) for mib in (40, 20, 30, 20)]
+    for block in reversed(blocks):
+        allocator.free(block)
+    assert allocator.allocate(20 * MIB).address == blocks[1].address
+    assert allocator.allocate(20 * MIB).address == blocks[3].address
+    assert allocator.allocate(20 * MIB).address == blocks[2].address
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)])
+def test_free_neighbours_merge_in_any_order(order: tuple[int, ...]) -> None:
+    allocator, device = allocator_on()
+    blocks = [allocator.allocate(mib * MIB) for mib in (4, 6, 8)]
+    assert device.segments == [20 * MIB]
+    for index in order:
+        allocator.free(blocks[index])
+    assert allocator.allocate(20 * MIB).size == 20 * MIB
+    assert device.segments == [20 * MIB]
+
+
+def test_blocks_of_two_segments_do_not_merge() -> None:
+    allocator, device = allocator_on()
+    for block in [allocator.allocate(20 * MIB) for _ in range(2)]:
+        allocator.free(block)
+    allocator.allocate(40 * MIB)
+    assert device.segments == [20 * MIB, 20 * MIB, 40 * MIB]
+
+
+def test_the_cap_counts_whole_segments_and_is_inclusive() -> None:
+    allocator, _ = allocator_on()
+    allocator.allowed_bytes = 40 * MIB
+    allocator.allocate(20 * MIB)
+    allocator.allocate(19 * MIB)  # its segment has 20
+    with pytest.raises(Refused) as refused:
+        allocator.allocate(1)
+    assert refused.value.segment_bytes == 2 * MIB
+    assert allocator.reserved_bytes == 40 * MIB
+
+
+@pytest.mark.parametrize("capped", [False, True])
+def test_a_cap_and_a_full_device_flush_the_cache_before_they_refuse(capped: bool) -> None:
+    allocator, device = allocator_on(1 << 40 if capped else 64 * MIB)
+    allocator.allowed_bytes = 64 * MIB if capped else None
+    kept = allocator.allocate(20 * MIB)
+    allocator.free(allocator.allocate(40 * MIB))
+    assert (allocator.reserved_bytes, allocator.num_alloc_retries) == (60 * MIB, 0)
+    allocator.allocate(44 * MIB)
+    assert (allocator.num_alloc_retries, allocator.num_ooms) == (1, 0)
+    assert device.segments == [20 * MIB, 44 * MIB]
+    with pytest.raises(Refused):
+        allocator.allocate(2 * MIB)
+    assert (allocator.num_alloc_retries, allocator.num_ooms) == (2, 1)
+    allocator.free(kept)
+    assert allocator.allocate(2 * MIB).size == 2 * MIB, "a refusal leaves the allocator usable"
+
+
+def test_a_segment_with_a_block_in_use_stays_when_the_cache_is_emptied() -> None:
+    allocator, device = allocator_on()
+    first, second = allocator.allocate(4 * MIB), allocator.allocate(6 * MIB)
+    allocator.free(allocator.allocate(32 * MIB))
+    allocator.free(second)
+    allocator.empty_cache()
+    assert device.segments == [20 * MIB]
+    assert (allocator.reserved_bytes, allocator.allocated_bytes) == (20 * MIB, 4 * MIB)
+    allocator.free(first)
+    allocator.empty_cache()
+    assert device.held == allocator.reserved_bytes == allocator.allocated_bytes == 0
+
+
+def test_peaks_stay_until_they_are_reset() -> None:
+    allocator, _ = allocator_on()
+    allocator.free(allocator.allocate(32 * MIB))
+    kept = allocator.allocate(12 * MIB)
+    allocator.empty_cache()
+    assert (allocator.peak_reserved_bytes, allocator.peak_allocated_bytes) == (32 * MIB, 32 * MIB)
+    allocator.reset_peaks()
+    assert (allocator.peak_reserved_bytes, allocator.peak_allocated_bytes) == (32 * MIB, 12 * MIB)
+    allocator.free(kept)
+    allocator.empty_cache()
+    allocator.reset_peaks()
+    assert (allocator.peak_reserved_bytes, allocator.peak_allocated_bytes) == (0, 0)
+
+
+def reserved_by_alternating_sizes(allocator: CachingAllocator) -> int:
+    """The peak of requests of which none fits into the block that the one before it has left."""
+    for mib in (30, 40, 50, 60):
+        allocator.free(allocator.allocate(mib * MIB))
+    return allocator.peak_reserved_bytes
+
+
+def test_garbage_collection_needs_a_cap_and_lowers_the_peak_without_a_retry() -> None:
+    uncapped, _ = allocator_on(garbage_collection_threshold=0.5)
+    assert reserved_by_alternating_sizes(uncapped) == 180 * MIB
+    capped, _ = allocator_on(garbage_collection_threshold=0.5)
+    capped.allowed_bytes = 128 * MIB
+    assert reserved_by_alternating_sizes(capped) < 128 * MIB
+    assert capped.num_alloc_retries == 0
+    plain, _ = allocator_on()
+    plain.allowed_bytes = 128 * MIB
+    reserved_by_alternating_sizes(plain)
+    assert plain.num_alloc_retries == 1
+
+
+def test_blocks_above_the_split_limit_are_neither_split_nor_given_to_small_requests() -> None:
+    allocator, device = allocator_on(max_split_bytes=32 * MIB)
+    allocator.free(allocator.allocate(64 * MIB))
+    allocator.allocate(24 * MIB)
+    assert device.segments == [64 * MIB, 24 * MIB]
+    assert allocator.allocate(45 * MIB).size == 64 * MIB, "up to 20 MiB more than asked for"
+    allocator.free(allocator.allocate(80 * MIB))
+    allocator.allocate(60 * MIB)
+    assert device.segments == [64 * MIB, 24 * MIB, 80 * MIB, 60 * MIB]
+
+
+def test_blocks_above_the_split_limit_are_released_without_a_retry() -> None:
+    allocator, device = allocator_on(max_split_bytes=32 * MIB)
+    allocator.allowed_bytes = 100 * MIB
+    allocator.free(allocator.allocate(60 * MIB))
+    allocator.free(allocator.allocate(34 * MIB))
+    allocator.allocate(90 * MIB)
+    assert device.segments == [90 * MIB]
+    assert allocator.num_alloc_retries == 0
+
+
+def test_any_sequence_keeps_the_books_in_order() -> None:
+    draw = random.Random(0)
+    allocator, device = allocator_on(300 * MIB)
+    live: list[tuple[Block, int]] = []
+    for number in range(5000):
+        if live and draw.random() < 0.5:
+            allocator.free(live.pop(draw.randrange(len(live)))[0])
+        else:
+            num_bytes = int(2 ** draw.uniform(0, 24))
+            try:
+                block = allocator.allocate(num_bytes)
+            except Refused:
+                while live:
+                    allocator.free(live.pop()[0])
+                continue
+            assert num_bytes <= block.size <= num_bytes + MIB + 511
+            live.append((block, num_bytes))
+        if number % 500 == 0:
+            allocator.empty_cache()
+        spans = sorted((block.address, block.size) for block, _ in live)
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
+        assert allocator.allocated_bytes == sum(block.size for block, _ in live)
+        assert allocator.allocated_bytes <= allocator.reserved_bytes == device.held <= device.size
+    for block, _ in live:
+        allocator.free(block)
+    allocator.empty_cache()
+    assert device.segments == []
