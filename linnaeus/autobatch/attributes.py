@@ -36,16 +36,16 @@ class Attributes:
         owner: the object.
         held: ids of tensors that another snapshot puts back.
         save_part: makes the snapshot of an optimizer, a module, a scaler or a tensor: an object with
-            `restore` and `copies`.
+            `restore`.
 
     Attributes:
-        copies: of everything that holds tensors, for counting bytes.
+        parts: what `save_part` has made.
         lost: the attributes that cannot be put back, each with the reason.
         others: the objects that are not looked into, by the path of their attribute.
     """
 
     def __init__(self, owner: Any, held: set[int], save_part: Callable[[Any], Any]) -> None:
-        self.copies: list[Any] = []
+        self.parts: list[Any] = []
         self.lost: dict[str, str] = {}
         self.others: dict[str, Any] = {}
         self._owner = owner
@@ -97,8 +97,7 @@ class Attributes:
         if isinstance(value, nn.Module | Tensor) and all(id(tensor) in self._held for tensor in tensors):
             return lambda: value
         part = self._save_part(value)
-        self.copies.append(part.copies)
-        self.lost |= getattr(part, "lost", {})
+        self.parts.append(part)
         return _after(part.restore, value)
 
     def _restore_of_container(self, value: Any, path: str) -> Restore:

@@ -30,8 +30,7 @@ def optimizers_in(state: Iterable[Any]) -> list[torch.optim.Optimizer]:
     """All optimizers in `state`, and those inside of them or of their wrappers, the outermost first."""
     found: list[Any] = [part for part in state if is_optimizer(part)]
     for part in found:
-        values = (value for name, value in vars(part).items() if name not in ("state", "param_groups"))
-        found += [leaf for leaf in nest.leaves(list(values)) if is_optimizer(leaf) and leaf not in found]
+        found += [inner for inner in _inside(part) if inner not in found]
     return found
 
 
@@ -39,14 +38,30 @@ def stepping_optimizers(state: Iterable[Any]) -> list[torch.optim.Optimizer]:
     """The optimizers of `state` that run torch's hooks when they step; of a wrapper, those inside it."""
     found: list[torch.optim.Optimizer] = []
     for part in filter(is_optimizer, state):
-        inner = [] if runs_hooks(part) else optimizers_in([part])[1:]
+        inner = [] if runs_hooks(part) else stepping_optimizers(_inside(part))
         found += [optimizer for optimizer in inner or [part] if optimizer not in found]
     return found
 
 
 def runs_hooks(optimizer: Any) -> bool:
-    """Whether a step runs hooks: not where `Optimizer.__init__` was left out, as wrappers do."""
-    return hasattr(type(optimizer).step, "hooked") and "_optimizer_step_post_hooks" in vars(optimizer)
+    """Whether a step is sure to run hooks: not where a wrapper has left out `Optimizer.__init__`."""
+    return "_optimizer_load_state_dict_pre_hooks" in vars(optimizer)
+
+
+def _inside(part: Any) -> Iterator[Any]:
+    """The optimizers among the attributes of an optimizer or a wrapper."""
+    attributes = [value for name, value in vars(part).items() if name not in ("state", "param_groups")]
+    return _optimizers_among(attributes, set())
+
+
+def _optimizers_among(value: Any, seen: set[int]) -> Iterator[Any]:
+    """The optimizers in a nest, which may contain itself."""
+    if is_optimizer(value):
+        yield value
+    elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+        seen.add(id(value))
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _optimizers_among(part, seen)
 
 
 @contextlib.contextmanager
@@ -60,9 +75,8 @@ def strangers_refused(state: Sequence[Any]) -> Iterator[None]:
     """
     known = {id(optimizer) for optimizer in optimizers_in(state)}
     tensors = {id(parameter) for part in state for parameter in parameters_of(part)}
-    existing = weakref.WeakSet(
-        part for part in gc.get_objects() if issubclass(type(part), torch.optim.Optimizer)
-    )
+    kinds = {id(kind) for kind in _subclasses(torch.optim.Optimizer)}  # quicker than to ask each object
+    existing = weakref.WeakSet(part for part in gc.get_objects() if id(type(part)) in kinds)
 
     def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
         if id(optimizer) in known:
@@ -79,6 +93,13 @@ def strangers_refused(state: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _subclasses(base: type) -> set[type]:
+    found = [base]
+    for kind in found:
+        found += kind.__subclasses__()
+    return set(found)
 
 
 def parameters_of(part: Any) -> list[Tensor]:
@@ -103,15 +124,16 @@ def check_restorable(state: Sequence[Any], snapshot: Snapshot) -> None:
     Raises:
         AutoBatchError: names the optimizer, and what of it is not put back.
     """
-    for part in snapshot.lost:
-        for name, reason in part.items():
-            raise _cannot_restore(name, reason)
+    attributes = snapshot.attributes()
+    for optimizer, saved in attributes:
+        for path, reason in saved.lost.items():
+            raise _cannot_restore(type(optimizer).__name__, f"of its attribute `{path}`, {reason}")
     for optimizer in stepping_optimizers(state):
         if type(optimizer).__module__.startswith("torch.optim."):
             continue
         name = type(optimizer).__name__
         pictures: list[list[Any]] = []
-        others = snapshot.others(optimizer)
+        others = next(saved.others for owner, saved in attributes if owner is optimizer)
         before = _plain_values(others)
         try:
             for _ in range(2):
@@ -134,12 +156,11 @@ def check_restored(snapshot: Snapshot) -> None:
     Raises:
         AutoBatchError: names the object's type.
     """
-    for part in snapshot.lost_by_restore:
-        for name, reason in part.items():
-            raise AutoBatchError(
-                f"AutoBatch cannot restore the {name} in state after its trials: {reason}. Let its "
-                "`state_dict` return all that a step changes, and its `load_state_dict` put that back."
-            )
+    for name in snapshot.not_restored():
+        raise AutoBatchError(
+            f"AutoBatch cannot restore the {name} in state after its trials: its `load_state_dict` does not "
+            "put back what its `state_dict` returned before."
+        )
 
 
 def _cannot_restore(name: str, reason: str) -> AutoBatchError:

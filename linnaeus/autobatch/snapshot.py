@@ -50,20 +50,21 @@ class Snapshot:
         """Bytes of the copies."""
         return sum(_num_bytes(part.copies) for part in self._parts)
 
-    @property
-    def lost(self) -> list[dict[str, str]]:
-        """What of the optimizers cannot be put back: for each part, the reason by its type's name."""
-        return [part.lost for part in self._parts if isinstance(part, _OptimizerSnapshot)]
+    def attributes(self) -> list[tuple[Any, Attributes]]:
+        """All optimizers in `state`, and those inside of them, with the copies of their attributes."""
+        found: list[Any] = list(self._parts)
+        for part in found:
+            if isinstance(part, _OptimizerSnapshot):
+                found += part.attributes.parts
+        return [(part.optimizer, part.attributes) for part in found if isinstance(part, _OptimizerSnapshot)]
 
-    @property
-    def lost_by_restore(self) -> list[dict[str, str]]:
-        """After `restore_parts`: what was not put back of objects that have a `load_state_dict` only."""
-        return [part.lost for part in self._parts if isinstance(part, _StatefulSnapshot)]
+    def not_restored(self) -> list[str]:
+        """Types of the objects in `state` that their `load_state_dict` has left different from the copies.
 
-    def others(self, optimizer: Any) -> dict[str, Any]:
-        """Objects among an optimizer's attributes that are not put back, by the attribute's path."""
-        parts = (part for part in self._parts if isinstance(part, _OptimizerSnapshot))
-        return next((part.attributes.others for part in parts if part.optimizer is optimizer), {})
+        Modules and optimizers are put back without it.
+        """
+        parts = (part for part in self._parts if isinstance(part, _StatefulSnapshot))
+        return [part.type_name for part in parts if part.differs()]
 
     def restore_parts(self, *, with_optimizers: bool = True) -> None:
         """Restore `state`; without optimizers, the state that these have allocated stays allocated."""
@@ -192,17 +193,8 @@ class _OptimizerSnapshot:
         self._further = _saved(_further_keys(optimizer))
         self.copies = (
             [parameter.copies for parameter in self._parameters], self._state, self._groups,
-            self.attributes.copies, self._further,
+            [part.copies for part in self.attributes.parts], self._further,
         )  # fmt: skip
-
-    @property
-    def lost(self) -> dict[str, str]:
-        """Why it cannot be put back, by name; empty if it can."""
-        owner = type(self.optimizer).__name__
-        return {
-            f"{owner}": f"of its attribute `{path}`, {reason}"
-            for path, reason in self.attributes.lost.items()
-        }
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -264,11 +256,12 @@ class _StatefulSnapshot:
         self.copies = _saved(part.state_dict())
 
     @property
-    def lost(self) -> dict[str, str]:
-        """After a restore: why it did not put the object back, by name; empty if it did."""
-        if _is_same(self.copies, self._part.state_dict()):
-            return {}
-        return {type(self._part).__name__: "its `load_state_dict` does not undo what a step changed"}
+    def type_name(self) -> str:
+        return type(self._part).__name__
+
+    def differs(self) -> bool:
+        """Whether the object's state is another now."""
+        return not _is_same(self.copies, self._part.state_dict())
 
     def restore(self) -> None:
         self._part.load_state_dict(_loaded(self.copies))
