@@ -50,7 +50,7 @@ class DataError(LinnaeusError):
 
 
 class AutoBatchError(LinnaeusError):
-    """The batch-size search ended without a size that fits."""
+    """The batch-size search ended without a size that fits, or could not restore what its trials change."""
 
     exit_code = 3
 

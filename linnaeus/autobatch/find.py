@@ -13,14 +13,16 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from linnaeus.autobatch.optimizers import check_restorable, check_restored, strangers_refused
 from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
 from linnaeus.autobatch.search import (
     Candidates,
@@ -73,7 +75,7 @@ class BatchSizeFinder:
         step: Callable[[Any], object],
         make_batch: Callable[[int], Any],
         *,
-        state: Sequence[Any] = (),
+        state: Iterable[Any] = (),
         mode: Mode = "train",
         device: torch.device | str | None = None,
         min_batch_size: int = 1,
@@ -88,6 +90,7 @@ class BatchSizeFinder:
     ) -> None:
         if mode not in ("train", "val"):
             raise ValueError(f"mode is {mode!r}; it must be 'train' or 'val'")
+        state = _listed(state)
         self.mode = mode
         self.memory = device_memory(_device(state, device))
         self.trials: list[TrialRecord] = []
@@ -107,6 +110,7 @@ class BatchSizeFinder:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(strangers_refused(self._state))
             stack.enter_context(existing_objects_frozen())
             self._snapshot = Snapshot(self._state, self.memory.device)
             self._runner = TrialRunner(
@@ -117,6 +121,7 @@ class BatchSizeFinder:
             stack.callback(self.memory.reset_peak)  # the last callback runs first
             stack.callback(self._runner.clean)
             stack.callback(self._snapshot.restore)
+            check_restorable(self._state, self._snapshot)
             self._stack = stack.pop_all()
         return self
 
@@ -128,6 +133,7 @@ class BatchSizeFinder:
         target_memory_fraction: float = 0.8,
         *,
         strategy: str = "guided",
+        tolerance: float = 0.0,
         max_trials: int = 25,
         timeout_minutes: float = 60.0,
         start: int | None = None,
@@ -136,7 +142,7 @@ class BatchSizeFinder:
         """Find the largest size within a fraction of the device's memory.
 
         Args:
-            target_memory_fraction, strategy, max_trials, timeout_minutes, start: as for
+            target_memory_fraction, strategy, tolerance, max_trials, timeout_minutes, start: as for
                 `auto_find_batch_size`. They do not bound the confirmation.
             confirm: run the size found once more, under a budget that is read again after the search.
 
@@ -158,6 +164,7 @@ class BatchSizeFinder:
             max_size=self._max_size,
             multiple_of=self._multiple_of,
             strategy=strategy,
+            tolerance=tolerance,
             max_trials=max_trials,
             start=start,
             deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
@@ -167,10 +174,10 @@ class BatchSizeFinder:
             on_trial=self._record,
         )
         if confirm:
-            found = self._confirmed(found, target_memory_fraction)
+            found = self._confirmed(found, target_memory_fraction, tolerance)
         return self._result(found, target_memory_fraction, strategy, num_before, started)
 
-    def _confirmed(self, found: SearchResult, fraction: float) -> SearchResult:
+    def _confirmed(self, found: SearchResult, fraction: float, tolerance: float) -> SearchResult:
         """Run the size found under a budget that is read again; if it no longer fits, search below it.
 
         The size that ran last needs no further trial. After a search below, the budget is read once more,
@@ -184,18 +191,20 @@ class BatchSizeFinder:
             if _fits(newest, self.budget_bytes):
                 break
             logger.info("batch size %d no longer fits: %s", found.size, self._outside())
-            found = self._search_below(newest, found)
+            found = self._search_below(newest, found, tolerance)
             self._read_budget_again(fraction)
         return found
 
-    def _search_below(self, newest: TrialRecord, found: SearchResult) -> SearchResult:
+    def _search_below(self, newest: TrialRecord, found: SearchResult, tolerance: float) -> SearchResult:
         """Find the largest size below one that no longer fits.
 
-        Sizes are tried one candidate lower, then two, then four, until one fits; the search is then repeated
-        between the two. What trials before the confirmation say does not count.
+        Sizes are tried one candidate lower (or by the tolerance, if that is more), then twice and four times
+        as far, until one fits; the search is then repeated between the two. What trials before the
+        confirmation say does not count.
         """
-        candidates, step, known = Candidates(self.min_size, newest.size, self._multiple_of), 1, [newest]
+        candidates, known = Candidates(self.min_size, newest.size, self._multiple_of), [newest]
         index = len(candidates) - 1
+        step = max(1, int(tolerance * index))
         while not _fits(known[-1], self.budget_bytes):
             if index == 0:
                 return replace(found, size=None, limited_by="memory")
@@ -203,7 +212,8 @@ class BatchSizeFinder:
             known.append(self._one_trial(candidates[index]))
         return find_largest(
             self._runner, budget_bytes=self.budget_bytes, min_size=known[-1].size, max_size=newest.size,
-            multiple_of=self._multiple_of, known=known, on_start=self._on_start, on_trial=self._record,
+            multiple_of=self._multiple_of, tolerance=tolerance, known=known, on_start=self._on_start,
+            on_trial=self._record,
         )  # fmt: skip
 
     def _read_budget_again(self, fraction: float) -> None:
@@ -250,6 +260,7 @@ class BatchSizeFinder:
             strategy=strategy,
             seconds=time.monotonic() - started,
             trials=tuple(self.trials[num_before:]),
+            within=found.within,
         )
 
     def prefer_throughput(self, result: AutoBatchResult, *, timeout_minutes: float = 60.0) -> AutoBatchResult:
@@ -317,6 +328,7 @@ class BatchSizeFinder:
             with contextlib.suppress(OutOfMemory):  # the search will find that out
                 self._runner(self.min_size)
             self.memory.settle(self._snapshot.host_bytes)
+            check_restored(self._snapshot)
         return self.memory.budget(fraction, self._limit_bytes)
 
     def _set_budget(self, budget_bytes: int) -> None:
@@ -358,7 +370,7 @@ def auto_find_batch_size(
     step: Callable[[Any], object],
     make_batch: Callable[[int], Any],
     *,
-    state: Sequence[Any] = (),
+    state: Iterable[Any] = (),
     mode: Mode = "train",
     device: torch.device | str | None = None,
     target_memory_fraction: float = 0.8,
@@ -366,6 +378,7 @@ def auto_find_batch_size(
     max_batch_size: int = 512,
     steps_per_trial: int = 2,
     strategy: str = "guided",
+    tolerance: float = 0.01,
     multiple_of: int = 1,
     memory_limit_gb: float | None = None,
     max_trials: int = 25,
@@ -375,7 +388,7 @@ def auto_find_batch_size(
     start: int | None = None,
     on_start: Callable[[int], None] | None = None,
 ) -> AutoBatchResult:
-    """Find the largest batch size that runs within a fraction of the device's memory.
+    """Find the largest batch size, or one at most 1 % below it, that runs within a fraction of the memory.
 
     Every size is really run, and the size found once more under a budget that is read again, unless it was
     the last one tried. Afterwards parameters, buffers, gradients, optimizers, scalers, random number
@@ -394,6 +407,9 @@ def auto_find_batch_size(
         max_batch_size: largest size tried, inclusive.
         steps_per_trial: steps that one trial runs.
         strategy: `guided`, `binary`, `power` or `binsearch`.
+        tolerance: the search ends when the size found is proven to be within this fraction of the largest, in
+            [0, 1): a size that does not fit is known, and all that may fit are at most `1 + tolerance` times
+            the size found. Below `1 / tolerance` samples this is exact; 0 always is.
         multiple_of: only multiples of this are tried; sizes below it stay exact.
         memory_limit_gb: GiB; this process may hold the target fraction of it, whatever others use.
         max_trials: most trials to run; the best size so far is used then.
@@ -405,9 +421,26 @@ def auto_find_batch_size(
         on_start: called with each size before it is tried, the warm-up included.
 
     Raises:
-        AutoBatchError: no size fits.
-        ValueError: an argument out of its range.
+        AutoBatchError: no size fits, `state` lacks an optimizer that the step uses, or something in it cannot
+            be restored.
+        TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
+    for name, function in (("step", step), ("make_batch", make_batch), ("on_start", on_start)):
+        if not callable(function) and (function is not None or name != "on_start"):
+            raise TypeError(f"{name} is a {type(function).__name__}; it must be a function")
+    counts = {
+        "min_batch_size": min_batch_size, "max_batch_size": max_batch_size, "multiple_of": multiple_of,
+        "steps_per_trial": steps_per_trial, "max_trials": max_trials,
+    }  # fmt: skip
+    for name, count in counts.items():
+        _check_count(name, count)
+    if max_batch_size < min_batch_size:
+        raise ValueError(
+            f"max_batch_size is {max_batch_size}; it must be at least min_batch_size, {min_batch_size}"
+        )
+    for name, number in (("timeout_minutes", timeout_minutes), ("memory_limit_gb", memory_limit_gb)):
+        if number is not None and not number > 0:
+            raise ValueError(f"{name} is {number}; it must be above 0")
     if objective not in get_args(Objective):
         raise ValueError(f"objective is {objective!r}; it must be 'memory' or 'throughput'")
     with BatchSizeFinder(
@@ -416,7 +449,7 @@ def auto_find_batch_size(
         memory_limit_gb=memory_limit_gb, bounds=bounds, on_start=on_start,
     ) as finder:  # fmt: skip
         result = finder.find(
-            target_memory_fraction, strategy=strategy, max_trials=max_trials,
+            target_memory_fraction, strategy=strategy, tolerance=tolerance, max_trials=max_trials,
             timeout_minutes=timeout_minutes, start=start,
         )  # fmt: skip
         if objective == "memory":
@@ -428,6 +461,23 @@ def auto_find_batch_size(
 def _warn_once(message: str) -> None:
     """Log a warning, but not the same one for each mode and for each of several searches."""
     logger.warning(message)
+
+
+def _check_count(name: str, count: Any) -> None:
+    if not isinstance(count, Integral):
+        raise TypeError(f"{name} is {count!r}; it must be an integer")
+    if count < 1:
+        raise ValueError(f"{name} is {count}; it must be at least 1")
+
+
+def _listed(state: Any) -> Sequence[Any]:
+    """The objects in `state`; modules and dictionaries can be iterated over too, but not to this end."""
+    if isinstance(state, nn.Module | Mapping | str) or not isinstance(state, Iterable):
+        raise TypeError(
+            f"state is a {type(state).__name__}; it must be a sequence of all objects that the step changes, "
+            "such as state=(model, optimizer)"
+        )
+    return tuple(state)
 
 
 def _device(state: Sequence[Any], device: torch.device | str | None) -> torch.device:

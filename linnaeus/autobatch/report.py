@@ -91,8 +91,10 @@ def trials_table(result: AutoBatchResult) -> Table:
 
 
 def summary(result: AutoBatchResult) -> str:
-    """One sentence with the size found, its limit, and whether it is certified."""
-    proof = "certified" if result.certified else "not certified"
+    """One sentence with the size found, its limit, and what is proven about the largest size."""
+    proof = "certified"
+    if not result.certified:
+        proof = f"not certified (the largest is at most {result.within:.1%} larger)"
     limit = _LIMITS[result.limited_by]
     return (
         f"AutoBatch {result.mode}: batch size {result.batch_size}, limited by {limit}, {proof}; "

@@ -4,7 +4,8 @@
 *candidates*. The search keeps a bracket: the largest candidate that fitted so far, and the smallest one above
 it that did not. Every trial lies strictly inside the bracket, so that no size is tried twice, the bracket
 always shrinks, and the size returned has run. When the ends of the bracket are neighbours, the answer is
-*certified*.
+*certified*. With a tolerance the search ends earlier: when every candidate that may still fit is at most that
+fraction above the answer. Trials near an end of the bracket are then moved to where they end the search.
 
 The guided strategy assumes that memory is nearly linear in the size: a fixed cost plus a cost per sample.
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -103,12 +105,15 @@ class SearchResult:
         limited_by: why the size is not larger: `memory`; `max_batch_size` (the largest candidate fits);
             `max_trials` or `timeout` (the search ended early).
         trials: every trial of this search, in order, without the known records.
+        within: how much larger the largest size may be, as a fraction of `size`: 0 if certified, and infinity
+            if `size` is None and the search ended early.
     """
 
     size: int | None
     certified: bool
     limited_by: LimitedBy
     trials: tuple[TrialRecord, ...]
+    within: float = 0.0
 
 
 def find_largest(
@@ -119,6 +124,7 @@ def find_largest(
     max_size: int,
     multiple_of: int = 1,
     strategy: str = "guided",
+    tolerance: float = 0.0,
     max_trials: int = 25,
     start: int | None = None,
     deadline_s: float | None = None,
@@ -144,6 +150,9 @@ def find_largest(
         multiple_of: only its multiples are candidates, and every size below the first of them.
         strategy: `guided` (see the module), `binary` (bisects the bounds), `power` (doubles from the smallest
             size while that fits) or `binsearch` (doubles, then bisects).
+        tolerance: the search may end with a size below the largest, once the largest is known to be at most
+            `size * (1 + tolerance)`, because some larger size ran and did not fit; in [0, 1). 0 finds the
+            largest size itself.
         max_trials: most trials to run.
         start: a size to try first, such as the answer of an earlier run; `binary` ignores it. It need not be
             a candidate.
@@ -164,8 +173,10 @@ def find_largest(
         ValueError: for an argument out of its range, or bounds without a candidate.
     """
     _check(min_size, max_size, multiple_of, strategy, max_trials)
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance is {tolerance}; it must lie in [0, 1)")
     began = clock()
-    search = _Search(Candidates(min_size, max_size, multiple_of), budget_bytes, start, fixed_bytes)
+    search = _Search(Candidates(min_size, max_size, multiple_of), budget_bytes, start, fixed_bytes, tolerance)
     search.absorb(known)
     stopped_by: LimitedBy = "memory"
     while not search.settled and (index := STRATEGIES[strategy](search)) is not None:
@@ -184,9 +195,10 @@ def find_largest(
             on_trial(record)
     return SearchResult(
         size=search.candidates[search.low] if search.low >= 0 else None,
-        certified=search.settled,
+        certified=search.certified,
         limited_by="max_batch_size" if search.low == len(search.candidates) - 1 else stopped_by,
         trials=tuple(search.trials),
+        within=search.within,
     )
 
 
@@ -280,6 +292,7 @@ class _Search:
     Attributes:
         start: the hint; None without one.
         fixed_bytes: known part of every peak that does not depend on the size.
+        tolerance: how much larger the largest size may be than the answer, as a fraction of the answer.
         low: index of the largest candidate that was seen to fit; -1 without one.
         high: index of the smallest candidate above it that was seen not to fit; `len(candidates)` without
             one.
@@ -290,6 +303,7 @@ class _Search:
     budget_bytes: int
     start: int | None
     fixed_bytes: int
+    tolerance: float = 0.0
     low: int = -1
     high: int = 0
     peaks: dict[int, int] = field(default_factory=dict)
@@ -299,8 +313,30 @@ class _Search:
         self.high = len(self.candidates)
 
     @property
-    def settled(self) -> bool:
+    def certified(self) -> bool:
         return self.high - self.low == 1
+
+    @property
+    def settled(self) -> bool:
+        """Nothing more is to be tried. Without a failure above it, the largest candidate is tried itself."""
+        if self.certified or self.unbounded or self.low < 0:
+            return self.certified
+        return self.candidates[self.high - 1] <= self._most
+
+    @property
+    def within(self) -> float:
+        """How much larger than `low` the largest candidate that may fit is, as a fraction of the former."""
+        if self.certified:
+            return 0.0
+        if self.low < 0:
+            return math.inf
+        size = self.candidates[self.low]
+        return (self.candidates[self.high - 1] - size) / size
+
+    @property
+    def _most(self) -> float:
+        """The search may end at `low` if the largest candidate that may fit is at most this."""
+        return self.candidates[self.low] * (1 + self.tolerance)
 
     @property
     def unbounded(self) -> bool:
@@ -326,8 +362,19 @@ class _Search:
         return abs(self.peaks[size] - self.budget_bytes)
 
     def inside(self, index: int) -> int:
-        """The index inside the bracket that is closest to the given one."""
-        return max(self.low + 1, min(index, self.high - 1))
+        """The index inside the bracket that is closest to the given one, but not needlessly near its ends.
+
+        Trials below `first` are left out, because a failure at `first` already settles the search; likewise
+        those above `last` where something has failed, because a fit at `last` settles it.
+        """
+        first, last = self.low + 1, self.high - 1
+        if self.tolerance and self.low >= 0:
+            first = min(bisect.bisect_right(self.candidates, self._most), self.high - 1)
+        if self.tolerance and not self.unbounded:
+            least = self.candidates[self.high - 1] / (1 + self.tolerance)
+            last = max(bisect.bisect_left(self.candidates, least), self.low + 1)
+        first, last = min(first, last), max(first, last)  # in a narrow bracket both outcomes settle it
+        return max(first, min(index, last))
 
     def add(self, trial: TrialRecord) -> None:
         self.trials.append(trial)

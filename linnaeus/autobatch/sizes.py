@@ -79,6 +79,7 @@ class SizeSearch:
             result = finder.find(
                 _setting(config, "TARGET_MEMORY_FRACTION", mode),
                 strategy=config.STRATEGY if at_most is None else "guided",
+                tolerance=config.TOLERANCE,
                 max_trials=config.MAX_TRIALS,
                 timeout_minutes=config.TIMEOUT_MINUTES,
                 start=at_most,
@@ -231,8 +232,9 @@ def run_on_every_rank(
         rank = verdicts.index(smallest)
         logger.info("rank %d fits no more than %d (%s)", rank, smallest.batch_size, mode)
     return dataclasses.replace(
-        result, batch_size=smallest.batch_size, certified=smallest.certified, limited_by=smallest.limited_by
-    )
+        result, batch_size=smallest.batch_size, certified=smallest.certified, within=smallest.within,
+        limited_by=smallest.limited_by,
+    )  # fmt: skip
 
 
 def _exchange(search: SizeSearch, work: Callable[[RankStatus], Any]) -> list[Any]:

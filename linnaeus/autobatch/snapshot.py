@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from linnaeus import nest
+from linnaeus.autobatch.attributes import Attributes
 from linnaeus.rng import rng_state, set_rng_state
 
 
@@ -25,7 +26,8 @@ class Snapshot:
     Args:
         state: modules, optimizers, gradient scalers, averages: objects with `state_dict` and
             `load_state_dict`. Of modules, non-persistent buffers, gradients and modes are saved too; of
-            optimizers, the exact dtype of their state, and parameters that belong to no module in `state`.
+            optimizers, the exact dtype of their state, all attributes (see `Attributes`), the optimizers
+            inside of them, and parameters that belong to no module in `state`.
         device: its random number generator is saved, beside those of the CPU.
 
     Raises:
@@ -47,6 +49,22 @@ class Snapshot:
     def host_bytes(self) -> int:
         """Bytes of the copies."""
         return sum(_num_bytes(part.copies) for part in self._parts)
+
+    def attributes(self) -> list[tuple[Any, Attributes]]:
+        """All optimizers in `state`, and those inside of them, with the copies of their attributes."""
+        found: list[Any] = list(self._parts)
+        for part in found:
+            if isinstance(part, _OptimizerSnapshot):
+                found += part.attributes.parts
+        return [(part.optimizer, part.attributes) for part in found if isinstance(part, _OptimizerSnapshot)]
+
+    def not_restored(self) -> list[str]:
+        """Types of the objects in `state` that their `load_state_dict` has left different from the copies.
+
+        Modules and optimizers are put back without it.
+        """
+        parts = (part for part in self._parts if isinstance(part, _StatefulSnapshot))
+        return [part.type_name for part in parts if part.differs()]
 
     def restore_parts(self, *, with_optimizers: bool = True) -> None:
         """Restore `state`; without optimizers, the state that these have allocated stays allocated."""
@@ -147,45 +165,75 @@ class _ModuleSnapshot:
 
 
 class _OptimizerSnapshot:
-    """Per-parameter state and options of an optimizer, read and written directly.
+    """State, options and attributes of an optimizer or of a wrapper of one, read and written directly.
 
-    `load_state_dict` is not used because it casts the state to the parameters' dtype.
+    `load_state_dict` is not used for the state because it casts it to the parameters' dtype. It is used for
+    further keys of the `state_dict` that the attributes alone do not put back.
 
     Args:
         optimizer: the optimizer.
         in_modules: parameters that a module's snapshot already holds.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, in_modules: Container[Any]) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Any, in_modules: Collection[Tensor]) -> None:
+        self.optimizer = optimizer
+        self._owns_groups = "param_groups" in vars(optimizer)  # a wrapper may hand out those inside it
+        groups = optimizer.param_groups if self._owns_groups else []
+        parameters = [parameter for group in groups for parameter in group["params"]]
         self._parameters = [
-            _ParameterSnapshot(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter not in in_modules
+            _ParameterSnapshot(parameter) for parameter in parameters if parameter not in in_modules
         ]
-        self._state = {parameter: _saved(state) for parameter, state in optimizer.state.items()}
+        state = optimizer.state if "state" in vars(optimizer) else {}
+        self._state = {parameter: _saved(state) for parameter, state in state.items()}
         self._groups = [
-            {name: _saved(value) for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
+            {name: _saved(value) for name, value in group.items() if name != "params"} for group in groups
         ]
-        self.copies = [parameter.copies for parameter in self._parameters], self._state, self._groups
+        held = {*in_modules, *parameters}
+        self.attributes = Attributes(optimizer, {id(tensor) for tensor in held}, partial(_part_of, held))
+        self._further = _saved(_further_keys(optimizer))
+        self.copies = (
+            [parameter.copies for parameter in self._parameters], self._state, self._groups,
+            [part.copies for part in self.attributes.parts], self._further,
+        )  # fmt: skip
 
     @torch.no_grad()
     def restore(self) -> None:
         for parameter in self._parameters:
             parameter.restore()
-        state = self._optimizer.state
-        for key in [key for key in state if key not in self._state]:
-            del state[key]
-        for key, saved in self._state.items():
-            state[key] = _loaded(saved, state.get(key))
-        groups = self._optimizer.param_groups
+        self.attributes.restore()
+        self._restore_state()
+        if self._further and not _is_same(self._further, _further_keys(self.optimizer)):
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), **_loaded(self._further)})
+            self._restore_state()
+
+    def _restore_state(self) -> None:
+        if "state" in vars(self.optimizer):
+            state = self.optimizer.state
+            for key in [key for key in state if key not in self._state]:
+                del state[key]
+            for key, saved in self._state.items():
+                state[key] = _loaded(saved, state.get(key))
+        if not self._owns_groups:
+            return
+        groups = self.optimizer.param_groups
         del groups[len(self._groups) :]
         for group, values in zip(groups, self._groups, strict=True):
             for name in [name for name in group if name != "params" and name not in values]:
                 del group[name]
             group.update({name: _loaded(value, group.get(name)) for name, value in values.items()})
+
+
+def _part_of(held: Collection[Tensor], value: Any) -> Any:
+    """The snapshot of an attribute that is a tensor, a module or an optimizer."""
+    return _TensorSnapshot(value) if isinstance(value, Tensor) else _snapshot_of(value, held)
+
+
+def _further_keys(optimizer: Any) -> dict[str, Any]:
+    """What the `state_dict` has beside `state` and `param_groups`."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return {}
+    content = optimizer.state_dict()
+    return {name: value for name, value in content.items() if name not in ("state", "param_groups")}
 
 
 class _ScalerSnapshot:
@@ -207,6 +255,14 @@ class _StatefulSnapshot:
         self._part = part
         self.copies = _saved(part.state_dict())
 
+    @property
+    def type_name(self) -> str:
+        return type(self._part).__name__
+
+    def differs(self) -> bool:
+        """Whether the object's state is another now."""
+        return not _is_same(self.copies, self._part.state_dict())
+
     def restore(self) -> None:
         self._part.load_state_dict(_loaded(self.copies))
 
@@ -214,10 +270,18 @@ class _StatefulSnapshot:
 _PartSnapshot = _ModuleSnapshot | _OptimizerSnapshot | _ScalerSnapshot | _StatefulSnapshot
 
 
-def _snapshot_of(part: Any, in_modules: Container[Any]) -> _PartSnapshot:
+def is_optimizer(part: Any) -> bool:
+    """Whether it is an optimizer, or looks like one and has an optimizer inside."""
+    if isinstance(part, torch.optim.Optimizer | nn.Module):
+        return not isinstance(part, nn.Module)
+    has_inside = isinstance(getattr(part, "optimizer", None), torch.optim.Optimizer)
+    return has_inside and hasattr(part, "step") and hasattr(part, "zero_grad")  # a scheduler lacks the latter
+
+
+def _snapshot_of(part: Any, in_modules: Collection[Tensor]) -> _PartSnapshot:
     if isinstance(part, nn.Module):
         return _ModuleSnapshot(part)
-    if isinstance(part, torch.optim.Optimizer):
+    if is_optimizer(part):
         return _OptimizerSnapshot(part, in_modules)
     if isinstance(part, torch.amp.GradScaler):
         return _ScalerSnapshot(part)
@@ -269,6 +333,20 @@ def _loaded(saved: Any, present: Any = None) -> Any:
     if isinstance(saved, Mapping | tuple | list):
         return nest.map_leaves(_loaded, saved)
     return copy.deepcopy(saved)
+
+
+def _is_same(saved: Any, present: Any) -> bool:
+    """Whether what `_saved` copied is there now, bit for bit. Objects other than plain values always are."""
+
+    def same(before: Any, now: Any) -> bool:
+        if isinstance(before, _SavedTensor):
+            value = before.value.to_dense()
+            return isinstance(now, Tensor) and nest.same(value, _host_copy(now).to_dense())
+        return not isinstance(before, bool | int | float | str | bytes | None) or nest.same(before, now)
+
+    if nest.map_leaves(lambda leaf: None, saved) != nest.map_leaves(lambda leaf: None, present):
+        return False
+    return all(map(same, nest.leaves(saved), nest.leaves(present)))
 
 
 def _num_bytes(saved: Any) -> int:

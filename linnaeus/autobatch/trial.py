@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from linnaeus.autobatch.optimizers import runs_hooks, stepping_optimizers
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.memory.device import DeviceMemory, synchronize
@@ -88,7 +89,7 @@ class TrialRunner:
         self.budget_bytes = budget_bytes
         self._step = step
         self._make_batch = make_batch
-        self._optimizers = [part for part in state if isinstance(part, torch.optim.Optimizer)]
+        self._optimizers = stepping_optimizers(state)
         self._modules = [part for part in state if isinstance(part, nn.Module)]
         self._memory = memory
         self._num_steps = num_steps
@@ -269,7 +270,7 @@ def _stepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch
     """Collect the optimizers that take a step inside the context."""
     seen: list[torch.optim.Optimizer] = []
     with contextlib.ExitStack() as stack:
-        for optimizer in optimizers:
+        for optimizer in filter(runs_hooks, optimizers):
             handle = optimizer.register_step_post_hook(lambda stepped, *_: seen.append(stepped))
             stack.callback(handle.remove)
         yield seen

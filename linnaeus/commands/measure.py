@@ -11,13 +11,13 @@ from linnaeus.config.schema import AutoBatchConfig
 
 
 def find_largest(finder: BatchSizeFinder, fraction: float, config: AutoBatchConfig) -> AutoBatchResult:
-    """The largest size within a fraction of the device's memory, searched as training would search it.
+    """The largest size within a fraction of the memory, searched as training would search it.
 
     Raises:
         AutoBatchError: nothing fits.
     """
     return finder.find(
-        fraction, strategy=config.STRATEGY, max_trials=config.MAX_TRIALS,
+        fraction, strategy=config.STRATEGY, tolerance=config.TOLERANCE, max_trials=config.MAX_TRIALS,
         timeout_minutes=config.TIMEOUT_MINUTES,
     )  # fmt: skip
 

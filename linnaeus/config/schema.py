@@ -198,6 +198,10 @@ class AutoBatchConfig:
         "guided", "how sizes are chosen: `guided` by the memory measured, `binary` by bisection, `power` by "
         "doubling, `binsearch` by doubling and then bisection", choices=STRATEGIES,
     )  # fmt: skip
+    TOLERANCE: float = key(
+        0.01, "the search ends when the size found is proven to be within this fraction of the largest; "
+        "0 finds the largest", ge=0, lt=1,
+    )  # fmt: skip
     MULTIPLE_OF: int = key(1, "above this, only its multiples are tried; below it, every size may be", ge=1)
     MEMORY_LIMIT_GB: float | None = key(
         None, "each process may hold TARGET_MEMORY_FRACTION of this at most, whatever others use",

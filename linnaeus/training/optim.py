@@ -22,7 +22,8 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
         model: without DistributedDataParallel.
 
     Raises:
-        ConfigError: an unknown optimizer, or arguments that it does not accept.
+        ConfigError: an unknown optimizer, arguments that it does not accept, or one that differentiates the
+            gradients again.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("MODEL: it has no trainable parameter")
@@ -32,6 +33,16 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"OPTIMIZER: {node['_target_']} is not a torch.optim.Optimizer")
         return optimizer
+    optimizer = _from_timm(node, model)
+    if getattr(optimizer, "is_second_order", False):
+        raise ConfigError(
+            f"OPTIMIZER.NAME: {node.NAME!r} differentiates the gradients again (`create_graph`), which the "
+            "training step does not prepare; choose another"
+        )
+    return optimizer
+
+
+def _from_timm(node: Any, model: nn.Module) -> torch.optim.Optimizer:
     names = timm.optim.list_optimizers()
     if node.NAME.lower() not in names:
         close = difflib.get_close_matches(node.NAME.lower(), names, n=3)

@@ -314,12 +314,39 @@ def test_a_bound_below_the_smallest_size_is_an_error_that_names_it() -> None:
         ("multiple_of", 0),
         ("max_trials", 0),
         ("min_batch_size", 0),
+        ("max_batch_size", 0),
+        ("steps_per_trial", 0),
+        ("timeout_minutes", 0),
+        ("timeout_minutes", float("nan")),
+        ("memory_limit_gb", 0.0),
+        ("tolerance", -0.01),
+        ("tolerance", 1.0),
+        ("objective", "speed"),
     ],
 )
 def test_an_argument_out_of_its_range_is_named(name: str, value: Any) -> None:
     arguments: dict[str, Any] = {"max_batch_size": 4, name: value}
     with pytest.raises(ValueError, match=name.replace("_batch_", "_(batch_)?")):
         find_on_cpu(plain_step, make_batch, **arguments)
+
+
+def test_bounds_in_the_wrong_order_are_both_named() -> None:
+    with pytest.raises(ValueError, match="max_batch_size is 7; it must be at least min_batch_size, 20"):
+        find_on_cpu(plain_step, make_batch, min_batch_size=20, max_batch_size=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", None), ("step", 3), ("make_batch", torch.ones(2)), ("on_start", "print"),
+        ("max_trials", 2.5), ("max_batch_size", 64.0), ("min_batch_size", None), ("multiple_of", "8"),
+        ("steps_per_trial", 1.5),
+    ],
+)  # fmt: skip
+def test_an_argument_of_the_wrong_type_is_named(name: str, value: Any) -> None:
+    arguments: dict[str, Any] = {"step": plain_step, "make_batch": make_batch, name: value}
+    with pytest.raises(TypeError, match=f"^{name} is "):
+        find_on_cpu(**arguments)
 
 
 def test_state_without_a_state_dict_is_refused() -> None:

@@ -1,5 +1,6 @@
 """The search is tested on curves of every shape, against an oracle that knows the whole curve."""
 
+import functools
 import gc
 import importlib.util
 import math
@@ -666,3 +667,99 @@ def test_the_replay_without_curves_says_so(
 ) -> None:
     assert benchmark.main(["--curves", str(tmp_path / "none.csv")]) == 2
     assert "none.csv: no such file" in capsys.readouterr().err
+
+
+# -- tolerance
+
+
+@pytest.mark.parametrize("strategy", CERTIFYING)
+@given(
+    curve=rising_curves(),
+    tolerance=st.sampled_from([0.001, 0.01, 0.05, 0.3, 0.99]),
+    max_size=st.integers(1, 5000),
+    multiple_of=st.sampled_from([1, 8, 60]),
+    capacity=st.sampled_from([math.inf, BUDGET]),
+)
+def test_a_search_with_a_tolerance_ends_within_it(
+    strategy: str, curve: Curve, tolerance: float, max_size: int, multiple_of: int, capacity: float
+) -> None:
+    device, candidates = Device(curve, capacity), candidates_of(1, max_size, multiple_of)
+    result = find_largest(
+        device, budget_bytes=BUDGET, min_size=1, max_size=max_size, multiple_of=multiple_of,
+        strategy=strategy, tolerance=tolerance, max_trials=10**6,
+    )  # fmt: skip
+    largest = max((size for size in candidates if curve(size) <= BUDGET), default=None)
+    assert len(result.trials) <= 2 * math.log2(candidates[-1]) + 10
+    if largest is None or result.size is None:
+        assert (result.size, result.certified, result.within) == (largest, True, 0)
+        return
+    fails = [size for size, peak in device.peaks.items() if peak > BUDGET]
+    assert device.peaks[result.size] <= BUDGET
+    assert largest <= result.size * (1 + result.within) * (1 + 1e-12)
+    assert result.within <= tolerance * (1 + 1e-9)
+    assert result.certified == (result.within == 0)
+    if result.certified:
+        assert result.size == largest
+    if result.size == candidates[-1]:
+        assert result.limited_by == "max_batch_size"
+    else:
+        assert result.limited_by == "memory"
+        may_fit = candidates[candidates.index(min(fails)) - 1]
+        assert result.within == (may_fit - result.size) / result.size
+
+
+@pytest.mark.parametrize(("tolerance", "saved"), [(0.01, 5), (0.1, 8)])
+@pytest.mark.parametrize("strategy", ["binary", "binsearch"])
+def test_a_tolerance_saves_trials(strategy: str, tolerance: float, saved: int) -> None:
+    exact, near = (
+        find_largest(
+            Device(lambda n: n), budget_bytes=BUDGET, min_size=1, max_size=20_000, strategy=strategy,
+            tolerance=value, max_trials=60,
+        )
+        for value in (0.0, tolerance)
+    )  # fmt: skip
+    assert (exact.size, exact.within) == (BUDGET, 0)
+    assert len(near.trials) <= len(exact.trials) - saved
+    assert not near.certified
+
+
+def test_below_the_inverse_of_the_tolerance_a_search_is_exact() -> None:
+    results = [
+        find_largest(line(0, 105), budget_bytes=BUDGET, min_size=1, max_size=512, tolerance=tolerance)
+        for tolerance in (0.0, 0.01)
+    ]
+    assert [(result.size, result.certified) for result in results] == [(95, True), (95, True)]
+    assert results[0] == results[1] or sizes(results[0]) == sizes(results[1])
+
+
+def test_a_size_near_the_bound_is_no_answer_while_the_bound_is_untried() -> None:
+    """The bound may fit; then it, and not memory, limits the size."""
+    result = find_largest(
+        line(0, 1), budget_bytes=BUDGET, min_size=1, max_size=1000, start=999, tolerance=0.05
+    )
+    assert (result.size, result.limited_by, result.certified) == (1000, "max_batch_size", True)
+
+
+def test_known_records_may_settle_a_search_within_the_tolerance() -> None:
+    known = [TrialRecord(200, "fits", 9_000, 0.1), TrialRecord(203, "over", 10_100, 0.1)]
+    find = functools.partial(
+        find_largest, line(0, 1), budget_bytes=BUDGET, min_size=1, max_size=512, known=known
+    )
+    assert find(tolerance=0.01) == SearchResult(
+        200, certified=False, limited_by="memory", trials=(), within=0.01
+    )
+    assert find(tolerance=0.009).trials != ()
+
+
+def test_when_the_trials_run_out_the_gap_reaches_to_the_smallest_failure() -> None:
+    result = find_largest(
+        line(0, 1), budget_bytes=BUDGET, min_size=1, max_size=40_000, strategy="binary", max_trials=3
+    )
+    assert sizes(result) == [20_000, 10_000, 15_000]
+    assert (result.size, result.limited_by, result.within) == (10_000, "max_trials", 4_999 / 10_000)
+
+
+@pytest.mark.parametrize("tolerance", [-0.01, 1.0, math.nan])
+def test_a_tolerance_out_of_its_range_is_named(tolerance: float) -> None:
+    with pytest.raises(ValueError, match=r"tolerance is .*; it must lie in \[0, 1\)"):
+        find_largest(line(0, 1), budget_bytes=BUDGET, min_size=1, max_size=8, tolerance=tolerance)

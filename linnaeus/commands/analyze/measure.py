@@ -118,14 +118,17 @@ def _find_further(
     size may remain uncertified.
     """
     first, *others, row = rows
-    find = partial(finder.find, row.memory_fraction, timeout_minutes=config.TIMEOUT_MINUTES, confirm=False)
+    find = partial(
+        finder.find, row.memory_fraction, tolerance=config.TOLERANCE,
+        timeout_minutes=config.TIMEOUT_MINUTES, confirm=False,
+    )  # fmt: skip
     num_left = int(EXTRA_TRIALS * len(first.trials)) - sum(len(other.trials) for other in others)
     num_trials = max(1, math.ceil(num_left / (num_fractions - len(others) - 1)))
     expected = start = _expected(finder, rows, config.MEMORY_LIMIT_GB)
     num_before = len(finder.trials)
     try:
         result = find(start=start, max_trials=1)
-        while not result.certified:
+        while result.limited_by == "max_trials":
             is_close = start is None or expected is None or result.batch_size >= CLOSE_FRACTION * expected
             if len(finder.trials) - num_before >= (num_trials if is_close else MAX_TRIALS_WHILE_FAR):
                 break

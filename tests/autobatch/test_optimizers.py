@@ -1,0 +1,552 @@
+"""Every optimizer of timm trains after a search as without one; others that cannot are refused by name."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import timm.optim
+import torch
+from timm.optim import Lookahead
+from torch import Tensor, nn
+
+from linnaeus.autobatch import auto_find_batch_size
+from linnaeus.autobatch.attributes import Attributes
+from linnaeus.autobatch.optimizers import stepping_optimizers
+from linnaeus.config.schema import OptimizerConfig
+from linnaeus.errors import AutoBatchError, ConfigError
+from linnaeus.training.optim import build_optimizer
+from tests.conftest import SMALL, Run, freeze_what_is_there
+
+pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
+
+NUM_STEPS = 8  # Lookahead moves its slow weights at the sixth
+
+
+@pytest.fixture(autouse=True)
+def _fast_searches() -> None:
+    freeze_what_is_there()
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(),
+        nn.Linear(32, 4), nn.LayerNorm(4), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+class Loop:
+    """A model, an optimizer over it, and the step that trains it."""
+
+    def __init__(self, make_optimizer: Callable[[nn.Module], Any]) -> None:
+        self.model = make_model()
+        self.optimizer = make_optimizer(self.model)
+        self.num_calls = 0
+
+    def step(self, batch: Tensor) -> None:
+        self.num_calls += 1
+        self.model(batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def search(self, **arguments: Any) -> Any:
+        arguments = {"state": (self.model, self.optimizer), "max_batch_size": 4, **arguments}
+        return auto_find_batch_size(
+            self.step, lambda size: torch.randn(size, 1, 4, 4), device="cpu", **arguments
+        )
+
+    def train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step(torch.randn(4, 1, 4, 4))
+
+
+def bits(value: Any) -> Any:
+    """A copy that compares equal only if every bit does."""
+    if isinstance(value, Tensor):
+        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), raw
+    if isinstance(value, dict):
+        return {str(key): bits(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits(part) for part in value]
+    return value
+
+
+def trained(make_optimizer: Callable[[nn.Module], Any], *, searches: bool, already: int = 0) -> Any:
+    """The bits of the parameters and of the optimizer after training, with a search before or without."""
+    loop = Loop(make_optimizer)
+    torch.manual_seed(1)
+    loop.train(already)
+    if searches:
+        loop.search(max_trials=2)
+    loop.train(NUM_STEPS)
+    return bits(loop.model.state_dict()), bits(loop.optimizer.state_dict()), torch.rand(1).item()
+
+
+# --- all optimizers of timm ---
+
+
+def timm_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer(OptimizerConfig(NAME=name, LR=1e-3, WEIGHT_DECAY=0.01), model)
+
+
+@functools.cache
+def names_by_class() -> dict[str, list[str]]:
+    """The names of timm's optimizers by class; those that cannot be built, by the reason."""
+    names: dict[str, list[str]] = {}
+    for name in timm.optim.list_optimizers():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                kind = type(timm.optim.create_optimizer_v2(make_model(), opt=name, lr=0.1)).__name__
+        except Exception as error:
+            kind = f"cannot be built: {error}"
+        names.setdefault(kind, []).append(name)
+    return names
+
+
+@functools.cache
+def one_of_each() -> set[str]:
+    return {names[0] for kind, names in names_by_class().items()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in one_of_each() else pytest.mark.slow)
+        for name in timm.optim.list_optimizers()
+    ],
+)
+def test_training_after_a_search_goes_as_without_one(name: str) -> None:
+    unbuilt = [
+        kind for kind, names in names_by_class().items() if name in names and kind.startswith("cannot")
+    ]
+    if unbuilt:
+        with pytest.raises(ConfigError, match=name):
+            timm_optimizer(name, make_model())
+        pytest.skip(unbuilt[0])
+    if name == "adahessian":
+        with pytest.raises(ConfigError, match=r"OPTIMIZER.NAME: 'adahessian' differentiates the gradients"):
+            timm_optimizer(name, make_model())
+        return
+    make_optimizer = functools.partial(timm_optimizer, name)
+    plain, searched = (trained(make_optimizer, searches=searches) for searches in (False, True))
+    assert searched == plain
+
+
+OWN: dict[str, Callable[[nn.Module], Any]] = {
+    "lookahead": lambda model: Lookahead(torch.optim.Adam(model.parameters(), lr=0.01)),
+    "lookahead of kron": lambda model: Lookahead(timm_optimizer("kron", model)),
+    "kron that draws more": lambda model: timm.optim.create_optimizer_v2(
+        model, "kron", lr=0.01, weight_decay=0.1, stochastic_weight_decay=True, deterministic=True
+    ),
+    "accelerated": lambda model: Accelerated(torch.optim.AdamW(model.parameters(), lr=0.01)),
+    "outside": lambda model: Outside(torch.optim.AdamW(model.parameters(), lr=0.01)),
+    "attributes": lambda model: Keeping(model.parameters()),
+    "two inside": lambda model: Hybrid(model),
+    "further keys": lambda model: WithFurtherKey(model.parameters()),
+}
+
+
+class Accelerated(torch.optim.Optimizer):
+    """Of the shape of accelerate's wrapper: without `Optimizer.__init__`, with the attributes of another."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._was_skipped = False
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:
+        return self.optimizer.defaults
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+        self._was_skipped = not self._was_skipped
+
+
+class Outside:
+    """A wrapper that is no optimizer itself, with a number of its own that decides what a step does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.num_steps = 0
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.num_steps += 1
+        if self.num_steps % 2:
+            self.optimizer.step()
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps attributes of every sort outside its `state_dict`, all of which decide what a step does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01)
+        self.count = 0
+        self.slow = [[torch.zeros_like(p) for p in group["params"]] for group in self.param_groups]
+        self.python, self.own = random.Random(3), torch.Generator().manual_seed(3)
+        self.numpy, self.old = np.random.default_rng(3), np.random.RandomState(3)
+        self.numbers = itertools.count(1)
+        self.array = np.ones(2)
+        self.past: deque[float] = deque(maxlen=3)
+        self.seen: set[int] = set()
+        self.nest: dict[str, Any] = {"pair": ([0.0], 1)}
+        self.nest["self"] = self.nest
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.count += 1
+        self.array += 1
+        self.nest["pair"][0][0] += 1.0
+        self.seen.add(self.count)
+        drawn = (
+            self.python.random() + torch.rand(1, generator=self.own).item() + self.numpy.random()
+            + self.old.random() + next(self.numbers) + self.array.sum() + self.nest["pair"][0][0]
+            + len(self.seen) + sum(self.past) / 10
+        )  # fmt: skip
+        self.past.append(drawn)
+        with torch.no_grad():
+            for group, slow in zip(self.param_groups, self.slow, strict=True):
+                for parameter, average in zip(group["params"], slow, strict=True):
+                    average.lerp_(parameter, 0.5)
+                    parameter.add_(average, alpha=1e-4 * drawn)
+
+
+class Hybrid(torch.optim.Optimizer):
+    """One optimizer for matrices and one for vectors, neither with `state` of the outer one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.01})
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        vectors = [p for p in model.parameters() if p.ndim == 1]
+        self.inner = {"matrices": torch.optim.Adam(matrices), "vectors": torch.optim.Adagrad(vectors)}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.inner.values():
+            optimizer.step()
+
+
+class Clock:
+    """A number that only two methods give out."""
+
+    __slots__ = ("time",)
+
+    def __init__(self) -> None:
+        self.time = 0
+
+
+class WithFurtherKey(torch.optim.SGD):
+    """Its attribute cannot be looked into, but its `state_dict` has a key for it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01, momentum=0.9)
+        self.clock = Clock()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.clock.time += 1
+        self.param_groups[0]["lr"] = 0.01 * self.clock.time
+        super().step(closure)
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "clock": self.clock.time}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.clock.time = state["clock"]
+        super().load_state_dict({name: value for name, value in state.items() if name != "clock"})
+
+
+@pytest.mark.parametrize("already", [0, 3])
+@pytest.mark.parametrize("name", OWN)
+def test_wrappers_and_attributes_are_put_back_too(name: str, already: int) -> None:
+    plain, searched = (trained(OWN[name], searches=searches, already=already) for searches in (False, True))
+    assert searched == plain
+
+
+FORGETTING = {
+    "kron": ("rng", lambda model: timm_optimizer("kron", model)),
+    "lookahead": ("_base_optimizer", OWN["lookahead"]),
+    "attributes": ("slow", OWN["attributes"]),
+}
+
+
+@pytest.mark.parametrize("name", FORGETTING)
+def test_a_snapshot_that_forgets_one_attribute_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests above could not fail. The check before the search is left out."""
+    forgotten, make_optimizer = FORGETTING[name]
+    restore = Attributes.restore
+
+    def forgetful(self: Attributes) -> None:
+        self._saved.pop(forgotten, None)
+        kept = vars(self._owner).get(forgotten)
+        restore(self)
+        if kept is not None:
+            vars(self._owner)[forgotten] = kept
+
+    monkeypatch.setattr(Attributes, "restore", forgetful)
+    monkeypatch.setattr("linnaeus.autobatch.snapshot._further_keys", lambda optimizer: {})
+    monkeypatch.setattr("linnaeus.autobatch.find.check_restorable", lambda state, snapshot: None)
+    plain, searched = (trained(make_optimizer, searches=searches) for searches in (False, True))
+    assert searched != plain
+
+
+def test_a_schedulers_own_mark_on_an_optimizer_does_not_stay() -> None:
+    loop = Loop(lambda model: torch.optim.AdamW(model.parameters()))
+    before = set(vars(loop.optimizer))
+    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1)
+    marked = set(vars(loop.optimizer))
+    loop.search(state=(loop.model, loop.optimizer, scheduler))
+    assert before < marked == set(vars(loop.optimizer))
+
+
+# --- what cannot be put back ---
+
+
+class Hiding(torch.optim.SGD):
+    """Its rate depends on a number that is in a closure."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr=lr)
+        number = 0
+
+        def next_rate() -> float:
+            nonlocal number
+            number += 1
+            return lr * number
+
+        self.next_rate = next_rate
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = self.next_rate()
+        super().step(closure)
+
+
+class Yielding(torch.optim.SGD):
+    """Its rate comes from a generator, which cannot be copied."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01)
+        self.rates = (0.1 / number for number in itertools.count(1))
+
+
+class Helped(torch.optim.SGD):
+    """Counts in an object of its own; the count matters once in a thousand steps."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01)
+        self.helper = Counter()
+        self.helper.count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.helper.count += 1
+
+
+class Counter:
+    count: int
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Hiding, "put back and stepped again, it gives other parameters than before"),
+        (Yielding, "of its attribute `rates`, it is a generator, which cannot be copied"),
+        (Helped, "a step changes its attribute `helper`, which is not saved"),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_optimizer_that_cannot_be_put_back_is_refused_before_the_first_step(
+    kind: Any, reason: str, inside: bool
+) -> None:
+    loop = Loop(lambda model: kind(model.parameters()))
+    outer = Lookahead(loop.optimizer) if inside else loop.optimizer
+    before = bits(loop.model.state_dict()), torch.get_rng_state().tolist()
+    with pytest.raises(AutoBatchError, match=f"cannot restore the optimizer {kind.__name__} ") as caught:
+        loop.search(state=(loop.model, outer))
+    assert reason in str(caught.value)
+    assert "OPTIMIZER.NAME" in str(caught.value)
+    assert loop.num_calls == 0
+    assert (bits(loop.model.state_dict()), torch.get_rng_state().tolist()) == before
+    assert all(parameter.grad is None for parameter in loop.model.parameters())
+
+
+def test_a_run_with_such_an_optimizer_ends_before_its_first_trial(run: Run) -> None:
+    outcome = run(
+        *SMALL, "DATA.AUTOBATCH.ENABLED=True", f"OPTIMIZER._target_={__name__}.Hiding", "OPTIMIZER.lr=0.01"
+    )
+    assert outcome.code == 3
+    text = " ".join(outcome.err.split())
+    assert "AutoBatch cannot restore the optimizer Hiding" in text
+    assert "Choose another OPTIMIZER.NAME" in text
+    assert "Traceback" not in text
+
+
+class Forgetful:
+    """Its `load_state_dict` leaves out what a step changes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_an_object_whose_load_state_dict_leaves_something_out_is_refused() -> None:
+    loop, average, sizes = Loop(lambda model: torch.optim.SGD(model.parameters())), Forgetful(), set()
+
+    def step(batch: Tensor) -> None:
+        average.count += 1
+        sizes.add(len(batch))
+
+    with pytest.raises(AutoBatchError, match="cannot restore the Forgetful in state"):
+        auto_find_batch_size(
+            step, lambda n: torch.ones(n), state=(loop.model, loop.optimizer, average), device="cpu"
+        )
+    assert len(sizes) == 1, "only the warm-up has run"
+
+
+def test_an_optimizer_that_needs_a_closure_is_searched_with() -> None:
+    loop = Loop(lambda model: NeedsClosure(model.parameters(), lr=0.01))
+
+    def step(batch: Tensor) -> None:
+        def closure() -> float:
+            loop.optimizer.zero_grad()
+            loss = loop.model(batch).square().mean()
+            loss.backward()
+            return loss.item()
+
+        loop.optimizer.step(closure)
+
+    before = bits(loop.model.state_dict())
+    found = auto_find_batch_size(
+        step, lambda n: torch.randn(n, 1, 4, 4), state=(loop.model, loop.optimizer), max_batch_size=4,
+        device="cpu",
+    )  # fmt: skip
+    assert found.batch_size == 4
+    assert bits(loop.model.state_dict()) == before
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
+# --- state ---
+
+
+@pytest.mark.parametrize("kind", ["a model and an optimizer", "an optimizer only", "two optimizers"])
+def test_an_optimizer_that_was_left_out_of_state_is_named_before_it_steps(kind: str) -> None:
+    loop = Loop(lambda model: torch.optim.AdamW(model.parameters()))
+    other = nn.Linear(2, 2)
+    second = torch.optim.Adagrad(other.parameters(), lr=1.0)
+
+    def step(batch: Tensor) -> None:
+        loop.step(batch)
+        other(torch.ones(1, 2)).sum().backward()
+        second.step()
+
+    if kind == "two optimizers":
+        arguments: dict[str, Any] = {"state": (loop.model, loop.optimizer, other)}
+        left_out, used = second, step
+    else:
+        arguments = {"state": (loop.model,) if kind == "a model and an optimizer" else ()}
+        left_out, used = loop.optimizer, loop.step
+    before = bits((loop.model.state_dict(), other.state_dict(), left_out.state_dict()))
+    with pytest.raises(
+        AutoBatchError, match=f"uses an optimizer, {type(left_out).__name__}, that is not in"
+    ) as caught:
+        auto_find_batch_size(used, lambda n: torch.randn(n, 1, 4, 4), device="cpu", **arguments)
+    assert "state=(model, optimizer, ...)" in str(caught.value)
+    after = bits((loop.model.state_dict(), other.state_dict(), left_out.state_dict()))
+    if arguments["state"]:
+        assert after == before
+    assert after[2] == before[2]
+    left_out.step()  # outside of the search it may
+
+
+def test_an_optimizer_that_a_step_makes_for_itself_needs_no_restoring() -> None:
+    def step(batch: Tensor) -> None:
+        noise = torch.zeros(2, requires_grad=True)
+        attack = torch.optim.SGD([noise], lr=0.1)
+        (noise.sum() * batch.sum()).backward()
+        attack.step()
+
+    assert auto_find_batch_size(step, torch.ones, max_batch_size=3, device="cpu").batch_size == 3
+
+
+def test_the_optimizers_that_run_hooks() -> None:
+    model = make_model()
+    adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
+    assert stepping_optimizers([model, adam, sgd, None, scheduler]) == [adam, sgd]
+    assert stepping_optimizers([model, Accelerated(adam), Lookahead(sgd)]) == [adam, sgd]
+    assert stepping_optimizers([Outside(Accelerated(Lookahead(adam)))]) == [adam]
+    hybrid = Hybrid(model)
+    assert stepping_optimizers([hybrid]) == [hybrid]
+
+
+def test_a_generator_of_objects_is_restored_as_a_tuple_is() -> None:
+    loop = Loop(lambda model: torch.optim.AdamW(model.parameters()))
+    before = bits((loop.model.state_dict(), loop.optimizer.state_dict()))
+    loop.search(state=(part for part in (loop.model, loop.optimizer)))
+    assert loop.num_calls > 0
+    assert bits((loop.model.state_dict(), loop.optimizer.state_dict())) == before
+
+
+@pytest.mark.parametrize(
+    "make_state",
+    [
+        make_model, lambda: torch.optim.SGD(make_model().parameters()), lambda: {"model": make_model()},
+        lambda: "model", lambda: nn.ModuleList([make_model()]), lambda: 3,
+    ],
+)  # fmt: skip
+def test_state_that_is_no_sequence_is_refused_with_the_remedy(make_state: Callable[[], Any]) -> None:
+    state = make_state()
+    with pytest.raises(
+        TypeError, match=f"^state is a {type(state).__name__}; .* state=\\(model, optimizer\\)"
+    ):
+        auto_find_batch_size(lambda batch: None, torch.ones, state=state, device="cpu")
