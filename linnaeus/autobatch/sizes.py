@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
+from rich.console import Console
+
 from linnaeus.autobatch.bounds import max_batch_sizes
 from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.observer import Purpose
+from linnaeus.autobatch.progress import SearchProgress
 from linnaeus.autobatch.protocol import RankStatus, exchange
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.batching.sizes import micro_batches_held
@@ -21,6 +25,7 @@ from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
 from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bundle import DataBundle
 from linnaeus.dist import World, wrap
+from linnaeus.log import StatusLine
 from linnaeus.training.build import Assembly
 from linnaeus.training.step import TrainStep
 
@@ -44,6 +49,7 @@ class SizeSearch:
         max_samples_per_rank: upper bound of the training size; samples that each rank takes per optimizer
             step. None without a bound.
         find_unused_parameters: as training's wrapper is built, for models with unused parameters.
+        console: rank 0's, shows the trials; None shows nothing.
     """
 
     config: DataConfig
@@ -54,6 +60,7 @@ class SizeSearch:
     seed: int
     max_samples_per_rank: int | None = None
     find_unused_parameters: bool = False
+    console: Console | None = None
 
     def run(self, mode: Mode, status: RankStatus, at_most: int | None = None) -> AutoBatchResult:
         """Search one mode.
@@ -67,7 +74,6 @@ class SizeSearch:
             AutoBatchError: no size fits.
         """
         config = self.config.AUTOBATCH
-        logger.setLevel(_setting(config, "LOG_LEVEL", mode))
         with self.finder(mode, status, at_most) as finder:
             result = finder.find(
                 _setting(config, "TARGET_MEMORY_FRACTION", mode),
@@ -95,12 +101,7 @@ class SizeSearch:
             low, high = min(low, at_most), at_most
             multiple_of = multiple_of if at_most % multiple_of == 0 else 1
 
-        def announce(size: int) -> None:
-            status.update(f"{mode}: trying batch size {size}")
-            logger.debug(status.text)
-            train_step.discard_wrapper()
-
-        with BatchSizeFinder(
+        with log_level(config, mode), BatchSizeFinder(
             train_step if mode == "train" else self._validate,
             partial(self._batches, spec, num_batches=num_batches),
             state=self.assembly.state,
@@ -113,8 +114,8 @@ class SizeSearch:
             memory_limit_gb=_memory_limit_gb(config, self.world.rank),
             bounds=self._bounds(mode, spec),
             batches_per_step=num_batches,
-            on_start=announce,
-        ) as finder:
+            observer=_Progress(mode, status, self.console, train_step),
+        ) as finder:  # fmt: skip
             yield finder
         train_step.discard_wrapper()
         gc.collect()  # frees the wrapper with its hooks on the parameters
@@ -154,7 +155,7 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
     for mode in get_args(Mode):
         if not _setting(search.config.AUTOBATCH, "ENABLED", mode):
             continue
-        entry = _exchange(search, partial(_search_on_main, search, mode))[0]
+        entry = _exchange(search, mode, partial(_search_on_main, search, mode))[0]
         result = AutoBatchResult.from_dict(mode, entry)
         size = None
         while search.world.is_distributed and result.batch_size != size:
@@ -179,7 +180,7 @@ def run_on_every_rank(search: SizeSearch, result: AutoBatchResult, size: int) ->
     """
     search.world.warm_up_collectives()
     mode = result.mode
-    entries = _exchange(search, lambda status: search.run(mode, status, at_most=size).as_dict())
+    entries = _exchange(search, mode, lambda status: search.run(mode, status, at_most=size).as_dict())
     verdicts = [AutoBatchResult.from_dict(mode, entry) for entry in entries]
     result = dataclasses.replace(result, trials=(*result.trials, *verdicts[0].trials))
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
@@ -193,8 +194,24 @@ def run_on_every_rank(search: SizeSearch, result: AutoBatchResult, size: int) ->
     )
 
 
-def _exchange(search: SizeSearch, work: Callable[[RankStatus], Any]) -> list[Any]:
-    return exchange(search.world, work, timeout_minutes=search.config.AUTOBATCH.TIMEOUT_MINUTES)
+@contextmanager
+def log_level(config: AutoBatchConfig, mode: Mode) -> Iterator[bool]:
+    """Set the logger to the level of a mode inside the context; the value says if trials are shown."""
+    before = logger.level
+    logger.setLevel(_setting(config, "LOG_LEVEL", mode))
+    try:
+        yield logger.isEnabledFor(logging.INFO)
+    finally:
+        logger.setLevel(before)
+
+
+def _exchange(search: SizeSearch, mode: Mode, work: Callable[[RankStatus], Any]) -> list[Any]:
+    config = search.config.AUTOBATCH
+    with (
+        log_level(config, mode) as is_shown,
+        StatusLine(search.console if is_shown else None) as line,
+    ):
+        return exchange(search.world, work, timeout_minutes=config.TIMEOUT_MINUTES, show=line.update)
 
 
 def _search_on_main(search: SizeSearch, mode: Mode, status: RankStatus) -> dict[str, Any] | None:
@@ -228,6 +245,20 @@ class _TrialTrainStep:
             )  # fmt: skip
             self._wrapped = dataclasses.replace(search.assembly.train_step, model=model)
         self._wrapped(batches, self.num_micro_batches)
+
+
+class _Progress(SearchProgress):
+    """Shows the search, and lets each trial make its own wrapper."""
+
+    def __init__(
+        self, mode: Mode, status: RankStatus, console: Console | None, train_step: _TrialTrainStep
+    ) -> None:
+        super().__init__(mode, status, console)
+        self._train_step = train_step
+
+    def trial_started(self, size: int, purpose: Purpose) -> None:
+        super().trial_started(size, purpose)
+        self._train_step.discard_wrapper()
 
 
 def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:
