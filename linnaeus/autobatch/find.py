@@ -305,7 +305,7 @@ class BatchSizeFinder:
             f"AutoBatch ({self.mode}): {reason}. Budget {self.budget_bytes / GIB:.2f} GiB for this process: "
             f"{fraction:.0%} of {self.total_bytes / GIB:.2f} GiB{limit}{self._used_by_others(fraction)}; "
             f"{self.held_bytes / GIB:.2f} GiB are held before the first sample. Tried: {tried or 'nothing'}. "
-            f"{'; or '.join(self._remedies(limited_by, fraction))}."
+            f"What helps: {'; '.join(self._remedies(limited_by, fraction))}."
         )
 
     def _used_by_others(self, fraction: float) -> str:
@@ -317,7 +317,7 @@ class BatchSizeFinder:
         suffix = "_VAL" if self.mode == "val" else ""
         if limited_by in ("timeout", "max_trials"):
             key = "TIMEOUT_MINUTES" if limited_by == "timeout" else "MAX_TRIALS"
-            yield f"Raise DATA.AUTOBATCH.{key}"
+            yield f"raise DATA.AUTOBATCH.{key}"
         if self.held_bytes < self.budget_bytes:  # otherwise no sample is small enough
             sizes = [f"DATA.AUTOBATCH.MIN_BATCH_SIZE{suffix}"] if self._min_batch_size > 1 else []
             yield f"lower {' or '.join([*sizes, 'DATA.IMG_SIZE'])}"

@@ -114,8 +114,8 @@ class SearchLog(SearchObserver):
 
 
 def peak_of_budget(peak_bytes: int, budget_bytes: int) -> str:
-    """Such as `0.91 of 1.20 GiB`."""
-    return f"{peak_bytes / GIB:.2f} of {budget_bytes / GIB:.2f} GiB"
+    """Such as `0.912 of 1.200 GiB`: with enough digits to tell a peak that is just above the budget."""
+    return f"{peak_bytes / GIB:.3f} of {budget_bytes / GIB:.3f} GiB"
 
 
 def budget_of_total(budget_bytes: int, total_bytes: int, *, is_limit: bool) -> str:

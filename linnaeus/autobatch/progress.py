@@ -8,7 +8,7 @@ from contextlib import suppress
 from rich.console import Console
 from rich.text import Text
 
-from linnaeus.autobatch.observer import Purpose, SearchLog, peak_of_budget
+from linnaeus.autobatch.observer import Purpose, SearchLog
 from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.autobatch.search import TrialRecord
@@ -40,7 +40,7 @@ class SearchProgress(SearchLog):
         self.extra = NOT_ON_CONSOLE if is_shown else {}
         self._has_heading = False
         self._so_far = ""
-        self._best = ""
+        self._best = "none"
         self._best_size = 0
 
     def trial_started(self, size: int, purpose: Purpose) -> None:
@@ -54,20 +54,22 @@ class SearchProgress(SearchLog):
         super().trial_finished(trial, budget_bytes)
         peak = of_budget = ""
         if trial.peak_bytes is not None:
-            peak, of_budget = f"{trial.peak_bytes / GIB:.3f}", f"{trial.peak_bytes / budget_bytes:.1%}"
+            peak, of_budget = (
+                f"{trial.peak_bytes / GIB:.3f}",
+                f"{trial.peak_bytes / max(budget_bytes, 1):.1%}",
+            )
         note = "confirmation" if self.purpose == "confirmation" else ""
         self._row(self.num_trials, trial.size, trial.status, peak, of_budget, f"{trial.seconds:.2f}", note)
         self._so_far = f" ({self._last_and_best(trial, budget_bytes)})"
 
     def _last_and_best(self, trial: TrialRecord, budget_bytes: int) -> str:
-        if trial.peak_bytes is None:
-            last = result = f"{trial.size}: {trial.status}"
-        else:
-            last = f"{trial.size}: {trial.peak_bytes / GIB:.2f}"
-            result = f"{trial.size}: {peak_of_budget(trial.peak_bytes, budget_bytes)}"
+        peak = trial.status if trial.peak_bytes is None else f"{trial.peak_bytes / GIB:.3f}"
+        result = f"{trial.size}: {peak}"
         if trial.status == "fits" and trial.size >= self._best_size:
             self._best, self._best_size = result, trial.size
-        return f"last {last}, best {self._best}" if self._best else f"last {result}"
+        elif trial.status != "fits" and trial.size <= self._best_size:  # it has fitted before
+            self._best, self._best_size = "none", 0
+        return f"last {result}, best {self._best}, of {budget_bytes / GIB:.3f} GiB"
 
     def size_timed(self, timing: Timing) -> None:
         """Add a row."""

@@ -188,7 +188,8 @@ def run_on_every_rank(search: SizeSearch, result: AutoBatchResult, size: int) ->
         return dataclasses.replace(result, ran_on_every_rank=(*result.ran_on_every_rank, size))
     if search.world.is_distributed:
         rank = verdicts.index(smallest)
-        logger.info("rank %d fits no more than %d (%s)", rank, smallest.batch_size, mode)
+        with log_level(search.config.AUTOBATCH, mode):
+            logger.info("rank %d fits no more than %d (%s)", rank, smallest.batch_size, mode)
     return dataclasses.replace(
         result, batch_size=smallest.batch_size, certified=smallest.certified, limited_by=smallest.limited_by
     )
