@@ -16,6 +16,7 @@ Purpose = Literal["warm-up", "trial", "confirmation", "timing"]
 
 _RESULTS = {"fits": "fits", "over": "above the budget", "oom": "out of memory"}
 _ENDINGS = {"confirmation": ", confirmation"}
+_DOING = {"warm-up": "warming up with", "trial": "trying", "confirmation": "confirming", "timing": "timing"}
 logger = logging.getLogger("linnaeus.autobatch")
 
 
@@ -93,7 +94,11 @@ class SearchLog(SearchObserver):
     def trial_started(self, size: int, purpose: Purpose) -> None:
         """Log the size at DEBUG."""
         self.purpose = purpose
-        logger.debug("%s: %s of batch size %d", self.mode, purpose, size)
+        logger.debug("%s", self.doing(size))
+
+    def doing(self, size: int) -> str:
+        """Such as `train: trying batch size 128`."""
+        return f"{self.mode}: {_DOING[self.purpose]} batch size {size}"
 
     def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
         """Log the result."""

@@ -17,7 +17,6 @@ from linnaeus.memory.device import GIB
 
 _HEADINGS = ("trial", "batch size", "status", "peak GiB", "of budget", "seconds")
 _ROW = "{:>5}  {:>10}  {:<6}  {:>8}  {:>9}  {:>7}"
-_DOING = {"warm-up": "warming up with", "trial": "trying", "confirmation": "confirming", "timing": "timing"}
 
 
 class SearchProgress(SearchLog):
@@ -47,7 +46,7 @@ class SearchProgress(SearchLog):
         """Update the status."""
         super().trial_started(size, purpose)
         number = f", trial {self.num_trials + 1}" if purpose in ("trial", "confirmation") else ""
-        self._status.update(f"{self.mode}: {_DOING[purpose]} batch size {size}{number}{self._so_far}")
+        self._status.update(f"{self.doing(size)}{number}{self._so_far}")
 
     def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
         """Add a row."""
