@@ -39,8 +39,10 @@ SILENCE_LOOKS = 30
 """A rank without a heartbeat for so many looks counts as dead or hung."""
 POLL_S = (0.001, 1.0)
 """Shortest and longest pause between two reads of a value; the pause grows with the time waited."""
-REPORT_S = 60.0
+REPORT_S = 30.0
 """A waiting rank logs this often what it waits for."""
+CHANGE_S = 5.0
+"""It does so earlier when the other rank does something else; this is the shortest time between two lines."""
 FAREWELL_S = 3.0
 """Longest time that a failed rank stays, so that the others can read its error."""
 ABANDON_LOOKS = 10
@@ -142,19 +144,26 @@ class ControlPlane:
         with contextlib.suppress(torch_dist.DistError):
             self._pulse.beat(self._keys)
 
-    def gather(self, value: Any, *, limit_s: float | None = None) -> list[Any]:
+    def gather(
+        self,
+        value: Any,
+        *,
+        limit_s: float | None = None,
+        on_wait: Callable[[int, str], None] = lambda rank, doing: None,
+    ) -> list[Any]:
         """The values of all ranks, in rank order, on every rank. They must be picklable.
 
         Args:
             value: this rank's.
             limit_s: how long to wait for each of the others; None waits as long as they live.
+            on_wait: called about every second with the rank that this one waits for and what that one does.
 
         Raises:
             LinnaeusError: another rank has failed; with its message and exit code.
             OverdueError: a rank takes longer than `limit_s`.
         """
         number = self._publish(value)
-        values = [self._wait_for(number, rank, limit_s) for rank in range(self.world_size)]
+        values = [self._wait_for(number, rank, limit_s, on_wait) for rank in range(self.world_size)]
         self._forget_before(number)
         return values
 
@@ -230,17 +239,27 @@ class ControlPlane:
         while self._own_values and not self._own_values[0].startswith(f"value/{number}/"):
             self._keys.delete(self._own_values.pop(0))
 
-    def _wait_for(self, number: int, rank: int, limit_s: float | None = None) -> Any:
+    def _wait_for(
+        self,
+        number: int,
+        rank: int,
+        limit_s: float | None = None,
+        on_wait: Callable[[int, str], None] = lambda rank, doing: None,
+    ) -> Any:
         key = f"value/{number}/{rank}"
-        started = reported = time.monotonic()
+        started = looked = reported = time.monotonic()
+        reported_doing = ""
         while not self._keys.exist([key]):
             self._raise_failure()
             now = time.monotonic()
             if limit_s is not None and now - started > limit_s:
                 raise OverdueError(rank, self._doing_of(rank))
-            if now - reported > REPORT_S:
-                reported = now
-                logger.info("waiting %.0f s for rank %d: %s", now - started, rank, self._doing_of(rank))
+            if now - looked > BEAT_S:
+                looked, doing = now, self._doing_of(rank)
+                on_wait(rank, doing)
+                if now - reported > (REPORT_S if doing == reported_doing else min(CHANGE_S, REPORT_S)):
+                    reported, reported_doing = now, doing
+                    logger.info("waiting %.0f s for rank %d: %s", now - started, rank, doing)
             time.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
         return self._keys.get(key)
 

@@ -7,16 +7,20 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import rich.progress
 from rich.console import Console
+from rich.live import Live
 from rich.logging import RichHandler
+from rich.spinner import Spinner
+from rich.text import Text
 
 from linnaeus.files import (
     LOGS,
@@ -37,6 +41,10 @@ if TYPE_CHECKING:
     from linnaeus.dist import World
 
 LOGGER_NAME = "linnaeus"
+NOT_ON_CONSOLE: Mapping[str, Any] = {"is_on_console": True}
+"""`extra` of a log record whose content the console shows in another way."""
+REFRESH_S = 0.5
+"""Time between two refreshes of a `StatusLine`."""
 
 
 def is_interactive(console: Console) -> bool:
@@ -249,6 +257,7 @@ def _console_handler(console: Console) -> logging.Handler:
         handler = logging.StreamHandler(console.file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     handler.setLevel(logging.INFO)
+    handler.addFilter(lambda record: not hasattr(record, "is_on_console"))
     return handler
 
 
@@ -372,3 +381,59 @@ class ProgressBar:
             logging.DEBUG if self._shown else logging.INFO,
             "%s  %d/%d  %s", task.description, task.completed, task.total, text,
         )  # fmt: skip
+
+
+class StatusLine:
+    """The last line of a terminal: what is being done, and for how long. Elsewhere nothing is shown.
+
+    It is drawn by a thread of its own, which survives the memory cap of a trial.
+
+    Args:
+        console: rank 0's console; None shows nothing.
+    """
+
+    def __init__(self, console: Console | None) -> None:
+        self._console = console if console is not None and is_interactive(console) else None
+        self._describe: Callable[[], str] = lambda: "starting"
+        self._started = time.monotonic()
+        self._spinner = Spinner("dots")
+        self._ended = threading.Event()
+
+    def __enter__(self) -> StatusLine:
+        if self._console is not None:
+            self._started = time.monotonic()
+            self._live = Live(
+                console=self._console, get_renderable=self._line, auto_refresh=False, transient=True
+            )
+            self._live.start(refresh=True)
+            self._thread = threading.Thread(target=self._keep_fresh, name="status line", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console is not None:
+            self._ended.set()
+            self._thread.join()
+            self._live.stop()
+
+    def update(self, text: str | Callable[[], str]) -> None:
+        """Replace the text. A function is called at each refresh."""
+        self._describe = text if callable(text) else lambda: text
+        self._refresh()
+
+    def _keep_fresh(self) -> None:
+        while not self._ended.wait(REFRESH_S):
+            self._refresh()
+
+    def _refresh(self) -> None:
+        if self._console is not None:
+            with suppress(MemoryError, OSError):  # OSError: the terminal has gone
+                self._live.refresh()
+
+    def _line(self) -> Text:
+        seconds = int(time.monotonic() - self._started)
+        line = Text(no_wrap=True, overflow="ellipsis")
+        spinner = self._spinner.render(time.monotonic())
+        line.append_text(spinner if isinstance(spinner, Text) else Text())
+        line.append(f" {seconds // 60}:{seconds % 60:02d} {self._describe()}")
+        return line

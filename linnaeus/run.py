@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from linnaeus.autobatch.planning import PlannedSizes, find_planned_sizes, search_key
 from linnaeus.autobatch.report import report_searches
 from linnaeus.autobatch.sizes import SizeSearch
@@ -69,7 +71,10 @@ def run(config: Config) -> FitResult:
             checkpoint.restore(TrainingState.of(assembly), world)
             if is_finished(checkpoint.content, train.EPOCHS, path / RESULT, world):
                 return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
-        sized = _find_sizes(config, data, assembly, world, checkpoint)
+        if world.is_main:
+            for sentence in data.report:
+                logger.info(sentence)
+        sized = _find_sizes(config, data, assembly, world, checkpoint, folder.console)
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
         loaders = stack.enter_context(_loaders(config, data, plan, world))
@@ -84,9 +89,7 @@ def run(config: Config) -> FitResult:
         )  # fmt: skip
         if world.is_main:
             (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
-            for sentence in data.report:
-                logger.info(sentence)
-            report_searches(sized.found, world.device, path / "autobatch.json", folder.console, tracker)
+            report_searches(sized.found, world.device, path / "autobatch.json", tracker)
             report_plan(plan, train, config.OPTIMIZER)
             save_config(config, path / "config.yaml", plan.as_dict())
         metrics_file = stack.enter_context(
@@ -155,8 +158,9 @@ def _chosen(node: Any, *keys: str) -> dict[str, Any]:
 
 
 def _find_sizes(
-    config: Config, data: DataBundle, assembly: Assembly, world: World, checkpoint: Checkpoint | None
-) -> PlannedSizes:
+    config: Config, data: DataBundle, assembly: Assembly, world: World, checkpoint: Checkpoint | None,
+    console: Console,
+) -> PlannedSizes:  # fmt: skip
     """The batch sizes and the batch plan, with the configured sizes as limits of the search."""
     train, autobatch = config.TRAIN, config.DATA.AUTOBATCH
     facts = plan_facts(
@@ -168,6 +172,7 @@ def _find_sizes(
         config.DATA, train, data, assembly, world, config.EXPERIMENT.SEED,
         max_samples_per_rank=max_samples_per_rank(train, facts),
         find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS,
+        console=console if world.is_main else None,
     )  # fmt: skip
 
     def plan_for(size: int) -> BatchPlan:

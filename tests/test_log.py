@@ -7,6 +7,8 @@ import json
 import logging
 import math
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +23,10 @@ from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.files import FolderLock, write_text_atomically
 from linnaeus.log import (
+    NOT_ON_CONSOLE,
     MetricsFile,
     ProgressBar,
+    StatusLine,
     close_logging,
     is_interactive,
     make_console,
@@ -452,3 +456,59 @@ def test_a_new_epoch_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_long_lines_are_not_broken_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
     make_console().print("x" * 110)
     assert capsys.readouterr().out == "x" * 110 + "\n"
+
+
+# --- the status line ---
+
+
+def test_a_line_that_the_console_shows_otherwise_goes_to_the_file_alone(tmp_path: Path) -> None:
+    console, output = plain_console()
+    set_up_logging(tmp_path, rank=0, console=console)
+    logging.getLogger("linnaeus").info("a row", extra=NOT_ON_CONSOLE)
+    logging.getLogger("linnaeus").info("a line")
+    assert "a row" in (tmp_path / "rank0.log").read_text()
+    assert "a row" not in output.getvalue()
+    assert "a line" in output.getvalue()
+
+
+def test_a_status_line_says_what_is_done_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linnaeus.log.REFRESH_S", 0.01)
+    console, output = terminal(monkeypatch)
+    texts = iter(["first", *["second"] * 10**6])
+    with StatusLine(console) as line:
+        line.update(lambda: next(texts))
+        while " 0:00 second" not in output.getvalue():
+            time.sleep(0.01)
+        line.update("third")
+        console.print("above")
+    assert " 0:00 first" in output.getvalue()
+    assert " 0:00 third" in output.getvalue()
+    assert output.getvalue().endswith("\x1b[2K"), "nothing of it remains"
+    assert not [thread for thread in threading.enumerate() if thread.name == "status line"]
+
+
+def test_the_thread_of_a_status_line_survives_a_memory_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linnaeus.log.REFRESH_S", 0.01)
+    console, output = terminal(monkeypatch)
+    num_refusals = 0
+
+    def describe() -> str:
+        nonlocal num_refusals
+        if num_refusals < 3:
+            num_refusals += 1
+            raise MemoryError
+        return "goes on"
+
+    with StatusLine(console) as line:
+        line.update(describe)
+        while "goes on" not in output.getvalue():
+            time.sleep(0.01)
+    assert num_refusals == 3
+
+
+@pytest.mark.parametrize("has_console", [False, True])
+def test_where_no_terminal_is_there_is_no_status_line(has_console: bool) -> None:
+    console, output = plain_console()
+    with StatusLine(console if has_console else None) as line:
+        line.update("trying")
+    assert output.getvalue() == ""

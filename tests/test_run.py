@@ -267,7 +267,13 @@ def test_mistakes(run: Run, tmp_path: Path, argv: list[str], code: int, texts: l
 def test_nothing_fits(run: Run) -> None:
     outcome = run(*SMALL, *AUTOBATCH, "DATA.AUTOBATCH.MEMORY_LIMIT_GB=0.05")
     assert outcome.code == 3
-    for text in ("no batch size fits", "Tried: ", "Budget 0.04 GiB", "DATA.AUTOBATCH.MIN_BATCH_SIZE"):
+    told = (
+        "no batch size fits",
+        "Tried: ",
+        "Budget 0.04 GiB",
+        "80% of 0.05 GiB (DATA.AUTOBATCH.MEMORY_LIMIT_GB)",
+    )
+    for text in (*told, "raise DATA.AUTOBATCH.TARGET_MEMORY_FRACTION or DATA.AUTOBATCH.MEMORY_LIMIT_GB"):
         assert text in outcome.err
     assert "Traceback" not in outcome.err
 

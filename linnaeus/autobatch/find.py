@@ -13,7 +13,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal, Self, get_args
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
 from linnaeus.autobatch.optimizers import check_restorable, check_restored, strangers_refused
 from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
 from linnaeus.autobatch.search import (
@@ -61,6 +62,7 @@ class BatchSizeFinder:
 
     Attributes:
         memory: the device's memory.
+        total_bytes: the device's memory, or the limit set for it if that is less.
         trials: all trials so far, each added as soon as it has run.
         min_size: the smallest size that is tried: `min_batch_size`, or 2 where BatchNorm needs two samples.
         budget_bytes: what the process may hold on the device, as last read; 0 before the first search.
@@ -86,7 +88,7 @@ class BatchSizeFinder:
         bounds: Mapping[str, int] | None = None,
         batches_per_step: int = 1,
         train_once: Callable[[], object] | None = None,
-        on_start: Callable[[int], None] | None = None,
+        observer: SearchObserver | None = None,
     ) -> None:
         if mode not in ("train", "val"):
             raise ValueError(f"mode is {mode!r}; it must be 'train' or 'val'")
@@ -97,12 +99,15 @@ class BatchSizeFinder:
         self.budget_bytes = 0
         self._outside_bytes = 0  # outside the allocator when the search began
         self._known: dict[int, TrialRecord] = {}
+        self._min_batch_size = min_batch_size
         self.min_size = _min_size(state, mode, min_batch_size, max_batch_size)
         self._bound, self._max_size = _upper_bound(mode, self.min_size, max_batch_size, bounds or {})
         self._multiple_of = multiple_of
         self._limit_bytes = None if memory_limit_gb is None else int(memory_limit_gb * GIB)
+        self.total_bytes = min(self.memory.total_bytes, self._limit_bytes or self.memory.total_bytes)
+        self._is_limited = self.total_bytes < self.memory.total_bytes
         self._batches_per_step = batches_per_step
-        self._on_start = on_start or (lambda size: None)
+        self._observer = observer or SearchLog(mode)
         self._step, self._make_batch, self._state = step, make_batch, state
         self._train_once = train_once
         self._steps_per_trial = steps_per_trial
@@ -157,6 +162,7 @@ class BatchSizeFinder:
         num_before = len(self.trials)
         self._set_budget(self._first_budget(target_memory_fraction))
         self._outside_bytes = self.memory.outside()
+        self._observer.search_started(self._limits(target_memory_fraction))
         found = find_largest(
             self._runner,
             budget_bytes=self.budget_bytes,
@@ -170,7 +176,7 @@ class BatchSizeFinder:
             deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
             known=self._known.values(),
             fixed_bytes=self.held_bytes,
-            on_start=self._on_start,
+            on_start=self._starting("trial"),
             on_trial=self._record,
         )
         if confirm:
@@ -185,7 +191,7 @@ class BatchSizeFinder:
         """
         self._read_budget_again(fraction)
         if found.size is not None and self.trials[-1].size != found.size:
-            self._one_trial(found.size)
+            self._one_trial(found.size, "confirmation")
         while found.size is not None:
             newest = next(trial for trial in reversed(self.trials) if trial.size == found.size)
             if _fits(newest, self.budget_bytes):
@@ -209,10 +215,11 @@ class BatchSizeFinder:
             if index == 0:
                 return replace(found, size=None, limited_by="memory")
             index, step = max(index - step, 0), 2 * step
-            known.append(self._one_trial(candidates[index]))
+            known.append(self._one_trial(candidates[index], "confirmation"))
         return find_largest(
             self._runner, budget_bytes=self.budget_bytes, min_size=known[-1].size, max_size=newest.size,
-            multiple_of=self._multiple_of, tolerance=tolerance, known=known, on_start=self._on_start,
+            multiple_of=self._multiple_of, tolerance=tolerance, known=known,
+            on_start=self._starting("trial"),
             on_trial=self._record,
         )  # fmt: skip
 
@@ -256,7 +263,8 @@ class BatchSizeFinder:
             target_memory_fraction=fraction,
             budget_bytes=self.budget_bytes,
             held_bytes=self.held_bytes,
-            total_bytes=self.memory.total_bytes,
+            total_bytes=self.total_bytes,
+            total_is_limit=self._is_limited,
             strategy=strategy,
             seconds=time.monotonic() - started,
             trials=tuple(self.trials[num_before:]),
@@ -298,33 +306,38 @@ class BatchSizeFinder:
         return Timing(size, seconds, size * self._batches_per_step / seconds)
 
     def _time_steps(self, size: int) -> list[float]:
-        self._on_start(size)
+        self._observer.trial_started(size, "timing")
         try:
-            return self._runner.time(size)
+            seconds = self._runner.time(size)
         except OutOfMemory:  # less memory is free than when the size ran
-            return [math.inf]
+            seconds = [math.inf]
+        self._observer.size_timed(self._timing(size, statistics.median(seconds)))
+        return seconds
 
     def _fits_now(self, size: int) -> bool:
         """Whether the size fits according to its newest trial; a size without one is run."""
         return _fits(self._known.get(size) or self._one_trial(size), self.budget_bytes)
 
-    def _one_trial(self, size: int) -> TrialRecord:
+    def _one_trial(self, size: int, purpose: Purpose = "trial") -> TrialRecord:
         found = find_largest(
             self._runner, budget_bytes=self.budget_bytes, min_size=size, max_size=size,
-            on_start=self._on_start, on_trial=self._record,
+            on_start=self._starting(purpose), on_trial=self._record,
         )  # fmt: skip
         return found.trials[0]
+
+    def _starting(self, purpose: Purpose) -> Callable[[int], None]:
+        return lambda size: self._observer.trial_started(size, purpose)
 
     def _record(self, trial: TrialRecord) -> None:
         self.trials.append(trial)
         self._known[trial.size] = trial
-        logger.debug("batch size %d: %s, %s, %.1f s", trial.size, trial.status, _peak(trial), trial.seconds)
+        self._observer.trial_finished(trial, self.budget_bytes)
 
     def _first_budget(self, fraction: float) -> int:
         """The budget at the start of a search, read after libraries and kernels have been loaded."""
         if not self.trials:
             self._runner.budget_bytes = self.memory.budget(fraction, self._limit_bytes)
-            self._on_start(self.min_size)
+            self._observer.trial_started(self.min_size, "warm-up")
             with contextlib.suppress(OutOfMemory):  # the search will find that out
                 self._runner(self.min_size)
             self.memory.settle(self._snapshot.host_bytes)
@@ -337,33 +350,58 @@ class BatchSizeFinder:
         self._known = {trial.size: trial for trial in kept}
         self.budget_bytes = self._runner.budget_bytes = budget_bytes
 
-    def _further_bounds(self, fraction: float) -> str:
-        """What bounds the budget besides the device: the memory limit, and a cap that the caller has set."""
-        bounds = ""
-        if self._limit_bytes is not None:
-            bounds += f", and no more than {fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB"
+    def _own_cap(self) -> str:
+        """A cap that the caller has set, where it bounds the budget."""
         allowed_bytes = self.memory.budget(1.0, None)
-        if allowed_bytes + self.memory.outside() < self.memory.total_bytes:
-            bounds += f", and no more than the {allowed_bytes / GIB:.2f} GiB of the allocator's own cap"
-        return bounds
+        if allowed_bytes + self.memory.outside() >= self.memory.total_bytes:
+            return ""
+        return f", and no more than the {allowed_bytes / GIB:.2f} GiB of the allocator's own cap"
+
+    def _limits(self, fraction: float) -> SearchLimits:
+        return SearchLimits(
+            min_size=self.min_size, max_size=self._max_size, budget_bytes=self.budget_bytes,
+            target_memory_fraction=fraction, total_bytes=self.total_bytes, total_is_limit=self._is_limited,
+        )  # fmt: skip
 
     def _nothing_fits(self, limited_by: str, fraction: float) -> str:
         """The message of the error: what was tried, the budget, and the keys to change."""
-        suffix = "_VAL" if self.mode == "val" else ""
         tried = ", ".join(f"{trial.size} ({_peak(trial)})" for trial in self.trials)
         reason = {
             "timeout": "the time ran out (DATA.AUTOBATCH.TIMEOUT_MINUTES) before a batch size fitted",
             "max_trials": "the trials ran out (DATA.AUTOBATCH.MAX_TRIALS) before a batch size fitted",
         }.get(limited_by, "no batch size fits")
+        limit = " (DATA.AUTOBATCH.MEMORY_LIMIT_GB)" if self._is_limited else f" on {self.memory.device}"
         return (
             f"AutoBatch ({self.mode}): {reason}. Budget {self.budget_bytes / GIB:.2f} GiB for this process: "
-            f"{fraction:.0%} of {self.memory.total_bytes / GIB:.2f} GiB, less what others use"
-            f"{self._further_bounds(fraction)}; {self._outside()}. "
+            f"{fraction:.0%} of {self.total_bytes / GIB:.2f} GiB{limit}{self._used_by_others(fraction)}"
+            f"{self._own_cap()}; {self._outside()}. "
             f"{self.held_bytes / GIB:.2f} GiB are held before the first sample. Tried: {tried or 'nothing'}. "
-            f"Lower DATA.AUTOBATCH.MIN_BATCH_SIZE{suffix} or DATA.IMG_SIZE, choose a smaller MODEL.NAME, set "
-            f"TRAIN.GRADIENT_CHECKPOINTING or TRAIN.AMP bf16, raise "
-            f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION{suffix}, or free memory on the device."
+            f"What helps: {'; '.join(self._remedies(limited_by, fraction))}."
         )
+
+    def _used_by_others(self, fraction: float) -> str:
+        others_bytes = int(fraction * self.total_bytes) - self.budget_bytes
+        return f", less {others_bytes / GIB:.2f} GiB that others use" if others_bytes > GIB // 100 else ""
+
+    def _remedies(self, limited_by: str, fraction: float) -> Iterator[str]:
+        """What the user can do so that a size fits; only what would have an effect here."""
+        suffix = "_VAL" if self.mode == "val" else ""
+        if limited_by in ("timeout", "max_trials"):
+            key = "TIMEOUT_MINUTES" if limited_by == "timeout" else "MAX_TRIALS"
+            yield f"raise DATA.AUTOBATCH.{key}"
+        if self.held_bytes < self.budget_bytes:  # otherwise no sample is small enough
+            sizes = [f"DATA.AUTOBATCH.MIN_BATCH_SIZE{suffix}"] if self._min_batch_size > 1 else []
+            yield f"lower {' or '.join([*sizes, 'DATA.IMG_SIZE'])}"
+            checkpointing = ["TRAIN.GRADIENT_CHECKPOINTING True"] if self.mode == "train" else []
+            yield f"set {' or '.join([*checkpointing, 'TRAIN.AMP bf16'])}"
+        yield "choose a smaller MODEL.NAME"
+        raised = [f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION{suffix}"] if fraction < 1 else []
+        if self._is_limited:
+            raised.append("DATA.AUTOBATCH.MEMORY_LIMIT_GB")
+        if raised:
+            yield f"raise {' or '.join(raised)}"
+        if self._used_by_others(fraction):
+            yield f"free memory on {self.memory.device}"
 
 
 def auto_find_batch_size(
@@ -386,7 +424,7 @@ def auto_find_batch_size(
     objective: Objective = "memory",
     bounds: Mapping[str, int] | None = None,
     start: int | None = None,
-    on_start: Callable[[int], None] | None = None,
+    observer: SearchObserver | None = None,
 ) -> AutoBatchResult:
     """Find the largest batch size, or one at most 1 % below it, that runs within a fraction of the memory.
 
@@ -418,15 +456,15 @@ def auto_find_batch_size(
             whose samples per second come within 5 % of the best.
         bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}.
         start: a size to try first, such as the answer of an earlier run.
-        on_start: called with each size before it is tried, the warm-up included.
+        observer: told what the search does; by default a `SearchLog`, which logs a line for each trial.
 
     Raises:
         AutoBatchError: no size fits, `state` lacks an optimizer that the step uses, or something in it cannot
             be restored.
         TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
-    for name, function in (("step", step), ("make_batch", make_batch), ("on_start", on_start)):
-        if not callable(function) and (function is not None or name != "on_start"):
+    for name, function in (("step", step), ("make_batch", make_batch)):
+        if not callable(function):
             raise TypeError(f"{name} is a {type(function).__name__}; it must be a function")
     counts = {
         "min_batch_size": min_batch_size, "max_batch_size": max_batch_size, "multiple_of": multiple_of,
@@ -446,7 +484,7 @@ def auto_find_batch_size(
     with BatchSizeFinder(
         step, make_batch, state=state, mode=mode, device=device, min_batch_size=min_batch_size,
         max_batch_size=max_batch_size, steps_per_trial=steps_per_trial, multiple_of=multiple_of,
-        memory_limit_gb=memory_limit_gb, bounds=bounds, on_start=on_start,
+        memory_limit_gb=memory_limit_gb, bounds=bounds, observer=observer,
     ) as finder:  # fmt: skip
         result = finder.find(
             target_memory_fraction, strategy=strategy, tolerance=tolerance, max_trials=max_trials,

@@ -37,7 +37,13 @@ class RankStatus:
         self._tell(text)
 
 
-def exchange(world: World, work: Callable[[RankStatus], Any], *, timeout_minutes: float = 60.0) -> list[Any]:
+def exchange(
+    world: World,
+    work: Callable[[RankStatus], Any],
+    *,
+    timeout_minutes: float = 60.0,
+    show: Callable[[str], None] = lambda text: None,
+) -> list[Any]:
     """Call `work` on every rank, wait for all ranks, and return their results.
 
     Waiting uses neither the GPU nor a collective, so that no timeout of the process group applies. Every rank
@@ -47,6 +53,7 @@ def exchange(world: World, work: Callable[[RankStatus], Any], *, timeout_minutes
         world: the processes.
         work: updates the status that it is given, uses no collective, and returns a picklable value.
         timeout_minutes: after this time the work must end by itself; the others wait `GRACE_S` longer.
+        show: called with what this rank does, and with whom it waits for then.
 
     Returns:
         The results in rank order.
@@ -55,7 +62,15 @@ def exchange(world: World, work: Callable[[RankStatus], Any], *, timeout_minutes
         LinnaeusError: another rank has failed, has died or hangs; with its message and exit code.
         AutoBatchError: another rank has not finished in time.
     """
-    status = RankStatus(world.update)
+
+    def tell(text: str) -> None:
+        world.update(text)
+        show(text)
+
+    def tell_waiting(rank: int, doing: str) -> None:
+        show(f"waiting for rank {rank}: {doing}")
+
+    status = RankStatus(tell)
     result = work(status)
     if world.control is None:
         return [result]
@@ -63,7 +78,7 @@ def exchange(world: World, work: Callable[[RankStatus], Any], *, timeout_minutes
     if not world.is_main:  # rank 0 logs to the user's console
         logger.info("waiting for rank 0 and the others")
     try:
-        return world.control.gather(result, limit_s=timeout_minutes * 60 + GRACE_S)
+        return world.control.gather(result, limit_s=timeout_minutes * 60 + GRACE_S, on_wait=tell_waiting)
     except OverdueError as error:
         raise AutoBatchError(
             f"AutoBatch: rank {error.rank} has taken longer than DATA.AUTOBATCH.TIMEOUT_MINUTES and "

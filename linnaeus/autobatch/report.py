@@ -1,4 +1,4 @@
-"""Show the results of a search as a table, as one sentence, and as `autobatch.json`."""
+"""Report the results of a search as one sentence, as tables of the tracker, and as `autobatch.json`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from linnaeus.autobatch.observer import budget_of_total
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.files import write_text_atomically
-from linnaeus.memory.device import GIB
 from linnaeus.tracking import Tracker
 
 logger = logging.getLogger("linnaeus.run")
@@ -52,20 +50,17 @@ def report_searches(
     results: Mapping[str, AutoBatchResult],
     device: torch.device,
     path: Path,
-    console: Console,
     tracker: Tracker,
 ) -> None:
-    """Show the results on the console, send them to the tracker and write `autobatch.json`.
+    """Log the results, send them to the tracker and write `autobatch.json`.
 
     Args:
         results: by mode; nothing is written where there are none.
         device: the device of the search.
         path: `autobatch.json` in the run's folder.
-        console: takes the tables of trials.
         tracker: takes the tables and the sizes.
     """
     for mode, result in results.items():
-        console.print(trials_table(result))
         logger.info(summary(result))
         columns = ("batch_size", "status", "peak_bytes", "seconds")
         rows = [[trial[name] for name in columns] for trial in result.as_dict()["trials"]]
@@ -77,27 +72,14 @@ def report_searches(
         write_text_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
-def trials_table(result: AutoBatchResult) -> Table:
-    """The trials of one search as a table in which an arrow marks the size found."""
-    table = Table(title=f"AutoBatch trials, {result.mode}", title_justify="left")
-    for heading in ("batch size", "status", "peak GiB", "of budget", "seconds"):
-        table.add_column(heading, justify="left" if heading == "status" else "right")
-    for trial in result.trials:
-        peak = "" if trial.peak_bytes is None else f"{trial.peak_bytes / GIB:.3f}"
-        of_budget = "" if trial.peak_bytes is None else f"{trial.peak_bytes / result.budget_bytes:.1%}"
-        mark = "→ " if trial.size == result.batch_size else ""
-        table.add_row(f"{mark}{trial.size}", trial.status, peak, of_budget, f"{trial.seconds:.2f}")
-    return table
-
-
 def summary(result: AutoBatchResult) -> str:
     """One sentence with the size found, its limit, and what is proven about the largest size."""
     proof = "certified"
     if not result.certified:
         proof = f"not certified (the largest is at most {result.within:.1%} larger)"
     limit = _LIMITS[result.limited_by]
+    budget = budget_of_total(result.budget_bytes, result.total_bytes, is_limit=result.total_is_limit)
     return (
         f"AutoBatch {result.mode}: batch size {result.batch_size}, limited by {limit}, {proof}; "
-        f"{len(result.trials)} trials in {result.seconds:.1f} s, budget {result.budget_bytes / GIB:.2f} GiB "
-        f"of {result.total_bytes / GIB:.2f} GiB"
+        f"{len(result.trials)} trials in {result.seconds:.1f} s, budget {budget}"
     )

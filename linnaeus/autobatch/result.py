@@ -42,13 +42,14 @@ class AutoBatchResult:
         target_memory_fraction: fraction of the device's memory that may be in use.
         budget_bytes: what this process may hold on the device.
         held_bytes: what it held before the first sample; peaks contain it.
-        total_bytes: the device's memory.
+        total_bytes: the device's memory, or the limit set for it if that is less.
         strategy: name of the search strategy.
         seconds: duration of the search.
         trials: every trial, in order. The size found may be there twice: tried, and confirmed.
         timings: the sizes that were timed, ascending; empty unless the objective is throughput.
         ran_on_every_rank: the sizes that fit on each of several ranks, which have all run them; `trials`
             are those of rank 0.
+        total_is_limit: whether `total_bytes` is the limit.
     """
 
     mode: Mode
@@ -65,6 +66,7 @@ class AutoBatchResult:
     timings: tuple[Timing, ...] = ()
     ran_on_every_rank: tuple[int, ...] = ()
     within: float = 0.0
+    total_is_limit: bool = False
 
     @property
     def peak_bytes(self) -> int | None:
@@ -78,7 +80,7 @@ class AutoBatchResult:
         del content["mode"]
         content["seconds"] = round(self.seconds, 3)
         content["trials"] = [trial.as_dict() for trial in self.trials]
-        for name in ("timings", "ran_on_every_rank"):
+        for name in ("timings", "ran_on_every_rank", "total_is_limit"):
             if not content[name]:
                 del content[name]
         return content

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
+from rich.console import Console
 from torch import nn
 
 from linnaeus.autobatch.bounds import max_batch_sizes
 from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.observer import Purpose
+from linnaeus.autobatch.progress import SearchProgress
 from linnaeus.autobatch.protocol import RankStatus, exchange
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.batching.sizes import micro_batches_held
@@ -23,6 +26,7 @@ from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
 from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bundle import DataBundle
 from linnaeus.dist import World, wrap
+from linnaeus.log import StatusLine
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.training.build import Assembly
 from linnaeus.training.noise_scale import GradientProbe
@@ -48,6 +52,7 @@ class SizeSearch:
         max_samples_per_rank: upper bound of the training size; samples that each rank takes per optimizer
             step. None without a bound.
         find_unused_parameters: as training's wrapper is built, for models with unused parameters.
+        console: rank 0's, shows the trials; None shows nothing.
     """
 
     config: DataConfig
@@ -58,6 +63,7 @@ class SizeSearch:
     seed: int
     max_samples_per_rank: int | None = None
     find_unused_parameters: bool = False
+    console: Console | None = None
 
     def run(
         self, mode: Mode, status: RankStatus, at_most: int | None = None, trained_at: int | None = None
@@ -74,7 +80,6 @@ class SizeSearch:
             AutoBatchError: no size fits.
         """
         config = self.config.AUTOBATCH
-        logger.setLevel(_setting(config, "LOG_LEVEL", mode))
         with self.finder(mode, status, at_most, trained_at) as finder:
             result = finder.find(
                 _setting(config, "TARGET_MEMORY_FRACTION", mode),
@@ -104,18 +109,12 @@ class SizeSearch:
             low, high = min(low, at_most), at_most
             multiple_of = multiple_of if at_most % multiple_of == 0 else 1
 
-        def announce(size: int) -> None:
-            status.update(f"{mode}: trying batch size {size}")
-            logger.debug(status.text)
-            if mode == "train":
-                train_step.discard_wrapper()
-
         def train_once() -> None:
             train_step.discard_wrapper()
             num_micro_batches = train_step.num_micro_batches
             train_step(self._batches(self._spec("train"), trained_at or 1, num_batches=num_micro_batches))
 
-        with BatchSizeFinder(
+        with log_level(config, mode), BatchSizeFinder(
             train_step if mode == "train" else self._validate,
             partial(self._batches, spec, num_batches=num_batches),
             state=self.assembly.state,
@@ -129,8 +128,8 @@ class SizeSearch:
             bounds=self._bounds(mode, spec),
             batches_per_step=num_batches,
             train_once=None if trained_at is None else train_once,
-            on_start=announce,
-        ) as finder:
+            observer=_Progress(mode, status, self.console, train_step),
+        ) as finder:  # fmt: skip
             yield finder
         train_step.discard_wrapper()
         gc.collect()  # frees the wrapper with its hooks on the parameters
@@ -175,7 +174,7 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
         if not _setting(search.config.AUTOBATCH, "ENABLED", mode):
             continue
         trained_at = _trained_at(search, found) if mode == "val" else None
-        entry = _exchange(search, partial(_search_on_main, search, mode, trained_at))[0]
+        entry = _exchange(search, mode, partial(_search_on_main, search, mode, trained_at))[0]
         result = AutoBatchResult.from_dict(mode, entry)
         size = None
         while search.world.is_distributed and result.batch_size != size:
@@ -199,7 +198,7 @@ def still_fit(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> bool:
         budget_bytes = memory.budget(result.target_memory_fraction, limit_bytes)
         return result.peak_bytes is not None and result.peak_bytes <= budget_bytes
 
-    return all(_exchange(search, lambda status: all(map(fits, found.values()))))
+    return all(exchange(search.world, lambda status: all(map(fits, found.values()))))
 
 
 def _trained_at(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> int:
@@ -222,7 +221,7 @@ def run_on_every_rank(
     """
     search.world.warm_up_collectives()
     mode = result.mode
-    entries = _exchange(search, lambda status: search.run(mode, status, size, trained_at).as_dict())
+    entries = _exchange(search, mode, lambda status: search.run(mode, status, size, trained_at).as_dict())
     verdicts = [AutoBatchResult.from_dict(mode, entry) for entry in entries]
     result = dataclasses.replace(result, trials=(*result.trials, *verdicts[0].trials))
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
@@ -230,15 +229,32 @@ def run_on_every_rank(
         return dataclasses.replace(result, ran_on_every_rank=(*result.ran_on_every_rank, size))
     if search.world.is_distributed:
         rank = verdicts.index(smallest)
-        logger.info("rank %d fits no more than %d (%s)", rank, smallest.batch_size, mode)
+        with log_level(search.config.AUTOBATCH, mode):
+            logger.info("rank %d fits no more than %d (%s)", rank, smallest.batch_size, mode)
     return dataclasses.replace(
         result, batch_size=smallest.batch_size, certified=smallest.certified, within=smallest.within,
         limited_by=smallest.limited_by,
     )  # fmt: skip
 
 
-def _exchange(search: SizeSearch, work: Callable[[RankStatus], Any]) -> list[Any]:
-    return exchange(search.world, work, timeout_minutes=search.config.AUTOBATCH.TIMEOUT_MINUTES)
+@contextmanager
+def log_level(config: AutoBatchConfig, mode: Mode) -> Iterator[bool]:
+    """Set the logger to the level of a mode inside the context; the value says if trials are shown."""
+    before = logger.level
+    logger.setLevel(_setting(config, "LOG_LEVEL", mode))
+    try:
+        yield logger.isEnabledFor(logging.INFO)
+    finally:
+        logger.setLevel(before)
+
+
+def _exchange(search: SizeSearch, mode: Mode, work: Callable[[RankStatus], Any]) -> list[Any]:
+    config = search.config.AUTOBATCH
+    with (
+        log_level(config, mode) as is_shown,
+        StatusLine(search.console if is_shown else None) as line,
+    ):
+        return exchange(search.world, work, timeout_minutes=config.TIMEOUT_MINUTES, show=line.update)
 
 
 def _search_on_main(
@@ -286,6 +302,21 @@ class _TrialTrainStep:
             return None
         num_ranks, scaler = self._search.world.world_size, self._search.assembly.scaler
         return GradientProbe(model, scaler, decay=config.DECAY, num_ranks=num_ranks)
+
+
+class _Progress(SearchProgress):
+    """Shows the search, and lets each trial make its own wrapper."""
+
+    def __init__(
+        self, mode: Mode, status: RankStatus, console: Console | None, train_step: _TrialTrainStep
+    ) -> None:
+        super().__init__(mode, status, console)
+        self._train_step = train_step
+
+    def trial_started(self, size: int, purpose: Purpose) -> None:
+        super().trial_started(size, purpose)
+        if self.mode == "train":
+            self._train_step.discard_wrapper()
 
 
 def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:

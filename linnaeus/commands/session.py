@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +11,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from linnaeus.autobatch.protocol import RankStatus
-from linnaeus.autobatch.sizes import SizeSearch
+from linnaeus.autobatch.sizes import SizeSearch, log_level
 from linnaeus.commands.environment import describe, device_sentence
 from linnaeus.commands.options import Options
 from linnaeus.commands.tables import Measurement
@@ -21,7 +20,7 @@ from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World, join
 from linnaeus.errors import EXIT_INTERRUPTED
-from linnaeus.log import close_logging, is_interactive, make_console, set_up_logging
+from linnaeus.log import StatusLine, close_logging, make_console, set_up_logging
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.training.build import assemble
 
@@ -38,12 +37,14 @@ class Setup:
         data: training and validation data.
         world: this process and its device.
         status: told what is being tried.
+        console: shows the trials.
     """
 
     config: Config
     data: DataBundle
     world: World
     status: RankStatus
+    console: Console
 
     def search(self) -> SizeSearch:
         """Build the model and its steps, and the searches of a run with them.
@@ -53,7 +54,9 @@ class Setup:
         """
         config, data, world = self.config, self.data, self.world
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
-        return SizeSearch(config.DATA, config.TRAIN, data, assembly, world, config.EXPERIMENT.SEED)
+        return SizeSearch(
+            config.DATA, config.TRAIN, data, assembly, world, config.EXPERIMENT.SEED, console=self.console
+        )
 
     def note_environment(self, measurement: Measurement, search: SizeSearch) -> None:
         """Note where the figures hold, and show it. From now on the measurement is worth writing."""
@@ -92,12 +95,13 @@ def run_session(
     try:
         with (
             join(config.EXPERIMENT.DEVICE, config.DIST) as world,
-            _status_line(console) as status,
+            log_level(config.DATA.AUTOBATCH, "train") as is_shown,
+            StatusLine(console if is_shown else None) as line,
         ):
             set_deterministic(config.TRAIN.DETERMINISTIC)
             seed_all(config.EXPERIMENT.SEED)
             data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
-            measure(Setup(config, data, world, status), options, measurement)
+            measure(Setup(config, data, world, RankStatus(line.update), console), options, measurement)
         measurement.interrupted = False
     except KeyboardInterrupt:
         logger.info("interrupted; what has been measured so far is written")
@@ -112,13 +116,3 @@ def run_session(
             show(measurement, console)
         close_logging()
     return 0
-
-
-@contextmanager
-def _status_line(console: Console) -> Iterator[RankStatus]:
-    """A status that is shown where a person watches."""
-    if not is_interactive(console):
-        yield RankStatus()
-        return
-    with console.status("starting") as spinner:
-        yield RankStatus(spinner.update)

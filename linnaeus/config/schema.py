@@ -188,7 +188,10 @@ class AutoBatchConfig:
     STEPS_PER_TRIAL_VAL: int = key(
         "${DATA.AUTOBATCH.STEPS_PER_TRIAL}", "validation batches that one trial runs", ge=1
     )
-    LOG_LEVEL: str = key("INFO", "level of the `linnaeus.autobatch` logger", choices=_LOG_LEVELS)
+    LOG_LEVEL: str = key(
+        "INFO", "level of the `linnaeus.autobatch` logger during a search: INFO shows each trial, WARNING "
+        "none", choices=_LOG_LEVELS,
+    )  # fmt: skip
     LOG_LEVEL_VAL: str = key("${DATA.AUTOBATCH.LOG_LEVEL}", "LOG_LEVEL of validation", choices=_LOG_LEVELS)
     OBJECTIVE: str = key(
         "memory", "`memory` finds the largest size that fits; `throughput` the smallest size within 5 % of "

@@ -279,18 +279,58 @@ def test_sizes_below_the_smallest_are_not_tried() -> None:
 
 @pytest.mark.parametrize(("mode", "suffix"), [("train", ""), ("val", "_VAL")])
 def test_when_nothing_fits_the_error_names_sizes_peaks_budget_and_keys(mode: Any, suffix: str) -> None:
+    arguments = {**room(60), "target_memory_fraction": 0.99}
     with pytest.raises(AutoBatchError) as caught:
-        find_on_cpu(plain_step, make_batch, min_batch_size=90, mode=mode, **room(60))
+        find_on_cpu(plain_step, make_batch, min_batch_size=90, mode=mode, **arguments)
     text = str(caught.value)
     assert caught.value.exit_code == 3
     assert f"({mode})" in text
     assert "90 (" in text
     assert "Budget" in text
     assert "GiB" in text
-    for key in ("MIN_BATCH_SIZE", "TARGET_MEMORY_FRACTION"):
-        assert f"DATA.AUTOBATCH.{key}{suffix} " in text or f"DATA.AUTOBATCH.{key}{suffix}," in text
-    for key in ("DATA.IMG_SIZE", "MODEL.NAME", "TRAIN.AMP", "TRAIN.GRADIENT_CHECKPOINTING"):
+    for key in (f"MIN_BATCH_SIZE{suffix} ", f"TARGET_MEMORY_FRACTION{suffix} ", "MEMORY_LIMIT_GB."):
+        assert f"DATA.AUTOBATCH.{key}" in text
+    for key in ("DATA.IMG_SIZE", "MODEL.NAME", "TRAIN.AMP"):
         assert key in text
+    assert ("TRAIN.GRADIENT_CHECKPOINTING" in text) == (mode == "train")
+
+
+def remedies_in(**arguments: Any) -> str:
+    with pytest.raises(AutoBatchError) as caught:
+        find_on_cpu(plain_step, make_batch, max_batch_size=90, **arguments)
+    return str(caught.value).partition("What helps: ")[2]
+
+
+def test_when_nothing_fits_only_keys_with_an_effect_are_named() -> None:
+    """Each is absent where the case before shows that it may be there."""
+    limited = {"min_batch_size": 90, **room(60)}
+    assert "TARGET_MEMORY_FRACTION" in remedies_in(**{**limited, "target_memory_fraction": 0.99})
+    assert "TARGET_MEMORY_FRACTION" not in remedies_in(**limited)
+    assert "MEMORY_LIMIT_GB" in remedies_in(**limited)
+    tiny = {"target_memory_fraction": 1e-4, "min_batch_size": 90}
+    assert "MEMORY_LIMIT_GB" not in remedies_in(**tiny)
+    assert "IMG_SIZE" in remedies_in(**limited)
+    assert "IMG_SIZE" not in remedies_in(**tiny), "the process itself is above the budget"
+    assert "MIN_BATCH_SIZE" in remedies_in(**limited)
+    assert "MIN_BATCH_SIZE" not in remedies_in(**{**limited, "min_batch_size": 1, "memory_limit_gb": 0.01})
+    assert "MAX_TRIALS" not in remedies_in(**limited)
+
+
+def test_when_the_trials_run_out_their_key_is_named() -> None:
+    with pytest.raises(AutoBatchError, match=r"What helps: raise DATA\.AUTOBATCH\.MAX_TRIALS; "):
+        find_on_cpu(plain_step, make_batch, max_batch_size=400, strategy="binary", max_trials=1, **room(60))
+
+
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_the_total_is_the_limit_where_one_is_set(is_limited: bool) -> None:
+    device_bytes = device_memory(CPU).total_bytes
+    limit_gb = device_bytes / GIB / 2 if is_limited else 2 * device_bytes / GIB
+    result = find_on_cpu(
+        plain_step, make_batch, max_batch_size=2, target_memory_fraction=0.9, memory_limit_gb=limit_gb
+    )
+    assert result.total_bytes == (int(limit_gb * GIB) if is_limited else device_bytes)
+    assert result.total_is_limit == is_limited
+    assert AutoBatchResult.from_dict("train", result.as_dict()).total_is_limit == is_limited
 
 
 def test_a_process_that_already_holds_more_than_the_budget_finds_nothing() -> None:

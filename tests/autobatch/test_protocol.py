@@ -120,6 +120,47 @@ def test_a_rank_that_lives_but_never_ends_is_given_up(
     assert "trying 128" in told
 
 
+def test_what_a_rank_does_and_waits_for_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 shows it on the user's terminal."""
+    monkeypatch.setattr(control, "POLL_S", (0.001, 0.01))
+    shown: dict[int, list[str]] = {0: [], 1: []}
+
+    def until_seen(status: RankStatus) -> None:
+        status.update("train: trying batch size 128")
+        while "waiting for rank 1: train: trying batch size 128" not in shown[0]:
+            time.sleep(0.01)
+
+    store = HashStore()
+
+    def one(rank: int) -> None:
+        with ControlPlane(store, rank, 2) as plane:
+            world = World(CPU, rank=rank, world_size=2, control=plane)
+            exchange(world, [gives(None), until_seen][rank], timeout_minutes=0.5, show=shown[rank].append)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, range(2)))
+    assert shown[0][:2] == ["starting", "waiting"]
+    assert shown[1] == ["starting", "train: trying batch size 128", "waiting"]
+
+
+def test_a_waiting_rank_reports_a_change_early(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same text would be reported every 30 seconds only."""
+    monkeypatch.setattr(control, "CHANGE_S", 0.1)
+    monkeypatch.setattr(control, "POLL_S", (0.001, 0.01))
+
+    def two_sizes(status: RankStatus) -> None:
+        for size in (64, 128):
+            status.update(f"train: trying batch size {size}")
+            time.sleep(0.6)
+
+    with caplog.at_level(logging.INFO, "linnaeus.control"):
+        ranks(two_sizes, gives(None))
+    reports = [text for record in caplog.records if " s for rank 0" in (text := record.getMessage())]
+    assert [report.rpartition(" ")[2] for report in reports] == ["64", "128"]
+
+
 def test_waiting_ranks_report_what_they_wait_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

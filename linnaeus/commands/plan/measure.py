@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +18,6 @@ from linnaeus.commands.measure import Speeds, find_largest
 from linnaeus.commands.plan.results import Plan, Row
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
-
-logger = logging.getLogger("linnaeus.plan")
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,6 @@ class Measuring:
             return
         row = Row(self.plan.goal, samples_per_s_each=timing.samples_per_s, **sizes)
         self.plan.rows = sorted([*self.plan.rows, row], key=lambda other: other.batch_size)
-        logger.info("batch size %d: %.4g samples/s", row.batch_size, row.samples_per_s)
 
     def _sizes_of_run(self, size: int) -> dict[str, Any]:
         """The fields of a row that the batch plan decides."""

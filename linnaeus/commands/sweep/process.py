@@ -18,6 +18,8 @@ from linnaeus.errors import ConfigError
 
 LOCK = ".lock"
 REASON_LETTERS = 400
+TAIL_BYTES = 1 << 16
+"""Only this much of the end of a run's output is read for its last line."""
 
 
 class Stop:
@@ -123,8 +125,17 @@ def reason_of(folder: Path, exit_code: int) -> str | None:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         return f"ended by {name}" + (", often for lack of host memory" if name == "SIGKILL" else "")
-    lines = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace").splitlines()
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    last = last.removeprefix("- ")
+    last = last_line(folder).removeprefix("- ")
     short = last if len(last) <= REASON_LETTERS else f"{last[:REASON_LETTERS]}..."
     return short or f"ended with exit code {exit_code}"
+
+
+def last_line(folder: Path) -> str:
+    """The last line that the run in a folder has written so far; empty before the first."""
+    try:
+        with (folder / OUTPUT).open("rb") as output:
+            output.seek(max(output.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
+            lines = output.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -14,10 +14,10 @@ from linnaeus.commands.sweep.folder import OUTPUT, Outcome, prepare, read_result
 from linnaeus.commands.sweep.options import Options, PlannedRun
 from linnaeus.commands.sweep.output import results_table
 from linnaeus.commands.sweep.plot import save_plot
-from linnaeus.commands.sweep.process import Stop, locked, reason_of, run_in_child
+from linnaeus.commands.sweep.process import Stop, last_line, locked, reason_of, run_in_child
 from linnaeus.commands.sweep.results import Row, Sweep
 from linnaeus.errors import EXIT_INTERRUPTED
-from linnaeus.log import close_logging, make_console, set_up_logging
+from linnaeus.log import StatusLine, close_logging, make_console, set_up_logging
 
 EXIT_SOME_FAILED = 1
 logger = logging.getLogger("linnaeus.sweep")
@@ -43,7 +43,7 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
                 if stop.requested:
                     break
                 title = f"run {number} of {len(runs)}, {row.title}"
-                _train(planned, row, title, sweep.wanted_metric, stop, lock)
+                _train(planned, row, title, sweep.wanted_metric, stop, lock, console)
                 _save(sweep, folder)
             _report(sweep, folder, options.plot or folder / "sweep.png", console)
     finally:
@@ -53,7 +53,9 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
     return EXIT_SOME_FAILED if sweep.with_status("failed") else 0
 
 
-def _train(planned: PlannedRun, row: Row, title: str, metric: str | None, stop: Stop, lock: IO[str]) -> None:
+def _train(
+    planned: PlannedRun, row: Row, title: str, metric: str | None, stop: Stop, lock: IO[str], console: Console
+) -> None:
     """Train one run to its end, unless an earlier sweep has done so."""
     folder = planned.folder
     earlier = prepare(folder, planned.config)
@@ -63,7 +65,9 @@ def _train(planned: PlannedRun, row: Row, title: str, metric: str | None, stop: 
         return
     logger.info("%s: %s; output in %s", title, "going on" if earlier else "started", folder / OUTPUT)
     began = time.monotonic()
-    exit_code = run_in_child(folder, stop, lock)
+    with StatusLine(console) as line:
+        line.update(lambda: f"{title}: {last_line(folder)}")
+        exit_code = run_in_child(folder, stop, lock)
     if stop.requested and exit_code != 0:
         exit_code = EXIT_INTERRUPTED  # a run that was stopped may also end by the signal
     seconds = time.monotonic() - began + (earlier.seconds if earlier is not None else 0)

@@ -21,6 +21,8 @@ import yaml
 from PIL import Image
 from torch.utils.data import Dataset
 
+from linnaeus.commands.sweep.folder import OUTPUT
+from linnaeus.commands.sweep.process import last_line
 from tests.conftest import SMALL, Child, Run
 from tests.forks import ROOT
 
@@ -232,3 +234,13 @@ def test_help_and_mistakes_do_not_wait_for_torch() -> None:
         timeout=60,
     )
     assert done.stdout.splitlines()[-1] == "[0, 2, 2] set()"
+
+
+def test_the_last_line_of_a_run_is_found_however_long_its_output(tmp_path: Path) -> None:
+    assert last_line(tmp_path) == "", "nothing has been written"
+    output = tmp_path / OUTPUT
+    output.parent.mkdir()
+    output.write_text("epoch 1\n" * 100_000 + "epoch 2 \n\n")
+    assert last_line(tmp_path) == "epoch 2"
+    output.write_bytes(b"\xff epoch 3")
+    assert last_line(tmp_path) == "\ufffd epoch 3"

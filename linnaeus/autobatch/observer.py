@@ -1,0 +1,129 @@
+"""What a search tells about itself while it runs, and the log lines that follow from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from linnaeus.autobatch.result import Mode, Timing
+from linnaeus.autobatch.search import TrialRecord
+from linnaeus.memory.device import GIB
+
+Purpose = Literal["warm-up", "trial", "confirmation", "timing"]
+"""Why a size is run: to load kernels, to find the size, to run the size found again, or to time it."""
+
+_RESULTS = {"fits": "fits", "over": "above the budget", "oom": "out of memory"}
+_ENDINGS = {"confirmation": ", confirmation"}
+_DOING = {"warm-up": "warming up with", "trial": "trying", "confirmation": "confirming", "timing": "timing"}
+logger = logging.getLogger("linnaeus.autobatch")
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """What bounds a search.
+
+    Attributes:
+        min_size: smallest size that may be tried.
+        max_size: largest size that may be tried.
+        budget_bytes: what the process may hold on the device.
+        target_memory_fraction: fraction of `total_bytes` that may be in use on the device.
+        total_bytes: the device's memory, or the limit set for it.
+        total_is_limit: whether `total_bytes` is the limit.
+    """
+
+    min_size: int
+    max_size: int
+    budget_bytes: int
+    target_memory_fraction: float
+    total_bytes: int
+    total_is_limit: bool
+
+
+class SearchObserver:
+    """Is told what a search does. Each method does nothing unless overridden.
+
+    A search begins with the `warm-up` of a size, which has no result. Each `trial` and `confirmation` that
+    has started is also finished, unless an exception ends the search.
+    """
+
+    def search_started(self, limits: SearchLimits) -> None:
+        """The budget has been read; trials follow."""
+
+    def trial_started(self, size: int, purpose: Purpose) -> None:
+        """A size is about to run."""
+
+    def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
+        """A size has run under this budget, or has failed to."""
+
+    def size_timed(self, timing: Timing) -> None:
+        """Steps of a size have been timed; its speed is 0 if it no longer fits."""
+
+
+class SearchLog(SearchObserver):
+    """Logs one line for each search and each trial that has ended, at INFO; starts at DEBUG.
+
+    Args:
+        mode: begins every line.
+
+    Attributes:
+        num_trials: trials that have ended.
+        purpose: of the trial that was started last.
+    """
+
+    extra: Mapping[str, Any] = {}
+    """Attributes of the log records of trials."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+        self.num_trials = 0
+        self.purpose: Purpose = "warm-up"
+        self._fraction: float | None = None
+
+    def search_started(self, limits: SearchLimits) -> None:
+        """Log bounds and budget, once for each fraction of the memory."""
+        if limits.target_memory_fraction != self._fraction:
+            self._fraction = limits.target_memory_fraction
+            logger.info(
+                "AutoBatch %s: trying batch sizes from %d to %d; budget %s",
+                self.mode, limits.min_size, limits.max_size,
+                budget_of_total(limits.budget_bytes, limits.total_bytes, is_limit=limits.total_is_limit),
+            )  # fmt: skip
+
+    def trial_started(self, size: int, purpose: Purpose) -> None:
+        """Log the size at DEBUG."""
+        self.purpose = purpose
+        logger.debug("%s", self.doing(size))
+
+    def doing(self, size: int) -> str:
+        """Such as `train: trying batch size 128`."""
+        return f"{self.mode}: {_DOING[self.purpose]} batch size {size}"
+
+    def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
+        """Log the result."""
+        self.num_trials += 1
+        peak = "" if trial.peak_bytes is None else f", {peak_of_budget(trial.peak_bytes, budget_bytes)}"
+        logger.info(
+            "%s, trial %d: batch size %d %s%s, %.1f s%s",
+            self.mode, self.num_trials, trial.size, _RESULTS[trial.status], peak, trial.seconds,
+            _ENDINGS.get(self.purpose, ""), extra=self.extra,
+        )  # fmt: skip
+
+    def size_timed(self, timing: Timing) -> None:
+        """Log the speed."""
+        logger.info(
+            "%s: batch size %d: %.4g samples/s", self.mode, timing.batch_size, timing.samples_per_s,
+            extra=self.extra,
+        )  # fmt: skip
+
+
+def peak_of_budget(peak_bytes: int, budget_bytes: int) -> str:
+    """Such as `0.912 of 1.200 GiB`: with enough digits to tell a peak that is just above the budget."""
+    return f"{peak_bytes / GIB:.3f} of {budget_bytes / GIB:.3f} GiB"
+
+
+def budget_of_total(budget_bytes: int, total_bytes: int, *, is_limit: bool) -> str:
+    """Such as `1.20 GiB of 1.50 GiB (MEMORY_LIMIT_GB)`."""
+    name = " (MEMORY_LIMIT_GB)" if is_limit else ""
+    return f"{budget_bytes / GIB:.2f} GiB of {total_bytes / GIB:.2f} GiB{name}"

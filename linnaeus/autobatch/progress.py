@@ -1,0 +1,95 @@
+"""A search as it is watched: on a terminal a row for each trial, and what is being tried as a status."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+from rich.console import Console
+from rich.text import Text
+
+from linnaeus.autobatch.observer import Purpose, SearchLog
+from linnaeus.autobatch.protocol import RankStatus
+from linnaeus.autobatch.result import Mode, Timing
+from linnaeus.autobatch.search import TrialRecord
+from linnaeus.log import NOT_ON_CONSOLE, is_interactive
+from linnaeus.memory.device import GIB
+
+_HEADINGS = ("trial", "batch size", "status", "peak GiB", "of budget", "seconds")
+_ROW = "{:>5}  {:>10}  {:<6}  {:>8}  {:>9}  {:>7}"
+
+
+class SearchProgress(SearchLog):
+    """Shows a search on rank 0's terminal, and tells the status of this rank.
+
+    On a terminal, trials are rows of a table that grows; their log lines then go to the log file alone.
+    Where the level of the logger is above INFO, no row is shown.
+
+    Args:
+        mode: begins every line.
+        status: told each size that is tried, with the last peak and the best one.
+        console: rank 0's; None on the other ranks.
+    """
+
+    def __init__(self, mode: Mode, status: RankStatus, console: Console | None) -> None:
+        super().__init__(mode)
+        self._status = status
+        is_shown = console is not None and is_interactive(console) and self.logs_trials()
+        self._console = console if is_shown else None
+        self.extra = NOT_ON_CONSOLE if is_shown else {}
+        self._has_heading = False
+        self._so_far = ""
+        self._best = "none"
+        self._best_size = 0
+
+    def trial_started(self, size: int, purpose: Purpose) -> None:
+        """Update the status."""
+        super().trial_started(size, purpose)
+        number = f", trial {self.num_trials + 1}" if purpose in ("trial", "confirmation") else ""
+        self._status.update(f"{self.doing(size)}{number}{self._so_far}")
+
+    def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
+        """Add a row."""
+        super().trial_finished(trial, budget_bytes)
+        peak = of_budget = ""
+        if trial.peak_bytes is not None:
+            peak, of_budget = (
+                f"{trial.peak_bytes / GIB:.3f}",
+                f"{trial.peak_bytes / max(budget_bytes, 1):.1%}",
+            )
+        note = "confirmation" if self.purpose == "confirmation" else ""
+        self._row(self.num_trials, trial.size, trial.status, peak, of_budget, f"{trial.seconds:.2f}", note)
+        self._so_far = f" ({self._last_and_best(trial, budget_bytes)})"
+
+    def _last_and_best(self, trial: TrialRecord, budget_bytes: int) -> str:
+        peak = trial.status if trial.peak_bytes is None else f"{trial.peak_bytes / GIB:.3f}"
+        result = f"{trial.size}: {peak}"
+        if trial.status == "fits" and trial.size >= self._best_size:
+            self._best, self._best_size = result, trial.size
+        elif trial.status != "fits" and trial.size <= self._best_size:  # it has fitted before
+            self._best, self._best_size = "none", 0
+        return f"last {result}, best {self._best}, of {budget_bytes / GIB:.3f} GiB"
+
+    def size_timed(self, timing: Timing) -> None:
+        """Add a row."""
+        super().size_timed(timing)
+        speed = f"{timing.samples_per_s:.4g} samples/s"
+        self._row("", timing.batch_size, "timed", "", "", f"{timing.seconds_per_step:.3f}", speed)
+
+    def logs_trials(self) -> bool:
+        """Whether the logger's level lets trials through."""
+        return logging.getLogger("linnaeus.autobatch").isEnabledFor(logging.INFO)
+
+    def _row(self, *cells: object) -> None:
+        if self._console is None:
+            return
+        *columns, note = cells
+        if not self._has_heading:
+            self._has_heading = True
+            self._print(_ROW.format(*_HEADINGS), style="bold")
+        self._print(f"{_ROW.format(*columns)}  {note}".rstrip())
+
+    def _print(self, text: str, style: str = "") -> None:
+        assert self._console is not None
+        with suppress(OSError):  # a terminal that has gone does not end the search
+            self._console.print(Text(text, style), soft_wrap=True)
