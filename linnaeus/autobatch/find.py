@@ -466,6 +466,8 @@ def auto_find_batch_size(
     for name, function in (("step", step), ("make_batch", make_batch)):
         if not callable(function):
             raise TypeError(f"{name} is a {type(function).__name__}; it must be a function")
+    if not isinstance(observer, SearchObserver | None):
+        raise TypeError(f"observer is a {type(observer).__name__}; it must be a SearchObserver")
     counts = {
         "min_batch_size": min_batch_size, "max_batch_size": max_batch_size, "multiple_of": multiple_of,
         "steps_per_trial": steps_per_trial, "max_trials": max_trials,

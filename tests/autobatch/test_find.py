@@ -27,6 +27,7 @@ from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.training.ema import Ema
+from tests.memory.ledger import Ledger
 
 CPU = torch.device("cpu")
 MIB = 1024**2
@@ -115,7 +116,10 @@ def test_the_size_ran_within_the_budget_and_the_next_one_did_not(strategy: str, 
     assert 0 < fits.peak_bytes <= result.budget_bytes
     assert next_one.status in ("over", "oom")
     assert next_one.peak_bytes is None or next_one.peak_bytes > result.budget_bytes
-    assert {trial.size for trial in result.trials} <= set(seen) | {next_one.size}
+    batches_that_fit = {
+        trial.size for trial in result.trials if trial.status != "oom"
+    }  # others may not be made
+    assert batches_that_fit <= set(seen)
     assert seen.count(result.batch_size) >= 2
     assert 50 <= result.batch_size <= 80, "two MiB a sample in 150 MiB"
 
@@ -131,32 +135,33 @@ def test_the_size_found_holds_outside_the_search_and_a_larger_one_does_not() -> 
     loop = Loop()
     result = loop.find(strategy="guided")
     assert result.limited_by == "memory"
-    peaks = {}
-    loop.step(loop.make_batch(1))  # the optimizer's state
-    for size in (result.batch_size, round(result.batch_size * 1.3)):
-        device_memory(CPU).clean()
-        Path("/proc/self/clear_refs").write_text("5")
-        for _ in range(4):
-            loop.step(loop.make_batch(size))
-        peaks[size] = of_this_process("VmHWM")
-    fits, too_large = peaks.values()
-    assert fits <= 1.02 * result.peak_bytes
-    assert too_large > result.budget_bytes
+    growth = {}
+    for size in (result.batch_size, round(result.batch_size * 1.05) + 1):
+        fresh = Loop()
+        with Ledger() as ledger:
+            for _ in range(4):
+                fresh.step(fresh.make_batch(size))
+        growth[size] = ledger.peak_bytes
+    fits, too_large = growth.values()
+    assert fits == pytest.approx(result.peak_bytes - result.held_bytes, rel=0.005)
+    assert too_large > result.budget_bytes - result.held_bytes
 
 
 @pytest.mark.parametrize("confirm", [True, False])
 def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bool) -> None:
     """The last trial leaves 40 MiB behind, as a library's buffers would; only a confirmation can notice."""
     held: list[Tensor] = []
+    calls: list[int] = []
 
-    def step(batch: Tensor) -> None:
-        if len(batch) == 128 and not held:
+    def make(size: int) -> Tensor:
+        calls.append(size)
+        if size == 128 and not held:
             held.append(torch.ones(40 * WIDTH))
-        plain_step(batch)
+        return make_batch(size)
 
     limit_gb = room(150)["memory_limit_gb"]
     with BatchSizeFinder(
-        step, make_batch, device="cpu", max_batch_size=300, memory_limit_gb=limit_gb
+        plain_step, make, device="cpu", max_batch_size=300, memory_limit_gb=limit_gb
     ) as finder:
         result = finder.find(1.0, strategy="power", confirm=confirm)
         again = finder.measure(result.batch_size)
@@ -378,7 +383,7 @@ def test_bounds_in_the_wrong_order_are_both_named() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("step", None), ("step", 3), ("make_batch", torch.ones(2)), ("on_start", "print"),
+        ("step", None), ("step", 3), ("make_batch", torch.ones(2)), ("observer", print),
         ("max_trials", 2.5), ("max_batch_size", 64.0), ("min_batch_size", None), ("multiple_of", "8"),
         ("steps_per_trial", 1.5),
     ],
@@ -467,19 +472,25 @@ def test_modules_are_in_the_mode_of_the_search(mode: Any, training: bool) -> Non
 
 
 def test_validation_is_measured_with_the_optimizer_state_of_training_resident() -> None:
-    loop = Loop(width=1536, depth=4)
-    parameter_bytes = sum(parameter.nbytes for parameter in loop.model.parameters())
+    loop = Loop(width=512, depth=4)
 
     @torch.no_grad()
     def step(batch: Tensor) -> None:
         loop.model(batch)
 
-    peaks = {}
-    for name, state in (("with", (loop.model, loop.optimizer)), ("without", (loop.model,))):
-        result = loop.find(step=step, state=state, mode="val", max_batch_size=2, extra_mib=600)
-        peaks[name] = result.peak_bytes
+    with BatchSizeFinder(
+        step, loop.make_batch, state=(loop.model, loop.optimizer), mode="val", max_batch_size=2
+    ) as finder:
+        peak_bytes = finder.measure(2).peak_bytes
+        held_bytes = finder.held_bytes
+        states = [value for state in loop.optimizer.state.values() for value in state.values()]
+        state_bytes = sum(value.nbytes for value in states)
+        del states
+        assert state_bytes >= 2 * sum(parameter.nbytes for parameter in loop.model.parameters())
+        assert peak_bytes is not None
+        assert 0 < peak_bytes - held_bytes <= 3 * loop.make_batch(2).nbytes  # a layer's input and output
     assert not loop.optimizer.state
-    assert peaks["with"] - peaks["without"] == pytest.approx(2 * parameter_bytes, rel=0.1)
+    assert finder.memory.in_use() == held_bytes - state_bytes
 
 
 def test_gradient_checkpointing_allows_larger_batches() -> None:
