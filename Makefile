@@ -5,8 +5,11 @@ BIN := $(VENV)/bin
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadscope
 THOROUGH := --hypothesis-profile=thorough
 
+FLOOR_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).*
+FLOOR :=
+
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-all lint typecheck docs clean
+.PHONY: help train test test-slow test-all test-floor lint typecheck docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +26,9 @@ test-slow: $(VENV)/.installed-dev ## run the slow tests, and the property tests 
 test-all: $(VENV)/.installed-dev ## run the whole test suite
 	$(BIN)/python -m pytest $(THOROUGH) $(PARALLEL)
 
+test-floor: ## run the whole test suite but the slow tests with the oldest torch that pyproject.toml allows
+	$(MAKE) test VENV=.venv-floor FLOOR="torch==$(FLOOR_TORCH)"
+
 lint: $(VENV)/.installed-dev ## check style, format and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,7 +41,7 @@ docs: $(VENV)/.installed-docs ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
 
 clean: ## remove the environment and everything that was built
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-floor build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -49,5 +55,5 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q -e ".[$*]"
+	$(BIN)/python -m pip install -q -e ".[$*]" $(FLOOR)
 	@touch $@ $(VENV)/.installed

@@ -374,14 +374,16 @@ class BatchSizeFinder:
         return (
             f"AutoBatch ({self.mode}): {reason}. Budget {self.budget_bytes / GIB:.2f} GiB for this process: "
             f"{fraction:.0%} of {self.total_bytes / GIB:.2f} GiB{limit}{self._used_by_others(fraction)}"
-            f"{self._own_cap()}; {self._outside()}. "
-            f"{self.held_bytes / GIB:.2f} GiB are held before the first sample. Tried: {tried or 'nothing'}. "
+            f"{self._own_cap()}; {self.held_bytes / GIB:.2f} GiB are held before the first sample. "
+            f"Tried: {tried or 'nothing'}. "
             f"What helps: {'; '.join(self._remedies(limited_by, fraction))}."
         )
 
     def _used_by_others(self, fraction: float) -> str:
         others_bytes = int(fraction * self.total_bytes) - self.budget_bytes
-        return f", less {others_bytes / GIB:.2f} GiB that others use" if others_bytes > GIB // 100 else ""
+        if others_bytes <= GIB // 100 or self._own_cap():
+            return ""
+        return f", less {others_bytes / GIB:.2f} GiB that others use ({self._outside()})"
 
     def _remedies(self, limited_by: str, fraction: float) -> Iterator[str]:
         """What the user can do so that a size fits; only what would have an effect here."""

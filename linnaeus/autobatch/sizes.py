@@ -195,8 +195,10 @@ def still_fit(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> bool:
     limit_bytes = None if limit_gb is None else int(limit_gb * GIB)
 
     def fits(result: AutoBatchResult) -> bool:
+        sizes_used = [trial for trial in result.trials if trial.size <= result.batch_size]
+        peaks = [trial.peak_bytes for trial in sizes_used if trial.status == "fits"]
         budget_bytes = memory.budget(result.target_memory_fraction, limit_bytes)
-        return result.peak_bytes is not None and result.peak_bytes <= budget_bytes
+        return bool(peaks) and max(filter(None, peaks)) <= budget_bytes
 
     return all(exchange(search.world, lambda status: all(map(fits, found.values()))))
 
