@@ -150,11 +150,16 @@ class TrialRunner:
     def _measure(self, size: int) -> tuple[str | None, int]:
         """Run the trial under the cap; return why it failed (None if it did not), and the peak in bytes."""
         memory = self._memory
+        if not self._is_prepared:
+            with memory.cap(memory.total_bytes):  # training may use more than validation
+                failure = self._failure(self._prepare_validation)
+            if failure is not None:
+                return f"the training step before it: {failure}", 0
         if memory.in_use() >= self.budget_bytes:
             return "the process holds the whole budget before the first sample", 0
         with memory.cap(self.budget_bytes):
             retries = memory.num_retries()
-            failure = self._run(size)
+            failure = self._failure(partial(self._run, size))
             peak_bytes = memory.peak()
         if failure is None and memory.num_retries() > retries:
             failure = "the allocator had to flush its cache"
@@ -182,23 +187,25 @@ class TrialRunner:
             return []
         return seconds
 
-    def _run(self, size: int) -> str | None:
-        """Run the trial's steps; return the first line of an out-of-memory error, None if there was none."""
+    def _run(self, size: int) -> None:
+        """Run the trial's steps."""
+        if self._training and self._num_steps == 1:
+            self._allocate_optimizer_state()
+        for module in self._modules:
+            module.train(self._training)
+        self._memory.reset_peak()
+        for number in range(self._num_steps):
+            with _stepped(self._optimizers) as stepped:
+                self._step(self._make_batch(size))
+            if self._training and number == 0:
+                for optimizer in self._optimizers:
+                    if optimizer not in stepped:
+                        step_with_zero_gradients(optimizer, self._memory.refused)
+
+    def _failure(self, work: Callable[[], object]) -> str | None:
+        """Call the function; return the first line of an out-of-memory error, None if there was none."""
         try:
-            if not self._is_prepared:
-                self._prepare_validation()
-            elif self._training and self._num_steps == 1:
-                self._allocate_optimizer_state()
-            for module in self._modules:
-                module.train(self._training)
-            self._memory.reset_peak()
-            for number in range(self._num_steps):
-                with _stepped(self._optimizers) as stepped:
-                    self._step(self._make_batch(size))
-                if self._training and number == 0:
-                    for optimizer in self._optimizers:
-                        if optimizer not in stepped:
-                            step_with_zero_gradients(optimizer, self._memory.refused)
+            work()
         except Exception as error:
             if not self._memory.refused(error):
                 raise

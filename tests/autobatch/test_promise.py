@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from linnaeus import nest
 from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes
@@ -30,7 +31,7 @@ from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World
 from linnaeus.log import MetricsFile, ProgressBar
 from linnaeus.main import cli
-from linnaeus.memory.device import GIB
+from linnaeus.memory.device import GIB, device_memory
 from linnaeus.rng import seed_all
 from linnaeus.signals import StopRequest
 from linnaeus.tracking import Tracker
@@ -90,12 +91,19 @@ class Searched(NamedTuple):
     found: dict[str, AutoBatchResult]
 
 
+def limit_with_room_for(extra_mib: int) -> float:
+    """In GiB, above what the process holds without what the C library keeps of earlier tests."""
+    memory = device_memory(CPU)
+    memory.clean()
+    return (psutil.Process().memory_info().rss + extra_mib * MIB) / GIB
+
+
 def search(*argv: str, extra_mib: int = 150, seed: int = 0) -> Searched:
     config = load_config([*BASE, *argv]).config
     seed_all(seed)
     data = build_data(config.DATA, seed=seed)
     assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, World(CPU))
-    limit_gb = (psutil.Process().memory_info().rss + extra_mib * MIB) / GIB
+    limit_gb = limit_with_room_for(extra_mib)
     autobatch = dataclasses.replace(config.DATA.AUTOBATCH, MEMORY_LIMIT_GB=limit_gb)
     config = dataclasses.replace(config, DATA=dataclasses.replace(config.DATA, AUTOBATCH=autobatch))
     return Searched(config, assembly, find(config, assembly, seed))
@@ -189,18 +197,18 @@ def test_a_size_that_is_too_large_breaks_the_promise(excess: float, tmp_path: Pa
 
 
 @pytest.mark.parametrize("model", ["resnet", pytest.param("vit", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("excess", [0.0, 0.1])
-def test_validation_after_training_grows_by_no_more_than_promised(
-    model: str, excess: float, tmp_path: Path
-) -> None:
+def test_validation_after_training_grows_by_no_more_than_promised(model: str, tmp_path: Path) -> None:
     """And by more with a size that is too large."""
     options = (*MODELS[model], "TRAIN.EMA.ENABLED=True", "OPTIMIZER.NAME=adamw")
-    searched = search(*options, extra_mib=60)
+    searched = search(*options, extra_mib=120)
     found = searched.found["val"]
     assert found.limited_by == "memory"
     assert found.batch_size > searched.found["train"].batch_size
-    grown_bytes = train(searched, tmp_path, excess=excess, num_steps=2)["val"]
-    assert (excess_over_promise(grown_bytes, found) <= TOLERANCE - 1) == (excess == 0)
+    grown_bytes = train(searched, tmp_path, num_steps=2)["val"]
+    grown_bytes -= nest.num_bytes(searched.assembly.optimizer.state_dict()["state"])  # `held_bytes` has it
+    assert abs(excess_over_promise(grown_bytes, found)) <= TOLERANCE - 1
+    too_much_bytes = train(searched, tmp_path, excess=0.1, num_steps=2)["val"]  # the state is there by now
+    assert excess_over_promise(too_much_bytes, found) > TOLERANCE - 1
 
 
 @pytest.mark.slow
@@ -216,7 +224,7 @@ def test_a_whole_run_grows_by_no_more_than_the_larger_of_its_two_promises(
 
     monkeypatch.setattr(Trainer, "fit", fit_from_here)
     monkeypatch.chdir(tmp_path)
-    limit_gb = (psutil.Process().memory_info().rss + 120 * MIB) / GIB
+    limit_gb = limit_with_room_for(120)
     with ledger:
         code = cli([
             *BASE, *MODELS["resnet"], "DATA.DATASET.NUM_SAMPLES=240", "DATA.DATASET.NUM_SAMPLES_VAL=600",
