@@ -59,10 +59,17 @@ def holding(cuda: FakeCuda, assembly: Assembly) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def on_the_host() -> Iterator[None]:
+    """Inside the context, nothing is allocated on the device."""
+    with _disable_current_modes():
+        yield
+
+
 def _on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def work(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with on_the_host():
             return function(*args, **kwargs)
 
     return work
