@@ -1,0 +1,336 @@
+"""What a search promises against what a whole run reserves: train, validate, checkpoint, resume, train again.
+
+A run is the real one, on a card or on the stand-in for one. Each of its phases has the peak that the search
+promised for it and the peak that the allocator reached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as torch_dist
+
+from linnaeus.autobatch.result import AutoBatchResult, Mode
+from linnaeus.autobatch.sizes import SizeSearch, find_sizes, still_fit
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import plan_batches
+from linnaeus.config.load import load_config
+from linnaeus.config.schema import Config
+from linnaeus.data.bundle import DataBundle
+from linnaeus.data.datasets import build_data
+from linnaeus.data.loader import build_loaders
+from linnaeus.dist import World, wrap
+from linnaeus.log import MetricsFile, ProgressBar
+from linnaeus.memory.device import CudaMemory
+from linnaeus.rng import seed_all
+from linnaeus.signals import StopRequest
+from linnaeus.tracking import Tracker
+from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.training.noise_scale import build_probe
+from linnaeus.training.schedule import Schedule
+from linnaeus.training.stop import StopAgreement
+from linnaeus.training.trainer import Trainer
+from tests.cuda.allocator import MIB
+from tests.cuda.device import FakeCuda
+from tests.cuda.training import holding, on_the_host
+
+NUM_STEPS = 2.3
+"""Optimizer steps of an epoch; the last one is smaller."""
+NUM_EPOCHS = 2, 3
+"""Epochs at the end of the first process, and of the resumed one; a validation follows each epoch."""
+NUM_VAL_BATCHES = 1.4
+"""Batches of a validation; the last one is smaller."""
+TOLERANCE = 0.02
+"""A phase may reserve this fraction more than promised."""
+CONTEXT_BYTES = 40 * MIB
+TENANTS_BYTES = 24 * MIB
+MODELS = {
+    "resnet": ("MODEL.NAME=test_resnet", "DATA.IMG_SIZE=96"),
+    "vit": ("MODEL.NAME=test_vit", "DATA.IMG_SIZE=128"),
+    "convnext": ("MODEL.NAME=test_convnext", "DATA.IMG_SIZE=96"),
+    "efficientnet": ("MODEL.NAME=test_efficientnet", "DATA.IMG_SIZE=96"),
+}
+ROOM_BYTES = 160 * MIB
+"""Memory of the device without what the context and other processes hold."""
+
+
+class Case(NamedTuple):
+    """A run.
+
+    Attributes:
+        fraction: TARGET_MEMORY_FRACTION.
+        buckets: whether gradients are in the buckets of DistributedDataParallel.
+        probe: whether the noise scale is measured, at every second optimizer step.
+    """
+
+    model: str
+    fraction: float
+    optimizer: str = "sgd"
+    amp: str = "off"
+    ema: bool = False
+    accumulation: int = 1
+    probe: bool = False
+    buckets: bool = False
+
+    def __str__(self) -> str:
+        switches = [name for name in ("ema", "probe", "buckets") if getattr(self, name)]
+        switches += ["accumulation"] if self.accumulation > 1 else []
+        amp = "float32" if self.amp == "off" else self.amp
+        return " ".join([f"{self.model} {self.fraction:.2f} {self.optimizer} {amp}", *switches])
+
+    @property
+    def argv(self) -> list[str]:
+        """Its configuration. The implementation of the optimizer is that of CUDA, on the CPU too."""
+        return [
+            *MODELS[self.model], "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=100000",
+            "DATA.DATASET.NUM_SAMPLES_VAL=100000", "DATA.AUTOBATCH.ENABLED=True",
+            "DATA.AUTOBATCH.MAX_BATCH_SIZE=4096", "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=2",
+            f"OPTIMIZER.NAME={self.optimizer}", "OPTIMIZER.LR=1e-4", "OPTIMIZER.KWARGS={foreach: true}",
+            f"TRAIN.AMP={self.amp}", f"TRAIN.EMA.ENABLED={self.ema}",
+            f"TRAIN.ACCUMULATION_STEPS={self.accumulation}", f"TRAIN.NOISE_SCALE.ENABLED={self.probe}",
+            "TRAIN.NOISE_SCALE.EVERY=2",
+        ]  # fmt: skip
+
+
+CASES = tuple(
+    Case(model, fraction, *switches)
+    for model in MODELS
+    for fraction, *rows in (
+        (0.80, ("sgd", "off"), ("adamw", "bf16", True, 2, True, True)),
+        (0.90, ("adamw", "off", True), ("sgd", "bf16", False, 2, True)),
+        (0.97, ("adamw", "bf16"), ("sgd", "off", True, 2, False, True)),
+    )
+    for switches in rows
+)
+"""Each optimizer, number format and switch with each model, and at two fractions or more."""
+CONTROLS = tuple(case for case in CASES if case[1:4] in ((0.80, "sgd", "off"), (0.97, "adamw", "bf16")))
+"""Cases that are run with sizes 5 and 10 % too large as well."""
+
+
+class Phase(NamedTuple):
+    """A phase of a run: an epoch's training, or a validation.
+
+    Attributes:
+        peak_bytes: most bytes that the allocator reserved.
+        num_retries: how often the allocator flushed its cache.
+        promise: what the search found for its mode.
+    """
+
+    mode: Mode
+    peak_bytes: int
+    num_retries: int
+    promise: AutoBatchResult
+
+    @property
+    def excess(self) -> float:
+        """How far it went beyond the promise, as a fraction of it."""
+        assert self.promise.peak_bytes is not None
+        return self.peak_bytes / self.promise.peak_bytes - 1
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it kept to the promise and to the budget, and had no need to flush the cache."""
+        is_within = self.peak_bytes <= self.promise.budget_bytes
+        return self.excess <= TOLERANCE and is_within and not self.num_retries
+
+
+class StandIn:
+    """The stand-in for a card. Each process gets a fresh one, with the same other processes on it."""
+
+    device = torch.device("cpu")
+
+    def fraction(self, case: Case) -> float:
+        """TARGET_MEMORY_FRACTION on this device."""
+        return case.fraction
+
+    @contextmanager
+    def process(self, assembly: Assembly) -> Iterator[None]:
+        """A process that holds the assembly and nothing else."""
+        total_bytes = ROOM_BYTES + CONTEXT_BYTES + TENANTS_BYTES
+        cuda = FakeCuda(total_bytes, context_bytes=CONTEXT_BYTES, tenants_bytes=TENANTS_BYTES)
+        with holding(cuda, assembly):
+            yield
+
+
+class Card:
+    """A CUDA device, of which the run gets a part."""
+
+    device = torch.device("cuda", 0)
+
+    def fraction(self, case: Case) -> float:
+        """What is in use outside the allocator, and the case's fraction of the room, of the whole card."""
+        memory = CudaMemory(self.device)
+        return (memory.outside() + case.fraction * ROOM_BYTES) / memory.total_bytes
+
+    @contextmanager
+    def process(self, assembly: Assembly) -> Iterator[None]:
+        """This process, without cached blocks of earlier runs."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        yield
+
+
+Machine = StandIn | Card
+
+
+class SingleRank(World):
+    """One rank whose model is wrapped all the same: the group of all ranks is that of this rank alone."""
+
+    @property
+    def is_distributed(self) -> bool:
+        """True."""
+        return True
+
+
+@contextmanager
+def world_of(case: Case, device: torch.device, folder: Path) -> Iterator[World]:
+    """The processes of a run; for gradient buckets, in a process group of one."""
+    if not case.buckets:
+        yield World(device)
+        return
+    store = torch_dist.FileStore(str(folder / "store"), 1)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    torch_dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        host, single = (torch_dist.new_group([0], backend=name) for name in ("gloo", backend))
+        assert isinstance(host, torch_dist.ProcessGroup)
+        assert isinstance(single, torch_dist.ProcessGroup)
+        yield SingleRank(device, host_group=host, single_rank_group=single)
+    finally:
+        torch_dist.destroy_process_group()
+
+
+class MeasuredTrainer(Trainer):
+    """Measures each phase at the allocator.
+
+    Attributes:
+        phases: the mode, the peak in bytes and the flushes of the cache of each phase so far.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.phases: list[tuple[Mode, int, int]] = []
+
+    def train_epoch(self) -> None:
+        with self._measured("train"):
+            super().train_epoch()
+
+    def _validation_metrics(self) -> dict[str, float] | None:
+        with self._measured("val"):
+            return super()._validation_metrics()
+
+    @contextmanager
+    def _measured(self, mode: Mode) -> Iterator[None]:
+        before = torch.cuda.memory_stats()["num_alloc_retries"]
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        num_retries = torch.cuda.memory_stats()["num_alloc_retries"] - before
+        self.phases.append((mode, torch.cuda.max_memory_reserved(), num_retries))
+
+
+class Run:
+    """One run, in several processes one after the other.
+
+    Args:
+        case: what is run.
+        machine: where.
+        folder: takes the checkpoint.
+
+    Attributes:
+        found: what the first process has found, by mode.
+    """
+
+    def __init__(self, case: Case, machine: Machine, folder: Path) -> None:
+        self.case, self.machine, self.folder = case, machine, folder
+        self.found: dict[str, AutoBatchResult] = {}
+        seed_all(0)
+
+    def phases(self, *, excess: float = 0.0) -> list[Phase]:
+        """Search if nothing is found yet, train, write a checkpoint, resume from it and train on.
+
+        Args:
+            excess: fraction by which the sizes are raised above those found.
+
+        Raises:
+            torch.OutOfMemoryError: memory ran out after the search.
+        """
+        with world_of(self.case, self.machine.device, self.folder) as world:
+            return [
+                phase
+                for number, num_epochs in enumerate(NUM_EPOCHS)
+                for phase in self._process(world, num_epochs, excess, resumes=number > 0)
+            ]
+
+    def _process(self, world: World, num_epochs: int, excess: float, *, resumes: bool) -> list[Phase]:
+        config = self._config(num_epochs)
+        data = build_data(config.DATA, seed=0)
+        assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
+        checkpoints = CheckpointFolder(self.folder / "checkpoints", background=True)
+        with self.machine.process(assembly), checkpoints:
+            checkpoint = checkpoints.load_latest(world) if resumes else None
+            if checkpoint is not None:
+                checkpoint.restore(TrainingState.of(assembly), world)
+            self._find(config, data, assembly, world)
+            sizes = {mode: math.ceil(found.batch_size * (1 + excess)) for mode, found in self.found.items()}
+            samples_per_step = sizes["train"] * self.case.accumulation
+            config.DATA.DATASET.NUM_SAMPLES = int(NUM_STEPS * samples_per_step)
+            config.DATA.DATASET.NUM_SAMPLES_VAL = int(NUM_VAL_BATCHES * sizes["val"])
+            with self._trainer(config, assembly, world, checkpoints, sizes) as trainer:
+                if checkpoint is not None:
+                    trainer.resume(checkpoint.content, 0)
+                trainer.fit()
+        return [Phase(*phase, self.found[phase[0]]) for phase in trainer.phases]
+
+    def _config(self, num_epochs: int) -> Config:
+        fraction = self.machine.fraction(self.case)
+        options = f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION={fraction}", f"TRAIN.EPOCHS={num_epochs}"
+        return load_config([*self.case.argv, *options]).config
+
+    def _find(self, config: Config, data: DataBundle, assembly: Assembly, world: World) -> None:
+        """Search; or see that the sizes found earlier still fit."""
+        # A trial makes its batches on the device, as on a card, where a worker loads those of training.
+        with_worker = dataclasses.replace(config.DATA, NUM_WORKERS=1)
+        search = SizeSearch(with_worker, config.TRAIN, data, assembly, world, seed=0)
+        if not self.found:
+            self.found = find_sizes(search)
+        assert still_fit(search, self.found)
+
+    @contextmanager
+    def _trainer(
+        self, config: Config, assembly: Assembly, world: World, checkpoints: CheckpointFolder,
+        sizes: dict[str, int],
+    ) -> Iterator[MeasuredTrainer]:  # fmt: skip
+        num_samples = config.DATA.DATASET.NUM_SAMPLES
+        facts = Facts(sizes["train"], 1, num_samples, config.OPTIMIZER.LR)
+        plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
+        model = wrap(assembly.model, world)
+        probe = build_probe(config.TRAIN.NOISE_SCALE, model, assembly.scaler, plan)
+        with on_the_host():
+            data = build_data(config.DATA, seed=0)
+        with build_loaders(
+            data, sizes=plan.micro_batches, batch_size_val=sizes["val"],
+            data_config=config.DATA, seed=0, rank=0, world_size=1, device=world.device,
+        ) as loaders:  # fmt: skip
+            yield MeasuredTrainer(
+                config.TRAIN, plan, world, assembly,
+                loaders=loaders,
+                train_step=dataclasses.replace(assembly.train_step, model=model, probe=probe),
+                schedule=Schedule(
+                    config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps,
+                    warmup_steps=plan.warmup_steps,
+                ),
+                checkpoints=checkpoints,
+                metrics_file=MetricsFile(self.folder / "metrics.jsonl", enabled=False),
+                tracker=Tracker(),
+                progress_bar=ProgressBar(None),
+                stop=StopAgreement(world, StopRequest()),
+                checkpoint_extras={"searched_for": "", "autobatch": {}},
+            )  # fmt: skip
