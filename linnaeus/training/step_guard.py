@@ -97,16 +97,17 @@ class StepGuard:
     def state_before(self, state: dict[str, Any]) -> dict[str, Any]:
         """`TrainingState.state_dict()` with the buffers as they were before the step. Call it inside `held`.
 
-        Forward passes of the current step may go on meanwhile.
+        The current step's forward and backward passes may go on meanwhile.
         """
         if not self._is_open:
             return state
-        copies = {id(buffer): copy for _, _, buffer, copy in self._buffers}
+        copies = {(id(registry), name): copy for registry, name, _, copy in self._buffers}
         for part in ("model", "criterion"):
-            module = getattr(self._assembly, part)
-            for name, buffer in module.named_buffers(remove_duplicate=False):
-                if name in state.get(part, {}) and id(buffer) in copies:
-                    state[part][name] = copies[id(buffer)]
+            for path, module in getattr(self._assembly, part).named_modules(remove_duplicate=False):
+                for name in module._buffers:
+                    full_name = f"{path}.{name}".lstrip(".")
+                    if full_name in state.get(part, {}):
+                        state[part][full_name] = copies[id(module._buffers), name]
         return state
 
     def rng_before(self) -> dict[str, Any]:

@@ -6,10 +6,12 @@ import gc
 import logging
 import math
 import time
+import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -36,6 +38,9 @@ from linnaeus.training.schedule import Schedule
 from linnaeus.training.step import TrainStep
 from linnaeus.training.step_guard import StepGuard
 from linnaeus.training.stop import StopAgreement
+
+CHECKPOINT_LIMIT_S = 600.0
+"""How long a rank without memory waits for rank 0 to write the last checkpoint."""
 
 logger = logging.getLogger("linnaeus.trainer")
 
@@ -156,6 +161,8 @@ class Trainer:
             LinnaeusError: the loss is not finite.
             OutOfMemoryError: a training step ran out of memory, and could not be taken in smaller parts.
         """
+        if self._guard is not None and self.world.control is not None:
+            self.world.control.on_request = self._save_before_step
         with self.stop.deferred(), self.progress_bar:
             while self.progress.epoch < self.plan.num_epochs:
                 self.train_epoch()
@@ -269,9 +276,13 @@ class Trainer:
         if obstacle is not None:
             details = explain(self.assembly, self.world, self.checkpoints.folder.parent, obstacle)
             raise OutOfMemoryError(". ".join(filter(None, [text, self.size_origin, details]))) from error
+        if self.world.is_distributed:
+            self._end_with_checkpoint(error, text, limit)
         assert self._guard is not None
         self._guard.restore()
-        self._limit_micro_batches(limit)
+        self.plan = self.plan.limited(limit)
+        self.loaders.train.set_sizes(self.plan.micro_batches)
+        self.checkpoint_extras |= self._limit_entries(limit)
         logger.warning(
             "warning: %s. TRAIN.ON_OUT_OF_MEMORY split: the step is taken again, and from now on "
             "micro-batches have at most %d samples; the effective batch stays %d",
@@ -291,11 +302,44 @@ class Trainer:
             return "split further, a micro-batch would have one sample, too few for BatchNorm"
         return None
 
-    def _limit_micro_batches(self, limit: int) -> None:
-        """Go on with smaller micro-batches, and let checkpoints say so."""
-        self.plan = self.plan.limited(limit)
-        self.loaders.train.set_sizes(self.plan.micro_batches)
-        self.checkpoint_extras |= {"plan": self.plan.as_dict(), "micro_batch_limit": limit}
+    def _limit_entries(self, limit: int) -> dict[str, Any]:
+        """What a checkpoint says of a limit on the micro-batches."""
+        return {"plan": self.plan.limited(limit).as_dict(), "micro_batch_limit": limit}
+
+    def _end_with_checkpoint(self, error: Exception, text: str, limit: int) -> NoReturn:
+        """End all ranks with a checkpoint from which the next attempt goes on with smaller micro-batches.
+
+        This rank cannot take the step again by itself: the others wait for its gradients in a collective.
+        """
+        traceback.clear_frames(error.__traceback__)  # frees the activations
+        if self.world.is_main:
+            self._save_before_step(limit)
+            is_saved = True
+        else:
+            assert self.world.control is not None
+            is_saved = self.world.control.ask_main(limit, limit_s=CHECKPOINT_LIMIT_S)
+        outcome = (
+            "all ranks end with a checkpoint. With TRAIN.AUTO_RESUME True the next attempt (torchrun "
+            f"--max-restarts, or the same command again) takes micro-batches of at most {limit} and the same "
+            "effective batch"
+            if is_saved
+            else "rank 0 could not save a checkpoint; the last one is kept"
+        )
+        raise OutOfMemoryError(f"{text}. TRAIN.ON_OUT_OF_MEMORY split: {outcome}") from error
+
+    def _save_before_step(self, limit: int) -> None:
+        """Write a checkpoint of the state before the current step, with a limit on the micro-batches.
+
+        On rank 0 alone, and in another thread if another rank ran out of memory: the main thread waits for it
+        in a collective, or soon will. Rank 0 has then made as many updates as all ranks have.
+        """
+        assert self._guard is not None
+        with self._guard.held(), self._guard.beside_training():
+            self.checkpoint_extras = self.checkpoint_extras | self._limit_entries(limit)
+            content = self._content([self._guard.rng_before()])
+            content["state"] = self._guard.state_before(content["state"])
+            self.checkpoints.save(content)
+            self.checkpoints.wait()
 
     def _count_seconds(self) -> None:
         """Add the time since the last call, or since `_clock` was set, to the time of training."""
@@ -396,17 +440,21 @@ class Trainer:
         if samples and is_next and not self.plan.rest_of_epoch(self.progress.epoch, samples):
             self._distribute_batchnorm()  # the next thing that a resumed run does is to validate
         generators = self.world.gather_on_host(rng_state(self.world.device))
-        probe = self.train_step.probe
         if self.world.is_main:
-            content = {
-                "progress": vars(self.progress).copy(),
-                "state": self._state.state_dict(),
-                "rng": generators,
-                "noise_scale": None if probe is None else probe.scale.state_dict(),
-                **self.checkpoint_extras,
-            }
-            self.checkpoints.save(content, is_best=is_best)
+            with nullcontext() if self._guard is None else self._guard.held():
+                self.checkpoints.save(self._content(generators), is_best=is_best)
         self._saved_at = time.monotonic()
+
+    def _content(self, generators: list[Any] | None) -> dict[str, Any]:
+        """The entries of a checkpoint; `generators` are the states of the ranks' random number generators."""
+        probe = self.train_step.probe
+        return {
+            "progress": vars(self.progress).copy(),
+            "state": self._state.state_dict(),
+            "rng": generators,
+            "noise_scale": None if probe is None else probe.scale.state_dict(),
+            **self.checkpoint_extras,
+        }
 
 
 class LossMeter:

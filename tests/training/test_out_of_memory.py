@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ import torch
 from torch import Tensor
 
 from linnaeus.autobatch.result import AutoBatchResult
+from tests import forks
 from tests.batching.test_runs import PLAIN, Layers, checkpoint, curve, lines_of
-from tests.conftest import Run, assert_same_bits, weights
+from tests.conftest import TORCHRUN, Run, assert_same_bits, weights
+from tests.forks import ROOT, Outcome
 
 EXABYTE = 1 << 60
+MIB = 1 << 20
+STATUS = Path("/proc/self/status")
 
 
 def allocate_too_much() -> None:
@@ -34,9 +39,17 @@ class Greedy(Layers):
     """
 
     def __init__(
-        self, num_classes: int, from_sample: int = 0, largest: int = 0, where: str = "forward", **options: Any
+        self,
+        num_classes: int,
+        from_sample: int = 0,
+        largest: int = 0,
+        where: str = "forward",
+        rank: int = 0,
+        **options: Any,
     ) -> None:
         super().__init__(num_classes, **options)
+        if os.environ.get("RANK", "0") != str(rank):
+            largest = 0
         self.from_sample, self.largest, self.where = from_sample, largest, where
         self.register_buffer("num_samples", torch.zeros((), dtype=torch.int64))
         self.register_buffer("drawn", torch.zeros(3, dtype=torch.float64), persistent=False)
@@ -53,6 +66,26 @@ class Greedy(Layers):
             if self.where == "forward":
                 allocate_too_much()
             outputs.register_hook(lambda gradient: allocate_too_much())
+        return outputs
+
+
+class Hungry(Greedy):
+    """From the same place on, the process may grow by so many MiB; a sample needs 16 in forward."""
+
+    def __init__(self, num_classes: int, mebibytes: int, **options: Any) -> None:
+        super().__init__(num_classes, **options)
+        self.mebibytes: int | None = mebibytes
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        if self.training and self.num_samples > self.from_sample:
+            if self.mebibytes is not None:
+                [line] = [line for line in STATUS.read_text().splitlines() if line.startswith("VmData")]
+                limit = int(line.split()[1]) * 1024 + self.mebibytes * MIB
+                resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+                self.mebibytes = None
+            large = inputs[:, :1].expand(-1, 2 * MIB)
+            outputs = outputs + 1e-3 * large.sin().sin().mean()
         return outputs
 
 
@@ -197,6 +230,19 @@ def test_sizes_that_autobatch_found_are_split_and_kept(run: Run, tmp_path: Path)
     assert (plan["MICRO_BATCH"], plan["EFFECTIVE_BATCH"]) == (8, 16)
 
 
+def test_what_the_failed_step_held_is_free_again(run_in_child: Run, tmp_path: Path) -> None:
+    """Half the samples need 192 MiB, which the process does not have beside the 256 of the failed step."""
+    hungry = (f"MODEL._target_={__name__}.Hungry", "MODEL.from_sample=48")
+    outcome = run_in_child(*RUN, SPLIT, *hungry, "MODEL.mebibytes=330")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("the step is taken again") == 1
+    assert "out of memory in optimizer step 4, with micro-batches of 16" in outcome.out
+    ample = run_in_child(*RUN, SPLIT, *hungry, "MODEL.mebibytes=3000", "EXPERIMENT.NAME=ample")
+    assert ample.code == 0, ample.err
+    assert "taken again" not in ample.out
+    assert [line["step"] for line in lines_of(tmp_path / "runs/plain")] == list(range(1, 19))
+
+
 def test_buffers_and_generators_are_those_before_the_step(run: Run, tmp_path: Path) -> None:
     split_run(run, "plain", *greedy(8, where="backward"))
     samples = 3 * 6 * 16  # without those of the step that failed
@@ -260,3 +306,57 @@ def test_a_step_that_cannot_be_split_is_an_error(run: Run, options: tuple[str, .
     assert outcome.code == 3
     assert text in outcome.err.lower()
     assert "Traceback" not in outcome.err
+
+
+# Several processes.
+
+TWO = (*(token for token in RUN if "EFFECTIVE" not in token), "TRAIN.EFFECTIVE_BATCH_SIZE=32")
+"""Three epochs of three steps of 32 samples, 16 on each of two ranks."""
+
+
+def two_ranks(folder: Path, *argv: str, max_restarts: int = 1) -> Outcome:
+    command = [*TORCHRUN, "--nproc_per_node=2", f"--max-restarts={max_restarts}", "-m", "linnaeus.main"]
+    return forks.python(*command, *TWO, *argv, cwd=folder, env={"PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("from_step", "where"), [(0, "forward"), (4, "backward")])
+def test_ranks_end_with_a_checkpoint_and_the_next_attempt_goes_on_smaller(
+    tmp_path: Path, rank: int, from_step: int, where: str
+) -> None:
+    fault = (*greedy(8, from_step=from_step, where=where), f"MODEL.rank={rank}", SPLIT)
+    ended = two_ranks(tmp_path, *fault, "EXPERIMENT.NAME=fault", max_restarts=0)
+    assert ended.code != 0
+    assert "all ranks end with a checkpoint" in ended.err
+    folder = tmp_path / "runs/fault"
+    saved = checkpoint(folder)
+    assert (saved["progress"]["step"], saved["progress"]["samples"]) == (from_step, from_step % 3 * 32)
+    assert saved["state"]["model"]["num_samples"] == 16 * from_step  # as before the step that failed
+    assert (saved["micro_batch_limit"], saved["plan"]["MICRO_BATCH"]) == (8, 8)
+    assert saved["plan"]["EFFECTIVE_BATCH"] == 32
+
+    outcome = two_ranks(tmp_path, *fault, "EXPERIMENT.NAME=fault", max_restarts=0)
+    assert outcome.code == 0, outcome.err
+    assert "memory ran out before: micro-batches have at most 8 samples" in outcome.out
+    steps, _, _ = curve(folder)
+    assert steps == list(range(1, 10))
+    whole = two_ranks(tmp_path, "EXPERIMENT.NAME=whole", *(() if from_step else (sized(8),)))
+    assert whole.code == 0, whole.err
+    if not from_step:
+        assert_same_states(folder, tmp_path / "runs/whole")
+    for name, tensor in weights(tmp_path / "runs/whole").items():
+        torch.testing.assert_close(weights(folder)[name], tensor, rtol=2e-3, atol=2e-4)
+
+
+def test_torchrun_restarts_the_ranks_until_they_fit(tmp_path: Path) -> None:
+    outcome = two_ranks(tmp_path, *greedy(4, from_step=2), "MODEL.rank=1", SPLIT, max_restarts=2)
+    assert outcome.code == 0, outcome.err
+    assert checkpoint(tmp_path / "runs/plain")["micro_batch_limit"] == 4
+    assert curve(tmp_path / "runs/plain")[0] == list(range(1, 10))
+
+
+def test_without_split_the_ranks_end_without_a_checkpoint(tmp_path: Path) -> None:
+    ended = two_ranks(tmp_path, *greedy(8), "MODEL.rank=1", max_restarts=0)
+    assert ended.code != 0
+    assert "[rank 0] rank 1: out of memory in optimizer step 1" in ended.err
+    assert not list((tmp_path / "runs/plain").glob("checkpoints/*.pt"))
