@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.dist import World
+from linnaeus.training.out_of_memory import write_snapshot
 from tests import forks
 from tests.batching.test_runs import PLAIN, Layers, checkpoint, curve, lines_of
 from tests.conftest import TORCHRUN, Run, assert_same_bits, weights
@@ -70,7 +72,7 @@ class Greedy(Layers):
 
 
 class Hungry(Greedy):
-    """From the same place on, the process may grow by so many MiB; a sample needs 16 in forward."""
+    """From the same place on, the process may grow by so many MiB; a forward pass needs 32 a sample."""
 
     def __init__(self, num_classes: int, mebibytes: int, **options: Any) -> None:
         super().__init__(num_classes, **options)
@@ -84,8 +86,8 @@ class Hungry(Greedy):
                 limit = int(line.split()[1]) * 1024 + self.mebibytes * MIB
                 resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
                 self.mebibytes = None
-            large = inputs[:, :1].expand(-1, 2 * MIB)
-            outputs = outputs + 1e-3 * large.sin().sin().mean()
+            large = outputs[:, :1].expand(-1, 2 * MIB)
+            outputs = outputs + 1e-3 * large.sin().sin().sin().sin().mean()
         return outputs
 
 
@@ -231,16 +233,16 @@ def test_sizes_that_autobatch_found_are_split_and_kept(run: Run, tmp_path: Path)
 
 
 def test_what_the_failed_step_held_is_free_again(run_in_child: Run, tmp_path: Path) -> None:
-    """Half the samples need 192 MiB, which the process does not have beside the 256 of the failed step."""
-    hungry = (f"MODEL._target_={__name__}.Hungry", "MODEL.from_sample=48")
-    outcome = run_in_child(*RUN, SPLIT, *hungry, "MODEL.mebibytes=330")
+    """Half the samples need 256 MiB, which the process does not have beside the 384 of the failed step."""
+    hungry = (f"MODEL._target_={__name__}.Hungry", "MODEL.from_sample=48", "TRAIN.EPOCHS=1")
+    outcome = run_in_child(*RUN, SPLIT, *hungry, "MODEL.mebibytes=420")
     assert outcome.code == 0, outcome.err
     assert outcome.out.count("the step is taken again") == 1
     assert "out of memory in optimizer step 4, with micro-batches of 16" in outcome.out
     ample = run_in_child(*RUN, SPLIT, *hungry, "MODEL.mebibytes=3000", "EXPERIMENT.NAME=ample")
     assert ample.code == 0, ample.err
     assert "taken again" not in ample.out
-    assert [line["step"] for line in lines_of(tmp_path / "runs/plain")] == list(range(1, 19))
+    assert [line["step"] for line in lines_of(tmp_path / "runs/plain")] == list(range(1, 7))
 
 
 def test_buffers_and_generators_are_those_before_the_step(run: Run, tmp_path: Path) -> None:
@@ -276,6 +278,23 @@ def test_the_error_names_the_size_found_and_its_budget(run: Run) -> None:
     outcome = run(*RUN, *searched, *greedy(8, from_step=200), "TRAIN.EPOCHS=40")
     assert outcome.code == 3
     assert "AutoBatch found 16 within a budget of " in outcome.err
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_the_history_of_the_cuda_allocator_is_written_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+) -> None:
+    traces = [[{"action": "alloc"}]] if is_recorded else [[]]
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: {"device_traces": traces})
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("history"))
+    path = write_snapshot(tmp_path, World(torch.device("cuda", 0), rank=1))
+    if is_recorded:
+        assert path == tmp_path / "out_of_memory_rank1.pickle"
+        assert path.read_text() == "history"
+    else:
+        assert path is None
+        assert not list(tmp_path.iterdir())
+    assert write_snapshot(tmp_path, World(torch.device("cpu"))) is None
 
 
 def test_another_error_is_raised_as_it_is(run: Run) -> None:
