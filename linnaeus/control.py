@@ -3,6 +3,8 @@
     each rank                       store                       rank that waits
     heartbeat every second ───────▶ beat/<rank>: "trying 128"   looks whether the others still live
     its value of an exchange ─────▶ value/<number>/<rank> ────▶ returns the values of all
+    what rank 0 is to do, if ─────▶ request ──────────────────▶ rank 0 does it, in a thread
+    training cannot go on           answer  ◀────────────────── and says when it is done
     its error, if it ends ────────▶ failure ──────────────────▶ raises it
                                     read/<rank> ◀────────────── then the failed rank may exit
 
@@ -104,6 +106,8 @@ class ControlPlane:
     Attributes:
         doing: what this rank does; part of its heartbeat.
         is_ending: whether this rank has met a failure and ends by itself.
+        on_request: on rank 0, called once with the first request of another rank, in a thread of its own: the
+            main thread may wait in a collective for that rank.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class ControlPlane:
         self.world_size = world_size
         self.doing = "starting"
         self.is_ending = False
+        self.on_request: Callable[[Any], object] | None = None
         self._keys = _Keys(store)
         self._numbers = itertools.count()
         self._own_values: list[str] = []
@@ -191,6 +196,37 @@ class ControlPlane:
             self._publish(value)
             return value
         return self._wait_for(next(self._numbers), 0)
+
+    def ask_main(self, request: Any, *, limit_s: float) -> bool:
+        """Ask rank 0 to do what its `on_request` does, and wait until it is done; for another rank than 0.
+
+        Args:
+            request: a small picklable value. If ranks ask at once, rank 0 gets one of their requests.
+            limit_s: how long to wait.
+
+        Returns:
+            Whether it was done: not if it failed, rank 0 died or the job has failed meanwhile.
+        """
+        self._keys.put_first("request", request)
+        deadline = time.monotonic() + limit_s
+        while not self._keys.exist(["answer"]):
+            is_dead = any(rank == 0 for rank, _ in self.dead_neighbours())
+            if is_dead or self.failure is not None or time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return bool(self._keys.get("answer"))
+
+    def answer(self, request: Any) -> None:
+        """Do what another rank has asked for, and say so."""
+        is_done = False
+        try:
+            assert self.on_request is not None
+            self.on_request(request)
+            is_done = True
+        except Exception:
+            logger.exception("what another rank has asked for could not be done")
+        finally:
+            self._keys.put("answer", is_done)
 
     def fail(self, failure: Failure) -> Failure:
         """Publish a failure, unless there is one already, and return the first of the job.
@@ -290,6 +326,7 @@ class _Pulse:
         self._last_counts = dict.fromkeys(watched, -1)
         self._looks_after_failure = 0
         self._is_store_lost = False
+        self._has_answered = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -326,6 +363,7 @@ class _Pulse:
             keys.put(f"beat/{self._plane.rank}", beat)
 
     def _look(self) -> None:
+        self._look_for_request()
         failure: Failure | None = self._keys.get("failure")
         if failure is None:
             self._look_for_silence()
@@ -335,6 +373,14 @@ class _Pulse:
         is_abandoned = not self._plane.is_ending and self._looks_after_failure > ABANDON_LOOKS
         if self._end_process is not None and is_abandoned:
             self._end_process(failure)
+
+    def _look_for_request(self) -> None:
+        if self._plane.rank != 0 or self._has_answered or self._plane.on_request is None:
+            return
+        request = self._keys.get("request")
+        if request is not None:  # the heartbeat goes on meanwhile
+            self._has_answered = True
+            threading.Thread(target=self._plane.answer, args=(request,), name="answer", daemon=True).start()
 
     def _look_for_silence(self) -> None:
         for rank, last_count in self._last_counts.items():

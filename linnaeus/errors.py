@@ -4,6 +4,7 @@
     ├── ConfigError           exit code 2   a key, a value or a command line that cannot be used
     ├── DataError             exit code 1   a file, a folder or a label that cannot be used
     ├── AutoBatchError        exit code 3   no batch size could be found
+    ├── OutOfMemoryError      exit code 3   training ran out of memory: the batch size in use does not fit
     └── CheckpointError       exit code 1   a checkpoint that cannot be read or does not match
 
 The message is written for the person at the terminal: it names the key or file, the value and the remedy.
@@ -51,6 +52,12 @@ class DataError(LinnaeusError):
 
 class AutoBatchError(LinnaeusError):
     """The batch-size search ended without a size that fits, or could not restore what its trials change."""
+
+    exit_code = 3
+
+
+class OutOfMemoryError(LinnaeusError):
+    """Training ran out of memory with a batch size that was to fit."""
 
     exit_code = 3
 

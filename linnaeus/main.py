@@ -37,8 +37,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
         argv: tokens after the program's name; the process's own by default.
 
     Returns:
-        The exit code: 0 done, 2 configuration or option, 3 no batch size fits, 130 interrupted (128 and the
-        number of another signal), 1 anything else.
+        The exit code: 0 done, 2 configuration or option, 3 no batch size fits, or training ran out of
+        memory, 130 interrupted (128 and the number of another signal), 1 anything else.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
     command = tokens[0] if tokens and tokens[0] in COMMANDS else "train"

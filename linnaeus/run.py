@@ -114,12 +114,14 @@ def run(config: Config) -> FitResult:
             progress_bar=ProgressBar(folder.console if world.is_main else None),
             stop=StopAgreement(world, stop),
             checkpoint_extras={"config": _resumed_nodes(config), **sized.as_dict()},
+            size_origin=sized.origin,
         )  # fmt: skip
         folder.has_trained = lambda: trainer.progress.step > progress.step
         seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's
         if checkpoint is not None:
             trainer.resume(checkpoint.content, seed)
         result = trainer.fit()
+        plan = trainer.plan  # its micro-batches are smaller where memory ran out
         report_result(result, plan, train, config.DATA.BATCH_SIZE_VAL, path, tracker)
         if world.is_main and not result.stop_signal:
             save_result(result, plan, path / RESULT)

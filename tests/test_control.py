@@ -272,3 +272,46 @@ def test_a_value_larger_than_the_store_takes_at_once_arrives_whole() -> None:
     assert ranks(work, work, store=store) == [True, True]
     assert all(len(store.get(key)) <= control._PART_BYTES + 8 for key in store.list_keys())
     assert not [key for key in store.list_keys() if "value/0/" in key], "it is forgotten"
+
+
+# --- requests to rank 0 ---
+
+
+def serves(do: Callable[[Any], object]) -> Work:
+    """A rank 0 that hangs, as in a collective, until the other rank says that it is done."""
+
+    def work(plane: ControlPlane) -> Any:
+        plane.on_request = do
+        return plane.gather("in a collective")
+
+    return work
+
+
+def asks(plane: ControlPlane) -> bool:
+    is_done = plane.ask_main(8, limit_s=10)
+    plane.gather("done")
+    return is_done
+
+
+def test_rank_0_does_what_another_rank_asks_for_once_while_it_waits_itself() -> None:
+    done: list[Any] = []
+    _, *answers = ranks(serves(done.append), asks, asks)
+    assert answers == [True, True]
+    assert done == [8]
+
+
+def test_a_request_that_fails_is_answered_so() -> None:
+    def fail(request: Any) -> None:
+        raise OSError("the disk is full")
+
+    assert ranks(serves(fail), asks)[1] is False
+
+
+def test_a_request_is_not_waited_for_when_the_job_has_failed() -> None:
+    def ask(plane: ControlPlane) -> bool:
+        return plane.ask_main(8, limit_s=10)
+
+    started = time.monotonic()
+    _, answer = ranks(fails, ask)
+    assert answer is False
+    assert time.monotonic() - started < 9

@@ -15,12 +15,13 @@ from linnaeus.autobatch.sizes import SizeSearch, find_sizes, run_on_every_rank, 
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.config.schema import DataConfig, TrainConfig
 from linnaeus.dist import World
+from linnaeus.memory.device import GIB
 
 _IRRELEVANT = {
     "TRAIN": (
         *("EPOCHS", "LOG_EVERY", "VALIDATE_EVERY", "CHECKPOINT_EVERY", "CHECKPOINT_EVERY_STEPS"),
         *("CHECKPOINT_EVERY_MINUTES", "KEEP_CHECKPOINTS", "AUTO_RESUME", "RESUME_WITH", "NOISE_SCALE"),
-        "DISTRIBUTE_BN",
+        *("DISTRIBUTE_BN", "ON_OUT_OF_MEMORY"),
     ),
     "DATA": ("BATCH_SIZE", "BATCH_SIZE_VAL"),
 }  # fmt: skip
@@ -35,11 +36,26 @@ class PlannedSizes:
     Attributes:
         found: what AutoBatch found, for each mode that it is enabled for.
         key: everything that these sizes depend on; see `search_key`.
+        micro_batch_limit: most samples of a micro-batch, where an earlier attempt ran out of memory with
+            more; else None. The plan observes it.
     """
 
     found: dict[str, AutoBatchResult]
     plan: BatchPlan
     key: str
+    micro_batch_limit: int | None = None
+
+    @property
+    def origin(self) -> str:
+        """Where the size of training's micro-batches comes from, as a sentence."""
+        if "train" not in self.found:
+            return "The size is DATA.BATCH_SIZE, AutoBatch is off for training"
+        result = self.found["train"]
+        return (
+            f"AutoBatch found {result.batch_size} within a budget of {result.budget_bytes / GIB:.2f} GiB "
+            f"({result.target_memory_fraction:g} of {result.total_bytes / GIB:.2f} GiB, less what was in use "
+            "elsewhere then)"
+        )
 
     @property
     def batch_sizes(self) -> dict[str, int]:
@@ -49,7 +65,8 @@ class PlannedSizes:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         found = {mode: result.as_dict() for mode, result in self.found.items()}
-        return {"autobatch": found, "searched_for": self.key, "plan": self.plan.as_dict()}
+        content = {"autobatch": found, "searched_for": self.key, "plan": self.plan.as_dict()}
+        return content | {"micro_batch_limit": self.micro_batch_limit}
 
 
 def search_key(
@@ -94,9 +111,15 @@ def find_planned_sizes(
     Raises:
         LinnaeusError: the same on every rank.
     """
-    found = _sizes_of_checkpoint(search, key, checkpoint)
+    is_kept = checkpoint is not None and search.world.broadcast(checkpoint["searched_for"] == key)
+    limit = checkpoint.get("micro_batch_limit") if checkpoint is not None and is_kept else None
+    found = _sizes_of_checkpoint(search, checkpoint, limit) if checkpoint is not None and is_kept else None
     if found is None:
         found = find_sizes(search)
+    if limit is not None:
+        logger.info("memory ran out before: micro-batches have at most %d samples", limit)
+        planned = plan_for(found["train"].batch_size if "train" in found else batch_size)
+        return PlannedSizes(found, planned.limited(limit), key, limit)
     if "train" not in found:
         return PlannedSizes(found, plan_for(batch_size), key)
     while True:
@@ -108,13 +131,15 @@ def find_planned_sizes(
 
 
 def _sizes_of_checkpoint(
-    search: SizeSearch, key: str, checkpoint: Mapping[str, Any] | None
+    search: SizeSearch, checkpoint: Mapping[str, Any], limit: int | None
 ) -> dict[str, AutoBatchResult] | None:
-    """The sizes to keep; None where there are none, the key has changed, or less memory is free than then."""
-    is_kept = checkpoint is not None and checkpoint["searched_for"] == key
-    if checkpoint is None or not search.world.broadcast(is_kept):  # all ranks search, or none
-        return None
+    """The sizes to keep; None where less memory is free than they need.
+
+    Under a limit they only give the effective batch, which is kept; smaller micro-batches are trained.
+    """
     found = {mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in checkpoint["autobatch"].items()}
+    if limit is not None:
+        return found
     if found and not still_fit(search, found):
         logger.info(
             "AutoBatch: the checkpoint's batch sizes need more memory than is free now, so they are searched "

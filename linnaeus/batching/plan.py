@@ -99,6 +99,40 @@ class BatchPlan:
         """Whether a batch schedule changes the effective batch size."""
         return len(self.lr_scales) > 1
 
+    def limited(self, max_micro_batch_size: int) -> BatchPlan:
+        """The same optimizer steps, split into more micro-batches where theirs are larger than this.
+
+        The sizes of a step's micro-batches differ by one where they do not divide its samples; see `sizes`.
+        """
+
+        def split(samples_per_rank: int, accumulation_steps: int) -> tuple[int, int]:
+            steps = max(accumulation_steps, -(-samples_per_rank // max_micro_batch_size))
+            return -(-samples_per_rank // steps), steps
+
+        def limit(stage: Stage) -> Stage:
+            samples_per_rank = stage.effective_batch_size // self.world_size
+            size, steps = split(samples_per_rank, stage.accumulation_steps)
+            return replace(stage, micro_batch_size=size, accumulation_steps=steps)
+
+        samples_per_rank = self.effective_batch_size // self.world_size
+        size, steps = split(samples_per_rank, self.accumulation_steps)
+        return replace(
+            self,
+            micro_batch_size=size,
+            accumulation_steps=steps,
+            epochs=tuple(tuple(map(limit, stages)) for stages in self.epochs),
+        )
+
+    def sizes(self, stage: Stage) -> list[int]:
+        """Sizes of the micro-batches of one of a stage's optimizer steps, per rank: the larger ones first."""
+        smaller, num_larger = divmod(stage.effective_batch_size // self.world_size, stage.accumulation_steps)
+        return [smaller + (number < num_larger) for number in range(stage.accumulation_steps)]
+
+    @property
+    def smallest_micro_batch(self) -> int:
+        """Samples of the smallest micro-batch of the run."""
+        return min(self.sizes(stage)[-1] for stage in self.stages)
+
     def rest_of_epoch(self, epoch: int, samples_done: int = 0) -> list[Stage]:
         """The remaining stages of an epoch.
 
@@ -164,8 +198,8 @@ class BatchPlan:
     def micro_batches(self, epoch: int, samples_done: int = 0) -> Iterator[int]:
         """The size of each remaining micro-batch of an epoch; arguments as for `rest_of_epoch`."""
         for stage in self.rest_of_epoch(epoch, samples_done):
-            for _ in range(stage.num_steps * stage.accumulation_steps):
-                yield stage.micro_batch_size
+            for _ in range(stage.num_steps):
+                yield from self.sizes(stage)
 
     def batch_size_lr_factor(self, position: float) -> float:
         """Learning-rate factor for the batch size at a position, relative to the peak, in (0, 1]."""

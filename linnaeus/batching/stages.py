@@ -36,7 +36,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Stage(Split):
-    """Consecutive optimizer steps with the same split.
+    """Consecutive optimizer steps with the same split. After a limit, its micro-batch size is the largest.
 
     Attributes:
         effective_batch_size: samples per optimizer step over all ranks.

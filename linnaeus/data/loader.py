@@ -70,18 +70,25 @@ class BatchLoader:
     Args:
         loader: torch's loader over `SeededBatches`.
         closing: tells the worker processes that they may be ended.
-        sampler: the training split's, which shuffles; None where every epoch has the same order.
+        batches: the training split's batches, which are shuffled; None where all epochs have the same ones.
     """
 
-    def __init__(self, loader: DataLoader[Any], closing: Event, sampler: EpochSampler | None = None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], closing: Event, batches: PlannedBatches | None = None
+    ) -> None:
         self._loader: DataLoader[Any] | None = loader
         self._closing = closing
-        self._sampler = sampler
+        self._batches = batches
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
         """Choose epoch and starting point of the next iteration; see `EpochSampler.set_epoch`."""
-        if self._sampler is not None:
-            self._sampler.set_epoch(epoch, skip)
+        if self._batches is not None:
+            self._batches.sampler.set_epoch(epoch, skip)
+
+    def set_sizes(self, sizes: Sizes) -> None:
+        """Choose the sizes of the training batches, from the next iteration on."""
+        if self._batches is not None:
+            self._batches.sizes = sizes
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches on the host.
@@ -188,10 +195,11 @@ def build_loaders(
         )
 
     sampler = EpochSampler(dataset_length(bundle.train), seed=seed, rank=rank, world_size=world_size)
+    batches = PlannedBatches(sampler, sizes)
     val_sampler = ValSampler(dataset_length(bundle.val), rank=rank, world_size=world_size)
     val_batches = BatchSampler(cast(Any, val_sampler), batch_size_val, drop_last=False)
     loaders = Loaders(
-        BatchLoader(loader(bundle.train, PlannedBatches(sampler, sizes)), closing, sampler),
+        BatchLoader(loader(bundle.train, batches), closing, batches),
         BatchLoader(loader(bundle.val, cast(Any, val_batches)), closing),
     )
     # At the latest when the interpreter ends: it then sends SIGTERM to the worker processes, and waits.

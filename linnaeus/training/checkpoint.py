@@ -420,6 +420,10 @@ ENTRIES: dict[str, Check] = {
     "config": (_is_dict_of_dicts, "a dictionary of nodes"),
     "plan": (_is_dict, "a dictionary"),
     "noise_scale": (_is_noise_scale, "the state of a noise scale"),
+    "micro_batch_limit": (
+        lambda value: value is None or (_is_count(value) and value > 0),
+        "a number of samples",
+    ),
 }
 """Entries of a checkpoint. A missing state is reported when it is restored."""
 _REQUIRED = ("progress", "rng", "searched_for", "autobatch")

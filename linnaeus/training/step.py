@@ -20,9 +20,9 @@ from linnaeus.training.noise_scale import GradientProbe
 Criterion = Callable[[Any, Any], Tensor]
 """Maps the model's outputs and the targets to a scalar loss: a mean over the B samples.
 
-Steps average it over micro-batches of one size and over the ranks, and so get the mean over the effective
-batch. A loss that divides by anything else, such as the number of known labels, has another gradient for each
-way to split the batch.
+Steps average it over micro-batches, by their samples, and over the ranks, and so get the mean over the
+effective batch. A loss that divides by anything else, such as the number of known labels, has another
+gradient for each way to split the batch.
 """
 
 
@@ -58,6 +58,7 @@ class TrainStep:
         model: the module, or its DistributedDataParallel wrapper.
         scaler: scales the loss for float16; disabled for other formats.
         clip_grad_norm: largest L2 norm of all gradients together; None does not clip.
+        before_update: called once per optimizer step, before anything but buffers and gradients has changed.
         after_step: called once per optimizer step, after the parameters have changed (EMA).
         probe: called after each backward pass, before clipping; measures the noise scale.
     """
@@ -68,15 +69,19 @@ class TrainStep:
     scaler: torch.amp.GradScaler
     precision: Precision
     clip_grad_norm: float | None = None
+    before_update: Callable[[], None] | None = None
     after_step: Callable[[], None] | None = None
     probe: GradientProbe | None = None
 
-    def __call__(self, micro_batches: Iterable[Batch], num_micro_batches: int = 1) -> Tensor:
+    def __call__(
+        self, micro_batches: Iterable[Batch], num_micro_batches: int = 1, num_samples: int | None = None
+    ) -> Tensor:
         """Run the step.
 
         Args:
             micro_batches: batches of B samples, on any device; exactly `num_micro_batches` are taken.
             num_micro_batches: micro-batches of this step; the gradient is the mean over them.
+            num_samples: samples of all of them, where their sizes differ: the mean is then over samples.
 
         Returns:
             The mean loss over the micro-batches: a detached scalar on the device, not synchronised.
@@ -88,23 +93,26 @@ class TrainStep:
             probe_averages = self.probe is not None and self.probe.averages
             with nullcontext() if is_last and not probe_averages else self._no_sync():
                 # No name may hold the batch here: it must be freed before the next one is made.
-                total += self._backward(next(batches), number, num_micro_batches)
+                total += self._backward(next(batches), number, num_micro_batches, num_samples)
         self._update()
         return total
 
-    def _backward(self, batch: Batch, number: int, num_micro_batches: int) -> Tensor:
+    def _backward(self, batch: Batch, number: int, num_micro_batches: int, num_samples: int | None) -> Tensor:
+        num_parts = num_micro_batches if num_samples is None else num_samples / batch_size(batch)
         inputs, targets = self.precision.place(batch)
         with self.precision.autocast():
-            loss = self.criterion(self.model(inputs), targets) / num_micro_batches
+            loss = self.criterion(self.model(inputs), targets) / num_parts
         self.scaler.scale(loss).backward()
         if self.probe is not None:
-            self.probe.after_backward(number, num_micro_batches, batch_size(batch))
+            self.probe.after_backward(number, num_micro_batches, batch_size(batch), num_parts)
         return loss.detach()
 
     def _update(self) -> None:
         if self.clip_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
+        if self.before_update is not None:
+            self.before_update()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import TrainConfig
+from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
-from linnaeus.errors import LinnaeusError
+from linnaeus.errors import LinnaeusError, OutOfMemoryError
 from linnaeus.log import MetricsFile, ProgressBar
 from linnaeus.memory.device import empty_cache
+from linnaeus.memory.oom import is_out_of_memory
+from linnaeus.models.build import batchnorm_kind
 from linnaeus.rng import rng_state
 from linnaeus.tracking import Tracker
 from linnaeus.training.batchnorm import distribute_batchnorm
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.metrics import headline
+from linnaeus.training.out_of_memory import explain, first_line
 from linnaeus.training.resume import restore_generators
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.step import TrainStep
+from linnaeus.training.step_guard import StepGuard
 from linnaeus.training.stop import StopAgreement
+
+CHECKPOINT_LIMIT_S = 600.0
+"""How long a rank without memory waits for rank 0 to write the last checkpoint."""
 
 logger = logging.getLogger("linnaeus.trainer")
 
@@ -80,12 +91,13 @@ class Trainer:
 
     Attributes:
         config: the TRAIN node; how often to log, validate and save.
-        plan: the batch sizes of all optimizer steps.
+        plan: the batch sizes of all optimizer steps; replaced when micro-batches have to be smaller.
         assembly: the model and what belongs to it; a checkpoint holds its state.
         train_step: the assembly's training step, with the model wrapped for several ranks.
         schedule: sets the learning rate of each optimizer step.
         stop: the ranks' agreement on stopping.
         checkpoint_extras: further entries of each checkpoint (batch sizes and what they depend on).
+        size_origin: where the micro-batch size comes from, as a sentence, for errors.
         progress: how far training has come.
     """
 
@@ -102,6 +114,7 @@ class Trainer:
     progress_bar: ProgressBar
     stop: StopAgreement
     checkpoint_extras: dict[str, Any] = field(default_factory=dict)
+    size_origin: str = ""
     progress: TrainingProgress = field(default_factory=TrainingProgress)
 
     def __post_init__(self) -> None:
@@ -109,6 +122,10 @@ class Trainer:
         self._num_images = 0
         self._seconds = 0.0
         self._clock = self._saved_at = time.monotonic()
+        self._guard: StepGuard | None = None
+        if self.config.ON_OUT_OF_MEMORY == "split":
+            self._guard = StepGuard(self.assembly, self.world)
+            self.train_step.before_update = self._guard.before_update
 
     def resume(self, content: Mapping[str, Any], seed: int) -> None:
         """Continue where a checkpoint was written; its state has been loaded before.
@@ -142,9 +159,12 @@ class Trainer:
         Raises:
             CheckpointError: a checkpoint cannot be written.
             LinnaeusError: the loss is not finite.
+            OutOfMemoryError: a training step ran out of memory, and could not be taken in smaller parts.
         """
         # AutoBatch measured training with an empty cache; resuming on several ranks leaves blocks in it.
         empty_cache(self.world.device)
+        if self._guard is not None and self.world.control is not None:
+            self.world.control.on_request = self._save_before_step
         with self.stop.deferred(), self.progress_bar:
             while self.progress.epoch < self.plan.num_epochs:
                 self.train_epoch()
@@ -174,26 +194,38 @@ class Trainer:
     def train_epoch(self) -> None:
         """Train on the rest of the current epoch, or on less of it when the user asks to stop."""
         epoch, samples_done = self.progress.epoch, self.progress.samples
-        self.loaders.train.set_epoch(epoch, skip=samples_done)
-        stages = self.plan.rest_of_epoch(epoch, samples_done)
-        remaining = sum(stage.num_steps for stage in stages)
+        remaining = sum(stage.num_steps for stage in self.plan.rest_of_epoch(epoch, samples_done))
         self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", remaining)
         self.world.update(f"training in epoch {epoch + 1}")
         self.train_step.model.train()
         meter = LossMeter(self.world)
-        batches = iter(self.loaders.train)
         self._clock = time.monotonic()
+        while not self._take_steps(meter):
+            gc.collect()  # what the failed step held, where cycles of references hold it
+            empty_cache(self.world.device)
+        self._count_seconds()
+
+    def _take_steps(self, meter: LossMeter) -> bool:
+        """Take the epoch's remaining steps, up to one that stops the run.
+
+        Returns:
+            False if memory ran out: the rest, from the step that failed, is to be taken with the new plan.
+        """
+        epoch, samples_done = self.progress.epoch, self.progress.samples
+        self.loaders.train.set_epoch(epoch, skip=samples_done)
+        stages = self.plan.rest_of_epoch(epoch, samples_done)
+        remaining = sum(stage.num_steps for stage in stages)
+        batches = iter(self.loaders.train)
         for stage in chain.from_iterable(repeat(stage, stage.num_steps) for stage in stages):
             lr = self.assembly.optimizer.param_groups[0]["lr"]
             probe = self.train_step.probe
             if probe is not None and self.progress.step % self.config.NOISE_SCALE.EVERY == 0:
                 probe.arm()
-            meter.add(self.train_step(batches, stage.accumulation_steps))
+            loss = self._take_step(batches, stage)
+            if loss is None:
+                return False
+            meter.add(loss)
             remaining -= 1
-            self.progress.step += 1
-            self.progress.samples += stage.effective_batch_size
-            self._num_images += stage.effective_batch_size
-            self._set_lr()
             self.progress_bar.advance(1)
             if self.progress.step % self.config.LOG_EVERY == 0 or not remaining:
                 self._log_training(meter, lr, stage)
@@ -205,7 +237,111 @@ class Trainer:
             if self.stop.stop_signal:
                 meter.mean()
                 break
-        self._count_seconds()
+        return True
+
+    def _take_step(self, batches: Iterator[Batch], stage: Stage) -> torch.Tensor | None:
+        """Take one optimizer step and count it; return its mean loss.
+
+        None if it ran out of memory: all is as before the step, and the plan has smaller micro-batches.
+        """
+        sizes = self.plan.sizes(stage)
+        if self._guard is not None:
+            self._guard.begin()
+        try:
+            loss = self.train_step(batches, len(sizes), sum(sizes) if len(set(sizes)) > 1 else None)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._split_or_raise(error, stage)
+            return None
+        self.progress.step += 1
+        self.progress.samples += stage.effective_batch_size
+        self._num_images += stage.effective_batch_size
+        self._set_lr()
+        if self._guard is not None:
+            self._guard.end()
+        return loss
+
+    def _split_or_raise(self, error: Exception, stage: Stage) -> None:
+        """Make the plan's micro-batches smaller after a step that ran out of memory.
+
+        Raises:
+            OutOfMemoryError: from `error`; the step cannot be taken again, or is not to be.
+        """
+        limit = -(-stage.micro_batch_size // 2)
+        text = (
+            f"out of memory in optimizer step {self.progress.step + 1}, with micro-batches of "
+            f"{stage.micro_batch_size} (x {stage.accumulation_steps} accumulation x {self.world.world_size} "
+            f"processes): {first_line(error)}"
+        )
+        obstacle = self._obstacle_to_split(stage, limit)
+        if obstacle is not None:
+            details = explain(self.assembly, self.world, self.checkpoints.folder.parent, obstacle)
+            raise OutOfMemoryError(". ".join(filter(None, [text, self.size_origin, details]))) from error
+        if self.world.is_distributed:
+            self._end_with_checkpoint(error, text, limit)
+        assert self._guard is not None
+        self._guard.restore()
+        self.plan = self.plan.limited(limit)
+        self.loaders.train.set_sizes(self.plan.micro_batches)
+        self.checkpoint_extras |= self._limit_entries(limit)
+        logger.warning(
+            "warning: %s. TRAIN.ON_OUT_OF_MEMORY split: the step is taken again, and from now on "
+            "micro-batches have at most %d samples; the effective batch stays %d",
+            text, limit, stage.effective_batch_size,
+        )  # fmt: skip
+
+    def _obstacle_to_split(self, stage: Stage, limit: int) -> str | None:
+        """Why the step cannot be taken again with smaller micro-batches; None if it can."""
+        if self._guard is None:
+            return "TRAIN.ON_OUT_OF_MEMORY split would go on with smaller micro-batches"
+        if not self._guard.is_open:
+            return "the update had begun, which cannot be undone, so TRAIN.ON_OUT_OF_MEMORY split cannot help"
+        smallest = self.plan.limited(limit).smallest_micro_batch
+        if stage.micro_batch_size == 1:
+            return "a micro-batch of one sample cannot be split"
+        if smallest < 2 and batchnorm_kind(self.assembly.model) == "local":
+            return "split further, a micro-batch would have one sample, too few for BatchNorm"
+        return None
+
+    def _limit_entries(self, limit: int) -> dict[str, Any]:
+        """What a checkpoint says of a limit on the micro-batches."""
+        return {"plan": self.plan.limited(limit).as_dict(), "micro_batch_limit": limit}
+
+    def _end_with_checkpoint(self, error: Exception, text: str, limit: int) -> NoReturn:
+        """End all ranks with a checkpoint from which the next attempt goes on with smaller micro-batches.
+
+        This rank cannot take the step again by itself: the others wait for its gradients in a collective.
+        """
+        traceback.clear_frames(error.__traceback__)  # frees the activations
+        if self.world.is_main:
+            self._save_before_step(limit)
+            is_saved = True
+        else:
+            assert self.world.control is not None
+            is_saved = self.world.control.ask_main(limit, limit_s=CHECKPOINT_LIMIT_S)
+        outcome = (
+            "all ranks end with a checkpoint. With TRAIN.AUTO_RESUME True the next attempt (torchrun "
+            f"--max-restarts, or the same command again) takes micro-batches of at most {limit} and the same "
+            "effective batch"
+            if is_saved
+            else "rank 0 could not save a checkpoint; the last one is kept"
+        )
+        raise OutOfMemoryError(f"{text}. TRAIN.ON_OUT_OF_MEMORY split: {outcome}") from error
+
+    def _save_before_step(self, limit: int) -> None:
+        """Write a checkpoint of the state before the current step, with a limit on the micro-batches.
+
+        On rank 0 alone, and in another thread if another rank ran out of memory: the main thread waits for it
+        in a collective, or soon will. Rank 0 has then made as many updates as all ranks have.
+        """
+        assert self._guard is not None
+        with self._guard.held(), self._guard.beside_training():
+            self.checkpoint_extras = self.checkpoint_extras | self._limit_entries(limit)
+            content = self._content([self._guard.rng_before()])
+            content["state"] = self._guard.state_before(content["state"])
+            self.checkpoints.save(content)
+            self.checkpoints.wait()
 
     def _count_seconds(self) -> None:
         """Add the time since the last call, or since `_clock` was set, to the time of training."""
@@ -306,17 +442,21 @@ class Trainer:
         if samples and is_next and not self.plan.rest_of_epoch(self.progress.epoch, samples):
             self._distribute_batchnorm()  # the next thing that a resumed run does is to validate
         generators = self.world.gather_on_host(rng_state(self.world.device))
-        probe = self.train_step.probe
         if self.world.is_main:
-            content = {
-                "progress": vars(self.progress).copy(),
-                "state": self._state.state_dict(),
-                "rng": generators,
-                "noise_scale": None if probe is None else probe.scale.state_dict(),
-                **self.checkpoint_extras,
-            }
-            self.checkpoints.save(content, is_best=is_best)
+            with nullcontext() if self._guard is None else self._guard.held():
+                self.checkpoints.save(self._content(generators), is_best=is_best)
         self._saved_at = time.monotonic()
+
+    def _content(self, generators: list[Any] | None) -> dict[str, Any]:
+        """The entries of a checkpoint; `generators` are the states of the ranks' random number generators."""
+        probe = self.train_step.probe
+        return {
+            "progress": vars(self.progress).copy(),
+            "state": self._state.state_dict(),
+            "rng": generators,
+            "noise_scale": None if probe is None else probe.scale.state_dict(),
+            **self.checkpoint_extras,
+        }
 
 
 class LossMeter:

@@ -57,6 +57,31 @@ def test_samples_are_split_exactly_with_the_fewest_steps(
 
 
 @given(
+    world_size=st.integers(1, 4), samples_per_rank=st.integers(1, 60), fits=st.integers(1, 40),
+    limit=st.integers(1, 40), num_samples=st.integers(240, 500),
+)  # fmt: skip
+def test_a_limit_splits_the_same_optimizer_steps_more_finely(
+    world_size: int, samples_per_rank: int, fits: int, limit: int, num_samples: int
+) -> None:
+    facts = replace(FACTS, max_micro_batch_size=fits, world_size=world_size, num_samples=num_samples)
+    plan = plan_of(facts, EFFECTIVE_BATCH_SIZE=samples_per_rank * world_size, EPOCHS=2)
+    limited = plan.limited(limit)
+    assert effective_sizes(limited) == effective_sizes(plan)
+    assert (limited.learning_rate, limited.total_steps) == (plan.learning_rate, plan.total_steps)
+    for before, stage in zip(plan.stages, limited.stages, strict=True):
+        sizes = limited.sizes(stage)
+        assert sum(sizes) == samples_per_rank
+        assert sizes[0] == stage.micro_batch_size == max(sizes) <= limit
+        assert sizes[0] - sizes[-1] <= 1
+        assert len(sizes) == stage.accumulation_steps
+        if before.micro_batch_size <= limit:
+            assert stage == before
+    assert limited.limited(limit) == limited
+    assert sum(limited.micro_batches(0)) == sum(plan.micro_batches(0))
+    assert min(limited.micro_batches(1)) == limited.smallest_micro_batch
+
+
+@given(
     world_size=st.integers(1, 8), samples_per_rank=st.integers(1, 300),
     max_micro_batch_size=st.integers(1, 128), num_samples=st.integers(1, 5000), epochs=st.integers(1, 5),
 )  # fmt: skip

@@ -101,6 +101,19 @@ def test_micro_batches_give_the_update_of_one_big_batch(
     torch.testing.assert_close(parameters(model), parameters(reference), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("sizes", [(7, 5), (5, 5, 2), (1, 11)])
+def test_micro_batches_of_different_sizes_count_by_their_samples(sizes: tuple[int, ...]) -> None:
+    model, reference, unweighted = make_model(), make_model(), make_model()
+    batch = make_batch(12)
+    parts = [Batch(*pair) for pair in zip(batch.inputs.split(sizes), batch.targets.split(sizes), strict=True)]
+    loss = make_step(model)(parts, len(parts), 12)
+    torch.testing.assert_close(loss, make_step(reference)([batch]))
+    torch.testing.assert_close(parameters(model), parameters(reference), rtol=1e-12, atol=1e-12)
+    make_step(unweighted)(parts, len(parts))
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(parameters(unweighted), parameters(reference), rtol=1e-12, atol=1e-12)
+
+
 def test_an_incomplete_group_is_scaled_by_the_micro_batches_really_seen() -> None:
     """Five micro-batches with two to a step: the last step has one, and it counts in full."""
     model, reference = make_model(), make_model()

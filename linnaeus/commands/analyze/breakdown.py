@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 
 import torch
-from torch import Tensor, nn
 
-from linnaeus import nest
 from linnaeus.autobatch.result import Mode
 from linnaeus.training.build import Assembly
-
-
-@dataclass
-class StateBytes:
-    """Bytes of the tensors that training keeps. Storage that tensors share counts once, for the first one.
-
-    Attributes:
-        parameters, buffers: those of the model and the loss.
-        average: the EMA copy of the model.
-        gradients: those of all parameters; 0 in validation.
-        optimizer_state: such as Adam's moments; training's stay resident during validation.
-    """
-
-    parameters: int = 0
-    buffers: int = 0
-    average: int = 0
-    gradients: int = 0
-    optimizer_state: int = 0
+from linnaeus.training.state_bytes import StateBytes, state_bytes
 
 
 @dataclass
@@ -80,32 +60,12 @@ def break_down(mode: Mode, state: StateBytes, *, peak_bytes: int, held_bytes: in
 def counting(assembly: Assembly, device: torch.device) -> Iterator[StateBytes]:
     """Count bytes after each optimizer step inside the context, before the gradients are cleared."""
     state = StateBytes()
-    modules = nn.ModuleList([assembly.model, assembly.criterion])
-    average = nn.ModuleList([] if assembly.ema is None else [assembly.ema.module])
 
     def count(*_: object) -> None:
-        seen: set[int] = set()
-        total = partial(_new_bytes, device=device, seen=seen)
-        state.parameters = total(modules.parameters())
-        state.buffers = total(modules.buffers())
-        state.average = total([*average.parameters(), *average.buffers()])
-        state.gradients = total(parameter.grad for parameter in modules.parameters())
-        state.optimizer_state = total(nest.tensors(list(assembly.optimizer.state.values())))
+        vars(state).update(vars(state_bytes(assembly, device)))
 
     handle = assembly.optimizer.register_step_post_hook(count)
     try:
         yield state
     finally:
         handle.remove()
-
-
-def _new_bytes(tensors: Iterable[Tensor | None], device: torch.device, seen: set[int]) -> int:
-    """Bytes of the storages on the device that are not in `seen` yet; they are added to it."""
-    num_bytes = 0
-    for tensor in tensors:
-        if tensor is not None and tensor.device == device and tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                num_bytes += storage.nbytes()
-    return num_bytes

@@ -13,13 +13,14 @@ from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.sizes import SizeSearch
-from linnaeus.commands.analyze.breakdown import Breakdown, StateBytes, break_down, counting
+from linnaeus.commands.analyze.breakdown import Breakdown, break_down, counting
 from linnaeus.commands.analyze.options import Options
 from linnaeus.commands.analyze.results import Analysis, Row
 from linnaeus.commands.measure import Speeds, find_largest
 from linnaeus.config.schema import AutoBatchConfig
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB
+from linnaeus.training.state_bytes import StateBytes
 
 logger = logging.getLogger("linnaeus.analysis")
 EXTRA_TRIALS = 0.6

@@ -1,0 +1,381 @@
+"""Training that runs out of memory: a real error of torch's allocator, in a step of a real run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.dist import World
+from linnaeus.training.out_of_memory import write_snapshot
+from tests import forks
+from tests.batching.test_runs import PLAIN, Layers, checkpoint, curve, lines_of
+from tests.conftest import TORCHRUN, Run, assert_same_bits, weights
+from tests.forks import ROOT, Outcome
+
+EXABYTE = 1 << 60
+MIB = 1 << 20
+STATUS = Path("/proc/self/status")
+
+
+def allocate_too_much() -> None:
+    """Let torch's allocator raise what it raises when memory has run out."""
+    torch.empty(EXABYTE, dtype=torch.uint8)
+
+
+class Greedy(Layers):
+    """In one training forward or backward pass, and in later ones, batches above a size need too much.
+
+    Where INTERRUPT_AT says so, it presses Ctrl-C after so many samples. It counts samples in a buffer, and
+    draws random numbers that its outputs do not depend on, so that what is not restored shows.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        from_sample: int = 0,
+        largest: int = 0,
+        where: str = "forward",
+        rank: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_classes, **options)
+        if os.environ.get("RANK", "0") != str(rank):
+            largest = 0
+        self.from_sample, self.largest, self.where = from_sample, largest, where
+        self.register_buffer("num_samples", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("drawn", torch.zeros(3, dtype=torch.float64), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(inputs)
+        self.num_samples += len(inputs)
+        if self.num_samples == int(os.environ.get("INTERRUPT_AT", "0")):
+            os.kill(os.getpid(), signal.SIGINT)
+        self.drawn = torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()]).double()
+        outputs = super().forward(inputs)
+        if self.largest and self.num_samples > self.from_sample and len(inputs) > self.largest:
+            if self.where == "forward":
+                allocate_too_much()
+            outputs.register_hook(lambda gradient: allocate_too_much())
+        return outputs
+
+
+class Hungry(Greedy):
+    """From the same place on, the process may grow by so many MiB; a forward pass needs 32 a sample."""
+
+    def __init__(self, num_classes: int, mebibytes: int, **options: Any) -> None:
+        super().__init__(num_classes, **options)
+        self.mebibytes: int | None = mebibytes
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        if self.training and self.num_samples > self.from_sample:
+            if self.mebibytes is not None:
+                [line] = [line for line in STATUS.read_text().splitlines() if line.startswith("VmData")]
+                limit = int(line.split()[1]) * 1024 + self.mebibytes * MIB
+                resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+                self.mebibytes = None
+            large = outputs[:, :1].expand(-1, 2 * MIB)
+            outputs = outputs + 1e-3 * large.sin().sin().sin().sin().mean()
+        return outputs
+
+
+class GreedyOnce(torch.optim.SGD):
+    """Runs out of memory in its third update, after it has changed the parameters."""
+
+    num_updates = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.num_updates += 1
+        if self.num_updates == 3:
+            allocate_too_much()
+
+
+RUN = (
+    *PLAIN, f"MODEL._target_={__name__}.Greedy", "DATA.BATCH_SIZE=16", "TRAIN.EFFECTIVE_BATCH_SIZE=16",
+    "TRAIN.EMA.ENABLED=True", "SCHEDULE.WARMUP_STEPS=4", "TRAIN.AUTO_RESUME=True",
+)  # fmt: skip
+"""Three epochs of six steps of 16 samples."""
+SPLIT = "TRAIN.ON_OUT_OF_MEMORY=split"
+
+
+def greedy(largest: int, *, from_step: int = 0, where: str = "forward") -> tuple[str, ...]:
+    """The options under which larger micro-batches run out of memory after so many optimizer steps."""
+    return f"MODEL.largest={largest}", f"MODEL.from_sample={16 * from_step}", f"MODEL.where={where}"
+
+
+def sized(largest: int) -> str:
+    return f"DATA.BATCH_SIZE={largest}"
+
+
+def split_run(run: Run, name: str, *options: str) -> Any:
+    outcome = run(*RUN, SPLIT, f"EXPERIMENT.NAME={name}", *options)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def assert_same_states(a: Path, b: Path) -> None:
+    """Model, optimizer and average are equal bit for bit."""
+    states = [checkpoint(folder)["state"] for folder in (a, b)]
+    assert_same_bits(states[0]["model"], states[1]["model"])
+    assert_same_bits(states[0]["ema"]["module"], states[1]["ema"]["module"])
+    for index, moments in states[0]["optimizer"]["state"].items():
+        assert_same_bits(moments, states[1]["optimizer"]["state"][index])
+
+
+# One process.
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "options", [(), ("DATA.NUM_WORKERS=1",), ("TRAIN.CLIP_GRAD_NORM=0.1", "TRAIN.AMP=fp16")]
+)
+def test_from_the_first_step_on_it_is_the_run_with_smaller_micro_batches(
+    run: Run, tmp_path: Path, where: str, options: tuple[str, ...]
+) -> None:
+    split_run(run, "plain", *greedy(8, where=where), *options)
+    split_run(run, "smaller", sized(8), *options)
+    assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/smaller")
+    assert curve(tmp_path / "runs/plain") == curve(tmp_path / "runs/smaller")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_later_it_goes_on_as_a_run_resumed_with_smaller_micro_batches(
+    run: Run, tmp_path: Path, where: str
+) -> None:
+    stopped = "DATA.DATASET.interrupt_after=168"  # 8 samples are read before training: in step 10
+    outcome = split_run(run, "plain", *greedy(4, from_step=9, where=where))
+    assert outcome.out.count("the step is taken again") == 2  # with 8, and with 4
+    assert "at most 8 samples" in outcome.out
+    assert "at most 4 samples; the effective batch stays 16" in outcome.out
+    before = run(*RUN, "EXPERIMENT.NAME=resumed", stopped)
+    assert before.code == 130
+    assert checkpoint(tmp_path / "runs/resumed")["progress"]["step"] in (9, 10)
+    step = checkpoint(tmp_path / "runs/resumed")["progress"]["step"]
+    split_run(run, "fault", *greedy(4, from_step=step, where=where))
+    split_run(run, "resumed", sized(4))
+    assert_same_states(tmp_path / "runs/fault", tmp_path / "runs/resumed")
+    steps, rates, losses = curve(tmp_path / "runs/fault")
+    assert steps == list(range(1, 19))
+    assert (steps, rates, losses) == curve(tmp_path / "runs/resumed")
+
+
+def test_without_the_fault_nothing_is_different(run: Run, tmp_path: Path) -> None:
+    split_run(run, "plain")
+    assert run(*RUN, "EXPERIMENT.NAME=raise").code == 0
+    assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/raise")
+    smaller = split_run(run, "smaller", sized(8))
+    with pytest.raises(AssertionError, match="tensors differ"):  # so equal bits say that it was split
+        assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/smaller")
+    assert "taken again" not in smaller.out
+
+
+@pytest.mark.parametrize("size", [15, 7])
+def test_odd_micro_batches_are_split_and_weighted_by_their_samples(
+    run: Run, tmp_path: Path, size: int
+) -> None:
+    odd = (f"TRAIN.EFFECTIVE_BATCH_SIZE={size}", sized(size))
+    outcome = split_run(run, "plain", *odd, *greedy(size // 2 + 1))
+    split_run(run, "whole", *odd)
+    assert outcome.out.count("the step is taken again") == 1
+    assert checkpoint(tmp_path / "runs/plain")["plan"]["MICRO_BATCH"] == size // 2 + 1
+    whole = weights(tmp_path / "runs/whole")
+    for name, tensor in weights(tmp_path / "runs/plain").items():
+        # Sums are rounded in another order, and Adam's division makes the difference larger.
+        torch.testing.assert_close(tensor, whole[name], rtol=2e-3, atol=2e-4)
+
+
+def test_a_resumed_run_keeps_to_the_smaller_micro_batches(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = greedy(8, from_step=3)
+    split_run(run, "whole", *fault)
+    monkeypatch.setenv("INTERRUPT_AT", str(16 * 8))
+    assert run(*RUN, SPLIT, *fault).code == 130
+    monkeypatch.delenv("INTERRUPT_AT")
+    saved = checkpoint(tmp_path / "runs/plain")
+    assert (saved["progress"]["step"], saved["micro_batch_limit"]) == (8, 8)
+    assert (saved["plan"]["MICRO_BATCH"], saved["plan"]["ACCUMULATION_STEPS"]) == (8, 2)
+    outcome = split_run(run, "plain", *fault)
+    assert "memory ran out before: micro-batches have at most 8 samples" in outcome.out
+    assert "taken again" not in outcome.out
+    assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/whole")
+    assert curve(tmp_path / "runs/plain") == curve(tmp_path / "runs/whole")
+    result = json.loads((tmp_path / "runs/plain/result.json").read_text())
+    assert (result["batch_size"], result["accumulation_steps"], result["effective_batch"]) == (8, 2, 16)
+
+
+def test_sizes_that_autobatch_found_are_split_and_kept(run: Run, tmp_path: Path) -> None:
+    searched = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16")
+    fault = greedy(8, from_step=200)  # after what the trials count
+    outcome = split_run(run, "plain", *searched, *fault, "TRAIN.EPOCHS=40", "TRAIN.EFFECTIVE_BATCH_SIZE=null")
+    saved = checkpoint(tmp_path / "runs/plain")
+    found = AutoBatchResult.from_dict("train", saved["autobatch"]["train"])
+    assert found.batch_size == 16
+    assert outcome.out.count("the step is taken again") == 1
+    assert (saved["micro_batch_limit"], saved["plan"]["EFFECTIVE_BATCH"]) == (8, 16)
+    again = split_run(run, "plain", *searched, *fault, "TRAIN.EPOCHS=41", "TRAIN.EFFECTIVE_BATCH_SIZE=null")
+    assert "taken again" not in again.out
+    plan = checkpoint(tmp_path / "runs/plain")["plan"]
+    assert (plan["MICRO_BATCH"], plan["EFFECTIVE_BATCH"]) == (8, 16)
+
+
+def test_what_the_failed_step_held_is_free_again(run_in_child: Run, tmp_path: Path) -> None:
+    """Half the samples need 256 MiB, which the process does not have beside the 384 of the failed step."""
+    hungry = (f"MODEL._target_={__name__}.Hungry", "MODEL.from_sample=48", "TRAIN.EPOCHS=1")
+    outcome = run_in_child(*RUN, SPLIT, *hungry, "MODEL.mebibytes=420")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("the step is taken again") == 1
+    assert "out of memory in optimizer step 4, with micro-batches of 16" in outcome.out
+    ample = run_in_child(*RUN, SPLIT, *hungry, "MODEL.mebibytes=3000", "EXPERIMENT.NAME=ample")
+    assert ample.code == 0, ample.err
+    assert "taken again" not in ample.out
+    assert [line["step"] for line in lines_of(tmp_path / "runs/plain")] == list(range(1, 7))
+
+
+def test_buffers_and_generators_are_those_before_the_step(run: Run, tmp_path: Path) -> None:
+    split_run(run, "plain", *greedy(8, where="backward"))
+    samples = 3 * 6 * 16  # without those of the step that failed
+    assert checkpoint(tmp_path / "runs/plain")["state"]["model"]["num_samples"] == samples
+    split_run(run, "smaller", sized(8))
+    states = [checkpoint(tmp_path / "runs" / name)["rng"][0] for name in ("plain", "smaller")]
+    assert torch.equal(states[0]["torch"], states[1]["torch"])
+    assert torch.equal(states[0]["numpy"][1], states[1]["numpy"][1])
+    assert states[0]["python"] == states[1]["python"]
+
+
+# Errors.
+
+
+def test_by_default_the_error_says_what_held_the_memory(run: Run, tmp_path: Path) -> None:
+    outcome = run(*RUN, *greedy(8, from_step=3))
+    assert outcome.code == 3
+    assert "Traceback" not in outcome.err
+    for text in (
+        "out of memory in optimizer step 4, with micro-batches of 16 (x 1 accumulation x 1 processes)",
+        "can't allocate memory", "activations, batch, libraries", "parameters", "optimizer", "Others: ",
+        "The size is DATA.BATCH_SIZE, AutoBatch is off", "TRAIN.ON_OUT_OF_MEMORY split",
+        "TRAIN.EFFECTIVE_BATCH_SIZE",
+    ):  # fmt: skip
+        assert text in outcome.err
+    assert [line["step"] for line in lines_of(tmp_path / "runs/plain")] == [1, 2, 3]
+
+
+def test_the_error_names_the_size_found_and_its_budget(run: Run) -> None:
+    searched = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16")
+    outcome = run(*RUN, *searched, *greedy(8, from_step=200), "TRAIN.EPOCHS=40")
+    assert outcome.code == 3
+    assert "AutoBatch found 16 within a budget of " in outcome.err
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_the_history_of_the_cuda_allocator_is_written_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+) -> None:
+    traces = [[{"action": "alloc"}]] if is_recorded else [[]]
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: {"device_traces": traces})
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("history"))
+    path = write_snapshot(tmp_path, World(torch.device("cuda", 0), rank=1))
+    if is_recorded:
+        assert path == tmp_path / "out_of_memory_rank1.pickle"
+        assert path.read_text() == "history"
+    else:
+        assert path is None
+        assert not list(tmp_path.iterdir())
+    assert write_snapshot(tmp_path, World(torch.device("cpu"))) is None
+
+
+def test_another_error_is_raised_as_it_is(run: Run) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run(*RUN, SPLIT, f"MODEL._target_={__name__}.Broken")
+
+
+class Broken(Layers):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) / (1 // (not self.training))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("MODEL.largest=-1",), "a micro-batch of one sample cannot be split"),
+        ((*greedy(1), "MODEL.norm=BatchNorm1d"), "one sample, too few for batchnorm"),
+        (
+            (f"OPTIMIZER._target_={__name__}.GreedyOnce", "OPTIMIZER.lr=0.1"),
+            "the update had begun, which cannot be undone",
+        ),
+    ],
+    ids=["one sample", "BatchNorm", "update"],
+)
+def test_a_step_that_cannot_be_split_is_an_error(run: Run, options: tuple[str, ...], text: str) -> None:
+    tokens = [token for token in PLAIN if not token.startswith("OPTIMIZER.")] + list(RUN[len(PLAIN) :])
+    outcome = run(*tokens, SPLIT, *options)
+    assert outcome.code == 3
+    assert text in outcome.err.lower()
+    assert "Traceback" not in outcome.err
+
+
+# Several processes.
+
+TWO = (*(token for token in RUN if "EFFECTIVE" not in token), "TRAIN.EFFECTIVE_BATCH_SIZE=32")
+"""Three epochs of three steps of 32 samples, 16 on each of two ranks."""
+
+
+def two_ranks(folder: Path, *argv: str, max_restarts: int = 1) -> Outcome:
+    command = [*TORCHRUN, "--nproc_per_node=2", f"--max-restarts={max_restarts}", "-m", "linnaeus.main"]
+    return forks.python(*command, *TWO, *argv, cwd=folder, env={"PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("from_step", "where"), [(0, "forward"), (4, "backward")])
+def test_ranks_end_with_a_checkpoint_and_the_next_attempt_goes_on_smaller(
+    tmp_path: Path, rank: int, from_step: int, where: str
+) -> None:
+    fault = (*greedy(8, from_step=from_step, where=where), f"MODEL.rank={rank}", SPLIT)
+    ended = two_ranks(tmp_path, *fault, "EXPERIMENT.NAME=fault", max_restarts=0)
+    assert ended.code != 0
+    assert "all ranks end with a checkpoint" in ended.err
+    folder = tmp_path / "runs/fault"
+    saved = checkpoint(folder)
+    assert (saved["progress"]["step"], saved["progress"]["samples"]) == (from_step, from_step % 3 * 32)
+    assert saved["state"]["model"]["num_samples"] == 16 * from_step  # as before the step that failed
+    assert (saved["micro_batch_limit"], saved["plan"]["MICRO_BATCH"]) == (8, 8)
+    assert saved["plan"]["EFFECTIVE_BATCH"] == 32
+
+    outcome = two_ranks(tmp_path, *fault, "EXPERIMENT.NAME=fault", max_restarts=0)
+    assert outcome.code == 0, outcome.err
+    assert "memory ran out before: micro-batches have at most 8 samples" in outcome.out
+    steps, _, _ = curve(folder)
+    assert steps == list(range(1, 10))
+    whole = two_ranks(tmp_path, "EXPERIMENT.NAME=whole", *(() if from_step else (sized(8),)))
+    assert whole.code == 0, whole.err
+    if not from_step:
+        assert_same_states(folder, tmp_path / "runs/whole")
+    for name, tensor in weights(tmp_path / "runs/whole").items():
+        torch.testing.assert_close(weights(folder)[name], tensor, rtol=2e-3, atol=2e-4)
+
+
+def test_torchrun_restarts_the_ranks_until_they_fit(tmp_path: Path) -> None:
+    outcome = two_ranks(tmp_path, *greedy(4, from_step=2), "MODEL.rank=1", SPLIT, max_restarts=2)
+    assert outcome.code == 0, outcome.err
+    assert checkpoint(tmp_path / "runs/plain")["micro_batch_limit"] == 4
+    assert curve(tmp_path / "runs/plain")[0] == list(range(1, 10))
+
+
+def test_without_split_the_ranks_end_without_a_checkpoint(tmp_path: Path) -> None:
+    ended = two_ranks(tmp_path, *greedy(8), "MODEL.rank=1", max_restarts=0)
+    assert ended.code != 0
+    assert "[rank 0] rank 1: out of memory in optimizer step 1" in ended.err
+    assert not list((tmp_path / "runs/plain").glob("checkpoints/*.pt"))
