@@ -12,6 +12,8 @@ import torch
 
 from tests.autobatch.promises import CASES, TOLERANCE, Card, Case, Phase, Run, StandIn
 
+pytestmark = pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")
+
 QUICK = (
     Case("vit", 0.97, "adamw", buckets=True),
     Case("efficientnet", 0.90, "sgd", "bf16", ema=True),
