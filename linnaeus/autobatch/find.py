@@ -42,7 +42,7 @@ from linnaeus.memory.device import GIB, device_memory
 FULL_FRACTION = 0.97
 """Above this fraction of the device, a search warns that its budget leaves no room for anything else."""
 NOTABLE_GROWTH = 0.01
-"""Fraction of the device by which memory outside the allocator has to grow during a search to be logged."""
+"""Fraction of the device by which the budget has to shrink during a search to be logged."""
 
 Objective = Literal["memory", "throughput"]
 logger = logging.getLogger("linnaeus.autobatch")
@@ -225,8 +225,9 @@ class BatchSizeFinder:
 
     def _read_budget_again(self, fraction: float) -> None:
         """Lower the budget by what has come into memory outside the allocator since the search began."""
-        self._set_budget(min(self.budget_bytes, self.memory.budget(fraction, self._limit_bytes)))
-        if self.memory.outside() - self._outside_bytes > NOTABLE_GROWTH * self.memory.total_bytes:
+        before_bytes = self.budget_bytes
+        self._set_budget(min(before_bytes, self.memory.budget(fraction, self._limit_bytes)))
+        if before_bytes - self.budget_bytes > NOTABLE_GROWTH * self.memory.total_bytes:
             logger.info("the budget is %.2f GiB now: %s", self.budget_bytes / GIB, self._outside())
 
     def _outside(self) -> str:

@@ -68,7 +68,8 @@ class SearchProgress(SearchLog):
             self._best, self._best_size = result, trial.size
         elif trial.status != "fits" and trial.size <= self._best_size:  # it has fitted before
             self._best, self._best_size = "none", 0
-        return f"last {result}, best {self._best}, of {budget_bytes / GIB:.3f} GiB"
+        both = result if result == self._best else f"{result}, best {self._best}"
+        return f"{both} of {budget_bytes / GIB:.3f} GiB"
 
     def size_timed(self, timing: Timing) -> None:
         """Add a row."""

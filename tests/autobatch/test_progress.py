@@ -215,9 +215,9 @@ def test_the_rows_of_a_table_and_the_status_of_the_next_trial(terminal: Console)
     assert told[1:] == [
         "train: warming up with batch size 1",
         "train: trying batch size 16, trial 1",
-        "train: trying batch size 64, trial 2 (last 16: 0.500, best 16: 0.500, of 1.000 GiB)",
-        "train: confirming batch size 16, trial 3 (last 64: oom, best 16: 0.500, of 1.000 GiB)",
-        "train: timing batch size 8 (last 16: 1.250, best none, of 1.000 GiB)",
+        "train: trying batch size 64, trial 2 (16: 0.500 of 1.000 GiB)",
+        "train: confirming batch size 16, trial 3 (64: oom, best 16: 0.500 of 1.000 GiB)",
+        "train: timing batch size 8 (16: 1.250, best none of 1.000 GiB)",
     ]
 
 
@@ -301,7 +301,7 @@ def test_a_run_on_a_terminal_shows_each_trial_as_it_ends(on_terminal: Any, tmp_p
     assert terminal.process.wait(60) == 0
     text = terminal.text
     assert text.index("synthetic: 96 training") < text.index("warming up") < text.index("trial  batch size")
-    assert re.search(r"^. 0:\d\d train: trying batch size 24, trial 2 \(last 16: ", text, re.MULTILINE)
+    assert re.search(r"^. 0:\d\d train: trying batch size 24, trial 2 \(16: ", text, re.MULTILINE)
     found = json.loads((folder / "autobatch.json").read_text())
     log = (folder / "logs/rank0.log").read_text()
     for mode, part in zip(("train", "val"), text.split("AutoBatch val: trying"), strict=True):
