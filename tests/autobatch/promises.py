@@ -50,16 +50,18 @@ NUM_VAL_BATCHES = 1.4
 """Batches of a validation; the last one is smaller."""
 TOLERANCE = 0.02
 """A phase may reserve this fraction more than promised."""
-CONTEXT_BYTES = 40 * MIB
-TENANTS_BYTES = 24 * MIB
+CONTEXT_BYTES = 400 * MIB
+TENANTS_BYTES = 240 * MIB
 MODELS = {
     "resnet": ("MODEL.NAME=test_resnet", "DATA.IMG_SIZE=96"),
     "vit": ("MODEL.NAME=test_vit", "DATA.IMG_SIZE=128"),
     "convnext": ("MODEL.NAME=test_convnext", "DATA.IMG_SIZE=96"),
     "efficientnet": ("MODEL.NAME=test_efficientnet", "DATA.IMG_SIZE=96"),
 }
-ROOM_BYTES = 160 * MIB
+ROOM_BYTES = 2560 * MIB
 """Memory of the device without what the context and other processes hold."""
+SCALE = 32
+"""Bytes of the stand-in that each byte of a tensor takes: the models stand for larger ones."""
 
 
 class Case(NamedTuple):
@@ -155,7 +157,7 @@ class StandIn:
     def process(self, assembly: Assembly) -> Iterator[None]:
         """A process that holds the assembly and nothing else."""
         total_bytes = ROOM_BYTES + CONTEXT_BYTES + TENANTS_BYTES
-        cuda = FakeCuda(total_bytes, context_bytes=CONTEXT_BYTES, tenants_bytes=TENANTS_BYTES)
+        cuda = FakeCuda(total_bytes, context_bytes=CONTEXT_BYTES, tenants_bytes=TENANTS_BYTES, scale=SCALE)
         with holding(cuda, assembly):
             yield
 

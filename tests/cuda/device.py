@@ -52,6 +52,8 @@ class FakeCuda:
         fraction: `per_process_memory_fraction` of the allocator's settings.
         max_split_bytes: `max_split_size_mb` of these settings, in bytes.
         garbage_collection_threshold: the same of these settings.
+        scale: bytes of the device that each byte of a CPU tensor takes. A small model then takes the memory
+            of a large one, against which segments are as small as on a card.
 
     Attributes:
         allocator: the caching allocator.
@@ -68,7 +70,9 @@ class FakeCuda:
         fraction: float = 1.0,
         max_split_bytes: int | None = None,
         garbage_collection_threshold: float = 0.0,
+        scale: int = 1,
     ) -> None:
+        self._scale = scale
         self.total_bytes, self.context_bytes, self._tenants_bytes = total_bytes, context_bytes, tenants_bytes
         self.allocator = CachingAllocator(
             self._device_malloc, lambda num_bytes: None, max_split_bytes=max_split_bytes,
@@ -148,7 +152,7 @@ class FakeCuda:
 
     def _on_allocate(self, number: int, num_bytes: int) -> None:
         if num_bytes:
-            self._blocks[number] = self.allocate(num_bytes)
+            self._blocks[number] = self.allocate(self._scale * num_bytes)
 
     def _on_free(self, number: int) -> None:
         block = self._blocks.pop(number, None)
