@@ -94,7 +94,8 @@ class Case(NamedTuple):
         return [
             *MODELS[self.model], "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=100000",
             "DATA.DATASET.NUM_SAMPLES_VAL=100000", "DATA.AUTOBATCH.ENABLED=True",
-            "DATA.AUTOBATCH.MAX_BATCH_SIZE=4096", "DATA.AUTOBATCH.TOLERANCE=0", "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=2",
+            "DATA.AUTOBATCH.MAX_BATCH_SIZE=4096", "DATA.AUTOBATCH.TOLERANCE=0",
+            "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=2",
             f"OPTIMIZER.NAME={self.optimizer}", "OPTIMIZER.LR=1e-4", "OPTIMIZER.KWARGS={foreach: true}",
             f"TRAIN.AMP={self.amp}", f"TRAIN.EMA.ENABLED={self.ema}",
             f"TRAIN.ACCUMULATION_STEPS={self.accumulation}", f"TRAIN.NOISE_SCALE.ENABLED={self.probe}",
