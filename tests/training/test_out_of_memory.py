@@ -63,12 +63,15 @@ class Greedy(Layers):
         if self.num_samples == int(os.environ.get("INTERRUPT_AT", "0")):
             os.kill(os.getpid(), signal.SIGINT)
         self.drawn = torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()]).double()
-        outputs = super().forward(inputs)
+        first, *rest = self
+        outputs = hidden = first(inputs)
+        for layer in rest:
+            outputs = layer(outputs)
         if self.largest and self.num_samples > self.from_sample and len(inputs) > self.largest:
             if self.where == "forward":
                 allocate_too_much()
-            outputs.register_hook(lambda gradient: allocate_too_much())
-        return outputs
+            hidden.register_hook(lambda gradient: allocate_too_much())  # later layers have gradients then
+        return outputs  # type: ignore[no-any-return]
 
 
 class Hungry(Greedy):
@@ -230,6 +233,24 @@ def test_sizes_that_autobatch_found_are_split_and_kept(run: Run, tmp_path: Path)
     assert "taken again" not in again.out
     plan = checkpoint(tmp_path / "runs/plain")["plan"]
     assert (plan["MICRO_BATCH"], plan["EFFECTIVE_BATCH"]) == (8, 16)
+
+
+def test_a_step_that_fails_while_it_clips_unscaled_gradients_is_taken_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def clip_or_fail(*arguments: Any) -> Tensor:
+        calls.append(arguments)
+        if len(calls) == 1:
+            allocate_too_much()
+        return clip(*arguments)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_or_fail)
+    options = ("TRAIN.AMP=fp16", "TRAIN.CLIP_GRAD_NORM=0.1")
+    assert "taken again" in split_run(run, "plain", *options).out
+    split_run(run, "smaller", sized(8), *options)
+    assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/smaller")
 
 
 def test_what_the_failed_step_held_is_free_again(run_in_child: Run, tmp_path: Path) -> None:
