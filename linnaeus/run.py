@@ -181,7 +181,10 @@ def _find_sizes(
         fitting = dataclasses.replace(facts, max_micro_batch_size=size)
         return plan_batches(train, config.OPTIMIZER, config.SCHEDULE, fitting)
 
-    key = search_key(config.MODEL, config.LOSS, config.OPTIMIZER, train, config.DATA, world)
+    key = search_key(
+        config.MODEL, config.LOSS, config.OPTIMIZER, train, config.DATA, world,
+        find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS,
+    )  # fmt: skip
     content = None if checkpoint is None else checkpoint.content
     return find_planned_sizes(search, plan_for, config.DATA.BATCH_SIZE, key=key, checkpoint=content)
 

@@ -70,8 +70,9 @@ class PlannedSizes:
 
 
 def search_key(
-    model_node: Any, loss_node: Any, optimizer_node: Any, train: TrainConfig, data: DataConfig, world: World
-) -> str:
+    model_node: Any, loss_node: Any, optimizer_node: Any, train: TrainConfig, data: DataConfig, world: World,
+    *, find_unused_parameters: bool = False,
+) -> str:  # fmt: skip
     """Everything that the sizes found depend on, as text that can be compared."""
     nodes = {
         "MODEL": model_node, "LOSS": loss_node, "OPTIMIZER": optimizer_node, "TRAIN": train, "DATA": data,
@@ -85,6 +86,7 @@ def search_key(
     # The index of the device differs between ranks.
     environment = device_environment(world.device) | {"device": world.device.type}
     content |= {"world_size": world.world_size, "environment": environment}
+    content["find_unused_parameters"] = find_unused_parameters
     return json.dumps(content, sort_keys=True)
 
 
