@@ -55,7 +55,7 @@ def main() -> None:
             sizes = "/".join(str(result.batch_size) for result in found).rjust(8)
             promised = "/".join(f"{(result.peak_bytes or 0) / MIB:.0f}" for result in found).rjust(8)
             budget = f"{run.found['train'].budget_bytes / MIB:6.1f}"
-            print(f"{str(case):<58} {sizes} {promised} {budget}  {line}", flush=True)
+            print(f"{case!s:<58} {sizes} {promised} {budget}  {line}", flush=True)
             for excess in (0.05, 0.10) if case in CONTROLS else ():
                 print(f"{f'  sizes {excess:+.0%}':<83}  {columns(run, excess)}", flush=True)
 
