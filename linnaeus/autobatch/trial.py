@@ -16,7 +16,7 @@ from torch import nn
 
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.memory.device import DeviceMemory, synchronize
+from linnaeus.memory.device import DeviceMemory, empty_cache, synchronize
 from linnaeus.memory.host import num_compiled_graphs
 
 MIN_TIMED_STEPS = 5
@@ -195,7 +195,7 @@ class TrialRunner:
             self._memory.reset_peak()
             for number in range(self._num_steps):
                 if self._training and 0 < number == self._num_steps - 1:
-                    self._memory.clean()
+                    empty_cache(self._memory.device)
                 with _stepped(self._optimizers) as stepped:
                     self._step(self._make_batch(size))
                 if self._training and number == 0:

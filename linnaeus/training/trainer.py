@@ -143,8 +143,6 @@ class Trainer:
             CheckpointError: a checkpoint cannot be written.
             LinnaeusError: the loss is not finite.
         """
-        # AutoBatch measured training with an empty cache; resuming on several ranks leaves blocks in it.
-        empty_cache(self.world.device)
         with self.stop.deferred(), self.progress_bar:
             while self.progress.epoch < self.plan.num_epochs:
                 self.train_epoch()
