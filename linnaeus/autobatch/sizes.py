@@ -111,9 +111,8 @@ class SizeSearch:
 
         def train_once() -> None:
             train_step.discard_wrapper()
-            num_micro_batches, train_spec = train_step.num_micro_batches, self._spec("train")
-            for _ in range(2):  # the second step allocates the gradient buckets anew
-                train_step(self._batches(train_spec, trained_at or 1, num_batches=num_micro_batches))
+            num_micro_batches = train_step.num_micro_batches
+            train_step(self._batches(self._spec("train"), trained_at or 1, num_batches=num_micro_batches))
 
         with log_level(config, mode), BatchSizeFinder(
             train_step if mode == "train" else self._validate,

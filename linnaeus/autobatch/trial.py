@@ -17,7 +17,7 @@ from torch import nn
 from linnaeus.autobatch.optimizers import runs_hooks, stepping_optimizers
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.memory.device import DeviceMemory, synchronize
+from linnaeus.memory.device import DeviceMemory, empty_cache, synchronize
 from linnaeus.memory.host import num_compiled_graphs
 
 MIN_TIMED_STEPS = 5
@@ -57,6 +57,8 @@ class TrialRunner:
     where training allocates it: after the first backward pass, among the blocks that this pass has freed.
     An optimizer that did not step there (the gradient scaler skipped it, or the step only accumulates) then
     takes a step with zero gradients. Training trials of a single step allocate the state before they begin.
+    The cache is emptied before the last of several steps, as after a validation: what training keeps then
+    lies between the gaps that activations have left, so that a step may reserve more than the first one.
 
     The first validation trial begins with a training step and allocates all that training keeps. This stays
     until the last trial, and the cache is emptied behind it, as it is in training before a validation.
@@ -195,6 +197,8 @@ class TrialRunner:
             module.train(self._training)
         self._memory.reset_peak()
         for number in range(self._num_steps):
+            if self._training and 0 < number == self._num_steps - 1:
+                empty_cache(self._memory.device)
             with _stepped(self._optimizers) as stepped:
                 self._step(self._make_batch(size))
             if self._training and number == 0:

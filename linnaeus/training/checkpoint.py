@@ -18,6 +18,7 @@ from linnaeus import nest
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError
 from linnaeus.files import link_or_copy, why_not_written, write_atomically
+from linnaeus.memory.device import empty_cache
 from linnaeus.training.ema import Ema
 from linnaeus.training.transfer import broadcast_state
 
@@ -155,6 +156,8 @@ class Checkpoint:
         state = broadcast_state(state, world)
         if not world.is_main:
             target.load_state_dict(state)
+        del state
+        empty_cache(world.device)  # of the buffers of the broadcast: AutoBatch measured without them
         for change in self.changes:
             logger.warning("warning: resumed with another %s", change)
 

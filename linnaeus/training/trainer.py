@@ -161,8 +161,6 @@ class Trainer:
             LinnaeusError: the loss is not finite.
             OutOfMemoryError: a training step ran out of memory, and could not be taken in smaller parts.
         """
-        # AutoBatch measured training with an empty cache; resuming on several ranks leaves blocks in it.
-        empty_cache(self.world.device)
         if self._guard is not None and self.world.control is not None:
             self.world.control.on_request = self._save_before_step
         with self.stop.deferred(), self.progress_bar:

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.autobatch.promises import CASES, TOLERANCE, Card, Case, Phase, Run, StandIn
+from tests.autobatch.promises import CASES, CONTROLS, Card, Case, Phase, Run, StandIn
 
-pytestmark = pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides")
-
+pytestmark = pytest.mark.filterwarnings("ignore:Grad strides do not match")  # dimensions of one, on the CPU
 QUICK = (
-    Case("vit", 0.97, "adamw", buckets=True),
-    Case("efficientnet", 0.90, "sgd", "bf16", ema=True),
+    Case("convnext", 0.97, "adamw", "bf16", ema=True, buckets=True),
+    Case("vit", 0.90, "sgd"),
 )
 
 
@@ -38,16 +37,25 @@ def test_a_run_reserves_no_more_than_was_promised(case: Case, tmp_path: Path) ->
     check(Run(case, StandIn(), tmp_path))
 
 
-def test_sizes_that_are_too_large_break_the_promise(tmp_path: Path) -> None:
-    """The negative control."""
-    run = Run(Case("vit", 0.80), StandIn(), tmp_path)
-    assert max(phase.excess for phase in check(run)) <= TOLERANCE
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("convnext", 0.80),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in CONTROLS if case.model != "convnext"),
+    ],
+    ids=str,
+)
+def test_sizes_that_are_too_large_break_the_promise(case: Case, tmp_path: Path) -> None:
+    """The negative control: in training and in validation, or memory runs out."""
+    run = Run(case, StandIn(), tmp_path)
+    check(run)
     for excess in (0.05, 0.10):
-        kept = {mode: [] for mode in run.found}
-        for phase in run.phases(excess=excess):
-            kept[phase.mode].append(phase.is_kept)
-        assert not any(kept["train"]), excess
-        assert not any(kept["val"]), excess
+        try:
+            phases = run.phases(excess=excess)
+        except torch.OutOfMemoryError:
+            continue
+        broken = {phase.mode for phase in phases if not phase.is_kept}
+        assert broken == {"train", "val"}, excess
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ import linnaeus.training.trainer
 from linnaeus import nest
 from linnaeus.data.batch import Batch, BatchSpec, to_device
 from linnaeus.data.loader import BatchLoader, _Batches
-from linnaeus.memory.device import CudaMemory
+from linnaeus.memory.device import CudaMemory, empty_cache
 from linnaeus.training.build import Assembly
 from tests.cuda.device import DEVICE, FakeCuda
 
@@ -52,6 +52,7 @@ def holding(cuda: FakeCuda, assembly: Assembly) -> Iterator[None]:
             patch.setattr(owner, name, _on_the_host(getattr(owner, name)))
         patch.setattr(_Batches, "__next__", _marked(_Batches.__next__))
         patch.setattr(linnaeus.training.step, "to_device", _copied_to_device)
+        patch.setattr(linnaeus.training.checkpoint, "empty_cache", lambda device: empty_cache(DEVICE))
         patch.setattr(linnaeus.autobatch.sizes, "device_memory", lambda device: CudaMemory(DEVICE))
         load = torch.optim.Optimizer._process_value_according_to_param_policy
         policy = staticmethod(_copied_unless_a_count(load))
