@@ -253,6 +253,7 @@ def test_a_step_that_fails_while_it_clips_unscaled_gradients_is_taken_again(
     assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/smaller")
 
 
+@pytest.mark.slow
 def test_what_the_failed_step_held_is_free_again(run_in_child: Run, tmp_path: Path) -> None:
     """Half the samples need 256 MiB, which the process does not have beside the 384 of the failed step."""
     hungry = (f"MODEL._target_={__name__}.Hungry", "MODEL.from_sample=48", "TRAIN.EPOCHS=1")
@@ -359,8 +360,15 @@ def two_ranks(folder: Path, *argv: str, max_restarts: int = 1) -> Outcome:
     return forks.python(*command, *TWO, *argv, cwd=folder, env={"PYTHONPATH": str(ROOT)})
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("from_step", "where"), [(0, "forward"), (4, "backward")])
+@pytest.mark.parametrize(
+    ("rank", "from_step", "where"),
+    [
+        (1, 0, "forward"),
+        (0, 4, "backward"),
+        pytest.param(0, 0, "forward", marks=pytest.mark.slow),
+        pytest.param(1, 4, "backward", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_end_with_a_checkpoint_and_the_next_attempt_goes_on_smaller(
     tmp_path: Path, rank: int, from_step: int, where: str
 ) -> None:
