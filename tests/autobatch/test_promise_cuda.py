@@ -5,7 +5,6 @@ The device is the stand-in, where every figure is exact. The same runs are there
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,13 @@ NOT_KEPT = {
 }
 
 
-def cases() -> Iterator[Any]:
-    yield QUICK
+def cases() -> list[Any]:
+    """The quick case, and the slow ones."""
+    marked: list[Any] = [QUICK]
     for case in (*CASES, Case("convnext", 0.97, "adamw", "bf16", ema=True, buckets=True)):
         broken = [pytest.mark.xfail(reason=NOT_KEPT[case], strict=True)] if case in NOT_KEPT else []
-        yield pytest.param(case, marks=[pytest.mark.slow, *broken])
+        marked.append(pytest.param(case, marks=[pytest.mark.slow, *broken]))
+    return marked
 
 
 def check(run: Run) -> list[Phase]:
@@ -72,6 +73,6 @@ def test_sizes_that_are_too_large_break_the_promise(case: Case, tmp_path: Path) 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("case", (QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)))
+@pytest.mark.parametrize("case", [QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)])
 def test_a_run_on_a_card_reserves_no_more_than_was_promised(case: Case, tmp_path: Path) -> None:
     check(Run(case, Card(), tmp_path))
