@@ -325,6 +325,7 @@ def test_a_terminal_shows_no_trial_at_warning(on_terminal: Any) -> None:
         assert text not in terminal.text
 
 
+@pytest.mark.slow
 def test_an_analysis_shows_each_trial_as_it_ends(on_terminal: Any, tmp_path: Path) -> None:
     terminal = on_terminal(
         "analyze", *SMALL, "--fractions", "0.9", "--max-bs", "24", "--modes", "train", "--throughput"

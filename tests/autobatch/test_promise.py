@@ -188,7 +188,7 @@ def test_training_grows_by_no_more_than_the_search_promised(
     assert abs(excess_over_promise(train(searched, tmp_path)["train"], found)) <= TOLERANCE - 1
 
 
-@pytest.mark.parametrize("excess", [0.05, 0.10])
+@pytest.mark.parametrize("excess", [0.05, pytest.param(0.10, marks=pytest.mark.slow)])
 def test_a_size_that_is_too_large_breaks_the_promise(excess: float, tmp_path: Path) -> None:
     """The negative control of the test above."""
     searched = search(*MODELS["vit"], "DATA.AUTOBATCH.ENABLED_VAL=False", extra_mib=100)

@@ -219,7 +219,9 @@ def find(loop: Loop | Doubling, **arguments: Any) -> AutoBatchResult:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("fraction", "user_fraction"), [(0.5, 1.0), (0.97, 1.0), (0.8, 0.4)])
+@pytest.mark.parametrize(
+    ("fraction", "user_fraction"), [(0.5, 1.0), (0.8, 0.4), pytest.param(0.97, 1.0, marks=pytest.mark.slow)]
+)
 def test_training_reserves_no_more_than_the_search_promised(fraction: float, user_fraction: float) -> None:
     loop = Loop()
     cuda = FakeCuda(300 * MIB, context_bytes=40 * MIB, tenants_bytes=10 * MIB, fraction=user_fraction)

@@ -364,7 +364,7 @@ def two_ranks(folder: Path, *argv: str, max_restarts: int = 1) -> Outcome:
     ("rank", "from_step", "where"),
     [
         (1, 0, "forward"),
-        (0, 4, "backward"),
+        pytest.param(0, 4, "backward", marks=pytest.mark.slow),
         pytest.param(0, 0, "forward", marks=pytest.mark.slow),
         pytest.param(1, 4, "backward", marks=pytest.mark.slow),
     ],
@@ -396,6 +396,7 @@ def test_ranks_end_with_a_checkpoint_and_the_next_attempt_goes_on_smaller(
         torch.testing.assert_close(weights(folder)[name], tensor, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_the_ranks_until_they_fit(tmp_path: Path) -> None:
     outcome = two_ranks(tmp_path, *greedy(4, from_step=2), "MODEL.rank=1", SPLIT, max_restarts=2)
     assert outcome.code == 0, outcome.err
