@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import psutil
 import pytest
 
 from tests.conftest import assert_same_bits
+from tests.memory.ledger import held_bytes
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 GPT = EXAMPLES / "gpt.py"
@@ -32,7 +32,7 @@ def gpt() -> ModuleType:
 
 def _limit_gb(room_bytes: int) -> float:
     """A limit that leaves the search this much beyond what the process holds."""
-    return (psutil.Process().memory_info().rss + room_bytes) / 0.8 / GIB
+    return (held_bytes() + room_bytes) / 0.8 / GIB
 
 
 def test_the_search_leaves_no_trace_in_the_training_that_follows(gpt: ModuleType):

@@ -27,7 +27,7 @@ from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.training.ema import Ema
-from tests.memory.ledger import Ledger
+from tests.memory.ledger import Ledger, held_bytes
 
 CPU = torch.device("cpu")
 MIB = 1024**2
@@ -42,8 +42,7 @@ def of_this_process(name: str) -> int:
 
 def room(extra_mib: float) -> dict[str, float]:
     """Arguments that leave so much above what the process holds."""
-    device_memory(CPU).clean()
-    limit_gb = (of_this_process("VmRSS") + extra_mib * MIB) / GIB
+    limit_gb = (held_bytes() + extra_mib * MIB) / GIB
     return {"target_memory_fraction": 1.0, "memory_limit_gb": limit_gb}
 
 

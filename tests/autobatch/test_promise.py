@@ -14,7 +14,6 @@ import math
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-import psutil
 import pytest
 import torch
 
@@ -31,7 +30,7 @@ from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World
 from linnaeus.log import MetricsFile, ProgressBar
 from linnaeus.main import cli
-from linnaeus.memory.device import GIB, device_memory
+from linnaeus.memory.device import GIB
 from linnaeus.rng import seed_all
 from linnaeus.signals import StopRequest
 from linnaeus.tracking import Tracker
@@ -40,7 +39,7 @@ from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.trainer import FitResult, Trainer
-from tests.memory.ledger import Ledger
+from tests.memory.ledger import Ledger, held_bytes
 
 CPU = torch.device("cpu")
 MIB = 1024**2
@@ -93,9 +92,7 @@ class Searched(NamedTuple):
 
 def limit_with_room_for(extra_mib: int) -> float:
     """In GiB, above what the process holds without what the C library keeps of earlier tests."""
-    memory = device_memory(CPU)
-    memory.clean()
-    return (psutil.Process().memory_info().rss + extra_mib * MIB) / GIB
+    return (held_bytes() + extra_mib * MIB) / GIB
 
 
 def search(*argv: str, extra_mib: int = 150, seed: int = 0) -> Searched:

@@ -1,10 +1,20 @@
-"""What the operations of a test allocate, counted by storages."""
+"""What a test process holds, and what the operations of a test allocate."""
 
 from __future__ import annotations
 
 from typing import Self
 
+import psutil
+import torch
+
+from linnaeus.memory.device import device_memory
 from linnaeus.memory.storages import StorageTracer
+
+
+def held_bytes() -> int:
+    """Bytes that this process holds, without what the C library keeps of earlier tests."""
+    device_memory(torch.device("cpu")).clean()
+    return int(psutil.Process().memory_info().rss)
 
 
 class Ledger:

@@ -14,7 +14,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import yaml
@@ -25,6 +24,7 @@ from linnaeus.commands.environment import driver_version
 from tests import forks
 from tests.conftest import SMALL, Child, Outcome, Run
 from tests.forks import ROOT
+from tests.memory.ledger import held_bytes
 
 MIB = 1024**2
 WIDE = (
@@ -54,8 +54,10 @@ class Wide(nn.Module):
 
 def limit(room_mib: int) -> tuple[str, str]:
     """Options for a device with so much more than this process holds."""
-    held_mib = psutil.Process().memory_info().rss / MIB
-    return "--memory-limit-gb", f"{(held_mib + 100 + room_mib) / 1024:.4f}"  # 100: what libraries still load
+    return (
+        "--memory-limit-gb",
+        f"{(held_bytes() / MIB + 100 + room_mib) / 1024:.4f}",
+    )  # 100: what libraries still load
 
 
 def read(outcome: Outcome, path: Path) -> dict[str, Any]:
