@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 SETTINGS = (
-    "DATA.DATASET.NAME=digits", "DATA.IMG_SIZE=64", "MODEL.NAME=resnet10t", "EXPERIMENT.DEVICE=cpu",
+    "DATA.DATASET.NAME=digits", "DATA.IMG_SIZE=64", "MODEL.NAME=test_resnet", "EXPERIMENT.DEVICE=cpu",
     "DATA.NUM_WORKERS=0", "TRAIN.EPOCHS=2", "DATA.AUTOBATCH.MAX_BATCH_SIZE=64",
     "DATA.AUTOBATCH.ENABLED_VAL=False", "DATA.BATCH_SIZE_VAL=64",
 )  # fmt: skip
