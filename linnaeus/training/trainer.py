@@ -425,6 +425,7 @@ class Trainer:
             if self.stop.is_requested:
                 break
             step(batch)
+            del batch  # or it would be held while the next one is loaded
         return metrics.compute(self.world, aborted=self.stop.is_requested)
 
     def _distribute_batchnorm(self) -> None:

@@ -159,6 +159,7 @@ def train(
             ledger.start_a_new_peak()
             for batch in loaders.val:
                 assembly.validation_step(batch)
+                del batch
             peaks["val"] = ledger.peak_bytes
     return peaks
 

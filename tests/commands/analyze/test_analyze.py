@@ -70,8 +70,8 @@ def read(outcome: Outcome, path: Path) -> dict[str, Any]:
 def test_many_fractions_cost_little_more_than_one(run: Run, tmp_path: Path) -> None:
     fractions = [0.95, 0.98, 1.0]
     outcome = run(
-        "analyze", *WIDE, "MODEL.width=131072", "--fractions", "0.95,0.98,1.0", "--steps", "1", *limit(80),
-        "--plot", "sizes.html",
+        "analyze", *WIDE, "MODEL.width=131072", "DATA.AUTOBATCH.TOLERANCE=0", "--fractions", "0.95,0.98,1.0",
+        "--steps", "1", *limit(80), "--plot", "sizes.html",
     )  # fmt: skip
     found = read(outcome, tmp_path / "batch_sizes.json")
     assert [(row["mode"], row["memory_fraction"]) for row in found["results"]] == [
