@@ -195,10 +195,9 @@ def still_fit(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> bool:
     limit_bytes = None if limit_gb is None else int(limit_gb * GIB)
 
     def fits(result: AutoBatchResult) -> bool:
-        sizes_used = [trial for trial in result.trials if trial.size <= result.batch_size]
-        peaks = [trial.peak_bytes for trial in sizes_used if trial.status == "fits"]
-        budget_bytes = memory.budget(result.target_memory_fraction, limit_bytes)
-        return bool(peaks) and max(filter(None, peaks)) <= budget_bytes
+        used = [trial for trial in result.trials if trial.size <= result.batch_size]
+        peaks = [trial.peak_bytes or 0 for trial in used if trial.status == "fits"]
+        return bool(peaks) and max(peaks) <= memory.budget(result.target_memory_fraction, limit_bytes)
 
     return all(exchange(search.world, lambda status: all(map(fits, found.values()))))
 
