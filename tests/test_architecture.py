@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import forks
+from tests.forks import ROOT
+
 PACKAGE = ROOT / "linnaeus"
 
 ORDER = (
@@ -155,6 +157,8 @@ def surroundings():
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     return dict(os.environ), handlers, sys.excepthook, sys.path[:], os.getcwd()
 
+for name in own:  # a fork has them already
+    sys.modules.pop(name, None)
 before = surroundings()
 for name in own:
     importlib.import_module(name)
@@ -164,11 +168,13 @@ print(json.dumps([a == b for a, b in zip(before, after)] + [torch.cuda.is_initia
 """
 
 
-def test_every_module_imports_and_changes_nothing_around_it() -> None:
+def test_every_module_imports_and_changes_nothing_around_it(tmp_path: Path) -> None:
     """Other packages are imported first: what they do is not ours."""
     own = sorted(name_of(path) for path in MODULES)
     others = sorted({name for path in MODULES for name in outside(path)} - {"__future__"})
-    result = json.loads(output_of(IMPORT_ALL, json.dumps([others, own])))
+    done = forks.python("-c", IMPORT_ALL, json.dumps([others, own]), cwd=tmp_path)
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
     unchanged = dict(zip(("environment", "signals", "excepthook", "path", "folder"), result, strict=False))
     assert all(unchanged.values()), unchanged
     assert result[-1] is False, "importing must not touch CUDA"

@@ -492,6 +492,7 @@ def test_validation_is_measured_with_the_optimizer_state_of_training_resident() 
     assert finder.memory.in_use() == held_bytes - state_bytes
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_allows_larger_batches() -> None:
     loop = Loop(depth=8)
 

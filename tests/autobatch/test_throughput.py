@@ -106,7 +106,7 @@ def test_any_curve_ends_with_a_size_that_was_timed(
 
 @pytest.mark.usefixtures("few_timed_steps")
 def test_a_run_asks_for_throughput(run: Run, tmp_path: Path) -> None:
-    options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=64", "TRAIN.EPOCHS=1")
+    options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=32", "TRAIN.EPOCHS=1")
     outcome = run(*SMALL, *options, "DATA.AUTOBATCH.OBJECTIVE=throughput", "TRAIN.ACCUMULATION_STEPS=2")
     assert outcome.code == 0, outcome.err
     found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())
