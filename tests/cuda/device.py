@@ -147,14 +147,16 @@ class FakeCuda:
             patch.setattr(linnaeus.autobatch.find, "device_memory", lambda device: CudaMemory(DEVICE))
             patch.setattr(linnaeus.autobatch.find, "Snapshot", _HostSnapshot)
             patch.setattr(linnaeus.training.trainer, "empty_cache", lambda device: empty_cache(DEVICE))
-            tracer.adopt(list(_tensors(state)))
+            with torch.no_grad():
+                for tensor in _tensors(state):
+                    torch.ops.aten.lift_fresh(tensor)  # the tracer takes its result for allocated now
             yield self
 
     def _on_allocate(self, number: int, num_bytes: int) -> None:
         if num_bytes:
             self._blocks[number] = self.allocate(self._scale * num_bytes)
 
-    def _on_free(self, number: int) -> None:
+    def _on_free(self, number: int, num_bytes: int) -> None:
         block = self._blocks.pop(number, None)
         if block is not None:  # it is None for a storage without bytes, and for one that was refused
             self.allocator.free(block)

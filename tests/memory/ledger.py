@@ -61,5 +61,5 @@ class Ledger:
         if self.live_bytes > self._limit_bytes:
             raise MemoryError
 
-    def _free(self, number: int) -> None:
+    def _free(self, number: int, num_bytes: int) -> None:
         self.live.pop(number, None)
