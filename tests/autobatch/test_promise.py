@@ -25,10 +25,11 @@ from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
+from linnaeus.console import ProgressBar
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World
-from linnaeus.log import MetricsFile, ProgressBar
+from linnaeus.log import MetricsFile
 from linnaeus.main import cli
 from linnaeus.memory.device import GIB
 from linnaeus.rng import seed_all
