@@ -26,13 +26,12 @@ from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
 from linnaeus.main import cli
-from linnaeus.memory.device import GIB
 from linnaeus.rng import seed_all
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.trainer import FitResult, Trainer
 from tests.autobatch.trainers import building
-from tests.memory.ledger import Ledger, held_bytes
+from tests.memory.ledger import Ledger, limit_with_room_for
 
 CPU = torch.device("cpu")
 MIB = 1024**2
@@ -81,11 +80,6 @@ class Searched(NamedTuple):
     config: Config
     assembly: Assembly
     found: dict[str, AutoBatchResult]
-
-
-def limit_with_room_for(extra_mib: int) -> float:
-    """In GiB, above what the process holds without what the C library keeps of earlier tests."""
-    return (held_bytes() + extra_mib * MIB) / GIB
 
 
 def search(*argv: str, extra_mib: int = 150, seed: int = 0) -> Searched:

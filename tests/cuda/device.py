@@ -29,7 +29,7 @@ from linnaeus import nest
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.memory.device import CudaMemory, empty_cache
 from linnaeus.memory.storages import StorageTracer
-from tests.cuda.allocator import Block, CachingAllocator, Refused
+from tests.cuda.allocator import MIB, Block, CachingAllocator, Refused
 
 DEVICE = torch.device("cuda", 0)
 _FUNCTIONS = (
@@ -259,6 +259,11 @@ class _HostSnapshot(Snapshot):
     def __init__(self, *arguments: Any) -> None:
         with _disable_current_modes():
             super().__init__(*arguments)
+
+
+def mebibytes(number: int) -> Tensor:
+    """A tensor of so many MiB."""
+    return torch.empty(number * MIB, dtype=torch.uint8)
 
 
 def format_size(num_bytes: int) -> str:

@@ -7,14 +7,24 @@ from typing import Self
 import psutil
 import torch
 
-from linnaeus.memory.device import device_memory
+from linnaeus.memory.device import GIB, device_memory
 from linnaeus.memory.storages import StorageTracer
+
+
+def resident_bytes() -> int:
+    """The resident set of this process."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def held_bytes() -> int:
     """Bytes that this process holds, without what the C library keeps of earlier tests."""
     device_memory(torch.device("cpu")).clean()
-    return int(psutil.Process().memory_info().rss)
+    return resident_bytes()
+
+
+def limit_with_room_for(extra_mib: float) -> float:
+    """A `MEMORY_LIMIT_GB` so much above what this process holds, without what is kept of earlier tests."""
+    return (held_bytes() + extra_mib * 1024**2) / GIB
 
 
 class Ledger:

@@ -26,15 +26,12 @@ from linnaeus.memory.device import GIB
 from linnaeus.memory.host import CpuMemory
 from linnaeus.memory.storages import num_compiled_graphs
 from tests.memory.conftest import CPU, MACHINE, MIB, Cgroups, on_linux, raised_from
+from tests.memory.ledger import resident_bytes
 
 NOISE = 8 * MIB  # what the rest of the process takes or gives back between two readings
 
 
 # -- the budget
-
-
-def resident() -> int:
-    return int(psutil.Process().memory_info().rss)
 
 
 @on_linux
@@ -44,7 +41,7 @@ def test_the_budget_is_the_fraction_of_a_group_less_what_others_use(
 ) -> None:
     total, others = min(2 * GIB, MACHINE // 8), MACHINE  # so much that the machine itself never decides
     cgroups.join("0::/job")
-    cgroups.v2("/job", total, used=others + resident() + 50 * MIB, inactive=50 * MIB)
+    cgroups.v2("/job", total, used=others + resident_bytes() + 50 * MIB, inactive=50 * MIB)
     budget = cgroups.memory().budget(fraction, None)
     assert budget == pytest.approx(fraction * total - others, abs=NOISE)
 
@@ -56,13 +53,13 @@ def test_the_tightest_pool_decides_on_the_budget(cgroups: Cgroups) -> None:
     cgroups.join("0::/wide/narrow")
     cgroups.v2("/wide", wide, used=wide - 200 * MIB)
     cgroups.v2("/wide/narrow", narrow, used=0)
-    assert cgroups.memory().budget(1.0, None) == pytest.approx(resident() + 200 * MIB, abs=NOISE)
+    assert cgroups.memory().budget(1.0, None) == pytest.approx(resident_bytes() + 200 * MIB, abs=NOISE)
 
 
 @on_linux
 def test_the_budget_is_negative_where_others_use_more_than_the_fraction(cgroups: Cgroups) -> None:
     cgroups.join("0::/job")
-    cgroups.v2("/job", GIB, used=resident() + 900 * MIB)
+    cgroups.v2("/job", GIB, used=resident_bytes() + 900 * MIB)
     assert cgroups.memory().budget(0.1, None) < 0
 
 
@@ -85,9 +82,9 @@ def test_the_ranks_of_a_host_divide_the_budget_evenly(
     cgroups.v2("/job", total, used=used)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     parent = psutil.Process().parent()
-    family = sum(child.memory_info().rss for child in parent.children()) if parent else resident()
+    family = sum(child.memory_info().rss for child in parent.children()) if parent else resident_bytes()
     budget = cgroups.memory().budget(1.0, None)
-    assert (total - used + resident()) / 2 - NOISE <= budget <= (total - used + family) / 2 + GIB
+    assert (total - used + resident_bytes()) / 2 - NOISE <= budget <= (total - used + family) / 2 + GIB
 
 
 # -- the peak
@@ -129,12 +126,12 @@ def test_a_peak_starts_at_what_is_held(memory: CpuMemory) -> None:
 
 @on_linux
 def test_what_the_process_held_before_counts_as_the_system_does(memory: CpuMemory) -> None:
-    assert memory.in_use() == pytest.approx(resident(), abs=NOISE)
+    assert memory.in_use() == pytest.approx(resident_bytes(), abs=NOISE)
     block = allocate(100 * MIB)
     memory.settle()
-    assert memory.in_use() == pytest.approx(resident(), abs=NOISE)
+    assert memory.in_use() == pytest.approx(resident_bytes(), abs=NOISE)
     memory.settle(excluded_bytes=block.nbytes)
-    assert memory.in_use() == pytest.approx(resident() - block.nbytes, abs=NOISE)
+    assert memory.in_use() == pytest.approx(resident_bytes() - block.nbytes, abs=NOISE)
 
 
 @on_linux
