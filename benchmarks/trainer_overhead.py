@@ -24,11 +24,12 @@ from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
+from linnaeus.console import ProgressBar
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.dist import World, resolve_device
-from linnaeus.log import MetricsFile, ProgressBar
+from linnaeus.log import MetricsFile
 from linnaeus.rng import seed_all
 from linnaeus.signals import StopRequest
 from linnaeus.tracking import Tracker

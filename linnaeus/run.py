@@ -17,11 +17,12 @@ from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.config.load import save_config, with_batch_sizes
 from linnaeus.config.schema import Config, TrainConfig
+from linnaeus.console import ProgressBar
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.dist import World, errors_told_first, join, wrap
-from linnaeus.log import MetricsFile, ProgressBar, open_run_folder
+from linnaeus.log import MetricsFile, open_run_folder
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest
 from linnaeus.tracking import start_tracking

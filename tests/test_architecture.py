@@ -18,8 +18,9 @@ from tests.forks import ROOT
 PACKAGE = ROOT / "linnaeus"
 
 ORDER = (
-    "errors", "files", "rng", "nest", "signals", "control", "config", "batching", "memory", "dist", "log",
-    "tracking", "data", "models", "training", "autobatch", "run", "commands", "main", "train",
+    "errors", "files", "rng", "nest", "signals", "control", "config", "batching", "memory", "dist",
+    "console", "log", "tracking", "data", "models", "training", "autobatch", "run", "commands", "main",
+    "train",
 )  # fmt: skip
 """A module imports from its own part and from those before it."""
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,22 +14,18 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from rich.console import Console
 
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.files import FolderLock, write_text_atomically
 from linnaeus.log import (
-    NOT_ON_CONSOLE,
+    SHOWN_ELSEWHERE,
     MetricsFile,
-    ProgressBar,
-    StatusLine,
     close_logging,
-    is_interactive,
-    make_console,
     open_run_folder,
     set_up_logging,
 )
+from tests.consoles import plain_console
 
 ALONE = World(torch.device("cpu"))
 
@@ -43,27 +36,8 @@ def _closed() -> Iterator[None]:
     close_logging()
 
 
-def plain_console() -> tuple[Console, io.StringIO]:
-    output = io.StringIO()
-    return Console(file=output, width=200), output
-
-
-def terminal(monkeypatch: pytest.MonkeyPatch) -> tuple[Console, io.StringIO]:
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    output = io.StringIO()
-    return Console(file=output, force_terminal=True, width=120), output
-
-
 def open_files() -> set[str]:
     return {file.path for file in psutil.Process().open_files()}
-
-
-def show_an_epoch(console: Console | None) -> None:
-    with ProgressBar(console) as progress:
-        progress.start("epoch 1/2", total=5)
-        progress.advance(3)
-        progress.describe({"loss": 0.123456, "lr": 2e-3})
 
 
 # --- log lines ---
@@ -125,6 +99,16 @@ def test_close_logging_releases_the_files(tmp_path: Path) -> None:
     close_logging()
     assert str(tmp_path / "rank0.log") not in open_files()
     assert logging.getLogger("linnaeus").handlers == []
+
+
+def test_a_line_that_the_console_shows_otherwise_goes_to_the_file_alone(tmp_path: Path) -> None:
+    console, output = plain_console()
+    set_up_logging(tmp_path, rank=0, console=console)
+    logging.getLogger("linnaeus").info("a row", extra=SHOWN_ELSEWHERE)
+    logging.getLogger("linnaeus").info("a line")
+    assert "a row" in (tmp_path / "rank0.log").read_text()
+    assert "a row" not in output.getvalue()
+    assert "a line" in output.getvalue()
 
 
 # --- the folder of a run ---
@@ -389,126 +373,3 @@ def test_a_full_disk_does_not_take_the_place_of_the_error_under_way(small_disk: 
         ConfigError, match=r"r1 cannot be written to: the disk is full: .* has 0 GiB free; choose"
     ):
         FolderLock(folder)
-
-
-# --- progress ---
-
-
-@pytest.mark.parametrize(
-    ("is_terminal", "ci", "expected"),
-    [
-        (True, None, True),
-        (True, "", True),
-        (True, "false", True),
-        (True, "true", False),
-        (True, "True", False),
-        (True, "1", False),
-        (False, None, False),
-    ],
-)
-def test_a_person_watches_a_terminal_outside_ci(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, ci: str | None, expected: bool
-) -> None:
-    monkeypatch.delenv("CI", raising=False)
-    if ci is not None:
-        monkeypatch.setenv("CI", ci)
-    assert is_interactive(Console(file=io.StringIO(), force_terminal=is_terminal)) is expected
-
-
-def test_a_terminal_shows_a_bar_and_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    console, output = terminal(monkeypatch)
-    set_up_logging(tmp_path, rank=0, console=console)
-    show_an_epoch(console)
-    assert "3/5" in output.getvalue()
-    assert "\x1b[" in output.getvalue()
-    assert (tmp_path / "rank0.log").read_text().count("epoch 1/2  3/5  loss 0.1235  lr 0.002") == 1
-
-
-@pytest.mark.parametrize("where", ["no terminal", "CI"])
-def test_elsewhere_there_is_a_plain_line_and_no_bar(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    console, output = terminal(monkeypatch) if where == "CI" else plain_console()
-    monkeypatch.setenv("CI", "true" if where == "CI" else "")
-    set_up_logging(None, rank=0, console=console)
-    show_an_epoch(console)
-    [line] = output.getvalue().splitlines()
-    assert line.endswith(" epoch 1/2  3/5  loss 0.1235  lr 0.002")
-    assert "\x1b" not in line
-
-
-def test_other_ranks_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    set_up_logging(None, rank=1, console=make_console())
-    show_an_epoch(None)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_new_epoch_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    console, output = plain_console()
-    set_up_logging(None, rank=0, console=console)
-    with ProgressBar(console) as progress:
-        for epoch in (1, 2):
-            progress.start(f"epoch {epoch}/2", total=4)
-            progress.advance(epoch)
-            progress.describe({})
-    assert ["1/4" in line for line in output.getvalue().splitlines()] == [True, False]
-    assert "epoch 2/2  2/4" in output.getvalue()
-
-
-def test_long_lines_are_not_broken_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
-    make_console().print("x" * 110)
-    assert capsys.readouterr().out == "x" * 110 + "\n"
-
-
-# --- the status line ---
-
-
-def test_a_line_that_the_console_shows_otherwise_goes_to_the_file_alone(tmp_path: Path) -> None:
-    console, output = plain_console()
-    set_up_logging(tmp_path, rank=0, console=console)
-    logging.getLogger("linnaeus").info("a row", extra=NOT_ON_CONSOLE)
-    logging.getLogger("linnaeus").info("a line")
-    assert "a row" in (tmp_path / "rank0.log").read_text()
-    assert "a row" not in output.getvalue()
-    assert "a line" in output.getvalue()
-
-
-def test_a_status_line_says_what_is_done_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linnaeus.log.REFRESH_S", 0.01)
-    console, output = terminal(monkeypatch)
-    texts = iter(["first", *["second"] * 10**6])
-    with StatusLine(console) as line:
-        line.update(lambda: next(texts))
-        while " 0:00 second" not in output.getvalue():
-            time.sleep(0.01)
-        line.update("third")
-        console.print("above")
-    assert " 0:00 first" in output.getvalue()
-    assert " 0:00 third" in output.getvalue()
-    assert output.getvalue().endswith("\x1b[2K"), "nothing of it remains"
-    assert not [thread for thread in threading.enumerate() if thread.name == "status line"]
-
-
-def test_the_thread_of_a_status_line_survives_a_memory_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linnaeus.log.REFRESH_S", 0.01)
-    console, output = terminal(monkeypatch)
-    num_refusals = 0
-
-    def describe() -> str:
-        nonlocal num_refusals
-        if num_refusals < 3:
-            num_refusals += 1
-            raise MemoryError
-        return "goes on"
-
-    with StatusLine(console) as line:
-        line.update(describe)
-        while "goes on" not in output.getvalue():
-            time.sleep(0.01)
-    assert num_refusals == 3
-
-
-@pytest.mark.parametrize("has_console", [False, True])
-def test_where_no_terminal_is_there_is_no_status_line(has_console: bool) -> None:
-    console, output = plain_console()
-    with StatusLine(console if has_console else None) as line:
-        line.update("trying")
-    assert output.getvalue() == ""

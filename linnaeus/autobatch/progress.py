@@ -12,7 +12,8 @@ from linnaeus.autobatch.observer import Purpose, SearchLog
 from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.autobatch.search import TrialRecord
-from linnaeus.log import NOT_ON_CONSOLE, is_interactive
+from linnaeus.console import is_interactive
+from linnaeus.log import SHOWN_ELSEWHERE
 from linnaeus.memory.device import GIB
 
 _HEADINGS = ("trial", "batch size", "status", "peak GiB", "of budget", "seconds")
@@ -36,7 +37,7 @@ class SearchProgress(SearchLog):
         self._status = status
         is_shown = console is not None and is_interactive(console) and self.logs_trials()
         self._console = console if is_shown else None
-        self.extra = NOT_ON_CONSOLE if is_shown else {}
+        self.extra = SHOWN_ELSEWHERE if is_shown else {}
         self._has_heading = False
         self._so_far = ""
         self._best = "none"

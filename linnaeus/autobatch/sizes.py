@@ -23,10 +23,10 @@ from linnaeus.autobatch.protocol import RankStatus, exchange
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.batching.sizes import micro_batches_held
 from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
+from linnaeus.console import StatusLine
 from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bundle import DataBundle
 from linnaeus.dist import World, wrap
-from linnaeus.log import StatusLine
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.training.build import Assembly
 from linnaeus.training.noise_scale import GradientProbe

@@ -17,8 +17,9 @@ from torch import nn
 from linnaeus.autobatch.optimizers import runs_hooks, stepping_optimizers
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.memory.device import DeviceMemory, empty_cache, synchronize
-from linnaeus.memory.host import num_compiled_graphs
+from linnaeus.memory.device import empty_cache, synchronize
+from linnaeus.memory.interface import DeviceMemory
+from linnaeus.memory.storages import num_compiled_graphs
 
 MIN_TIMED_STEPS = 5
 MAX_TIMED_STEPS = 50

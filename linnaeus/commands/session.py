@@ -16,11 +16,12 @@ from linnaeus.commands.environment import describe, device_sentence
 from linnaeus.commands.options import Options
 from linnaeus.commands.tables import Measurement
 from linnaeus.config.schema import Config
+from linnaeus.console import StatusLine, make_console
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World, join
 from linnaeus.errors import EXIT_INTERRUPTED
-from linnaeus.log import StatusLine, close_logging, make_console, set_up_logging
+from linnaeus.log import close_logging, set_up_logging
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.training.build import assemble
 

@@ -5,7 +5,7 @@ Each kind of device has a class with the methods of `DeviceMemory`:
 | | CUDA (and HIP) | CPU (Linux) | other accelerators |
 |---|---|---|---|
 | total | the card | machine or cgroup, divided by the ranks on this host | the device |
-| peak | reserved by the caching allocator | resident set, then tensors | reserved by the allocator |
+| peak | bytes reserved | resident set at `settle`, plus tensors allocated since | bytes reserved |
 | used outside | context, libraries, NCCL, other processes | other processes | as `get_memory_info` counts |
 | cap | `set_per_process_memory_fraction` | check after each operation, and `RLIMIT_DATA` | none |
 """
@@ -16,74 +16,16 @@ import contextlib
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from linnaeus.memory.host import CpuMemory
+from linnaeus.memory.interface import DeviceMemory
 from linnaeus.memory.oom import is_ambiguous, is_out_of_memory
 
 GIB = 1024**3
-
-T = TypeVar("T")
-
-
-class DeviceMemory(Protocol):
-    """Memory of one device as the search sees it. All figures are bytes."""
-
-    device: torch.device
-    total_bytes: int
-
-    def budget(self, fraction: float, limit_bytes: int | None) -> int:
-        """What this process may hold now, given what is in use outside its allocator; may be negative.
-
-        Args:
-            fraction: of the total that may be in use on the device, by all processes, in (0, 1].
-            limit_bytes: this process may hold `fraction` of it, whatever others use; None is no such limit.
-        """
-
-    def settle(self, excluded_bytes: int = 0) -> None:
-        """Read anew what the process holds beside the tensors of trials, where no allocator knows it.
-
-        Args:
-            excluded_bytes: host memory that is not counted.
-        """
-        return None
-
-    def outside(self) -> int:
-        """Memory in use outside this process's allocator: its context and libraries, and other processes."""
-
-    def clean(self) -> None:
-        """Release all memory that no live object holds."""
-
-    def reset_peak(self) -> None:
-        """Set the peak to what is in use now."""
-
-    def peak(self) -> int:
-        """Most memory in use since `reset_peak`."""
-
-    def in_use(self) -> int:
-        """Memory in use now, measured like the peak."""
-
-    def num_retries(self) -> int:
-        """How often the allocator had to flush its cache to serve a request; 0 where it does not count."""
-        return 0
-
-    def refused(self, error: BaseException) -> bool:
-        """Whether an exception raised under the cap means that an allocation failed."""
-        return is_out_of_memory(error)
-
-    def isolate(self, function: Callable[[], T]) -> T:
-        """Call the function so that running out of memory in it does not affect later calls."""
-        return function()
-
-    def cap(self, bytes_: int) -> contextlib.AbstractContextManager[None]:
-        """Inside the context, an allocation that would take the process above `bytes_` fails."""
-
-    def caveats(self) -> list[str]:
-        """Settings of the allocator under which a trial may reserve less than training, one sentence each."""
-        return []
 
 
 class AcceleratorMemory(DeviceMemory):

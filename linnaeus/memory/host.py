@@ -9,19 +9,19 @@ import gc
 import math
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
 
 from linnaeus.memory.cgroups import MemoryPool, limited_cgroups
+from linnaeus.memory.interface import DeviceMemory, T
 from linnaeus.memory.oom import is_ambiguous, is_out_of_memory
-from linnaeus.memory.storages import StorageTracer
+from linnaeus.memory.storages import StorageTracer, num_compiled_graphs
 
 _MIB = 1024**2
 _MARGIN_BYTES = 64 * _MIB
@@ -29,17 +29,15 @@ _OVERHEAD = 2
 """The C library keeps freed blocks: processes grew by up to 1.7 times what their tensors grew by."""
 _KERNEL_BYTES = 4 * _MIB  # more than the code of any single oneDNN kernel
 
-T = TypeVar("T")
 
-
-class CpuMemory:
+class CpuMemory(DeviceMemory):
     """Host memory of this process: what it held before, and the tensors that trials allocate. Linux only.
 
     Tensors are counted when operations allocate and free them, so that the peak of a step is exact and the
-    same every time. What the C library keeps for later is not counted: it depends on the order of all earlier
-    allocations, and is up to two thirds of what the tensors hold. The cap is therefore twofold: an operation
-    that takes the count above it raises, and the system refuses to let the process grow beyond twice the
-    growth that the cap allows, or beyond what is available.
+    same every time. What the C library keeps for later (see `_OVERHEAD`) is not counted: it depends on the
+    order of all earlier allocations. The cap is therefore twofold: an operation that takes the count above it
+    raises, and the system refuses to let the process grow beyond `_OVERHEAD` times the growth that the cap
+    allows, or beyond what is available.
 
     Where `torch.compile` has generated code, which allocates unseen, the peak is that of the resident set.
     """
@@ -49,12 +47,12 @@ class CpuMemory:
         self._num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.total_bytes = min(pool.total_bytes for pool in _pools()) // self._num_ranks
         self._tracer = StorageTracer(self._allocated, self._freed)
-        self._tensor_bytes: dict[int, int] = {}
+        self._count_lock = threading.RLock()  # garbage collection frees tensors in any thread
         self._live_bytes = self._peak_bytes = 0  # of the tensors that the tracer has seen
         self._cap_bytes = math.inf
         self._headroom_bytes = math.inf  # growth of the process that the system allows under the cap
         self._virtual_bytes = 0  # VmPeak when the cap was set
-        self._resident_at_reset = 0
+        self._live_at_reset = self._resident_at_reset = 0
         self.settle()
 
     def settle(self, excluded_bytes: int = 0) -> None:
@@ -74,14 +72,6 @@ class CpuMemory:
             budgets.append(fraction * limit_bytes)
         return int(min(budgets))
 
-    def outside(self) -> int:
-        """See `DeviceMemory.outside`."""
-        return self.total_bytes - self.budget(1.0, None)
-
-    def caveats(self) -> list[str]:
-        """None: the cap changes nothing about what the C allocator keeps."""
-        return []
-
     def clean(self) -> None:
         """Collect garbage and return free pages to the system."""
         gc.collect()
@@ -91,7 +81,7 @@ class CpuMemory:
 
     def reset_peak(self) -> None:
         """Set the peak to what is in use now."""
-        self._peak_bytes = self._live_bytes
+        self._live_at_reset = self._peak_bytes = self._live_bytes
         self._resident_at_reset = _proc_status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark of the resident set
 
@@ -99,7 +89,8 @@ class CpuMemory:
         """Most bytes in use since `reset_peak`."""
         peak_bytes = self._peak_bytes
         if num_compiled_graphs():
-            peak_bytes = max(peak_bytes, self._live_bytes + _proc_status("VmHWM") - self._resident_at_reset)
+            grown_bytes = _proc_status("VmHWM") - self._resident_at_reset
+            peak_bytes = max(peak_bytes, self._live_at_reset + grown_bytes)
         return self._base_bytes + peak_bytes
 
     def in_use(self) -> int:
@@ -151,10 +142,6 @@ class CpuMemory:
         finally:
             del outcome  # or the error's traceback, this frame and the error would keep each other alive
 
-    def num_retries(self) -> int:
-        """0: the C allocator does not retry."""
-        return 0
-
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:
         """In this thread, an operation fails that takes the tensors above `bytes_`, or the process far above.
@@ -185,28 +172,23 @@ class CpuMemory:
                 self._cap_bytes, self._headroom_bytes, self._virtual_bytes = outer
 
     def _allocated(self, number: int, num_bytes: int) -> None:
-        self._tensor_bytes[number] = num_bytes
-        self._live_bytes += num_bytes
-        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+        with self._count_lock:
+            self._live_bytes += num_bytes
+            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
         if self.in_use() > self._cap_bytes:
             raise MemoryError(
                 f"out of memory: the process holds {self.in_use() / _MIB:.0f} MiB, "
                 f"its cap is {self._cap_bytes / _MIB:.0f} MiB"
             )
 
-    def _freed(self, number: int) -> None:
-        self._live_bytes -= self._tensor_bytes.pop(number)
+    def _freed(self, number: int, num_bytes: int) -> None:
+        with self._count_lock:
+            self._live_bytes -= num_bytes
 
 
 def available_host_bytes() -> int:
     """Host memory that this process can still allocate: the least of the machine and its cgroups."""
     return max(0, min(pool.total_bytes - pool.used_bytes for pool in _pools()))
-
-
-def num_compiled_graphs() -> int:
-    """Graphs that `torch.compile` has compiled in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def _thread_modes() -> list[contextlib.AbstractContextManager[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,22 +26,16 @@ class StorageTracer(TorchDispatchMode):
     Args:
         on_allocate: called with a number that names the storage and its bytes. It may raise, which ends the
             operation that allocated.
-        on_free: called with the number.
+        on_free: called with the same number and bytes, in whichever thread frees the storage.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, on_allocate: Callable[[int, int], None], on_free: Callable[[int], None]) -> None:
+    def __init__(self, on_allocate: Callable[[int, int], None], on_free: Callable[[int, int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_allocate, self._on_free = on_allocate, on_free
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], int, int]] = {}
         self._num_allocated = 0
-
-    def adopt(self, nest: Any) -> None:
-        """Report the storages of tensors that were allocated before as if they were allocated now."""
-        for storage in _storages(nest):
-            if storage._cdata not in self._known:
-                self._add(storage, is_new=True)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -74,9 +69,15 @@ class StorageTracer(TorchDispatchMode):
             self._on_allocate(number, num_bytes)
 
     def _forget(self, address: int) -> None:
-        _, number, _ = self._known.pop(address, (None, 0, 0))
+        _, number, num_bytes = self._known.pop(address, (None, 0, 0))
         if number:
-            self._on_free(number)
+            self._on_free(number, num_bytes)
+
+
+def num_compiled_graphs() -> int:
+    """Graphs that `torch.compile` has compiled in this process; a `StorageTracer` sees nothing of them."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def _storages(nest: Any) -> list[UntypedStorage]:

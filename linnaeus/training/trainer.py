@@ -18,11 +18,12 @@ import torch
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import TrainConfig
+from linnaeus.console import ProgressBar
 from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError, OutOfMemoryError
-from linnaeus.log import MetricsFile, ProgressBar
+from linnaeus.log import MetricsFile
 from linnaeus.memory.device import empty_cache
 from linnaeus.memory.oom import is_out_of_memory
 from linnaeus.models.build import batchnorm_kind

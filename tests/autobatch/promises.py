@@ -19,30 +19,22 @@ import torch.distributed as torch_dist
 
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes, still_fit
-from linnaeus.batching.facts import Facts
-from linnaeus.batching.plan import plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
-from linnaeus.data.loader import build_loaders
-from linnaeus.dist import World, wrap
-from linnaeus.log import MetricsFile, ProgressBar
+from linnaeus.dist import World
 from linnaeus.memory.device import CudaMemory
 from linnaeus.rng import seed_all
-from linnaeus.signals import StopRequest
-from linnaeus.tracking import Tracker
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
-from linnaeus.training.noise_scale import build_probe
-from linnaeus.training.schedule import Schedule
-from linnaeus.training.stop import StopAgreement
 from linnaeus.training.trainer import Trainer
+from tests.autobatch.trainers import building
 from tests.cuda.allocator import MIB
 from tests.cuda.device import FakeCuda
 from tests.cuda.training import holding, on_the_host
 
-NUM_STEPS = 2.3
+STEPS_PER_EPOCH = 2.3
 """Optimizer steps of an epoch; the last one is smaller."""
 NUM_EPOCHS = 2, 3
 """Epochs at the end of the first process, and of the resumed one; a validation follows each epoch."""
@@ -284,9 +276,11 @@ class Run:
             self._find(config, data, assembly, world)
             sizes = {mode: math.ceil(found.batch_size * (1 + excess)) for mode, found in self.found.items()}
             samples_per_step = sizes["train"] * self.case.accumulation
-            config.DATA.DATASET.NUM_SAMPLES = int(NUM_STEPS * samples_per_step)
+            config.DATA.DATASET.NUM_SAMPLES = int(STEPS_PER_EPOCH * samples_per_step)
             config.DATA.DATASET.NUM_SAMPLES_VAL = int(NUM_VAL_BATCHES * sizes["val"])
-            with self._trainer(config, assembly, world, checkpoints, sizes) as trainer:
+            with on_the_host():
+                data = build_data(config.DATA, seed=0)
+            with building(MeasuredTrainer, config, data, assembly, world, sizes, checkpoints) as trainer:
                 if checkpoint is not None:
                     trainer.resume(checkpoint.content, 0)
                 trainer.fit()
@@ -305,35 +299,3 @@ class Run:
         if not self.found:
             self.found = find_sizes(search)
         assert still_fit(search, self.found)
-
-    @contextmanager
-    def _trainer(
-        self, config: Config, assembly: Assembly, world: World, checkpoints: CheckpointFolder,
-        sizes: dict[str, int],
-    ) -> Iterator[MeasuredTrainer]:  # fmt: skip
-        num_samples = config.DATA.DATASET.NUM_SAMPLES
-        facts = Facts(sizes["train"], 1, num_samples, config.OPTIMIZER.LR)
-        plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
-        model = wrap(assembly.model, world)
-        probe = build_probe(config.TRAIN.NOISE_SCALE, model, assembly.scaler, plan)
-        with on_the_host():
-            data = build_data(config.DATA, seed=0)
-        with build_loaders(
-            data, sizes=plan.micro_batches, batch_size_val=sizes["val"],
-            data_config=config.DATA, seed=0, rank=0, world_size=1, device=world.device,
-        ) as loaders:  # fmt: skip
-            yield MeasuredTrainer(
-                config.TRAIN, plan, world, assembly,
-                loaders=loaders,
-                train_step=dataclasses.replace(assembly.train_step, model=model, probe=probe),
-                schedule=Schedule(
-                    config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps,
-                    warmup_steps=plan.warmup_steps,
-                ),
-                checkpoints=checkpoints,
-                metrics_file=MetricsFile(self.folder / "metrics.jsonl", enabled=False),
-                tracker=Tracker(),
-                progress_bar=ProgressBar(None),
-                stop=StopAgreement(world, StopRequest()),
-                checkpoint_extras={"searched_for": "", "autobatch": {}},
-            )  # fmt: skip

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,23 +26,16 @@ from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.training.ema import Ema
-from tests.memory.ledger import Ledger, held_bytes
+from tests.memory.ledger import Ledger, limit_with_room_for, resident_bytes
 
 CPU = torch.device("cpu")
 MIB = 1024**2
 WIDTH = MIB // 4  # float32 values in one MiB
 
 
-def of_this_process(name: str) -> int:
-    """A figure of `/proc/self/status`, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
 def room(extra_mib: float) -> dict[str, float]:
     """Arguments that leave so much above what the process holds."""
-    limit_gb = (held_bytes() + extra_mib * MIB) / GIB
-    return {"target_memory_fraction": 1.0, "memory_limit_gb": limit_gb}
+    return {"target_memory_fraction": 1.0, "memory_limit_gb": limit_with_room_for(extra_mib)}
 
 
 def make_batch(size: int) -> Tensor:
@@ -204,7 +196,7 @@ def test_a_tighter_memory_limit_gives_a_smaller_size() -> None:
 
 
 def test_the_budget_is_the_fraction_of_the_limit() -> None:
-    limit_gb = (of_this_process("VmRSS") + 400 * MIB) / GIB
+    limit_gb = (resident_bytes() + 400 * MIB) / GIB
     result = find_on_cpu(
         plain_step, make_batch, max_batch_size=2, target_memory_fraction=0.9, memory_limit_gb=limit_gb
     )
@@ -566,14 +558,14 @@ def test_a_search_after_a_step_that_really_ran_out_of_memory_goes_on_and_trainin
 def test_a_batch_far_above_the_budget_is_refused_and_not_built() -> None:
     """The machine's other processes must not miss what a trial takes."""
     arguments = room(100)
-    held, highest = of_this_process("VmRSS"), 0
+    held, highest = resident_bytes(), 0
 
     def make_pieces(size: int) -> list[Tensor]:
         nonlocal highest
         pieces = []
         for _ in range(size):
             pieces.append(torch.zeros(10 * WIDTH))
-            highest = max(highest, of_this_process("VmRSS"))
+            highest = max(highest, resident_bytes())
         return pieces
 
     result = find_on_cpu(torch.cat, make_pieces, strategy="binary", max_batch_size=200, **arguments)
@@ -788,6 +780,6 @@ def test_no_thread_is_left_and_nothing_of_a_trial_is_alive() -> None:
     for _ in range(3):
         loop.find(extra_mib=100)
         device_memory(CPU).clean()
-        held.append(of_this_process("VmRSS"))
+        held.append(resident_bytes())
     assert threading.active_count() == threads
     assert held[-1] - held[0] < 30 * MIB, "a step at the budget takes 100"

@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import re
+import select
 import termios
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,9 +26,10 @@ from linnaeus.autobatch.progress import SearchProgress
 from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.result import Timing
 from linnaeus.autobatch.search import TrialRecord
-from linnaeus.memory.device import GIB, device_memory
+from linnaeus.memory.device import GIB
 from tests import forks
 from tests.conftest import SMALL, Run
+from tests.memory.ledger import limit_with_room_for
 
 AUTOBATCH = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24", "TRAIN.EPOCHS=1")
 ROWS = r"^ +{number}  +{size}  {status} +\d+\.\d{{3}} +\d+\.\d% +\d+\.\d\d"
@@ -69,10 +72,8 @@ def _modules_loaded() -> None:
 
 
 def room(extra_mib: float) -> dict[str, Any]:
-    """A limit so much above what the process holds."""
-    memory = device_memory(torch.device("cpu"))
-    memory.clean()
-    return {"memory_limit_gb": (memory.in_use() + extra_mib * 2**20) / GIB, "device": "cpu"}
+    """Arguments that leave so much above what the process holds."""
+    return {"memory_limit_gb": limit_with_room_for(extra_mib), "device": "cpu"}
 
 
 # --- events ---
@@ -257,17 +258,14 @@ class Terminal:
         """What has been written so far, without escape sequences; a return begins a line."""
         return _ESCAPES.sub("", self._bytes.decode(errors="replace")).replace("\r", "\n")
 
-    def read_until(self, pattern: str | None) -> None:
-        """Read until the text has a match, or to its end."""
-        while pattern is None or re.search(pattern, self.text, re.MULTILINE) is None:
-            try:
-                part = os.read(self._master, 1 << 16)
-            except OSError:  # the other side is closed
-                part = b""
-            if not part:
-                assert pattern is None, self.text
-                return
-            self._bytes += part
+    def read_to_end(self) -> None:
+        """Read all that is written until the process has ended well; fail after two minutes."""
+        deadline = time.monotonic() + 120
+        with suppress(OSError):  # the other side is closed
+            while select.select([self._master], [], [], max(deadline - time.monotonic(), 0))[0]:
+                self._bytes += os.read(self._master, 1 << 16)
+            pytest.fail(f"it has not ended: {self.text}")
+        assert self.process.wait(60) == 0, self.text
 
     def close(self) -> None:
         self.process.kill()
@@ -292,16 +290,20 @@ def row(number: int, size: int, status: str = "fits") -> str:
     return ROWS.format(number=number, size=size, status=status)
 
 
+def place(pattern: str, text: str) -> int:
+    """Where the first match begins; what is written earlier comes earlier."""
+    found = re.search(pattern, text, re.MULTILINE)
+    assert found is not None, text
+    return found.start()
+
+
 def test_a_run_on_a_terminal_shows_each_trial_as_it_ends(on_terminal: Any, tmp_path: Path) -> None:
     terminal = on_terminal(*SMALL, *AUTOBATCH)
-    terminal.read_until(row(1, 16))
-    folder = tmp_path / "runs/small"
-    assert not (folder / "autobatch.json").exists(), "the search still runs"
-    terminal.read_until(None)
-    assert terminal.process.wait(60) == 0
-    text = terminal.text
+    terminal.read_to_end()
+    text, folder = terminal.text, tmp_path / "runs/small"
     assert text.index("synthetic: 96 training") < text.index("warming up") < text.index("trial  batch size")
-    assert re.search(r"^. 0:\d\d train: trying batch size 24, trial 2 \(16: ", text, re.MULTILINE)
+    next_trial = r"^. 0:\d\d train: trying batch size 24, trial 2 \(16: "
+    assert place(row(1, 16), text) < place(next_trial, text) < place(row(2, 24), text)
     found = json.loads((folder / "autobatch.json").read_text())
     log = (folder / "logs/rank0.log").read_text()
     for mode, part in zip(("train", "val"), text.split("AutoBatch val: trying"), strict=True):
@@ -318,21 +320,18 @@ def test_a_run_on_a_terminal_shows_each_trial_as_it_ends(on_terminal: Any, tmp_p
 
 def test_a_terminal_shows_no_trial_at_warning(on_terminal: Any) -> None:
     terminal = on_terminal(*SMALL, *AUTOBATCH, "DATA.AUTOBATCH.LOG_LEVEL=WARNING")
-    terminal.read_until(None)
-    assert terminal.process.wait(60) == 0
+    terminal.read_to_end()
     assert "AutoBatch train: batch size 24" in terminal.text
     for text in ("trying", "warming up", "of budget", "starting"):
         assert text not in terminal.text
 
 
 @pytest.mark.slow
-def test_an_analysis_shows_each_trial_as_it_ends(on_terminal: Any, tmp_path: Path) -> None:
+def test_an_analysis_shows_each_trial_as_it_ends(on_terminal: Any) -> None:
     terminal = on_terminal(
         "analyze", *SMALL, "--fractions", "0.9", "--max-bs", "24", "--modes", "train", "--throughput"
     )
-    terminal.read_until(row(1, 16))
-    assert not (tmp_path / "batch_sizes.json").exists(), "it still measures"
-    terminal.read_until(None)
-    assert terminal.process.wait(60) == 0
-    assert re.search(r"^. 0:\d\d train: timing batch size 24 ", terminal.text, re.MULTILINE)
+    terminal.read_to_end()
+    timing = r"^. 0:\d\d train: timing batch size 24 "
+    assert place(row(1, 16), terminal.text) < place(timing, terminal.text)
     assert re.search(r"^ +24  timed +\d\.\d{3}  [\d.]+ samples/s", terminal.text, re.MULTILINE)

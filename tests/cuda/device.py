@@ -29,7 +29,7 @@ from linnaeus import nest
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.memory.device import CudaMemory, empty_cache
 from linnaeus.memory.storages import StorageTracer
-from tests.cuda.allocator import Block, CachingAllocator, Refused
+from tests.cuda.allocator import MIB, Block, CachingAllocator, Refused
 
 DEVICE = torch.device("cuda", 0)
 _FUNCTIONS = (
@@ -147,14 +147,16 @@ class FakeCuda:
             patch.setattr(linnaeus.autobatch.find, "device_memory", lambda device: CudaMemory(DEVICE))
             patch.setattr(linnaeus.autobatch.find, "Snapshot", _HostSnapshot)
             patch.setattr(linnaeus.training.trainer, "empty_cache", lambda device: empty_cache(DEVICE))
-            tracer.adopt(list(_tensors(state)))
+            with torch.no_grad():
+                for tensor in _tensors(state):
+                    torch.ops.aten.lift_fresh(tensor)  # the tracer takes its result for allocated now
             yield self
 
     def _on_allocate(self, number: int, num_bytes: int) -> None:
         if num_bytes:
             self._blocks[number] = self.allocate(self._scale * num_bytes)
 
-    def _on_free(self, number: int) -> None:
+    def _on_free(self, number: int, num_bytes: int) -> None:
         block = self._blocks.pop(number, None)
         if block is not None:  # it is None for a storage without bytes, and for one that was refused
             self.allocator.free(block)
@@ -257,6 +259,11 @@ class _HostSnapshot(Snapshot):
     def __init__(self, *arguments: Any) -> None:
         with _disable_current_modes():
             super().__init__(*arguments)
+
+
+def mebibytes(number: int) -> Tensor:
+    """A tensor of so many MiB."""
+    return torch.empty(number * MIB, dtype=torch.uint8)
 
 
 def format_size(num_bytes: int) -> str:

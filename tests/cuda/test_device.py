@@ -12,13 +12,9 @@ from torch import nn
 
 from linnaeus.memory.oom import is_out_of_memory
 from tests.cuda.allocator import MIB
-from tests.cuda.device import FakeCuda, format_size
+from tests.cuda.device import FakeCuda, format_size, mebibytes
 
 GIB = 1024 * MIB
-
-
-def mebibytes(number: int) -> torch.Tensor:
-    return torch.empty(number * MIB, dtype=torch.uint8)
 
 
 def test_torch_cuda_is_the_device_inside_the_context_alone() -> None:

@@ -7,14 +7,24 @@ from typing import Self
 import psutil
 import torch
 
-from linnaeus.memory.device import device_memory
+from linnaeus.memory.device import GIB, device_memory
 from linnaeus.memory.storages import StorageTracer
+
+
+def resident_bytes() -> int:
+    """The resident set of this process."""
+    return int(psutil.Process().memory_info().rss)
 
 
 def held_bytes() -> int:
     """Bytes that this process holds, without what the C library keeps of earlier tests."""
     device_memory(torch.device("cpu")).clean()
-    return int(psutil.Process().memory_info().rss)
+    return resident_bytes()
+
+
+def limit_with_room_for(extra_mib: float) -> float:
+    """A `MEMORY_LIMIT_GB` so much above what this process holds, without what is kept of earlier tests."""
+    return (held_bytes() + extra_mib * 1024**2) / GIB
 
 
 class Ledger:
@@ -61,5 +71,5 @@ class Ledger:
         if self.live_bytes > self._limit_bytes:
             raise MemoryError
 
-    def _free(self, number: int) -> None:
+    def _free(self, number: int, num_bytes: int) -> None:
         self.live.pop(number, None)

@@ -17,13 +17,9 @@ from linnaeus.autobatch.find import BatchSizeFinder, _warn_once
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, AcceleratorMemory, CudaMemory, device_memory, empty_cache, synchronize
 from tests.cuda.allocator import MIB
-from tests.cuda.device import DEVICE, FakeCuda
+from tests.cuda.device import DEVICE, FakeCuda, mebibytes
 
 CONTEXT, TENANTS, TOTAL = 100 * MIB, 60 * MIB, 1000 * MIB
-
-
-def mebibytes(number: int) -> Tensor:
-    return torch.empty(number * MIB, dtype=torch.uint8)
 
 
 @pytest.fixture
@@ -322,7 +318,7 @@ def test_a_process_that_arrives_before_the_confirmation_is_named_with_its_memory
     assert "0.25 GiB when the search began" in caplog.text
 
 
-def test_the_size_of_a_search_without_confirmation_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_search_without_confirmation_would_not_fit() -> None:
     """Without this, the tests above could not fail."""
     cuda, loop = FakeCuda(3 * GIB, context_bytes=GIB // 4), Doubling()
     with cuda.installed():
@@ -334,7 +330,7 @@ def test_the_size_of_a_search_without_confirmation_would_not_fit(monkeypatch: py
 
 
 def test_a_process_that_arrives_again_during_the_second_search_is_seen(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda, loop = FakeCuda(3 * GIB, context_bytes=GIB // 4), Doubling()
     below = BatchSizeFinder._search_below

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from linnaeus.memory.device import GIB, AcceleratorMemory, CudaMemory, DeviceMemory, device_memory
+from linnaeus.memory.device import GIB, AcceleratorMemory, CudaMemory, device_memory
+from linnaeus.memory.interface import DeviceMemory
 from tests.memory.conftest import CPU, MIB
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import importlib
+import itertools
 import mmap
 import resource
 import signal
@@ -11,6 +13,7 @@ import sys
 import threading
 import time
 import types
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,16 +24,14 @@ from torch import nn
 
 from linnaeus.memory.device import GIB
 from linnaeus.memory.host import CpuMemory
+from linnaeus.memory.storages import num_compiled_graphs
 from tests.memory.conftest import CPU, MACHINE, MIB, Cgroups, on_linux, raised_from
+from tests.memory.ledger import resident_bytes
 
 NOISE = 8 * MIB  # what the rest of the process takes or gives back between two readings
 
 
 # -- the budget
-
-
-def resident() -> int:
-    return int(psutil.Process().memory_info().rss)
 
 
 @on_linux
@@ -40,7 +41,7 @@ def test_the_budget_is_the_fraction_of_a_group_less_what_others_use(
 ) -> None:
     total, others = min(2 * GIB, MACHINE // 8), MACHINE  # so much that the machine itself never decides
     cgroups.join("0::/job")
-    cgroups.v2("/job", total, used=others + resident() + 50 * MIB, inactive=50 * MIB)
+    cgroups.v2("/job", total, used=others + resident_bytes() + 50 * MIB, inactive=50 * MIB)
     budget = cgroups.memory().budget(fraction, None)
     assert budget == pytest.approx(fraction * total - others, abs=NOISE)
 
@@ -52,13 +53,13 @@ def test_the_tightest_pool_decides_on_the_budget(cgroups: Cgroups) -> None:
     cgroups.join("0::/wide/narrow")
     cgroups.v2("/wide", wide, used=wide - 200 * MIB)
     cgroups.v2("/wide/narrow", narrow, used=0)
-    assert cgroups.memory().budget(1.0, None) == pytest.approx(resident() + 200 * MIB, abs=NOISE)
+    assert cgroups.memory().budget(1.0, None) == pytest.approx(resident_bytes() + 200 * MIB, abs=NOISE)
 
 
 @on_linux
 def test_the_budget_is_negative_where_others_use_more_than_the_fraction(cgroups: Cgroups) -> None:
     cgroups.join("0::/job")
-    cgroups.v2("/job", GIB, used=resident() + 900 * MIB)
+    cgroups.v2("/job", GIB, used=resident_bytes() + 900 * MIB)
     assert cgroups.memory().budget(0.1, None) < 0
 
 
@@ -81,9 +82,9 @@ def test_the_ranks_of_a_host_divide_the_budget_evenly(
     cgroups.v2("/job", total, used=used)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     parent = psutil.Process().parent()
-    family = sum(child.memory_info().rss for child in parent.children()) if parent else resident()
+    family = sum(child.memory_info().rss for child in parent.children()) if parent else resident_bytes()
     budget = cgroups.memory().budget(1.0, None)
-    assert (total - used + resident()) / 2 - NOISE <= budget <= (total - used + family) / 2 + GIB
+    assert (total - used + resident_bytes()) / 2 - NOISE <= budget <= (total - used + family) / 2 + GIB
 
 
 # -- the peak
@@ -93,6 +94,7 @@ def test_the_ranks_of_a_host_divide_the_budget_evenly(
 def memory() -> Iterator[CpuMemory]:
     memory = CpuMemory(CPU)
     memory.clean()
+    memory.settle()  # without what the C library kept of earlier tests
     yield memory
     memory.clean()
 
@@ -124,12 +126,12 @@ def test_a_peak_starts_at_what_is_held(memory: CpuMemory) -> None:
 
 @on_linux
 def test_what_the_process_held_before_counts_as_the_system_does(memory: CpuMemory) -> None:
-    assert memory.in_use() == pytest.approx(resident(), abs=NOISE)
+    assert memory.in_use() == pytest.approx(resident_bytes(), abs=NOISE)
     block = allocate(100 * MIB)
     memory.settle()
-    assert memory.in_use() == pytest.approx(resident(), abs=NOISE)
+    assert memory.in_use() == pytest.approx(resident_bytes(), abs=NOISE)
     memory.settle(excluded_bytes=block.nbytes)
-    assert memory.in_use() == pytest.approx(resident() - block.nbytes, abs=NOISE)
+    assert memory.in_use() == pytest.approx(resident_bytes() - block.nbytes, abs=NOISE)
 
 
 @on_linux
@@ -142,6 +144,61 @@ def test_a_tensor_of_a_trial_is_not_counted_twice(memory: CpuMemory) -> None:
     held = memory.in_use()
     del block
     assert memory.in_use() == held - 100 * MIB
+
+
+@on_linux
+def test_what_threads_free_at_the_same_time_is_all_counted(memory: CpuMemory) -> None:
+    """The thread of the heartbeat, for one, frees tensors where it collects garbage."""
+    before, interval = memory.in_use(), sys.getswitchinterval()
+    halves = range(1, 300_000), range(300_000, 600_000)  # so many that the threads interrupt each other
+    for number in itertools.chain(*halves):
+        memory._allocated(number, 1)  # as the tracer reports it; that many tensors would take a minute
+    assert memory.in_use() == before + 599_999
+    both_started = threading.Barrier(len(halves))
+
+    def free(numbers: range) -> None:
+        both_started.wait()
+        for number in numbers:
+            memory._freed(number, 1)
+
+    threads = [threading.Thread(target=free, args=(half,)) for half in halves]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert memory.in_use() == before
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has compiled something."""
+    utils = importlib.import_module("torch._dynamo.utils")
+    monkeypatch.setitem(utils.counters, "stats", Counter())
+    assert not num_compiled_graphs()
+    torch.compile(torch.neg, backend="eager")(torch.ones(1))
+    assert num_compiled_graphs()
+    yield
+    torch.compiler.reset()
+
+
+@on_linux
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("held_mib", [0, 100])
+def test_beside_compiled_code_a_tensor_that_stays_counts_once(memory: CpuMemory, held_mib: int) -> None:
+    """Such as the optimizer's state, which the first step allocates."""
+    with memory.cap(memory.in_use() + GIB):
+        held = allocate(held_mib * MIB)
+        memory.reset_peak()
+        before = memory.in_use()
+        state = allocate(200 * MIB)
+        unseen = bytearray(b"\1") * (100 * MIB)
+        assert memory.peak() == pytest.approx(before + state.nbytes + len(unseen), abs=NOISE)
+        del held, state
+        assert memory.peak() == pytest.approx(before + 300 * MIB, abs=NOISE)
 
 
 @on_linux

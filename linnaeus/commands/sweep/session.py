@@ -16,8 +16,9 @@ from linnaeus.commands.sweep.output import results_table
 from linnaeus.commands.sweep.plot import save_plot
 from linnaeus.commands.sweep.process import Stop, last_line, locked, reason_of, run_in_child
 from linnaeus.commands.sweep.results import Row, Sweep
+from linnaeus.console import StatusLine, make_console
 from linnaeus.errors import EXIT_INTERRUPTED
-from linnaeus.log import StatusLine, close_logging, make_console, set_up_logging
+from linnaeus.log import close_logging, set_up_logging
 
 EXIT_SOME_FAILED = 1
 logger = logging.getLogger("linnaeus.sweep")

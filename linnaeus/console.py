@@ -1,0 +1,136 @@
+"""Rank 0's console: what it is, the progress bar of an epoch, and a status line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import rich.progress
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+REFRESH_S = 0.5
+"""Time between two refreshes of a `StatusLine`."""
+
+
+def is_interactive(console: Console) -> bool:
+    """Whether the output is a terminal, and not that of a CI job."""
+    return console.is_terminal and os.environ.get("CI", "").lower() not in ("1", "true")
+
+
+def make_console() -> Console:
+    """The console for rank 0. Lines are not wrapped at 80 columns where the output is not a terminal."""
+    console = Console(file=sys.stdout, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=sys.stdout, highlight=False, width=max(console.width, 120))
+    return console
+
+
+class ProgressBar:
+    """A progress bar per epoch on a terminal; elsewhere one log line per call of `describe`.
+
+    Args:
+        console: rank 0's console; None on the other ranks, which show no bar.
+    """
+
+    def __init__(self, console: Console | None) -> None:
+        self._shown = console is not None and is_interactive(console)
+        columns = (
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TimeRemainingColumn(),
+            rich.progress.TextColumn("{task.fields[metrics]}"),
+        )
+        self._bar = rich.progress.Progress(*columns, console=console, transient=True, disable=not self._shown)
+
+    def __enter__(self) -> ProgressBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:  # a bar that is not shown would print an empty line
+            self._bar.stop()
+
+    def start(self, title: str, total: int) -> None:
+        """Begin an epoch of `total` optimizer steps."""
+        for task in self._bar.task_ids:
+            self._bar.remove_task(task)
+        self._bar.add_task(title, total=total, metrics="")
+
+    def advance(self, num_steps: int) -> None:
+        """Count optimizer steps as done."""
+        self._bar.advance(self._bar.task_ids[0], num_steps)
+
+    def describe(self, values: Mapping[str, float]) -> None:
+        """Show metrics beside the bar, or log them."""
+        [task] = self._bar.tasks
+        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        self._bar.update(task.id, metrics=text)
+        logging.getLogger("linnaeus").log(
+            logging.DEBUG if self._shown else logging.INFO,
+            "%s  %d/%d  %s", task.description, task.completed, task.total, text,
+        )  # fmt: skip
+
+
+class StatusLine:
+    """The last line of a terminal: what is being done, and for how long. Elsewhere nothing is shown.
+
+    It is drawn by a thread of its own, which survives the memory cap of a trial.
+
+    Args:
+        console: rank 0's console; None shows nothing.
+    """
+
+    def __init__(self, console: Console | None) -> None:
+        self._console = console if console is not None and is_interactive(console) else None
+        self._describe: Callable[[], str] = lambda: "starting"
+        self._started = time.monotonic()
+        self._spinner = Spinner("dots")
+        self._ended = threading.Event()
+
+    def __enter__(self) -> StatusLine:
+        if self._console is not None:
+            self._started = time.monotonic()
+            self._live = Live(
+                console=self._console, get_renderable=self._line, auto_refresh=False, transient=True
+            )
+            self._live.start(refresh=True)
+            self._thread = threading.Thread(target=self._keep_fresh, name="status line", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._console is not None:
+            self._ended.set()
+            self._thread.join()
+            self._live.stop()
+
+    def update(self, text: str | Callable[[], str]) -> None:
+        """Replace the text. A function is called at each refresh."""
+        self._describe = text if callable(text) else lambda: text
+        self._refresh()
+
+    def _keep_fresh(self) -> None:
+        while not self._ended.wait(REFRESH_S):
+            self._refresh()
+
+    def _refresh(self) -> None:
+        if self._console is not None:
+            with suppress(MemoryError, OSError):  # OSError: the terminal has gone
+                self._live.refresh()
+
+    def _line(self) -> Text:
+        seconds = int(time.monotonic() - self._started)
+        line = Text(no_wrap=True, overflow="ellipsis")
+        spinner = self._spinner.render(time.monotonic())
+        line.append_text(spinner if isinstance(spinner, Text) else Text())
+        line.append(f" {seconds // 60}:{seconds % 60:02d} {self._describe()}")
+        return line

@@ -1,0 +1,69 @@
+"""The trainer of a run, built for the sizes that a search has found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import plan_batches
+from linnaeus.config.schema import Config
+from linnaeus.console import ProgressBar
+from linnaeus.data.bundle import DataBundle
+from linnaeus.data.loader import build_loaders
+from linnaeus.dist import World, wrap
+from linnaeus.log import MetricsFile
+from linnaeus.signals import StopRequest
+from linnaeus.tracking import Tracker
+from linnaeus.training.build import Assembly
+from linnaeus.training.checkpoint import CheckpointFolder
+from linnaeus.training.noise_scale import build_probe
+from linnaeus.training.schedule import Schedule
+from linnaeus.training.stop import StopAgreement
+from linnaeus.training.trainer import Trainer
+
+T = TypeVar("T", bound=Trainer)
+
+
+@contextmanager
+def building(
+    kind: type[T], config: Config, data: DataBundle, assembly: Assembly, world: World,
+    sizes: Mapping[str, int], checkpoints: CheckpointFolder,
+) -> Iterator[T]:  # fmt: skip
+    """A trainer of one process, with its loaders until the context ends.
+
+    Args:
+        kind: its class.
+        config: as after the search; the number of samples is read from it.
+        data: with as many samples.
+        assembly: what is trained.
+        world: this process alone.
+        sizes: samples of a micro-batch in `train`, and of a batch in `val`, 8 where that is left out.
+        checkpoints: takes the checkpoints.
+    """
+    facts = Facts(sizes["train"], 1, config.DATA.DATASET.NUM_SAMPLES, config.OPTIMIZER.LR)
+    plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
+    model = wrap(assembly.model, world)
+    probe = build_probe(config.TRAIN.NOISE_SCALE, model, assembly.scaler, plan)
+    with build_loaders(
+        data, sizes=plan.micro_batches, batch_size_val=sizes.get("val", 8),
+        data_config=config.DATA, seed=0, rank=0, world_size=1, device=world.device,
+    ) as loaders:  # fmt: skip
+        yield kind(
+            config.TRAIN, plan, world, assembly,
+            loaders=loaders,
+            train_step=dataclasses.replace(assembly.train_step, model=model, probe=probe),
+            schedule=Schedule(
+                config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps,
+                warmup_steps=plan.warmup_steps,
+            ),
+            checkpoints=checkpoints,
+            metrics_file=MetricsFile(Path("unused"), enabled=False),
+            tracker=Tracker(),
+            progress_bar=ProgressBar(None),
+            stop=StopAgreement(world, StopRequest()),
+            checkpoint_extras={"searched_for": "", "autobatch": {}},
+        )  # fmt: skip

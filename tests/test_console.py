@@ -1,0 +1,141 @@
+"""What a console shows: the progress bar on a terminal, plain lines elsewhere, and the status line."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from linnaeus.console import ProgressBar, StatusLine, is_interactive, make_console
+from linnaeus.log import close_logging, set_up_logging
+from tests.conftest import wait_until
+from tests.consoles import plain_console, terminal
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    close_logging()
+
+
+def show_an_epoch(console: Console | None) -> None:
+    with ProgressBar(console) as progress:
+        progress.start("epoch 1/2", total=5)
+        progress.advance(3)
+        progress.describe({"loss": 0.123456, "lr": 2e-3})
+
+
+# --- progress ---
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "ci", "expected"),
+    [
+        (True, None, True),
+        (True, "", True),
+        (True, "false", True),
+        (True, "true", False),
+        (True, "True", False),
+        (True, "1", False),
+        (False, None, False),
+    ],
+)
+def test_a_person_watches_a_terminal_outside_ci(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, ci: str | None, expected: bool
+) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    if ci is not None:
+        monkeypatch.setenv("CI", ci)
+    assert is_interactive(Console(file=io.StringIO(), force_terminal=is_terminal)) is expected
+
+
+def test_a_terminal_shows_a_bar_and_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console, output = terminal(monkeypatch)
+    set_up_logging(tmp_path, rank=0, console=console)
+    show_an_epoch(console)
+    assert "3/5" in output.getvalue()
+    assert "\x1b[" in output.getvalue()
+    assert (tmp_path / "rank0.log").read_text().count("epoch 1/2  3/5  loss 0.1235  lr 0.002") == 1
+
+
+@pytest.mark.parametrize("where", ["no terminal", "CI"])
+def test_elsewhere_there_is_a_plain_line_and_no_bar(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    console, output = terminal(monkeypatch) if where == "CI" else plain_console()
+    monkeypatch.setenv("CI", "true" if where == "CI" else "")
+    set_up_logging(None, rank=0, console=console)
+    show_an_epoch(console)
+    [line] = output.getvalue().splitlines()
+    assert line.endswith(" epoch 1/2  3/5  loss 0.1235  lr 0.002")
+    assert "\x1b" not in line
+
+
+def test_other_ranks_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    set_up_logging(None, rank=1, console=make_console())
+    show_an_epoch(None)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_new_epoch_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, output = plain_console()
+    set_up_logging(None, rank=0, console=console)
+    with ProgressBar(console) as progress:
+        for epoch in (1, 2):
+            progress.start(f"epoch {epoch}/2", total=4)
+            progress.advance(epoch)
+            progress.describe({})
+    assert ["1/4" in line for line in output.getvalue().splitlines()] == [True, False]
+    assert "epoch 2/2  2/4" in output.getvalue()
+
+
+def test_long_lines_are_not_broken_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:
+    make_console().print("x" * 110)
+    assert capsys.readouterr().out == "x" * 110 + "\n"
+
+
+# --- the status line ---
+
+
+def test_a_status_line_says_what_is_done_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linnaeus.console.REFRESH_S", 0.01)
+    console, output = terminal(monkeypatch)
+    texts = iter(["first", *["second"] * 10**6])
+    with StatusLine(console) as line:
+        line.update(lambda: next(texts))
+        wait_until(lambda: re.search(r" 0:\d\d second", output.getvalue()) is not None)
+        line.update("third")
+        console.print("above")
+    assert re.search(r" 0:\d\d first", output.getvalue())
+    assert re.search(r" 0:\d\d third", output.getvalue())
+    assert output.getvalue().endswith("\x1b[2K"), "nothing of it remains"
+    assert not [thread for thread in threading.enumerate() if thread.name == "status line"]
+
+
+def test_the_thread_of_a_status_line_survives_a_memory_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linnaeus.console.REFRESH_S", 0.01)
+    console, output = terminal(monkeypatch)
+    num_refusals = 0
+
+    def describe() -> str:
+        nonlocal num_refusals
+        if num_refusals < 3:
+            num_refusals += 1
+            raise MemoryError
+        return "goes on"
+
+    with StatusLine(console) as line:
+        line.update(describe)
+        wait_until(lambda: "goes on" in output.getvalue())
+    assert num_refusals == 3
+
+
+@pytest.mark.parametrize("has_console", [False, True])
+def test_where_no_terminal_is_there_is_no_status_line(has_console: bool) -> None:
+    console, output = plain_console()
+    with StatusLine(console if has_console else None) as line:
+        line.update("trying")
+    assert output.getvalue() == ""
