@@ -242,7 +242,7 @@ class Trainer:
 
         None if it ran out of memory: all is as before the step, and the plan has smaller micro-batches.
         """
-        sizes = self.plan.sizes(stage)
+        sizes = stage.micro_batches
         if self._guard is not None:
             self._guard.begin()
         try:
