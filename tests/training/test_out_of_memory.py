@@ -287,7 +287,7 @@ def test_by_default_the_error_says_what_held_the_memory(run: Run, tmp_path: Path
     assert "Traceback" not in outcome.err
     for text in (
         "out of memory in optimizer step 4, with micro-batches of 16 (x 1 accumulation x 1 processes)",
-        "can't allocate memory", "activations, batch, libraries", "parameters", "optimizer", "Others: ",
+        "can't allocate memory", "activations, batch, libraries", "parameters", "optimizer", "Other processes: ",
         "The size is DATA.BATCH_SIZE, AutoBatch is off", "TRAIN.ON_OUT_OF_MEMORY split",
         "TRAIN.EFFECTIVE_BATCH_SIZE",
     ):  # fmt: skip
