@@ -143,8 +143,8 @@ def find_planned_sizes(
         found = find_sizes(search)
     if limit is not None:
         logger.info("memory ran out before: micro-batches have at most %d samples", limit)
-        planned = plan_for(found["train"].batch_size if "train" in found else batch_size)
-        return PlannedSizes(found, planned.limited(limit), key, limit)
+        plan = plan_for(found["train"].batch_size if "train" in found else batch_size).limited(limit)
+        return PlannedSizes(_with_validation_that_fits(search, found, plan), plan, key, limit)
     if "train" not in found:
         return PlannedSizes(found, plan_for(batch_size), key)
     while True:
@@ -160,7 +160,8 @@ def _sizes_of_checkpoint(
 ) -> dict[str, AutoBatchResult] | None:
     """The sizes to keep; None where less memory is free than they need.
 
-    Under a limit they only give the effective batch, which is kept; smaller micro-batches are trained.
+    Under a limit, training's size only gives the effective batch, which is kept: its micro-batches are
+    smaller. See `_with_validation_that_fits` for validation's.
     """
     found = {mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in checkpoint["autobatch"].items()}
     if limit is not None:
@@ -174,6 +175,29 @@ def _sizes_of_checkpoint(
     if found:
         logger.info("AutoBatch: same device and configuration, so the checkpoint's batch sizes are kept")
     return found
+
+
+def _with_validation_that_fits(
+    search: SizeSearch, found: dict[str, AutoBatchResult], plan: BatchPlan
+) -> dict[str, AutoBatchResult]:
+    """The sizes of a checkpoint with a limit; validation's is searched for again if it does not fit any more.
+
+    Args:
+        search: the search of this run.
+        found: the sizes, by mode.
+        plan: with the micro-batches that are trained now.
+    """
+    kept = {mode: result for mode, result in found.items() if mode == "val"}
+    if not kept or still_fit(search, kept):
+        return found
+    logger.info(
+        "AutoBatch: the checkpoint's validation size needs more memory than is free now, so it is searched "
+        "for again"
+    )
+    largest = max(stage.micro_batch_size for stage in plan.stages)
+    without_train = dataclasses.replace(search.config.AUTOBATCH, ENABLED=False)
+    config = dataclasses.replace(search.config, AUTOBATCH=without_train, BATCH_SIZE=largest)
+    return found | find_sizes(dataclasses.replace(search, config=config))
 
 
 def _sizes_run(result: AutoBatchResult, world: World) -> set[int]:
