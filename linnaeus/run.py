@@ -115,7 +115,7 @@ def run(config: Config) -> FitResult:
             progress_bar=ProgressBar(folder.console if world.is_main else None),
             stop=StopAgreement(world, stop),
             checkpoint_extras={"config": _resumed_nodes(config), **sized.as_dict()},
-            size_origin=sized.origin,
+            size_origins=sized.origins(config.DATA),
         )  # fmt: skip
         folder.has_trained = lambda: trainer.progress.step > progress.step
         seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's

@@ -7,15 +7,16 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from linnaeus.autobatch.report import device_environment
-from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes, run_on_every_rank, still_fit
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.config.schema import DataConfig, TrainConfig
 from linnaeus.dist import World
 from linnaeus.memory.device import GIB
+from linnaeus.training.out_of_memory import SizeOrigin
 
 _IRRELEVANT = {
     "TRAIN": (
@@ -45,17 +46,12 @@ class PlannedSizes:
     key: str
     micro_batch_limit: int | None = None
 
-    @property
-    def origin(self) -> str:
-        """Where the size of training's micro-batches comes from, as a sentence."""
-        if "train" not in self.found:
-            return "The size is DATA.BATCH_SIZE, AutoBatch is off for training"
-        result = self.found["train"]
-        return (
-            f"AutoBatch found {result.batch_size} within a budget of {result.budget_bytes / GIB:.2f} GiB "
-            f"({result.target_memory_fraction:g} of {result.total_bytes / GIB:.2f} GiB, less what was in use "
-            "elsewhere then)"
-        )
+    def origins(self, data: DataConfig) -> dict[str, SizeOrigin]:
+        """Where the batch sizes of training and validation come from; `data` holds those in use."""
+        return {
+            mode: _found_origin(self.found[mode]) if mode in self.found else _configured_origin(mode, data)
+            for mode in get_args(Mode)
+        }
 
     @property
     def batch_sizes(self) -> dict[str, int]:
@@ -67,6 +63,33 @@ class PlannedSizes:
         found = {mode: result.as_dict() for mode, result in self.found.items()}
         content = {"autobatch": found, "searched_for": self.key, "plan": self.plan.as_dict()}
         return content | {"micro_batch_limit": self.micro_batch_limit}
+
+
+_SUFFIXES: dict[Mode, str] = {"train": "", "val": "_VAL"}
+_NAMES: dict[Mode, str] = {"train": "training", "val": "validation"}
+
+
+def _found_origin(result: AutoBatchResult) -> SizeOrigin:
+    fraction_key = f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION{_SUFFIXES[result.mode]}"
+    fraction, total_gib = result.target_memory_fraction, result.total_bytes / GIB
+    return SizeOrigin(
+        result.batch_size,
+        f"AutoBatch found {result.batch_size} within a budget of {result.budget_bytes / GIB:.2f} GiB "
+        f"({fraction:g} of {total_gib:.2f} GiB, less what was in use elsewhere then)",
+        key=f"DATA.AUTOBATCH.MAX_BATCH_SIZE{_SUFFIXES[result.mode]}",
+        # Where memory was not the limit, a little less of it gives the same size.
+        alternatives=(f"{fraction_key} below {fraction:g}",) if result.limited_by == "memory" else (),
+    )
+
+
+def _configured_origin(mode: Mode, data: DataConfig) -> SizeOrigin:
+    suffix = _SUFFIXES[mode]
+    return SizeOrigin(
+        getattr(data, f"BATCH_SIZE{suffix}"),
+        f"The size is DATA.BATCH_SIZE{suffix}, AutoBatch is off for {_NAMES[mode]}",
+        key=f"DATA.BATCH_SIZE{suffix}",
+        alternatives=(f"DATA.AUTOBATCH.ENABLED{suffix} True",),
+    )
 
 
 def search_key(
@@ -120,8 +143,8 @@ def find_planned_sizes(
         found = find_sizes(search)
     if limit is not None:
         logger.info("memory ran out before: micro-batches have at most %d samples", limit)
-        planned = plan_for(found["train"].batch_size if "train" in found else batch_size)
-        return PlannedSizes(found, planned.limited(limit), key, limit)
+        plan = plan_for(found["train"].batch_size if "train" in found else batch_size).limited(limit)
+        return PlannedSizes(_with_validation_that_fits(search, found, plan), plan, key, limit)
     if "train" not in found:
         return PlannedSizes(found, plan_for(batch_size), key)
     while True:
@@ -137,7 +160,8 @@ def _sizes_of_checkpoint(
 ) -> dict[str, AutoBatchResult] | None:
     """The sizes to keep; None where less memory is free than they need.
 
-    Under a limit they only give the effective batch, which is kept; smaller micro-batches are trained.
+    Under a limit, training's size only gives the effective batch, which is kept: its micro-batches are
+    smaller. See `_with_validation_that_fits` for validation's.
     """
     found = {mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in checkpoint["autobatch"].items()}
     if limit is not None:
@@ -151,6 +175,29 @@ def _sizes_of_checkpoint(
     if found:
         logger.info("AutoBatch: same device and configuration, so the checkpoint's batch sizes are kept")
     return found
+
+
+def _with_validation_that_fits(
+    search: SizeSearch, found: dict[str, AutoBatchResult], plan: BatchPlan
+) -> dict[str, AutoBatchResult]:
+    """The sizes of a checkpoint with a limit; validation's is searched for again if it does not fit any more.
+
+    Args:
+        search: the search of this run.
+        found: the sizes, by mode.
+        plan: with the micro-batches that are trained now.
+    """
+    kept = {mode: result for mode, result in found.items() if mode == "val"}
+    if not kept or still_fit(search, kept):
+        return found
+    logger.info(
+        "AutoBatch: the checkpoint's validation size needs more memory than is free now, so it is searched "
+        "for again"
+    )
+    largest = max(stage.micro_batch_size for stage in plan.stages)
+    without_train = dataclasses.replace(search.config.AUTOBATCH, ENABLED=False)
+    config = dataclasses.replace(search.config, AUTOBATCH=without_train, BATCH_SIZE=largest)
+    return found | find_sizes(dataclasses.replace(search, config=config))
 
 
 def _sizes_run(result: AutoBatchResult, world: World) -> set[int]:

@@ -102,36 +102,24 @@ class BatchPlan:
     def limited(self, max_micro_batch_size: int) -> BatchPlan:
         """The same optimizer steps, split into more micro-batches where theirs are larger than this.
 
-        The sizes of a step's micro-batches differ by one where they do not divide its samples; see `sizes`.
+        The sizes of a step's micro-batches differ by one where they do not divide its samples.
         """
-
-        def split(samples_per_rank: int, accumulation_steps: int) -> tuple[int, int]:
-            steps = max(accumulation_steps, -(-samples_per_rank // max_micro_batch_size))
-            return -(-samples_per_rank // steps), steps
-
-        def limit(stage: Stage) -> Stage:
-            samples_per_rank = stage.effective_batch_size // self.world_size
-            size, steps = split(samples_per_rank, stage.accumulation_steps)
-            return replace(stage, micro_batch_size=size, accumulation_steps=steps)
-
         samples_per_rank = self.effective_batch_size // self.world_size
-        size, steps = split(samples_per_rank, self.accumulation_steps)
+        largest = Stage(samples_per_rank, self.accumulation_steps, self.world_size, num_steps=0)
+        largest = largest.limited(max_micro_batch_size)
         return replace(
             self,
-            micro_batch_size=size,
-            accumulation_steps=steps,
-            epochs=tuple(tuple(map(limit, stages)) for stages in self.epochs),
+            micro_batch_size=largest.micro_batch_size,
+            accumulation_steps=largest.accumulation_steps,
+            epochs=tuple(
+                tuple(stage.limited(max_micro_batch_size) for stage in stages) for stages in self.epochs
+            ),
         )
-
-    def sizes(self, stage: Stage) -> list[int]:
-        """Sizes of the micro-batches of one of a stage's optimizer steps, per rank: the larger ones first."""
-        smaller, num_larger = divmod(stage.effective_batch_size // self.world_size, stage.accumulation_steps)
-        return [smaller + (number < num_larger) for number in range(stage.accumulation_steps)]
 
     @property
     def smallest_micro_batch(self) -> int:
         """Samples of the smallest micro-batch of the run."""
-        return min(self.sizes(stage)[-1] for stage in self.stages)
+        return min(stage.micro_batches[-1] for stage in self.stages)
 
     def rest_of_epoch(self, epoch: int, samples_done: int = 0) -> list[Stage]:
         """The remaining stages of an epoch.
@@ -199,7 +187,7 @@ class BatchPlan:
         """The size of each remaining micro-batch of an epoch; arguments as for `rest_of_epoch`."""
         for stage in self.rest_of_epoch(epoch, samples_done):
             for _ in range(stage.num_steps):
-                yield from self.sizes(stage)
+                yield from stage.micro_batches
 
     def batch_size_lr_factor(self, position: float) -> float:
         """Learning-rate factor for the batch size at a position, relative to the peak, in (0, 1]."""

@@ -1,7 +1,7 @@
 """How each optimizer step is split into micro-batches: for one batch size, and for one that changes.
 
-`samples_per_rank` is the number of samples that one rank takes per optimizer step: its micro-batch size times
-the accumulation steps. The effective batch size is `samples_per_rank` times the number of ranks.
+`samples_per_rank` is the number of samples that one rank takes per optimizer step: the sum of its
+micro-batches. The effective batch size is `samples_per_rank` times the number of ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 MANY_ACCUMULATION_STEPS = 16
@@ -35,16 +35,47 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Stage(Split):
-    """Consecutive optimizer steps with the same split. After a limit, its micro-batch size is the largest.
+class Stage:
+    """Consecutive optimizer steps with the same sizes.
+
+    The micro-batches of a step differ by one sample where `accumulation_steps` does not divide its samples.
 
     Attributes:
-        effective_batch_size: samples per optimizer step over all ranks.
+        samples_per_rank: samples per rank and optimizer step.
+        accumulation_steps: forward passes per optimizer step.
+        world_size: number of ranks.
         num_steps: optimizer steps.
     """
 
-    effective_batch_size: int
+    samples_per_rank: int
+    accumulation_steps: int
+    world_size: int
     num_steps: int
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples per rank of the largest micro-batch."""
+        return -(-self.samples_per_rank // self.accumulation_steps)
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples per optimizer step over all ranks."""
+        return self.samples_per_rank * self.world_size
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """Sizes of the micro-batches of one optimizer step, per rank: the larger ones first.
+
+        >>> Stage(samples_per_rank=15, accumulation_steps=2, world_size=1, num_steps=1).micro_batches
+        [8, 7]
+        """
+        smaller, num_larger = divmod(self.samples_per_rank, self.accumulation_steps)
+        return [smaller + (number < num_larger) for number in range(self.accumulation_steps)]
+
+    def limited(self, max_micro_batch_size: int) -> Stage:
+        """The same steps, split into more micro-batches where theirs are larger than this."""
+        steps = max(self.accumulation_steps, -(-self.samples_per_rank // max_micro_batch_size))
+        return replace(self, accumulation_steps=steps)
 
 
 class SizeChange(NamedTuple):
@@ -188,5 +219,4 @@ def split_epochs(
 
 def make_stage(num_steps: int, split: Split, world_size: int) -> Stage:
     """Optimizer steps with the same split on every rank."""
-    effective_batch_size = split.samples_per_rank * world_size
-    return Stage(split.micro_batch_size, split.accumulation_steps, effective_batch_size, num_steps)
+    return Stage(split.samples_per_rank, split.accumulation_steps, world_size, num_steps)

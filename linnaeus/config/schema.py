@@ -371,9 +371,9 @@ class TrainConfig:
     CHANNELS_LAST: bool = key(False, "use the channels-last memory format for model and images")
     COMPILE: bool = key(False, "compile the model with torch.compile")
     ON_OUT_OF_MEMORY: str = key(
-        "raise", "when training runs out of memory: `raise` ends the run, says what held it; `split` takes "
-        "the optimizer step again with micro-batches of half the size, and goes on with these. With several "
-        "processes `split` ends the run with a checkpoint, from which AUTO_RESUME goes on so",
+        "raise", "when training runs out of memory: `raise` ends the run and says what held the memory; "
+        "`split` takes the optimizer step again with micro-batches of half the size, and goes on with these. "
+        "With several processes `split` ends the run with a checkpoint, from which AUTO_RESUME goes on so",
         choices=("raise", "split"),
     )  # fmt: skip
     SYNC_BATCHNORM: bool = key(False, "compute BatchNorm statistics over all processes")

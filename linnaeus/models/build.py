@@ -63,6 +63,17 @@ def set_gradient_checkpointing(model: nn.Module) -> None:
         ) from error
 
 
+def has_gradient_checkpointing(model: nn.Module) -> bool:
+    """Whether `set_gradient_checkpointing` would take effect. The model's switch is off afterwards."""
+    try:
+        set_gradient_checkpointing(model)
+    except ConfigError:
+        return False
+    target: Any = getattr(model, "backbone", model)
+    target.set_grad_checkpointing(False)
+    return True
+
+
 def _custom_model(
     node: Any, taxonomy: Taxonomy | None, in_chans: int | None, img_size: tuple[int, int] | None
 ) -> nn.Module:

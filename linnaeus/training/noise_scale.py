@@ -131,22 +131,20 @@ class GradientProbe:
         """Whether the probe, not DistributedDataParallel, averages the gradients of the current step."""
         return self._armed and self._num_ranks > 1
 
-    def after_backward(
-        self, number: int, num_micro_batches: int, num_samples: int, num_parts: float | None = None
-    ) -> None:
+    def after_backward(self, number: int, num_micro_batches: int, num_samples: int, num_parts: float) -> None:
         """Called by the step after each backward pass, before anything changes the gradients.
 
         Args:
             number: number of the micro-batch, from 1.
             num_micro_batches: micro-batches of this optimizer step.
             num_samples: samples of this micro-batch, on this rank.
-            num_parts: what the loss was divided by; None if by `num_micro_batches`.
+            num_parts: what the loss was divided by.
         """
         if not self._armed:
             return
         self._num_samples += num_samples
         if number == 1 and self._num_ranks == 1:
-            self._small_norm_sq = (num_parts or num_micro_batches) ** 2 * _norm_sq(self._model)
+            self._small_norm_sq = num_parts**2 * _norm_sq(self._model)
             self._small_batch = num_samples
         if number == num_micro_batches:
             self._armed = False

@@ -1,23 +1,20 @@
-"""What a run says when training runs out of memory: what held it, and what to do."""
+"""What a run says when it runs out of memory: what held it, and what to do."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from linnaeus.config.schema import TrainConfig
 from linnaeus.dist import World
 from linnaeus.memory.device import GIB, device_memory
+from linnaeus.models.build import has_gradient_checkpointing
 from linnaeus.training.build import Assembly
 from linnaeus.training.state_bytes import StateBytes, state_bytes
-
-_REMEDIES = (
-    "What helps: a lower DATA.BATCH_SIZE, with TRAIN.EFFECTIVE_BATCH_SIZE to keep the samples of an "
-    "optimizer step; DATA.AUTOBATCH.ENABLED True, or a lower DATA.AUTOBATCH.TARGET_MEMORY_FRACTION where "
-    "it is; TRAIN.GRADIENT_CHECKPOINTING True. The last checkpoint is kept"
-)
 
 _NAMES = {
     "parameters": "parameters",
@@ -33,19 +30,64 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
 
 
-def explain(assembly: Assembly, world: World, folder: Path, obstacle: str) -> str:
-    """What held the memory, where its history is, and what to do. Call it inside the exception's handler.
+@dataclass(frozen=True)
+class SizeOrigin:
+    """Where the batch size of training or of validation comes from.
+
+    Attributes:
+        size: samples per process.
+        sentence: says where it comes from.
+        key: the key that is set to less for a smaller size.
+        alternatives: what leads to a smaller size too.
+    """
+
+    size: int
+    sentence: str
+    key: str
+    alternatives: tuple[str, ...] = ()
+
+
+def train_remedies(
+    config: TrainConfig, assembly: Assembly, size: int, effective_batch_size: int, origin: SizeOrigin | None
+) -> Iterator[str]:
+    """What makes the forward and backward passes of training need less; only what would have an effect.
 
     Args:
+        config: the TRAIN node.
         assembly: the model and what belongs to it.
-        world: the processes.
-        folder: of the run; the allocator's history goes there.
-        obstacle: why the step was not taken again with smaller micro-batches.
+        size: samples of the micro-batch that did not fit.
+        effective_batch_size: samples of the optimizer step, over all ranks.
+        origin: of the size; None if it is not known.
     """
-    snapshot = write_snapshot(folder, world)
-    history = [] if snapshot is None else [f"The allocator's history is in {snapshot}"]
-    begun = obstacle[0].upper() + obstacle[1:]
-    return ". ".join([what_held_memory(assembly, world.device), *history, begun, _REMEDIES])
+    if origin is not None and size > 1:
+        keeps = "keeps the samples of an optimizer step"
+        if config.EFFECTIVE_BATCH_SIZE is not None:
+            keeps = f" (TRAIN.EFFECTIVE_BATCH_SIZE {keeps})"
+        elif config.BATCH_SCHEDULE.NAME == "constant":
+            keeps = f" (TRAIN.EFFECTIVE_BATCH_SIZE {effective_batch_size} {keeps})"
+        else:
+            keeps = ""
+        yield f"{origin.key} below {size}{keeps}"
+        yield from origin.alternatives
+    if not config.GRADIENT_CHECKPOINTING and has_gradient_checkpointing(assembly.model):
+        yield "TRAIN.GRADIENT_CHECKPOINTING True"
+    yield "a smaller model"
+
+
+def update_remedies(assembly: Assembly) -> Iterator[str]:
+    """What makes the state of training smaller; batch size and activations have no part in an update."""
+    yield "an optimizer with less state (OPTIMIZER.NAME)"
+    if assembly.ema is not None:
+        yield "TRAIN.EMA.ENABLED False"
+    yield "a smaller model"
+
+
+def validation_remedies(origin: SizeOrigin | None) -> Iterator[str]:
+    """What makes validation need less; `origin` as for `train_remedies`."""
+    if origin is not None and origin.size > 1:
+        yield f"{origin.key} below {origin.size}"
+        yield from origin.alternatives
+    yield "a smaller model"
 
 
 def what_held_memory(assembly: Assembly, device: torch.device) -> str:
@@ -72,23 +114,24 @@ def memory_sentence(
 
     >>> state = StateBytes(parameters=2 * GIB, gradients=GIB)
     >>> memory_sentence(state, held_bytes=7 * GIB, outside_bytes=GIB, total_bytes=8 * GIB, is_cpu=False)
-    'This process held 7.00 of 8.00 GiB: activations and batch 4.00, parameters 2.00, gradients 1.00. Others: 1.00 GiB'
+    'This process held 7.00 of 8.00 GiB: activations and batch 4.00, parameters 2.00, gradients 1.00. Outside its allocator (context, libraries, other processes): 1.00 GiB'
 
     Args:
         state: tensors that training keeps.
         held_bytes: what this process held when memory ran out.
-        outside_bytes: in use outside this process's allocator.
+        outside_bytes: in use outside this process's allocator; on the CPU, by other processes.
         total_bytes: of the device.
-        is_cpu: on the CPU the process holds its libraries too.
+        is_cpu: on the CPU, what the process holds includes its libraries.
     """  # noqa: E501
     parts = {_NAMES[name]: num_bytes for name, num_bytes in asdict(state).items() if num_bytes}
     activations = "activations, batch, libraries" if is_cpu else "activations and batch"
     parts[activations] = max(held_bytes - sum(parts.values()), 0)
     ordered = sorted(parts.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name} {_gib(num_bytes)}" for name, num_bytes in ordered)
+    outside = "Other processes" if is_cpu else "Outside its allocator (context, libraries, other processes)"
     return (
         f"This process held {_gib(held_bytes)} of {_gib(total_bytes)} GiB: {shown}. "
-        f"Others: {_gib(max(outside_bytes, 0))} GiB"
+        f"{outside}: {_gib(max(outside_bytes, 0))} GiB"
     )
 
 

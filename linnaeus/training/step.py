@@ -58,7 +58,8 @@ class TrainStep:
         model: the module, or its DistributedDataParallel wrapper.
         scaler: scales the loss for float16; disabled for other formats.
         clip_grad_norm: largest L2 norm of all gradients together; None does not clip.
-        before_update: called once per optimizer step, before anything but buffers and gradients has changed.
+        before_update: called once per optimizer step, after clipping, before parameters, optimizer or the
+            loss scale change.
         after_step: called once per optimizer step, after the parameters have changed (EMA).
         probe: called after each backward pass, before clipping; measures the noise scale.
     """

@@ -6,12 +6,10 @@ import gc
 import logging
 import math
 import time
-import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -22,26 +20,23 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
-from linnaeus.errors import LinnaeusError, OutOfMemoryError
 from linnaeus.log import MetricsFile
 from linnaeus.memory.device import empty_cache
 from linnaeus.memory.oom import is_out_of_memory
-from linnaeus.models.build import batchnorm_kind
 from linnaeus.rng import rng_state
 from linnaeus.tracking import Tracker
 from linnaeus.training.batchnorm import distribute_batchnorm
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
+from linnaeus.training.loss_meter import LossMeter
 from linnaeus.training.metrics import headline
-from linnaeus.training.out_of_memory import explain, first_line
+from linnaeus.training.out_of_memory import SizeOrigin
+from linnaeus.training.recovery import Recovery
 from linnaeus.training.resume import restore_generators
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.step import TrainStep
 from linnaeus.training.step_guard import StepGuard
 from linnaeus.training.stop import StopAgreement
-
-CHECKPOINT_LIMIT_S = 600.0
-"""How long a rank without memory waits for rank 0 to write the last checkpoint."""
 
 logger = logging.getLogger("linnaeus.trainer")
 
@@ -90,15 +85,19 @@ class FitResult:
 class Trainer:
     """The training loop. Everything it needs is built before and handed in.
 
+    It changes what it trains, `progress`, and on running out of memory the sizes of the training loader. For
+    the time of a run it takes the requests of other ranks (`world.control.on_request`).
+
     Attributes:
         config: the TRAIN node; how often to log, validate and save.
         plan: the batch sizes of all optimizer steps; replaced when micro-batches have to be smaller.
         assembly: the model and what belongs to it; a checkpoint holds its state.
-        train_step: the assembly's training step, with the model wrapped for several ranks.
+        train_step: the assembly's training step, with the model wrapped for several ranks. The trainer uses a
+            copy with a `before_update` of its own.
         schedule: sets the learning rate of each optimizer step.
         stop: the ranks' agreement on stopping.
         checkpoint_extras: further entries of each checkpoint (batch sizes and what they depend on).
-        size_origin: where the micro-batch size comes from, as a sentence, for errors.
+        size_origins: where the batch sizes of `train` and `val` come from, for errors.
         progress: how far training has come.
     """
 
@@ -115,7 +114,7 @@ class Trainer:
     progress_bar: ProgressBar
     stop: StopAgreement
     checkpoint_extras: dict[str, Any] = field(default_factory=dict)
-    size_origin: str = ""
+    size_origins: Mapping[str, SizeOrigin] = field(default_factory=dict)
     progress: TrainingProgress = field(default_factory=TrainingProgress)
 
     def __post_init__(self) -> None:
@@ -123,10 +122,14 @@ class Trainer:
         self._num_images = 0
         self._seconds = 0.0
         self._clock = self._saved_at = time.monotonic()
-        self._guard: StepGuard | None = None
-        if self.config.ON_OUT_OF_MEMORY == "split":
-            self._guard = StepGuard(self.assembly, self.world)
-            self.train_step.before_update = self._guard.before_update
+        self._micro_batch_limit: int | None = None  # of this process; that of an earlier one is in the plan
+        splits = self.config.ON_OUT_OF_MEMORY == "split"
+        self._guard = StepGuard(self.assembly, self.world, self.train_step.probe, copies=splits)
+        self.train_step = replace(self.train_step, before_update=self._guard.before_update)
+        self._recovery = Recovery(
+            self.config, self.assembly, self.world, self._guard, self.checkpoints, self._content_limited,
+            self.size_origins,
+        )  # fmt: skip
 
     def resume(self, content: Mapping[str, Any], seed: int) -> None:
         """Continue where a checkpoint was written; its state has been loaded before.
@@ -160,10 +163,11 @@ class Trainer:
         Raises:
             CheckpointError: a checkpoint cannot be written.
             LinnaeusError: the loss is not finite.
-            OutOfMemoryError: a training step ran out of memory, and could not be taken in smaller parts.
+            OutOfMemoryError: a training step ran out of memory and could not be taken in smaller parts, or
+                validation did.
         """
-        if self._guard is not None and self.world.control is not None:
-            self.world.control.on_request = self._save_before_step
+        if self.config.ON_OUT_OF_MEMORY == "split" and self.world.control is not None:
+            self.world.control.on_request = self._recovery.save_before_step
         with self.stop.deferred(), self.progress_bar:
             while self.progress.epoch < self.plan.num_epochs:
                 self.train_epoch()
@@ -243,104 +247,40 @@ class Trainer:
 
         None if it ran out of memory: all is as before the step, and the plan has smaller micro-batches.
         """
-        sizes = self.plan.sizes(stage)
-        if self._guard is not None:
-            self._guard.begin()
+        sizes = stage.micro_batches
         try:
-            loss = self.train_step(batches, len(sizes), sum(sizes) if len(set(sizes)) > 1 else None)
+            with self._guard.step():
+                loss = self.train_step(batches, len(sizes), sum(sizes) if len(set(sizes)) > 1 else None)
+                self.progress.step += 1
+                self.progress.samples += stage.effective_batch_size
+                self._num_images += stage.effective_batch_size
+                self._set_lr()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._split_or_raise(error, stage)
+            limit, text = self._recovery.limit_after(error, self.progress.step + 1, stage, self.plan)
+            self._take_smaller(limit, text, stage)
             return None
-        self.progress.step += 1
-        self.progress.samples += stage.effective_batch_size
-        self._num_images += stage.effective_batch_size
-        self._set_lr()
-        if self._guard is not None:
-            self._guard.end()
         return loss
 
-    def _split_or_raise(self, error: Exception, stage: Stage) -> None:
-        """Make the plan's micro-batches smaller after a step that ran out of memory.
-
-        Raises:
-            OutOfMemoryError: from `error`; the step cannot be taken again, or is not to be.
-        """
-        limit = -(-stage.micro_batch_size // 2)
-        text = (
-            f"out of memory in optimizer step {self.progress.step + 1}, with micro-batches of "
-            f"{stage.micro_batch_size} (x {stage.accumulation_steps} accumulation x {self.world.world_size} "
-            f"processes): {first_line(error)}"
-        )
-        obstacle = self._obstacle_to_split(stage, limit)
-        if obstacle is not None:
-            details = explain(self.assembly, self.world, self.checkpoints.folder.parent, obstacle)
-            raise OutOfMemoryError(". ".join(filter(None, [text, self.size_origin, details]))) from error
-        if self.world.is_distributed:
-            self._end_with_checkpoint(error, text, limit)
-        assert self._guard is not None
-        self._guard.restore()
+    def _take_smaller(self, limit: int, text: str, stage: Stage) -> None:
+        """Make the micro-batches of the rest of the run smaller, which changes the loader's sizes too."""
+        self._micro_batch_limit = limit
         self.plan = self.plan.limited(limit)
         self.loaders.train.set_sizes(self.plan.micro_batches)
-        self.checkpoint_extras |= self._limit_entries(limit)
         logger.warning(
             "warning: %s. TRAIN.ON_OUT_OF_MEMORY split: the step is taken again, and from now on "
             "micro-batches have at most %d samples; the effective batch stays %d",
             text, limit, stage.effective_batch_size,
         )  # fmt: skip
 
-    def _obstacle_to_split(self, stage: Stage, limit: int) -> str | None:
-        """Why the step cannot be taken again with smaller micro-batches; None if it can."""
-        if self._guard is None:
-            return "TRAIN.ON_OUT_OF_MEMORY split would go on with smaller micro-batches"
-        if not self._guard.is_open:
-            return "the update had begun, which cannot be undone, so TRAIN.ON_OUT_OF_MEMORY split cannot help"
-        smallest = self.plan.limited(limit).smallest_micro_batch
-        if stage.micro_batch_size == 1:
-            return "a micro-batch of one sample cannot be split"
-        if smallest < 2 and batchnorm_kind(self.assembly.model) == "local":
-            return "split further, a micro-batch would have one sample, too few for BatchNorm"
-        return None
+    def _content_limited(self, limit: int) -> dict[str, Any]:
+        """The content of a checkpoint, without generators; this and later ones have a limit on micro-batches.
 
-    def _limit_entries(self, limit: int) -> dict[str, Any]:
-        """What a checkpoint says of a limit on the micro-batches."""
-        return {"plan": self.plan.limited(limit).as_dict(), "micro_batch_limit": limit}
-
-    def _end_with_checkpoint(self, error: Exception, text: str, limit: int) -> NoReturn:
-        """End all ranks with a checkpoint from which the next attempt goes on with smaller micro-batches.
-
-        This rank cannot take the step again by itself: the others wait for its gradients in a collective.
+        On rank 0, in another thread if another rank ran out of memory.
         """
-        traceback.clear_frames(error.__traceback__)  # frees the activations
-        if self.world.is_main:
-            self._save_before_step(limit)
-            is_saved = True
-        else:
-            assert self.world.control is not None
-            is_saved = self.world.control.ask_main(limit, limit_s=CHECKPOINT_LIMIT_S)
-        outcome = (
-            "all ranks end with a checkpoint. With TRAIN.AUTO_RESUME True the next attempt (torchrun "
-            f"--max-restarts, or the same command again) takes micro-batches of at most {limit} and the same "
-            "effective batch"
-            if is_saved
-            else "rank 0 could not save a checkpoint; the last one is kept"
-        )
-        raise OutOfMemoryError(f"{text}. TRAIN.ON_OUT_OF_MEMORY split: {outcome}") from error
-
-    def _save_before_step(self, limit: int) -> None:
-        """Write a checkpoint of the state before the current step, with a limit on the micro-batches.
-
-        On rank 0 alone, and in another thread if another rank ran out of memory: the main thread waits for it
-        in a collective, or soon will. Rank 0 has then made as many updates as all ranks have.
-        """
-        assert self._guard is not None
-        with self._guard.held(), self._guard.beside_training():
-            self.checkpoint_extras = self.checkpoint_extras | self._limit_entries(limit)
-            content = self._content([self._guard.rng_before()])
-            content["state"] = self._guard.state_before(content["state"])
-            self.checkpoints.save(content)
-            self.checkpoints.wait()
+        self._micro_batch_limit = limit
+        return self._content(None)
 
     def _count_seconds(self) -> None:
         """Add the time since the last call, or since `_clock` was set, to the time of training."""
@@ -401,7 +341,12 @@ class Trainer:
         # AutoBatch measured validation without training's cached blocks, and training without validation's.
         empty_cache(self.world.device)
         started = time.perf_counter()
-        values = self._validation_metrics()
+        try:
+            values = self._validation_metrics()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._recovery.validation_error(error, self.progress.epoch) from error
         empty_cache(self.world.device)
         if values is None:
             self.stop.exchange()
@@ -443,55 +388,19 @@ class Trainer:
             self._distribute_batchnorm()  # the next thing that a resumed run does is to validate
         generators = self.world.gather_on_host(rng_state(self.world.device))
         if self.world.is_main:
-            with nullcontext() if self._guard is None else self._guard.held():
+            with self._guard.held():
                 self.checkpoints.save(self._content(generators), is_best=is_best)
         self._saved_at = time.monotonic()
 
     def _content(self, generators: list[Any] | None) -> dict[str, Any]:
         """The entries of a checkpoint; `generators` are the states of the ranks' random number generators."""
-        probe = self.train_step.probe
+        probe, limit = self.train_step.probe, self._micro_batch_limit
+        limited = {"plan": self.plan.limited(limit).as_dict(), "micro_batch_limit": limit} if limit else {}
         return {
             "progress": vars(self.progress).copy(),
             "state": self._state.state_dict(),
             "rng": generators,
             "noise_scale": None if probe is None else probe.scale.state_dict(),
             **self.checkpoint_extras,
+            **limited,
         }
-
-
-class LossMeter:
-    """Sums the loss on the device and reads it only when asked, so that no step waits for it."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._total: torch.Tensor | None = None
-        self._count = 0
-
-    def add(self, loss: torch.Tensor) -> None:
-        """Add one optimizer step's mean loss."""
-        self._total = loss if self._total is None else self._total + loss
-        self._count += 1
-
-    def drain(self) -> float:
-        """The same as `mean`; the next mean starts after this call."""
-        mean = self.mean()
-        self._total, self._count = None, 0
-        return mean
-
-    def mean(self) -> float:
-        """The mean over the steps since the last `drain` and over all ranks; NaN without steps.
-
-        Every rank must call this.
-
-        Raises:
-            LinnaeusError: the loss is not finite.
-        """
-        if self._total is None:
-            return math.nan
-        mean = float(self._world.mean(self._total / self._count))
-        if not math.isfinite(mean):
-            raise LinnaeusError(
-                f"the training loss is {mean}. Lower OPTIMIZER.LR, raise SCHEDULE.WARMUP_EPOCHS, set "
-                "TRAIN.CLIP_GRAD_NORM, or use TRAIN.AMP bf16 or off; the last checkpoint is kept"
-            )
-        return mean

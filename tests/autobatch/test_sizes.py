@@ -141,6 +141,35 @@ def test_the_newest_trial_of_a_planned_size_decides_whether_it_is_tried_again(
     assert ran[-1] == (6, "fits")
 
 
+@pytest.mark.parametrize("peak_bytes", [1, 1 << 60])
+def test_under_a_limit_the_validation_size_is_kept_only_if_it_still_fits(peak_bytes: int) -> None:
+    """Training's size is not run again: smaller micro-batches are trained."""
+    search, _ = prepared(
+        OWN_MODEL, OWN_DATA, "TRAIN.EFFECTIVE_BATCH_SIZE=12", "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=5"
+    )
+    entry = {
+        "certified": True, "limited_by": "memory", "target_memory_fraction": 0.8, "budget_bytes": 1,
+        "total_bytes": 1, "strategy": "guided", "seconds": 1.0,
+    }  # fmt: skip
+
+    def found(size: int, peak_bytes: int) -> dict[str, Any]:
+        trial = {"batch_size": size, "status": "fits", "peak_bytes": peak_bytes, "seconds": 0.1}
+        return {**entry, "batch_size": size, "trials": [trial]}
+
+    def plan_for(size: int) -> BatchPlan:
+        facts = Facts(max_micro_batch_size=size, world_size=1, num_samples=12, learning_rate=0.1)
+        return plan_batches(search.train, OptimizerConfig(), ScheduleConfig(), facts)
+
+    sizes = {"train": found(12, 1 << 60), "val": found(7, peak_bytes)}
+    checkpoint = {"searched_for": "key", "autobatch": sizes, "micro_batch_limit": 6}
+    SEEN["shapes"].clear()
+    planned = find_planned_sizes(search, plan_for, 8, key="key", checkpoint=checkpoint)
+    assert (planned.plan.micro_batch_size, planned.micro_batch_limit) == (6, 6)
+    assert planned.batch_sizes == {"train": 12, "val": 7 if peak_bytes == 1 else 5}
+    shapes = {shape[0] for shape in SEEN["shapes"]}
+    assert max(shapes, default=0) == (0 if peak_bytes == 1 else 6)  # the training step before validation
+
+
 # --- bounds ---
 
 

@@ -69,8 +69,8 @@ def test_a_limit_splits_the_same_optimizer_steps_more_finely(
     assert effective_sizes(limited) == effective_sizes(plan)
     assert (limited.learning_rate, limited.total_steps) == (plan.learning_rate, plan.total_steps)
     for before, stage in zip(plan.stages, limited.stages, strict=True):
-        sizes = limited.sizes(stage)
-        assert sum(sizes) == samples_per_rank
+        sizes = stage.micro_batches
+        assert sum(sizes) == samples_per_rank == stage.samples_per_rank
         assert sizes[0] == stage.micro_batch_size == max(sizes) <= limit
         assert sizes[0] - sizes[-1] <= 1
         assert len(sizes) == stage.accumulation_steps

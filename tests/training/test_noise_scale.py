@@ -109,7 +109,7 @@ def test_steps_that_are_not_armed_are_left_alone() -> None:
     model = Point()
     probe = GradientProbe(model, torch.amp.GradScaler("cpu", enabled=False), decay=0.9)
     for number in (1, 2):
-        probe.after_backward(number, 2, 8)
+        probe.after_backward(number, 2, 8, 2)
     assert probe.scale.num == 0
 
 
@@ -119,8 +119,8 @@ def test_infinite_gradients_are_left_out() -> None:
     probe = GradientProbe(model, torch.amp.GradScaler("cpu", enabled=False), decay=0.9)
     probe.arm()
     model.w.grad = torch.tensor([1.0, 2.0, 3.0, float("inf")])
-    probe.after_backward(1, 2, 8)
-    probe.after_backward(2, 2, 8)
+    probe.after_backward(1, 2, 8, 2)
+    probe.after_backward(2, 2, 8, 2)
     assert probe.scale.num == 0
 
 

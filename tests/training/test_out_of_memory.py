@@ -7,6 +7,8 @@ import os
 import random
 import resource
 import signal
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from linnaeus.autobatch.planning import PlannedSizes
 from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import plan_batches
+from linnaeus.config.load import load_config
+from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
+from linnaeus.errors import LinnaeusError
+from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.out_of_memory import write_snapshot
+from linnaeus.training.step_guard import StepGuard
 from tests import forks
 from tests.batching.test_runs import PLAIN, Layers, checkpoint, curve, lines_of
 from tests.conftest import TORCHRUN, Run, assert_same_bits, weights
@@ -70,6 +80,9 @@ class Greedy(Layers):
         if self.largest and self.num_samples > self.from_sample and len(inputs) > self.largest:
             if self.where == "forward":
                 allocate_too_much()
+            if self.where == "clip":  # in a process of its own
+                torch.nn.utils.clip_grad_norm_ = lambda *arguments: allocate_too_much()  # type: ignore[assignment]
+                return outputs  # type: ignore[no-any-return]
             hidden.register_hook(lambda gradient: allocate_too_much())  # later layers have gradients then
         return outputs  # type: ignore[no-any-return]
 
@@ -104,6 +117,40 @@ class GreedyOnce(torch.optim.SGD):
         self.num_updates += 1
         if self.num_updates == 3:
             allocate_too_much()
+
+
+class GreedyInValidation(Layers):
+    """After so many samples of validation, batches above a size need too much."""
+
+    def __init__(self, num_classes: int, largest: int, from_sample: int = 0) -> None:
+        super().__init__(num_classes)
+        self.largest, self.from_sample, self.num_validated = largest, from_sample, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training:
+            self.num_validated += len(inputs)
+            if self.num_validated > self.from_sample and len(inputs) > self.largest:
+                allocate_too_much()
+        return super().forward(inputs)
+
+
+class Bloated(Layers):
+    """Has a buffer that cannot be copied from its fourth step on. EMA would copy it too."""
+
+    num_steps = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.num_steps += self.training
+        if self.num_steps == 3:
+            self.register_buffer("large", torch.zeros(1, dtype=torch.uint8).expand(EXABYTE), persistent=False)
+        return super().forward(inputs)
+
+
+class Switchable(Greedy):
+    """Has a switch for gradient checkpointing, which changes nothing here."""
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.is_checkpointing = enable
 
 
 RUN = (
@@ -253,6 +300,39 @@ def test_a_step_that_fails_while_it_clips_unscaled_gradients_is_taken_again(
     assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/smaller")
 
 
+@pytest.mark.parametrize("failing_call", [1, 4])
+def test_a_step_that_fails_while_it_clips_is_not_in_the_noise_scale(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_call: int
+) -> None:
+    """In step 4 the run resumed there with the smaller size is the one to compare with."""
+    clip, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def clip_or_fail(*arguments: Any) -> Tensor:
+        calls.append(arguments)
+        if len(calls) == failing_call:
+            allocate_too_much()
+        return clip(*arguments)
+
+    options = (
+        "TRAIN.EFFECTIVE_BATCH_SIZE=32", "TRAIN.NOISE_SCALE.ENABLED=True", "TRAIN.NOISE_SCALE.EVERY=1",
+        "TRAIN.AMP=fp16", "TRAIN.CLIP_GRAD_NORM=0.1", "TRAIN.CHECKPOINT_EVERY_STEPS=1",
+    )  # fmt: skip
+    if failing_call > 1:
+        monkeypatch.setenv("INTERRUPT_AT", str(32 * (failing_call - 1)))
+        assert run(*RUN, SPLIT, "EXPERIMENT.NAME=smaller", *options).code == 130
+        monkeypatch.delenv("INTERRUPT_AT")
+        assert checkpoint(tmp_path / "runs/smaller")["progress"]["step"] == failing_call - 1
+    split_run(run, "smaller", sized(8), *options)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_or_fail)
+    assert "taken again" in split_run(run, "plain", *options).out
+    assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/smaller")
+    ours, theirs = (checkpoint(tmp_path / "runs" / name) for name in ("plain", "smaller"))
+    assert ours["noise_scale"]["num"] == 9
+    assert ours["noise_scale"] == theirs["noise_scale"]
+    assert ours["state"]["scaler"] == theirs["state"]["scaler"]
+    assert torch.equal(ours["rng"][0]["torch"], theirs["rng"][0]["torch"])
+
+
 @pytest.mark.slow
 def test_what_the_failed_step_held_is_free_again(run_in_child: Run, tmp_path: Path) -> None:
     """Half the samples need 256 MiB, which the process does not have beside the 384 of the failed step."""
@@ -287,7 +367,8 @@ def test_by_default_the_error_says_what_held_the_memory(run: Run, tmp_path: Path
     assert "Traceback" not in outcome.err
     for text in (
         "out of memory in optimizer step 4, with micro-batches of 16 (x 1 accumulation x 1 processes)",
-        "can't allocate memory", "activations, batch, libraries", "parameters", "optimizer", "Others: ",
+        "can't allocate memory", "activations, batch, libraries", "parameters", "optimizer",
+        "Other processes: ",
         "The size is DATA.BATCH_SIZE, AutoBatch is off", "TRAIN.ON_OUT_OF_MEMORY split",
         "TRAIN.EFFECTIVE_BATCH_SIZE",
     ):  # fmt: skip
@@ -300,6 +381,196 @@ def test_the_error_names_the_size_found_and_its_budget(run: Run) -> None:
     outcome = run(*RUN, *searched, *greedy(8, from_step=200), "TRAIN.EPOCHS=40")
     assert outcome.code == 3
     assert "AutoBatch found 16 within a budget of " in outcome.err
+
+
+@pytest.mark.parametrize("handling", [SPLIT, "TRAIN.ON_OUT_OF_MEMORY=raise"])
+def test_validation_that_runs_out_of_memory_is_explained_and_the_checkpoint_is_kept(
+    run: Run, tmp_path: Path, handling: str
+) -> None:
+    model = (f"MODEL._target_={__name__}.GreedyInValidation", "MODEL.largest=8", "MODEL.from_sample=150")
+    outcome = run(*RUN, handling, *model)
+    assert outcome.code == 3
+    assert "Traceback" not in outcome.err
+    for text in (
+        "out of memory in the validation after epoch 2, with batches of 16: ", "can't allocate memory",
+        "The size is DATA.BATCH_SIZE_VAL, AutoBatch is off for validation", "activations, batch, libraries",
+        "What helps: DATA.BATCH_SIZE_VAL below 16; DATA.AUTOBATCH.ENABLED_VAL True; a smaller model",
+        "The last checkpoint is kept",
+    ):  # fmt: skip
+        assert text in outcome.err
+    assert checkpoint(tmp_path / "runs/plain")["progress"]["epoch"] == 1
+    again = run(*RUN, handling, *model, "DATA.BATCH_SIZE_VAL=8")  # the first remedy
+    assert again.code == 0, again.err
+    assert curve(tmp_path / "runs/plain")[0] == list(range(1, 19))
+
+
+def test_without_a_checkpoint_the_error_promises_none(run: Run, tmp_path: Path) -> None:
+    outcome = run(*RUN, f"MODEL._target_={__name__}.GreedyInValidation", "MODEL.largest=8")
+    assert outcome.code == 3
+    assert "in the validation after epoch 1" in outcome.err
+    assert "No checkpoint has been written yet" in outcome.err
+    assert not list((tmp_path / "runs/plain").glob("checkpoints/*.pt"))
+
+
+def test_an_error_in_validation_names_the_size_found_and_its_budget(run: Run) -> None:
+    searched = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16")
+    model = (f"MODEL._target_={__name__}.GreedyInValidation", "MODEL.largest=8", "MODEL.from_sample=3200")
+    outcome = run(*RUN, *searched, *model, "TRAIN.EPOCHS=40")
+    assert outcome.code == 3
+    assert ", with batches of 32: " in outcome.err
+    assert "AutoBatch found 32 within a budget of " in outcome.err
+    assert "What helps: DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL below 32; a smaller model" in outcome.err
+
+
+def test_another_error_in_validation_is_raised_as_it_is(run: Run) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run(*RUN, f"MODEL._target_={__name__}.BrokenInValidation")
+
+
+class BrokenInValidation(Layers):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) / (1 // self.training)
+
+
+def test_a_copy_before_the_step_that_does_not_fit_is_explained(run: Run, tmp_path: Path) -> None:
+    options = (*RUN, f"MODEL._target_={__name__}.Bloated", "TRAIN.EMA.ENABLED=False", "TRAIN.EPOCHS=1")
+    outcome = run(*options, SPLIT)
+    assert outcome.code == 3
+    assert "Traceback" not in outcome.err
+    assert "out of memory in optimizer step 4, " in outcome.err
+    assert "The copy of the model's buffers" in outcome.err
+    assert "DATA.BATCH_SIZE below" not in outcome.err  # no activations are there
+    assert [line["step"] for line in lines_of(tmp_path / "runs/plain")] == [1, 2, 3]
+    assert run(*options, "EXPERIMENT.NAME=raise").code == 0  # without a copy
+
+
+REMEDIES = (
+    "DATA.BATCH_SIZE below", "DATA.AUTOBATCH.ENABLED True", "DATA.AUTOBATCH.MAX_BATCH_SIZE below",
+    "TARGET_MEMORY_FRACTION", "TRAIN.GRADIENT_CHECKPOINTING True", "OPTIMIZER.NAME",
+    "TRAIN.EMA.ENABLED False",
+)  # fmt: skip
+SIZE = {"DATA.BATCH_SIZE below", "DATA.AUTOBATCH.ENABLED True"}
+SWITCHABLE = f"MODEL._target_={__name__}.Switchable"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (greedy(8), SIZE),
+        ((*greedy(8), SWITCHABLE), SIZE | {"TRAIN.GRADIENT_CHECKPOINTING True"}),
+        ((*greedy(8), SWITCHABLE, "TRAIN.GRADIENT_CHECKPOINTING=True"), SIZE),
+        (("MODEL.largest=-1", sized(1)), set()),
+        (
+            (
+                *greedy(8, from_step=200), "TRAIN.EPOCHS=40", "DATA.AUTOBATCH.ENABLED=True",
+                "DATA.AUTOBATCH.MAX_BATCH_SIZE=16",
+            ),
+            {"DATA.AUTOBATCH.MAX_BATCH_SIZE below"},
+        ),
+        (
+            (f"OPTIMIZER._target_={__name__}.GreedyOnce", "OPTIMIZER.lr=0.1"),
+            {"OPTIMIZER.NAME", "TRAIN.EMA.ENABLED False"},
+        ),
+        (
+            (f"OPTIMIZER._target_={__name__}.GreedyOnce", "OPTIMIZER.lr=0.1", "TRAIN.EMA.ENABLED=False"),
+            {"OPTIMIZER.NAME"},
+        ),
+    ],
+    ids=["off", "checkpointing", "checkpointing is on", "one sample", "AutoBatch", "update", "no EMA"],
+)  # fmt: skip
+def test_only_remedies_with_an_effect_are_named(run: Run, options: tuple[str, ...], named: set[str]) -> None:
+    is_own = any(token.startswith("OPTIMIZER.") for token in options)
+    tokens = [token for token in RUN if not (is_own and token.startswith("OPTIMIZER."))]
+    outcome = run(*tokens, *options)
+    assert outcome.code == 3
+    remedies = outcome.err.partition("What helps: ")[2]
+    assert {remedy for remedy in REMEDIES if remedy in remedies} == named
+
+
+@pytest.mark.parametrize(("options", "offers"), [(greedy(8), True), (("MODEL.largest=-1", sized(1)), False)])
+def test_splitting_is_offered_only_where_it_would_go_on(
+    run: Run, options: tuple[str, ...], offers: bool
+) -> None:
+    outcome = run(*RUN, *options)
+    assert outcome.code == 3
+    assert ("split would go on" in outcome.err) == offers
+
+
+@pytest.mark.parametrize("limited_by", ["memory", "dataset"])
+def test_a_lower_fraction_is_named_where_memory_was_the_limit(limited_by: str) -> None:
+    result = AutoBatchResult(
+        "val", 8, certified=True, limited_by=limited_by, target_memory_fraction=0.7, budget_bytes=1,
+        total_bytes=1, strategy="guided", seconds=1.0, trials=(),
+    )  # fmt: skip
+    config = load_config(RUN).config
+    plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, Facts(16, 1, 100, 0.1))
+    origins = PlannedSizes({"val": result}, plan, "").origins(config.DATA)
+    fraction = "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION_VAL below 0.7"
+    assert (fraction in origins["val"].alternatives) == (limited_by == "memory")
+    assert origins["train"].key == "DATA.BATCH_SIZE"
+
+
+# What may be read beside a step.
+
+
+def guarded() -> tuple[Assembly, StepGuard]:
+    config = load_config(RUN).config
+    data, world = build_data(config.DATA, seed=0), World(torch.device("cpu"))
+    assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
+    return assembly, StepGuard(assembly, world)
+
+
+def read_in_a_thread(assembly: Assembly, guard: StepGuard) -> tuple[threading.Thread, list[Any]]:
+    """What the thread of rank 0 does for a rank without memory; the list gets the content or the error."""
+    read: list[Any] = []
+
+    def work() -> None:
+        try:
+            with guard.held():
+                read.append(guard.before({"state": {"model": assembly.model.state_dict()}}))
+        except LinnaeusError as error:
+            read.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, read
+
+
+def take_a_step(assembly: Assembly, guard: StepGuard, fails_in: str) -> None:
+    with suppress(ZeroDivisionError), guard.step():
+        assembly.model.get_buffer("num_samples").add_(16)
+        if fails_in == "update":
+            guard.before_update()
+        raise ZeroDivisionError
+
+
+def test_after_an_update_that_failed_nobody_waits_and_nothing_is_read() -> None:
+    assembly, guard = guarded()
+    take_a_step(assembly, guard, fails_in="update")
+    thread, read = read_in_a_thread(assembly, guard)
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert isinstance(read[0], LinnaeusError)
+
+
+def test_after_a_forward_pass_that_failed_the_state_before_it_is_read() -> None:
+    assembly, guard = guarded()
+    take_a_step(assembly, guard, fails_in="forward")
+    thread, read = read_in_a_thread(assembly, guard)
+    thread.join(timeout=30)
+    assert read[0]["state"]["model"]["num_samples"] == 0
+
+
+def test_while_an_update_is_under_way_a_reader_waits_for_its_end() -> None:
+    assembly, guard = guarded()
+    with guard.step():
+        assembly.model.get_buffer("num_samples").add_(16)
+        guard.before_update()
+        thread, read = read_in_a_thread(assembly, guard)
+        thread.join(timeout=0.2)
+        assert thread.is_alive()
+    thread.join(timeout=30)
+    assert read[0]["state"]["model"]["num_samples"] == 16
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])
@@ -394,6 +665,28 @@ def test_ranks_end_with_a_checkpoint_and_the_next_attempt_goes_on_smaller(
         assert_same_states(folder, tmp_path / "runs/whole")
     for name, tensor in weights(tmp_path / "runs/whole").items():
         torch.testing.assert_close(weights(folder)[name], tensor, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_while_it_clips_has_sent_its_gradients(tmp_path: Path) -> None:
+    """Rank 0 may have made the update by then, and saves the state after it."""
+    fault = (*greedy(8, from_step=4, where="clip"), "MODEL.rank=1", SPLIT, "TRAIN.CLIP_GRAD_NORM=0.1")
+    ended = two_ranks(tmp_path, *fault, max_restarts=0)
+    assert ended.code != 0
+    assert "out of memory in optimizer step 5" in ended.err
+    assert "all ranks end with a checkpoint" in ended.err
+    saved = checkpoint(tmp_path / "runs/plain")
+    step = saved["progress"]["step"]
+    assert step in (4, 5)
+    assert saved["state"]["model"]["num_samples"] == 16 * step
+    outcome = two_ranks(tmp_path, *fault, max_restarts=0)
+    assert outcome.code == 0, outcome.err
+    lost = {5} if step == 5 else set()  # the mean loss of all ranks is known only after the update
+    assert curve(tmp_path / "runs/plain")[0] == sorted({*range(1, 10)} - lost)
+    whole = two_ranks(tmp_path, "EXPERIMENT.NAME=whole", "TRAIN.CLIP_GRAD_NORM=0.1")
+    assert whole.code == 0, whole.err
+    for name, tensor in weights(tmp_path / "runs/whole").items():
+        torch.testing.assert_close(weights(tmp_path / "runs/plain")[name], tensor, rtol=2e-3, atol=2e-4)
 
 
 @pytest.mark.slow
