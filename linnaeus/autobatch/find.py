@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
-from linnaeus.autobatch.optimizers import check_restorable, check_restored, strangers_refused
+from linnaeus.autobatch.optimizers import check_restorable, strangers_refused
 from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
 from linnaeus.autobatch.search import (
     Candidates,
@@ -115,9 +115,9 @@ class BatchSizeFinder:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(strangers_refused(self._state))
-            stack.enter_context(existing_objects_frozen())
             self._snapshot = Snapshot(self._state, self.memory.device)
+            stack.enter_context(strangers_refused(self._state, self._snapshot))
+            stack.enter_context(existing_objects_frozen())
             self._runner = TrialRunner(
                 self._step, self._make_batch, state=self._state, memory=self.memory, budget_bytes=0,
                 num_steps=self._steps_per_trial, training=self.mode == "train", snapshot=self._snapshot,
@@ -126,7 +126,7 @@ class BatchSizeFinder:
             stack.callback(self.memory.reset_peak)  # the last callback runs first
             stack.callback(self._runner.clean)
             stack.callback(self._snapshot.restore)
-            check_restorable(self._state, self._snapshot)
+            check_restorable(self._snapshot)
             self._stack = stack.pop_all()
         return self
 
@@ -342,7 +342,7 @@ class BatchSizeFinder:
             with contextlib.suppress(OutOfMemory):  # the search will find that out
                 self._runner(self.min_size)
             self.memory.settle(self._snapshot.host_bytes)
-            check_restored(self._snapshot)
+            self._snapshot.check_restored()
         return self.memory.budget(fraction, self._limit_bytes)
 
     def _set_budget(self, budget_bytes: int) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnaeus.autobatch.optimizers import runs_hooks, stepping_optimizers
+from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.search import OutOfMemory
-from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.autobatch.snapshot import Snapshot, runs_hooks
 from linnaeus.memory.device import DeviceMemory, empty_cache, synchronize
 from linnaeus.memory.host import num_compiled_graphs
 
@@ -91,7 +91,7 @@ class TrialRunner:
         self.budget_bytes = budget_bytes
         self._step = step
         self._make_batch = make_batch
-        self._optimizers = stepping_optimizers(state)
+        self._optimizers = snapshot.stepping_optimizers()
         self._modules = [part for part in state if isinstance(part, nn.Module)]
         self._memory = memory
         self._num_steps = num_steps
@@ -272,8 +272,7 @@ def step_with_zero_gradients(
 
 
 def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [parameter for parameter in parameters if parameter.requires_grad]
+    return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
 
 
 @contextlib.contextmanager
