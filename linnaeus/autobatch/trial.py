@@ -17,6 +17,7 @@ from torch import nn
 from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot, runs_hooks
+from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import DeviceMemory, empty_cache, synchronize
 from linnaeus.memory.host import num_compiled_graphs
 
@@ -108,6 +109,7 @@ class TrialRunner:
 
         Raises:
             OutOfMemory: the size did not fit under the budget.
+            AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
         """
         self.clean()
         graphs = num_compiled_graphs()
@@ -156,7 +158,12 @@ class TrialRunner:
             with memory.cap(memory.total_bytes):  # training may use more than validation
                 failure = self._failure(self._prepare_validation)
             if failure is not None:
-                return f"the training step before it: {failure}", 0
+                raise AutoBatchError(
+                    f"AutoBatch (val): the training before validation does not fit on {memory.device}, so no "
+                    f"validation size can be measured: {failure}. What helps: free memory on "
+                    f"{memory.device}; lower DATA.BATCH_SIZE, or DATA.AUTOBATCH.TARGET_MEMORY_FRACTION where "
+                    "AutoBatch chose the training size."
+                )
         if memory.in_use() >= self.budget_bytes:
             return "the process holds the whole budget before the first sample", 0
         with memory.cap(self.budget_bytes):

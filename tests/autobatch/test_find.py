@@ -492,6 +492,30 @@ def test_validation_is_measured_with_the_optimizer_state_of_training_resident() 
     assert finder.memory.in_use() == held_bytes - state_bytes
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_training_that_does_not_fit_before_a_validation_is_named_as_the_cause(fits: bool) -> None:
+    """No validation size is to blame, and none is tried."""
+    sizes: list[int] = []
+
+    def train_once() -> None:
+        torch.empty(1 << (10 if fits else 50), dtype=torch.uint8)
+
+    with BatchSizeFinder(
+        lambda batch: sizes.append(len(batch)), make_batch, device="cpu", mode="val", train_once=train_once,
+        max_batch_size=4,
+    ) as finder:  # fmt: skip
+        if fits:
+            assert finder.find().batch_size == 4
+            return
+        with pytest.raises(
+            AutoBatchError, match="the training before validation does not fit on cpu"
+        ) as caught:
+            finder.find()
+    assert "DATA.BATCH_SIZE" in str(caught.value)
+    assert "IMG_SIZE" not in str(caught.value)
+    assert not sizes
+
+
 def test_gradient_checkpointing_allows_larger_batches() -> None:
     loop = Loop(depth=8)
 
