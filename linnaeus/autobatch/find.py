@@ -41,6 +41,8 @@ from linnaeus.memory.device import GIB, device_memory
 
 FULL_FRACTION = 0.97
 """Above this fraction of the device, a search warns that its budget leaves no room for anything else."""
+CONFIRMATION_GRACE_S = 30.0
+"""Time beyond the deadline of a search in which the size found is confirmed, or others below it tried."""
 NOTABLE_GROWTH = 0.01
 """Fraction of the device by which the budget has to shrink during a search to be logged."""
 
@@ -97,7 +99,7 @@ class BatchSizeFinder:
         self.memory = device_memory(_device(state, device))
         self.trials: list[TrialRecord] = []
         self.budget_bytes = 0
-        self._outside_bytes = 0  # outside the allocator when the search began
+        self._outside_bytes = self._held_at_start = 0  # outside and inside the allocator at the start
         self._known: dict[int, TrialRecord] = {}
         self._min_batch_size = min_batch_size
         self.min_size = _min_size(state, mode, min_batch_size, max_batch_size)
@@ -148,8 +150,9 @@ class BatchSizeFinder:
 
         Args:
             target_memory_fraction, strategy, tolerance, max_trials, timeout_minutes, start: as for
-                `auto_find_batch_size`. They do not bound the confirmation.
-            confirm: run the size found once more, under a budget that is read again after the search.
+                `auto_find_batch_size`.
+            confirm: run the size found once more, under a budget that is read again after the search. No
+                trial for it begins later than `CONFIRMATION_GRACE_S` after the deadline.
 
         Raises:
             AutoBatchError: no size fits.
@@ -159,9 +162,10 @@ class BatchSizeFinder:
             raise ValueError(f"target_memory_fraction is {target_memory_fraction}; it must lie in (0, 1]")
         self._warn_about_promise(target_memory_fraction)
         started = time.monotonic()
+        deadline = started + timeout_minutes * 60
         num_before = len(self.trials)
         self._set_budget(self._first_budget(target_memory_fraction))
-        self._outside_bytes = self.memory.outside()
+        self._outside_bytes, self._held_at_start = self.memory.outside(), self.held_bytes
         self._observer.search_started(self._limits(target_memory_fraction))
         found = find_largest(
             self._runner,
@@ -173,40 +177,48 @@ class BatchSizeFinder:
             tolerance=tolerance,
             max_trials=max_trials,
             start=start,
-            deadline_s=timeout_minutes * 60 - (time.monotonic() - started),
+            deadline_s=deadline - time.monotonic(),
             known=self._known.values(),
             fixed_bytes=self.held_bytes,
             on_start=self._starting("trial"),
             on_trial=self._record,
         )
         if confirm:
-            found = self._confirmed(found, target_memory_fraction, tolerance)
+            deadline += CONFIRMATION_GRACE_S
+            found = self._confirmed(found, target_memory_fraction, tolerance, deadline)
         return self._result(found, target_memory_fraction, strategy, num_before, started)
 
-    def _confirmed(self, found: SearchResult, fraction: float, tolerance: float) -> SearchResult:
+    def _confirmed(
+        self, found: SearchResult, fraction: float, tolerance: float, deadline: float
+    ) -> SearchResult:
         """Run the size found under a budget that is read again; if it no longer fits, search below it.
 
         The size that ran last needs no further trial. After a search below, the budget is read once more,
-        until the size found fits what was read after it ran.
+        until the size found fits what was read after it ran. No trial begins after the deadline.
         """
         self._read_budget_again(fraction)
         if found.size is not None and self.trials[-1].size != found.size:
-            self._one_trial(found.size, "confirmation")
+            if time.monotonic() >= deadline:
+                found = self._without_further_trials()
+            else:
+                self._one_trial(found.size, "confirmation")
         while found.size is not None:
             newest = next(trial for trial in reversed(self.trials) if trial.size == found.size)
             if _fits(newest, self.budget_bytes):
                 break
             logger.info("batch size %d no longer fits: %s", found.size, self._outside())
-            found = self._search_below(newest, found, tolerance)
+            found = self._search_below(newest, found, tolerance, deadline)
             self._read_budget_again(fraction)
         return found
 
-    def _search_below(self, newest: TrialRecord, found: SearchResult, tolerance: float) -> SearchResult:
+    def _search_below(
+        self, newest: TrialRecord, found: SearchResult, tolerance: float, deadline: float
+    ) -> SearchResult:
         """Find the largest size below one that no longer fits.
 
         Sizes are tried one candidate lower (or by the tolerance, if that is more), then twice and four times
         as far, until one fits; the search is then repeated between the two. What trials before the
-        confirmation say does not count.
+        confirmation say counts only where the time runs out before a size has fitted.
         """
         candidates, known = Candidates(self.min_size, newest.size, self._multiple_of), [newest]
         index = len(candidates) - 1
@@ -214,14 +226,29 @@ class BatchSizeFinder:
         while not _fits(known[-1], self.budget_bytes):
             if index == 0:
                 return replace(found, size=None, limited_by="memory")
+            if time.monotonic() >= deadline:
+                return self._without_further_trials()
             index, step = max(index - step, 0), 2 * step
             known.append(self._one_trial(candidates[index], "confirmation"))
         return find_largest(
             self._runner, budget_bytes=self.budget_bytes, min_size=known[-1].size, max_size=newest.size,
             multiple_of=self._multiple_of, tolerance=tolerance, known=known,
-            on_start=self._starting("trial"),
-            on_trial=self._record,
+            deadline_s=deadline - time.monotonic(), on_start=self._starting("trial"), on_trial=self._record,
         )  # fmt: skip
+
+    def _without_further_trials(self) -> SearchResult:
+        """The largest size that fits according to its newest trial, with what has come to be held since."""
+        grown_bytes = max(self.held_bytes - self._held_at_start, 0)
+        peaks = ((trial, trial.peak_bytes) for trial in self._known.values())
+        known = [
+            trial if peak_bytes is None else replace(trial, peak_bytes=peak_bytes + grown_bytes)
+            for trial, peak_bytes in peaks
+        ]
+        found = find_largest(
+            self._runner, budget_bytes=self.budget_bytes, min_size=self.min_size, max_size=self._max_size,
+            multiple_of=self._multiple_of, known=known, deadline_s=0,
+        )  # fmt: skip
+        return replace(found, certified=False, limited_by="timeout")
 
     def _read_budget_again(self, fraction: float) -> None:
         """Lower the budget by what has come into memory outside the allocator since the search began."""

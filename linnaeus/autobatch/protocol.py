@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from linnaeus.autobatch.find import CONFIRMATION_GRACE_S
 from linnaeus.control import OverdueError
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
 
-GRACE_S = 60.0
-"""Time that the others wait beyond the deadline of the work: a search finishes its current trial first."""
-
+GRACE_S = CONFIRMATION_GRACE_S + 30.0
+"""Time that the others wait beyond the deadline of the work: a search finishes its last trial first."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,78 @@ def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bo
     assert again.status == "fits"
     assert result.certified
     assert 45 <= result.batch_size <= 56, "two MiB a sample in 110 MiB"
+
+
+class Late:
+    """A search by doubling in 150 MiB whose last trial leaves memory behind, so that 64 no longer fits.
+
+    Args:
+        held_mib: what the trial of 128 leaves behind.
+        num_after: trials after that of 128 until the clock jumps beyond every deadline; None never.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, held_mib: int, num_after: int | None) -> None:
+        self.sizes: list[int] = []
+        self._held: list[Tensor] = []
+        self._held_mib, self._num_after = held_mib, num_after
+        monkeypatch.setattr("linnaeus.autobatch.find.time", SimpleNamespace(monotonic=self.clock))
+
+    @property
+    def sizes_after(self) -> list[int]:
+        """The sizes that ran after 128, two steps each."""
+        first = self.sizes.index(128) if 128 in self.sizes else len(self.sizes)
+        return list(dict.fromkeys(self.sizes[first + 1 :]))
+
+    def clock(self) -> float:
+        is_late = 128 in self.sizes and self._num_after is not None
+        return time.monotonic() + (7200 if is_late and len(self.sizes_after) >= self._num_after else 0)
+
+    def make_batch(self, size: int) -> Tensor:
+        self.sizes.append(size)
+        if size == 128:
+            self._held.append(torch.ones(self._held_mib * WIDTH))
+        return make_batch(size)
+
+    def find(self, **arguments: Any) -> AutoBatchResult:
+        return find_on_cpu(
+            plain_step, self.make_batch, strategy="power", tolerance=0.0, max_batch_size=300, **room(150),
+            **arguments,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_after", "sizes_after", "size", "within"),
+    [
+        (0, [], 32, 31 / 32),  # the trial of 32 leaves room for the 40 MiB, that of 64 does not
+        (1, [64], 32, 31 / 32),
+        (2, [64, 63], 32, 30 / 32),
+        (5, [64, 63, 61, 57, 49], 49, 7 / 49),
+    ],
+)
+def test_a_confirmation_ends_at_its_deadline_with_a_size_that_has_run(
+    num_after: int, sizes_after: list[int], size: int, within: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = Late(monkeypatch, 40, num_after)
+    result = late.find()
+    assert late.sizes_after == sizes_after
+    assert (result.batch_size, result.certified, result.limited_by) == (size, False, "timeout")
+    assert record_of(result, size).peak_bytes <= result.budget_bytes
+    assert result.within == pytest.approx(within)
+
+
+def test_a_confirmation_with_time_goes_on_to_the_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this, the tests above could not fail."""
+    result = Late(monkeypatch, 40, None).find()
+    assert (result.certified, result.limited_by) == (True, "memory")
+    assert result.batch_size > 49
+
+
+@pytest.mark.parametrize("num_after", [0, 1])
+def test_when_the_time_runs_out_and_no_size_fits_any_more_the_error_says_so(
+    num_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AutoBatchError, match=r"the time ran out \(DATA.AUTOBATCH.TIMEOUT_MINUTES\)"):
+        Late(monkeypatch, 140, num_after).find(min_batch_size=8)
 
 
 @pytest.mark.usefixtures("few_timed_steps")
