@@ -380,8 +380,9 @@ class BatchSizeFinder:
 
     def _own_cap(self) -> str:
         """A cap that the caller has set, where it bounds the budget."""
-        allowed_bytes = self.memory.budget(1.0, None)
-        if allowed_bytes + self.memory.outside() >= self.memory.total_bytes:
+        # Nothing but a cap bounds twice the device: what others use may change between two readings.
+        allowed_bytes = self.memory.budget(2.0, None)
+        if allowed_bytes >= self.memory.total_bytes or allowed_bytes > self.budget_bytes:
             return ""
         return f", and no more than the {allowed_bytes / GIB:.2f} GiB of the allocator's own cap"
 

@@ -28,6 +28,7 @@ from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.training.ema import Ema
+from tests.cuda.device import FakeCuda
 from tests.memory.ledger import Ledger, held_bytes
 
 CPU = torch.device("cpu")
@@ -370,6 +371,22 @@ def test_when_nothing_fits_the_error_names_sizes_peaks_budget_and_keys(mode: Any
     for key in ("DATA.IMG_SIZE", "MODEL.NAME", "TRAIN.AMP"):
         assert key in text
     assert ("TRAIN.GRADIENT_CHECKPOINTING" in text) == (mode == "train")
+
+
+@pytest.mark.parametrize("own_fraction", [1.0, 0.01])
+def test_a_cap_is_named_where_there_is_one_and_not_because_others_free_memory(own_fraction: float) -> None:
+    """They do so between any two readings of the device."""
+    cuda = FakeCuda(GIB, tenants_bytes=700 * MIB, fraction=own_fraction)
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        cuda.tenants_bytes -= MIB
+        return cuda.free_bytes, GIB
+
+    cuda.mem_get_info = mem_get_info  # type: ignore[method-assign]
+    with cuda.installed(), pytest.raises(AutoBatchError) as caught:
+        auto_find_batch_size(plain_step, make_batch, device="cuda", min_batch_size=200)
+    assert ("allocator's own cap" in str(caught.value)) == (own_fraction < 1)
+    assert ("free memory on cuda:0" in str(caught.value)) == (own_fraction == 1)
 
 
 def remedies_in(**arguments: Any) -> str:
