@@ -60,6 +60,7 @@ class BatchSizeFinder:
         batches_per_step: batches that one call of `step` takes; needed for samples per second.
         train_once: runs one training step before the first validation trial, so that validation is measured
             with everything that training keeps allocated. Without it, only optimizer state is allocated.
+        before_trial: called before each trial and each timing.
         step, make_batch, and the others: as for `auto_find_batch_size`.
 
     Attributes:
@@ -90,6 +91,7 @@ class BatchSizeFinder:
         bounds: Mapping[str, int] | None = None,
         batches_per_step: int = 1,
         train_once: Callable[[], object] | None = None,
+        before_trial: Callable[[], object] = lambda: None,
         observer: SearchObserver | None = None,
     ) -> None:
         if mode not in ("train", "val"):
@@ -111,7 +113,7 @@ class BatchSizeFinder:
         self._batches_per_step = batches_per_step
         self._observer = observer or SearchLog(mode)
         self._step, self._make_batch, self._state = step, make_batch, state
-        self._train_once = train_once
+        self._train_once, self._before_trial = train_once, before_trial
         self._steps_per_trial = steps_per_trial
         self._stack = contextlib.ExitStack()
 
@@ -123,7 +125,7 @@ class BatchSizeFinder:
             self._runner = TrialRunner(
                 self._step, self._make_batch, state=self._state, memory=self.memory, budget_bytes=0,
                 num_steps=self._steps_per_trial, training=self.mode == "train", snapshot=self._snapshot,
-                train_once=self._train_once,
+                train_once=self._train_once, before_trial=self._before_trial,
             )  # fmt: skip
             stack.callback(self.memory.reset_peak)  # the last callback runs first
             stack.callback(self._runner.clean)

@@ -17,7 +17,6 @@ from torch import nn
 
 from linnaeus.autobatch.bounds import max_batch_sizes
 from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.autobatch.observer import Purpose
 from linnaeus.autobatch.progress import SearchProgress
 from linnaeus.autobatch.protocol import RankStatus, exchange
 from linnaeus.autobatch.result import AutoBatchResult, Mode
@@ -128,7 +127,8 @@ class SizeSearch:
             bounds=self._bounds(mode, spec),
             batches_per_step=num_batches,
             train_once=None if trained_at is None else train_once,
-            observer=_Progress(mode, status, self.console, train_step),
+            before_trial=train_step.discard_wrapper if mode == "train" else lambda: None,
+            observer=SearchProgress(mode, status, self.console),
         ) as finder:  # fmt: skip
             yield finder
         train_step.discard_wrapper()
@@ -303,21 +303,6 @@ class _TrialTrainStep:
             return None
         num_ranks, scaler = self._search.world.world_size, self._search.assembly.scaler
         return GradientProbe(model, scaler, decay=config.DECAY, num_ranks=num_ranks)
-
-
-class _Progress(SearchProgress):
-    """Shows the search, and lets each trial make its own wrapper."""
-
-    def __init__(
-        self, mode: Mode, status: RankStatus, console: Console | None, train_step: _TrialTrainStep
-    ) -> None:
-        super().__init__(mode, status, console)
-        self._train_step = train_step
-
-    def trial_started(self, size: int, purpose: Purpose) -> None:
-        super().trial_started(size, purpose)
-        if self.mode == "train":
-            self._train_step.discard_wrapper()
 
 
 def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:

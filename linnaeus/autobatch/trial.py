@@ -74,6 +74,7 @@ class TrialRunner:
         training: whether modules run in training mode.
         snapshot: the copies of `state`.
         train_once: runs one training step, for validation. Without it, only optimizer state is allocated.
+        before_trial: called before each trial and each timing.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class TrialRunner:
         training: bool,
         snapshot: Snapshot,
         train_once: Callable[[], object] | None = None,
+        before_trial: Callable[[], object] = lambda: None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._step = step
@@ -99,6 +101,7 @@ class TrialRunner:
         self._training = training
         self._snapshot = snapshot
         self._train_once = train_once
+        self._before_trial = before_trial
         self._is_prepared = training
 
     def __call__(self, size: int) -> int:
@@ -111,6 +114,7 @@ class TrialRunner:
             OutOfMemory: the size did not fit under the budget.
             AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
         """
+        self._before_trial()
         self.clean()
         graphs = num_compiled_graphs()
         failure, peak_bytes = self._memory.isolate(partial(self._measure, size))
@@ -136,6 +140,7 @@ class TrialRunner:
         Raises:
             OutOfMemory: the size no longer fits.
         """
+        self._before_trial()
         self.clean()
         seconds = self._memory.isolate(partial(self._timed_steps, size))
         self.clean()
