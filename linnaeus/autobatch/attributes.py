@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -99,7 +100,7 @@ class Attributes:
         if isinstance(value, dict | list | tuple | set | deque):
             return self._restore_of_container(value, path)
         if isinstance(value, np.ndarray):
-            return _assigner(value)
+            return _after(partial(operator.setitem, value, ..., value.copy()), value)
         generator = _restore_of_generator(value)
         if generator is not None:
             return generator
@@ -161,16 +162,6 @@ def _after(restore: Callable[[], object], value: Any) -> Restore:
         return value
 
     return run
-
-
-def _assigner(array: Any) -> Restore:
-    saved = array.copy()
-
-    def assign() -> Any:
-        array[...] = saved
-        return array
-
-    return assign
 
 
 def _refilled(container: Any, content: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from linnaeus.autobatch.find import CONFIRMATION_GRACE_S
@@ -17,24 +18,15 @@ GRACE_S = CONFIRMATION_GRACE_S + 30.0
 logger = logging.getLogger("linnaeus.autobatch")
 
 
+@dataclass(frozen=True)
 class RankStatus:
-    """What a rank is doing, for its heartbeat.
-
-    Args:
-        tell: called with each new text.
+    """Says what a rank is doing.
 
     Attributes:
-        text: the latest, such as `train: trying batch size 128`.
+        update: told each new text, such as `train: trying batch size 128`.
     """
 
-    def __init__(self, tell: Callable[[str], None] = lambda text: None) -> None:
-        self._tell = tell
-        self.update("starting")
-
-    def update(self, text: str) -> None:
-        """Replace the text."""
-        self.text = text
-        self._tell(text)
+    update: Callable[[str], None] = lambda text: None
 
 
 def exchange(
@@ -71,6 +63,7 @@ def exchange(
         show(f"waiting for rank {rank}: {doing}")
 
     status = RankStatus(tell)
+    status.update("starting")
     result = work(status)
     if world.control is None:
         return [result]

@@ -142,10 +142,11 @@ class TrialRunner:
         """
         self._before_trial()
         self.clean()
-        seconds = self._memory.isolate(partial(self._timed_steps, size))
+        seconds: list[float] = []
+        failure = self._memory.isolate(partial(self._failure, partial(self._time_steps, size, seconds)))
         self.clean()
-        if not seconds:
-            raise OutOfMemory(f"batch size {size} no longer fits")
+        if failure is not None:
+            raise OutOfMemory(failure)
         return seconds
 
     def clean(self) -> None:
@@ -179,27 +180,19 @@ class TrialRunner:
             failure = "the allocator had to flush its cache"
         return failure, peak_bytes
 
-    def _timed_steps(self, size: int) -> list[float]:
-        """Seconds of each step; an empty list after an out-of-memory error."""
-        seconds: list[float] = []
-        try:
-            for module in self._modules:
-                module.train(self._training)
+    def _time_steps(self, size: int, seconds: list[float]) -> None:
+        """Append the seconds of each step."""
+        for module in self._modules:
+            module.train(self._training)
+        self._step(self._make_batch(size))
+        while len(seconds) < MAX_TIMED_STEPS and (
+            len(seconds) < MIN_TIMED_STEPS or sum(seconds) < MIN_TIMED_S
+        ):
+            synchronize(self._memory.device)
+            began = time.perf_counter()
             self._step(self._make_batch(size))
-            while len(seconds) < MAX_TIMED_STEPS and (
-                len(seconds) < MIN_TIMED_STEPS or sum(seconds) < MIN_TIMED_S
-            ):
-                synchronize(self._memory.device)
-                began = time.perf_counter()
-                self._step(self._make_batch(size))
-                synchronize(self._memory.device)
-                seconds.append(time.perf_counter() - began)
-        except Exception as error:
-            if not self._memory.refused(error):
-                raise
-            _release_frames(error)
-            return []
-        return seconds
+            synchronize(self._memory.device)
+            seconds.append(time.perf_counter() - began)
 
     def _run(self, size: int) -> None:
         """Run the trial's steps."""
