@@ -29,13 +29,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @contextlib.contextmanager
 def strangers_refused(state: Sequence[Any], snapshot: Snapshot) -> Iterator[None]:
-    """Inside the context, no optimizer that was left out of `state` can step.
+    """Inside the context, no optimizer that was left out of `state`, and so of its snapshot, can step.
 
     An optimizer that a step makes for itself, over tensors of its own, is none of the caller's.
-
-    Args:
-        state: as for `auto_find_batch_size`.
-        snapshot: of this state.
 
     Raises:
         AutoBatchError: from within the step; it names the optimizer.

@@ -20,11 +20,7 @@ logger = logging.getLogger("linnaeus.autobatch")
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Says what a rank is doing.
-
-    Attributes:
-        update: told each new text, such as `train: trying batch size 128`.
-    """
+    """Says what a rank is doing: `update` gets each new text, such as `train: trying batch size 128`."""
 
     update: Callable[[str], None] = lambda text: None
 

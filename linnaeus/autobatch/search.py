@@ -220,8 +220,7 @@ def carry_over(
     >>> [(t.size, t.status) for t in carry_over(trials, old_budget_bytes=1000, budget_bytes=1200)]
     [(8, 'fits')]
     """
-    may_say_nothing = budget_bytes > old_budget_bytes
-    kept = (trial for trial in trials if trial.peak_bytes is not None or not may_say_nothing)
+    kept = (trial for trial in trials if trial.peak_bytes is not None or budget_bytes <= old_budget_bytes)
     return judged(kept, budget_bytes)
 
 

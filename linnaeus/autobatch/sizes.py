@@ -89,8 +89,8 @@ class SizeSearch:
                 start=at_most,
             )
             if config.OBJECTIVE == "throughput" and at_most is None:
-                rest_minutes = config.TIMEOUT_MINUTES - result.seconds / 60
-                result = finder.prefer_throughput(result, timeout_minutes=rest_minutes)
+                rest = config.TIMEOUT_MINUTES - result.seconds / 60
+                result = finder.prefer_throughput(result, timeout_minutes=rest)
         return result
 
     @contextmanager
@@ -195,6 +195,7 @@ def still_fit(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> bool:
     limit_bytes = None if limit_gb is None else int(limit_gb * GIB)
 
     def fits(result: AutoBatchResult) -> bool:
+        # Those of smaller sizes count too, because memory does not always grow with the size.
         used = [trial for trial in result.trials if trial.size <= result.batch_size]
         peaks = [trial.peak_bytes or 0 for trial in used if trial.status == "fits"]
         return bool(peaks) and max(peaks) <= memory.budget(result.target_memory_fraction, limit_bytes)

@@ -90,17 +90,15 @@ class Snapshot:
             os.environ.update(self._environment)
 
 
-def _set_cudnn(name: str) -> Callable[[bool], None]:
-    return partial(setattr, torch.backends.cudnn, name)
-
-
+_CUDNN = torch.backends.cudnn
 _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    "cudnn": (lambda: torch.backends.cudnn.enabled, _set_cudnn("enabled")),
-    "cudnn benchmark": (lambda: torch.backends.cudnn.benchmark, _set_cudnn("benchmark")),
-    "cudnn deterministic": (lambda: torch.backends.cudnn.deterministic, _set_cudnn("deterministic")),
+    **{
+        f"cudnn {name}": (partial(getattr, _CUDNN, name), partial(setattr, _CUDNN, name))
+        for name in ("enabled", "benchmark", "deterministic")
+    },
 }
 """Global switches of torch: a function that reads each, and one that writes it."""
 
