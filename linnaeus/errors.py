@@ -3,7 +3,7 @@
     LinnaeusError             exit code 1
     ├── ConfigError           exit code 2   a key, a value or a command line that cannot be used
     ├── DataError             exit code 1   a file, a folder or a label that cannot be used
-    ├── AutoBatchError        exit code 3   no batch size could be found
+    ├── AutoBatchError        exit code 3   no batch size could be found, or a rank took too long
     ├── OutOfMemoryError      exit code 3   training ran out of memory: the batch size in use does not fit
     └── CheckpointError       exit code 1   a checkpoint that cannot be read or does not match
 
@@ -51,13 +51,13 @@ class DataError(LinnaeusError):
 
 
 class AutoBatchError(LinnaeusError):
-    """The batch-size search ended without a size that fits, or could not restore what its trials change."""
+    """The batch-size search found no size that fits or cannot undo its trials, or a rank took too long."""
 
     exit_code = 3
 
 
 class OutOfMemoryError(LinnaeusError):
-    """Training ran out of memory with a batch size that was to fit."""
+    """Training ran out of memory with a batch size that was expected to fit."""
 
     exit_code = 3
 

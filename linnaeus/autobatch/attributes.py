@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,28 @@ from torch import Tensor, nn
 Restore = Callable[[], Any]
 """Puts an object back and returns it; where that needs a new object, returns the new one."""
 
-_UNSAVED = ("state", "param_groups")
 _HOOKS = "_optimizer_"  # the prefix of torch's own dictionaries of hooks
+
+
+def is_optimizer(part: Any) -> bool:
+    """Whether it is an optimizer, or looks like one and has an optimizer inside."""
+    if isinstance(part, torch.optim.Optimizer | nn.Module):
+        return not isinstance(part, nn.Module)
+    has_inside = isinstance(getattr(part, "optimizer", None), torch.optim.Optimizer)
+    return has_inside and hasattr(part, "step") and hasattr(part, "zero_grad")  # a scheduler lacks the latter
+
+
+def parameters_of(part: Any) -> list[Tensor]:
+    """The parameters of a module or an optimizer; nothing of anything else."""
+    if isinstance(part, nn.Module):
+        return list(part.parameters())
+    groups = getattr(part, "param_groups", ()) if is_optimizer(part) else ()
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def without(content: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """A copy of a dictionary without some of its keys."""
+    return {name: value for name, value in content.items() if name not in names}
 
 
 class Attributes:
@@ -34,7 +55,7 @@ class Attributes:
 
     Args:
         owner: the object.
-        held: ids of tensors that another snapshot puts back.
+        held: ids of the tensors and optimizers that another snapshot puts back.
         save_part: makes the snapshot of an optimizer, a module, a scaler or a tensor: an object with
             `restore`.
 
@@ -44,7 +65,7 @@ class Attributes:
         others: the objects that are not looked into, by the path of their attribute.
     """
 
-    def __init__(self, owner: Any, held: set[int], save_part: Callable[[Any], Any]) -> None:
+    def __init__(self, owner: Any, held: Collection[int], save_part: Callable[[Any], Any]) -> None:
         self.parts: list[Any] = []
         self.lost: dict[str, str] = {}
         self.others: dict[str, Any] = {}
@@ -62,12 +83,9 @@ class Attributes:
             vars(self._owner)[name] = restore()
 
     def _attributes(self) -> dict[str, Any]:
-        attributes = vars(self._owner).items()
-        return {
-            name: value
-            for name, value in attributes
-            if name not in _UNSAVED and not (name.startswith(_HOOKS) and name.endswith("_hooks"))
-        }
+        attributes = vars(self._owner)
+        hooks = [name for name in attributes if name.startswith(_HOOKS) and name.endswith("_hooks")]
+        return without(attributes, "state", "param_groups", *hooks)
 
     def _save(self, value: Any, path: str) -> Restore:
         """A function that puts the value back. What refers to itself is saved once."""
@@ -77,12 +95,12 @@ class Attributes:
         return self._seen[id(value)]
 
     def _restore_of(self, value: Any, path: str) -> Restore:
-        if isinstance(value, Tensor | nn.Module | torch.optim.Optimizer | torch.amp.GradScaler):
+        if isinstance(value, Tensor | nn.Module | torch.amp.GradScaler) or is_optimizer(value):
             return self._restore_of_part(value)
         if isinstance(value, dict | list | tuple | set | deque):
             return self._restore_of_container(value, path)
         if isinstance(value, np.ndarray):
-            return _assigner(value)
+            return _after(partial(operator.setitem, value, ..., value.copy()), value)
         generator = _restore_of_generator(value)
         if generator is not None:
             return generator
@@ -93,8 +111,8 @@ class Attributes:
         return lambda: value
 
     def _restore_of_part(self, value: Any) -> Restore:
-        tensors = value.parameters() if isinstance(value, nn.Module) else [value]
-        if isinstance(value, nn.Module | Tensor) and all(id(tensor) in self._held for tensor in tensors):
+        things = value.parameters() if isinstance(value, nn.Module) else [value]
+        if all(id(thing) in self._held for thing in things):
             return lambda: value
         part = self._save_part(value)
         self.parts.append(part)
@@ -144,16 +162,6 @@ def _after(restore: Callable[[], object], value: Any) -> Restore:
         return value
 
     return run
-
-
-def _assigner(array: Any) -> Restore:
-    saved = array.copy()
-
-    def assign() -> Any:
-        array[...] = saved
-        return array
-
-    return assign
 
 
 def _refilled(container: Any, content: Any) -> Any:

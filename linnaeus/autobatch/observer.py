@@ -14,8 +14,6 @@ from linnaeus.memory.device import GIB
 Purpose = Literal["warm-up", "trial", "confirmation", "timing"]
 """Why a size is run: to load kernels, to find the size, to run the size found again, or to time it."""
 
-_RESULTS = {"fits": "fits", "over": "above the budget", "oom": "out of memory"}
-_ENDINGS = {"confirmation": ", confirmation"}
 _DOING = {"warm-up": "warming up with", "trial": "trying", "confirmation": "confirming", "timing": "timing"}
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -70,6 +68,7 @@ class SearchLog(SearchObserver):
     Attributes:
         num_trials: trials that have ended.
         purpose: of the trial that was started last.
+        note: marks the result of a confirmation; empty for other trials.
     """
 
     extra: Mapping[str, Any] = {}
@@ -79,6 +78,7 @@ class SearchLog(SearchObserver):
         self.mode = mode
         self.num_trials = 0
         self.purpose: Purpose = "warm-up"
+        self.note = ""
         self._fraction: float | None = None
 
     def search_started(self, limits: SearchLimits) -> None:
@@ -94,6 +94,7 @@ class SearchLog(SearchObserver):
     def trial_started(self, size: int, purpose: Purpose) -> None:
         """Log the size at DEBUG."""
         self.purpose = purpose
+        self.note = "confirmation" if purpose == "confirmation" else ""
         logger.debug("%s", self.doing(size))
 
     def doing(self, size: int) -> str:
@@ -103,11 +104,11 @@ class SearchLog(SearchObserver):
     def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
         """Log the result."""
         self.num_trials += 1
-        peak = "" if trial.peak_bytes is None else f", {peak_of_budget(trial.peak_bytes, budget_bytes)}"
+        peak = "" if trial.peak_bytes is None else f", {gib(trial.peak_bytes)} of {gib(budget_bytes)} GiB"
         logger.info(
             "%s, trial %d: batch size %d %s%s, %.1f s%s",
-            self.mode, self.num_trials, trial.size, _RESULTS[trial.status], peak, trial.seconds,
-            _ENDINGS.get(self.purpose, ""), extra=self.extra,
+            self.mode, self.num_trials, trial.size, trial.status, peak, trial.seconds,
+            self.note and f", {self.note}", extra=self.extra,
         )  # fmt: skip
 
     def size_timed(self, timing: Timing) -> None:
@@ -118,9 +119,9 @@ class SearchLog(SearchObserver):
         )  # fmt: skip
 
 
-def peak_of_budget(peak_bytes: int, budget_bytes: int) -> str:
-    """Such as `0.912 of 1.200 GiB`: with enough digits to tell a peak that is just above the budget."""
-    return f"{peak_bytes / GIB:.3f} of {budget_bytes / GIB:.3f} GiB"
+def gib(num_bytes: int) -> str:
+    """Such as `0.912`: with enough digits to tell a peak that is just above the budget."""
+    return f"{num_bytes / GIB:.3f}"
 
 
 def budget_of_total(budget_bytes: int, total_bytes: int, *, is_limit: bool) -> str:

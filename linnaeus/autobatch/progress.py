@@ -8,13 +8,12 @@ from contextlib import suppress
 from rich.console import Console
 from rich.text import Text
 
-from linnaeus.autobatch.observer import Purpose, SearchLog
+from linnaeus.autobatch.observer import Purpose, SearchLog, gib
 from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.console import is_interactive
 from linnaeus.log import SHOWN_ELSEWHERE
-from linnaeus.memory.device import GIB
 
 _HEADINGS = ("trial", "batch size", "status", "peak GiB", "of budget", "seconds")
 _ROW = "{:>5}  {:>10}  {:<6}  {:>8}  {:>9}  {:>7}"
@@ -35,7 +34,8 @@ class SearchProgress(SearchLog):
     def __init__(self, mode: Mode, status: RankStatus, console: Console | None) -> None:
         super().__init__(mode)
         self._status = status
-        is_shown = console is not None and is_interactive(console) and self.logs_trials()
+        is_logged = logging.getLogger("linnaeus.autobatch").isEnabledFor(logging.INFO)
+        is_shown = console is not None and is_interactive(console) and is_logged
         self._console = console if is_shown else None
         self.extra = SHOWN_ELSEWHERE if is_shown else {}
         self._has_heading = False
@@ -54,33 +54,26 @@ class SearchProgress(SearchLog):
         super().trial_finished(trial, budget_bytes)
         peak = of_budget = ""
         if trial.peak_bytes is not None:
-            peak, of_budget = (
-                f"{trial.peak_bytes / GIB:.3f}",
-                f"{trial.peak_bytes / max(budget_bytes, 1):.1%}",
-            )
-        note = "confirmation" if self.purpose == "confirmation" else ""
-        self._row(self.num_trials, trial.size, trial.status, peak, of_budget, f"{trial.seconds:.2f}", note)
+            peak, of_budget = gib(trial.peak_bytes), f"{trial.peak_bytes / max(budget_bytes, 1):.1%}"
+        seconds = f"{trial.seconds:.2f}"
+        self._row(self.num_trials, trial.size, trial.status, peak, of_budget, seconds, self.note)
         self._so_far = f" ({self._last_and_best(trial, budget_bytes)})"
 
     def _last_and_best(self, trial: TrialRecord, budget_bytes: int) -> str:
-        peak = trial.status if trial.peak_bytes is None else f"{trial.peak_bytes / GIB:.3f}"
+        peak = trial.status if trial.peak_bytes is None else gib(trial.peak_bytes)
         result = f"{trial.size}: {peak}"
         if trial.status == "fits" and trial.size >= self._best_size:
             self._best, self._best_size = result, trial.size
         elif trial.status != "fits" and trial.size <= self._best_size:  # it has fitted before
             self._best, self._best_size = "none", 0
         both = result if result == self._best else f"{result}, best {self._best}"
-        return f"{both} of {budget_bytes / GIB:.3f} GiB"
+        return f"{both} of {gib(budget_bytes)} GiB"
 
     def size_timed(self, timing: Timing) -> None:
         """Add a row."""
         super().size_timed(timing)
         speed = f"{timing.samples_per_s:.4g} samples/s"
         self._row("", timing.batch_size, "timed", "", "", f"{timing.seconds_per_step:.3f}", speed)
-
-    def logs_trials(self) -> bool:
-        """Whether the logger's level lets trials through."""
-        return logging.getLogger("linnaeus.autobatch").isEnabledFor(logging.INFO)
 
     def _row(self, *cells: object) -> None:
         if self._console is None:

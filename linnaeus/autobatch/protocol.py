@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from linnaeus.autobatch.find import CONFIRMATION_GRACE_S
 from linnaeus.control import OverdueError
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
 
-GRACE_S = 60.0
-"""Time that the others wait beyond the deadline of the work: a search finishes its current trial first."""
-
+GRACE_S = CONFIRMATION_GRACE_S + 30.0
+"""Time that the others wait beyond the deadline of the work: a search finishes its last trial first."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
 
+@dataclass(frozen=True)
 class RankStatus:
-    """What a rank is doing, for its heartbeat.
+    """Says what a rank is doing: `update` gets each new text, such as `train: trying batch size 128`."""
 
-    Args:
-        tell: called with each new text.
-
-    Attributes:
-        text: the latest, such as `train: trying batch size 128`.
-    """
-
-    def __init__(self, tell: Callable[[str], None] = lambda text: None) -> None:
-        self._tell = tell
-        self.update("starting")
-
-    def update(self, text: str) -> None:
-        """Replace the text."""
-        self.text = text
-        self._tell(text)
+    update: Callable[[str], None] = lambda text: None
 
 
 def exchange(
@@ -71,6 +59,7 @@ def exchange(
         show(f"waiting for rank {rank}: {doing}")
 
     status = RankStatus(tell)
+    status.update("starting")
     result = work(status)
     if world.control is None:
         return [result]

@@ -35,8 +35,8 @@ class AutoBatchResult:
         batch_size: the largest size that ran within the budget, or a smaller one that is about as fast.
         certified: the next candidate above the largest size that fits was run and does not fit, or there is
             no such candidate.
-        within: how much larger than the largest size that ran within the budget the largest that fits may
-            be, as a fraction of it; 0.0 if certified.
+        within: upper bound of (largest size that may fit - size) / size, for the largest size that ran within
+            the budget; 0.0 if certified.
         limited_by: why the size is not larger: `memory`, `max_batch_size`, `dataset`, `effective_batch`,
             `host_memory`, `max_trials` or `timeout`; `throughput` for a size below the largest that fits.
         target_memory_fraction: fraction of the device's memory that may be in use.

@@ -84,6 +84,10 @@ class TrialRecord:
         if self.size < 1:
             raise ValueError(f"size is {self.size}; it must be at least 1")
 
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether it ran with a peak within a budget, which need not be that of the trial."""
+        return self.peak_bytes is not None and self.peak_bytes <= budget_bytes
+
     def as_dict(self) -> dict[str, Any]:
         """The entry of a file."""
         return {
@@ -216,11 +220,13 @@ def carry_over(
     >>> [(t.size, t.status) for t in carry_over(trials, old_budget_bytes=1000, budget_bytes=1200)]
     [(8, 'fits')]
     """
-    return tuple(
-        replace(trial, status=_status(trial.peak_bytes, budget_bytes))
-        for trial in trials
-        if trial.peak_bytes is not None or budget_bytes <= old_budget_bytes
-    )
+    kept = (trial for trial in trials if trial.peak_bytes is not None or budget_bytes <= old_budget_bytes)
+    return judged(kept, budget_bytes)
+
+
+def judged(trials: Iterable[TrialRecord], budget_bytes: int) -> tuple[TrialRecord, ...]:
+    """The trials with the status that their peaks have under a budget."""
+    return tuple(replace(trial, status=_status(trial.peak_bytes, budget_bytes)) for trial in trials)
 
 
 def _check(min_size: int, max_size: int, multiple_of: int, strategy: str, max_trials: int) -> None:
@@ -387,8 +393,9 @@ class _Search:
             if record.peak_bytes is not None:
                 self.peaks[record.size] = record.peak_bytes
             if record.size in self.candidates:
-                fitting = _status(record.peak_bytes, self.budget_bytes) == "fits"
-                (fits if fitting else fails).append(self.candidates.nearest(record.size))
+                (fits if record.fits(self.budget_bytes) else fails).append(
+                    self.candidates.nearest(record.size)
+                )
         self.low = max(fits)
         self.high = min(index for index in fails if index > self.low)
 

@@ -17,7 +17,6 @@ from torch import nn
 
 from linnaeus.autobatch.bounds import max_batch_sizes
 from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.autobatch.observer import Purpose
 from linnaeus.autobatch.progress import SearchProgress
 from linnaeus.autobatch.protocol import RankStatus, exchange
 from linnaeus.autobatch.result import AutoBatchResult, Mode
@@ -90,8 +89,8 @@ class SizeSearch:
                 start=at_most,
             )
             if config.OBJECTIVE == "throughput" and at_most is None:
-                rest_minutes = config.TIMEOUT_MINUTES - result.seconds / 60
-                result = finder.prefer_throughput(result, timeout_minutes=rest_minutes)
+                rest = config.TIMEOUT_MINUTES - result.seconds / 60
+                result = finder.prefer_throughput(result, timeout_minutes=rest)
         return result
 
     @contextmanager
@@ -128,7 +127,8 @@ class SizeSearch:
             bounds=self._bounds(mode, spec),
             batches_per_step=num_batches,
             train_once=None if trained_at is None else train_once,
-            observer=_Progress(mode, status, self.console, train_step),
+            before_trial=train_step.discard_wrapper if mode == "train" else lambda: None,
+            observer=SearchProgress(mode, status, self.console),
         ) as finder:  # fmt: skip
             yield finder
         train_step.discard_wrapper()
@@ -195,6 +195,7 @@ def still_fit(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> bool:
     limit_bytes = None if limit_gb is None else int(limit_gb * GIB)
 
     def fits(result: AutoBatchResult) -> bool:
+        # Those of smaller sizes count too, because memory does not always grow with the size.
         used = [trial for trial in result.trials if trial.size <= result.batch_size]
         peaks = [trial.peak_bytes or 0 for trial in used if trial.status == "fits"]
         return bool(peaks) and max(peaks) <= memory.budget(result.target_memory_fraction, limit_bytes)
@@ -303,21 +304,6 @@ class _TrialTrainStep:
             return None
         num_ranks, scaler = self._search.world.world_size, self._search.assembly.scaler
         return GradientProbe(model, scaler, decay=config.DECAY, num_ranks=num_ranks)
-
-
-class _Progress(SearchProgress):
-    """Shows the search, and lets each trial make its own wrapper."""
-
-    def __init__(
-        self, mode: Mode, status: RankStatus, console: Console | None, train_step: _TrialTrainStep
-    ) -> None:
-        super().__init__(mode, status, console)
-        self._train_step = train_step
-
-    def trial_started(self, size: int, purpose: Purpose) -> None:
-        super().trial_started(size, purpose)
-        if self.mode == "train":
-            self._train_step.discard_wrapper()
 
 
 def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:

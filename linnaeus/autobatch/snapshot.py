@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from linnaeus import nest
-from linnaeus.autobatch.attributes import Attributes
+from linnaeus.autobatch.attributes import Attributes, is_optimizer, parameters_of, without
+from linnaeus.errors import AutoBatchError
 from linnaeus.rng import rng_state, set_rng_state
 
 
@@ -36,9 +37,8 @@ class Snapshot:
 
     def __init__(self, state: Iterable[Any], device: torch.device) -> None:
         parts = [part for part in state if part is not None]
-        in_modules = {
-            parameter for part in parts if isinstance(part, nn.Module) for parameter in part.parameters()
-        }
+        modules = (part for part in parts if isinstance(part, nn.Module))
+        in_modules = {id(parameter) for module in modules for parameter in module.parameters()}
         self._parts = [_snapshot_of(part, in_modules) for part in parts]
         self._device = device
         self._rng = rng_state(device)
@@ -51,20 +51,26 @@ class Snapshot:
         return sum(_num_bytes(part.copies) for part in self._parts)
 
     def attributes(self) -> list[tuple[Any, Attributes]]:
-        """All optimizers in `state`, and those inside of them, with the copies of their attributes."""
-        found: list[Any] = list(self._parts)
+        """The optimizers in `state` and inside of them, the outermost first, with their attributes."""
+        found = _optimizers_among(self._parts)
         for part in found:
-            if isinstance(part, _OptimizerSnapshot):
-                found += part.attributes.parts
-        return [(part.optimizer, part.attributes) for part in found if isinstance(part, _OptimizerSnapshot)]
+            found += _optimizers_among(part.attributes.parts)
+        return [(part.optimizer, part.attributes) for part in found]
 
-    def not_restored(self) -> list[str]:
-        """Types of the objects in `state` that their `load_state_dict` has left different from the copies.
+    def stepping_optimizers(self) -> list[Any]:
+        """The optimizers of `state` that run torch's hooks when they step; of a wrapper, those inside it."""
+        found = [stepping for part in _optimizers_among(self._parts) for stepping in part.stepping()]
+        return list({id(optimizer): optimizer for optimizer in found}.values())
 
-        Modules and optimizers are put back without it.
+    def check_restored(self) -> None:
+        """Check, after `restore_parts`, that objects other than optimizers and modules are as before.
+
+        Raises:
+            AutoBatchError: names the type of one whose `load_state_dict` has left it different.
         """
-        parts = (part for part in self._parts if isinstance(part, _StatefulSnapshot))
-        return [part.type_name for part in parts if part.differs()]
+        for part in self._parts:
+            if isinstance(part, _StatefulSnapshot):
+                part.check_restored()
 
     def restore_parts(self, *, with_optimizers: bool = True) -> None:
         """Restore `state`; without optimizers, the state that these have allocated stays allocated."""
@@ -84,17 +90,15 @@ class Snapshot:
             os.environ.update(self._environment)
 
 
-def _set_cudnn(name: str) -> Callable[[bool], None]:
-    return partial(setattr, torch.backends.cudnn, name)
-
-
+_CUDNN = torch.backends.cudnn
 _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    "cudnn": (lambda: torch.backends.cudnn.enabled, _set_cudnn("enabled")),
-    "cudnn benchmark": (lambda: torch.backends.cudnn.benchmark, _set_cudnn("benchmark")),
-    "cudnn deterministic": (lambda: torch.backends.cudnn.deterministic, _set_cudnn("deterministic")),
+    **{
+        f"cudnn {name}": (partial(getattr, _CUDNN, name), partial(setattr, _CUDNN, name))
+        for name in ("enabled", "benchmark", "deterministic")
+    },
 }
 """Global switches of torch: a function that reads each, and one that writes it."""
 
@@ -172,29 +176,32 @@ class _OptimizerSnapshot:
 
     Args:
         optimizer: the optimizer.
-        in_modules: parameters that a module's snapshot already holds.
+        held: ids of the parameters and optimizers that another snapshot already holds.
     """
 
-    def __init__(self, optimizer: Any, in_modules: Collection[Tensor]) -> None:
+    def __init__(self, optimizer: Any, held: Collection[int]) -> None:
         self.optimizer = optimizer
         self._owns_groups = "param_groups" in vars(optimizer)  # a wrapper may hand out those inside it
         groups = optimizer.param_groups if self._owns_groups else []
-        parameters = [parameter for group in groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer) if self._owns_groups else []
         self._parameters = [
-            _ParameterSnapshot(parameter) for parameter in parameters if parameter not in in_modules
+            _ParameterSnapshot(parameter) for parameter in parameters if id(parameter) not in held
         ]
         state = optimizer.state if "state" in vars(optimizer) else {}
-        self._state = {parameter: _saved(state) for parameter, state in state.items()}
-        self._groups = [
-            {name: _saved(value) for name, value in group.items() if name != "params"} for group in groups
-        ]
-        held = {*in_modules, *parameters}
-        self.attributes = Attributes(optimizer, {id(tensor) for tensor in held}, partial(_part_of, held))
+        self._state = {parameter: _saved(entry) for parameter, entry in state.items()}
+        self._groups = [_saved(without(group, "params")) for group in groups]
+        held = {*held, id(optimizer), *map(id, parameters)}
+        self.attributes = Attributes(optimizer, held, partial(_part_of, held))
         self._further = _saved(_further_keys(optimizer))
         self.copies = (
             [parameter.copies for parameter in self._parameters], self._state, self._groups,
             [part.copies for part in self.attributes.parts], self._further,
         )  # fmt: skip
+
+    def stepping(self) -> list[Any]:
+        """The optimizer, or those inside it if it is a wrapper that runs no hooks."""
+        inner = [] if runs_hooks(self.optimizer) else _optimizers_among(self.attributes.parts)
+        return [stepping for part in inner for stepping in part.stepping()] or [self.optimizer]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -223,17 +230,25 @@ class _OptimizerSnapshot:
             group.update({name: _loaded(value, group.get(name)) for name, value in values.items()})
 
 
-def _part_of(held: Collection[Tensor], value: Any) -> Any:
+def _optimizers_among(parts: Iterable[Any]) -> list[_OptimizerSnapshot]:
+    return [part for part in parts if isinstance(part, _OptimizerSnapshot)]
+
+
+def runs_hooks(optimizer: Any) -> bool:
+    """Whether a step is sure to run hooks: not where a wrapper has left out `Optimizer.__init__`."""
+    return "_optimizer_load_state_dict_pre_hooks" in vars(optimizer)
+
+
+def _part_of(held: Collection[int], value: Any) -> Any:
     """The snapshot of an attribute that is a tensor, a module or an optimizer."""
     return _TensorSnapshot(value) if isinstance(value, Tensor) else _snapshot_of(value, held)
 
 
 def _further_keys(optimizer: Any) -> dict[str, Any]:
     """What the `state_dict` has beside `state` and `param_groups`."""
-    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+    if getattr(type(optimizer), "state_dict", None) in (None, torch.optim.Optimizer.state_dict):
         return {}
-    content = optimizer.state_dict()
-    return {name: value for name, value in content.items() if name not in ("state", "param_groups")}
+    return without(optimizer.state_dict(), "state", "param_groups")
 
 
 class _ScalerSnapshot:
@@ -255,13 +270,12 @@ class _StatefulSnapshot:
         self._part = part
         self.copies = _saved(part.state_dict())
 
-    @property
-    def type_name(self) -> str:
-        return type(self._part).__name__
-
-    def differs(self) -> bool:
-        """Whether the object's state is another now."""
-        return not _is_same(self.copies, self._part.state_dict())
+    def check_restored(self) -> None:
+        if not _is_same(self.copies, self._part.state_dict()):
+            raise AutoBatchError(
+                f"AutoBatch cannot restore the {type(self._part).__name__} in state after its trials: its "
+                "`load_state_dict` does not put back what its `state_dict` returned before."
+            )
 
     def restore(self) -> None:
         self._part.load_state_dict(_loaded(self.copies))
@@ -270,19 +284,11 @@ class _StatefulSnapshot:
 _PartSnapshot = _ModuleSnapshot | _OptimizerSnapshot | _ScalerSnapshot | _StatefulSnapshot
 
 
-def is_optimizer(part: Any) -> bool:
-    """Whether it is an optimizer, or looks like one and has an optimizer inside."""
-    if isinstance(part, torch.optim.Optimizer | nn.Module):
-        return not isinstance(part, nn.Module)
-    has_inside = isinstance(getattr(part, "optimizer", None), torch.optim.Optimizer)
-    return has_inside and hasattr(part, "step") and hasattr(part, "zero_grad")  # a scheduler lacks the latter
-
-
-def _snapshot_of(part: Any, in_modules: Collection[Tensor]) -> _PartSnapshot:
+def _snapshot_of(part: Any, held: Collection[int]) -> _PartSnapshot:
     if isinstance(part, nn.Module):
         return _ModuleSnapshot(part)
     if is_optimizer(part):
-        return _OptimizerSnapshot(part, in_modules)
+        return _OptimizerSnapshot(part, held)
     if isinstance(part, torch.amp.GradScaler):
         return _ScalerSnapshot(part)
     if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):

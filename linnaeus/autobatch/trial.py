@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnaeus.autobatch.optimizers import runs_hooks, stepping_optimizers
+from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.search import OutOfMemory
-from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.autobatch.snapshot import Snapshot, runs_hooks
+from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import empty_cache, synchronize
 from linnaeus.memory.interface import DeviceMemory
 from linnaeus.memory.storages import num_compiled_graphs
@@ -74,6 +75,7 @@ class TrialRunner:
         training: whether modules run in training mode.
         snapshot: the copies of `state`.
         train_once: runs one training step, for validation. Without it, only optimizer state is allocated.
+        before_trial: called before each trial and each timing.
     """
 
     def __init__(
@@ -88,17 +90,19 @@ class TrialRunner:
         training: bool,
         snapshot: Snapshot,
         train_once: Callable[[], object] | None = None,
+        before_trial: Callable[[], object] = lambda: None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._step = step
         self._make_batch = make_batch
-        self._optimizers = stepping_optimizers(state)
+        self._optimizers = snapshot.stepping_optimizers()
         self._modules = [part for part in state if isinstance(part, nn.Module)]
         self._memory = memory
         self._num_steps = num_steps
         self._training = training
         self._snapshot = snapshot
         self._train_once = train_once
+        self._before_trial = before_trial
         self._is_prepared = training
 
     def __call__(self, size: int) -> int:
@@ -109,7 +113,9 @@ class TrialRunner:
 
         Raises:
             OutOfMemory: the size did not fit under the budget.
+            AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
         """
+        self._before_trial()
         self.clean()
         graphs = num_compiled_graphs()
         failure, peak_bytes = self._memory.isolate(partial(self._measure, size))
@@ -135,11 +141,13 @@ class TrialRunner:
         Raises:
             OutOfMemory: the size no longer fits.
         """
+        self._before_trial()
         self.clean()
-        seconds = self._memory.isolate(partial(self._timed_steps, size))
+        seconds: list[float] = []
+        failure = self._memory.isolate(partial(self._failure, partial(self._time_steps, size, seconds)))
         self.clean()
-        if not seconds:
-            raise OutOfMemory(f"batch size {size} no longer fits")
+        if failure is not None:
+            raise OutOfMemory(failure)
         return seconds
 
     def clean(self) -> None:
@@ -157,7 +165,12 @@ class TrialRunner:
             with memory.cap(memory.total_bytes):  # training may use more than validation
                 failure = self._failure(self._prepare_validation)
             if failure is not None:
-                return f"the training step before it: {failure}", 0
+                raise AutoBatchError(
+                    f"AutoBatch (val): the training before validation does not fit on {memory.device}, so no "
+                    f"validation size can be measured: {failure}. What helps: free memory on "
+                    f"{memory.device}; lower DATA.BATCH_SIZE, or DATA.AUTOBATCH.TARGET_MEMORY_FRACTION where "
+                    "AutoBatch chose the training size."
+                )
         if memory.in_use() >= self.budget_bytes:
             return "the process holds the whole budget before the first sample", 0
         with memory.cap(self.budget_bytes):
@@ -168,27 +181,19 @@ class TrialRunner:
             failure = "the allocator had to flush its cache"
         return failure, peak_bytes
 
-    def _timed_steps(self, size: int) -> list[float]:
-        """Seconds of each step; an empty list after an out-of-memory error."""
-        seconds: list[float] = []
-        try:
-            for module in self._modules:
-                module.train(self._training)
+    def _time_steps(self, size: int, seconds: list[float]) -> None:
+        """Append the seconds of each step."""
+        for module in self._modules:
+            module.train(self._training)
+        self._step(self._make_batch(size))
+        while len(seconds) < MAX_TIMED_STEPS and (
+            len(seconds) < MIN_TIMED_STEPS or sum(seconds) < MIN_TIMED_S
+        ):
+            synchronize(self._memory.device)
+            began = time.perf_counter()
             self._step(self._make_batch(size))
-            while len(seconds) < MAX_TIMED_STEPS and (
-                len(seconds) < MIN_TIMED_STEPS or sum(seconds) < MIN_TIMED_S
-            ):
-                synchronize(self._memory.device)
-                began = time.perf_counter()
-                self._step(self._make_batch(size))
-                synchronize(self._memory.device)
-                seconds.append(time.perf_counter() - began)
-        except Exception as error:
-            if not self._memory.refused(error):
-                raise
-            _release_frames(error)
-            return []
-        return seconds
+            synchronize(self._memory.device)
+            seconds.append(time.perf_counter() - began)
 
     def _run(self, size: int) -> None:
         """Run the trial's steps."""
@@ -273,8 +278,7 @@ def step_with_zero_gradients(
 
 
 def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [parameter for parameter in parameters if parameter.requires_grad]
+    return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
 
 
 @contextlib.contextmanager

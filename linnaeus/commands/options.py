@@ -175,7 +175,7 @@ def add_measuring_options(parser: CommandParser, *, output: Path, suffixes: Sequ
     parser.option("--max-bs", "N", read_count, "largest size tried", keys("MAX_BATCH_SIZE"))
     parser.option(
         "--memory-limit-gb", "X", partial(read_positive, "number of GiB"),
-        "each process may hold its fraction of this at most", [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
+        "each process may hold TARGET_MEMORY_FRACTION of this at most", [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
     )  # fmt: skip
 
 

@@ -99,6 +99,7 @@ def run_session(
             log_level(config.DATA.AUTOBATCH, "train") as is_shown,
             StatusLine(console if is_shown else None) as line,
         ):
+            line.update("starting")
             set_deterministic(config.TRAIN.DETERMINISTIC)
             seed_all(config.EXPERIMENT.SEED)
             data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.training.ema import Ema
+from tests.cuda.device import FakeCuda
 from tests.memory.ledger import Ledger, limit_with_room_for, resident_bytes
 
 CPU = torch.device("cpu")
@@ -167,6 +169,78 @@ def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bo
     assert 45 <= result.batch_size <= 56, "two MiB a sample in 110 MiB"
 
 
+class Late:
+    """A search by doubling in 150 MiB whose last trial leaves memory behind, so that 64 no longer fits.
+
+    Args:
+        held_mib: what the trial of 128 leaves behind.
+        num_after: trials after that of 128 until the clock jumps beyond every deadline; None never.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, held_mib: int, num_after: int | None) -> None:
+        self.sizes: list[int] = []
+        self._held: list[Tensor] = []
+        self._held_mib, self._num_after = held_mib, num_after
+        monkeypatch.setattr("linnaeus.autobatch.find.time", SimpleNamespace(monotonic=self.clock))
+
+    @property
+    def sizes_after(self) -> list[int]:
+        """The sizes that ran after 128, two steps each."""
+        first = self.sizes.index(128) if 128 in self.sizes else len(self.sizes)
+        return list(dict.fromkeys(self.sizes[first + 1 :]))
+
+    def clock(self) -> float:
+        is_late = 128 in self.sizes and self._num_after is not None
+        return time.monotonic() + (7200 if is_late and len(self.sizes_after) >= self._num_after else 0)
+
+    def make_batch(self, size: int) -> Tensor:
+        self.sizes.append(size)
+        if size == 128:
+            self._held.append(torch.ones(self._held_mib * WIDTH))
+        return make_batch(size)
+
+    def find(self, **arguments: Any) -> AutoBatchResult:
+        return find_on_cpu(
+            plain_step, self.make_batch, strategy="power", tolerance=0.0, max_batch_size=300, **room(150),
+            **arguments,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_after", "sizes_after", "size", "within"),
+    [
+        (0, [], 32, 31 / 32),  # the trial of 32 leaves room for the 40 MiB, that of 64 does not
+        (1, [64], 32, 31 / 32),
+        (2, [64, 63], 32, 30 / 32),
+        (5, [64, 63, 61, 57, 49], 49, 7 / 49),
+    ],
+)
+def test_a_confirmation_ends_at_its_deadline_with_a_size_that_has_run(
+    num_after: int, sizes_after: list[int], size: int, within: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = Late(monkeypatch, 40, num_after)
+    result = late.find()
+    assert late.sizes_after == sizes_after
+    assert (result.batch_size, result.certified, result.limited_by) == (size, False, "timeout")
+    assert record_of(result, size).peak_bytes <= result.budget_bytes
+    assert result.within == pytest.approx(within)
+
+
+def test_a_confirmation_with_time_goes_on_to_the_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this, the tests above could not fail."""
+    result = Late(monkeypatch, 40, None).find()
+    assert (result.certified, result.limited_by) == (True, "memory")
+    assert result.batch_size > 49
+
+
+@pytest.mark.parametrize("num_after", [0, 1])
+def test_when_the_time_runs_out_and_no_size_fits_any_more_the_error_says_so(
+    num_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AutoBatchError, match=r"the time ran out \(DATA.AUTOBATCH.TIMEOUT_MINUTES\)"):
+        Late(monkeypatch, 140, num_after).find(min_batch_size=8)
+
+
 @pytest.mark.usefixtures("few_timed_steps")
 def test_speeds_are_compared_under_the_budget_of_the_result() -> None:
     """A later search within a smaller fraction of the memory must not decide which sizes fit the first."""
@@ -289,6 +363,22 @@ def test_when_nothing_fits_the_error_names_sizes_peaks_budget_and_keys(mode: Any
     for key in ("DATA.IMG_SIZE", "MODEL.NAME", "TRAIN.AMP"):
         assert key in text
     assert ("TRAIN.GRADIENT_CHECKPOINTING" in text) == (mode == "train")
+
+
+@pytest.mark.parametrize("own_fraction", [1.0, 0.01])
+def test_a_cap_is_named_where_there_is_one_and_not_because_others_free_memory(own_fraction: float) -> None:
+    """They do so between any two readings of the device."""
+    cuda = FakeCuda(GIB, tenants_bytes=700 * MIB, fraction=own_fraction)
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        cuda.tenants_bytes -= MIB
+        return cuda.free_bytes, GIB
+
+    cuda.mem_get_info = mem_get_info  # type: ignore[method-assign]
+    with cuda.installed(), pytest.raises(AutoBatchError) as caught:
+        auto_find_batch_size(plain_step, make_batch, device="cuda", min_batch_size=200)
+    assert ("allocator's own cap" in str(caught.value)) == (own_fraction < 1)
+    assert ("free memory on cuda:0" in str(caught.value)) == (own_fraction == 1)
 
 
 def remedies_in(**arguments: Any) -> str:
@@ -482,6 +572,30 @@ def test_validation_is_measured_with_the_optimizer_state_of_training_resident() 
         assert 0 < peak_bytes - held_bytes <= 3 * loop.make_batch(2).nbytes  # a layer's input and output
     assert not loop.optimizer.state
     assert finder.memory.in_use() == held_bytes - state_bytes
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_training_that_does_not_fit_before_a_validation_is_named_as_the_cause(fits: bool) -> None:
+    """No validation size is to blame, and none is tried."""
+    sizes: list[int] = []
+
+    def train_once() -> None:
+        torch.empty(1 << (10 if fits else 50), dtype=torch.uint8)
+
+    with BatchSizeFinder(
+        lambda batch: sizes.append(len(batch)), make_batch, device="cpu", mode="val", train_once=train_once,
+        max_batch_size=4,
+    ) as finder:  # fmt: skip
+        if fits:
+            assert finder.find().batch_size == 4
+            return
+        with pytest.raises(
+            AutoBatchError, match="the training before validation does not fit on cpu"
+        ) as caught:
+            finder.find()
+    assert "DATA.BATCH_SIZE" in str(caught.value)
+    assert "IMG_SIZE" not in str(caught.value)
+    assert not sizes
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from linnaeus.autobatch import auto_find_batch_size
 from linnaeus.autobatch.attributes import Attributes
-from linnaeus.autobatch.optimizers import stepping_optimizers
+from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.config.schema import OptimizerConfig
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.training.optim import build_optimizer
@@ -156,6 +156,12 @@ OWN: dict[str, Callable[[nn.Module], Any]] = {
     ),
     "accelerated": lambda model: Accelerated(torch.optim.AdamW(model.parameters(), lr=0.01)),
     "outside": lambda model: Outside(torch.optim.AdamW(model.parameters(), lr=0.01)),
+    "outside, accelerated": lambda model: Accelerated(
+        Outside(torch.optim.AdamW(model.parameters(), lr=0.01))
+    ),
+    "outside of timm's, accelerated": lambda model: Accelerated(Outside(timm_optimizer("lamb", model))),
+    "bare, silent": lambda model: Silent(Bare(timm_optimizer("lamb", model))),
+    "outside and back": lambda model: linked(Outside(torch.optim.AdamW(model.parameters(), lr=0.01))),
     "attributes": lambda model: Keeping(model.parameters()),
     "two inside": lambda model: Hybrid(model),
     "further keys": lambda model: WithFurtherKey(model.parameters()),
@@ -208,13 +214,36 @@ class Outside:
     def load_state_dict(self, state: Any) -> None:
         self.optimizer.load_state_dict(state)
 
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
 
-    def step(self) -> None:
+    def step(self, closure: Any = None) -> None:
         self.num_steps += 1
         if self.num_steps % 2:
-            self.optimizer.step()
+            self.optimizer.step(closure)
+
+
+class Bare:
+    """A wrapper of which only its attributes say what it is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.num_steps = 0
+
+    zero_grad, step = Outside.zero_grad, Outside.step
+
+
+class Silent(Accelerated):
+    """Says nothing of what is inside."""
+
+    def state_dict(self) -> Any:
+        return {}
+
+
+def linked(wrapper: Any) -> Any:
+    """The wrapper, which its optimizer knows."""
+    wrapper.optimizer.wrapper = wrapper
+    return wrapper
 
 
 class Keeping(torch.optim.SGD):
@@ -324,7 +353,7 @@ def test_a_snapshot_that_forgets_one_attribute_is_noticed(name: str, monkeypatch
 
     monkeypatch.setattr(Attributes, "restore", forgetful)
     monkeypatch.setattr("linnaeus.autobatch.snapshot._further_keys", lambda optimizer: {})
-    monkeypatch.setattr("linnaeus.autobatch.find.check_restorable", lambda state, snapshot: None)
+    monkeypatch.setattr("linnaeus.autobatch.find.check_restorable", lambda snapshot: None)
     plain, searched = (trained(make_optimizer, searches=searches) for searches in (False, True))
     assert searched != plain
 
@@ -522,11 +551,16 @@ def test_the_optimizers_that_run_hooks() -> None:
     model = make_model()
     adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
-    assert stepping_optimizers([model, adam, sgd, None, scheduler]) == [adam, sgd]
-    assert stepping_optimizers([model, Accelerated(adam), Lookahead(sgd)]) == [adam, sgd]
-    assert stepping_optimizers([Outside(Accelerated(Lookahead(adam)))]) == [adam]
+
+    def stepping(*state: Any) -> list[Any]:
+        return Snapshot(state, torch.device("cpu")).stepping_optimizers()
+
+    assert stepping(model, adam, sgd, None, scheduler) == [adam, sgd]
+    assert stepping(model, Accelerated(adam), Lookahead(sgd)) == [adam, sgd]
+    assert stepping(Outside(Accelerated(Lookahead(adam)))) == [adam]
+    assert stepping(Accelerated(Outside(adam)), adam) == [adam]
     hybrid = Hybrid(model)
-    assert stepping_optimizers([hybrid]) == [hybrid]
+    assert stepping(hybrid) == [hybrid]
 
 
 def test_a_generator_of_objects_is_restored_as_a_tuple_is() -> None:

@@ -14,7 +14,9 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.planning import find_planned_sizes
+from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan, plan_batches
@@ -326,6 +328,23 @@ def test_a_step_of_a_trial_has_two_micro_batches_when_gradients_accumulate(
     tried = [trial.size for trial in found.trials]
     assert tried.count(12) == 1
     assert sizes.count(12) == 2 * num_micro_batches, "two steps a trial"
+
+
+@pytest.mark.parametrize("observer", [None, SearchObserver()])
+def test_each_training_trial_makes_its_own_wrapper_whoever_watches(
+    observer: SearchObserver | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its buckets belong to the peak, and a wrapper is unusable after an error in the middle of a step."""
+    wrappers = []
+    monkeypatch.setattr(
+        "linnaeus.autobatch.sizes.wrap", lambda model, *_, **__: wrappers.append(model) or model
+    )
+    search, _ = prepared(OWN_MODEL, OWN_DATA)
+    with search.finder("train", RankStatus()) as finder:
+        finder._observer = observer or finder._observer
+        for number, size in enumerate((2, 4, 4), start=2):  # the first is preceded by the warm-up
+            assert finder.measure(size).status == "fits"
+            assert len(wrappers) == number
 
 
 def test_a_batch_of_a_trial_holds_what_the_loader_would_collate() -> None:

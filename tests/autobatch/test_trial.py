@@ -117,6 +117,19 @@ class Hungry(torch.autograd.Function):
 # -- the peak
 
 
+def test_what_is_to_happen_before_a_trial_happens_before_each_trial_and_timing() -> None:
+    done: list[str] = []
+    runner = TrialRunner(
+        lambda batch: done.append("step"), samples, state=(), memory=CpuMemory(CPU), budget_bytes=1 << 50,
+        num_steps=1, training=True, snapshot=Snapshot((), CPU), before_trial=lambda: done.append("before"),
+    )  # fmt: skip
+    runner(1)
+    runner(2)
+    runner.time(1)
+    assert done[:5] == ["before", "step", "before", "step", "before"]
+    assert done.count("before") == 3
+
+
 def test_the_peak_grows_with_the_size() -> None:
     model = wide_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

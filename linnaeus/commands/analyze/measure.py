@@ -187,11 +187,7 @@ def where_budget_is_met(points: Sequence[tuple[int, int]], budget_bytes: int, he
 
 
 def _largest_that_fitted(finder: BatchSizeFinder) -> int | None:
-    sizes = (
-        trial.size
-        for trial in finder.trials
-        if trial.peak_bytes is not None and trial.peak_bytes <= finder.budget_bytes
-    )
+    sizes = (trial.size for trial in finder.trials if trial.fits(finder.budget_bytes))
     return max(sizes, default=None)
 
 

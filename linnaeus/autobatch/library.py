@@ -1,0 +1,115 @@
+"""`auto_find_batch_size`: AutoBatch as one function, for any training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
+from typing import Any, Literal, get_args
+
+import torch
+
+from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.observer import SearchObserver
+from linnaeus.autobatch.result import AutoBatchResult, Mode
+
+Objective = Literal["memory", "throughput"]
+
+
+def auto_find_batch_size(
+    step: Callable[[Any], object],
+    make_batch: Callable[[int], Any],
+    *,
+    state: Iterable[Any] = (),
+    mode: Mode = "train",
+    device: torch.device | str | None = None,
+    target_memory_fraction: float = 0.8,
+    min_batch_size: int = 1,
+    max_batch_size: int = 512,
+    steps_per_trial: int = 2,
+    strategy: str = "guided",
+    tolerance: float = 0.01,
+    multiple_of: int = 1,
+    memory_limit_gb: float | None = None,
+    max_trials: int = 25,
+    timeout_minutes: float = 60.0,
+    objective: Objective = "memory",
+    bounds: Mapping[str, int] | None = None,
+    start: int | None = None,
+    observer: SearchObserver | None = None,
+) -> AutoBatchResult:
+    """Find the largest batch size, or one at most 1 % below it, that runs within a fraction of the memory.
+
+    Every size is really run, and the size found once more under a budget that is read again, unless it was
+    the last one tried. Afterwards parameters, buffers, gradients, optimizers, scalers, random number
+    generators, modes and the allocator's cap are bit for bit what they were.
+
+    Args:
+        step: runs one full training (or validation) step on a batch.
+        make_batch: makes a batch of n samples on the device.
+        state: every object with `state_dict` and `load_state_dict` that a step may change: model, optimizer,
+            scaler, average. If the optimizer is among them, validation is measured with its state allocated.
+        mode: `train` or `val`; modules in `state` are put in the matching mode.
+        device: the device whose memory counts. By default that of the first parameter in `state`, else
+            torch's current accelerator, else the CPU.
+        target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
+        min_batch_size: smallest size tried, inclusive. With BatchNorm, training starts at 2.
+        max_batch_size: largest size tried, inclusive.
+        steps_per_trial: steps that one trial runs.
+        strategy: `guided`, `binary`, `power` or `binsearch`.
+        tolerance: the search ends when the size found is proven to be within this fraction of the largest, in
+            [0, 1): a size that does not fit is known, and all that may fit are at most `1 + tolerance` times
+            the size found. Below `1 / tolerance` samples this is exact; 0 always is.
+        multiple_of: only multiples of this are tried; sizes below it stay exact.
+        memory_limit_gb: GiB; this process may hold the target fraction of it, whatever others use.
+        max_trials: most trials to run; the best size so far is used then.
+        timeout_minutes: deadline of the search; the best size so far is used then.
+        objective: `memory` for the largest size that fits, `throughput` for the smallest of those that fit
+            whose samples per second come within 5 % of the best.
+        bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}.
+        start: a size to try first, such as the answer of an earlier run.
+        observer: told what the search does; by default a `SearchLog`, which logs a line for each trial.
+
+    Raises:
+        AutoBatchError: no size fits, `state` lacks an optimizer that the step uses, or something in it cannot
+            be restored.
+        TypeError, ValueError: an argument of the wrong type, or out of its range.
+    """
+    for name, function in (("step", step), ("make_batch", make_batch)):
+        if not callable(function):
+            raise TypeError(f"{name} is a {type(function).__name__}; it must be a function")
+    if not isinstance(observer, SearchObserver | None):
+        raise TypeError(f"observer is a {type(observer).__name__}; it must be a SearchObserver")
+    counts = {
+        "min_batch_size": min_batch_size, "max_batch_size": max_batch_size, "multiple_of": multiple_of,
+        "steps_per_trial": steps_per_trial, "max_trials": max_trials,
+    }  # fmt: skip
+    for name, count in counts.items():
+        _check_count(name, count)
+    if max_batch_size < min_batch_size:
+        raise ValueError(
+            f"max_batch_size is {max_batch_size}; it must be at least min_batch_size, {min_batch_size}"
+        )
+    for name, number in (("timeout_minutes", timeout_minutes), ("memory_limit_gb", memory_limit_gb)):
+        if number is not None and not number > 0:
+            raise ValueError(f"{name} is {number}; it must be above 0")
+    if objective not in get_args(Objective):
+        raise ValueError(f"objective is {objective!r}; it must be 'memory' or 'throughput'")
+    with BatchSizeFinder(
+        step, make_batch, state=state, mode=mode, device=device, min_batch_size=min_batch_size,
+        max_batch_size=max_batch_size, steps_per_trial=steps_per_trial, multiple_of=multiple_of,
+        memory_limit_gb=memory_limit_gb, bounds=bounds, observer=observer,
+    ) as finder:  # fmt: skip
+        result = finder.find(
+            target_memory_fraction, strategy=strategy, tolerance=tolerance, max_trials=max_trials,
+            timeout_minutes=timeout_minutes, start=start,
+        )  # fmt: skip
+        if objective == "memory":
+            return result
+        return finder.prefer_throughput(result, timeout_minutes=timeout_minutes - result.seconds / 60)
+
+
+def _check_count(name: str, count: Any) -> None:
+    if not isinstance(count, Integral):
+        raise TypeError(f"{name} is {count!r}; it must be an integer")
+    if count < 1:
+        raise ValueError(f"{name} is {count}; it must be at least 1")
