@@ -59,8 +59,8 @@ class TrialRunner:
     where training allocates it: after the first backward pass, among the blocks that this pass has freed.
     An optimizer that did not step there (the gradient scaler skipped it, or the step only accumulates) then
     takes a step with zero gradients. Training trials of a single step allocate the state before they begin.
-    The cache is emptied before the last of several steps, as after a validation: what training keeps then
-    lies between the gaps that activations have left, so that a step may reserve more than the first one.
+    On an accelerator, the cache is emptied after several steps, as after a validation, and a further step is
+    run: what training keeps lies between the gaps that activations have left, so that it may reserve more.
 
     The first validation trial begins with a training step and allocates all that training keeps. This stays
     until the last trial, and the cache is emptied behind it, as it is in training before a validation.
@@ -176,7 +176,7 @@ class TrialRunner:
         with memory.cap(self.budget_bytes):
             retries = memory.num_retries()
             failure = self._failure(partial(self._run, size))
-            peak_bytes = memory.peak()
+            peak_bytes = memory.peak() + memory.placement_bytes
         if failure is None and memory.num_retries() > retries:
             failure = "the allocator had to flush its cache"
         return failure, peak_bytes
@@ -203,14 +203,15 @@ class TrialRunner:
             module.train(self._training)
         self._memory.reset_peak()
         for number in range(self._num_steps):
-            if self._training and 0 < number == self._num_steps - 1:
-                empty_cache(self._memory.device)
             with _stepped(self._optimizers) as stepped:
                 self._step(self._make_batch(size))
             if self._training and number == 0:
                 for optimizer in self._optimizers:
                     if optimizer not in stepped:
                         step_with_zero_gradients(optimizer, self._memory.refused)
+        if self._training and self._num_steps > 1 and self._memory.device.type != "cpu":
+            empty_cache(self._memory.device)
+            self._step(self._make_batch(size))
 
     def _failure(self, work: Callable[[], object]) -> str | None:
         """Call the function; return the first line of an out-of-memory error, None if there was none."""

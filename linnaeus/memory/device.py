@@ -31,6 +31,10 @@ GIB = 1024**3
 class AcceleratorMemory(DeviceMemory):
     """An accelerator other than CUDA, without a cap: only the measured peak shows whether a size fits."""
 
+    placement_bytes = (2 + 20) * 1024**2
+    """One more segment of each kind that blocks share, `kSmallBuffer` and `kLargeBuffer` of torch's caching
+    allocators: a checkpoint is loaded in another order than that in which training allocates its state."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         # The functions of `torch.accelerator` came later than those of most devices.

@@ -14,10 +14,18 @@ T = TypeVar("T")
 
 
 class DeviceMemory(Protocol):
-    """Memory of one device as the search sees it. All figures are bytes."""
+    """Memory of one device as the search sees it. All figures are bytes.
+
+    Attributes:
+        device: the device.
+        total_bytes: its memory.
+        placement_bytes: what a step may need beyond the peak of an equal step, because what it allocates is
+            placed otherwise between what training keeps.
+    """
 
     device: torch.device
     total_bytes: int
+    placement_bytes: int = 0
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """What this process may hold now, given what is in use outside its allocator; may be negative.

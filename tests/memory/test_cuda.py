@@ -19,6 +19,7 @@ from linnaeus.memory.device import GIB, AcceleratorMemory, CudaMemory, device_me
 from tests.cuda.allocator import MIB
 from tests.cuda.device import DEVICE, FakeCuda, mebibytes
 
+PLACEMENT = CudaMemory.placement_bytes
 CONTEXT, TENANTS, TOTAL = 100 * MIB, 60 * MIB, 1000 * MIB
 
 
@@ -230,15 +231,14 @@ def test_training_reserves_no_more_than_the_search_promised(fraction: float, use
         empty_cache(DEVICE)
         cuda.reset_peak_memory_stats()
         loop.run(result.batch_size)
-        assert allowed - 22 * MIB < cuda.max_memory_reserved() <= result.budget_bytes, (
-            "no segment fits any more"
-        )
-        assert cuda.max_memory_reserved() == result.peak_bytes
+        usable = allowed - PLACEMENT
+        assert usable - 22 * MIB < cuda.max_memory_reserved() <= usable, "no segment fits any more"
+        assert cuda.max_memory_reserved() + PLACEMENT == result.peak_bytes
     larger, loop = int(1.2 * result.batch_size), Loop()
     unlimited = FakeCuda(GIB)
     with unlimited.installed(*loop.state):
         loop.run(larger)
-    assert unlimited.max_memory_reserved() > result.budget_bytes, "a larger size would break the promise"
+    assert unlimited.max_memory_reserved() > usable, "a larger size would break the promise"
 
 
 def test_kernels_that_load_while_sizes_are_tried_lower_the_budget() -> None:
@@ -255,10 +255,10 @@ def test_kernels_that_load_while_sizes_are_tried_lower_the_budget() -> None:
         result = find(loop, step=step, target_memory_fraction=0.9)
         assert loaded
         assert result.budget_bytes == 270 * MIB - 50 * MIB
-        assert (result.batch_size, result.limited_by) == (110, "memory")
+        assert (result.batch_size, result.limited_by) == (98, "memory")  # 220 - PLACEMENT, in two tensors
 
 
-@pytest.mark.parametrize("moment", [5, 7, 9, 11, 13])
+@pytest.mark.parametrize("moment", [7, 9, 11, 13, 15])  # the first six are those of the warm-up
 @pytest.mark.parametrize("fraction", [0.8, 1.0])
 def test_a_process_that_arrives_while_sizes_are_tried_leaves_a_size_that_fits(
     moment: int, fraction: float, caplog: pytest.LogCaptureFixture
@@ -276,7 +276,9 @@ def test_a_process_that_arrives_while_sizes_are_tried_leaves_a_size_that_fits(
         assert arrived
         budget_bytes = int(fraction * 300 * MIB) - 20 * MIB - arrived[0]
         assert result.budget_bytes == budget_bytes
-        assert result.batch_size == budget_bytes // (4 * MIB) * 2  # two tensors in segments of 2 MiB
+        assert (
+            result.batch_size == (budget_bytes - PLACEMENT) // (4 * MIB) * 2
+        )  # two tensors in segments of 2 MiB
         before = cuda.memory_stats()
         empty_cache(DEVICE)
         loop.run(result.batch_size)
@@ -349,7 +351,7 @@ def test_a_process_that_arrives_again_during_the_second_search_is_seen(
         arriving_after_the_search(cuda, GIB, monkeypatch)
         result = find(loop)
         assert result.budget_bytes == int(0.8 * 3 * GIB) - 5 * GIB // 4 - 300 * MIB
-        assert result.peak_bytes <= result.budget_bytes < 2 * (result.batch_size + 2) * MIB
+        assert result.peak_bytes <= result.budget_bytes < 2 * (result.batch_size + 2) * MIB + PLACEMENT
     assert searched == sorted(searched, reverse=True)
     assert len(searched) == 4
 
