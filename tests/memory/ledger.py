@@ -18,8 +18,10 @@ def resident_bytes() -> int:
 
 def held_bytes() -> int:
     """Bytes that this process holds, without what the C library keeps of earlier tests."""
-    device_memory(torch.device("cpu")).clean()
-    return resident_bytes()
+    memory = device_memory(torch.device("cpu"))
+    memory.clean()
+    memory.settle()
+    return memory.in_use()
 
 
 def limit_with_room_for(extra_mib: float) -> float:
