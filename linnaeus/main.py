@@ -32,6 +32,8 @@ COMMANDS = {
 """The commands, each with the reason why torchrun cannot run it; empty where it can."""
 MULTIRUN = ("-m", "--multirun")
 """Hydra's names for a sweep."""
+COMPLETION = ("--complete", "--show-completion", "--install-completion")
+"""First words for the shell's completion."""
 LEAVE_AFTER_S = 3.0
 """How long other ranks wait before they leave, so that rank 0 can say what is wrong."""
 
@@ -56,9 +58,9 @@ def cli(argv: Sequence[str] | None = None) -> int:
             if is_main:
                 print(request, end="")
             return 0
-        if COMMANDS[command] and rank is not None:
+        if (reason := COMMANDS.get(command)) and rank is not None:
             remedy = f"run it without torchrun: python -m linnaeus.main {shlex.join(tokens)}"
-            raise ConfigError(f"{COMMANDS[command]}; {remedy}")
+            raise ConfigError(f"{reason}; {remedy}")
     except ConfigError as error:  # every rank has read the same command line
         if is_main:
             print(error, file=sys.stderr, flush=True)
@@ -84,7 +86,9 @@ def console() -> int:
 
 
 def _split(tokens: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The command, and its own tokens."""
+    """The package in `linnaeus.commands`, and its own tokens."""
+    if tokens and tokens[0].partition("=")[0] in COMPLETION:
+        return "completion", tokens
     command, rest = (tokens[0], tokens[1:]) if tokens and tokens[0] in COMMANDS else ("train", tokens)
     if command in ("train", "sweep") and any(token in MULTIRUN for token in rest):
         return "sweep", [token for token in rest if token not in MULTIRUN]
@@ -92,7 +96,7 @@ def _split(tokens: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def _read(command: str, tokens: Sequence[str]) -> str | tuple[object, ...]:
-    if "--version" in tokens:
+    if "--version" in tokens and command != "completion":
         return f"linnaeus {__version__}\n"
     if command == "train" and not {"-h", "--help"}.intersection(tokens):
         _check_first_word(tokens)

@@ -72,7 +72,7 @@ def test_training_is_a_command_beside_the_others(run: Run, first: list[str]) -> 
 
 @pytest.mark.parametrize(
     ("word", "hint"),
-    [("analyse", "analyze"), ("Plan", "plan"), ("trian", "train"), ("sweeps", "sweep"), ("xyzzy", "")],
+    [("analyse", "analyze"), ("Plan", "plan"), ("trains", "train"), ("sweeps", "sweep"), ("xyzzy", "")],
 )
 def test_a_first_word_that_is_no_command_is_met_with_the_closest(run: Run, word: str, hint: str) -> None:
     outcome = run(word, "--cfg", "no_such.yaml")
@@ -88,7 +88,7 @@ def test_a_first_word_that_is_no_command_is_met_with_the_closest(run: Run, word:
         ("TRAIN.EPOCHS", "key without a value"),
         ("EPOCHS", "no such key|key without a value"),
         ("model", "neither KEY VALUE, KEY=VALUE, group=preset nor an option"),
-        ("modle=resnet18", "did you mean model"),
+        ("mode=resnet18", "did you mean model"),
         ("--fractions", "no such option"),
     ],
 )

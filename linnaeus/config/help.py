@@ -25,6 +25,8 @@ options:
   -m, --multirun  the command sweep: -m KEY=a,b is sweep KEY=a,b
   --opts          may come before the overrides; changes nothing
   --version       print the version of Linnaeus and exit
+  --install-completion [SHELL], --show-completion [SHELL]
+                  completion of commands, keys and presets with TAB, in bash, zsh and fish
   -h, --help      print this text and exit
 
 Keys can be set in four ways. A later one in this list wins, and of two overrides the last one:
