@@ -195,6 +195,18 @@ def test_own_everything(run: Run, tmp_path: Path) -> None:
     assert last["loss"] < first["loss"] / 10
 
 
+def test_a_loss_of_torch_with_class_weights(run: Run, tmp_path: Path) -> None:
+    outcome = run(
+        *SMALL, "DATA.DATASET.NUM_CLASSES=[3]", "LOSS._target_=torch.nn.CrossEntropyLoss",
+        "LOSS.weight=[1.0,2,0.5]", "TRAIN.ACCUMULATION_STEPS=2", *AUTOBATCH,
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    again = run(*SMALL, "LOSS._target_=torch.nn.CrossEntropyLoss", "TRAIN.AUTO_RESUME=True")
+    assert again.code == 2
+    assert "one taxonomic rank, but there are 2" in again.err
+    assert "did you mean LOSS.weight" in run(*SMALL, "LOSS._target_=torch.nn.NLLLoss", "LOSS.WEIGHT=[1]").err
+
+
 @pytest.mark.parametrize(
     "options",
     [
