@@ -180,8 +180,8 @@ def _custom_loss(
         raise ConfigError(
             f"LOSS: {name} takes logits and labels of one taxonomic rank, but there are {len(counts)} "
             f"({', '.join(counts)}). With several, a loss gets a tuple of logits, [batch, classes] for each "
-            f"rank, and labels [batch, {len(counts)}]: name one of your own, or leave out LOSS._target_ for the "
-            "built-in cross-entropy (LOSS.LABEL_SMOOTHING, LOSS.RANK_WEIGHTS)"
+            f"rank, and labels [batch, {len(counts)}]: name one of your own, or leave out LOSS._target_ for "
+            "the built-in cross-entropy (LOSS.LABEL_SMOOTHING, LOSS.RANK_WEIGHTS)"
         )
     ((level_name, num_classes),) = counts.items()
     weight = getattr(loss, "weight", None)
