@@ -160,7 +160,10 @@ class AugmentConfig:
     CROP_FRACTION: float = key(
         1.0, "fraction of the resized image's side that the centre crop of validation keeps", gt=0, le=1
     )
-    MEAN: list[float] | None = key(None, "mean of each channel, on the 0-1 scale; null is 0.5 for each")
+    MEAN: list[float] | None = key(
+        None, "mean of each channel, on the 0-1 scale; null is 0.5 for each; for grey images, three values "
+        "here and in STD become one"
+    )  # fmt: skip
     STD: list[float] | None = key(None, "standard deviation of each channel; null is 0.5 for each", gt=0)
 
 
