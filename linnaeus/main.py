@@ -1,6 +1,7 @@
 """The command line: `python -m linnaeus.main`, `python -m linnaeus.train` and `linnaeus`.
 
-It trains, unless its first word is one of `COMMANDS`. Each command is a package of `linnaeus.commands`:
+Its first word may be one of `COMMANDS`; without such a word it trains. Each command is a package of
+`linnaeus.commands`:
 
 * `options.read(argv)` checks the words after the command. It returns a text to print, such as the help, or
   the arguments of `session.run`. It does not import torch, so that mistakes are reported at once.
@@ -10,6 +11,7 @@ It trains, unless its first word is one of `COMMANDS`. Each command is a package
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -17,15 +19,21 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from linnaeus import __version__
+from linnaeus.config.keys import suggest
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
 from linnaeus.signals import Interrupted
 
 COMMANDS = {
+    "train": "",
     "analyze": "the analysis measures one device in one process",
     "plan": "sizes are timed on one device in one process (see --world-size)",
     "sweep": "a sweep starts a process for each run by itself",
 }
-"""The commands beside training, each with the reason why torchrun cannot run it."""
+"""The commands, each with the reason why torchrun cannot run it; empty where it can."""
+MULTIRUN = ("-m", "--multirun")
+"""Hydra's names for a sweep."""
+COMPLETION = ("--complete", "--show-completion", "--install-completion")
+"""First words for the shell's completion."""
 LEAVE_AFTER_S = 3.0
 """How long other ranks wait before they leave, so that rank 0 can say what is wrong."""
 
@@ -41,18 +49,18 @@ def cli(argv: Sequence[str] | None = None) -> int:
         memory, 130 interrupted (128 and the number of another signal), 1 anything else.
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
-    command = tokens[0] if tokens and tokens[0] in COMMANDS else "train"
+    command, rest = _split(tokens)
     rank = os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None  # torchrun sets both
     is_main = rank in (None, "0")
     try:
-        request = _read(command, tokens)
+        request = _read(command, rest)
         if isinstance(request, str):
             if is_main:
                 print(request, end="")
             return 0
-        if command in COMMANDS and rank is not None:
+        if (reason := COMMANDS.get(command)) and rank is not None:
             remedy = f"run it without torchrun: python -m linnaeus.main {shlex.join(tokens)}"
-            raise ConfigError(f"{COMMANDS[command]}; {remedy}")
+            raise ConfigError(f"{reason}; {remedy}")
     except ConfigError as error:  # every rank has read the same command line
         if is_main:
             print(error, file=sys.stderr, flush=True)
@@ -72,12 +80,47 @@ def cli(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
+def console() -> int:
+    """The script `linnaeus`: what `cli` does, but without any argument it prints the help."""
+    return cli(sys.argv[1:] or ["--help"])
+
+
+def _split(tokens: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The package in `linnaeus.commands`, and its own tokens."""
+    if tokens and tokens[0].partition("=")[0] in COMPLETION:
+        return "completion", tokens
+    command, rest = (tokens[0], tokens[1:]) if tokens and tokens[0] in COMMANDS else ("train", tokens)
+    if command in ("train", "sweep") and any(token in MULTIRUN for token in rest):
+        return "sweep", [token for token in rest if token not in MULTIRUN]
+    return command, rest
+
+
 def _read(command: str, tokens: Sequence[str]) -> str | tuple[object, ...]:
-    if "--version" in tokens:
+    if "--version" in tokens and command != "completion":
         return f"linnaeus {__version__}\n"
-    argv = tokens[1:] if command in COMMANDS else tokens
-    request: str | tuple[object, ...] = import_module(f"linnaeus.commands.{command}.options").read(argv)
+    if command == "train" and not {"-h", "--help"}.intersection(tokens):
+        _check_first_word(tokens)
+    request: str | tuple[object, ...] = import_module(f"linnaeus.commands.{command}.options").read(tokens)
     return request
+
+
+def _check_first_word(tokens: Sequence[str]) -> None:
+    """A first word that is like a command's must not be taken for a mistake among the keys.
+
+    Raises:
+        ConfigError: it is neither a command nor the name of a preset group.
+    """
+    word = tokens[0] if tokens else ""
+    if not re.fullmatch(r"[A-Za-z][A-Za-z_-]*", word) or word.isupper():
+        return
+    from linnaeus.config.presets import available  # imports Hydra
+
+    if word not in available():
+        hint = suggest(word.lower(), COMMANDS)
+        raise ConfigError(
+            f"{word!r}: no such command{hint}; commands are {', '.join(COMMANDS)}; "
+            "settings are KEY VALUE, KEY=VALUE and group=preset"
+        )
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def _loaders(config: Config, data: DataBundle, plan: BatchPlan, world: World) ->
     return build_loaders(
         data, sizes=plan.micro_batches, batch_size_val=config.DATA.BATCH_SIZE_VAL,
         data_config=config.DATA, seed=config.EXPERIMENT.SEED, rank=world.rank, world_size=world.world_size,
-        device=world.device,
+        device=world.device, local_world_size=world.local_world_size,
     )  # fmt: skip
 
 

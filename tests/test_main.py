@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from linnaeus import main
-from tests.conftest import Run
+from tests import forks
+from tests.conftest import Run, wait_until
+from tests.forks import ROOT
 
 
-@pytest.mark.parametrize("argv", [["--version"], ["plan", "--version"]])
+@pytest.mark.parametrize(
+    "argv",
+    [["--version"], ["plan", "--version"], ["train", "TRAIN.EPOCHS=2", "--version"], ["-m", "--version"]],
+)
 def test_version(run: Run, argv: list[str]) -> None:
     outcome = run(*argv)
     assert (outcome.code, outcome.err) == (0, "")
@@ -23,7 +30,104 @@ def test_the_help_names_the_version_and_every_command(run: Run) -> None:
         assert f"\n  {name} " in text
 
 
-@pytest.mark.parametrize("command", [[], ["analyze"], ["plan"], ["sweep"]])
+def test_every_command_has_a_help_of_its_own(run: Run) -> None:
+    texts = {run(name, "--help").out for name in main.COMMANDS}
+    assert len(texts) == len(main.COMMANDS)
+    assert run("train", "--help").out == run("--help").out
+
+
+def test_the_script_alone_prints_the_help(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    expected = run("--help").out
+    monkeypatch.setattr("sys.argv", ["linnaeus"])
+    assert main.console() == 0
+    assert capfd.readouterr().out == expected
+    monkeypatch.setattr("sys.argv", ["linnaeus", "TRAIN.EPOCHS=3", "--print-config"])
+    assert main.console() == 0
+    assert "EPOCHS: 3" in capfd.readouterr().out
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"linnaeus": f"{main.__name__}:{main.console.__name__}"}
+
+
+@pytest.mark.parametrize("module", ["linnaeus.main", "linnaeus.train"])
+def test_a_module_alone_trains(module: str, tmp_path: Path) -> None:
+    """Seen by the folder of the run, which exists when training begins."""
+    argv = ["-m", module]
+    env = {"PYTHONPATH": str(ROOT)}
+    with (tmp_path / "log").open("w+") as log:
+        process = forks.start(argv, cwd=tmp_path, env=env, stdout=log, stderr=log)
+        wait_until((tmp_path / "runs" / "digits" / "metrics.jsonl").exists, process, tmp_path / "log")
+        process.kill()
+        process.wait(60)
+
+
+@pytest.mark.parametrize("first", [[], ["train"]])
+def test_training_is_a_command_beside_the_others(run: Run, first: list[str]) -> None:
+    outcome = run(*first, "TRAIN.EPOCHS", "7", "model=resnet18", "--print-config")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "EPOCHS: 7\n" in outcome.out
+    assert "no such key" in run(*first, "TRAIN.EPOCH=7").err
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("analyse", "analyze"), ("Plan", "plan"), ("trains", "train"), ("sweeps", "sweep"), ("xyzzy", "")],
+)
+def test_a_first_word_that_is_no_command_is_met_with_the_closest(run: Run, word: str, hint: str) -> None:
+    outcome = run(word, "--cfg", "no_such.yaml")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"{word!r}: no such command{f'; did you mean {hint}?' if hint else ';'}" in outcome.err
+    assert ", ".join(main.COMMANDS) in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ("my_exp.yaml", "did you mean --cfg my_exp.yaml"),
+        ("TRAIN.EPOCHS", "key without a value"),
+        ("EPOCHS", "no such key|key without a value"),
+        ("model", "neither KEY VALUE, KEY=VALUE, group=preset nor an option"),
+        ("mode=resnet18", "did you mean model"),
+        ("--fractions", "no such option"),
+    ],
+)
+def test_other_first_words_are_what_they_were(run: Run, token: str, message: str) -> None:
+    outcome = run(token)
+    assert outcome.code == 2
+    assert re.search(message, outcome.err)
+    assert "command" not in outcome.err.replace("command line", "")
+
+
+def test_help_is_for_those_who_mistype_a_command_too(run: Run) -> None:
+    assert run("analyse", "--help").out == run("--help").out
+
+
+@pytest.mark.parametrize("flag", main.MULTIRUN)
+def test_multirun_is_a_sweep(run: Run, flag: str) -> None:
+    grid = ["DATA.BATCH_SIZE=8,16", "--print-config"]
+    expected = run("sweep", *grid)
+    assert (expected.code, expected.out.count("# DATA.BATCH_SIZE=")) == (0, 2)
+    for argv in ([flag, *grid], [*grid, flag], ["train", flag, *grid], ["sweep", *grid, flag]):
+        assert run(*argv) == expected
+    assert run(*grid) != expected
+
+
+@pytest.mark.parametrize("flag", main.MULTIRUN)
+def test_multirun_is_refused_under_torchrun_as_a_sweep_is(
+    run: Run, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    refused = run("sweep", "DATA.BATCH_SIZE=8,16")
+    assert refused.code == 2
+    assert main.COMMANDS["sweep"] in refused.err
+    outcome = run(flag, "DATA.BATCH_SIZE=8,16")
+    assert outcome.code == 2
+    assert outcome.err == refused.err.replace(" sweep DATA", f" {flag} DATA")
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["analyze"], ["plan"], ["sweep"]])
 def test_of_several_ranks_the_first_one_speaks(
     run: Run, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:

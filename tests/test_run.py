@@ -195,6 +195,33 @@ def test_own_everything(run: Run, tmp_path: Path) -> None:
     assert last["loss"] < first["loss"] / 10
 
 
+def test_grey_photographs_with_the_preset(run: Run, tmp_path: Path) -> None:
+    """A flat folder of grey images needs nothing but its path and the number of channels."""
+    for name in ("cats", "dogs"):
+        (tmp_path / "grey" / name).mkdir(parents=True)
+        for number in range(10):
+            Image.new("L", (40, 30), 10 * number).save(tmp_path / "grey" / name / f"{number}.png")
+    outcome = run(
+        "data=imagefolder", "DATA.DATASET.ROOT=grey", "DATA.DATASET.CHANNELS", "1", "DATA.IMG_SIZE=32",
+        "MODEL.NAME=test_resnet", "DATA.BATCH_SIZE=4", "TRAIN.EPOCHS=1", "EXPERIMENT.DEVICE=cpu",
+        "LOSS._target_=torch.nn.CrossEntropyLoss", "LOSS.weight=[1,3]",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    assert "workers" not in outcome.out + outcome.err
+
+
+def test_a_loss_of_torch_with_class_weights(run: Run, tmp_path: Path) -> None:
+    outcome = run(
+        *SMALL, "DATA.DATASET.NUM_CLASSES=[3]", "LOSS._target_=torch.nn.CrossEntropyLoss",
+        "LOSS.weight=[1.0,2,0.5]", "TRAIN.ACCUMULATION_STEPS=2", *AUTOBATCH,
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    again = run(*SMALL, "LOSS._target_=torch.nn.CrossEntropyLoss", "TRAIN.AUTO_RESUME=True")
+    assert again.code == 2
+    assert "one taxonomic rank, but there are 2" in again.err
+    assert "did you mean LOSS.weight" in run(*SMALL, "LOSS._target_=torch.nn.NLLLoss", "LOSS.WEIGHT=[1]").err
+
+
 @pytest.mark.parametrize(
     "options",
     [

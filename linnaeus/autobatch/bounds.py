@@ -10,6 +10,7 @@ from pathlib import Path
 from linnaeus.autobatch.result import Mode
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
+from linnaeus.data.loader import num_workers
 from linnaeus.dist import World
 from linnaeus.memory.host import available_host_bytes
 
@@ -38,15 +39,16 @@ def max_batch_sizes(
     length = dataset_length(data.train if mode == "train" else data.val)
     samples_per_rank = length // world.world_size if mode == "train" else -(-length // world.world_size)
     pinned = config.PIN_MEMORY and world.device.type == "cuda"
-    num_batches = num_host_batches(config.NUM_WORKERS, config.PREFETCH_FACTOR)
-    bytes_per_rank = HOST_MEMORY_FRACTION * _available_bytes(config.NUM_WORKERS) / world.local_world_size
+    workers = num_workers(config, world.local_world_size)
+    num_batches = num_host_batches(workers, config.PREFETCH_FACTOR)
+    bytes_per_rank = HOST_MEMORY_FRACTION * _available_bytes(workers) / world.local_world_size
     return {
         "dataset": max(1, samples_per_rank),
         "host_memory": largest_host_batch(tensor_bytes, bytes_per_rank / num_batches, pinned=pinned),
     }
 
 
-def num_host_batches(num_workers: int, prefetch_factor: int) -> int:
+def num_host_batches(workers: int, prefetch_factor: int) -> int:
     """The most batches that one loader holds in host memory, without pinned copies.
 
     A worker holds `prefetch_factor` finished batches, and the samples and the collated tensors of the next
@@ -55,7 +57,7 @@ def num_host_batches(num_workers: int, prefetch_factor: int) -> int:
     >>> num_host_batches(0, 2), num_host_batches(4, 2)
     (3, 17)
     """
-    return num_workers * (prefetch_factor + 2) + 1 if num_workers else 3
+    return workers * (prefetch_factor + 2) + 1 if workers else 3
 
 
 def largest_host_batch(tensor_bytes: Sequence[int], available_bytes: float, *, pinned: bool) -> int:
@@ -76,9 +78,9 @@ def largest_host_batch(tensor_bytes: Sequence[int], available_bytes: float, *, p
     return max(1, bisect.bisect_right(range(1, most + 1), available_bytes, key=num_bytes))
 
 
-def _available_bytes(num_workers: int) -> int:
+def _available_bytes(workers: int) -> int:
     """Host memory available for batches; those of workers also have to fit into shared memory."""
     available = available_host_bytes()
-    if num_workers and _SHARED_MEMORY.is_dir():
+    if workers and _SHARED_MEMORY.is_dir():
         available = min(available, shutil.disk_usage(_SHARED_MEMORY).free)
     return available

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from linnaeus.config.keys import suggest
-from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.overrides import FLAGS
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
@@ -190,6 +189,9 @@ def read_request(
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
+    # Here and not above: the shell's completion reads the options, and does not wait for Hydra.
+    from linnaeus.config.load import load_config, to_yaml
+
     rest, problems = parser.take(argv, options)
     try:
         loaded = load_config(rest)

@@ -8,10 +8,13 @@ from linnaeus.config.presets import available
 _USAGE = """\
 Linnaeus trains image classifiers from a configuration, with the largest batch size that is safe in memory.
 
-usage: python -m linnaeus.train [--cfg FILE] [group=preset ...] [KEY VALUE | KEY=VALUE ...]
+usage: linnaeus [train] [--cfg FILE] [group=preset ...] [KEY VALUE | KEY=VALUE ...]
+       python -m linnaeus.train [--cfg FILE] [group=preset ...] [KEY VALUE | KEY=VALUE ...]
        torchrun --nproc_per_node=4 -m linnaeus.main --cfg FILE ...
+       linnaeus COMMAND [options] ...
 
-other commands (linnaeus COMMAND --help):
+commands (linnaeus COMMAND --help):
+  train           train; this is what runs without a command, except that `linnaeus` alone prints this text
   analyze         memory, batch size and speed before a run
   plan            time, learning rate and warnings of a few batch sizes that fit
   sweep           a run for each combination of values, compared
@@ -19,8 +22,11 @@ other commands (linnaeus COMMAND --help):
 options:
   --cfg FILE      read a YAML file; it needs only the keys that differ from the defaults
   --print-config  print the whole configuration, resolved, and exit
+  -m, --multirun  the command sweep: -m KEY=a,b is sweep KEY=a,b
   --opts          may come before the overrides; changes nothing
   --version       print the version of Linnaeus and exit
+  --install-completion [SHELL], --show-completion [SHELL]
+                  completion of commands, keys and presets with TAB, in bash, zsh and fish
   -h, --help      print this text and exit
 
 Keys can be set in four ways. A later one in this list wins, and of two overrides the last one:

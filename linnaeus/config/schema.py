@@ -160,7 +160,10 @@ class AugmentConfig:
     CROP_FRACTION: float = key(
         1.0, "fraction of the resized image's side that the centre crop of validation keeps", gt=0, le=1
     )
-    MEAN: list[float] | None = key(None, "mean of each channel, on the 0-1 scale; null is 0.5 for each")
+    MEAN: list[float] | None = key(
+        None, "mean of each channel, on the 0-1 scale; null is 0.5 for each; for grey images, three values "
+        "here and in STD become one"
+    )  # fmt: skip
     STD: list[float] | None = key(None, "standard deviation of each channel; null is 0.5 for each", gt=0)
 
 
@@ -233,7 +236,10 @@ class DataConfig:
         None, "side of a square image, or [height, width]; null is the dataset's own size (224 for files)",
         unit="pixels", check=_image_size,
     )  # fmt: skip
-    NUM_WORKERS: int = key(0, "loader processes per training process; 0 loads in the latter", ge=0)
+    NUM_WORKERS: int | None = key(
+        0, "loader processes per training process; 0 loads in the latter; null is as many as there are CPU "
+        "cores for each training process, at least 1 and at most 4", ge=0,
+    )  # fmt: skip
     PREFETCH_FACTOR: int = key(2, "batches that each loader process prepares ahead", ge=1)
     PIN_MEMORY: bool = key(True, "put batches into page-locked host memory, for faster copies (CUDA only)")
     ON_BAD_IMAGE: str = key(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import re
@@ -25,7 +26,34 @@ from linnaeus.data.sampler import EpochSampler, PlannedBatches, SampleKey, Sizes
 from linnaeus.errors import DataError
 from linnaeus.rng import derive_seed, preserved_generators, seed_generators
 
+logger = logging.getLogger("linnaeus.data")
+MOST_WORKERS = 4
+"""Bound on the loader processes that `DATA.NUM_WORKERS null` starts for each training process."""
 _WORKER_DIED = re.compile(r"DataLoader worker.*(exited unexpectedly|killed by)", re.DOTALL)
+
+
+def num_workers(config: DataConfig, local_world_size: int) -> int:
+    """Loader processes of each training process: DATA.NUM_WORKERS, or what null stands for.
+
+    Args:
+        config: the `DATA` node.
+        local_world_size: training processes on this machine, which share its CPU cores.
+    """
+    if config.NUM_WORKERS is not None:
+        return config.NUM_WORKERS
+    return max(1, min(MOST_WORKERS, num_cores() // local_world_size))
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class _Loader(DataLoader[Any]):
+    """torch's loader, which does not warn at length about many workers: `build_loaders` says it in a line."""
+
+    def check_worker_number_rationality(self) -> None:
+        """Say nothing; torch asks twice for each split."""
 
 
 class SeededBatches(Dataset[Any]):
@@ -165,6 +193,7 @@ def build_loaders(
     rank: int,
     world_size: int,
     device: torch.device,
+    local_world_size: int = 1,
 ) -> Loaders:
     """Loaders of both splits. Validation keeps every sample, training those that `sizes` asks for.
 
@@ -176,18 +205,26 @@ def build_loaders(
         seed: seed of the run.
         rank, world_size: this process, and the number of processes.
         device: device of training; host memory is page-locked for CUDA only.
+        local_world_size: number of processes on this machine.
     """
-
+    workers = num_workers(data_config, local_world_size)
+    if rank == 0 and workers * local_world_size > max(num_cores(), local_world_size):
+        processes = f"{local_world_size} processes" if local_world_size > 1 else "one process"
+        logger.warning(
+            "warning: DATA.NUM_WORKERS is %d, for %s on %d CPU cores; more workers than cores take memory "
+            "and are no faster. DATA.NUM_WORKERS null fits itself to the cores",
+            workers, processes, num_cores(),
+        )  # fmt: skip
     closing = multiprocessing.get_context().Event()
 
     def loader(dataset: Dataset[Any], batches: Sampler[Any]) -> DataLoader[Any]:
-        return DataLoader(
+        return _Loader(
             SeededBatches(dataset, bundle.collate, seed),
             batch_sampler=batches,
             collate_fn=_already_collated,
-            num_workers=data_config.NUM_WORKERS,
-            prefetch_factor=data_config.PREFETCH_FACTOR if data_config.NUM_WORKERS else None,
-            persistent_workers=data_config.NUM_WORKERS > 0,
+            num_workers=workers,
+            prefetch_factor=data_config.PREFETCH_FACTOR if workers else None,
+            persistent_workers=workers > 0,
             pin_memory=data_config.PIN_MEMORY and device.type == "cuda",
             worker_init_fn=partial(_start_worker, closing),
             # Without one of its own, torch's loader draws from the global generator at every epoch.

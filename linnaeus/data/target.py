@@ -11,7 +11,7 @@ from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from linnaeus.config.instantiate import instantiate, locate
+from linnaeus.config.instantiate import instantiate, locate, place_of
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs, dataset_length
@@ -135,10 +135,11 @@ def _instantiate(node: Mapping[str, Any], name: str, split: str, seed: int) -> A
         try:
             function = locate(name)
         except Exception as error:
-            raise DataError(f"DATA.DATASET._target_: cannot import {name!r}: {error}") from error
+            text = f"DATA.DATASET._target_: cannot import {name!r}: {error}"
+            raise DataError(text + place_of(error)) from error
         argument = _split_argument(function, node, name, split)
         with naming_errors(f"{name} ({split})"):
-            dataset = instantiate(node, **argument)
+            dataset = instantiate(node, where="DATA.DATASET", offer=argument)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"{name} gave {describe(dataset)}; a dataset needs __len__ and __getitem__ (map style)"

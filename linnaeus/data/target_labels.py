@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linnaeus.config.instantiate import frame_of, shown
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy, require_classes
-from linnaeus.errors import DataError
+from linnaeus.errors import DataError, LinnaeusError
 
 ABSENT = object()
 """Returned for a missing attribute, as None may be the value of one."""
@@ -22,18 +23,19 @@ _MAX_NESTING = 10
 
 @contextmanager
 def naming_errors(where: str) -> Iterator[None]:
-    """Turn any error of a user's code into a `DataError` with its type, its text and the line that raised it.
+    """Turn any error of a user's code into a `DataError` with its type, its text and the user's line.
 
     The full traceback goes along as a note, which Python shows but a one-line message does not.
     """
     try:
         yield
-    except DataError:
+    except LinnaeusError:
         raise
     except Exception as error:
         text = " ".join([f"{type(error).__name__}:", *str(error).split()]).removesuffix(":")
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        wrapped = DataError(f"{where}: {text} ({last.filename}, line {last.lineno})")
+        frame = frame_of(error)
+        place = "" if frame is None else f" ({shown(frame.filename)}, line {frame.lineno})"
+        wrapped = DataError(f"{where}: {text}{place}")
         wrapped.add_note("".join(traceback.format_exception(error)))
         raise wrapped from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ _POLICIES: dict[str, Callable[[], Any]] = {
     "randaugment": v2.RandAugment,
     "trivialaugment": v2.TrivialAugmentWide,
 }
+
+
+_LUMINANCE = (0.299, 0.587, 0.114)
+"""Parts of red, green and blue in grey (ITU-R BT.601), with which Pillow reads colour images as grey ones."""
 
 
 class CoverAndCrop(nn.Module):
@@ -55,13 +60,15 @@ def build_transforms(
     Random choices use torch's global generator, which the loader seeds for each sample.
 
     Args:
-        augment: augmentation of training; validation uses `CROP_FRACTION`, `MEAN` and `STD`.
+        augment: augmentation of training; validation uses `CROP_FRACTION`, `MEAN` and `STD`. For grey images
+            the MEAN and STD of red, green and blue become those of grey.
         size: height and width of the result, in pixels.
         channels: channels of the input images.
 
     Raises:
         ConfigError: settings that do not fit the number of channels; the message names each key.
     """
+    augment = _for_grey(augment) if channels == 1 else augment
     _check_channels(augment, channels)
     mean = augment.MEAN if augment.MEAN is not None else [0.5] * channels
     std = augment.STD if augment.STD is not None else [0.5] * channels
@@ -69,6 +76,21 @@ def build_transforms(
     erased = [v2.RandomErasing(augment.ERASING, inplace=True)] if augment.ERASING else []
     train = v2.Compose([*_augmentation(augment, size), *normalised, *erased])
     return train, v2.Compose([CoverAndCrop(size, augment.CROP_FRACTION), *normalised])
+
+
+def _for_grey(augment: AugmentConfig) -> AugmentConfig:
+    """Mean and standard deviation of grey, where both are given for red, green and blue, as presets do.
+
+    The mean is exact. The standard deviation is that of channels which vary together, as those of photographs
+    nearly do.
+    """
+    if augment.MEAN is None or augment.STD is None or not len(augment.MEAN) == len(augment.STD) == 3:
+        return augment
+    mean, std = (
+        [sum(part * value for part, value in zip(_LUMINANCE, values, strict=True))]
+        for values in (augment.MEAN, augment.STD)
+    )
+    return replace(augment, MEAN=mean, STD=std)
 
 
 def _augmentation(augment: AugmentConfig, size: tuple[int, int]) -> list[Any]:
@@ -93,7 +115,7 @@ def _augmentation(augment: AugmentConfig, size: tuple[int, int]) -> list[Any]:
 def _check_channels(augment: AugmentConfig, channels: int) -> None:
     problems = [
         f"DATA.AUGMENT.{name}: {len(values)} values, but the images have {channels} channel(s); give "
-        "as many, or null"
+        f"as many, or DATA.AUGMENT.{name}=null"
         for name, values in (("MEAN", augment.MEAN), ("STD", augment.STD))
         if values is not None and len(values) != channels
     ]

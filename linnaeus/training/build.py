@@ -93,7 +93,7 @@ def assemble(
     model = model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     if config.COMPILE:
         model.compile()
-    criterion = build_loss(loss_node, taxonomy).to(device)
+    criterion = build_loss(loss_node, taxonomy, device).to(device)
     optimizer = build_optimizer(optimizer_node, model)
     ema = Ema(model, config.EMA.DECAY) if config.EMA.ENABLED else None
     metrics = ClassificationMetrics(taxonomy).to(device)

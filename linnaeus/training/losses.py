@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +15,9 @@ from torch import Tensor, nn
 from linnaeus.config.instantiate import call_target, is_target
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError
+
+_LIBRARIES = ("torch", "torchvision", "timm")
+_WITH_CLASS_WEIGHTS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 
 
 def logits_per_level(outputs: Any, level_names: Sequence[str]) -> tuple[Tensor, ...]:
@@ -106,22 +112,45 @@ class TaxonomicCrossEntropy(nn.Module):
         return total / len(labels)
 
 
-def build_loss(node: Any, taxonomy: Taxonomy | None) -> nn.Module:
+class SingleRank(nn.Module):
+    """A library's loss over one taxonomic rank: it gets logits [B, C] and labels [B], and no tuples.
+
+    Args:
+        loss: callable (logits, labels) -> scalar.
+        level_name: name of the rank, for messages.
+    """
+
+    def __init__(self, loss: nn.Module, level_name: str) -> None:
+        super().__init__()
+        self.loss = loss
+        self.level_name = level_name
+
+    def forward(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The loss.
+
+        Args:
+            outputs: logits [B, C], in any form that `logits_per_level` takes.
+            targets: labels [B, 1].
+        """
+        (logits,) = logits_per_level(outputs, (self.level_name,))
+        return self.loss(logits, targets[:, 0])  # type: ignore[no-any-return]
+
+
+def build_loss(node: Any, taxonomy: Taxonomy | None, device: torch.device | None = None) -> nn.Module:
     """Build the loss.
 
     Args:
         node: `LossConfig`, or a `_target_` node of a callable (outputs, targets) -> scalar, a mean over the
-            samples.
+            samples. Lists of numbers arrive as tensors where the signature asks for a tensor.
         taxonomy: levels and classes of the labels; None when a user's dataset has none.
+        device: of those tensors; None is torch's default.
 
     Raises:
-        ConfigError: weights that do not match the ranks, or a dataset without labels and no `_target_`.
+        ConfigError: weights that do not match the ranks, a dataset without labels and no `_target_`, or a
+            loss of a library for several ranks.
     """
     if is_target(node):
-        loss = call_target(node, "LOSS", offer={"taxonomy": taxonomy})
-        if not isinstance(loss, nn.Module):
-            raise ConfigError(f"LOSS: {node['_target_']} gave a {type(loss).__name__}, not an nn.Module")
-        return loss
+        return _custom_loss(node, taxonomy, device)
     if taxonomy is None:
         raise ConfigError("LOSS: the dataset has no class labels; name your own loss in LOSS._target_")
     names = list(taxonomy.names)
@@ -133,3 +162,48 @@ def build_loss(node: Any, taxonomy: Taxonomy | None) -> nn.Module:
     if sum(weights) <= 0:
         raise ConfigError(f"LOSS.RANK_WEIGHTS: {weights} are all 0; at least one rank must count")
     return TaxonomicCrossEntropy(names, weights, node.LABEL_SMOOTHING, list(taxonomy.num_classes.values()))
+
+
+def _custom_loss(
+    node: Mapping[str, Any], taxonomy: Taxonomy | None, device: torch.device | None
+) -> nn.Module:
+    name = node["_target_"]
+    # torch's losses otherwise take the label -1, which is unknown, for a mistake.
+    offer = {"taxonomy": taxonomy, "ignore_index": UNKNOWN} if taxonomy is not None else {"taxonomy": None}
+    loss = call_target(node, "LOSS", offer=offer, convert=partial(_as_tensor, device=device))
+    if not isinstance(loss, nn.Module):
+        raise ConfigError(f"LOSS: {name} gave a {type(loss).__name__}, not an nn.Module")
+    if taxonomy is None or not _is_of_a_library(loss):
+        return loss
+    counts = taxonomy.num_classes
+    if len(counts) > 1:
+        raise ConfigError(
+            f"LOSS: {name} takes logits and labels of one taxonomic rank, but there are {len(counts)} "
+            f"({', '.join(counts)}). With several, a loss gets a tuple of logits, [batch, classes] for each "
+            f"rank, and labels [batch, {len(counts)}]: name one of your own, or leave out LOSS._target_ for "
+            "the built-in cross-entropy (LOSS.LABEL_SMOOTHING, LOSS.RANK_WEIGHTS)"
+        )
+    ((level_name, num_classes),) = counts.items()
+    weight = getattr(loss, "weight", None)
+    if isinstance(loss, _WITH_CLASS_WEIGHTS) and weight is not None and weight.shape != (num_classes,):
+        raise ConfigError(
+            f"LOSS.weight: {weight.tolist()} has {weight.numel()} weights for {num_classes} classes of "
+            f"{level_name!r}"
+        )
+    return SingleRank(loss, level_name)
+
+
+def _is_of_a_library(loss: nn.Module) -> bool:
+    """Whether a loss computes as torch, torchvision or timm have written it, which knows no ranks."""
+    forward = type(loss).forward
+    return forward is not nn.Module.forward and forward.__module__.partition(".")[0] in _LIBRARIES
+
+
+def _as_tensor(parameter: inspect.Parameter, value: Any, device: torch.device | None) -> Any:
+    """A list of numbers as a tensor, where the parameter's annotation names one."""
+    if not isinstance(value, list) or not re.search(r"\bTensor\b", str(parameter.annotation)):
+        return value
+    try:
+        return torch.tensor(value, dtype=torch.get_default_dtype(), device=device)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{parameter.name} must be a list of numbers, not {value}: {error}") from None

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,3 +129,171 @@ def test_a_call_that_fails_names_its_cause(node: dict[str, Any], message: str) -
 
 def test_a_callable_without_a_signature_accepts_nothing_offered() -> None:
     assert call_target({"_target_": "builtins.dict", "a": 1}, "MODEL", offer={"a": 2, "b": 3}) == {"a": 1}
+
+
+# --- Hydra's special keys ---
+
+
+def test_positional_arguments_follow_those_of_the_framework() -> None:
+    thing = call_target(
+        {"_target_": THING, "_args_": [1, {"_target_": "math.sqrt", "_args_": [9]}]}, "MODEL", 0
+    )
+    assert thing.args == (0, 1, 3.0)
+
+
+def test_a_partial_waits_for_its_call() -> None:
+    inner = {"_target_": THING, "_partial_": True, "size": 4}
+    thing = call_target({"_target_": THING, "inner": inner}, "MODEL")
+    assert isinstance(thing.inner, functools.partial)
+    assert (thing.inner(size=5).size, thing.inner().size) == (5, 4)
+    assert isinstance(call_target({**inner, "_partial_": False}, "MODEL"), Thing)
+
+
+def test_nodes_in_lists_and_mappings_are_built() -> None:
+    leaf = {"_target_": THING, "size": 1}
+    thing = call_target({"_target_": THING, "size": [[leaf]], "inner": {"a": {"b": leaf}}}, "MODEL")
+    assert isinstance(thing.size[0][0], Thing)
+    assert isinstance(thing.inner["a"]["b"], Thing)
+
+
+@pytest.mark.parametrize("recursive", [True, False])
+def test_without_recursion_nested_nodes_arrive_as_they_are(recursive: bool) -> None:
+    leaf = {"_target_": THING, "size": 1}
+    thing = call_target({"_target_": THING, "_recursive_": recursive, "inner": leaf, "size": [leaf]}, "MODEL")
+    for found in (thing.inner, thing.size[0]):
+        assert isinstance(found, Thing) == recursive
+        assert (found == leaf) == (not recursive)
+
+
+@pytest.mark.parametrize("how", ["none", "partial", "object", "all", "ALL"])
+def test_arguments_are_plain_whatever_the_conversion(how: str) -> None:
+    thing = call_target({"_target_": THING, "_convert_": how, "inner": {"a": [1]}}, "MODEL")
+    assert type(thing.inner) is dict
+    assert type(thing.inner["a"]) is list
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"_partial_": "perhaps"}, r"MODEL\._partial_: 'perhaps' is not true or false"),
+        ({"_recursive_": 2}, r"MODEL\._recursive_: 2 is not true or false"),
+        ({"_args_": "ab"}, r"MODEL\._args_: 'ab' is not a list"),
+        ({"_convert_": "some"}, r"MODEL\._convert_: 'some' is not one of none, partial, object, all"),
+        (
+            {"inner": {"_target_": THING, "_args_": 1}},
+            r"MODEL: .*Thing failed with an argument: MODEL\.inner\._args_: 1 is not a list",
+        ),
+        (
+            {"inner": [{"_target_": "math.nothing"}]},
+            r"failed with an argument: MODEL\.inner\.0\._target_: 'math.nothing' cannot be imported",
+        ),
+    ],
+)  # fmt: skip
+def test_special_keys_with_other_values_are_named(node: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call_target({"_target_": THING, **node}, "MODEL")
+
+
+def test_values_are_converted_where_the_signature_names_them_nested_ones_too() -> None:
+    seen: list[tuple[str, Any]] = []
+
+    def convert(parameter: inspect.Parameter, value: Any) -> Any:
+        seen.append((parameter.name, value))
+        return (value,) if parameter.name == "size" else value
+
+    node = {"_target_": THING, "inner": {"_target_": THING, "size": 1}, "size": 2}
+    thing = call_target(node, "MODEL", offer={"facts": 3}, convert=convert)
+    assert (thing.size, thing.inner.size, thing.facts) == ((2,), (1,), 3)
+    assert [name for name, _ in seen] == ["size", "inner", "size"]
+
+
+# --- the user's own lines ---
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of modules, as the current folder is under `python -m`. Their imports are undone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith("own"):
+            del sys.modules[name]
+
+
+FAILING = """\
+import json
+
+
+class Model:
+    def __init__(self, text):
+        self.value = read(text)
+
+
+def read(text):
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise KeyError("no such text") from error
+
+
+def unguarded(text):
+    return json.loads(text)
+"""
+
+
+def test_an_error_shows_the_line_that_raised_it(package: Path) -> None:
+    (package / "own_model.py").write_text(FAILING)
+    with pytest.raises(ConfigError) as caught:
+        call_target({"_target_": "own_model.Model", "text": "{"}, "MODEL")
+    message = "MODEL: own_model.Model failed with KeyError: 'no such text' (own_model.py, line 13, in read)"
+    assert caught.value.problems == [message]
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(caught.value.__cause__.__cause__, json.JSONDecodeError)
+
+
+def test_an_error_below_the_users_code_shows_the_users_line(package: Path) -> None:
+    (package / "own_model.py").write_text(FAILING)
+    with pytest.raises(ConfigError, match=r"JSONDecodeError: .* \(own_model\.py, line 17, in unguarded\)$"):
+        call_target({"_target_": "own_model.unguarded", "text": "{"}, "MODEL")
+
+
+def test_a_call_that_never_gets_there_shows_no_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        call_target({"_target_": THING, "colour": 1}, "MODEL")
+    assert "line" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\nimport no_such\n", r"No module named 'no_such' \(own_broken\.py, line 2, in <module>\)$"),
+        ("x = 1\ny = = 2\n", r"cannot be imported: invalid syntax \(own_broken\.py, line 2\)$"),
+    ],
+)  # fmt: skip
+def test_a_module_that_cannot_be_imported_shows_its_line(package: Path, text: str, message: str) -> None:
+    (package / "own_broken.py").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        find_target({"_target_": "own_broken.Model"}, "MODEL")
+
+
+def test_only_what_is_named_is_imported(package: Path) -> None:
+    (package / "own").mkdir()
+    for name in ("__init__", "named", "beside"):
+        (package / "own" / f"{name}.py").write_text("class Model:\n    pass\n")
+    call_target({"_target_": "own.named.Model"}, "MODEL")
+    assert {name for name in sys.modules if name.startswith("own.")} == {"own.named"}
+
+
+@pytest.mark.parametrize(
+    ("node", "hint"),
+    [
+        ({"SIZE": 1}, r"; did you mean LOSS\.size\?$"),
+        ({"fatcs": 1}, r"; did you mean LOSS\.facts\?$"),
+        ({"colour": 1}, r"argument 'colour'$"),
+    ],
+)
+def test_a_misspelled_argument_is_met_with_the_closest(node: dict[str, Any], hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        call_target({"_target_": THING, **node}, "LOSS")

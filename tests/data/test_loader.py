@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.datasets import build_data
-from linnaeus.data.loader import Loaders, build_loaders
+from linnaeus.data.loader import MOST_WORKERS, Loaders, build_loaders, num_workers
 from linnaeus.data.sampler import Sizes
 from linnaeus.errors import DataError
 
@@ -84,6 +84,50 @@ def loaders(
         world_size=world,
         device=CPU,
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "cores", "processes", "expected"),
+    [
+        (None, 1, 1, 1), (None, 2, 1, 2), (None, 64, 1, MOST_WORKERS), (None, 8, 4, 2), (None, 2, 4, 1),
+        (0, 8, 1, 0), (16, 2, 1, 16),
+    ],
+)  # fmt: skip
+def test_without_a_number_there_are_no_more_workers_than_cores(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, cores: int, processes: int, expected: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert num_workers(DataConfig(NUM_WORKERS=asked), processes) == expected
+
+
+@pytest.mark.parametrize(
+    ("workers", "rank", "processes", "lines"),
+    [(3, 0, 1, 1), (3, 1, 1, 0), (2, 0, 1, 0), (2, 0, 2, 1), (1, 0, 4, 0), (None, 0, 8, 0), (0, 0, 1, 0)],
+)
+def test_more_workers_than_cores_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, workers: int | None, rank: int,
+    processes: int, lines: int,
+) -> None:  # fmt: skip
+    """torch's own warnings would be errors here."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    bundle = bundle_of(Draws(8))
+    config = DataConfig(NUM_WORKERS=workers)
+    with build_loaders(
+        bundle, sizes=whole_batches(2, 4), batch_size_val=2, data_config=config, seed=0, rank=rank,
+        world_size=2, device=CPU, local_world_size=processes,
+    ):  # fmt: skip
+        assert caplog.text.count("more workers than cores") == lines
+        assert caplog.text.count("DATA.NUM_WORKERS is") == lines
+
+
+def test_torch_says_nothing_about_workers_when_it_iterates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    plain = DataLoader(Draws(4), num_workers=0)
+    plain.num_workers = 2
+    with pytest.warns(UserWarning, match="will create 2 worker processes"):
+        plain.check_worker_number_rationality()
+    with loaders(bundle_of(Draws(8)), workers=2) as made:
+        assert len(list(made.val)) == 2
 
 
 def epochs(made: Loaders, numbers: tuple[int, ...] = (0, 1)) -> list[Tensor]:

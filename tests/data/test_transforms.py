@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from linnaeus.config.schema import AugmentConfig
 from linnaeus.data.transforms import CoverAndCrop, Transform, build_transforms
@@ -104,6 +105,25 @@ def test_centre_crop_keeps_its_share_and_the_aspect() -> None:
 def test_statistics_must_fit_the_channels(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"DATA\.AUGMENT\.{key}: 3 values, but the images have 1 channel"):
         transform(channels=1, **{key: [0.5, 0.5, 0.5]})
+
+
+def test_statistics_of_colours_become_those_of_grey() -> None:
+    """What Pillow's grey image of a colour has for a mean, by its own weights."""
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    grey = torch.full((1, 40, 60), 128, dtype=torch.uint8)
+    colour = Image.new("RGB", (1, 1), tuple(round(255 * value) for value in mean))
+    expected = (128 / 255 - colour.convert("L").getpixel((0, 0)) / 255) / 0.2256
+    shown = transform((40, 60), channels=1, MEAN=mean, STD=std)(grey)
+    assert shown.shape == (1, 40, 60)
+    assert float(shown.mean()) == pytest.approx(expected, abs=0.01)
+    assert float(shown.mean()) != pytest.approx((128 / 255 - 0.5) / 0.5, abs=0.01)
+
+
+@pytest.mark.parametrize(("channels", "given"), [(2, 3), (1, 2), (3, 1)])
+def test_other_numbers_of_statistics_are_a_mistake(channels: int, given: int) -> None:
+    message = rf"MEAN: {given} values.* {channels} channel.*or DATA\.AUGMENT\.MEAN=null"
+    with pytest.raises(ConfigError, match=message):
+        transform(channels=channels, MEAN=[0.5] * given, STD=[0.5] * given)
 
 
 def test_pipelines_travel_to_workers() -> None:

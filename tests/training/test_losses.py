@@ -168,3 +168,74 @@ def test_a_users_loss_is_offered_the_taxonomy() -> None:
 
 def test_a_users_loss_need_not_know_the_taxonomy() -> None:
     assert isinstance(build_loss({"_target_": "torch.nn.MSELoss"}, None), nn.MSELoss)
+
+
+# --- losses of torch ---
+
+ONE_RANK = Taxonomy((Level("species", ("lion", "lynx", "wolf")),), ())
+CROSS_ENTROPY = "torch.nn.CrossEntropyLoss"
+
+
+class Weighted(nn.Module):
+    """A user's loss with arguments of several types."""
+
+    def __init__(self, weight: Tensor | None, names: list[str], factors: list[float]) -> None:
+        super().__init__()
+        self.weight, self.names, self.factors = weight, names, factors
+
+    def forward(self, outputs: Any, targets: Tensor) -> Any:
+        return outputs, targets
+
+
+@pytest.mark.parametrize("form", [lambda fine: fine, lambda fine: (fine,), lambda fine: {"species": fine}])
+def test_a_loss_of_torch_gets_plain_tensors_of_one_rank(form: Any) -> None:
+    fine, labels = logits()[1], TARGETS[:3, 1:]
+    loss = build_loss({"_target_": CROSS_ENTROPY, "label_smoothing": 0.1}, ONE_RANK)
+    expected = cross_entropy(fine[:3], labels[:, 0], label_smoothing=0.1)
+    torch.testing.assert_close(loss(form(fine[:3]), labels), expected)
+
+
+def test_a_loss_of_torch_leaves_unknown_labels_out() -> None:
+    fine, labels = logits()[1], TARGETS[:, 1:]
+    expected = cross_entropy(fine[:3], labels[:3, 0])
+    torch.testing.assert_close(build_loss({"_target_": CROSS_ENTROPY}, ONE_RANK)(fine, labels), expected)
+    with pytest.raises(IndexError, match="Target -1 is out of bounds"):
+        build_loss({"_target_": CROSS_ENTROPY, "ignore_index": 2}, ONE_RANK)(fine, labels)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 2.0, 4.0], [1, 2, 4]])
+def test_a_list_is_a_tensor_where_the_signature_asks_for_one(weights: list[Any]) -> None:
+    fine, labels = logits()[1].float(), TARGETS[:3, 1:]
+    loss = build_loss({"_target_": CROSS_ENTROPY, "weight": weights}, ONE_RANK)
+    expected = cross_entropy(fine[:3], labels[:, 0], weight=torch.tensor([1.0, 2.0, 4.0]))
+    torch.testing.assert_close(loss(fine[:3], labels), expected)
+
+
+def test_other_lists_stay_lists() -> None:
+    node = {"_target_": f"{__name__}.Weighted", "weight": [1, 2], "names": ["a"], "factors": [1.5]}
+    loss = build_loss(node, TAXONOMY, torch.device("meta"))
+    assert (loss.names, loss.factors) == (["a"], [1.5])
+    assert (loss.weight.dtype, loss.weight.device.type) == (torch.float32, "meta")
+    assert build_loss({**node, "weight": None}, TAXONOMY).weight is None
+
+
+def test_a_users_own_loss_gets_what_the_model_gives() -> None:
+    node = {"_target_": f"{__name__}.Weighted", "weight": None, "names": [], "factors": []}
+    outputs = (logits()[1],)
+    assert build_loss(node, ONE_RANK)(outputs, TARGETS[:, 1:])[0] is outputs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "taxonomy", "message"),
+    [
+        ({}, TAXONOMY, r"LOSS: torch\.nn\.Cross.* one taxonomic rank, but there are 2 \(family, "),
+        ({"weight": [1.0, 2.0]}, ONE_RANK, r"LOSS\.weight: \[1.0, 2.0\] has 2 weights for 3 classes"),
+        ({"weight": ["a"]}, ONE_RANK, "weight must be a list of numbers, not .'a'.*"),
+        ({"WEIGHT": [1.0]}, ONE_RANK, r"argument 'WEIGHT'; did you mean LOSS\.weight\?"),
+    ],
+)  # fmt: skip
+def test_what_a_loss_of_torch_cannot_do_is_said(
+    arguments: dict[str, Any], taxonomy: Taxonomy, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_loss({"_target_": CROSS_ENTROPY, **arguments}, taxonomy)

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from linnaeus.commands.options import CommandParser, check_files, read_plot
-from linnaeus.commands.sweep.grid import Combination, read_grid
-from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
+
+if TYPE_CHECKING:
+    from linnaeus.commands.sweep.grid import Combination
 
 DESCRIPTION = """\
 Trains once for each combination of values, one run after another, and compares their results.
@@ -79,6 +81,10 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
         ConfigError: lists everything that is wrong. A problem that only some combinations have names one of
             them.
     """
+    # Here and not above: the shell's completion reads the options, and does not wait for Hydra.
+    from linnaeus.commands.sweep.grid import read_grid
+    from linnaeus.config.load import load_config, to_yaml
+
     options = Options()
     rest, problems = PARSER.take(argv, options)
     grid = read_grid(rest)

@@ -1,0 +1,178 @@
+"""What may stand at the cursor of a command line. A TAB waits for it: it imports neither torch nor Hydra."""
+
+from __future__ import annotations
+
+import argparse
+import pkgutil
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+
+from linnaeus import commands
+from linnaeus.commands.completion import SHELLS
+from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, TARGET, Key, dotted, strip_optional
+from linnaeus.config.overrides import FLAGS
+
+Candidates = dict[str, str]
+"""Whole words, each with a short text for shells that show one. Words ending in `=` or `.` go on."""
+
+FILES: Candidates = {":files": ""}
+"""The shell completes names of files by itself."""
+
+TRAIN = "train"
+PRESETS = Path(__file__).parents[2] / "presets"
+_FLAGS = (*FLAGS, "--multirun", "--install-completion", "--show-completion")
+_FILE_FLAGS = ("--cfg", "--config-dir")
+_FILE_METAVARS = ("FILE", "DIR", "FOLDER")
+_PREFIXES = ("++", "+", "~")
+_NAMES: dict[str, Key | None] = {dotted(path): key for path, key in KEYS.items()} | {
+    f"{dotted(path)}.{TARGET}": None for path in sorted(PLUGGABLE_PATHS)
+}
+
+
+def complete(words: Sequence[str]) -> Candidates:
+    """The candidates for the last word.
+
+    Args:
+        words: those after `linnaeus`, up to the cursor; the last one may be empty.
+
+    >>> list(complete(["DATA.AUTOBATCH.STR"])), list(complete(["DATA.AUTOBATCH.STRATEGY=b"]))
+    (['DATA.AUTOBATCH.STRATEGY='], ['DATA.AUTOBATCH.STRATEGY=binary', 'DATA.AUTOBATCH.STRATEGY=binsearch'])
+    """
+    *before, word = words
+    names = command_names()
+    command = before[0] if before and before[0] in names else TRAIN
+    if before and (found := _after_option(command, before[-1], word)) is not None:
+        return found
+    if before and before[-1] in _NAMES:
+        values = _values(_NAMES[before[-1]])
+        return values if values is FILES else _starting(values, word)
+    if word.startswith("-"):
+        return _option(command, word)
+    if "=" in word:
+        return _assignment(
+            word, before, is_sweep=command == "sweep" or bool({"-m", "--multirun"} & {*before})
+        )
+    found = _starting(names, word) if not before else {}
+    found |= _starting({f"{group}=": "preset" for group in _groups(before)}, word)
+    return found | _keys(word) or FILES
+
+
+def command_names() -> dict[str, str]:
+    """The packages of `linnaeus.commands` that are commands, each with its docstring."""
+    packages = [module.name for module in pkgutil.iter_modules(commands.__path__) if module.ispkg]
+    found = {name: import_module(f"{commands.__name__}.{name}") for name in packages}
+    own = __name__.split(".")[-2]
+    return {name: (module.__doc__ or "").strip() for name, module in found.items() if name != own}
+
+
+def _starting(candidates: Candidates, word: str) -> Candidates:
+    return {name: text for name, text in candidates.items() if name.startswith(word)}
+
+
+# Options.
+
+
+def _actions(command: str) -> Iterator[argparse.Action]:
+    """The options of a command beside those that all have."""
+    if command != TRAIN:
+        parser = getattr(import_module(f"{commands.__name__}.{command}.options"), "PARSER", None)
+        yield from getattr(parser, "_actions", ())
+
+
+def _options(command: str) -> Candidates:
+    own = {name: action.help or "" for action in _actions(command) for name in action.option_strings}
+    return dict.fromkeys(_FLAGS if command == TRAIN else FLAGS, "") | own
+
+
+def _option(command: str, word: str) -> Candidates:
+    name, has_value, value = word.partition("=")
+    if has_value:
+        found = _after_option(command, name, value)
+        return FILES if found is FILES else {}
+    return _starting(_options(command), word)
+
+
+def _after_option(command: str, option: str, word: str) -> Candidates | None:
+    """The values of an option; None where it takes none."""
+    if not option.startswith("--"):
+        return None
+    if option in _FILE_FLAGS:
+        return FILES
+    if option in ("--install-completion", "--show-completion"):
+        return _starting(dict.fromkeys(SHELLS, ""), word)
+    for action in _actions(command):
+        if option in action.option_strings and action.nargs != 0:
+            return FILES if action.metavar in _FILE_METAVARS else {}
+    return None
+
+
+# Keys, presets and their values.
+
+
+def _keys(word: str) -> Candidates:
+    """The keys that begin so, up to the next dot; where only one group does, the keys in it."""
+    sign = next((sign for sign in _PREFIXES if word.startswith(sign)), "")
+    bare = word.removeprefix(sign)
+    while True:
+        found = _next_parts(bare)
+        if len(found) != 1 or not (only := next(iter(found))).endswith("."):
+            break
+        bare = only
+    ending = "=" if sign != "~" else ""
+    return {sign + (name if name.endswith(".") else name + ending): text for name, text in found.items()}
+
+
+def _next_parts(word: str) -> Candidates:
+    found: Candidates = {}
+    for name, key in _NAMES.items():
+        if name.startswith(word):
+            end = name.find(".", len(word)) + 1
+            node = tuple(name[: end - 1].split("."))
+            found[name[:end] or name] = (
+                NODES.get(node, "") if end else (key.doc if key else "a class of yours")
+            )
+    return found
+
+
+def _assignment(word: str, before: Sequence[str], *, is_sweep: bool) -> Candidates:
+    """Values of a key or presets of a group; in a sweep, those after the last comma."""
+    name, _, value = word.partition("=")
+    sign = next((sign for sign in _PREFIXES if name.startswith(sign)), "")
+    done, comma, value = value.rpartition(",") if is_sweep else ("", "", value)
+    bare = name.removeprefix(sign)
+    known = _values(_NAMES[bare]) if bare in _NAMES else _groups(before).get(bare, {})
+    if known is FILES:
+        return FILES
+    return {f"{name}={done}{comma}{item}": text for item, text in known.items() if item.startswith(value)}
+
+
+def _values(key: Key | None) -> Candidates:
+    """The choices of a key. Text without choices may name a file; numbers have none."""
+    if key is None:
+        return {}
+    hint, is_optional = strip_optional(key.hint)
+    null = {"null": ""} if is_optional else {}
+    if key.choices:
+        return dict.fromkeys(key.choices, "") | null
+    if hint is bool:
+        return {"True": "", "False": ""} | null
+    return FILES if hint is str else null
+
+
+def _groups(before: Sequence[str]) -> dict[str, Candidates]:
+    """Presets by group: those of the package, and of the folders that the words before name."""
+    named = [value for option, value in pairwise(before) if option == "--config-dir"]
+    named += [word.removeprefix("--config-dir=") for word in before if word.startswith("--config-dir=")]
+    folders = [PRESETS, *(Path(folder).expanduser() for folder in named)]
+    found: dict[str, Candidates] = {}
+    for file in (file for folder in folders for file in sorted(folder.glob("*/*.yaml"))):
+        found.setdefault(file.parent.name, {})[file.stem] = _first_comment(file)
+    return found
+
+
+def _first_comment(file: Path) -> str:
+    """What a preset says about itself, in the comment under the line with its package."""
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()[:2]
+    return next((line[1:].strip() for line in lines if line[:1] == "#" and "@package" not in line), "")

@@ -1,0 +1,162 @@
+"""The scripts, in the shells they are for."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from linnaeus.commands.completion import SHELLS
+from linnaeus.commands.completion.session import place, script
+from tests.conftest import Run
+from tests.forks import ROOT
+
+CTRL_U = "\x15"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with the command on its path, and an experiment in the current folder."""
+    for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "ZDOTDIR", "BASH_COMPLETION_USER_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("TERM", "dumb")
+    command = tmp_path / "bin" / "linnaeus"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m linnaeus.main "$@"\n')
+    command.chmod(0o755)
+    (tmp_path / "my_experiment.yaml").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_script_goes_to_the_users_folder_once(run: Run, home: Path, shell: str) -> None:
+    file = place(shell, os.environ)
+    assert file.is_relative_to(home)
+    first = run("--install-completion", shell)
+    assert (first.code, first.err) == (0, "")
+    assert f"{file} has been written" in first.out
+    assert file.read_text() == script(shell) == run("--show-completion", shell).out
+    before = file.stat()
+    again = run(f"--install-completion={shell}")
+    assert f"{file} is up to date" in again.out
+    assert file.stat() == before
+    file.write_text("an older version")
+    assert "has been written" in run("--install-completion", shell).out
+    assert file.read_text() == script(shell)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_shell_in_use_is_the_default(
+    run: Run, home: Path, monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
+    monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
+    assert run("--show-completion").out == script(shell)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["tcsh"], "needs one of bash, zsh, fish; 'tcsh' is not one of them"),
+        ([], r"\$SHELL does not name one"),
+        (["bash", "zsh"], "takes one shell and nothing else, not bash zsh"),
+    ],
+)
+def test_other_words_are_a_mistake(
+    run: Run, home: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], message: str
+) -> None:
+    monkeypatch.delenv("SHELL", raising=False)
+    outcome = run("--install-completion", *argv)
+    assert outcome.code == 2
+    assert re.search(message, outcome.err)
+
+
+def test_a_folder_that_cannot_be_written_is_a_mistake(run: Run, home: Path) -> None:
+    (home / ".config").write_text("a file where a folder must be")
+    outcome = run("--install-completion", "fish")
+    assert outcome.code == 2
+    assert "linnaeus.fish cannot be written" in outcome.err
+
+
+REPLIES = """
+source "$1"
+while IFS= read -r COMP_LINE; do
+    COMP_POINT=${#COMP_LINE}
+    COMP_WORDBREAKS=$' \\t\\n"\\'><=;|&(:'
+    _linnaeus linnaeus "" ""
+    echo "${COMPREPLY[*]}"
+done
+"""
+
+
+def test_bash_gets_what_replaces_the_word_after_the_equals_sign(run: Run, home: Path) -> None:
+    run("--install-completion", "bash")
+    expected = {
+        "linnaeus ana": "analyze",
+        "linnaeus DATA.AUTOBATCH.STRA": "DATA.AUTOBATCH.STRATEGY=",
+        "linnaeus DATA.AUTOBATCH.STRATEGY=b": "binary binsearch",
+        "FOO=1 linnaeus train TRAIN.AMP ": "off bf16 fp16",
+        "linnaeus model=resnet": "resnet18 resnet50",
+        "linnaeus --cfg ": "",
+        "linnaeus DATA.BATCH_SIZE=": "",
+    }
+    done = subprocess.run(
+        ["bash", "--norc", "-c", REPLIES, "bash", place("bash", os.environ)],
+        input="\n".join(expected) + "\n", capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert dict(zip(expected, done.stdout.split("\n"), strict=False)) == expected
+    assert done.stderr == ""
+
+
+def type_into(argv: list[str], keys: list[tuple[str, str]], cwd: Path) -> None:
+    """Type into a shell on a terminal; after each text, wait until the terminal shows a pattern."""
+    own, theirs = os.openpty()
+    # setsid makes the terminal the shell's controlling one, which zsh and fish need.
+    shell = subprocess.Popen(["setsid", "--ctty", *argv], stdin=theirs, stdout=theirs, stderr=theirs, cwd=cwd)
+    os.close(theirs)
+    try:
+        for text, pattern in keys:
+            os.write(own, text.encode())
+            shown, deadline = "", time.monotonic() + 60
+            while not re.search(pattern, shown):
+                if select.select([own], [], [], 1)[0]:
+                    shown += os.read(own, 65536).decode(errors="replace").replace("\a", "")
+                assert time.monotonic() < deadline, f"{text!r} was followed by {shown!r}, not by {pattern!r}"
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(own)
+
+
+TYPED = [
+    ("linnaeus ana\t", "linnaeus analyze "),
+    (f"{CTRL_U}linnaeus DATA.AUTOBATCH.STRA\t", "STRATEGY="),
+    ("gu\t", "guided "),
+    (f"{CTRL_U}linnaeus model=vit_b\t", "vit_base "),
+    (f"{CTRL_U}linnaeus --cfg my_ex\t", r"my_experiment\.yaml "),
+    (f"{CTRL_U}linnaeus --cfg=my_ex\t", r"my_experiment\.yaml "),
+]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_tab_in_the_shell(run: Run, home: Path, shell: str) -> None:
+    program = shutil.which(shell)
+    if program is None:
+        pytest.skip(f"{shell} is not installed")
+    run("--install-completion", shell)
+    file = place(shell, os.environ)
+    arguments, load = {
+        "bash": (["--norc", "--noprofile", "-i"], f"source {file}"),
+        "zsh": (["-f", "-i"], f"fpath=({file.parent} $fpath); autoload -Uz compinit; compinit -u -D"),
+        "fish": (["--no-config", "-i"], f"source {file}"),
+    }[shell]
+    type_into([program, *arguments], [(f"{load}; echo rea''dy\r", "ready"), *TYPED], home)
