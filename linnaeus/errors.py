@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from linnaeus.words import counted
+
 EXIT_INTERRUPTED = 130
 """The shell's own code for a program that Ctrl-C ended."""
 
@@ -37,9 +39,8 @@ class ConfigError(LinnaeusError):
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
-        noun = "problem" if len(self.problems) == 1 else "problems"
         listed = "\n".join(f"  - {problem}" for problem in self.problems)
-        super().__init__(f"{len(self.problems)} {noun} in the configuration:\n{listed}")
+        super().__init__(f"{counted(len(self.problems), 'problem')} in the configuration:\n{listed}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
         """Errors of loader processes arrive as pickles, which would repeat the heading."""

@@ -18,7 +18,7 @@ from tests.forks import ROOT
 PACKAGE = ROOT / "linnaeus"
 
 ORDER = (
-    "errors", "files", "rng", "nest", "signals", "control", "config", "batching", "memory", "dist",
+    "words", "errors", "files", "rng", "nest", "signals", "control", "config", "batching", "memory", "dist",
     "console", "log", "tracking", "data", "models", "training", "autobatch", "run", "commands", "main",
     "train",
 )  # fmt: skip

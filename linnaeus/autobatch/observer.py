@@ -60,7 +60,9 @@ class SearchObserver:
 
 
 class SearchLog(SearchObserver):
-    """Logs one line for each search and each trial that has ended, at INFO; starts at DEBUG.
+    """Logs one line for each search, each trial that has ended and each size timed, at INFO.
+
+    Starts are logged at DEBUG, and so are further timings of a size, which settle close comparisons.
 
     Args:
         mode: begins every line.
@@ -69,6 +71,7 @@ class SearchLog(SearchObserver):
         num_trials: trials that have ended.
         purpose: of the trial that was started last.
         note: marks the result of a confirmation; empty for other trials.
+        timed_sizes: sizes that have been timed.
     """
 
     extra: Mapping[str, Any] = {}
@@ -79,6 +82,7 @@ class SearchLog(SearchObserver):
         self.num_trials = 0
         self.purpose: Purpose = "warm-up"
         self.note = ""
+        self.timed_sizes: set[int] = set()
         self._fraction: float | None = None
 
     def search_started(self, limits: SearchLimits) -> None:
@@ -113,15 +117,22 @@ class SearchLog(SearchObserver):
 
     def size_timed(self, timing: Timing) -> None:
         """Log the speed."""
-        logger.info(
-            "%s: batch size %d: %.4g samples/s", self.mode, timing.batch_size, timing.samples_per_s,
-            extra=self.extra,
+        is_new = timing.batch_size not in self.timed_sizes
+        self.timed_sizes.add(timing.batch_size)
+        logger.log(
+            logging.INFO if is_new or not timing.samples_per_s else logging.DEBUG,
+            "%s, timing: batch size %d %s", self.mode, timing.batch_size, speed(timing), extra=self.extra,
         )  # fmt: skip
 
 
 def gib(num_bytes: int) -> str:
     """Such as `0.912`: with enough digits to tell a peak that is just above the budget."""
     return f"{num_bytes / GIB:.3f}"
+
+
+def speed(timing: Timing) -> str:
+    """Such as `205.3 samples/s`."""
+    return f"{timing.samples_per_s:.4g} samples/s" if timing.samples_per_s else "no longer fits"
 
 
 def budget_of_total(budget_bytes: int, total_bytes: int, *, is_limit: bool) -> str:

@@ -17,6 +17,7 @@ from linnaeus.config.schema import DataConfig, TrainConfig
 from linnaeus.dist import World
 from linnaeus.memory.device import GIB
 from linnaeus.training.out_of_memory import SizeOrigin
+from linnaeus.words import counted
 
 _IRRELEVANT = {
     "TRAIN": (
@@ -142,7 +143,7 @@ def find_planned_sizes(
     if found is None:
         found = find_sizes(search)
     if limit is not None:
-        logger.info("memory ran out before: micro-batches have at most %d samples", limit)
+        logger.info("memory ran out before: micro-batches have at most %s", counted(limit, "sample"))
         plan = plan_for(found["train"].batch_size if "train" in found else batch_size).limited(limit)
         return PlannedSizes(_with_validation_that_fits(search, found, plan), plan, key, limit)
     if "train" not in found:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from rich.console import Console
 from rich.text import Text
 
-from linnaeus.autobatch.observer import Purpose, SearchLog, gib
+from linnaeus.autobatch.observer import Purpose, SearchLog, gib, speed
 from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.autobatch.search import TrialRecord
@@ -70,10 +70,12 @@ class SearchProgress(SearchLog):
         return f"{both} of {gib(budget_bytes)} GiB"
 
     def size_timed(self, timing: Timing) -> None:
-        """Add a row."""
+        """Add a row, unless the size has been timed before and still fits."""
+        is_new = timing.batch_size not in self.timed_sizes
         super().size_timed(timing)
-        speed = f"{timing.samples_per_s:.4g} samples/s"
-        self._row("", timing.batch_size, "timed", "", "", f"{timing.seconds_per_step:.3f}", speed)
+        if is_new or not timing.samples_per_s:
+            seconds = f"{timing.seconds_per_step:.3f}"
+            self._row("", timing.batch_size, "timed", "", "", seconds, speed(timing))
 
     def _row(self, *cells: object) -> None:
         if self._console is None:

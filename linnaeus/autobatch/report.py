@@ -15,6 +15,7 @@ from linnaeus.autobatch.observer import budget_of_total
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.files import write_text_atomically
 from linnaeus.tracking import Tracker
+from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.run")
 
@@ -74,12 +75,22 @@ def report_searches(
 
 def summary(result: AutoBatchResult) -> str:
     """One sentence with the size found, its limit, and what is proven about the largest size."""
-    proof = "certified"
-    if not result.certified:
-        proof = f"not certified (the largest is at most {result.within:.1%} larger)"
     limit = _LIMITS[result.limited_by]
+    if result.limited_by == "max_batch_size" and result.mode == "val":
+        limit = "MAX_BATCH_SIZE_VAL"
     budget = budget_of_total(result.budget_bytes, result.total_bytes, is_limit=result.total_is_limit)
     return (
-        f"AutoBatch {result.mode}: batch size {result.batch_size}, limited by {limit}, {proof}; "
-        f"{len(result.trials)} trials in {result.seconds:.1f} s, budget {budget}"
+        f"AutoBatch {result.mode}: batch size {result.batch_size}, limited by {limit}, {_proof(result)}; "
+        f"{counted(len(result.trials), 'trial')} in {result.seconds:.1f} s, budget {budget}"
     )
+
+
+def _proof(result: AutoBatchResult) -> str:
+    """Whether the largest size that fits is known, and if not, how much larger it may be."""
+    if result.certified:
+        return "certified"
+    if all(trial.size <= result.batch_size for trial in result.trials):
+        return "not certified (no larger size was tried)"
+    if result.within > 1:
+        return f"not certified (the largest is at most {1 + result.within:.3g} times as large)"
+    return f"not certified (the largest is at most {result.within:.1%} larger)"

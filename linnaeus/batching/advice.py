@@ -8,6 +8,7 @@ from linnaeus.batching.facts import Facts
 from linnaeus.batching.sizes import EFFECTIVE, SCHEDULE, better_sizes
 from linnaeus.batching.stages import MANY_ACCUMULATION_STEPS, Split
 from linnaeus.config.schema import TrainConfig
+from linnaeus.words import counted
 
 FEW_FOR_BATCHNORM = 16
 """With fewer samples BatchNorm's error grows fast ("Group Normalization", Wu and He 2018, figure 1)."""
@@ -64,8 +65,8 @@ def _accumulation(facts: Facts, splits: Sequence[Split], key: str) -> str | None
             "TRAIN.GRADIENT_CHECKPOINTING True"
         )
     return (
-        f"{split.accumulation_steps} accumulation steps of {split.micro_batch_size} samples make each "
-        f"optimizer step slow; {remedy}"
+        f"{split.accumulation_steps} accumulation steps of {counted(split.micro_batch_size, 'sample')} make "
+        f"each optimizer step slow; {remedy}"
     )
 
 
@@ -80,8 +81,9 @@ def _batchnorm(facts: Facts, splits: Sequence[Split], key: str) -> str | None:
     can_synchronise = facts.world_size > 1 and facts.batchnorm == "local"
     sync = "TRAIN.SYNC_BATCHNORM True, " if can_synchronise else ""
     return (
-        f"BatchNorm sees only {samples} samples {where}, fewer than {FEW_FOR_BATCHNORM}: its statistics are "
-        f"noisy; use {sync}a model with GroupNorm or LayerNorm (MODEL.NAME), or a larger micro-batch ({key})"
+        f"BatchNorm sees only {counted(samples, 'sample')} {where}, fewer than {FEW_FOR_BATCHNORM}: its "
+        f"statistics are noisy; use {sync}a model with GroupNorm or LayerNorm (MODEL.NAME), or a larger "
+        f"micro-batch ({key})"
     )
 
 

@@ -26,6 +26,7 @@ from linnaeus.batching.sizes import keeps_rest, plan_epochs, unused_keys
 from linnaeus.batching.stages import Split, Stage, make_stage
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from linnaeus.errors import DataError
+from linnaeus.words import counted
 
 OptimizerNode = OptimizerConfig | Mapping[str, Any]
 """The OPTIMIZER node. Learning rate and weight decay of a `_target_` node (a mapping) are never scaled."""
@@ -348,6 +349,7 @@ def _warmup(
     wanted = round(WARMUP_FRACTION * sum(steps_per_epoch))
     steps = max(1, min(wanted, _steps_in(WARMUP_MAX_EPOCHS, steps_per_epoch)))
     return steps, [
-        f"{reason} and no warm-up is set, so one of {steps} steps is added ({WARMUP_FRACTION:.0%} of "
-        f"training, at most {WARMUP_MAX_EPOCHS} epochs); SCHEDULE.WARMUP_STEPS sets another"
+        f"{reason} and no warm-up is set, so one of {counted(steps, 'step')} is added "
+        f"({WARMUP_FRACTION:.0%} of training, at most {WARMUP_MAX_EPOCHS} epochs); "
+        "SCHEDULE.WARMUP_STEPS sets another"
     ]

@@ -15,6 +15,7 @@ from linnaeus.batching.stages import (
 )
 from linnaeus.config.schema import TrainConfig
 from linnaeus.errors import ConfigError
+from linnaeus.words import counted
 
 EFFECTIVE, SCHEDULE = "TRAIN.EFFECTIVE_BATCH_SIZE", "TRAIN.BATCH_SCHEDULE"
 _GROWING = ("linear", "exponential")
@@ -135,7 +136,8 @@ def _contradictions(train: TrainConfig) -> list[str]:
             problems.append(f"{SCHEDULE}.MILESTONES: needs at least one pair [at, size]")
         elif schedule.UNIT == "epochs" and starts[-1] >= train.EPOCHS:
             problems.append(
-                f"{SCHEDULE}.MILESTONES: {starts[-1]} comes after the last of {train.EPOCHS} epochs"
+                f"{SCHEDULE}.MILESTONES: {starts[-1]} comes after the last of "
+                f"{counted(train.EPOCHS, 'epoch')}"
             )
         for name, value in ((f"{SCHEDULE}.LAST", schedule.LAST), (EFFECTIVE, train.EFFECTIVE_BATCH_SIZE)):
             if value is not None and starts and value != schedule.MILESTONES[-1][1]:
@@ -158,8 +160,9 @@ def _contradictions(train: TrainConfig) -> list[str]:
         problems.append(f"{SCHEDULE}: a batch that changes by epochs needs TRAIN.EPOCHS of at least 2")
     elif schedule.LENGTH is not None and schedule.LENGTH >= train.EPOCHS:
         problems.append(
-            f"{SCHEDULE}.LENGTH: after {schedule.LENGTH} epochs a run of TRAIN.EPOCHS {train.EPOCHS} is "
-            f"over, and {SCHEDULE}.LAST would not be reached; {train.EPOCHS - 1} is the most"
+            f"{SCHEDULE}.LENGTH: after {counted(schedule.LENGTH, 'epoch')} a run of TRAIN.EPOCHS "
+            f"{train.EPOCHS} is over, and {SCHEDULE}.LAST would not be reached; "
+            f"{train.EPOCHS - 1} is the most"
         )
     return problems
 
@@ -172,8 +175,9 @@ def _misfit(name: str, size: int, facts: Facts) -> str | None:
         return f"{name}: {size} is below the {world_size} processes, each of which takes at least one sample"
     if size > largest:
         return (
-            f"{name}: {size} is above what one epoch holds: {num_samples} training samples on {world_size} "
-            f"{'process' if world_size == 1 else 'processes'}; {largest} is the most"
+            f"{name}: {size} is above what one epoch holds: "
+            f"{counted(num_samples, 'training sample')} on {counted(world_size, 'process')}; "
+            f"{largest} is the most"
         )
     if size % world_size:
         possible = nearest(

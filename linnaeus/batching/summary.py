@@ -5,6 +5,7 @@ from __future__ import annotations
 from linnaeus.batching.plan import BatchPlan, OptimizerNode
 from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import OptimizerConfig, TrainConfig
+from linnaeus.words import counted
 
 
 def summary_lines(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode) -> list[str]:
@@ -21,17 +22,17 @@ def summary_lines(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode)
         ("steps", _steps(plan)),
         ("rate", _learning_rate(plan, optimizer)),
         ("weight decay", _weight_decay(plan, optimizer)),
-        ("warm-up", f"{plan.warmup_steps} steps" if plan.warmup_steps else "none"),
+        ("warm-up", counted(plan.warmup_steps, "step") if plan.warmup_steps else "none"),
     ]
     width = max(len(label) for label, _ in rows)
     return [f"{label:<{width}}  {text}" for label, text in rows]
 
 
 def _batch(plan: BatchPlan) -> str:
-    processes = "process" if plan.world_size == 1 else "processes"
     return (
-        f"{plan.micro_batch_size} micro-batch x {plan.accumulation_steps} accumulation x {plan.world_size} "
-        f"{processes} = {plan.effective_batch_size} samples per optimizer step"
+        f"{plan.micro_batch_size} micro-batch x {plan.accumulation_steps} accumulation x "
+        f"{counted(plan.world_size, 'process')} = {counted(plan.effective_batch_size, 'sample')} per "
+        "optimizer step"
     )
 
 

@@ -50,6 +50,11 @@ class Speeds:
             self._add(timing)
         return fast
 
+    @property
+    def fastest(self) -> Timing:
+        """The timing with the most samples per second; needs at least one."""
+        return max(self.ascending(), key=lambda timing: timing.samples_per_s)
+
     def ascending(self) -> list[Timing]:
         """The timings by ascending size."""
         return [self.timings[size] for size in sorted(self.timings)]

@@ -22,6 +22,7 @@ from linnaeus.data.split import stratified_split
 from linnaeus.data.taxonomy import LabelIndex, Lineage, Taxonomy, UnknownClassError
 from linnaeus.data.transforms import Transform, build_transforms
 from linnaeus.errors import ConfigError, DataError
+from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.data")
 
@@ -152,7 +153,8 @@ def _hold_out(listing: Listing, fraction: float, report: list[str]) -> tuple[Lis
             f"{listing.source}: {len(listing.paths)} samples are too few to hold out {fraction:g} of them "
             "for validation; raise DATA.DATASET.VAL_FRACTION, or name validation data in DATA.DATASET.VAL"
         )
-    report.append(f"no validation data of its own: {len(val)} samples held out, stratified by class")
+    held_out = counted(len(val), "sample")
+    report.append(f"no validation data of its own: {held_out} held out, stratified by class")
     return listing.take(train), listing.take(val)
 
 

@@ -563,6 +563,13 @@ def test_summary() -> None:
     ]
 
 
+def test_summary_of_one() -> None:
+    train, schedule = TrainConfig(EFFECTIVE_BATCH_SIZE=1), ScheduleConfig(WARMUP_STEPS=1)
+    lines = summary_lines(plan_batches(train, OptimizerConfig(), schedule, FACTS), train, OptimizerConfig())
+    assert lines[0].endswith("x 1 accumulation x 1 process = 1 sample per optimizer step")
+    assert lines[-1] == "warm-up       1 step"
+
+
 def test_a_plan_in_plain_values() -> None:
     schedule = {"NAME": "milestones", "FIRST": 32, "MILESTONES": [[2, 128]]}
     plan = plan_of(replace(FACTS, num_samples=1280), schedule=schedule, EPOCHS=3)

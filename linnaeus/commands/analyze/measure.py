@@ -21,6 +21,7 @@ from linnaeus.config.schema import AutoBatchConfig
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB
 from linnaeus.training.state_bytes import StateBytes
+from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.analysis")
 EXTRA_TRIALS = 0.6
@@ -78,7 +79,11 @@ def measure_mode(
 def _log(row: Row) -> None:
     size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
     logger.info(
-        "%s, %s of the memory: %s, %d trials", row.mode, f"{row.memory_fraction:.0%}", size, len(row.trials)
+        "%s, %s of the memory: %s, %s",
+        row.mode,
+        f"{row.memory_fraction:.0%}",
+        size,
+        counted(len(row.trials), "trial"),
     )
 
 

@@ -1,12 +1,16 @@
-"""The figures of an analysis for people: tables, and YAML to paste."""
+"""The figures of an analysis for people: tables, notes on them, and YAML to paste."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from rich.console import Console
 from rich.table import Table
 
+from linnaeus.autobatch.result import Mode
+from linnaeus.autobatch.throughput import TOLERANCE
 from linnaeus.commands.analyze.results import PARTS, Analysis, Row
+from linnaeus.commands.measure import Speeds
 from linnaeus.commands.tables import cell
 from linnaeus.memory.device import GIB
 
@@ -14,13 +18,30 @@ _MIB = 1024**2
 _TITLES = {"average": "EMA copy", "optimizer_state": "optimizer state", "rest": "the rest"}
 
 
-def tables(analysis: Analysis) -> list[Table]:
-    """All tables: sizes, parts of the memory, remedies."""
+def show(analysis: Analysis, console: Console) -> None:
+    """Print tables of sizes, speeds, parts of the memory and remedies, each with its notes, and the YAML."""
+    if not analysis.rows:
+        return
+    console.print(results_table(analysis))
+    if analysis.has_sizes:  # otherwise the reasons are the command's error
+        _print(console, *analysis.reasons)
+    knees = {mode: speeds for mode, speeds in analysis.speeds.items() if speeds.knee in speeds.timings}
+    if knees:
+        console.print(throughput_table(knees))
+        _print(console, *(knee_sentence(mode, speeds) for mode, speeds in knees.items()))
     by_mode = [analysis.sorted_rows(mode) for mode in analysis.speeds]
-    breakdowns = [breakdown_table(rows) for rows in by_mode if any(row.breakdown for row in rows)]
-    has_remedies = any(row.remedies for row in analysis.rows)
-    remedies = [remedies_table(analysis.sorted_rows())] if has_remedies else []
-    return [results_table(analysis), *breakdowns, *remedies]
+    for rows in by_mode:
+        if any(row.breakdown for row in rows):
+            console.print(breakdown_table(rows))
+    if any(row.remedies for row in analysis.rows):
+        console.print(remedies_table(analysis.sorted_rows()))
+    if lines := yaml_lines(analysis):
+        _print(console, f"To paste into a configuration:\n\n{lines}")
+
+
+def _print(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def results_table(analysis: Analysis) -> Table:
@@ -47,6 +68,32 @@ def results_table(analysis: Analysis) -> Table:
     for line in lines:
         table.add_row(*line.values())
     return table
+
+
+def throughput_table(speeds: Mapping[Mode, Speeds]) -> Table:
+    """One line per size that was timed, for modes whose knee is known."""
+    table = Table(title="Samples per second", title_justify="left")
+    for heading in ("mode", "batch size", "samples/s", "of best"):
+        table.add_column(heading, justify="left" if heading == "mode" else "right")
+    table.add_column("", min_width=len("knee, fastest"))
+    for mode, found in speeds.items():
+        best = found.fastest
+        for timing in found.ascending():
+            marks = {"knee": timing.batch_size == found.knee, "fastest": timing is best}
+            table.add_row(
+                mode, str(timing.batch_size), f"{timing.samples_per_s:.4g}",
+                f"{timing.samples_per_s / best.samples_per_s:.0%}",
+                ", ".join(name for name, applies in marks.items() if applies),
+            )  # fmt: skip
+    return table
+
+
+def knee_sentence(mode: Mode, speeds: Speeds) -> str:
+    """Which size is the knee, and what that means."""
+    return (
+        f"knee of {mode}: batch size {speeds.knee}, the smallest within {100 * TOLERANCE:g} % of the best "
+        "samples per second"
+    )
 
 
 def breakdown_table(rows: Sequence[Row]) -> Table:

@@ -147,7 +147,10 @@ class Analysis(Measurement):
     @property
     def reasons(self) -> list[str]:
         """Why there is no size: for each mode at the largest fraction where nothing fits."""
-        found = {row.mode: row.reason for row in reversed(self.rows) if row.reason is not None}
+        found: dict[Mode, str] = {}
+        for row in self.rows:  # of each mode, the largest fraction comes first
+            if row.reason is not None:
+                found.setdefault(row.mode, row.reason)
         return list(found.values())
 
     def sorted_rows(self, mode: Mode | None = None) -> list[Row]:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import gc
-import logging
-
-from rich.console import Console
 
 from linnaeus.commands.analyze.measure import measure_mode
 from linnaeus.commands.analyze.options import Options
-from linnaeus.commands.analyze.output import tables, yaml_lines
+from linnaeus.commands.analyze.output import show
 from linnaeus.commands.analyze.plot import save_plot
 from linnaeus.commands.analyze.remedies import measure_remedies
 from linnaeus.commands.analyze.results import Analysis
 from linnaeus.commands.session import Setup, run_session
 from linnaeus.config.schema import Config
 from linnaeus.errors import AutoBatchError
-
-logger = logging.getLogger("linnaeus.analysis")
 
 
 def run(options: Options, config: Config) -> int:
@@ -28,7 +23,7 @@ def run(options: Options, config: Config) -> int:
         LinnaeusError: something else that the user can mend; the message says how.
     """
     analysis = Analysis()
-    exit_code = run_session(config, options, analysis, measure=_measure, draw=save_plot, show=_show)
+    exit_code = run_session(config, options, analysis, measure=_measure, draw=save_plot, show=show)
     if not analysis.interrupted and not analysis.has_sizes:
         raise AutoBatchError("\n".join(analysis.reasons))
     return exit_code
@@ -43,14 +38,3 @@ def _measure(setup: Setup, options: Options, analysis: Analysis) -> None:
         del search  # the remedies build models of their own
         gc.collect()
         measure_remedies(setup, analysis, timed=options.throughput)
-
-
-def _show(analysis: Analysis, console: Console) -> None:
-    if analysis.rows:
-        for table in tables(analysis):
-            console.print(table)
-    if analysis.has_sizes:
-        for reason in analysis.reasons:
-            logger.info(reason)
-    if lines := yaml_lines(analysis):
-        console.print(f"To paste into a configuration:\n\n{lines}", markup=False, soft_wrap=True)

@@ -45,7 +45,8 @@ class Options(MeasuringOptions):
     """What to time, and what to predict from it.
 
     Attributes:
-        sizes: timed beside the largest size that fits; None for the powers of two below it.
+        sizes: timed beside the largest size that fits; None for the powers of two below it and sizes
+            near the smallest fast one.
         dataset_length: number of training samples; None for the configured dataset's.
         noise_scale: gradient noise scale, in samples; None where it is not known.
         world_size: processes of the planned run.
@@ -87,7 +88,8 @@ PARSER.option(
 )  # fmt: skip
 PARSER.option(
     "--sizes", "N,N,...", _sizes,
-    "time these sizes, and the largest that fits; default: powers of two below it",
+    "time these sizes, and the largest that fits; default: powers of two below it, and up to three sizes "
+    "near the smallest fast one",
 )  # fmt: skip
 PARSER.option(
     "--dataset-length", "N", read_count, "training samples; default: those of the configured dataset"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from rich.table import Table
 
 from linnaeus.commands.duration import show_duration
 from linnaeus.commands.plan.results import Plan, Row
+
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e[+-]\d+)?%?(?![\w.]*\w)")
+"""A number or a percentage that is not part of a word."""
 
 
 def results_table(plan: Plan) -> Table:
@@ -38,7 +44,7 @@ def _cells(row: Row, plan: Plan) -> dict[str, str]:
 
 
 def notes(plan: Plan) -> list[str]:
-    """Notes below the table: sizes left out, what its columns mean, warnings, and the recommended size."""
+    """Notes below the table: sizes left out, its columns, warnings, the time budget, the recommended size."""
     found = [f"batch size {size} is left out: {reason}" for size, reason in plan.left_out.items()]
     if not plan.rows:
         return found
@@ -49,6 +55,7 @@ def notes(plan: Plan) -> list[str]:
             "steps as a multiple of the fewest possible, time as a multiple of the recommended size's"
         )
     found += _warnings(plan)
+    found += _time_notes(plan)
     why = (
         "the smallest within 5 % of the best samples per second"
         if noise_scale is None
@@ -57,10 +64,49 @@ def notes(plan: Plan) -> list[str]:
     return [*found, f"recommended: DATA.BATCH_SIZE={plan.recommended.batch_size}, {why}"]
 
 
+def _time_notes(plan: Plan) -> list[str]:
+    """That no size meets the time budget, or not the recommended one."""
+    budget_s, recommended = plan.goal.time_budget_s, plan.recommended
+    if budget_s is None or recommended.in_time:
+        return []
+    in_time = [str(row.batch_size) for row in plan.rows if row.in_time]
+    if in_time:
+        return [
+            f"the run takes {show_duration(recommended.run_s)} with the recommended size, more than "
+            f"{show_duration(budget_s)}; it ends in time with {', '.join(in_time)}"
+        ]
+    return [
+        f"no size ends the run within {show_duration(budget_s)}: the fastest, batch size "
+        f"{plan.fastest.batch_size}, takes {show_duration(plan.fastest.run_s)}; fewer TRAIN.EPOCHS or more "
+        "processes take less time"
+    ]
+
+
 def _warnings(plan: Plan) -> list[str]:
-    """Each warning once, with the sizes that it concerns."""
-    sizes: dict[str, list[int]] = {}
+    """Each warning once, with the sizes that it concerns. Where only the numbers differ, they are spans."""
+    groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for row in plan.rows:
         for warning in row.warnings:
-            sizes.setdefault(warning, []).append(row.batch_size)
-    return [f"batch size {', '.join(map(str, found))}: {warning}" for warning, found in sizes.items()]
+            finding, _, remedy = warning.partition(";")
+            key = (_NUMBER.sub("#", finding), remedy)  # numbers in a remedy are sizes to choose
+            groups.setdefault(key, []).append((row.batch_size, warning))
+    return [
+        f"batch size {', '.join(str(size) for size, _ in group)}: {spanned([text for _, text in group])}"
+        for group in groups.values()
+    ]
+
+
+def spanned(texts: Sequence[str]) -> str:
+    """One text for several that differ in numbers alone: each number becomes a span.
+
+    >>> spanned(["12 of 96 samples", "48 of 96 samples", "24 of 96 samples"])
+    '12 to 48 of 96 samples'
+    """
+    columns = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
+    spans = iter([_span(numbers) for numbers in columns])
+    return _NUMBER.sub(lambda _: next(spans), texts[0])
+
+
+def _span(numbers: Sequence[str]) -> str:
+    low, high = (choose(numbers, key=lambda number: float(number.rstrip("%"))) for choose in (min, max))
+    return low if low == high else f"{low} to {high}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from linnaeus.commands.duration import UNITS, show_duration
 from linnaeus.commands.picture import BLUE, VERMILION, Picture, decorate, drawing, mark_size, size_axis
 from linnaeus.commands.plan.results import Plan
+from linnaeus.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +42,7 @@ def _headline(plan: Plan) -> str:
     processes = "" if goal.world_size == 1 else f", {goal.world_size} processes"
     noise = "" if goal.noise_scale is None else f", noise scale {goal.noise_scale:g}"
     model = plan.environment.get("model", "")
-    return f"{model}: {goal.epochs} epochs of {goal.num_samples:,} samples{processes}{noise}"
+    return f"{model}: {counted(goal.epochs, 'epoch')} of {goal.num_samples:,} samples{processes}{noise}"
 
 
 def _run_panel(picture: Picture, axes: Axes, plan: Plan) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from linnaeus.commands.picture import SERIES, Picture, decorate, drawing, size_axis
 from linnaeus.commands.sweep.results import Series, Sweep, series_of
+from linnaeus.words import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +34,7 @@ def save_plot(sweep: Sweep, path: Path) -> None:
 def _headline(sweep: Sweep) -> str:
     finished, total = len(sweep.with_status("finished")), len(sweep.rows)
     keys = ", ".join(sweep.rows[0].values)
-    return f"{finished} of {total} runs over {keys}"
+    return f"{finished} of {counted(total, 'run')} over {keys}"
 
 
 def _lines(picture: Picture, axes: Axes, series: list[Series], name: str) -> None:

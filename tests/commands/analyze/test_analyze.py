@@ -20,9 +20,15 @@ import yaml
 from PIL import Image
 from torch import Tensor, nn
 
+from linnaeus.autobatch.result import Mode
+from linnaeus.commands.analyze.breakdown import Breakdown
+from linnaeus.commands.analyze.output import show
+from linnaeus.commands.analyze.results import Analysis, Row
 from linnaeus.commands.environment import driver_version
+from linnaeus.commands.measure import Speeds
 from tests import forks
 from tests.conftest import SMALL, Child, Outcome, Run
+from tests.consoles import plain_console
 from tests.forks import ROOT
 from tests.memory.ledger import held_bytes
 
@@ -228,6 +234,19 @@ def test_driver_version(tmp_path: Path) -> None:
     assert driver_version(tmp_path / "missing") is None
 
 
+def check_speeds_on_console(text: str, knee: int, timed: dict[int, float]) -> None:
+    """A row for each size, the knee named, and one line for each size while it is timed."""
+    before, table = text.split("Samples per second")
+    best = max(timed.values())
+    for size, speed in timed.items():
+        marks = {"knee": size == knee, "fastest": speed == best}
+        cells = ["train", str(size), f"{speed:.4g}", f"{speed / best:.0%}"]
+        last = ", ".join(name for name, applies in marks.items() if applies)
+        assert re.search("│ +" + " +│ +".join(map(re.escape, cells)) + rf" │ {last} *│", table)
+        assert before.count(f"train, timing: batch size {size} ") == 1
+    assert f"knee of train: batch size {knee}, the smallest within 5 % of the best samples per second" in text
+
+
 @pytest.mark.usefixtures("few_timed_steps")
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_throughput_and_pictures(run: Run, tmp_path: Path, ending: str) -> None:
@@ -242,6 +261,7 @@ def test_throughput_and_pictures(run: Run, tmp_path: Path, ending: str) -> None:
     assert curve["knee"] in timed
     assert timed[curve["knee"]] >= 0.9 * max(timed.values())
     assert found["results"][0]["samples_per_s"] == pytest.approx(timed[20], abs=0.001)
+    check_speeds_on_console(outcome.out, curve["knee"], timed)
     if ending == "svg":
         svg = ElementTree.parse(tmp_path / "sizes.svg").getroot()
         check_svg(svg, found)
@@ -283,6 +303,27 @@ def test_a_fraction_at_which_nothing_fits_does_not_end_the_others(run: Run, tmp_
     assert "no batch size fits" in outcome.out
     assert outcome.out.count("# 100% of the memory") == 1
     assert "# 10% of the memory" not in outcome.out
+
+
+def test_why_nothing_fits_stands_below_the_sizes_and_train_comes_first() -> None:
+    speeds: dict[Mode, Speeds] = {"train": Speeds(), "val": Speeds()}
+    rows = []
+    for mode in speeds:
+        rows.append(Row(mode, 0.9, 8, peak_bytes=MIB, breakdown=Breakdown(activations=MIB)))
+        rows += [Row(mode, share, reason=f"{mode} lacks memory at {share}") for share in (0.5, 0.4)]
+    console, output = plain_console()
+    show(Analysis(rows=rows, speeds=speeds), console)
+    text = output.getvalue()
+    parts = (
+        "Batch sizes",
+        "train lacks memory at 0.5",
+        "val lacks memory at 0.5",
+        "Memory at the train sizes",
+    )
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+    assert "at 0.4" not in text, "the largest fraction says it for the others"
+    assert "Samples per second" not in text, "nothing was timed"
 
 
 def test_nothing_fits_at_any_fraction(run: Run, tmp_path: Path) -> None:

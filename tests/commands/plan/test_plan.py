@@ -62,6 +62,7 @@ def test_where_memory_limits(run: Run, tmp_path: Path) -> None:
         assert row["total_steps"] in (4 * (5000 // size), 4 * -(-5000 // size)), "the rest may be left out"
         assert f"│ {size:>10} │ " in outcome.out
     assert f"recommended: DATA.BATCH_SIZE={found['recommended']}" in outcome.out
+    assert "no size ends the run" not in outcome.out, "all do"
     page = (tmp_path / "plan.html").read_text()
     assert f"recommended: {found['recommended']}" in page
     assert all(f"<td>{size}</td>" in page for size in rows)
@@ -97,6 +98,8 @@ def test_a_noise_scale_and_the_batch_plan(run: Run, tmp_path: Path) -> None:
     assert any("BatchNorm" in text for text in rows[4]["warnings"])
     assert not any("BatchNorm" in text for text in rows[16]["warnings"])
     assert "batch size 4, 8: BatchNorm" in outcome.out or "batch size 4: BatchNorm" in outcome.out
+    assert outcome.out.count(": BatchNorm sees only 4 to 8 samples per process, fewer than 16") == 1
+    assert "no size ends the run within 0.001 s: the fastest, batch size " in outcome.out
     svg = ElementTree.parse(tmp_path / "plan.svg").getroot()
     titles = {title.text for title in svg.iter(f"{SVG}title")}
     assert titles == {
