@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import ctypes
 import gc
 import math
@@ -11,9 +10,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -21,13 +18,17 @@ import torch
 from linnaeus.memory.cgroups import MemoryPool, limited_cgroups
 from linnaeus.memory.interface import DeviceMemory, T
 from linnaeus.memory.oom import is_ambiguous, is_out_of_memory
+from linnaeus.memory.process import process_limits, status_bytes
 from linnaeus.memory.storages import StorageTracer, num_compiled_graphs
+from linnaeus.memory.worker import WorkerThread
 
 _MIB = 1024**2
 _MARGIN_BYTES = 64 * _MIB
 _OVERHEAD = 2
 """The C library keeps freed blocks: processes grew by up to 1.7 times what their tensors grew by."""
 _KERNEL_BYTES = 4 * _MIB  # more than the code of any single oneDNN kernel
+_LITTLE = 16
+"""Memory runs short where less than this part of it (a sixteenth) is left, or less than `_MARGIN_BYTES`."""
 
 
 class CpuMemory(DeviceMemory):
@@ -53,11 +54,12 @@ class CpuMemory(DeviceMemory):
         self._headroom_bytes = math.inf  # growth of the process that the system allows under the cap
         self._virtual_bytes = 0  # VmPeak when the cap was set
         self._live_at_reset = self._resident_at_reset = 0
+        self._worker = WorkerThread()
         self.settle()
 
     def settle(self, excluded_bytes: int = 0) -> None:
         """See `DeviceMemory.settle`. What the process holds is its resident set."""
-        self._base_bytes = _proc_status("VmRSS") - self._live_bytes - excluded_bytes
+        self._base_bytes = status_bytes("VmRSS") - self._live_bytes - excluded_bytes
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """See `DeviceMemory.budget`. The ranks of one host divide its memory evenly.
@@ -82,14 +84,14 @@ class CpuMemory(DeviceMemory):
     def reset_peak(self) -> None:
         """Set the peak to what is in use now."""
         self._live_at_reset = self._peak_bytes = self._live_bytes
-        self._resident_at_reset = _proc_status("VmRSS")
+        self._resident_at_reset = status_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark of the resident set
 
     def peak(self) -> int:
         """Most bytes in use since `reset_peak`."""
         peak_bytes = self._peak_bytes
         if num_compiled_graphs():
-            grown_bytes = _proc_status("VmHWM") - self._resident_at_reset
+            grown_bytes = status_bytes("VmHWM") - self._resident_at_reset
             peak_bytes = max(peak_bytes, self._live_at_reset + grown_bytes)
         return self._base_bytes + peak_bytes
 
@@ -98,49 +100,35 @@ class CpuMemory(DeviceMemory):
         return self._base_bytes + self._live_bytes
 
     def refused(self, error: BaseException) -> bool:
-        """See `DeviceMemory.refused`; also an ambiguous error, if the process had grown up to the cap.
+        """See `DeviceMemory.refused`; also an ambiguous error, if memory had run short.
 
-        The operation that failed has freed its memory by now, hence the comparison with the peak.
+        Under a cap, the process had grown up to it: the operation that failed has freed its memory by now,
+        hence the comparison with the peak. Without one, little is left while the error holds the step's
+        tensors.
         """
-        if is_out_of_memory(error):
-            return True
-        grown_bytes = _proc_status("VmPeak") - self._virtual_bytes
-        return is_ambiguous(error) and grown_bytes + _KERNEL_BYTES > self._headroom_bytes
+        if not is_ambiguous(error):
+            return is_out_of_memory(error)
+        if math.isinf(self._headroom_bytes):
+            return is_out_of_memory(error) or self._is_nearly_exhausted()
+        grown_bytes = status_bytes("VmPeak") - self._virtual_bytes
+        return is_out_of_memory(error) or grown_bytes + _KERNEL_BYTES > self._headroom_bytes
 
-    def isolate(self, function: Callable[[], T]) -> T:
-        """Call the function in a new thread.
+    def _is_nearly_exhausted(self) -> bool:
+        """Whether the process is near a limit of its own, or the system has little left."""
+        rooms = [(limit.total_bytes, limit.room_bytes) for limit in process_limits()]
+        rooms += [(pool.total_bytes, pool.total_bytes - pool.used_bytes) for pool in _pools()]
+        return any(
+            room_bytes < max(_MARGIN_BYTES, total_bytes // _LITTLE) for total_bytes, room_bytes in rooms
+        )
 
-        When oneDNN's code generator (Xbyak) runs out of memory, it keeps the error in a thread-local variable
-        and never clears it, so that the thread cannot create kernels any more.
-        """
-        outcome: Future[T] = Future()
-        modes = _thread_modes()
-
-        def call(future: Future[T]) -> None:
-            try:
-                _start_intra_op_threads()
-                with contextlib.ExitStack() as stack:
-                    for mode in modes:
-                        stack.enter_context(mode)
-                    future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        thread = threading.Thread(target=contextvars.copy_context().run, args=(call, outcome), name="trial")
-        thread.start()
-        interruption: BaseException | None = None
-        while not outcome.done():  # after Ctrl-C too: nothing may be restored while a step still runs
-            try:
-                outcome.exception()
-            except BaseException as error:
-                interruption = error
-        thread.join()
-        if interruption is not None:
-            raise interruption
+    def isolate(self, function: Callable[[], T], *, keeps_thread: bool = False) -> T:
+        """Call the function in another thread; see `WorkerThread` for the reason."""
+        worker = self._worker if keeps_thread else WorkerThread()
         try:
-            return outcome.result()
+            return worker.call(function)
         finally:
-            del outcome  # or the error's traceback, this frame and the error would keep each other alive
+            if not keeps_thread:
+                worker.close()
 
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:
@@ -157,13 +145,14 @@ class CpuMemory(DeviceMemory):
         if not num_compiled_graphs():
             growth_bytes *= _OVERHEAD
         growth_bytes = min(growth_bytes, available_host_bytes() // self._num_ranks) + _MARGIN_BYTES
-        limit = _proc_status("VmData") + growth_bytes
-        if before[0] != resource.RLIM_INFINITY:
-            limit = min(limit, before[0])
         outer = self._cap_bytes, self._headroom_bytes, self._virtual_bytes
         with _address_space_up_to_peak(), self._tracer:
+            growth_bytes = min([growth_bytes, *(limit.room_bytes for limit in process_limits())])
+            limit = status_bytes("VmData") + growth_bytes
+            if before[0] != resource.RLIM_INFINITY:
+                limit = min(limit, before[0])
             self._cap_bytes, self._headroom_bytes = min(bytes_, self._cap_bytes), growth_bytes
-            self._virtual_bytes = _proc_status("VmPeak")
+            self._virtual_bytes = status_bytes("VmPeak")
             resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
             try:
                 yield
@@ -191,37 +180,13 @@ def available_host_bytes() -> int:
     return max(0, min(pool.total_bytes - pool.used_bytes for pool in _pools()))
 
 
-def _thread_modes() -> list[contextlib.AbstractContextManager[Any]]:
-    """Contexts that give another thread the modes that torch keeps per thread, as they are in this one."""
-    modes: list[contextlib.AbstractContextManager[Any]] = [
-        torch.inference_mode(torch.is_inference_mode_enabled()),
-        torch.set_grad_enabled(torch.is_grad_enabled()),
-    ]
-    if torch.is_autocast_enabled("cpu"):
-        modes.append(torch.autocast("cpu", torch.get_autocast_dtype("cpu")))
-    return modes
-
-
-def _start_intra_op_threads() -> None:
-    """Make torch start its threads now: OpenMP ends the process when it cannot start one under a cap."""
-    torch.ones(1 << 20).add_(1)
-
-
 def _address_space_up_to_peak() -> contextlib.AbstractContextManager[object]:
     """Reserve addresses until VmSize is above VmPeak: any growth then raises VmPeak."""
-    missing_bytes = _proc_status("VmPeak") - _proc_status("VmSize") + mmap.PAGESIZE
+    missing_bytes = status_bytes("VmPeak") - status_bytes("VmSize") + mmap.PAGESIZE
     try:
         return mmap.mmap(-1, missing_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
     except OSError:  # addresses may be limited
         return contextlib.nullcontext()
-
-
-def _proc_status(name: str) -> int:
-    """A line of `/proc/self/status`, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(name)
 
 
 def _resident_bytes_of_ranks(num_ranks: int) -> int:

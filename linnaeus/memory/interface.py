@@ -13,10 +13,36 @@ from linnaeus.memory.oom import is_out_of_memory
 T = TypeVar("T")
 
 
-class DeviceMemory(Protocol):
-    """Memory of one device as the search sees it. All figures are bytes."""
+class FailedAllocations(Protocol):
+    """What follows when memory of a device runs out."""
 
     device: torch.device
+
+    def clean(self) -> None:
+        """Release all memory that no live object holds."""
+
+    def refused(self, error: BaseException) -> bool:
+        """Whether an exception means that an allocation failed.
+
+        Libraries raise some errors for other reasons too: these count where there are signs that memory has
+        run short. Ask in the handler of the exception, and inside the cap if there is one.
+        """
+        return is_out_of_memory(error)
+
+    def isolate(self, function: Callable[[], T], *, keeps_thread: bool = False) -> T:
+        """Call the function so that running out of memory in it does not affect later calls.
+
+        Args:
+            function: takes no arguments.
+            keeps_thread: it raises if memory runs out. Where calls need a thread of their own, one thread
+                then serves all such calls up to one that raises.
+        """
+        return function()
+
+
+class DeviceMemory(FailedAllocations, Protocol):
+    """Memory of one device as the search sees it. All figures are bytes."""
+
     total_bytes: int
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
@@ -39,9 +65,6 @@ class DeviceMemory(Protocol):
         """Memory in use outside this process's allocator: its context and libraries, and other processes."""
         return self.total_bytes - self.budget(1.0, None)
 
-    def clean(self) -> None:
-        """Release all memory that no live object holds."""
-
     def reset_peak(self) -> None:
         """Set the peak to what is in use now."""
 
@@ -54,14 +77,6 @@ class DeviceMemory(Protocol):
     def num_retries(self) -> int:
         """How often the allocator had to flush its cache to serve a request; 0 where it does not count."""
         return 0
-
-    def refused(self, error: BaseException) -> bool:
-        """Whether an exception raised under the cap means that an allocation failed."""
-        return is_out_of_memory(error)
-
-    def isolate(self, function: Callable[[], T]) -> T:
-        """Call the function so that running out of memory in it does not affect later calls."""
-        return function()
 
     def cap(self, bytes_: int) -> contextlib.AbstractContextManager[None]:
         """Inside the context, an allocation that would take the process above `bytes_` fails."""

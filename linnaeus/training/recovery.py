@@ -92,6 +92,13 @@ class Recovery:
         remedies = validation_remedies(origin)
         return OutOfMemoryError(self._explain(text, "val", "Validation is never split", remedies))
 
+    def error_between_steps(self, error: Exception, step: int) -> OutOfMemoryError:
+        """The error for anything but a step or a validation, after so many steps, that has raised `error`."""
+        text = f"out of memory after optimizer step {step}: {first_line(error)}"
+        traceback.clear_frames(error.__traceback__)  # the message needs memory too
+        remedies = validation_remedies(self.origins.get("train"))
+        return OutOfMemoryError(self._explain(text, "train", "No training step failed", remedies))
+
     def save_before_step(self, limit: int) -> None:
         """Write a checkpoint of the state before the current step, with a limit on the micro-batches.
 
