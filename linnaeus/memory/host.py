@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import math
 import mmap
 import os
@@ -22,6 +23,7 @@ from linnaeus.memory.process import process_limits, status_bytes
 from linnaeus.memory.storages import StorageTracer, num_compiled_graphs
 from linnaeus.memory.worker import WorkerThread
 
+logger = logging.getLogger("linnaeus.autobatch")
 _MIB = 1024**2
 _MARGIN_BYTES = 64 * _MIB
 _OVERHEAD = 2
@@ -40,35 +42,49 @@ class CpuMemory(DeviceMemory):
     raises, and the system refuses to let the process grow beyond `_OVERHEAD` times the growth that the cap
     allows, or beyond what is available.
 
-    Where `torch.compile` has generated code, which allocates unseen, the peak is that of the resident set.
+    Where memory is allocated unseen, the peak is that of the resident set: by code that `torch.compile` has
+    generated, or in a thread that the step has started, which shows in a process that grows far beyond the
+    count.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.total_bytes = min(pool.total_bytes for pool in _pools()) // self._num_ranks
+        for limit in process_limits():
+            if limit.total_bytes < self.total_bytes:
+                self.total_bytes, self.total_name = limit.total_bytes, limit.name
         self._tracer = StorageTracer(self._allocated, self._freed)
         self._count_lock = threading.RLock()  # garbage collection frees tensors in any thread
         self._live_bytes = self._peak_bytes = 0  # of the tensors that the tracer has seen
         self._cap_bytes = math.inf
         self._headroom_bytes = math.inf  # growth of the process that the system allows under the cap
         self._virtual_bytes = 0  # VmPeak when the cap was set
-        self._live_at_reset = self._resident_at_reset = 0
+        self._live_at_reset = self._resident_at_reset = self._mapped_at_reset = 0
+        self._grows_unseen = False
         self._worker = WorkerThread()
         self.settle()
+        self._is_warm = False  # the first steps load libraries and make kernels
 
     def settle(self, excluded_bytes: int = 0) -> None:
         """See `DeviceMemory.settle`. What the process holds is its resident set."""
         self._base_bytes = status_bytes("VmRSS") - self._live_bytes - excluded_bytes
+        self._is_warm = True
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """See `DeviceMemory.budget`. The ranks of one host divide its memory evenly.
 
-        `limit_bytes` limits this process alone: what other processes use is not subtracted from it.
+        `limit_bytes` limits this process alone: what other processes use is not subtracted from it. A limit
+        of the system on this process (`ulimit`) counts virtual memory, of which some was never touched.
         """
         ours = _resident_bytes_of_ranks(self._num_ranks)
         budgets = [
             (fraction * pool.total_bytes - (pool.used_bytes - ours)) / self._num_ranks for pool in _pools()
+        ]
+        resident_bytes = status_bytes("VmRSS")
+        budgets += [
+            fraction * limit.total_bytes - max(limit.used_bytes - resident_bytes, 0)
+            for limit in process_limits()
         ]
         if limit_bytes is not None:
             budgets.append(fraction * limit_bytes)
@@ -85,15 +101,30 @@ class CpuMemory(DeviceMemory):
         """Set the peak to what is in use now."""
         self._live_at_reset = self._peak_bytes = self._live_bytes
         self._resident_at_reset = status_bytes("VmRSS")
+        self._mapped_at_reset = _file_bytes()
         Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark of the resident set
 
     def peak(self) -> int:
         """Most bytes in use since `reset_peak`."""
+        grown_bytes = status_bytes("VmHWM") - self._resident_at_reset
+        self._compare_with_count(grown_bytes - max(_file_bytes() - self._mapped_at_reset, 0))
         peak_bytes = self._peak_bytes
-        if num_compiled_graphs():
-            grown_bytes = status_bytes("VmHWM") - self._resident_at_reset
+        if num_compiled_graphs() or self._grows_unseen:
             peak_bytes = max(peak_bytes, self._live_at_reset + grown_bytes)
         return self._base_bytes + peak_bytes
+
+    def _compare_with_count(self, grown_bytes: int) -> None:
+        """Notice that the process has grown far beyond the tensors counted; says so once."""
+        counted_bytes = self._peak_bytes - self._live_at_reset
+        is_far = grown_bytes > _OVERHEAD * counted_bytes + _MARGIN_BYTES
+        if is_far and self._is_warm and not self._grows_unseen and not num_compiled_graphs():
+            self._grows_unseen = True
+            logger.warning(
+                "warning: the process grew by %.0f MiB and its tensors by %.0f MiB: something allocates unseen, "
+                "such as a thread that the step starts; from now on the resident set is measured, which is less "
+                "exact",
+                grown_bytes / _MIB, counted_bytes / _MIB,
+            )  # fmt: skip
 
     def in_use(self) -> int:
         """What the process held when `settle` was called, and the tensors that trials allocated since."""
@@ -142,7 +173,7 @@ class CpuMemory(DeviceMemory):
 
         before = resource.getrlimit(resource.RLIMIT_DATA)
         growth_bytes = max(bytes_ - self.in_use(), 0)
-        if not num_compiled_graphs():
+        if not num_compiled_graphs() and not self._grows_unseen:
             growth_bytes *= _OVERHEAD
         growth_bytes = min(growth_bytes, available_host_bytes() // self._num_ranks) + _MARGIN_BYTES
         outer = self._cap_bytes, self._headroom_bytes, self._virtual_bytes
@@ -178,6 +209,11 @@ class CpuMemory(DeviceMemory):
 def available_host_bytes() -> int:
     """Host memory that this process can still allocate: the least of the machine and its cgroups."""
     return max(0, min(pool.total_bytes - pool.used_bytes for pool in _pools()))
+
+
+def _file_bytes() -> int:
+    """Resident pages of files, such as the code of libraries, which are no data."""
+    return status_bytes("RssFile")
 
 
 def _address_space_up_to_peak() -> contextlib.AbstractContextManager[object]:

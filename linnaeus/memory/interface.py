@@ -41,9 +41,15 @@ class FailedAllocations(Protocol):
 
 
 class DeviceMemory(FailedAllocations, Protocol):
-    """Memory of one device as the search sees it. All figures are bytes."""
+    """Memory of one device as the search sees it. All figures are bytes.
+
+    Attributes:
+        total_bytes: of the device, or the limit that the system sets for this process.
+        total_name: names that limit; empty without one.
+    """
 
     total_bytes: int
+    total_name: str = ""
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """What this process may hold now, given what is in use outside its allocator; may be negative.

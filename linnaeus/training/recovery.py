@@ -139,14 +139,14 @@ class Recovery:
         )  # fmt: skip
 
     def _explain(self, text: str, mode: str, obstacle: str, remedies: Iterable[str]) -> str:
-        """The message: what failed, where the size comes from, what held the memory, what to do.
+        """The message, in lines: what failed, where the size comes from, what held the memory, what to do.
 
         It also writes the allocator's history, if one was recorded, to the run's folder.
         """
         origin = self.origins.get(mode)
         snapshot = write_snapshot(self.checkpoints.folder.parent, self.world)
         is_saved = self.checkpoints.last.exists()
-        sentences = (
+        lines = (
             text,
             "" if origin is None else origin.sentence,
             what_held_memory(self.assembly, self.world.device),
@@ -155,7 +155,7 @@ class Recovery:
             f"What helps: {'; '.join(remedies)}",
             "The last checkpoint is kept" if is_saved else "No checkpoint has been written yet",
         )
-        return ". ".join(filter(None, sentences))
+        return ".\n".join(filter(None, lines))
 
     def _end_with_checkpoint(self, error: Exception, text: str, limit: int) -> NoReturn:
         """End all ranks with a checkpoint from which the next attempt goes on with smaller micro-batches.
