@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from linnaeus.errors import OutOfMemoryError
 from tests.autobatch.promises import CASES, CONTROLS, MODELS, TOLERANCE, Card, Phase, Run, StandIn
 from tests.cuda.allocator import MIB
 
@@ -31,7 +32,7 @@ def columns(run: Run, excess: float) -> str:
     """The phases of a run, or how it ended."""
     try:
         phases = run.phases(excess=excess)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, OutOfMemoryError):
         return "out of memory"
     return " ".join(map(shown, phases)) + ("" if all(phase.is_kept for phase in phases) else " broken")
 

@@ -22,10 +22,23 @@ from typing import Any
 import torch
 
 from linnaeus.memory.host import CpuMemory
-from linnaeus.memory.interface import DeviceMemory
+from linnaeus.memory.interface import DeviceMemory, FailedAllocations
 from linnaeus.memory.oom import is_ambiguous, is_out_of_memory
 
 GIB = 1024**3
+_LIBRARY_BYTES = GIB // 8
+
+
+class UnmeasuredMemory(FailedAllocations):
+    """A device whose memory cannot be measured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def clean(self) -> None:
+        """Collect garbage and empty the allocator's cache."""
+        gc.collect()
+        empty_cache(self.device)
 
 
 class AcceleratorMemory(DeviceMemory):
@@ -103,14 +116,25 @@ class CudaMemory(AcceleratorMemory):
         """See `DeviceMemory.budget`; no more than a cap that is set already."""
         return min(super().budget(fraction, limit_bytes), self._allowed_bytes())
 
+    def clean(self) -> None:
+        """See `AcceleratorMemory.clean`. What was refused before is not evidence for what comes."""
+        super().clean()
+        self._num_refusals = self._count("num_ooms")
+
     def num_retries(self) -> int:
         """The allocator's own count of cache flushes."""
         return self._count("num_alloc_retries")
 
     def refused(self, error: BaseException) -> bool:
-        """See `DeviceMemory.refused`; also an ambiguous error, if the allocator refused a request."""
+        """See `DeviceMemory.refused`; also an ambiguous error, if memory had run short.
+
+        The allocator refused a request since `clean` or since the cap was set, or less is free than what
+        libraries allocate by themselves (handles, workspaces, the code of kernels).
+        """
+        if not is_ambiguous(error):
+            return is_out_of_memory(error)
         refused_any = self._count("num_ooms") > self._num_refusals
-        return is_out_of_memory(error) or (refused_any and is_ambiguous(error))
+        return is_out_of_memory(error) or refused_any or self._free_and_total()[0] < _LIBRARY_BYTES
 
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:
@@ -192,3 +216,11 @@ def device_memory(device: torch.device) -> DeviceMemory:
         return AcceleratorMemory(device)
     except (RuntimeError, ValueError, AttributeError, AssertionError) as error:  # torch raises any of these
         raise NotImplementedError(f"{problem}: {error}") from error
+
+
+def failed_allocations(device: torch.device) -> FailedAllocations:
+    """What follows when memory of the device runs out, on any device."""
+    try:
+        return device_memory(device)
+    except NotImplementedError:
+        return UnmeasuredMemory(device)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import ctypes
 import gc
+import logging
 import math
 import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -21,13 +19,18 @@ import torch
 from linnaeus.memory.cgroups import MemoryPool, limited_cgroups
 from linnaeus.memory.interface import DeviceMemory, T
 from linnaeus.memory.oom import is_ambiguous, is_out_of_memory
+from linnaeus.memory.process import held_bytes, process_limits, status_bytes
 from linnaeus.memory.storages import StorageTracer, num_compiled_graphs
+from linnaeus.memory.worker import WorkerThread
 
+logger = logging.getLogger("linnaeus.autobatch")
 _MIB = 1024**2
 _MARGIN_BYTES = 64 * _MIB
 _OVERHEAD = 2
 """The C library keeps freed blocks: processes grew by up to 1.7 times what their tensors grew by."""
 _KERNEL_BYTES = 4 * _MIB  # more than the code of any single oneDNN kernel
+_LITTLE = 16
+"""Memory runs short where less than this part of it (a sixteenth) is left, or less than `_MARGIN_BYTES`."""
 
 
 class CpuMemory(DeviceMemory):
@@ -39,34 +42,49 @@ class CpuMemory(DeviceMemory):
     raises, and the system refuses to let the process grow beyond `_OVERHEAD` times the growth that the cap
     allows, or beyond what is available.
 
-    Where `torch.compile` has generated code, which allocates unseen, the peak is that of the resident set.
+    Where memory is allocated unseen, the peak is that of the resident set: by code that `torch.compile` has
+    generated, or in a thread that the step has started, which shows in a process that grows far beyond the
+    count.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.total_bytes = min(pool.total_bytes for pool in _pools()) // self._num_ranks
+        for limit in process_limits():
+            if limit.total_bytes < self.total_bytes:
+                self.total_bytes, self.total_name = limit.total_bytes, limit.name
         self._tracer = StorageTracer(self._allocated, self._freed)
         self._count_lock = threading.RLock()  # garbage collection frees tensors in any thread
         self._live_bytes = self._peak_bytes = 0  # of the tensors that the tracer has seen
         self._cap_bytes = math.inf
         self._headroom_bytes = math.inf  # growth of the process that the system allows under the cap
         self._virtual_bytes = 0  # VmPeak when the cap was set
-        self._live_at_reset = self._resident_at_reset = 0
+        self._live_at_reset = self._resident_at_reset = self._mapped_at_reset = 0
+        self._grows_unseen = False
+        self._worker = WorkerThread()
         self.settle()
+        self._is_warm = False  # the first steps load libraries and make kernels
 
     def settle(self, excluded_bytes: int = 0) -> None:
         """See `DeviceMemory.settle`."""
-        self._base_bytes = _held_bytes() - self._live_bytes - excluded_bytes
+        self._base_bytes = held_bytes() - self._live_bytes - excluded_bytes
+        self._is_warm = True
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """See `DeviceMemory.budget`. The ranks of one host divide its memory evenly.
 
-        `limit_bytes` limits this process alone: what other processes use is not subtracted from it.
+        `limit_bytes` limits this process alone: what other processes use is not subtracted from it. A limit
+        of the system on this process (`ulimit`) counts virtual memory, of which some was never touched.
         """
         ours = _resident_bytes_of_ranks(self._num_ranks)
         budgets = [
             (fraction * pool.total_bytes - (pool.used_bytes - ours)) / self._num_ranks for pool in _pools()
+        ]
+        resident_bytes = status_bytes("VmRSS")
+        budgets += [
+            fraction * limit.total_bytes - max(limit.used_bytes - resident_bytes, 0)
+            for limit in process_limits()
         ]
         if limit_bytes is not None:
             budgets.append(fraction * limit_bytes)
@@ -82,65 +100,66 @@ class CpuMemory(DeviceMemory):
     def reset_peak(self) -> None:
         """Set the peak to what is in use now."""
         self._live_at_reset = self._peak_bytes = self._live_bytes
-        self._resident_at_reset = _proc_status("VmRSS")
+        self._resident_at_reset = status_bytes("VmRSS")
+        self._mapped_at_reset = _file_bytes()
         Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark of the resident set
 
     def peak(self) -> int:
         """Most bytes in use since `reset_peak`."""
+        grown_bytes = status_bytes("VmHWM") - self._resident_at_reset
+        self._compare_with_count(grown_bytes - max(_file_bytes() - self._mapped_at_reset, 0))
         peak_bytes = self._peak_bytes
-        if num_compiled_graphs():
-            grown_bytes = _proc_status("VmHWM") - self._resident_at_reset
+        if num_compiled_graphs() or self._grows_unseen:
             peak_bytes = max(peak_bytes, self._live_at_reset + grown_bytes)
         return self._base_bytes + peak_bytes
+
+    def _compare_with_count(self, grown_bytes: int) -> None:
+        """Notice that the process has grown far beyond the tensors counted; says so once."""
+        counted_bytes = self._peak_bytes - self._live_at_reset
+        is_far = grown_bytes > _OVERHEAD * counted_bytes + _MARGIN_BYTES
+        if is_far and self._is_warm and not self._grows_unseen and not num_compiled_graphs():
+            self._grows_unseen = True
+            logger.warning(
+                "warning: the process grew by %.0f MiB and its tensors by %.0f: something allocates unseen, such "
+                "as a thread that the step starts. From now on the resident set is measured, which is "
+                "less exact",
+                grown_bytes / _MIB, counted_bytes / _MIB,
+            )  # fmt: skip
 
     def in_use(self) -> int:
         """What the process held when `settle` was called, and the tensors that trials allocated since."""
         return self._base_bytes + self._live_bytes
 
     def refused(self, error: BaseException) -> bool:
-        """See `DeviceMemory.refused`; also an ambiguous error, if the process had grown up to the cap.
+        """See `DeviceMemory.refused`; also an ambiguous error, if memory had run short.
 
-        The operation that failed has freed its memory by now, hence the comparison with the peak.
+        Under a cap, the process had grown up to it: the operation that failed has freed its memory by now,
+        hence the comparison with the peak. Without one, little is left while the error holds the step's
+        tensors.
         """
-        if is_out_of_memory(error):
-            return True
-        grown_bytes = _proc_status("VmPeak") - self._virtual_bytes
-        return is_ambiguous(error) and grown_bytes + _KERNEL_BYTES > self._headroom_bytes
+        if not is_ambiguous(error):
+            return is_out_of_memory(error)
+        if math.isinf(self._headroom_bytes):
+            return is_out_of_memory(error) or self._is_nearly_exhausted()
+        grown_bytes = status_bytes("VmPeak") - self._virtual_bytes
+        return is_out_of_memory(error) or grown_bytes + _KERNEL_BYTES > self._headroom_bytes
 
-    def isolate(self, function: Callable[[], T]) -> T:
-        """Call the function in a new thread.
+    def _is_nearly_exhausted(self) -> bool:
+        """Whether the process is near a limit of its own, or the system has little left."""
+        rooms = [(limit.total_bytes, limit.room_bytes) for limit in process_limits()]
+        rooms += [(pool.total_bytes, pool.total_bytes - pool.used_bytes) for pool in _pools()]
+        return any(
+            room_bytes < max(_MARGIN_BYTES, total_bytes // _LITTLE) for total_bytes, room_bytes in rooms
+        )
 
-        When oneDNN's code generator (Xbyak) runs out of memory, it keeps the error in a thread-local variable
-        and never clears it, so that the thread cannot create kernels any more.
-        """
-        outcome: Future[T] = Future()
-        modes = _thread_modes()
-
-        def call(future: Future[T]) -> None:
-            try:
-                _start_intra_op_threads()
-                with contextlib.ExitStack() as stack:
-                    for mode in modes:
-                        stack.enter_context(mode)
-                    future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        thread = threading.Thread(target=contextvars.copy_context().run, args=(call, outcome), name="trial")
-        thread.start()
-        interruption: BaseException | None = None
-        while not outcome.done():  # after Ctrl-C too: nothing may be restored while a step still runs
-            try:
-                outcome.exception()
-            except BaseException as error:
-                interruption = error
-        thread.join()
-        if interruption is not None:
-            raise interruption
+    def isolate(self, function: Callable[[], T], *, keeps_thread: bool = False) -> T:
+        """Call the function in another thread; see `WorkerThread` for the reason."""
+        worker = self._worker if keeps_thread else WorkerThread()
         try:
-            return outcome.result()
+            return worker.call(function)
         finally:
-            del outcome  # or the error's traceback, this frame and the error would keep each other alive
+            if not keeps_thread:
+                worker.close()
 
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:
@@ -154,16 +173,17 @@ class CpuMemory(DeviceMemory):
 
         before = resource.getrlimit(resource.RLIMIT_DATA)
         growth_bytes = max(bytes_ - self.in_use(), 0)
-        if not num_compiled_graphs():
+        if not num_compiled_graphs() and not self._grows_unseen:
             growth_bytes *= _OVERHEAD
         growth_bytes = min(growth_bytes, available_host_bytes() // self._num_ranks) + _MARGIN_BYTES
-        limit = _proc_status("VmData") + growth_bytes
-        if before[0] != resource.RLIM_INFINITY:
-            limit = min(limit, before[0])
         outer = self._cap_bytes, self._headroom_bytes, self._virtual_bytes
         with _address_space_up_to_peak(), self._tracer:
+            growth_bytes = min([growth_bytes, *(limit.room_bytes for limit in process_limits())])
+            limit = status_bytes("VmData") + growth_bytes
+            if before[0] != resource.RLIM_INFINITY:
+                limit = min(limit, before[0])
             self._cap_bytes, self._headroom_bytes = min(bytes_, self._cap_bytes), growth_bytes
-            self._virtual_bytes = _proc_status("VmPeak")
+            self._virtual_bytes = status_bytes("VmPeak")
             resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
             try:
                 yield
@@ -191,71 +211,18 @@ def available_host_bytes() -> int:
     return max(0, min(pool.total_bytes - pool.used_bytes for pool in _pools()))
 
 
-def _thread_modes() -> list[contextlib.AbstractContextManager[Any]]:
-    """Contexts that give another thread the modes that torch keeps per thread, as they are in this one."""
-    modes: list[contextlib.AbstractContextManager[Any]] = [
-        torch.inference_mode(torch.is_inference_mode_enabled()),
-        torch.set_grad_enabled(torch.is_grad_enabled()),
-    ]
-    if torch.is_autocast_enabled("cpu"):
-        modes.append(torch.autocast("cpu", torch.get_autocast_dtype("cpu")))
-    return modes
-
-
-def _start_intra_op_threads() -> None:
-    """Make torch start its threads now: OpenMP ends the process when it cannot start one under a cap."""
-    torch.ones(1 << 20).add_(1)
+def _file_bytes() -> int:
+    """Resident pages of files, such as the code of libraries, which are no data."""
+    return status_bytes("RssFile")
 
 
 def _address_space_up_to_peak() -> contextlib.AbstractContextManager[object]:
     """Reserve addresses until VmSize is above VmPeak: any growth then raises VmPeak."""
-    missing_bytes = _proc_status("VmPeak") - _proc_status("VmSize") + mmap.PAGESIZE
+    missing_bytes = status_bytes("VmPeak") - status_bytes("VmSize") + mmap.PAGESIZE
     try:
         return mmap.mmap(-1, missing_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
     except OSError:  # addresses may be limited
         return contextlib.nullcontext()
-
-
-def _proc_status(name: str) -> int:
-    """A line of `/proc/self/status`, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(name)
-
-
-class _MallocInfo(ctypes.Structure):
-    """`struct mallinfo2` of glibc 2.33 and newer."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks",
-            "keepcost",
-        )
-    )  # fmt: skip
-
-
-_least_beside_bytes = math.inf
-
-
-def _held_bytes() -> int:
-    """The resident set, without what the C library has come to keep of blocks that were freed.
-
-    For each thread that allocated it keeps up to 64 MiB that no call returns, and each search ends some
-    threads. So a search would find less room than the one before it. What is resident beside allocated
-    blocks and files is therefore taken to be the least that was ever seen.
-    """
-    global _least_beside_bytes
-    resident_bytes = _proc_status("VmRSS")
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):
-        return resident_bytes
-    libc.mallinfo2.restype = _MallocInfo
-    info = libc.mallinfo2()
-    used_bytes: int = info.uordblks + info.hblkhd + _proc_status("RssFile") + _proc_status("RssShmem")
-    _least_beside_bytes = min(_least_beside_bytes, resident_bytes - used_bytes)
-    return min(resident_bytes, used_bytes + int(_least_beside_bytes))
 
 
 def _resident_bytes_of_ranks(num_ranks: int) -> int:

@@ -13,19 +13,46 @@ from linnaeus.memory.oom import is_out_of_memory
 T = TypeVar("T")
 
 
-class DeviceMemory(Protocol):
+class FailedAllocations(Protocol):
+    """What follows when memory of a device runs out."""
+
+    device: torch.device
+
+    def clean(self) -> None:
+        """Release all memory that no live object holds."""
+
+    def refused(self, error: BaseException) -> bool:
+        """Whether an exception means that an allocation failed.
+
+        Libraries raise some errors for other reasons too: these count where there are signs that memory has
+        run short. Ask in the handler of the exception, and inside the cap if there is one.
+        """
+        return is_out_of_memory(error)
+
+    def isolate(self, function: Callable[[], T], *, keeps_thread: bool = False) -> T:
+        """Call the function so that running out of memory in it does not affect later calls.
+
+        Args:
+            function: takes no arguments.
+            keeps_thread: it raises if memory runs out. Where calls need a thread of their own, one thread
+                then serves all such calls up to one that raises.
+        """
+        return function()
+
+
+class DeviceMemory(FailedAllocations, Protocol):
     """Memory of one device as the search sees it. All figures are bytes.
 
     Attributes:
-        device: the device.
-        total_bytes: its memory.
+        total_bytes: of the device, or the limit that the system sets for this process.
+        total_name: names that limit; empty without one.
         placement_bytes: what a step may need beyond the peak of an equal step, because what it allocates is
             placed otherwise between what training keeps.
     """
 
-    device: torch.device
     total_bytes: int
     placement_bytes: int = 0
+    total_name: str = ""
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """What this process may hold now, given what is in use outside its allocator; may be negative.
@@ -47,9 +74,6 @@ class DeviceMemory(Protocol):
         """Memory in use outside this process's allocator: its context and libraries, and other processes."""
         return self.total_bytes - self.budget(1.0, None)
 
-    def clean(self) -> None:
-        """Release all memory that no live object holds."""
-
     def reset_peak(self) -> None:
         """Set the peak to what is in use now."""
 
@@ -62,14 +86,6 @@ class DeviceMemory(Protocol):
     def num_retries(self) -> int:
         """How often the allocator had to flush its cache to serve a request; 0 where it does not count."""
         return 0
-
-    def refused(self, error: BaseException) -> bool:
-        """Whether an exception raised under the cap means that an allocation failed."""
-        return is_out_of_memory(error)
-
-    def isolate(self, function: Callable[[], T]) -> T:
-        """Call the function so that running out of memory in it does not affect later calls."""
-        return function()
 
     def cap(self, bytes_: int) -> contextlib.AbstractContextManager[None]:
         """Inside the context, an allocation that would take the process above `bytes_` fails."""

@@ -230,7 +230,11 @@ class CheckpointFolder:
         # `torch.save` becomes an error of the file or aborts the process. Here it only ends the waiting.
         self._is_written.clear()
         self._thread = threading.Thread(target=self._write_aside, args=(content, is_best), name="checkpoint")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no memory for its stack
+            self._thread = None
+            self._write_aside(content, is_best)
         if not self._background:
             self.wait()
 

@@ -12,6 +12,8 @@ import torch
 from linnaeus.config.schema import TrainConfig
 from linnaeus.dist import World
 from linnaeus.memory.device import GIB, device_memory
+from linnaeus.memory.host import available_host_bytes
+from linnaeus.memory.process import ProcessLimit, process_limits
 from linnaeus.models.build import has_gradient_checkpointing
 from linnaeus.training.build import Assembly
 from linnaeus.training.state_bytes import StateBytes, state_bytes
@@ -23,6 +25,9 @@ _NAMES = {
     "gradients": "gradients",
     "optimizer_state": "optimizer",
 }
+
+
+_NOTABLE_BYTES = GIB // 100
 
 
 def first_line(error: BaseException) -> str:
@@ -97,24 +102,35 @@ def what_held_memory(assembly: Assembly, device: torch.device) -> str:
     """
     try:
         memory = device_memory(device)
-        held_bytes, outside_bytes = memory.in_use(), memory.outside()
         return memory_sentence(
             state_bytes(assembly, device),
-            held_bytes=held_bytes, outside_bytes=outside_bytes, total_bytes=memory.total_bytes,
-            is_cpu=device.type == "cpu",
+            held_bytes=memory.in_use(), outside_bytes=memory.outside(), total_bytes=memory.total_bytes,
+            is_cpu=device.type == "cpu", limit=_tightest_limit() if device.type == "cpu" else None,
         )  # fmt: skip
     except (MemoryError, RuntimeError, OSError, NotImplementedError) as error:
         return f"What held the memory is not known ({type(error).__name__})"
 
 
-def memory_sentence(
-    state: StateBytes, *, held_bytes: int, outside_bytes: int, total_bytes: int, is_cpu: bool
-) -> str:
-    """The parts of the memory, the largest first.
+def _tightest_limit() -> ProcessLimit | None:
+    """The limit on this process that leaves least, if the system has more available."""
+    limits = [limit for limit in process_limits() if limit.room_bytes < available_host_bytes()]
+    return min(limits, key=lambda limit: limit.room_bytes, default=None)
 
-    >>> state = StateBytes(parameters=2 * GIB, gradients=GIB)
+
+def memory_sentence(
+    state: StateBytes,
+    *,
+    held_bytes: int,
+    outside_bytes: int,
+    total_bytes: int,
+    is_cpu: bool,
+    limit: ProcessLimit | None = None,
+) -> str:
+    """The parts of the memory, the largest first; those that are below 0.01 GiB, without a figure.
+
+    >>> state = StateBytes(parameters=2 * GIB, gradients=GIB, buffers=100)
     >>> memory_sentence(state, held_bytes=7 * GIB, outside_bytes=GIB, total_bytes=8 * GIB, is_cpu=False)
-    'This process held 7.00 of 8.00 GiB: activations and batch 4.00, parameters 2.00, gradients 1.00. Outside its allocator (context, libraries, other processes): 1.00 GiB'
+    'This process held 7.00 of 8.00 GiB: activations and batch 4.00, parameters 2.00, gradients 1.00 (buffers: next to nothing). Outside its allocator (context, libraries, other processes): 1.00 GiB'
 
     Args:
         state: tensors that training keeps.
@@ -122,22 +138,26 @@ def memory_sentence(
         outside_bytes: in use outside this process's allocator; on the CPU, by other processes.
         total_bytes: of the device.
         is_cpu: on the CPU, what the process holds includes its libraries.
+        limit: of the system on this process, where that ran out first.
     """  # noqa: E501
     parts = {_NAMES[name]: num_bytes for name, num_bytes in asdict(state).items() if num_bytes}
     activations = "activations, batch, libraries" if is_cpu else "activations and batch"
     parts[activations] = max(held_bytes - sum(parts.values()), 0)
-    ordered = sorted(parts.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{name} {_gib(num_bytes)}" for name, num_bytes in ordered)
+    ordered = sorted(parts, key=lambda name: -parts[name])
+    shown = ", ".join(f"{name} {_gib(parts[name])}" for name in ordered if parts[name] >= _NOTABLE_BYTES)
+    small = ", ".join(name for name in ordered if parts[name] < _NOTABLE_BYTES)
+    of_total = "" if limit else f" of {_gib(total_bytes)}"
+    small = f" ({small}: next to nothing)" if small else ""
+    held = f"This process held {_gib(held_bytes)}{of_total} GiB: {shown}{small}"
+    if limit is not None:
+        used, total = _gib(limit.used_bytes), _gib(limit.total_bytes)
+        return f"{held}. {limit.name} allows it {total} GiB, of which {used} counted as used"
     outside = "Other processes" if is_cpu else "Outside its allocator (context, libraries, other processes)"
-    return (
-        f"This process held {_gib(held_bytes)} of {_gib(total_bytes)} GiB: {shown}. "
-        f"{outside}: {_gib(max(outside_bytes, 0))} GiB"
-    )
+    return f"{held}. {outside}: {_gib(max(outside_bytes, 0))} GiB"
 
 
 def _gib(num_bytes: int) -> str:
-    gib = num_bytes / GIB
-    return f"{gib:.2f}" if gib >= 1 else f"{gib:.2g}"
+    return f"{num_bytes / GIB:.2f}"
 
 
 def write_snapshot(folder: Path, world: World) -> Path | None:

@@ -92,6 +92,13 @@ class Recovery:
         remedies = validation_remedies(origin)
         return OutOfMemoryError(self._explain(text, "val", "Validation is never split", remedies))
 
+    def error_between_steps(self, error: Exception, step: int) -> OutOfMemoryError:
+        """The error for anything but a step or a validation, after so many steps, that has raised `error`."""
+        text = f"out of memory after optimizer step {step}: {first_line(error)}"
+        traceback.clear_frames(error.__traceback__)  # the message needs memory too
+        remedies = validation_remedies(self.origins.get("train"))
+        return OutOfMemoryError(self._explain(text, "train", "No training step failed", remedies))
+
     def save_before_step(self, limit: int) -> None:
         """Write a checkpoint of the state before the current step, with a limit on the micro-batches.
 
@@ -132,14 +139,14 @@ class Recovery:
         )  # fmt: skip
 
     def _explain(self, text: str, mode: str, obstacle: str, remedies: Iterable[str]) -> str:
-        """The message: what failed, where the size comes from, what held the memory, what to do.
+        """The message, in lines: what failed, where the size comes from, what held the memory, what to do.
 
         It also writes the allocator's history, if one was recorded, to the run's folder.
         """
         origin = self.origins.get(mode)
         snapshot = write_snapshot(self.checkpoints.folder.parent, self.world)
         is_saved = self.checkpoints.last.exists()
-        sentences = (
+        lines = (
             text,
             "" if origin is None else origin.sentence,
             what_held_memory(self.assembly, self.world.device),
@@ -148,7 +155,7 @@ class Recovery:
             f"What helps: {'; '.join(remedies)}",
             "The last checkpoint is kept" if is_saved else "No checkpoint has been written yet",
         )
-        return ". ".join(filter(None, sentences))
+        return ".\n".join(filter(None, lines))
 
     def _end_with_checkpoint(self, error: Exception, text: str, limit: int) -> NoReturn:
         """End all ranks with a checkpoint from which the next attempt goes on with smaller micro-batches.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,9 +20,9 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
+from linnaeus.errors import LinnaeusError
 from linnaeus.log import MetricsFile
-from linnaeus.memory.device import empty_cache
-from linnaeus.memory.oom import is_out_of_memory
+from linnaeus.memory.device import empty_cache, failed_allocations
 from linnaeus.rng import rng_state
 from linnaeus.tracking import Tracker
 from linnaeus.training.batchnorm import distribute_batchnorm
@@ -38,6 +38,7 @@ from linnaeus.training.step import TrainStep
 from linnaeus.training.step_guard import StepGuard
 from linnaeus.training.stop import StopAgreement
 
+T = TypeVar("T")
 logger = logging.getLogger("linnaeus.trainer")
 
 
@@ -124,6 +125,8 @@ class Trainer:
         self._clock = self._saved_at = time.monotonic()
         self._micro_batch_limit: int | None = None  # of this process; that of an earlier one is in the plan
         splits = self.config.ON_OUT_OF_MEMORY == "split"
+        self._memory = failed_allocations(self.world.device)
+        self._goes_on = splits and not self.world.is_distributed
         self._guard = StepGuard(self.assembly, self.world, self.train_step.probe, copies=splits)
         self.train_step = replace(self.train_step, before_update=self._guard.before_update)
         self._recovery = Recovery(
@@ -164,8 +167,18 @@ class Trainer:
             CheckpointError: a checkpoint cannot be written.
             LinnaeusError: the loss is not finite.
             OutOfMemoryError: a training step ran out of memory and could not be taken in smaller parts, or
-                validation did.
+                anything else did.
         """
+        try:
+            return self._fit()
+        except LinnaeusError:
+            raise
+        except Exception as error:
+            if not self._memory.refused(error):
+                raise
+            raise self._recovery.error_between_steps(error, self.progress.step) from error
+
+    def _fit(self) -> FitResult:
         if self.config.ON_OUT_OF_MEMORY == "split" and self.world.control is not None:
             self.world.control.on_request = self._recovery.save_before_step
         with self.stop.deferred(), self.progress_bar:
@@ -204,8 +217,7 @@ class Trainer:
         meter = LossMeter(self.world)
         self._clock = time.monotonic()
         while not self._take_steps(meter):
-            gc.collect()  # what the failed step held, where cycles of references hold it
-            empty_cache(self.world.device)
+            self._memory.clean()  # what the failed step held
         self._count_seconds()
 
     def _take_steps(self, meter: LossMeter) -> bool:
@@ -250,18 +262,23 @@ class Trainer:
         sizes = stage.micro_batches
         try:
             with self._guard.step():
-                loss = self.train_step(batches, len(sizes), sum(sizes) if len(set(sizes)) > 1 else None)
+                num_samples = sum(sizes) if len(set(sizes)) > 1 else None
+                loss = self._isolated(partial(self.train_step, batches, len(sizes), num_samples))
                 self.progress.step += 1
                 self.progress.samples += stage.effective_batch_size
                 self._num_images += stage.effective_batch_size
                 self._set_lr()
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not self._memory.refused(error):
                 raise
             limit, text = self._recovery.limit_after(error, self.progress.step + 1, stage, self.plan)
             self._take_smaller(limit, text, stage)
             return None
         return loss
+
+    def _isolated(self, function: Callable[[], T]) -> T:
+        """Call the function; in a thread that a failure cannot leave unusable, if others may follow one."""
+        return self._memory.isolate(function, keeps_thread=True) if self._goes_on else function()
 
     def _take_smaller(self, limit: int, text: str, stage: Stage) -> None:
         """Make the micro-batches of the rest of the run smaller, which changes the loader's sizes too."""
@@ -344,7 +361,7 @@ class Trainer:
         try:
             values = self._validation_metrics()
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not self._memory.refused(error):
                 raise
             raise self._recovery.validation_error(error, self.progress.epoch) from error
         empty_cache(self.world.device)
@@ -370,7 +387,7 @@ class Trainer:
         for batch in self.loaders.val:
             if self.stop.is_requested:
                 break
-            step(batch)
+            self._isolated(partial(step, batch))
             del batch  # or it would be held while the next one is loaded
         return metrics.compute(self.world, aborted=self.stop.is_requested)
 
