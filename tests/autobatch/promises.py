@@ -54,9 +54,9 @@ MODELS = {
     "nfnet": ("MODEL.NAME=test_nfnet", "DATA.IMG_SIZE=96"),
     "classes": ("MODEL.NAME=test_resnet", "DATA.IMG_SIZE=64", "DATA.DATASET.NUM_CLASSES=[10,200,3000]"),
 }
-ROOM_BYTES = 2560 * MIB
-"""Memory of the device without what the context and other processes hold."""
-SCALE = 32
+ROOM_BYTES = 5120 * MIB
+"""Memory of the device without what the context and other processes hold: that of a small card."""
+SCALE = 64
 """Bytes of the stand-in that each byte of a tensor takes: the models stand for larger ones."""
 
 
