@@ -126,7 +126,7 @@ class SearchLog(SearchObserver):
         self.timed_sizes.add(timing.batch_size)
         logger.log(
             logging.INFO if is_new or not timing.samples_per_s else logging.DEBUG,
-            "%s, timing: batch size %d %s", self.mode, timing.batch_size, speed(timing), extra=self.extra,
+            "%s, timing: batch size %d: %s", self.mode, timing.batch_size, speed(timing), extra=self.extra,
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.autobatch.result import AutoBatchResult, Timing
+from linnaeus.autobatch.throughput import TOLERANCE
 from linnaeus.config.schema import AutoBatchConfig
 
 
@@ -28,11 +29,19 @@ class Speeds:
 
     Attributes:
         timings: by size, only of sizes that ran.
-        knee: the smallest size within 5 % of the best samples per second; None before `find_knee`.
+        covers_knee: whether the sizes around the knee have been timed.
     """
 
     timings: dict[int, Timing] = field(default_factory=dict)
-    knee: int | None = None
+    covers_knee: bool = False
+
+    @property
+    def knee(self) -> int | None:
+        """The smallest size within 5 % of the best samples per second; None before `find_knee`."""
+        if not self.covers_knee or not self.timings:
+            return None
+        enough = (1 - TOLERANCE) * self.fastest.samples_per_s
+        return next(timing.batch_size for timing in self.ascending() if timing.samples_per_s >= enough)
 
     def time(self, finder: BatchSizeFinder, size: int) -> Timing | None:
         """Time a size; None when it no longer fits, because something else takes memory now."""
@@ -45,7 +54,7 @@ class Speeds:
     ) -> AutoBatchResult:
         """Time sizes up to the largest that fits, until the knee is known; the result has them all."""
         fast = finder.prefer_throughput(largest, timeout_minutes=timeout_minutes)
-        self.knee = fast.batch_size
+        self.covers_knee = True
         for timing in fast.timings:
             self._add(timing)
         return fast

@@ -258,9 +258,9 @@ def test_further_timings_of_a_size_are_for_the_debug_level(caplog: pytest.LogCap
             tell_timings(SearchLog("val"))
         lines[level] = [text for text in caplog.messages if "val, timing: " in text]
     assert lines[logging.INFO] == [
-        "val, timing: batch size 64 200 samples/s",
-        "val, timing: batch size 32 190 samples/s",
-        "val, timing: batch size 64 no longer fits",
+        "val, timing: batch size 64: 200 samples/s",
+        "val, timing: batch size 32: 190 samples/s",
+        "val, timing: batch size 64: no longer fits",
     ]
     assert len(lines[logging.DEBUG]) == len(TIMINGS)
 

@@ -25,7 +25,7 @@ def show(analysis: Analysis, console: Console) -> None:
     console.print(results_table(analysis))
     if analysis.has_sizes:  # otherwise the reasons are the command's error
         _print(console, *analysis.reasons)
-    knees = {mode: speeds for mode, speeds in analysis.speeds.items() if speeds.knee in speeds.timings}
+    knees = {mode: speeds for mode, speeds in analysis.speeds.items() if speeds.knee is not None}
     if knees:
         console.print(throughput_table(knees))
         _print(console, *(knee_sentence(mode, speeds) for mode, speeds in knees.items()))

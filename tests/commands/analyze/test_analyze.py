@@ -20,7 +20,7 @@ import yaml
 from PIL import Image
 from torch import Tensor, nn
 
-from linnaeus.autobatch.result import Mode
+from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.commands.analyze.breakdown import Breakdown
 from linnaeus.commands.analyze.output import show
 from linnaeus.commands.analyze.results import Analysis, Row
@@ -243,7 +243,7 @@ def check_speeds_on_console(text: str, knee: int, timed: dict[int, float]) -> No
         cells = ["train", str(size), f"{speed:.4g}", f"{speed / best:.0%}"]
         last = ", ".join(name for name, applies in marks.items() if applies)
         assert re.search("│ +" + " +│ +".join(map(re.escape, cells)) + rf" │ {last} *│", table)
-        assert before.count(f"train, timing: batch size {size} ") == 1
+        assert before.count(f"train, timing: batch size {size}: ") == 1
     assert f"knee of train: batch size {knee}, the smallest within 5 % of the best samples per second" in text
 
 
@@ -324,6 +324,16 @@ def test_why_nothing_fits_stands_below_the_sizes_and_train_comes_first() -> None
     assert places == sorted(places)
     assert "at 0.4" not in text, "the largest fraction says it for the others"
     assert "Samples per second" not in text, "nothing was timed"
+
+
+def test_the_knee_is_the_smallest_fast_size_of_all_that_were_timed() -> None:
+    """Also of those that are timed after the knee was looked for: sizes of further fractions."""
+    speeds = Speeds({size: Timing(size, 1.0, rate) for size, rate in ((64, 96.0), (121, 100.0), (61, 97.0))})
+    assert speeds.knee is None, "sizes between were not looked for"
+    speeds.covers_knee = True
+    assert speeds.knee == 61
+    speeds.timings[61] = Timing(61, 1.0, 94.0)
+    assert speeds.knee == 64
 
 
 def test_nothing_fits_at_any_fraction(run: Run, tmp_path: Path) -> None:
