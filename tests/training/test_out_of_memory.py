@@ -25,9 +25,10 @@ from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
-from linnaeus.memory.process import status_bytes
+from linnaeus.memory.process import ProcessLimit, status_bytes
 from linnaeus.training.build import Assembly, assemble
-from linnaeus.training.out_of_memory import write_snapshot
+from linnaeus.training.out_of_memory import memory_sentence, write_snapshot
+from linnaeus.training.state_bytes import StateBytes
 from linnaeus.training.step_guard import StepGuard
 from tests import forks
 from tests.batching.test_runs import PLAIN, Layers, checkpoint, curve, lines_of
@@ -561,6 +562,19 @@ def test_a_lower_fraction_is_named_where_memory_was_the_limit(limited_by: str) -
     fraction = "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION_VAL below 0.7"
     assert (fraction in origins["val"].alternatives) == (limited_by == "memory")
     assert origins["train"].key == "DATA.BATCH_SIZE"
+
+
+def test_a_limit_of_the_process_is_named_in_place_of_other_processes() -> None:
+    state = StateBytes(parameters=1 << 28, buffers=100)
+    parts = {"held_bytes": 1 << 30, "outside_bytes": 3 << 30, "total_bytes": 9 << 30, "is_cpu": True}
+    limit = ProcessLimit("RLIMIT_DATA (ulimit -d)", total_bytes=5 << 28, used_bytes=5 << 28)
+    assert memory_sentence(state, **parts, limit=limit) == (  # type: ignore[arg-type]
+        "This process held 1.00 GiB: activations, batch, libraries 0.75, parameters 0.25 (buffers: "
+        "next to nothing). RLIMIT_DATA (ulimit -d) allows it 1.25 GiB, of which 1.25 counted as used"
+    )
+    without = memory_sentence(state, **parts)  # type: ignore[arg-type]
+    assert without.startswith("This process held 1.00 of 9.00 GiB: ")
+    assert without.endswith(". Other processes: 3.00 GiB")
 
 
 # What may be read beside a step.
