@@ -4,7 +4,7 @@ Each kind of device has a class with the methods of `DeviceMemory`:
 
 | | CUDA (and HIP) | CPU (Linux) | other accelerators |
 |---|---|---|---|
-| total | the card | machine or cgroup, divided by the ranks on this host | the device |
+| total | the card | machine or cgroup, divided by the ranks on this host; `ulimit` | the device |
 | peak | bytes reserved | resident set at `settle`, plus tensors allocated since | bytes reserved |
 | used outside | context, libraries, NCCL, other processes | other processes | as `get_memory_info` counts |
 | cap | `set_per_process_memory_fraction` | check after each operation, and `RLIMIT_DATA` | none |

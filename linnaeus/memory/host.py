@@ -120,9 +120,9 @@ class CpuMemory(DeviceMemory):
         if is_far and self._is_warm and not self._grows_unseen and not num_compiled_graphs():
             self._grows_unseen = True
             logger.warning(
-                "warning: the process grew by %.0f MiB and its tensors by %.0f: something allocates unseen, "
-                "such as a thread that the step starts. From now on the resident set is measured, which is "
-                "less exact",
+                "warning: the process grew by %.0f MiB and its tensors by %.0f MiB: something allocates "
+                "unseen, such as a thread that the step starts; from now on the resident set is measured, "
+                "which is less exact",
                 grown_bytes / _MIB, counted_bytes / _MIB,
             )  # fmt: skip
 

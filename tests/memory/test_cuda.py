@@ -168,6 +168,25 @@ def test_an_ambiguous_error_counts_if_the_allocator_has_refused_a_request(cuda: 
         assert not memory.refused(error), "that was in another trial"
 
 
+def test_an_ambiguous_error_counts_if_little_is_free_for_libraries(cuda: FakeCuda) -> None:
+    memory = CudaMemory(DEVICE)
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    assert not memory.refused(error)
+    cuda.tenants_bytes += cuda.free_bytes - 20 * MIB
+    assert memory.refused(error)
+    assert not memory.refused(RuntimeError("the loss is NaN"))
+
+
+def test_what_was_refused_before_a_clean_up_is_no_evidence(cuda: FakeCuda) -> None:
+    memory = CudaMemory(DEVICE)
+    error = RuntimeError("unable to find an engine to execute this computation")
+    with pytest.raises(torch.OutOfMemoryError):
+        mebibytes(2000)
+    assert memory.refused(error)
+    memory.clean()
+    assert not memory.refused(error)
+
+
 # --- searches ---
 
 

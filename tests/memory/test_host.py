@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import importlib
 import itertools
+import logging
 import mmap
 import resource
 import signal
@@ -22,8 +23,10 @@ import pytest
 import torch
 from torch import nn
 
+from linnaeus.autobatch.find import auto_find_batch_size
 from linnaeus.memory.device import GIB
-from linnaeus.memory.host import CpuMemory
+from linnaeus.memory.host import CpuMemory, _pools
+from linnaeus.memory.process import status_bytes
 from linnaeus.memory.storages import num_compiled_graphs
 from tests import forks
 from tests.memory.conftest import CPU, MACHINE, MIB, Cgroups, on_linux, raised_from
@@ -366,6 +369,75 @@ def test_a_cap_never_raises_a_limit_of_the_process(memory: CpuMemory, limited: i
 
 
 @on_linux
+def test_a_limit_of_the_process_bounds_total_and_budget(limited: int) -> None:
+    memory = CpuMemory(CPU)
+    assert memory.total_bytes == limited
+    assert "ulimit -d" in memory.total_name
+    assert memory.budget(1.0, None) <= limited
+    room = limited - status_bytes("VmData")
+    assert memory.budget(1.0, None) - memory.in_use() <= room + NOISE
+    assert memory.budget(0.5, None) == pytest.approx(memory.budget(1.0, None) - limited / 2, abs=NOISE)
+    assert memory.outside() >= 0
+
+
+@on_linux
+def test_without_a_limit_the_machine_or_its_group_is_the_total(memory: CpuMemory) -> None:
+    assert memory.total_name == ""
+    assert memory.total_bytes == min(pool.total_bytes for pool in _pools())
+
+
+@on_linux
+def test_a_search_stays_within_a_limit_of_the_process(limited: int, caplog: pytest.LogCaptureFixture) -> None:
+    room = limited - status_bytes("VmData")
+    with caplog.at_level(logging.INFO, "linnaeus.autobatch"):
+        result = auto_find_batch_size(
+            lambda batch: batch.sin().sum(), lambda size: torch.ones(size, 8 * MIB // 4), mode="val",
+            device=CPU, target_memory_fraction=1.0,
+        )  # fmt: skip
+    assert 0 < result.batch_size * 16 * MIB <= room  # 8 for the batch, 8 for its sines
+    assert result.limited_by == "memory"
+    assert "(RLIMIT_DATA (ulimit -d))" in caplog.text
+
+
+@on_linux
+def test_an_unspecific_error_counts_without_a_cap_near_a_limit_of_the_process(memory: CpuMemory) -> None:
+    error = RuntimeError("could not create a primitive")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    counts = {}
+    for mebibytes in (20, 2048):
+        try:
+            resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + mebibytes * MIB, before[1]))
+            counts[mebibytes] = memory.refused(error)
+            assert not memory.refused(RuntimeError("the loss is NaN"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+    assert counts == {20: True, 2048: False}
+    assert not memory.refused(error)
+
+
+@on_linux
+@pytest.mark.parametrize("in_thread", [True, False])
+def test_what_a_thread_of_the_step_computes_counts(
+    memory: CpuMemory, in_thread: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compute() -> None:
+        assert (allocate(300 * MIB) + 1).all()
+
+    with memory.cap(memory.in_use() + 2 * GIB):
+        for _ in range(2):
+            memory.reset_peak()
+            before = memory.in_use()
+            if in_thread:
+                thread = threading.Thread(target=compute)
+                thread.start()
+                thread.join()
+            else:
+                compute()
+            assert memory.peak() - before == pytest.approx(600 * MIB, abs=NOISE)
+    assert caplog.text.count("allocates unseen") == in_thread
+
+
+@on_linux
 def test_caps_nest(memory: CpuMemory) -> None:
     with memory.cap(memory.in_use() + 400 * MIB):
         outer = resource.getrlimit(resource.RLIMIT_DATA)
@@ -411,6 +483,25 @@ def test_a_result_comes_back_from_another_thread(memory: CpuMemory) -> None:
     assert memory.isolate(lambda: value) is value
     assert memory.isolate(lambda: None) is None
     assert memory.isolate(threading.get_ident) != here
+
+
+@on_linux
+def test_a_thread_that_is_kept_is_given_up_after_an_exception(memory: CpuMemory) -> None:
+    def identity() -> tuple[int, threading.Thread]:
+        return threading.get_native_id(), threading.current_thread()
+
+    def fail() -> None:
+        raise MemoryError
+
+    before = threading.active_count()
+    first, thread = memory.isolate(identity, keeps_thread=True)
+    assert memory.isolate(identity, keeps_thread=True) == (first, thread)
+    assert memory.isolate(identity)[1] is not thread
+    with pytest.raises(MemoryError):
+        memory.isolate(fail, keeps_thread=True)
+    assert not thread.is_alive()
+    assert threading.active_count() == before
+    assert memory.isolate(identity, keeps_thread=True)[1] is not thread
 
 
 @on_linux

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from linnaeus.autobatch.planning import PlannedSizes
 from linnaeus.autobatch.result import AutoBatchResult
@@ -25,8 +25,10 @@ from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
+from linnaeus.memory.process import ProcessLimit, status_bytes
 from linnaeus.training.build import Assembly, assemble
-from linnaeus.training.out_of_memory import write_snapshot
+from linnaeus.training.out_of_memory import memory_sentence, write_snapshot
+from linnaeus.training.state_bytes import StateBytes
 from linnaeus.training.step_guard import StepGuard
 from tests import forks
 from tests.batching.test_runs import PLAIN, Layers, checkpoint, curve, lines_of
@@ -105,6 +107,24 @@ class Hungry(Greedy):
             large = outputs[:, :1].expand(-1, 2 * MIB)
             outputs = outputs + 1e-3 * large.sin().sin().sin().sin().mean()
         return outputs
+
+
+class Convolutions(nn.Module):
+    """Large activations and oneDNN's kernels; from the first step on the process may grow by so many MiB."""
+
+    def __init__(self, num_classes: int, mebibytes: int = 0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 16, 3), nn.Conv2d(16, 16, 3)
+        self.head = nn.Linear(16, num_classes)
+        self.mebibytes = mebibytes
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and self.mebibytes:
+            limit = status_bytes("VmData") + self.mebibytes * MIB
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+            self.mebibytes = 0
+        inputs = inputs[:, :1, None, None].expand(-1, 1, 160, 160)
+        return self.head(self.second(self.first(inputs).relu()).relu().mean(dim=(2, 3)))  # type: ignore[no-any-return]
 
 
 class GreedyOnce(torch.optim.SGD):
@@ -347,6 +367,40 @@ def test_what_the_failed_step_held_is_free_again(run_in_child: Run, tmp_path: Pa
     assert [line["step"] for line in lines_of(tmp_path / "runs/plain")] == list(range(1, 7))
 
 
+CONVOLUTIONS = (*RUN, f"MODEL._target_={__name__}.Convolutions", "TRAIN.EPOCHS=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mebibytes", [2, 60, 120])
+def test_a_real_shortage_in_convolutions_is_survived_or_explained(
+    run_in_child: Run, tmp_path: Path, mebibytes: int
+) -> None:
+    """Kernels that had no memory to be written must not fail for ever, nor end the run unexplained."""
+    outcome = run_in_child(*CONVOLUTIONS, SPLIT, f"MODEL.mebibytes={mebibytes}")
+    assert "Traceback" not in outcome.err
+    assert "taken again" in outcome.out + outcome.err
+    if mebibytes < 120:
+        assert outcome.code in (0, 3), outcome.err
+    else:
+        assert outcome.code == 0, outcome.err
+    if outcome.code == 3:
+        assert "RLIMIT_DATA (ulimit -d) allows it" in outcome.err
+    else:
+        limit = checkpoint(tmp_path / "runs/plain")["micro_batch_limit"]
+        whole = run_in_child(*CONVOLUTIONS, "EXPERIMENT.NAME=smaller", sized(limit))
+        assert whole.code == 0, whole.err
+        assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/smaller")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mebibytes", "code"), [(120, 3), (3000, 0)])
+def test_without_split_the_same_shortage_ends_the_run(run_in_child: Run, mebibytes: int, code: int) -> None:
+    outcome = run_in_child(*CONVOLUTIONS, f"MODEL.mebibytes={mebibytes}")
+    assert outcome.code == code, outcome.err
+    assert "Traceback" not in outcome.err
+    assert ("RLIMIT_DATA (ulimit -d) allows it" in outcome.err) == (code == 3)
+
+
 def test_buffers_and_generators_are_those_before_the_step(run: Run, tmp_path: Path) -> None:
     split_run(run, "plain", *greedy(8, where="backward"))
     samples = 3 * 6 * 16  # without those of the step that failed
@@ -508,6 +562,19 @@ def test_a_lower_fraction_is_named_where_memory_was_the_limit(limited_by: str) -
     fraction = "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION_VAL below 0.7"
     assert (fraction in origins["val"].alternatives) == (limited_by == "memory")
     assert origins["train"].key == "DATA.BATCH_SIZE"
+
+
+def test_a_limit_of_the_process_is_named_in_place_of_other_processes() -> None:
+    state = StateBytes(parameters=1 << 28, buffers=100)
+    parts = {"held_bytes": 1 << 30, "outside_bytes": 3 << 30, "total_bytes": 9 << 30, "is_cpu": True}
+    limit = ProcessLimit("RLIMIT_DATA (ulimit -d)", total_bytes=5 << 28, used_bytes=5 << 28)
+    assert memory_sentence(state, **parts, limit=limit) == (  # type: ignore[arg-type]
+        "This process held 1.00 GiB: activations, batch, libraries 0.75, parameters 0.25 (buffers: "
+        "next to nothing). RLIMIT_DATA (ulimit -d) allows it 1.25 GiB, of which 1.25 counted as used"
+    )
+    without = memory_sentence(state, **parts)  # type: ignore[arg-type]
+    assert without.startswith("This process held 1.00 of 9.00 GiB: ")
+    assert without.endswith(". Other processes: 3.00 GiB")
 
 
 # What may be read beside a step.
