@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from linnaeus.config.keys import suggest
 from linnaeus.config.load import load_config, to_yaml
-from linnaeus.config.overrides import FLAGS
+from linnaeus.config.overrides import OPTIONS
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import temporary_name
@@ -109,7 +109,7 @@ class CommandParser(argparse.ArgumentParser):
         while tokens:
             token = tokens.popleft()
             name, has_value, _ = token.partition("=")
-            if not name.startswith("--") or name in FLAGS or "." in name:
+            if not name.startswith("--") or name in OPTIONS or "." in name:
                 rest.append(token)
                 continue
             takes_value = name.removeprefix("--").replace("-", "_") in self._keys
@@ -122,7 +122,7 @@ class CommandParser(argparse.ArgumentParser):
                 problems.append(f"{name}: {_in_our_words(error.message)}")
                 continue
             if unknown:
-                problems.append(f"{name}: no such option{suggest(name, [*self.names(), *FLAGS])}")
+                problems.append(f"{name}: no such option{suggest(name, [*self.names(), *OPTIONS])}")
             for attribute, value in vars(found).items():
                 if keys := self._keys.get(attribute):
                     rest += [f"{key}={value}" for key in keys]
@@ -132,7 +132,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _is_option(token: str) -> bool:
-    return token.startswith("--") or token in FLAGS
+    return token.startswith("--") or token in OPTIONS
 
 
 def _in_our_words(message: str) -> str:

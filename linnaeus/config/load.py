@@ -1,6 +1,6 @@
 """Loads a `Config` from the command line, and writes one to a file.
 
-Precedence, lowest first: schema defaults, presets, the `--cfg` file, the command line.
+Precedence, lowest first: schema defaults, presets, the `--cfg` files in their order, the command line.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import yaml
 
-from linnaeus.config.files import EXPONENT, FLOAT_TAG, read_file
+from linnaeus.config.files import EXPONENT, FLOAT_TAG
 from linnaeus.config.merge import merge
 from linnaeus.config.overrides import CommandLine, parse_command_line
-from linnaeus.config.presets import read_presets
 from linnaeus.config.resolve import resolve
 from linnaeus.config.schema import PLUGGABLE, Config
 from linnaeus.config.settings import from_overrides
+from linnaeus.config.sources import read_sources
 from linnaeus.errors import ConfigError
 from linnaeus.files import write_atomically
 
@@ -65,16 +65,15 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
 
 def _compose(line: CommandLine) -> Config:
     """Read all sources, merge them and resolve the result."""
-    presets, preset_problems = read_presets(line.presets)
-    file, file_problems = read_file(line.cfg) if line.cfg is not None else ([], [])
-    file = [setting for setting in file if setting.path[0] != PLAN]
-    merged = merge(presets, [*file, *from_overrides(line.overrides)])
-    if file_problems and not file:
+    sources = read_sources(line)
+    from_files = [setting for setting in sources.settings if setting.path[0] != PLAN]
+    merged = merge([*from_files, *from_overrides(line.overrides)])
+    if not sources.is_complete:
         # The unreadable file may set a `_target_`, so the keys that these nodes take are unknown.
         pluggable = tuple(f"{sign}{name}." for name in PLUGGABLE for sign in ("", "~"))
         merged.problems = [text for text in merged.problems if not text.startswith(pluggable)]
     config, problems = resolve(merged)
-    problems = [*line.problems, *preset_problems, *file_problems, *merged.problems, *problems]
+    problems = [*line.problems, *sources.problems, *merged.problems, *problems]
     if problems or config is None:
         raise ConfigError(problems)
     return config

@@ -47,22 +47,16 @@ class Merged:
     problems: list[str] = field(default_factory=list)
 
 
-def merge(presets: Sequence[Setting], others: Sequence[Setting]) -> Merged:
-    """Merge settings over the schema's defaults, the later over the earlier.
-
-    Args:
-        presets: settings of presets, the lowest of the sources.
-        others: settings of the file and then of the command line.
-    """
+def merge(settings: Sequence[Setting]) -> Merged:
+    """Merge settings over the schema's defaults, the later over the earlier."""
     merged = Merged()
-    kept = _apply_deletions([*presets, *others], merged.problems)
+    kept = _apply_deletions(settings, merged.problems)
     merged.free = {setting.path[:-1] for setting in kept if _is_target(setting.path)}
-    from_presets = {setting.origin for setting in presets}
-    preset_targets = {s.path[:-1] for s in kept if _is_target(s.path) and s.origin in from_presets}
+    preset_targets = {setting.path[:-1] for setting in kept if _is_target(setting.path) and setting.is_preset}
     merged.entries = {path: entry for path, entry in _defaults().items() if not _below_any(path, merged.free)}
     for setting in kept:
         # Where the user's own class replaces a node, presets for the built-in node do not apply.
-        if setting.origin in from_presets and _below_any(setting.path, merged.free - preset_targets):
+        if setting.is_preset and _below_any(setting.path, merged.free - preset_targets):
             continue
         problem = _set(merged, setting)
         if problem:
