@@ -72,7 +72,7 @@ def _compose(line: CommandLine) -> Config:
         # The unreadable file may set a `_target_`, so the keys that these nodes take are unknown.
         pluggable = tuple(f"{sign}{name}." for name in PLUGGABLE for sign in ("", "~"))
         merged.problems = [text for text in merged.problems if not text.startswith(pluggable)]
-    config, problems = resolve(merged)
+    config, problems = resolve(merged, sources.chosen)
     problems = [*line.problems, *sources.problems, *merged.problems, *problems]
     if problems or config is None:
         raise ConfigError(problems)
