@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from linnaeus.config.habits import about_key, is_hydras
+from linnaeus.config.habits import is_hydras, no_effect
 from linnaeus.config.keys import Path, dotted
 from linnaeus.config.settings import Setting
 from linnaeus.config.values import Bare
@@ -176,8 +176,8 @@ class _Reader:
                     f"{DEFAULTS}: an entry is a file (`- base`), a choice (`- model: resnet50`, `- override "
                     f"/model: resnet50`) or `- _self_` ({self._place(item)})"
                 )
-            elif is_hydras(entry.path.lstrip("/")):
-                self.problems.append(about_key(entry.path.lstrip("/"), entry.origin))
+            elif is_hydras(group := entry.path.lstrip("/")):
+                self.problems.append(f"{group}: {no_effect(group, entry.origin)}")
             elif entry.path == SELF and has_self:
                 self.problems.append(f"{DEFAULTS}: _self_ stands twice ({entry.origin})")
             else:

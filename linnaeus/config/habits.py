@@ -22,7 +22,7 @@ SHORT = {
 }  # fmt: skip
 """Short spellings of them."""
 
-TAKE_VALUES = frozenset({"--package", "--config-path", "--experimental-rerun", "-c"})
+TAKE_VALUES = frozenset({"--package", "-p", "--config-path", "-cp", "--experimental-rerun", "-c"})
 """Those that are followed by a value."""
 
 CFG_VALUES = ("job", "hydra", "all")
@@ -50,13 +50,19 @@ def is_hydras(key: str) -> bool:
     return key.split("@")[0].replace("/", ".").partition(".")[0] == "hydra"
 
 
-def about_key(key: str, origin: str) -> str:
-    """What to do instead of setting one of Hydra's own keys or groups.
+def no_effect(key: str, origin: str) -> str:
+    """What to do instead of setting one of Hydra's own keys or groups; the predicate of a sentence.
 
-    >>> about_key("hydra.job.name", "command line")
-    'hydra.job.name: has no effect here (command line); set EXPERIMENT.NAME'
+    >>> no_effect("hydra.job.name", "command line")
+    'has no effect here (command line); set EXPERIMENT.NAME'
     """
-    parts = key.replace("/", ".").split(".")
+    parts = key.split("@")[0].replace("/", ".").split(".")
     names = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
     hint = next((_KEYS[name] for name in names if name in _KEYS), _NO_COUNTERPART)
-    return f"{key}: has no effect here ({origin}); {hint}"
+    return f"has no effect here ({origin}); {hint}"
+
+
+def no_option(name: str) -> str | None:
+    """What to type instead of an option of Hydra's, as a predicate; None for other options."""
+    hint = OPTIONS.get(SHORT.get(name, name))
+    return f"is an option of Hydra's; {hint}" if hint else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 
 from linnaeus.config.files import EXPONENT, FLOAT_TAG
+from linnaeus.config.keys import KEYS, strip_optional
 from linnaeus.config.merge import merge
 from linnaeus.config.overrides import CommandLine, parse_command_line
 from linnaeus.config.resolve import resolve
@@ -75,8 +77,22 @@ def _compose(line: CommandLine) -> Config:
     config, problems = resolve(merged, sources.chosen)
     problems = [*line.problems, *sources.problems, *merged.problems, *problems]
     if problems or config is None:
-        raise ConfigError(problems)
+        raise ConfigError([f"{problem}{_sweep_hint(problem, line)}" for problem in problems])
     return config
+
+
+def _sweep_hint(problem: str, line: CommandLine) -> str:
+    """Where a problem is that one key or group got several values: the command that takes them."""
+    key = problem.partition(":")[0]
+    typed = {**line.presets, **{override.key: override.text for override in line.overrides}}.get(key)
+    path = tuple(key.split("."))
+    if (
+        not typed
+        or "," not in typed
+        or (path in KEYS and typing.get_origin(strip_optional(KEYS[path].hint)[0]) is list)
+    ):
+        return ""
+    return f"; to run with each of them: linnaeus sweep {key}={typed}"
 
 
 def with_batch_sizes(config: Config, train: int | None = None, val: int | None = None) -> Config:

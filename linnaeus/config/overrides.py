@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from linnaeus.config.habits import TAKE_VALUES, is_hydras, no_effect, no_option
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, Place, classify, closest, suggest
 
 FLAGS = ("--cfg", "--opts", "--print-config", "--help", "-h", "--version")
@@ -98,6 +99,10 @@ def _flag(line: CommandLine, token: str, tokens: deque[str]) -> None:
     name = _SHORT.get(name, name)
     if name in SOURCES:
         _source(line, name, value if has_value else None, tokens)
+    elif (reason := no_option(name)) is not None:
+        line.problems.append(f"{name}: {reason}")
+        if name in TAKE_VALUES and not has_value and tokens and not _is_flag(tokens[0]):
+            tokens.popleft()
     elif name not in FLAGS:
         key = name.lstrip("-")
         real = closest(key) if "." in key or key.isupper() else None
@@ -122,6 +127,11 @@ def _source(line: CommandLine, name: str, value: str | None, tokens: deque[str])
 
 def _override(line: CommandLine, token: str, tokens: deque[str]) -> None:
     """Read an override or a preset; a value that follows it is taken from the other tokens."""
+    if is_hydras(name := token.lstrip("+~").partition("=")[0]):
+        line.problems.append(f"{name}: {no_effect(name, 'command line')}")
+        if "=" not in token and tokens and not _is_flag(tokens[0]) and not _begins_override(tokens[0]):
+            tokens.popleft()  # its value
+        return
     group = _GROUP.fullmatch(token)
     if group and (group[3] is not None or group[1] == "~"):
         _select(line, group[2], group[3], group[1] == "~")

@@ -1,7 +1,7 @@
 """What `${...}` may hold beside keys: arithmetic, and Hydra's `${now:...}` and `${hydra:...}`.
 
-OmegaConf keeps resolvers for the whole process. Ours have names of their own, which `renamed` puts into a text,
-so that those of a program around Linnaeus that uses Hydra stay as they are.
+OmegaConf keeps resolvers for the whole process. Ours have names of their own, which `renamed` puts into a
+text, so that those of a program around Linnaeus that uses Hydra stay as they are.
 """
 
 from __future__ import annotations

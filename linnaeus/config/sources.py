@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 
+from linnaeus.config.habits import CFG_VALUES, no_option
 from linnaeus.config.keys import suggest
 from linnaeus.config.overrides import CommandLine
 from linnaeus.config.search_path import GLOBAL, SearchPath, default_package
@@ -110,6 +111,9 @@ def _search_path(line: CommandLine, problems: list[str]) -> SearchPath:
 def _root(path: SearchPath, option: str, name: str, line: CommandLine, problems: list[str]) -> str | None:
     """The file that an option names, by its path in the search path."""
     if option == "--cfg":
+        if name in CFG_VALUES and not FilePath(name).exists():
+            problems.append(f"--cfg {name}: {no_option('-c')}; --cfg takes a file")
+            return None
         return path.add_root(name, option)
     if option == "--config-name":
         if path.read(name) is not None:
