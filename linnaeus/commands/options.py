@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from linnaeus.config.keys import suggest
-from linnaeus.config.load import load_config, to_yaml
+from linnaeus.config.load import load_config
 from linnaeus.config.overrides import OPTIONS
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
@@ -198,7 +198,7 @@ def read_request(
     if problems and not loaded.show_help:
         raise ConfigError(problems)
     if loaded.show_help or loaded.print_config:
-        return parser.format_help() if loaded.show_help else to_yaml(loaded.config)
+        return parser.format_help() if loaded.show_help else loaded.text()
     check_files({"--output": options.output, "--plot": options.plot})
     return options, loaded.config
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from linnaeus.config.habits import TAKE_VALUES, is_hydras, no_effect, no_option
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, Place, classify, closest, suggest
 
-FLAGS = ("--cfg", "--opts", "--print-config", "--help", "-h", "--version")
+FLAGS = ("--cfg", "--opts", "--print-config", "--origin", "--help", "-h", "--version")
 SOURCES = {"--cfg": "a file", "--config-dir": "a folder", "--config-name": "the name of a file"}
 """The options that name what is read, and what each takes."""
 OPTIONS = (*FLAGS, *(name for name in SOURCES if name not in FLAGS))
@@ -49,7 +49,8 @@ class CommandLine:
         presets: the file selected for each group, in the order typed; a group may end with `@PACKAGE`.
         left_out: the groups that `~group` leaves out.
         sources: `--cfg`, `--config-dir` and `--config-name` with their values, in the order typed.
-        print_config: `--print-config` was given.
+        print_config: `--print-config` was given, or `--origin`, which goes with it.
+        show_origins: `--origin` was given.
         show_help: `--help` or `-h` was given.
         problems: one sentence for each unusable token.
     """
@@ -59,6 +60,7 @@ class CommandLine:
     left_out: list[str] = field(default_factory=list)
     sources: list[tuple[str, str]] = field(default_factory=list)
     print_config: bool = False
+    show_origins: bool = False
     show_help: bool = False
     problems: list[str] = field(default_factory=list)
 
@@ -110,8 +112,9 @@ def _flag(line: CommandLine, token: str, tokens: deque[str]) -> None:
         line.problems.append(f"{name}: no such option{hint}")
     elif has_value:
         line.problems.append(f"{name}: takes no value")
-    elif name == "--print-config":
+    elif name in ("--print-config", "--origin"):
         line.print_config = True
+        line.show_origins |= name == "--origin"
     elif name in ("--help", "-h"):
         line.show_help = True
 
