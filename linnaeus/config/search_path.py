@@ -58,15 +58,15 @@ class SearchPath:
     def add_beside(self, path: str, name: str) -> str | None:
         """Read the file of a name that lies beside a root, unless a `--config-dir` has that name too."""
         root = next((file for file, known in self._roots.items() if known == path), None)
-        if root is None or any(_is_file(folder / _with_suffix(name)) for folder in self._own_folders):
+        if root is None or any(is_file(folder / _with_suffix(name)) for folder in self._own_folders):
             return None
-        file = root.expanduser().parent / _with_suffix(name)
-        return self.add_root(str(file), DEFAULTS) if _is_file(file) else None
+        file = expanded(str(root)).parent / _with_suffix(name)
+        return self.add_root(str(file), DEFAULTS) if is_file(file) else None
 
     def read(self, path: str) -> File | None:
         """The file at a path, or None where there is none."""
         if path not in self.files:
-            folder = next((f for f in self._folders if _is_file(f / _with_suffix(path))), None)
+            folder = next((f for f in self._folders if is_file(f / _with_suffix(path))), None)
             if folder is None:
                 return None
             self.files[path] = _preset(path) if folder is FOLDER else _read(folder, path)
@@ -83,7 +83,9 @@ class SearchPath:
     def names(self, group: str) -> list[str]:
         """The names to choose from in a group."""
         folders = (folder / group for folder in self._folders)
-        return sorted({file.stem for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")})
+        return sorted(
+            {file.stem for folder in folders if is_folder(folder) for file in folder.glob("*.yaml")}
+        )
 
     def groups(self) -> list[str]:
         """The groups of the package and of the user's folders. Folders beside a file are not searched."""
@@ -118,8 +120,25 @@ def _with_suffix(path: str) -> str:
     return path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
 
 
-def _is_file(path: FilePath) -> bool:
+def is_file(path: FilePath) -> bool:
+    """Whether there is such a file; a name that cannot be one is none."""
     try:
         return path.is_file()
-    except OSError:  # a name that is too long
+    except OSError:  # too long
         return False
+
+
+def is_folder(path: FilePath) -> bool:
+    """Whether there is such a folder; a name that cannot be one is none."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def expanded(name: str) -> FilePath:
+    """The path of a name, with `~` replaced where there is such a home."""
+    try:
+        return FilePath(name).expanduser()
+    except RuntimeError:
+        return FilePath(name)

@@ -15,7 +15,7 @@ from pathlib import Path as FilePath
 from linnaeus.config.habits import CFG_VALUES, no_option
 from linnaeus.config.keys import suggest
 from linnaeus.config.overrides import CommandLine
-from linnaeus.config.search_path import GLOBAL, SearchPath, default_package
+from linnaeus.config.search_path import GLOBAL, SearchPath, default_package, expanded, is_file
 from linnaeus.config.settings import Setting
 
 COMMAND_LINE = "command line"
@@ -105,13 +105,13 @@ def _search_path(line: CommandLine, problems: list[str]) -> SearchPath:
             problems.append(
                 f"{name}: {'is a file, not a' if folder.exists() else 'no such'} folder (--config-dir)"
             )
-    return SearchPath(folders, [FilePath(name).expanduser().parent for name in line.named("--cfg")])
+    return SearchPath(folders, [expanded(name).parent for name in line.named("--cfg")])
 
 
 def _root(path: SearchPath, option: str, name: str, line: CommandLine, problems: list[str]) -> str | None:
     """The file that an option names, by its path in the search path."""
     if option == "--cfg":
-        if name in CFG_VALUES and not FilePath(name).exists():
+        if name in CFG_VALUES and not is_file(FilePath(name)):
             problems.append(f"--cfg {name}: {no_option('-c')}; --cfg takes a file")
             return None
         return path.add_root(name, option)
