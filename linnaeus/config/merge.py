@@ -166,11 +166,13 @@ def _unknown(path: Path, origin: str) -> str:
     if path in NODES:
         return f"is a group of keys ({origin})"
     real = closest(dotted(path))
-    if real:
-        return f"no such key ({origin}); did you mean {real}?"
     node = next((node for node in PLUGGABLE_PATHS if path[:-1] == node), None)
-    hint = f"; {dotted(node)} takes other keys when {dotted(node)}._target_ is set" if node else ""
-    return f"no such key ({origin}){hint}"
+    hints = []
+    if node and not (real or "").startswith(f"{dotted(node)}."):
+        hints.append(f"{dotted(node)} takes other keys when {dotted(node)}._target_ is set")
+    if real:
+        hints.append(f"did you mean {real}?")
+    return "; ".join([f"no such key ({origin})", *hints])
 
 
 def _not_a_value(setting: Setting) -> str:

@@ -86,3 +86,10 @@ def test_a_file_called_job_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     Path("job").write_text("TRAIN: {EPOCHS: 3}")
     assert load_config(["--cfg", "job"]).config.TRAIN.EPOCHS == 3
+
+
+def test_a_key_of_another_node_does_not_hide_the_keys_of_ones_own_class() -> None:
+    (problem,) = problems("LOSS.WEIGHT=3")
+    assert "; LOSS takes other keys when LOSS._target_ is set; did you mean MODEL.WEIGHTS?" in problem
+    (problem,) = problems("LOSS.LABEL_SMOTHING=0.1")
+    assert problem.endswith("(command line); did you mean LOSS.LABEL_SMOOTHING?")

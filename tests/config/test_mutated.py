@@ -17,101 +17,35 @@ from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 
 FILES = [
-    "my",
-    "base",
-    "other",
-    "model/mine",
-    "model/resnet18",
-    "data/augment/strong",
-    "data/mine",
-    "experiment/birds",
-    "extra/one",
-    "extra/deep/two",
-]
+    "my", "base", "other", "model/mine", "model/resnet18", "data/augment/strong", "data/mine",
+    "experiment/birds", "extra/one", "extra/deep/two",
+]  # fmt: skip
 GROUPS = [
-    "model",
-    "data",
-    "data/augment",
-    "optimizer",
-    "schedule",
-    "experiment",
-    "extra",
-    "extra/deep",
+    "model", "data", "data/augment", "optimizer", "schedule", "experiment", "extra", "extra/deep",
     "nothing",
-]
+]  # fmt: skip
 NAMES = [
-    *[
-        "mine",
-        "resnet18",
-        "resnet50",
-        "strong",
-        "birds",
-        "one",
-        "two",
-        "sgd",
-        "my",
-        "none",
-        "???",
-        "../my",
-        "~",
-    ],
-    "",
-]
+    "mine", "resnet18", "resnet50", "strong", "birds", "one", "two", "sgd", "my", "none", "???", "../my",
+    "~", "",
+]  # fmt: skip
 PACKAGES = [
-    *["_global_", "_here_", "_group_", "MODEL", "MODEL.encoder", "DATA", "model", "a.b", "_global_.TRAIN"],
+    "_global_", "_here_", "_group_", "MODEL", "MODEL.encoder", "DATA", "model", "a.b", "_global_.TRAIN",
     "",
-]
+]  # fmt: skip
 INTERPOLATIONS = [
-    *[
-        "${TRAIN.EPOCHS}",
-        "${DATA}",
-        "${DATA.BATCH_SIZE}",
-        "${.x}",
-        "${..y}",
-        "${",
-        "${}",
-        "$",
-        "???",
-        "${model}",
-        "\\${x}",
-        "${${TRAIN.AMP}}",
-        "${MODEL.KWARGS.x}",
-        "${oc.env:HOME}",
-        "${oc.env:NO_SUCH}",
-        "${oc.env:NO_SUCH,3}",
-        "${oc.select:TRAIN}",
-        "${oc.dict.keys:DATA}",
-        "${now:%Y}",
-        "${now:}",
-        "${hydra:runtime.cwd}",
-        "${hydra:x}",
-        "${hydra:runtime.choices.model}",
-        "${hydra:}",
-        "${linnaeus.number:1,int}",
-    ],
-    "${TRAIN.EPOCHS} * 2",
-    "${oc.decode:'[1, {a: 2}]'}",
+    "${TRAIN.EPOCHS}", "${DATA}", "${DATA.BATCH_SIZE}", "${.x}", "${..y}", "${", "${}", "$", "???",
+    "${model}", "\\${x}", "${${TRAIN.AMP}}", "${MODEL.KWARGS.x}", "${oc.env:HOME}", "${oc.env:NO_SUCH}",
+    "${oc.env:NO_SUCH,3}", "${oc.select:TRAIN}", "${oc.dict.keys:DATA}", "${now:%Y}", "${now:}",
+    "${hydra:runtime.cwd}", "${hydra:x}", "${hydra:runtime.choices.model}", "${hydra:}",
+    "${linnaeus.number:1,int}", "${TRAIN.EPOCHS} * 2", "${oc.decode:'[1, {a: 2}]'}",
     "${oc.create:{a: 1}}",
-]
+]  # fmt: skip
 OPTIONS = [
-    "--cfg",
-    "--config-dir",
-    "--config-name",
-    "--origin",
-    "--print-config",
-    "-m",
-    "--info",
-    "--cfg=job",
-    "-cd",
-    "-c",
-    "hydra.run.dir=x",
-    "hydra/launcher=x",
-    "--opts",
-    "--config-dir=",
-    "--config-name=base",
+    "--cfg", "--config-dir", "--config-name", "--origin", "--print-config", "-m", "--info", "--cfg=job",
+    "-cd", "-c", "hydra.run.dir=x", "hydra/launcher=x", "--opts", "--config-dir=", "--config-name=base",
     "--config-name=model/mine",
-]
-PIECES = ["", "\n", " ", ":", "- ", "@", "[", "}", "&a ", "*a", "${", "'", "\t", "\0", "é"]
+]  # fmt: skip
+PIECES = ["", "\n", " ", ":", "- ", "@", "[", "}", "&a ", "*a", "${", "'", "\t", "\u0000", "é"]
 OTHERS = ["true", "off", "null", "[1,2]", "{a: 1}", "a,b", "8/2", "my.Model", "'x'", "[", "{", "0x", "~"]
 
 keys = st.sampled_from(

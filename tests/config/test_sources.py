@@ -12,6 +12,8 @@ import yaml
 from hydra import compose, initialize_config_dir, version
 from omegaconf import OmegaConf
 
+from linnaeus.commands.analyze.options import read as analyze
+from linnaeus.commands.sweep.grid import read_grid
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
@@ -140,6 +142,16 @@ def test_a_group_of_ones_own(make: Make) -> None:
     assert load("--config-dir", "conf", "data/augment=strong").DATA.AUGMENT.HFLIP == 0.5
     assert load("--config-dir", "conf", "optimizer=sgd", "model=vit_tiny").MODEL.NAME == VIT
     assert problems("model=mine")[0].startswith("model: no preset 'mine' (command line); there are ")
+
+
+def test_other_commands_take_folders_and_names_too(make: Make) -> None:
+    make(**FOLDER)
+    _, config = analyze(["--config-dir", "conf", "-cn", "base", "model=mine", "--modes", "train"])
+    assert (config.MODEL.NAME, config.TRAIN.EPOCHS) == ("resnet34", 2)
+    grid = read_grid(["--config-dir", "conf", "--config-name=base", "model=mine,wide", "~optimizer"])
+    names = [load(*combination.argv).MODEL.NAME for combination in grid.combinations]
+    assert names == ["resnet34", "resnet34"]
+    assert [combination.title for combination in grid.combinations] == ["model=mine", "model=wide"]
 
 
 def test_the_first_folder_that_has_a_file_counts(make: Make) -> None:
@@ -379,8 +391,11 @@ def test_a_file_of_ones_own_is_named_with_its_line(make: Make) -> None:
     assert "did you mean" in problem
 
 
-def test_a_program_around_that_uses_hydra_keeps_its_version_base(make: Make) -> None:
+def test_a_program_around_that_uses_hydra_keeps_its_version_base(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(my="defaults: [{model: resnet50}]")
-    version.VersionBase.instance().version_base = mark = version.Version("1.2")
+    mark = version.Version("1.2")
+    monkeypatch.setattr(version.VersionBase.instance(), "version_base", mark)
     assert load("--cfg", "my.yaml").MODEL.NAME == "resnet50"
     assert version.getbase() is mark
