@@ -42,7 +42,7 @@ def order_files(search: SearchPath, roots: Sequence[str], choices: Sequence[Choi
         result = walk.run()
     problems = list(walk.problems())
     if result is None:
-        return Order(problems=problems or [walk.why_failed()])
+        return Order([(root, "") for root in roots], problems=problems or [walk.why_failed()])
     files = [(found.config_path, found.package or "") for found in result.defaults]
     chosen = {key: name for key, name in result.overrides.known_choices.items() if isinstance(name, str)}
     return Order([file for file in files if file[0] != ROOT], chosen, problems)

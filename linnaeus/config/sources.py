@@ -15,7 +15,7 @@ from pathlib import Path as FilePath
 from linnaeus.config.habits import CFG_VALUES, no_option
 from linnaeus.config.keys import suggest
 from linnaeus.config.overrides import CommandLine
-from linnaeus.config.search_path import GLOBAL, SearchPath, default_package, expanded, is_file
+from linnaeus.config.search_path import GLOBAL, SearchPath, default_package, expanded, is_file, is_folder
 from linnaeus.config.settings import Setting
 
 COMMAND_LINE = "command line"
@@ -64,7 +64,7 @@ class Sources:
         settings: of all files, the weakest first.
         chosen: the name chosen in each group.
         problems: one sentence each.
-        is_complete: whether every file could be read.
+        is_complete: whether every file was found and could be read.
     """
 
     settings: list[Setting]
@@ -87,7 +87,8 @@ def read_sources(line: CommandLine) -> Sources:
     ]
     files = path.files.values()
     problems += [problem for file in files for problem in file.problems] + order.problems
-    return Sources(settings, order.chosen, problems, not any(file.is_broken for file in files))
+    is_complete = not order.problems and not any(file.is_broken for file in files)
+    return Sources(settings, order.chosen, problems, is_complete)
 
 
 def is_below_files(group: str) -> bool:
@@ -98,13 +99,12 @@ def is_below_files(group: str) -> bool:
 def _search_path(line: CommandLine, problems: list[str]) -> SearchPath:
     folders = []
     for name in line.named("--config-dir"):
-        folder = FilePath(name).expanduser()
-        if folder.is_dir():
+        folder = expanded(name)
+        if is_folder(folder):
             folders.append(folder)
         else:
-            problems.append(
-                f"{name}: {'is a file, not a' if folder.exists() else 'no such'} folder (--config-dir)"
-            )
+            what = "is a file, not a" if is_file(folder) else "no such"
+            problems.append(f"{name}: {what} folder (--config-dir)")
     return SearchPath(folders, [expanded(name).parent for name in line.named("--cfg")])
 
 
@@ -119,9 +119,7 @@ def _root(path: SearchPath, option: str, name: str, line: CommandLine, problems:
         if path.read(name) is not None:
             return name
         names = path.names("")
-        there = (
-            f"there are {', '.join(names)}{suggest(name, names)}" if names else "the folders hold no files"
-        )
+        there = f"there are {', '.join(names)}{suggest(name, names)}" if names else "there are none"
         hint = there if line.named("--config-dir") else "--config-dir DIR says where it is"
         problems.append(f"{name}: no such file (--config-name); {hint}")
     return None

@@ -366,6 +366,19 @@ def test_a_circle_of_several_files_is_told(make: Make) -> None:
     )
 
 
+def test_a_defaults_list_does_not_hide_or_invent_other_problems(make: Make) -> None:
+    make(
+        my="defaults: [my]\nTRAIN: {EPOCH: 1}\nMODEL: {width: 3}",
+        other="defaults: [nothing]\nMODEL: {width: 3}",
+    )
+    assert [problem.partition(":")[0] for problem in problems("--cfg", "my.yaml")] == [
+        "defaults",
+        "TRAIN.EPOCH",
+    ]
+    (problem,) = problems("--cfg", "other.yaml")  # `nothing` may set MODEL._target_
+    assert problem.startswith("defaults: no file 'nothing'")
+
+
 def test_problems_of_folders_and_names(make: Make) -> None:
     make(**FOLDER, a_file="")
     assert problems("--config-dir", "nowhere") == ["nowhere: no such folder (--config-dir)"]
