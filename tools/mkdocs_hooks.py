@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import Files
-from mkdocs.structure.pages import Page
+from typing import TYPE_CHECKING
 
 from linnaeus.config.reference import reference
 
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace the page about the keys, which in the repository only says where to find them."""
-    return reference() if page.file.src_uri == "configuration.md" else markdown
+    """Put the keys into the page about them, which in the repository only says where to find them."""
+    if page.file.src_uri != "configuration.md":
+        return markdown
+    introduction, heading, keys = reference().partition("\n## ")
+    return f"{introduction}{markdown[markdown.index(heading) :]}{heading}{keys}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from linnaeus.config.keys import suggest
-from linnaeus.config.overrides import FLAGS
+from linnaeus.config.overrides import OPTIONS
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import temporary_name
@@ -108,7 +108,7 @@ class CommandParser(argparse.ArgumentParser):
         while tokens:
             token = tokens.popleft()
             name, has_value, _ = token.partition("=")
-            if not name.startswith("--") or name in FLAGS or "." in name:
+            if not name.startswith("--") or name in OPTIONS or "." in name:
                 rest.append(token)
                 continue
             takes_value = name.removeprefix("--").replace("-", "_") in self._keys
@@ -121,7 +121,7 @@ class CommandParser(argparse.ArgumentParser):
                 problems.append(f"{name}: {_in_our_words(error.message)}")
                 continue
             if unknown:
-                problems.append(f"{name}: no such option{suggest(name, [*self.names(), *FLAGS])}")
+                problems.append(f"{name}: no such option{suggest(name, [*self.names(), *OPTIONS])}")
             for attribute, value in vars(found).items():
                 if keys := self._keys.get(attribute):
                     rest += [f"{key}={value}" for key in keys]
@@ -131,7 +131,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _is_option(token: str) -> bool:
-    return token.startswith("--") or token in FLAGS
+    return token.startswith("--") or token in OPTIONS
 
 
 def _in_our_words(message: str) -> str:
@@ -190,7 +190,7 @@ def read_request(
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
     # Here and not above: the shell's completion reads the options, and does not wait for Hydra.
-    from linnaeus.config.load import load_config, to_yaml
+    from linnaeus.config.load import load_config
 
     rest, problems = parser.take(argv, options)
     try:
@@ -200,7 +200,7 @@ def read_request(
     if problems and not loaded.show_help:
         raise ConfigError(problems)
     if loaded.show_help or loaded.print_config:
-        return parser.format_help() if loaded.show_help else to_yaml(loaded.config)
+        return parser.format_help() if loaded.show_help else loaded.text()
     check_files({"--output": options.output, "--plot": options.plot})
     return options, loaded.config
 

@@ -1,6 +1,6 @@
 """Loads a `Config` from the command line, and writes one to a file.
 
-Precedence, lowest first: schema defaults, presets, the `--cfg` file, the command line.
+Precedence, lowest first: schema defaults, presets, the `--cfg` files in their order, the command line.
 """
 
 from __future__ import annotations
@@ -8,20 +8,23 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Any
 
 import yaml
 
-from linnaeus.config.files import EXPONENT, FLOAT_TAG, read_file
-from linnaeus.config.merge import merge
+from linnaeus.config.files import EXPONENT, FLOAT_TAG
+from linnaeus.config.keys import KEYS, Path, dotted, strip_optional
+from linnaeus.config.merge import Entry, merge
+from linnaeus.config.origins import with_origins
 from linnaeus.config.overrides import CommandLine, parse_command_line
-from linnaeus.config.presets import read_presets
 from linnaeus.config.resolve import resolve
 from linnaeus.config.schema import PLUGGABLE, Config
 from linnaeus.config.settings import from_overrides
+from linnaeus.config.sources import read_sources
 from linnaeus.errors import ConfigError
 from linnaeus.files import write_atomically
 
@@ -37,11 +40,18 @@ class LoadedConfig:
         config: the resolved configuration; the defaults where help is asked for.
         print_config: whether to print the configuration and exit.
         show_help: whether to print the help and exit.
+        entries: the value that won at each key with its origin, where these are to be printed too.
     """
 
     config: Config
     print_config: bool = False
     show_help: bool = False
+    entries: Mapping[Path, Entry] | None = None
+
+    def text(self) -> str:
+        """What `--print-config` prints, with the origins where `--origin` asks for them."""
+        text = to_yaml(self.config)
+        return text if self.entries is None else with_origins(text, self.entries)
 
 
 def load_config(argv: Sequence[str]) -> LoadedConfig:
@@ -57,27 +67,36 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
     if line.show_help:
         line = CommandLine(show_help=True)
     try:
-        config = _compose(line)
+        config, entries = _compose(line)
     except RecursionError:
         raise ConfigError("values are nested too deeply to be read") from None
-    return LoadedConfig(config, print_config=line.print_config, show_help=line.show_help)
+    return LoadedConfig(config, line.print_config, line.show_help, entries if line.show_origins else None)
 
 
-def _compose(line: CommandLine) -> Config:
-    """Read all sources, merge them and resolve the result."""
-    presets, preset_problems = read_presets(line.presets)
-    file, file_problems = read_file(line.cfg) if line.cfg is not None else ([], [])
-    file = [setting for setting in file if setting.path[0] != PLAN]
-    merged = merge(presets, [*file, *from_overrides(line.overrides)])
-    if file_problems and not file:
+def _compose(line: CommandLine) -> tuple[Config, Mapping[Path, Entry]]:
+    """Read all sources, merge them and resolve the result; the entries say where each value comes from."""
+    sources = read_sources(line)
+    from_files = [setting for setting in sources.settings if setting.path[0] != PLAN]
+    merged = merge([*from_files, *from_overrides(line.overrides)])
+    if not sources.is_complete:
         # The unreadable file may set a `_target_`, so the keys that these nodes take are unknown.
         pluggable = tuple(f"{sign}{name}." for name in PLUGGABLE for sign in ("", "~"))
         merged.problems = [text for text in merged.problems if not text.startswith(pluggable)]
-    config, problems = resolve(merged)
-    problems = [*line.problems, *preset_problems, *file_problems, *merged.problems, *problems]
+    config, problems = resolve(merged, sources.chosen)
+    problems = [*line.problems, *sources.problems, *merged.problems, *problems]
     if problems or config is None:
-        raise ConfigError(problems)
-    return config
+        raise ConfigError([f"{problem}{_sweep_hint(problem, line)}" for problem in problems])
+    return config, merged.entries
+
+
+def _sweep_hint(problem: str, line: CommandLine) -> str:
+    """Where a problem is that one key or group got several values: the command that takes them."""
+    key = problem.partition(":")[0]
+    typed = {**line.presets, **{override.key: override.text for override in line.overrides}}.get(key)
+    hint = next((known.hint for path, known in KEYS.items() if dotted(path) == key), None)
+    if not typed or "," not in typed or typing.get_origin(strip_optional(hint)[0]) is list:
+        return ""
+    return f"; to run with each of them: linnaeus sweep {key}={typed}"
 
 
 def with_batch_sizes(config: Config, train: int | None = None, val: int | None = None) -> Config:
@@ -147,7 +166,7 @@ def save_config(config: Config, path: str | os.PathLike[str], plan: Mapping[str,
     Raises:
         ConfigError: the file cannot be written.
     """
-    target = Path(path)
+    target = FilePath(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         text = to_yaml(config, plan)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from linnaeus.config.habits import is_hydras, no_effect
 from linnaeus.config.keys import (
     KEYS,
     NODES,
@@ -47,22 +48,16 @@ class Merged:
     problems: list[str] = field(default_factory=list)
 
 
-def merge(presets: Sequence[Setting], others: Sequence[Setting]) -> Merged:
-    """Merge settings over the schema's defaults, the later over the earlier.
-
-    Args:
-        presets: settings of presets, the lowest of the sources.
-        others: settings of the file and then of the command line.
-    """
+def merge(settings: Sequence[Setting]) -> Merged:
+    """Merge settings over the schema's defaults, the later over the earlier."""
     merged = Merged()
-    kept = _apply_deletions([*presets, *others], merged.problems)
+    kept = _apply_deletions(settings, merged.problems)
     merged.free = {setting.path[:-1] for setting in kept if _is_target(setting.path)}
-    from_presets = {setting.origin for setting in presets}
-    preset_targets = {s.path[:-1] for s in kept if _is_target(s.path) and s.origin in from_presets}
+    preset_targets = {setting.path[:-1] for setting in kept if _is_target(setting.path) and setting.is_preset}
     merged.entries = {path: entry for path, entry in _defaults().items() if not _below_any(path, merged.free)}
     for setting in kept:
         # Where the user's own class replaces a node, presets for the built-in node do not apply.
-        if setting.origin in from_presets and _below_any(setting.path, merged.free - preset_targets):
+        if setting.is_preset and _below_any(setting.path, merged.free - preset_targets):
             continue
         problem = _set(merged, setting)
         if problem:
@@ -161,6 +156,8 @@ def _put(entries: dict[Path, Entry], path: Path, entry: Entry) -> None:
 
 
 def _unknown(path: Path, origin: str) -> str:
+    if is_hydras(str(path[0])):
+        return no_effect(dotted(path), origin)
     upper = next((path[:size] for size in range(1, len(path)) if path[:size] in KEYS), None)
     if any("." in str(part) for part in path):
         return f"no such key ({origin}); keys in a file are nested, not joined by dots"
@@ -169,11 +166,13 @@ def _unknown(path: Path, origin: str) -> str:
     if path in NODES:
         return f"is a group of keys ({origin})"
     real = closest(dotted(path))
-    if real:
-        return f"no such key ({origin}); did you mean {real}?"
     node = next((node for node in PLUGGABLE_PATHS if path[:-1] == node), None)
-    hint = f"; {dotted(node)} takes other keys when {dotted(node)}._target_ is set" if node else ""
-    return f"no such key ({origin}){hint}"
+    hints = []
+    if node and not (real or "").startswith(f"{dotted(node)}."):
+        hints.append(f"{dotted(node)} takes other keys when {dotted(node)}._target_ is set")
+    if real:
+        hints.append(f"did you mean {real}?")
+    return "; ".join([f"no such key ({origin})", *hints])
 
 
 def _not_a_value(setting: Setting) -> str:

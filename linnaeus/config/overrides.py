@@ -1,7 +1,7 @@
 """Parses the command line. Pure: reads no file and converts no value.
 
 Overrides are `KEY VALUE`, or Hydra's `KEY=VALUE` with its prefixes `+`, `++` and `~`; `--opts` before them is
-accepted and changes nothing. A lower-case `group=name` selects a preset.
+accepted and changes nothing. A lower-case `group=name` selects a preset or a file of one's own.
 """
 
 from __future__ import annotations
@@ -11,11 +11,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from linnaeus.config.habits import TAKE_VALUES, is_hydras, no_effect, no_option
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, Place, classify, closest, suggest
 
-FLAGS = ("--cfg", "--opts", "--print-config", "--help", "-h", "--version")
+FLAGS = ("--cfg", "--opts", "--print-config", "--origin", "--help", "-h", "--version")
+SOURCES = {"--cfg": "a file", "--config-dir": "a folder", "--config-name": "the name of a file"}
+"""The options that name what is read, and what each takes."""
+OPTIONS = (*FLAGS, *(name for name in SOURCES if name not in FLAGS))
+"""Every option of training, which the other commands take too."""
+_SHORT = {"-cd": "--config-dir", "-cn": "--config-name"}
 _TOKEN = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
-_GROUP = re.compile(r"[a-z][a-z0-9_]*")
+_GROUP = re.compile(r"(\+\+|\+|~)?([a-z][\w-]*(?:/[\w-]+)*(?:@\w+(?:\.\w+)*)?)(?:=(.*))?", re.DOTALL)
 _NUMBER = re.compile(r"-[\d.]")
 
 
@@ -40,19 +46,36 @@ class CommandLine:
 
     Attributes:
         overrides: the overrides, in the order typed.
-        presets: the preset selected for each group, in the order typed.
-        cfg: the configuration file.
-        print_config: `--print-config` was given.
+        presets: the file selected for each group, in the order typed; a group may end with `@PACKAGE`.
+        left_out: the groups that `~group` leaves out.
+        sources: `--cfg`, `--config-dir` and `--config-name` with their values, in the order typed.
+        print_config: `--print-config` was given, or `--origin`, which goes with it.
+        show_origins: `--origin` was given.
         show_help: `--help` or `-h` was given.
         problems: one sentence for each unusable token.
     """
 
     overrides: list[Override] = field(default_factory=list)
     presets: dict[str, str] = field(default_factory=dict)
-    cfg: str | None = None
+    left_out: list[str] = field(default_factory=list)
+    sources: list[tuple[str, str]] = field(default_factory=list)
     print_config: bool = False
+    show_origins: bool = False
     show_help: bool = False
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def cfg(self) -> str | None:
+        """The last of the configuration files."""
+        return next(reversed(self.named("--cfg")), None)
+
+    def named(self, option: str) -> list[str]:
+        """The values of one of the options that name sources."""
+        return [value for name, value in self.sources if name == option]
+
+    def source_tokens(self) -> list[str]:
+        """The tokens that name sources, and those that leave groups out."""
+        return [token for pair in self.sources for token in pair] + [f"~{group}" for group in self.left_out]
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
@@ -75,42 +98,53 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 def _flag(line: CommandLine, token: str, tokens: deque[str]) -> None:
     """Read a flag; a value that follows it is taken from the other tokens."""
     name, has_value, value = token.partition("=")
-    if name == "--cfg":
-        _cfg(line, value if has_value else None, tokens)
+    name = _SHORT.get(name, name)
+    if name in SOURCES:
+        _source(line, name, value if has_value else None, tokens)
+    elif (reason := no_option(name)) is not None:
+        line.problems.append(f"{name}: {reason}")
+        if name in TAKE_VALUES and not has_value and tokens and not _is_flag(tokens[0]):
+            tokens.popleft()
     elif name not in FLAGS:
         key = name.lstrip("-")
         real = closest(key) if "." in key or key.isupper() else None
-        hint = f"; keys have no dashes: {real}" if real else suggest(name, FLAGS)
+        hint = f"; keys have no dashes: {real}" if real else suggest(name, OPTIONS)
         line.problems.append(f"{name}: no such option{hint}")
     elif has_value:
         line.problems.append(f"{name}: takes no value")
-    elif name == "--print-config":
+    elif name in ("--print-config", "--origin"):
         line.print_config = True
+        line.show_origins |= name == "--origin"
     elif name in ("--help", "-h"):
         line.show_help = True
 
 
-def _cfg(line: CommandLine, value: str | None, tokens: deque[str]) -> None:
+def _source(line: CommandLine, name: str, value: str | None, tokens: deque[str]) -> None:
     if value is None and tokens and not _is_flag(tokens[0]):
         value = tokens.popleft()
-    if not value:
-        line.problems.append("--cfg: needs a file")
-    elif line.cfg is not None:
-        line.problems.append(f"--cfg: given twice, {line.cfg} and {value}; there can be one file")
+    if value:
+        line.sources.append((name, value))
     else:
-        line.cfg = value
+        line.problems.append(f"{name}: needs {SOURCES[name]}")
 
 
 def _override(line: CommandLine, token: str, tokens: deque[str]) -> None:
     """Read an override or a preset; a value that follows it is taken from the other tokens."""
+    if is_hydras(name := token.lstrip("+~").partition("=")[0]):
+        line.problems.append(f"{name}: {no_effect(name, 'command line')}")
+        if "=" not in token and tokens and not _is_flag(tokens[0]) and not _begins_override(tokens[0]):
+            tokens.popleft()  # its value
+        return
+    group = _GROUP.fullmatch(token)
+    if group and (group[3] is not None or group[1] == "~"):
+        _select(line, group[2], group[3], group[1] == "~")
+        return
     match = _TOKEN.fullmatch(token)
     if not match:
         line.problems.append(_stray(token))
         return
     prefix, key, text = match.groups()
-    if _GROUP.fullmatch(key) and (text is not None or prefix == "~"):
-        _select(line, key, text, prefix == "~")
-    elif text is not None or prefix == "~":
+    if text is not None or prefix == "~":
         line.overrides.append(Override(key, text, delete=prefix == "~"))
     elif not _may_be_key(key):
         line.problems.append(_stray(token))
@@ -122,12 +156,15 @@ def _override(line: CommandLine, token: str, tokens: deque[str]) -> None:
 
 def _select(line: CommandLine, group: str, text: str | None, delete: bool) -> None:
     line.presets.pop(group, None)  # the last one wins, at its own place in the order
-    if not delete:
+    line.left_out = [other for other in line.left_out if other != group]
+    if delete:
+        line.left_out.append(group)
+    else:
         line.presets[group] = (text or "").strip("'\"")
 
 
 def _is_flag(token: str) -> bool:
-    return token.partition("=")[0] in FLAGS
+    return token.partition("=")[0] in (*OPTIONS, *_SHORT)
 
 
 def _may_be_key(name: str) -> bool:

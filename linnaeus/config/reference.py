@@ -12,7 +12,8 @@ _INTRODUCTION = """\
 # Configuration reference
 
 Every key with its default. `python -m linnaeus.train --print-config` prints them as YAML. A default in
-`${...}` follows another key.
+`${...}` follows another key. The search of this site finds keys by name, also by the whole name such as
+`DATA.BATCH_SIZE`; each row can be linked to: `#DATA.BATCH_SIZE`.
 """
 _NAMES = {int: "whole number", float: "number", str: "text", bool: "True or False", Any: "see the text"}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -39,8 +40,14 @@ def _section(path: Path, doc: str) -> Iterator[str]:
 def _row(key: Key) -> str:
     unit = f" ({key.unit})" if key.unit else ""
     default = "null" if key.default is None else key.default
-    cells = (f"`{key.path[-1]}`", f"`{default}`", _takes(key), f"{key.doc}{unit}")
+    cells = (f"`{key.path[-1]}`", f"`{default}`", _takes(key), f"{key.doc}{unit} {_anchor(key)}")
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def _anchor(key: Key) -> str:
+    """A link to the row that shows the whole name, by which the search finds it."""
+    name = dotted(key.path)
+    return f'<a class="key" id="{name}" href="#{name}">{name}</a>'
 
 
 def _takes(key: Key) -> str:

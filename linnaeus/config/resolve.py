@@ -14,20 +14,25 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from linnaeus.config.keys import KEYS, TARGET, Key, Path, closest, dotted, node_class, suggest
 from linnaeus.config.merge import Entry, Merged
+from linnaeus.config.resolvers import register
 from linnaeus.config.schema import Config
-from linnaeus.config.values import MISSING, convert, register_resolver, show
+from linnaeus.config.values import MISSING, convert, resolve_number, show
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
-def resolve(merged: Merged) -> tuple[Config | None, list[str]]:
+def resolve(merged: Merged, chosen: Mapping[str, str]) -> tuple[Config | None, list[str]]:
     """Resolve and check everything.
+
+    Args:
+        merged: one entry for each key.
+        chosen: the name chosen in each group, for `${hydra:runtime.choices...}`.
 
     Returns:
         The configuration, or None when there are problems, and the problems.
     """
-    register_resolver()
+    register(resolve_number, chosen)
     container = OmegaConf.create(_nest({path: entry.value for path, entry in merged.entries.items()}))
     values: dict[Path, Any] = {}
     found: dict[Path, str] = {}

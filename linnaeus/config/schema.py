@@ -64,6 +64,10 @@ def _run_name(value: str) -> str | None:
     return "must be the name of a folder inside EXPERIMENT.OUTPUT_DIR"
 
 
+def _one_name(value: str) -> str | None:
+    return "must be one name" if "," in value else None
+
+
 def _not_empty(value: list[Any] | None) -> str | None:
     return "must have at least one element" if value == [] else None
 
@@ -254,7 +258,7 @@ class DataConfig:
 class ModelConfig:
     """The network: a timm backbone with one linear head per taxonomic rank."""
 
-    NAME: str = key("resnet10t", "name of any timm model")
+    NAME: str = key("resnet10t", "name of any timm model", check=_one_name)
     WEIGHTS: str | None = key(
         None, "local file with backbone weights (.pt, .pth or .safetensors); null is random weights"
     )
@@ -278,7 +282,7 @@ class LossConfig:
 class OptimizerConfig:
     """A timm optimizer."""
 
-    NAME: str = key("adamw", "any name that timm's optimizer factory knows")
+    NAME: str = key("adamw", "any name that timm's optimizer factory knows", check=_one_name)
     LR: float = key(2e-3, "peak learning rate, before LR_SCALING", gt=0)
     WEIGHT_DECAY: float = key(0.05, "weight decay; biases and norms have none", ge=0)
     LR_SCALING: str = key(

@@ -20,12 +20,14 @@ class Setting:
         value: the value as typed, not yet converted to the key's type.
         origin: where it was typed, for messages.
         delete: remove what earlier sources set at this key and below it.
+        is_preset: whether a preset of the package sets it.
     """
 
     path: Path
     value: Any
     origin: str
     delete: bool = False
+    is_preset: bool = False
 
 
 def flatten(path: Path, value: Any, origin: str) -> Iterator[Setting]:

@@ -14,17 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 
 from linnaeus.config.keys import strip_optional
+from linnaeus.config.resolvers import NUMBER, renamed
 
 MISSING = "???"
 """OmegaConf's mark for a value that another source must give."""
 
-_RESOLVER = "linnaeus.number"
 _TRUE, _FALSE = ("true", "yes", "on", "y", "1"), ("false", "no", "off", "n", "0")
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -60,6 +58,9 @@ def from_command_line(text: str) -> Bare | str:
 
 def _hydra_value(text: str) -> Any:
     """Parse a value by Hydra's grammar; text, sweeps and what the grammar rejects stay as typed."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     try:
         override = OverridesParser.create().parse_override(f"value={text}")
         value = text if override.is_sweep_override() else override.value()
@@ -116,14 +117,15 @@ def convert(value: Any, hint: Any, *, resolved: bool = False) -> Any:
     return _CONVERTERS[hint](given) if hint in _CONVERTERS else _mapping(value)
 
 
-def _interpolation(text: str, hint: Any) -> str:
+def _interpolation(given: str, hint: Any) -> str:
     """Check the syntax. A number becomes a call of the resolver, so that other keys see its value."""
-    wrapped = f"${{{_RESOLVER}:'{text}',{hint.__name__}}}" if hint in (int, float) else text
+    text = renamed(given)
+    wrapped = f"${{{NUMBER}:'{text}',{hint.__name__}}}" if hint in (int, float) else text
     try:
         OmegaConf.create({"value": wrapped})  # parses it
     except GrammarParseError:
         raise ValueError(
-            rf"{show(text)} is not a valid interpolation; text with ${{ is written \${{"
+            rf"{show(given)} is not a valid interpolation; text with ${{ is written \${{"
         ) from None
     return wrapped
 
@@ -258,13 +260,9 @@ def _mapping(value: Any) -> dict[str, Any]:
 _CONVERTERS: dict[Any, Callable[[Any], Any]] = {str: _text, bool: _bool, int: _int, float: _float}
 
 
-def register_resolver() -> None:
-    """Register the arithmetic resolver with OmegaConf, or replace it."""
-    kinds = {"int": int, "float": float}
-    OmegaConf.register_new_resolver(
-        _RESOLVER,
-        lambda text, kind: (
-            None if text.strip() in ("None", "null") else convert(text, kinds[kind], resolved=True)
-        ),
-        replace=True,
-    )
+def resolve_number(text: str, kind: str) -> int | float | None:
+    """The result of arithmetic without interpolations, in the type `int` or `float`."""
+    if text.strip() in ("None", "null"):
+        return None
+    number: int | float = convert(text, {"int": int, "float": float}[kind], resolved=True)
+    return number

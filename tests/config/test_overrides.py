@@ -106,10 +106,26 @@ def test_tokens_that_cannot_be_used(token: str, expected: str) -> None:
     assert expected in problem
 
 
-def test_cfg_needs_one_file() -> None:
+def test_cfg_needs_a_file_each_time() -> None:
     assert only_problem("--cfg") == "--cfg: needs a file"
     assert only_problem("--cfg", "--print-config") == "--cfg: needs a file"
-    assert "given twice, a.yaml and b.yaml" in only_problem("--cfg", "a.yaml", "--cfg=b.yaml")
+    assert parse("--cfg", "a.yaml", "--cfg=b.yaml").named("--cfg") == ["a.yaml", "b.yaml"]
+
+
+def test_sources_keep_their_order() -> None:
+    line = parse("--config-dir", "conf", "--cfg=a.yaml", "-cn", "base", "--config-dir=more", "model=mine")
+    assert line.sources == [
+        ("--config-dir", "conf"), ("--cfg", "a.yaml"), ("--config-name", "base"), ("--config-dir", "more"),
+    ]  # fmt: skip
+    assert only_problem("--config-dir") == "--config-dir: needs a folder"
+    assert only_problem("--config-name", "--cfg=a.yaml") == "--config-name: needs the name of a file"
+
+
+def test_groups_may_be_nested_and_have_packages() -> None:
+    line = parse("data/augment=strong", "+model@MODEL.encoder=mine", "data/augment=weak", "~optimizer=sgd")
+    assert line.presets == {"model@MODEL.encoder": "mine", "data/augment": "weak"}
+    assert line.left_out == ["optimizer"]
+    assert parse("~model", "model=mine").left_out == []
 
 
 def test_every_problem_is_listed() -> None:

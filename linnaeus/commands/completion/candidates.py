@@ -12,7 +12,7 @@ from pathlib import Path
 from linnaeus import commands
 from linnaeus.commands.completion import SHELLS
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, TARGET, Key, dotted, strip_optional
-from linnaeus.config.overrides import FLAGS
+from linnaeus.config.overrides import OPTIONS
 
 Candidates = dict[str, str]
 """Whole words, each with a short text for shells that show one. Words ending in `=` or `.` go on."""
@@ -22,7 +22,7 @@ FILES: Candidates = {":files": ""}
 
 TRAIN = "train"
 PRESETS = Path(__file__).parents[2] / "presets"
-_FLAGS = (*FLAGS, "--multirun", "--install-completion", "--show-completion")
+_FLAGS = (*OPTIONS, "--multirun", "--install-completion", "--show-completion")
 _FILE_FLAGS = ("--cfg", "--config-dir")
 _FILE_METAVARS = ("FILE", "DIR", "FOLDER")
 _PREFIXES = ("++", "+", "~")
@@ -83,7 +83,7 @@ def _actions(command: str) -> Iterator[argparse.Action]:
 
 def _options(command: str) -> Candidates:
     own = {name: action.help or "" for action in _actions(command) for name in action.option_strings}
-    return dict.fromkeys(_FLAGS if command == TRAIN else FLAGS, "") | own
+    return dict.fromkeys(_FLAGS if command == TRAIN else OPTIONS, "") | own
 
 
 def _option(command: str, word: str) -> Candidates:

@@ -98,7 +98,7 @@ def read_grid(argv: Sequence[str]) -> Grid:
         if texts:
             axes.append([replace(override, text=text) for text in texts])
     swept = {axis[0].key for axis in axes if len(axis) > 1}
-    tokens = ["--cfg", line.cfg] if line.cfg is not None else []
+    tokens = line.source_tokens()
     for chosen in itertools.product(*axes):
         values = {override.key: override.text or "" for override in chosen if override.key in swept}
         grid.combinations.append(Combination(values, (*tokens, *map(_token, chosen))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from linnaeus.config.help import help_text
-from linnaeus.config.load import load_config, to_yaml
+from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 
 
@@ -18,4 +18,4 @@ def read(argv: Sequence[str]) -> str | tuple[Config]:
     loaded = load_config(argv)
     if loaded.show_help:
         return help_text()
-    return to_yaml(loaded.config) if loaded.print_config else (loaded.config,)
+    return loaded.text() if loaded.print_config else (loaded.config,)

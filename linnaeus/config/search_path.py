@@ -1,0 +1,144 @@
+"""The search path: where the files of groups and defaults lists are looked up, each read once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path as FilePath
+
+from linnaeus.config.files import DEFAULTS, File, read_file
+from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, dotted, suggest
+from linnaeus.config.presets import FOLDER, available
+
+GLOBAL = "_global_"
+"""The package of a file whose keys stand at the top."""
+EXPERIMENT = "experiment"
+"""The group whose files set any node, as everywhere with Hydra, although there is a node EXPERIMENT."""
+
+
+def default_package(group: str) -> str:
+    """The package of a group's files that have no `# @package` line: the node of the group's name, or none.
+
+    >>> default_package("data/augment"), default_package("model/encoder"), default_package("experiment")
+    ('DATA.AUGMENT', 'MODEL.encoder', '_global_')
+    """
+    names = tuple(group.split("/"))
+    node = tuple(name.upper() for name in names)
+    if names[0] == EXPERIMENT:
+        return GLOBAL
+    if node in NODES or (node in KEYS and KEYS[node].is_mapping):
+        return dotted(node)
+    for size in range(1, len(node)):
+        if node[:size] in PLUGGABLE_PATHS:
+            return dotted((*node[:size], *names[size:]))
+    return GLOBAL
+
+
+class SearchPath:
+    """Finds and reads files by their path in the search path, such as `model/resnet50`.
+
+    Attributes:
+        files: every file read, by its path.
+    """
+
+    def __init__(self, folders: Sequence[FilePath], beside: Sequence[FilePath] = ()) -> None:
+        """Look into `folders`, then into those of the `--cfg` files (`beside`), then among the presets."""
+        self.files: dict[str, File] = {}
+        self._own_folders = folders
+        self._folders = [*folders, *beside, FOLDER]
+        self._roots: dict[FilePath, str] = {}
+
+    def add_root(self, name: str, option: str) -> str:
+        """Read a file by its name on disk; returns the path by which it is known from then on."""
+        path = self._roots.setdefault(FilePath(name), f":{len(self._roots)}")
+        if path not in self.files:
+            self.files[path] = read_file(name, option)
+        return path
+
+    def add_beside(self, path: str, name: str) -> str | None:
+        """Read the file of a name that lies beside a root, unless a `--config-dir` has that name too."""
+        root = next((file for file, known in self._roots.items() if known == path), None)
+        if root is None or any(is_file(folder / _with_suffix(name)) for folder in self._own_folders):
+            return None
+        file = expanded(str(root)).parent / _with_suffix(name)
+        return self.add_root(str(file), DEFAULTS) if is_file(file) else None
+
+    def read(self, path: str) -> File | None:
+        """The file at a path, or None where there is none."""
+        if path not in self.files:
+            folder = next((f for f in self._folders if is_file(f / _with_suffix(path))), None)
+            if folder is None:
+                return None
+            self.files[path] = _preset(path) if folder is FOLDER else _read(folder, path)
+        return self.files[path]
+
+    def package(self, path: str) -> str | None:
+        """Where the keys of a file stand; None is where the file that names it says."""
+        file = self.read(path)
+        if file is None or file.package is not None:
+            return file.package if file else None
+        group = path.rpartition("/")[0]
+        return default_package(group) if group else None
+
+    def names(self, group: str) -> list[str]:
+        """The names to choose from in a group."""
+        folders = (folder / group for folder in self._folders)
+        return sorted(
+            {file.stem for folder in folders if is_folder(folder) for file in folder.glob("*.yaml")}
+        )
+
+    def groups(self) -> list[str]:
+        """The groups of the package and of the user's folders. Folders beside a file are not searched."""
+        return sorted({group for folder in [*self._own_folders, FOLDER] for group in available(folder)})
+
+    def why_missing(self, group: str, name: str, origin: str) -> str:
+        """The problem of a choice for which there is no file."""
+        if names := self.names(group):
+            hint = f"there are {', '.join(names)}{suggest(name, names)}"
+            return f"{group}: no preset {name!r} ({origin}); {hint}"
+        groups = self.groups()
+        return (
+            f"{group}: no such key or preset group ({origin}); groups are {', '.join(groups)}"
+            f"{suggest(group, groups)}"
+        )
+
+
+def _preset(path: str) -> File:
+    """A preset of the package. Its settings name the preset instead of a file and line."""
+    file = _read(FOLDER, path)
+    group, _, name = path.rpartition("/")
+    origin = f"preset {group}={name}"
+    file.settings = [replace(setting, origin=origin, is_preset=True) for setting in file.settings]
+    return file
+
+
+def _read(folder: FilePath, path: str) -> File:
+    return read_file(str(folder / _with_suffix(path)), DEFAULTS)
+
+
+def _with_suffix(path: str) -> str:
+    return path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
+
+
+def is_file(path: FilePath) -> bool:
+    """Whether there is such a file; a name that cannot be one is none."""
+    try:
+        return path.is_file()
+    except OSError:  # too long
+        return False
+
+
+def is_folder(path: FilePath) -> bool:
+    """Whether there is such a folder; a name that cannot be one is none."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def expanded(name: str) -> FilePath:
+    """The path of a name, with `~` replaced where there is such a home."""
+    try:
+        return FilePath(name).expanduser()
+    except RuntimeError:
+        return FilePath(name)

@@ -1,0 +1,159 @@
+"""The settings of all files that a command line names, in order.
+
+Precedence, lowest first: presets and other files of a node's group selected on the command line
+(`model=resnet50`), the files of `--cfg` and `--config-name` in their order, files of other groups selected on
+the command line (`experiment=birds`). A selected group that a defaults list has chosen already is replaced
+there. Within a file its defaults list decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
+
+from linnaeus.config.habits import CFG_VALUES, no_option
+from linnaeus.config.keys import suggest
+from linnaeus.config.overrides import CommandLine
+from linnaeus.config.search_path import GLOBAL, SearchPath, default_package, expanded, is_file, is_folder
+from linnaeus.config.settings import Setting
+
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the command line chooses in a group.
+
+    Attributes:
+        group: the group, such as `model` or `data/augment`.
+        name: the file chosen; None leaves the group out, as `~model` asks for.
+        package: what stands after `@`.
+    """
+
+    group: str
+    name: str | None
+    package: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The name of the choice in Hydra: a group may be chosen once for each package."""
+        return f"{self.group}@{self.package}" if self.package else self.group
+
+
+@dataclass
+class Order:
+    """The files that count.
+
+    Attributes:
+        files: the path and the package of each, the weakest first.
+        chosen: the name chosen in each group.
+        problems: one sentence each.
+    """
+
+    files: list[tuple[str, str]] = field(default_factory=list)
+    chosen: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Sources:
+    """What the files say.
+
+    Attributes:
+        settings: of all files, the weakest first.
+        chosen: the name chosen in each group.
+        problems: one sentence each.
+        is_complete: whether every file was found and could be read.
+    """
+
+    settings: list[Setting]
+    chosen: dict[str, str]
+    problems: list[str]
+    is_complete: bool
+
+
+def read_sources(line: CommandLine) -> Sources:
+    """Read the files that a command line names, and those that their defaults lists name."""
+    problems: list[str] = []
+    path = _search_path(line, problems)
+    roots = [root for option, name in line.sources if (root := _root(path, option, name, line, problems))]
+    choices = [choice for choice in _choices(line) if _exists(choice, path, problems)]
+    order = _order(path, roots, choices)
+    settings = [
+        replace(setting, path=(*filter(None, package.split(".")), *setting.path))
+        for name, package in order.files
+        for setting in path.files[name].settings
+    ]
+    files = path.files.values()
+    problems += [problem for file in files for problem in file.problems] + order.problems
+    is_complete = not order.problems and not any(file.is_broken for file in files)
+    return Sources(settings, order.chosen, problems, is_complete)
+
+
+def is_below_files(group: str) -> bool:
+    """Whether `--cfg` files win over a group of the command line. They lose to an experiment."""
+    return default_package(group) != GLOBAL
+
+
+def _search_path(line: CommandLine, problems: list[str]) -> SearchPath:
+    folders = []
+    for name in line.named("--config-dir"):
+        folder = expanded(name)
+        if is_folder(folder):
+            folders.append(folder)
+        else:
+            what = "is a file, not a" if is_file(folder) else "no such"
+            problems.append(f"{name}: {what} folder (--config-dir)")
+    return SearchPath(folders, [expanded(name).parent for name in line.named("--cfg")])
+
+
+def _root(path: SearchPath, option: str, name: str, line: CommandLine, problems: list[str]) -> str | None:
+    """The file that an option names, by its path in the search path."""
+    if option == "--cfg":
+        if name in CFG_VALUES and not is_file(FilePath(name)):
+            problems.append(f"--cfg {name}: {no_option('-c')}; --cfg takes a file")
+            return None
+        return path.add_root(name, option)
+    if option == "--config-name":
+        if path.read(name) is not None:
+            return name
+        names = path.names("")
+        there = f"there are {', '.join(names)}{suggest(name, names)}" if names else "there are none"
+        hint = there if line.named("--config-dir") else "--config-dir DIR says where it is"
+        problems.append(f"{name}: no such file (--config-name); {hint}")
+    return None
+
+
+def _choices(line: CommandLine) -> list[Choice]:
+    chosen: list[tuple[str, str | None]] = [*line.presets.items(), *((key, None) for key in line.left_out)]
+    choices = []
+    for key, name in chosen:
+        group, _, package = key.partition("@")
+        is_default = package in ("", default_package(group))
+        choices.append(Choice(group, name, None if is_default else package))
+    return choices
+
+
+def _exists(choice: Choice, path: SearchPath, problems: list[str]) -> bool:
+    name = choice.name or ""
+    if choice.name is None or name in path.names(choice.group):
+        return True
+    problems.append(path.why_missing(choice.group, name, COMMAND_LINE))
+    return False
+
+
+def _order(path: SearchPath, roots: Sequence[str], choices: Sequence[Choice]) -> Order:
+    """The order of all files. Where no file has a defaults list, Hydra need not be imported."""
+    selected = [(f"{choice.group}/{choice.name}", choice) for choice in choices if choice.name]
+    if any(file and file.defaults for file in map(path.read, [*roots, *(name for name, _ in selected)])):
+        from linnaeus.config.defaults_list import order_files
+
+        return order_files(path, roots, choices)
+    below = [(name, choice.package) for name, choice in selected if is_below_files(choice.group)]
+    above = [(name, choice.package) for name, choice in selected if not is_below_files(choice.group)]
+    order = Order(chosen={choice.key: choice.name for _, choice in selected if choice.name})
+    for name, package in [*below, *((root, None) for root in roots), *above]:
+        package = package or path.package(name) or GLOBAL
+        order.files.append((name, package.removeprefix(GLOBAL)))
+    return order

@@ -1,0 +1,193 @@
+"""Mutated files and command lines: whatever is wrong with them is a `ConfigError` that names it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+from linnaeus.config.keys import KEYS, NODES, dotted
+from linnaeus.config.load import load_config, to_yaml
+from linnaeus.config.schema import Config
+from linnaeus.errors import ConfigError
+
+FILES = [
+    "my", "base", "other", "model/mine", "model/resnet18", "data/augment/strong", "data/mine",
+    "experiment/birds", "extra/one", "extra/deep/two",
+]  # fmt: skip
+GROUPS = [
+    "model", "data", "data/augment", "optimizer", "schedule", "experiment", "extra", "extra/deep",
+    "nothing",
+]  # fmt: skip
+NAMES = [
+    "mine", "resnet18", "resnet50", "strong", "birds", "one", "two", "sgd", "my", "none", "???", "../my",
+    "~", "",
+]  # fmt: skip
+PACKAGES = [
+    "_global_", "_here_", "_group_", "MODEL", "MODEL.encoder", "DATA", "model", "a.b", "_global_.TRAIN",
+    "",
+]  # fmt: skip
+INTERPOLATIONS = [
+    "${TRAIN.EPOCHS}", "${DATA}", "${DATA.BATCH_SIZE}", "${.x}", "${..y}", "${", "${}", "$", "???",
+    "${model}", "\\${x}", "${${TRAIN.AMP}}", "${MODEL.KWARGS.x}", "${oc.env:HOME}", "${oc.env:NO_SUCH}",
+    "${oc.env:NO_SUCH,3}", "${oc.select:TRAIN}", "${oc.dict.keys:DATA}", "${now:%Y}", "${now:}",
+    "${hydra:runtime.cwd}", "${hydra:x}", "${hydra:runtime.choices.model}", "${hydra:}",
+    "${linnaeus.number:1,int}", "${TRAIN.EPOCHS} * 2", "${oc.decode:'[1, {a: 2}]'}",
+    "${oc.create:{a: 1}}",
+]  # fmt: skip
+OPTIONS = [
+    "--cfg", "--config-dir", "--config-name", "--origin", "--print-config", "-m", "--info", "--cfg=job",
+    "-cd", "-c", "hydra.run.dir=x", "hydra/launcher=x", "--opts", "--config-dir=", "--config-name=base",
+    "--config-name=model/mine",
+]  # fmt: skip
+PIECES = ["", "\n", " ", ":", "- ", "@", "[", "}", "&a ", "*a", "${", "'", "\t", "\u0000", "é"]
+OTHERS = ["true", "off", "null", "[1,2]", "{a: 1}", "a,b", "8/2", "my.Model", "'x'", "[", "{", "0x", "~"]
+
+keys = st.sampled_from(
+    [*map(dotted, KEYS), *map(dotted, NODES), "MODEL._target_", "MODEL.x", "LOSS._target_"]
+)
+numbers = st.integers(-3, 600).map(str) | st.floats().map(repr)
+scalars = st.sampled_from(INTERPOLATIONS) | numbers | st.text(max_size=8) | st.sampled_from(OTHERS)
+values = st.recursive(
+    scalars | st.none() | st.booleans() | st.integers() | st.floats(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(keys | st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+choices = st.sampled_from(NAMES) | st.sampled_from(INTERPOLATIONS)
+words = st.sampled_from(["", "", "", "override ", "optional ", "override /", "/", "optional override ", "x "])
+packages = st.sampled_from(["", "", "", *(f"@{name}" for name in PACKAGES)])
+groups = st.builds("{}{}{}".format, words, st.sampled_from(GROUPS), packages)
+entries = (
+    st.dictionaries(
+        groups, choices | st.lists(choices, max_size=2) | st.none() | values, min_size=1, max_size=2
+    )
+    | st.builds("{}{}{}".format, words, st.sampled_from([*FILES, "_self_"]), packages)
+    | values
+)
+
+
+def nested(settings: dict[str, Any]) -> dict[str, Any]:
+    """A tree from dotted keys; of keys above each other one stays."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        *above, last = key.split(".")
+        node = tree
+        for part in above:
+            below = node.setdefault(part, {})
+            node = below if isinstance(below, dict) else {}
+        node[last] = value
+    return tree
+
+
+@st.composite
+def mutations(draw: st.DrawFn, text: str) -> str:
+    """The text with some pieces replaced, doubled or left out."""
+    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):
+        start = draw(st.integers(0, len(text)))
+        end = min(len(text), start + draw(st.integers(0, 6)))
+        piece = draw(
+            st.sampled_from(
+                ["", "\n", " ", ":", "- ", "@", "[", "}", "&a ", "*a", "${", "'", "\t", "\0", "é"]
+            )
+        )
+        text = text[:start] + piece + text[start if draw(st.booleans()) else end :]
+    return text
+
+
+@st.composite
+def files(draw: st.DrawFn, *, defaults: bool) -> dict[str, str]:
+    """Texts of some files, by their names."""
+    found = {}
+    for name in draw(st.lists(st.sampled_from(FILES), unique=True, max_size=5)):
+        tree = nested(draw(st.dictionaries(keys, values, max_size=4)))
+        if defaults:
+            tree = {"defaults": draw(st.lists(entries, max_size=4) | values), **tree}
+        header = draw(st.sampled_from(["", "", "# @package ", "#@package "]))
+        text = f"{header}{draw(st.sampled_from(PACKAGES))}\n" if header else ""
+        found[name] = draw(mutations(text + yaml.dump(tree, allow_unicode=True, sort_keys=False)))
+    return found
+
+
+selections = st.sampled_from(GROUPS)
+tokens = (
+    st.builds("{}{}={}".format, st.sampled_from(["", "", "+", "++", "~"]), keys, scalars)
+    | st.builds("{}{}{}={}".format, st.sampled_from(["", "+", "~"]), selections, packages, choices)
+    | st.builds("~{}".format, selections | keys)
+    | st.sampled_from(OPTIONS)
+    | keys
+    | scalars
+)
+command_lines = st.lists(tokens.flatmap(mutations), max_size=6)
+
+
+def outcome(folder: Path, texts: dict[str, str], argv: list[str]) -> str:
+    """Load what is there: `loaded`, or `refused` with sentences that say why."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, text in texts.items():
+        path = folder / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    sources = [f"--cfg={folder / 'my.yaml'}"] if "my" in texts else []
+    problems: list[str] = []
+    try:
+        loaded = load_config([*sources, f"--config-dir={folder}", *argv])
+    except ConfigError as error:
+        problems = error.problems
+    if problems:
+        assert all(problem.partition(":")[2].strip() or "too deeply" in problem for problem in problems)
+        return "refused"
+    assert isinstance(loaded.config, Config)
+    assert loaded.text()
+    return "loaded"
+
+
+PARTS = {
+    "command lines": (st.just({}), command_lines),
+    "files": (files(defaults=False), st.just([])),
+    "defaults lists": (files(defaults=True), st.just([])),
+    "both": (files(defaults=True), command_lines),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@given(data=st.data())
+def test_some_are_config_errors(
+    part: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    texts, argv = data.draw(PARTS[part][0]), data.draw(PARTS[part][1])
+    outcome(tmp_path_factory.getbasetemp() / "mutated", texts, argv)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("part", PARTS)
+def test_ten_thousand_are_config_errors(part: str, number: int, tmp_path: Path) -> None:
+    """1,250 in each of eight tests. Many load and many are refused, else nothing would have been tried."""
+    seen = {"loaded": 0, "refused": 0}
+
+    @seed(number)
+    @settings(max_examples=1250)
+    @given(*PARTS[part])
+    def try_all(texts: dict[str, str], argv: list[str]) -> None:
+        seen[outcome(tmp_path / "mutated", texts, argv)] += 1
+
+    try_all()
+    assert sum(seen.values()) >= 1250
+    assert min(seen.values()) >= 50, seen
+
+
+def test_what_loads_reads_back(tmp_path: Path) -> None:
+    """A control: the way of loading above does load what is right."""
+    texts = {"my": "defaults: [base, {model: mine}]\nTRAIN: {EPOCHS: 3}", "base": "TRAIN: {LOG_EVERY: 7}",
+             "model/mine": "NAME: resnet34"}  # fmt: skip
+    assert outcome(tmp_path / "mutated", texts, ["DATA.BATCH_SIZE=${TRAIN.EPOCHS} * 2"]) == "loaded"
+    assert outcome(tmp_path / "mutated", texts, ["DATA.BATCH_SIZE=${TRAIN.EPOCH} * 2"]) == "refused"
+    assert "NAME: resnet34" in to_yaml(load_config([f"--cfg={tmp_path}/mutated/my.yaml"]).config)

@@ -1,0 +1,108 @@
+"""`${now:...}` and `${hydra:...}`, as Hydra's users know them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from linnaeus.config import resolvers
+from linnaeus.config.load import load_config
+from linnaeus.config.schema import Config
+from linnaeus.errors import ConfigError
+from tests.conftest import SMALL, Run
+
+
+@pytest.fixture(autouse=True)
+def _new_moment() -> Iterator[None]:
+    resolvers.moment.cache_clear()
+    yield
+    resolvers.moment.cache_clear()
+
+
+def load(*argv: str) -> Config:
+    return load_config(argv).config
+
+
+def problem(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*argv)
+    (text,) = caught.value.problems
+    return text
+
+
+def test_now_is_one_moment_of_the_process() -> None:
+    before = datetime.now()
+    config = load(
+        "EXPERIMENT.NAME=${now:%Y-%m-%d_%H-%M-%S-%f}", "MODEL.KWARGS.at=[${now:%f}]",
+        "LOSS._target_=x.Y", "LOSS.at={x: '${now:%H:%M}'}",
+    )  # fmt: skip
+    moment = datetime.strptime(config.EXPERIMENT.NAME, "%Y-%m-%d_%H-%M-%S-%f")
+    assert before <= moment <= datetime.now()
+    assert {"at": [moment.strftime("%f")]} == config.MODEL.KWARGS
+    assert config.LOSS["at"] == {"x": f"{moment:%H:%M}"}
+    assert f"{moment:%f}" == load("EXPERIMENT.NAME=${now:%f}").EXPERIMENT.NAME
+    assert (
+        2 * (moment.year - 1900)
+        == load("EXPERIMENT.NAME=${now:%f}", "TRAIN.EPOCHS=${now:1%y} * 2").TRAIN.EPOCHS
+    )
+    assert load(r"EXPERIMENT.NAME=\${now:%f}").EXPERIMENT.NAME == "${now:%f}"
+
+
+def test_what_hydra_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load(
+        "model=resnet50", "DATA.DATASET.ROOT=${hydra:runtime.cwd}/data",
+        "EXPERIMENT.NAME=r-${hydra:runtime.choices.model}",
+        "EXPERIMENT.WANDB.PROJECT=${hydra:job.name}", "EXPERIMENT.WANDB.GROUP=${hydra:run.dir}",
+    )  # fmt: skip
+    assert f"{tmp_path}/data" == config.DATA.DATASET.ROOT
+    assert config.EXPERIMENT.NAME == config.EXPERIMENT.WANDB.PROJECT == "r-resnet50"
+    assert config.EXPERIMENT.WANDB.GROUP == "runs/r-resnet50"
+    file = tmp_path / "my.yaml"
+    file.write_text("defaults: [{model: vit_tiny}]\nEXPERIMENT: {NAME: '${hydra:runtime.choices.model}'}")
+    assert load("--cfg", "my.yaml").EXPERIMENT.NAME == "vit_tiny"
+    assert load("--cfg", "my.yaml", "model=resnet18").EXPERIMENT.NAME == "resnet18"
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("job.num", "there is no hydra:job.num here; there are hydra:runtime.cwd, hydra:job.name"),
+    ("runtime.choices.model", "nothing is chosen in the group model"),
+    ("job.name", "it refers to itself"),
+])  # fmt: skip
+def test_what_hydra_would_know(name: str, expected: str) -> None:
+    text = problem(f"EXPERIMENT.NAME=${{hydra:{name}}}")
+    assert text.startswith(f"EXPERIMENT.NAME: '${{hydra:{name}}}' cannot be resolved: ")
+    assert expected in text
+
+
+def test_resolvers_of_a_program_around_stay() -> None:
+    OmegaConf.register_new_resolver("now", lambda form: "theirs", replace=True)
+    try:
+        assert f"{datetime.now():%Y}" == load("EXPERIMENT.NAME=${now:%Y}").EXPERIMENT.NAME
+        assert OmegaConf.create({"x": "${now:%Y}"}).x == "theirs"
+    finally:
+        OmegaConf.clear_resolver("now")
+
+
+def test_ranks_on_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "let the shell put it in: EXPERIMENT.NAME=run-$(date +%F)" in problem("EXPERIMENT.NAME=${now:%Y}")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert "several machines" in problem("EXPERIMENT.NAME=${now:%Y}")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    assert int(load("EXPERIMENT.NAME=${now:%Y}").EXPERIMENT.NAME) >= 2024
+
+
+@pytest.mark.distributed
+def test_all_ranks_take_the_same_moment(torchrun: Run, tmp_path: Path) -> None:
+    """Microseconds would differ if each rank took its own; ranks that differ do not train."""
+    outcome = torchrun(2, *SMALL, "TRAIN.EPOCHS=1", "EXPERIMENT.NAME=run-${now:%H-%M-%S-%f}")
+    assert outcome.code == 0, outcome.err
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"run-\d\d-\d\d-\d\d-\d{6}", folder.name)

@@ -1,0 +1,414 @@
+"""Files, folders and defaults lists: what a Hydra user types, with Hydra's own composition beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir, version
+from omegaconf import OmegaConf
+
+from linnaeus.commands.analyze.options import read as analyze
+from linnaeus.commands.sweep.grid import read_grid
+from linnaeus.config.load import load_config
+from linnaeus.config.schema import Config
+from linnaeus.errors import ConfigError
+
+Make = Callable[..., None]
+VIT = "vit_tiny_patch16_224"  # of the preset vit_tiny
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Writes files by their path below the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(**files: str) -> None:
+        for name, text in files.items():
+            path = Path(f"{name.replace('__', '/')}.yaml")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    return write
+
+
+def load(*argv: str) -> Config:
+    return load_config(argv).config
+
+
+def problems(*argv: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(argv)
+    return caught.value.problems
+
+
+# Defaults lists in a file
+
+
+def test_a_defaults_list_chooses_groups_and_files_beside_it(make: Make) -> None:
+    make(
+        my="""
+defaults:
+  - base
+  - model: resnet50
+  - optional data: nothing
+  - optimizer: null
+  - override /schedule: cosine
+TRAIN: {EPOCHS: 3}
+""",
+        base="defaults: [{schedule: linear}]\nTRAIN: {EPOCHS: 7, LOG_EVERY: 9}",
+    )
+    config = load("--cfg", "my.yaml")
+    assert (config.MODEL.NAME, config.SCHEDULE.NAME) == ("resnet50", "cosine")
+    assert (config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY) == (3, 9)
+    assert config.OPTIMIZER == load().OPTIMIZER
+    assert load("--cfg", "base.yaml").SCHEDULE.NAME == "linear"  # which the override has replaced
+
+
+@pytest.mark.parametrize(("entries", "epochs"), [
+    ("[base]", 3), ("[base, _self_]", 3), ("[_self_, base]", 7), ("[]", 3),
+])  # fmt: skip
+def test_self_says_what_wins(make: Make, entries: str, epochs: int) -> None:
+    make(my=f"defaults: {entries}\nTRAIN: {{EPOCHS: 3}}", base="TRAIN: {EPOCHS: 7}")
+    assert epochs == load("--cfg", "my.yaml").TRAIN.EPOCHS
+
+
+def test_files_are_found_beside_the_file_that_names_them(make: Make) -> None:
+    make(
+        a__my="defaults: [base]", a__base="TRAIN: {EPOCHS: 3}",
+        b__my="defaults: [base]", b__base="TRAIN: {LOG_EVERY: 4}",
+    )  # fmt: skip
+    config = load("--cfg", "a/my.yaml", "--cfg", "b/my.yaml")
+    assert (config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY) == (3, 4)
+
+
+def test_an_override_of_nothing_is_a_choice(make: Make) -> None:
+    make(
+        my="defaults: [override /model: resnet50]",
+        conf__experiment__birds="defaults: [override /model: vit_tiny]",
+    )
+    assert load("--cfg", "my.yaml").MODEL.NAME == "resnet50"
+    assert load("--config-dir=conf", "experiment=birds").MODEL.NAME == VIT
+
+
+def test_interpolated_and_several_names(make: Make) -> None:
+    make(
+        my="defaults: [{model: vit_tiny}, {extra: [one, two]}, {by: '${model}'}]",
+        extra__one="TRAIN: {EPOCHS: 1, LOG_EVERY: 1}", extra__two="TRAIN: {EPOCHS: 2}",
+        by__vit_tiny="OPTIMIZER: {LR: 0.5}", by__resnet18="OPTIMIZER: {LR: 0.25}",
+    )  # fmt: skip
+    config = load("--cfg", "my.yaml")
+    assert (config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY, config.OPTIMIZER.LR) == (2, 1, 0.5)
+    assert load("--cfg", "my.yaml", "model=resnet18").OPTIMIZER.LR == 0.25
+
+
+# Several files
+
+
+def test_later_files_win(make: Make) -> None:
+    make(a="defaults: [{model: resnet18}]\nTRAIN: {EPOCHS: 3, LOG_EVERY: 9}", b="TRAIN: {EPOCHS: 4}",
+         c="defaults: [{model: vit_tiny}]")  # fmt: skip
+    config = load("--cfg", "a.yaml", "--cfg", "b.yaml", "--cfg=c.yaml")
+    assert (config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY, config.MODEL.NAME) == (4, 9, VIT)
+    config = load("--cfg=c.yaml", "--cfg", "b.yaml", "--cfg", "a.yaml", "TRAIN.LOG_EVERY=1")
+    assert (config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY, config.MODEL.NAME) == (3, 1, "resnet18")
+
+
+# Groups and folders of one's own
+
+
+FOLDER = {
+    "conf__model__mine": "NAME: resnet34\nDROP_RATE: 0.1",
+    "conf__model__wide": "defaults: [mine]\nDROP_RATE: 0.2",
+    "conf__model__resnet18": "NAME: my_resnet18",
+    "conf__data__augment__strong": "HFLIP: 0.5",
+    "conf__data__birds": "defaults: [/data/imagefolder, augment: strong]\nDATASET: {ROOT: /birds}",
+    "conf__experiment__birds": "defaults: [override /model: mine, override /data: birds]\nTRAIN: {EPOCHS: 5}",
+    "conf__experiment__named": "# A comment\n# @package EXPERIMENT\nNAME: named",
+    "conf__base": "defaults: [{model: resnet50}]\nTRAIN: {EPOCHS: 2, LOG_EVERY: 2}\nMODEL: {DROP_RATE: 0.3}",
+}
+
+
+def test_a_group_of_ones_own(make: Make) -> None:
+    make(**FOLDER)
+    model = load("--config-dir", "conf", "model=mine").MODEL
+    assert (model.NAME, model.DROP_RATE) == ("resnet34", 0.1)
+    model = load("--config-dir", "conf", "model=wide").MODEL
+    assert (model.NAME, model.DROP_RATE) == ("resnet34", 0.2)
+    assert load("--config-dir", "conf", "data/augment=strong").DATA.AUGMENT.HFLIP == 0.5
+    assert load("--config-dir", "conf", "optimizer=sgd", "model=vit_tiny").MODEL.NAME == VIT
+    assert problems("model=mine")[0].startswith("model: no preset 'mine' (command line); there are ")
+
+
+def test_other_commands_take_folders_and_names_too(make: Make) -> None:
+    make(**FOLDER)
+    _, config = analyze(["--config-dir", "conf", "-cn", "base", "model=mine", "--modes", "train"])
+    assert (config.MODEL.NAME, config.TRAIN.EPOCHS) == ("resnet34", 2)
+    grid = read_grid(["--config-dir", "conf", "--config-name=base", "model=mine,wide", "~optimizer"])
+    names = [load(*combination.argv).MODEL.NAME for combination in grid.combinations]
+    assert names == ["resnet34", "resnet34"]
+    assert [combination.title for combination in grid.combinations] == ["model=mine", "model=wide"]
+
+
+def test_the_first_folder_that_has_a_file_counts(make: Make) -> None:
+    make(**FOLDER, other__model__mine="NAME: other", model__beside="NAME: beside", my="TRAIN: {EPOCHS: 1}")
+    assert load("--config-dir", "conf", "model=resnet18").MODEL.NAME == "my_resnet18"
+    assert load("--config-dir", "other", "--config-dir", "conf", "model=mine").MODEL.NAME == "other"
+    assert load("--cfg", "my.yaml", "model=beside").MODEL.NAME == "beside"
+    assert load("--cfg", "my.yaml", "model=resnet18").MODEL.NAME == "resnet18"
+
+
+def test_experiments(make: Make) -> None:
+    make(**FOLDER)
+    expected = load("--config-dir=conf", "+experiment=birds")
+    assert (expected.MODEL.NAME, expected.TRAIN.EPOCHS) == ("resnet34", 5)
+    assert (expected.DATA.DATASET.NAME, expected.DATA.DATASET.ROOT) == ("imagefolder", "/birds")
+    assert expected.DATA.AUGMENT.HFLIP == 0.5
+    assert load("--config-dir=conf", "experiment=birds") == expected
+    assert load("--config-dir=conf", "experiment=named").EXPERIMENT.NAME == "named"
+
+
+def test_the_order_of_files_groups_and_experiments(make: Make) -> None:
+    make(**FOLDER)
+    base = ("--config-dir", "conf", "--config-name", "base")
+    assert (load(*base).MODEL.NAME, load(*base).MODEL.DROP_RATE) == ("resnet50", 0.3)
+    replaced = load(*base, "model=mine")
+    assert (replaced.MODEL.NAME, replaced.MODEL.DROP_RATE) == ("resnet34", 0.3)  # the file's own key wins
+    config = load(*base, "+experiment=birds")
+    assert (config.MODEL.NAME, config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY) == ("resnet34", 5, 2)
+    config = load(*base, "+experiment=birds", "model=vit_tiny", "TRAIN.EPOCHS=9")
+    assert (config.MODEL.NAME, config.TRAIN.EPOCHS) == (VIT, 9)
+    assert load(*base, "~model").MODEL.NAME == load().MODEL.NAME
+    assert load("~model", "~optimizer=sgd") == load()
+
+
+def test_a_group_that_goes_with_the_choice_it_belonged_to_still_counts(make: Make) -> None:
+    make(my="defaults: [{model: mine}]", model__mine="# @package _global_\ndefaults: [{/optimizer: adamw}]")
+    config = load("--cfg", "my.yaml", "model=resnet18", "optimizer=sgd")
+    assert (config.MODEL.NAME, config.OPTIMIZER.NAME) == ("resnet18", "sgd")
+
+
+def test_packages(make: Make) -> None:
+    make(
+        conf__encoder__small="width: 3",
+        conf__encoder__large="defaults: [small]\ndepth: 9",
+        conf__model__target="_target_: my.Model",
+        my="defaults: [{model: target}, {encoder@MODEL.encoder: large}, extra@TRAIN, whole@_global_]",
+        extra="EPOCHS: 4", whole="TRAIN: {LOG_EVERY: 3}",
+    )  # fmt: skip
+    config = load("--config-dir", "conf", "--cfg", "my.yaml")
+    assert config.MODEL == {"_target_": "my.Model", "encoder": {"width": 3, "depth": 9}}
+    assert (config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY) == (4, 3)
+    argv = ("--config-dir=conf", "model=target", "+encoder@MODEL.decoder=small")
+    assert load(*argv).MODEL == {"_target_": "my.Model", "decoder": {"width": 3}}
+    assert load("--config-dir=conf", "model@MODEL=target").MODEL == {"_target_": "my.Model"}
+
+
+def test_both_ways_to_order_files_agree(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(**FOLDER, a="TRAIN: {EPOCHS: 1}\nMODEL: {DROP_RATE: 0.6}", b="# @package TRAIN\nEPOCHS: 2")
+    argv = (
+        "--config-dir=conf",
+        "--cfg=a.yaml",
+        "--cfg=b.yaml",
+        "model=mine",
+        "+experiment=named",
+        "optimizer=sgd",
+    )
+    expected = load(*argv)
+    Path("b.yaml").write_text("# @package TRAIN\ndefaults: [_self_]\nEPOCHS: 2")  # now Hydra orders the files
+    calls = []
+    monkeypatch.setattr("linnaeus.config.defaults_list._version_base", spy(calls, version_base()))
+    assert load(*argv) == expected
+    assert calls
+
+
+def version_base() -> Any:
+    from linnaeus.config import defaults_list
+
+    return defaults_list._version_base
+
+
+def spy(calls: list[int], function: Any) -> Any:
+    def called() -> Any:
+        calls.append(1)
+        return function()
+
+    return called
+
+
+# As Hydra composes them
+
+
+TREES = {
+    "files": {"config": "defaults: [base, _self_]\nx: 1", "base": "x: 0\ny: 2"},
+    "groups": {
+        "config": "defaults: [{a: one}, {b: one}, _self_, {override /a: two}]\nb: {z: 9}",
+        "a/one": "x: 1", "a/two": "defaults: [one, {c: deep}]\ny: 2", "a/c/deep": "w: 5", "b/one": "z: 3",
+    },
+    "experiment": {
+        "config": "defaults: [{a: one}, _self_, {experiment: e}]\na: {x: 4}",
+        "a/one": "x: 1", "a/two": "x: 2\ny: 2",
+        "experiment/e": "# @package _global_\ndefaults: [{override /a: two}]\na: {y: 7}",
+    },
+    "packages": {
+        "config": "defaults: [{a@b: one}, {a@_global_: two}, f@c]",
+        "a/one": "x: 1", "a/two": "y: 2", "f": "z: 3",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_composition_is_that_of_hydra(tmp_path: Path, name: str) -> None:
+    """Our reader with Hydra's order gives what `hydra.compose` gives, below a node that takes any key."""
+    for path, text in TREES[name].items():
+        file = tmp_path / f"{path}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # A package line stands for what Linnaeus' own default, the node of the group's name, would change.
+        group = path.rpartition("/")[0].replace("/", ".")
+        header = (
+            "" if not group or "@" in TREES[name]["config"] or "@package" in text else f"# @package {group}\n"
+        )
+        file.write_text(header + text)
+    before = version.getbase()
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        expected = OmegaConf.to_container(compose("config"))
+    version.VersionBase.instance().version_base = before
+    found = order_of(tmp_path)
+    assert found == expected
+    assert found != {}
+
+
+def order_of(folder: Path) -> dict[str, Any]:
+    """The tree that our order of files gives."""
+    from linnaeus.config.overrides import parse_command_line
+    from linnaeus.config.sources import read_sources
+
+    tree: Any = OmegaConf.create({})
+    sources = read_sources(parse_command_line(["--config-dir", str(folder), "--config-name", "config"]))
+    assert sources.problems == []
+    for setting in sources.settings:
+        text = getattr(setting.value, "text", setting.value)
+        OmegaConf.update(tree, ".".join(setting.path), yaml.safe_load(text))
+    return dict(OmegaConf.to_container(tree))
+
+
+def test_hydra_is_the_version_that_the_seam_was_written_for() -> None:
+    assert hydra.__version__.startswith("1.3.")
+
+
+# Problems
+
+
+def test_all_problems_of_defaults_lists_at_once(make: Make) -> None:
+    make(my="""
+defaults:
+  - model: resnet51
+  - modl: resnet50
+  - bse
+  - model
+  - optimizer: ???
+  - data: [digits, digitz]
+  - override hydra/job_logging: disabled
+  - 7: [x]
+  - {a: b, c: d}
+  - optional
+TRAIN: {EPOCH: 3}
+""")  # fmt: skip
+    found = problems("--cfg", "my.yaml", "schedule=cosin", "TRAIN.AMP=x")
+    starts = [problem.split(";")[0] for problem in found]
+    for expected in (
+        "schedule: no preset 'cosin' (command line)",
+        "hydra/job_logging: has no effect here (my.yaml, line 9)",
+        "model: no preset 'resnet51' (my.yaml, line 3)",
+        "modl: no such key or preset group (my.yaml, line 4)",
+        "defaults: no file 'bse' (my.yaml, line 5)",
+        "defaults: no file 'model' (my.yaml, line 6)",
+        "optimizer: needs a choice (my.yaml, line 7): optimizer=NAME",
+        "data: no preset 'digitz' (my.yaml, line 8)",
+        "TRAIN.EPOCH: no such key (my.yaml, line 13)",
+        "TRAIN.AMP: 'x' is not one of off, bf16, fp16 (command line)",
+    ):
+        assert expected in starts
+    assert any("did you mean resnet50?" in problem for problem in found)
+    assert any("write `- model: NAME`" in problem for problem in found)
+    assert [problem for problem in found if "my.yaml, line 11" in problem]
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("defaults: base", "must be a list"),
+    ("defaults: {model: resnet50}", "must be a list"),
+    ("defaults: [3.5: [x, [y]]]", "an entry is a file"),
+    ("defaults: [{model: {a: 1}}]", "an entry is a file"),
+    ("defaults: [[base]]", "an entry is a file"),
+    ("defaults: [_self_, _self_]", "_self_ stands twice"),
+    ("defaults: ['_self_@x']", "an entry is a file"),
+    ("defaults: [model: resnet50, model: resnet18]", "model: is chosen twice (my.yaml, line 1)"),
+    ("defaults: [my]", "the files lead back to themselves (my.yaml, line 1)"),
+    ("defaults: [{model: '${nothing}'}]", "my.yaml"),
+    ("defaults: [{model: '${'}]", "my.yaml"),
+])  # fmt: skip
+def test_one_fault_in_a_defaults_list(make: Make, text: str, expected: str) -> None:
+    make(my=text)
+    (problem,) = problems("--cfg", "my.yaml")
+    assert expected in problem
+    assert "my.yaml" in problem
+
+
+def test_a_circle_of_several_files_is_told(make: Make) -> None:
+    make(my="defaults: [a]", a="defaults:\n  - b", b="TRAIN: {}\ndefaults:\n  - a")
+    (problem,) = problems("--cfg", "my.yaml")
+    assert problem.endswith("(b.yaml, line 3 -> a.yaml, line 2)") or problem.endswith(
+        "(a.yaml, line 2 -> b.yaml, line 3)"
+    )
+
+
+def test_a_defaults_list_does_not_hide_or_invent_other_problems(make: Make) -> None:
+    make(
+        my="defaults: [my]\nTRAIN: {EPOCH: 1}\nMODEL: {width: 3}",
+        other="defaults: [nothing]\nMODEL: {width: 3}",
+    )
+    assert [problem.partition(":")[0] for problem in problems("--cfg", "my.yaml")] == [
+        "defaults",
+        "TRAIN.EPOCH",
+    ]
+    (problem,) = problems("--cfg", "other.yaml")  # `nothing` may set MODEL._target_
+    assert problem.startswith("defaults: no file 'nothing'")
+
+
+def test_problems_of_folders_and_names(make: Make) -> None:
+    make(**FOLDER, a_file="")
+    assert problems("--config-dir", "nowhere") == ["nowhere: no such folder (--config-dir)"]
+    assert problems("--config-dir=a_file.yaml") == ["a_file.yaml: is a file, not a folder (--config-dir)"]
+    assert problems("--config-dir=conf", "--config-name=bas") == [
+        "bas: no such file (--config-name); there are base; did you mean base?"
+    ]
+    assert problems("--config-name=base") == [
+        "base: no such file (--config-name); --config-dir DIR says where it is"
+    ]
+    (problem,) = problems("--config-dir=conf", "experimnt=birds")
+    assert (
+        "groups are data, data/augment, experiment, model, optimizer, schedule; did you mean experiment?"
+        in problem
+    )
+
+
+def test_a_file_of_ones_own_is_named_with_its_line(make: Make) -> None:
+    make(conf__model__mine="NAME: x\nDROP: 0.1")
+    (problem,) = problems("--config-dir", "conf", "model=mine")
+    assert problem.startswith("MODEL.DROP: no such key (conf/model/mine.yaml, line 2)")
+    (problem,) = problems("optimizer=sgd", "OPTIMIZER.LR=${OPTIMIZER.LRR}")
+    assert "did you mean" in problem
+
+
+def test_a_program_around_that_uses_hydra_keeps_its_version_base(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(my="defaults: [{model: resnet50}]")
+    mark = version.Version("1.2")
+    monkeypatch.setattr(version.VersionBase.instance(), "version_base", mark)
+    assert load("--cfg", "my.yaml").MODEL.NAME == "resnet50"
+    assert version.getbase() is mark
