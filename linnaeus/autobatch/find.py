@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.autobatch.attributes import parameters_of
+from linnaeus.autobatch.names import ARGUMENTS, Names, last_part
 from linnaeus.autobatch.nothing_fits import NothingFits
 from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
 from linnaeus.autobatch.optimizers import check_restorable, strangers_refused
@@ -64,6 +65,7 @@ class BatchSizeFinder:
         train_once: runs one training step before the first validation trial, so that validation is measured
             with everything that training keeps allocated. Without it, only optimizer state is allocated.
         before_trial: called before each trial and each timing.
+        names: what messages call the settings.
         step, make_batch, and the others: as for `auto_find_batch_size`.
 
     Attributes:
@@ -96,6 +98,7 @@ class BatchSizeFinder:
         train_once: Callable[[], object] | None = None,
         before_trial: Callable[[], object] = lambda: None,
         observer: SearchObserver | None = None,
+        names: Names = ARGUMENTS,
     ) -> None:
         if mode not in ("train", "val"):
             raise ValueError(f"mode is {mode!r}; it must be 'train' or 'val'")
@@ -106,9 +109,10 @@ class BatchSizeFinder:
         self.budget_bytes = 0
         self._outside_bytes = self._held_at_start = 0  # outside and inside the allocator at the start
         self._known: dict[int, TrialRecord] = {}
+        self._names = names
         self._min_batch_size = min_batch_size
         self.min_size = _min_size(state, mode, min_batch_size, max_batch_size)
-        self._bound, self._max_size = _upper_bound(mode, self.min_size, max_batch_size, bounds or {})
+        self._bound, self._max_size = _upper_bound(mode, self.min_size, max_batch_size, bounds or {}, names)
         self._multiple_of = multiple_of
         self._limit_bytes = None if memory_limit_gb is None else int(memory_limit_gb * GIB)
         self.total_bytes = min(self.memory.total_bytes, self._limit_bytes or self.memory.total_bytes)
@@ -119,7 +123,7 @@ class BatchSizeFinder:
         self._make_runner = partial(
             TrialRunner, step, make_batch, state=state, memory=self.memory, budget_bytes=0,
             num_steps=steps_per_trial, training=mode == "train", train_once=train_once,
-            before_trial=before_trial,
+            before_trial=before_trial, names=names,
         )  # fmt: skip
         self._stack = contextlib.ExitStack()
 
@@ -255,8 +259,9 @@ class BatchSizeFinder:
         total_bytes = self.memory.total_bytes
         if fraction * min(self._limit_bytes or total_bytes, total_bytes) > FULL_FRACTION * total_bytes:
             _warn_once(
-                f"warning: TARGET_MEMORY_FRACTION is {fraction:g}: above {FULL_FRACTION} the budget leaves "
-                "no room for what kernels, library handles and fragmentation may add during training"
+                f"warning: {last_part(self._names.target_memory_fraction)} is {fraction:g}: above "
+                f"{FULL_FRACTION} the budget leaves no room for what kernels, library handles and "
+                "fragmentation may add during training"
             )
 
     def _result(
@@ -265,7 +270,8 @@ class BatchSizeFinder:
         if found.size is None:
             failure = NothingFits(
                 self.mode, self._limits(fraction), self.memory, self.trials, found.limited_by,
-                self._min_batch_size, self.held_bytes, self._outside(),
+                self._min_batch_size, self.held_bytes, self._snapshot.host_bytes, self._outside(),
+                self._names,
             )  # fmt: skip
             raise AutoBatchError(str(failure))
         self.trials[num_before:] = judged(self.trials[num_before:], self.budget_bytes)
@@ -370,7 +376,7 @@ class BatchSizeFinder:
         return SearchLimits(
             min_size=self.min_size, max_size=self._max_size, budget_bytes=self.budget_bytes,
             target_memory_fraction=fraction, total_bytes=self.total_bytes, total_is_limit=self._is_limited,
-            total_name="" if self._is_limited else self.memory.total_name,
+            total_name=last_part(self._names.memory_limit_gb) if self._is_limited else self.memory.total_name,
         )  # fmt: skip
 
 
@@ -407,14 +413,15 @@ def _min_size(state: Sequence[Any], mode: Mode, min_batch_size: int, max_batch_s
 
 
 def _upper_bound(
-    mode: Mode, min_size: int, max_batch_size: int, bounds: Mapping[str, int]
+    mode: Mode, min_size: int, max_batch_size: int, bounds: Mapping[str, int], names: Names
 ) -> tuple[str, int]:
     """The lowest upper bound: its name and its size."""
     upper_bounds = {"max_batch_size": max_batch_size, **bounds}
     bound = min(upper_bounds, key=lambda name: upper_bounds[name])
     if upper_bounds[bound] < min_size:
         raise AutoBatchError(
-            f"AutoBatch ({mode}): MIN_BATCH_SIZE is {min_size}, but {bound} allows no more than "
+            f"AutoBatch ({mode}): {names.min_batch_size} is {min_size}, but "
+            f"{names.max_batch_size if bound == 'max_batch_size' else bound} allows no more than "
             f"{upper_bounds[bound]}"
         )
     return bound, upper_bounds[bound]

@@ -17,6 +17,7 @@ from torch import nn
 
 from linnaeus.autobatch.bounds import max_batch_sizes
 from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.names import Names
 from linnaeus.autobatch.progress import SearchProgress
 from linnaeus.autobatch.protocol import RankStatus, exchange
 from linnaeus.autobatch.result import AutoBatchResult, Mode
@@ -130,6 +131,7 @@ class SizeSearch:
             train_once=None if trained_at is None else train_once,
             before_trial=train_step.discard_wrapper if mode == "train" else lambda: None,
             observer=SearchProgress(mode, status, self.console),
+            names=keys(mode),
         ) as finder:  # fmt: skip
             yield finder
         train_step.discard_wrapper()
@@ -306,6 +308,27 @@ class _TrialTrainStep:
             return None
         num_ranks, scaler = self._search.world.world_size, self._search.assembly.scaler
         return GradientProbe(model, scaler, decay=config.DECAY, num_ranks=num_ranks)
+
+
+def keys(mode: Mode) -> Names:
+    """The keys of the configuration that a search of this mode takes its settings from."""
+    node, suffix = "DATA.AUTOBATCH", "_VAL" if mode == "val" else ""
+    return Names(
+        target_memory_fraction=f"{node}.TARGET_MEMORY_FRACTION{suffix}",
+        memory_limit_gb=f"{node}.MEMORY_LIMIT_GB",
+        min_batch_size=f"{node}.MIN_BATCH_SIZE{suffix}",
+        max_batch_size=f"{node}.MAX_BATCH_SIZE{suffix}",
+        max_trials=f"{node}.MAX_TRIALS",
+        timeout_minutes=f"{node}.TIMEOUT_MINUTES",
+        sample_size="DATA.IMG_SIZE",
+        checkpointing="TRAIN.GRADIENT_CHECKPOINTING True",
+        half_precision="TRAIN.AMP bf16",
+        model="MODEL.NAME",
+        batch_maker="the collate function",
+        smaller_training=(
+            f"lower DATA.BATCH_SIZE, or {node}.MAX_BATCH_SIZE where AutoBatch chose the training size"
+        ),
+    )
 
 
 def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:

@@ -131,7 +131,7 @@ def test_without_an_observer_each_trial_is_one_line(caplog: pytest.LogCaptureFix
     first, *lines = [record.getMessage() for record in caplog.records if record.name == "linnaeus.autobatch"]
     assert re.fullmatch(
         r"AutoBatch train: trying batch sizes from 1 to 300; budget \d+\.\d\d GiB of \d+\.\d\d GiB "
-        r"\(MEMORY_LIMIT_GB\)", first,
+        r"\(memory_limit_gb\)", first,
     )  # fmt: skip
     assert len(lines) == len(result.trials)
     for number, (line, trial) in enumerate(zip(lines, result.trials, strict=True), start=1):
