@@ -18,6 +18,7 @@ from torch import nn
 from linnaeus.autobatch.bounds import max_batch_sizes
 from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.autobatch.names import Names
+from linnaeus.autobatch.observer import gib
 from linnaeus.autobatch.progress import SearchProgress
 from linnaeus.autobatch.protocol import RankStatus, exchange
 from linnaeus.autobatch.result import AutoBatchResult, Mode
@@ -229,18 +230,39 @@ def run_on_every_rank(
     mode = result.mode
     entries = _exchange(search, mode, lambda status: search.run(mode, status, size, trained_at).as_dict())
     verdicts = [AutoBatchResult.from_dict(mode, entry) for entry in entries]
-    result = dataclasses.replace(result, trials=(*result.trials, *verdicts[0].trials))
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
+    before_bytes, own = result.held_bytes, verdicts[0]
+    result = dataclasses.replace(
+        result, trials=(*result.trials, *own.trials), held_bytes=own.held_bytes,
+        budget_bytes=own.budget_bytes, seconds=result.seconds + max(each.seconds for each in verdicts),
+    )  # fmt: skip
     if smallest.batch_size == size:
         return dataclasses.replace(result, ran_on_every_rank=(*result.ran_on_every_rank, size))
     if search.world.is_distributed:
         rank = verdicts.index(smallest)
         with log_level(search.config.AUTOBATCH, mode):
-            logger.info("rank %d fits no more than %d (%s)", rank, smallest.batch_size, mode)
+            logger.info(
+                "rank %d fits no more than %d (%s): %s", rank, smallest.batch_size, mode,
+                _why(smallest, before_bytes),
+            )  # fmt: skip
     return dataclasses.replace(
         result, batch_size=smallest.batch_size, certified=smallest.certified, within=smallest.within,
         limited_by=smallest.limited_by,
     )  # fmt: skip
+
+
+def _why(verdict: AutoBatchResult, before_bytes: int) -> str:
+    """Why a rank fits no larger size; `before_bytes` is what rank 0 held when it last ran the size."""
+    budget, held, before = map(gib, (verdict.budget_bytes, verdict.held_bytes, before_bytes))
+    failed = [trial for trial in verdict.trials if trial.status != "fits"]
+    reason = f"its budget is {budget} GiB"
+    if failed:
+        trial = min(failed, key=lambda trial: trial.size)
+        ended = "ran out of memory" if trial.peak_bytes is None else f"takes {gib(trial.peak_bytes)} GiB"
+        reason = f"batch size {trial.size} {ended}, the budget is {budget} GiB"
+    return (
+        f"{reason}, and {held} GiB are held before the first sample (by rank 0 the last time: {before} GiB)"
+    )
 
 
 @contextmanager
