@@ -45,7 +45,7 @@ from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
 
 FULL_FRACTION = 0.97
-"""Above this fraction of the device, a search warns that its budget leaves no room for anything else."""
+"""Above this fraction of the device, or of a limit, a search warns that its budget leaves no room."""
 CONFIRMATION_GRACE_S = 30.0
 """Time beyond the deadline of a search in which the size found is confirmed, or others below it tried."""
 NOTABLE_GROWTH = 0.01
@@ -110,7 +110,7 @@ class BatchSizeFinder:
         self._outside_bytes = self._held_at_start = 0  # outside and inside the allocator at the start
         self._known: dict[int, TrialRecord] = {}
         self._names = names
-        self._min_batch_size = min_batch_size
+        self._min_batch_size, self._max_batch_size = min_batch_size, max_batch_size
         self.min_size = _min_size(state, mode, min_batch_size, max_batch_size)
         self._bound, self._max_size = _upper_bound(mode, self.min_size, max_batch_size, bounds or {}, names)
         self._multiple_of = multiple_of
@@ -182,7 +182,7 @@ class BatchSizeFinder:
         if confirm:
             deadline += CONFIRMATION_GRACE_S
             found = self._confirmed(found, target_memory_fraction, tolerance, deadline)
-        return self._result(found, target_memory_fraction, strategy, num_before, started)
+        return self._result(found, target_memory_fraction, strategy, tolerance, num_before, started)
 
     def _confirmed(
         self, found: SearchResult, fraction: float, tolerance: float, deadline: float
@@ -256,17 +256,30 @@ class BatchSizeFinder:
         """Warn, once for each cause, that training may need more memory than a trial of its size."""
         for caveat in () if self.trials else self.memory.caveats():
             _warn_once(f"warning: training may need more memory than AutoBatch measures, because {caveat}")
-        total_bytes = self.memory.total_bytes
-        if fraction * min(self._limit_bytes or total_bytes, total_bytes) > FULL_FRACTION * total_bytes:
+        if fraction > FULL_FRACTION:
+            within = f" within {last_part(self._names.memory_limit_gb)}" if self._is_limited else ""
             _warn_once(
                 f"warning: {last_part(self._names.target_memory_fraction)} is {fraction:g}: above "
-                f"{FULL_FRACTION} the budget leaves no room for what kernels, library handles and "
+                f"{FULL_FRACTION} the budget leaves no room{within} for what kernels, library handles and "
                 "fragmentation may add during training"
             )
 
+    def _warn_about_equal_peaks(self) -> None:
+        """Warn where a much larger size needs no more memory: its batches may be no larger."""
+        measured = [trial for trial in self._known.values() if trial.peak_bytes is not None]
+        if not measured:
+            return
+        smallest, largest = (choose(measured, key=lambda trial: trial.size) for choose in (min, max))
+        if largest.size >= 2 * smallest.size and (largest.peak_bytes or 0) <= (smallest.peak_bytes or 0):
+            _warn_once(
+                f"warning: batch size {largest.size} needs no more memory than {smallest.size}. Check that "
+                f"{self._names.batch_maker} returns as many samples as it is asked for"
+            )
+
     def _result(
-        self, found: SearchResult, fraction: float, strategy: str, num_before: int, started: float
-    ) -> AutoBatchResult:
+        self, found: SearchResult, fraction: float, strategy: str, tolerance: float, num_before: int,
+        started: float,
+    ) -> AutoBatchResult:  # fmt: skip
         if found.size is None:
             failure = NothingFits(
                 self.mode, self._limits(fraction), self.memory, self.trials, found.limited_by,
@@ -274,6 +287,7 @@ class BatchSizeFinder:
                 self._names,
             )  # fmt: skip
             raise AutoBatchError(str(failure))
+        self._warn_about_equal_peaks()
         self.trials[num_before:] = judged(self.trials[num_before:], self.budget_bytes)
         return AutoBatchResult(
             mode=self.mode,
@@ -289,6 +303,10 @@ class BatchSizeFinder:
             seconds=time.monotonic() - started,
             trials=tuple(self.trials[num_before:]),
             within=found.within,
+            tolerance=tolerance,
+            multiple_of=self._multiple_of,
+            min_batch_size=self._min_batch_size,
+            max_batch_size=self._max_batch_size,
         )
 
     def prefer_throughput(self, result: AutoBatchResult, *, timeout_minutes: float = 60.0) -> AutoBatchResult:

@@ -24,12 +24,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
-from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.find import BatchSizeFinder, _warn_once
+from linnaeus.autobatch.result import Timing
+from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.sizes import keys
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.training.ema import Ema
 from tests.cuda.device import FakeCuda
+from tests.forks import ROOT
 from tests.memory.ledger import Ledger, limit_with_room_for, resident_bytes
 
 CPU = torch.device("cpu")
@@ -747,6 +750,48 @@ def test_a_result_survives_its_file() -> None:
     assert tuple(dataclasses.replace(trial, seconds=0.0) for trial in again.trials) == trials
     assert (again.batch_size, again.mode, again.peak_bytes) == (result.batch_size, "val", result.peak_bytes)
     assert {trial["status"] for trial in written["trials"]} <= {"fits", "over", "oom"}
+
+
+def test_the_result_says_what_was_asked_for_and_files_without_that_can_be_read() -> None:
+    result = find_on_cpu(
+        plain_step, make_batch, max_batch_size=64, min_batch_size=4, multiple_of=4, tolerance=0.0,
+        bounds={"dataset": 20}, **room(200),
+    )  # fmt: skip
+    written = json.loads(json.dumps(result.as_dict()))
+    asked = {"tolerance": 0.0, "multiple_of": 4, "min_batch_size": 4, "max_batch_size": 64}
+    assert {name: written[name] for name in asked} == asked
+    assert (result.batch_size, result.limited_by) == (20, "dataset")
+    old = {name: value for name, value in written.items() if name not in asked}
+    again = AutoBatchResult.from_dict("train", old)
+    assert (again.tolerance, again.max_batch_size, again.batch_size) == (None, None, 20)
+    assert again.as_dict() == old
+
+
+def test_every_field_of_the_file_is_in_the_table_of_the_docs() -> None:
+    page = (ROOT / "docs/autobatch.md").read_text().partition("## The file `autobatch.json`")[2]
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \| ", page.partition("\n## ")[0], re.MULTILINE)
+    units = {name: unit for names, unit in rows for name in re.findall(r"`(.+?)`", names)}
+    own = {field.name for field in dataclasses.fields(AutoBatchResult)} - {"mode"}
+    entries = {
+        "trials": TrialRecord(1, "fits", 1, 0.0).as_dict(),
+        "timings": dataclasses.asdict(Timing(1, 1.0, 1.0)),
+    }
+    nested = {f"{name}.{key}" for name, entry in entries.items() for key in entry}
+    assert units.keys() == own | nested | {"environment"}
+    for name, unit in units.items():
+        assert (unit == "bytes") == name.endswith("_bytes")
+        assert (unit == "s") == ("seconds" in name)
+
+
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_a_batch_maker_that_ignores_its_size_is_warned_about(
+    is_ignored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_once.cache_clear()
+    find_on_cpu(
+        plain_step, lambda size: make_batch(4 if is_ignored else size), max_batch_size=64, memory_limit_gb=8
+    )
+    assert ("needs no more memory than 16. Check that make_batch(n) returns" in caplog.text) == is_ignored
 
 
 # --- neutrality ---
