@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.autobatch.attributes import parameters_of
+from linnaeus.autobatch.names import ARGUMENTS, Names, last_part
 from linnaeus.autobatch.nothing_fits import NothingFits
 from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
 from linnaeus.autobatch.optimizers import check_restorable, strangers_refused
@@ -44,7 +45,7 @@ from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
 
 FULL_FRACTION = 0.97
-"""Above this fraction of the device, a search warns that its budget leaves no room for anything else."""
+"""Above this fraction of the device, or of a limit, a search warns that its budget leaves no room."""
 CONFIRMATION_GRACE_S = 30.0
 """Time beyond the deadline of a search in which the size found is confirmed, or others below it tried."""
 NOTABLE_GROWTH = 0.01
@@ -64,6 +65,7 @@ class BatchSizeFinder:
         train_once: runs one training step before the first validation trial, so that validation is measured
             with everything that training keeps allocated. Without it, only optimizer state is allocated.
         before_trial: called before each trial and each timing.
+        names: what messages call the settings.
         step, make_batch, and the others: as for `auto_find_batch_size`.
 
     Attributes:
@@ -96,6 +98,7 @@ class BatchSizeFinder:
         train_once: Callable[[], object] | None = None,
         before_trial: Callable[[], object] = lambda: None,
         observer: SearchObserver | None = None,
+        names: Names = ARGUMENTS,
     ) -> None:
         if mode not in ("train", "val"):
             raise ValueError(f"mode is {mode!r}; it must be 'train' or 'val'")
@@ -106,9 +109,10 @@ class BatchSizeFinder:
         self.budget_bytes = 0
         self._outside_bytes = self._held_at_start = 0  # outside and inside the allocator at the start
         self._known: dict[int, TrialRecord] = {}
-        self._min_batch_size = min_batch_size
+        self._names = names
+        self._min_batch_size, self._max_batch_size = min_batch_size, max_batch_size
         self.min_size = _min_size(state, mode, min_batch_size, max_batch_size)
-        self._bound, self._max_size = _upper_bound(mode, self.min_size, max_batch_size, bounds or {})
+        self._bound, self._max_size = _upper_bound(mode, self.min_size, max_batch_size, bounds or {}, names)
         self._multiple_of = multiple_of
         self._limit_bytes = None if memory_limit_gb is None else int(memory_limit_gb * GIB)
         self.total_bytes = min(self.memory.total_bytes, self._limit_bytes or self.memory.total_bytes)
@@ -119,7 +123,7 @@ class BatchSizeFinder:
         self._make_runner = partial(
             TrialRunner, step, make_batch, state=state, memory=self.memory, budget_bytes=0,
             num_steps=steps_per_trial, training=mode == "train", train_once=train_once,
-            before_trial=before_trial,
+            before_trial=before_trial, names=names,
         )  # fmt: skip
         self._stack = contextlib.ExitStack()
 
@@ -178,7 +182,7 @@ class BatchSizeFinder:
         if confirm:
             deadline += CONFIRMATION_GRACE_S
             found = self._confirmed(found, target_memory_fraction, tolerance, deadline)
-        return self._result(found, target_memory_fraction, strategy, num_before, started)
+        return self._result(found, target_memory_fraction, strategy, tolerance, num_before, started)
 
     def _confirmed(
         self, found: SearchResult, fraction: float, tolerance: float, deadline: float
@@ -252,22 +256,38 @@ class BatchSizeFinder:
         """Warn, once for each cause, that training may need more memory than a trial of its size."""
         for caveat in () if self.trials else self.memory.caveats():
             _warn_once(f"warning: training may need more memory than AutoBatch measures, because {caveat}")
-        total_bytes = self.memory.total_bytes
-        if fraction * min(self._limit_bytes or total_bytes, total_bytes) > FULL_FRACTION * total_bytes:
+        if fraction > FULL_FRACTION:
+            within = f" within {last_part(self._names.memory_limit_gb)}" if self._is_limited else ""
             _warn_once(
-                f"warning: TARGET_MEMORY_FRACTION is {fraction:g}: above {FULL_FRACTION} the budget leaves "
-                "no room for what kernels, library handles and fragmentation may add during training"
+                f"warning: {last_part(self._names.target_memory_fraction)} is {fraction:g}: above "
+                f"{FULL_FRACTION} the budget leaves no room{within} for what kernels, library handles and "
+                "fragmentation may add during training"
+            )
+
+    def _warn_about_equal_peaks(self) -> None:
+        """Warn where a much larger size needs no more memory: its batches may be no larger."""
+        measured = [trial for trial in self._known.values() if trial.peak_bytes is not None]
+        if not measured:
+            return
+        smallest, largest = (choose(measured, key=lambda trial: trial.size) for choose in (min, max))
+        if largest.size >= 2 * smallest.size and (largest.peak_bytes or 0) <= (smallest.peak_bytes or 0):
+            _warn_once(
+                f"warning: batch size {largest.size} needs no more memory than {smallest.size}. Check that "
+                f"{self._names.batch_maker} returns as many samples as it is asked for"
             )
 
     def _result(
-        self, found: SearchResult, fraction: float, strategy: str, num_before: int, started: float
-    ) -> AutoBatchResult:
+        self, found: SearchResult, fraction: float, strategy: str, tolerance: float, num_before: int,
+        started: float,
+    ) -> AutoBatchResult:  # fmt: skip
         if found.size is None:
             failure = NothingFits(
                 self.mode, self._limits(fraction), self.memory, self.trials, found.limited_by,
-                self._min_batch_size, self.held_bytes, self._outside(),
+                self._min_batch_size, self.held_bytes, self._snapshot.host_bytes, self._outside(),
+                self._names,
             )  # fmt: skip
             raise AutoBatchError(str(failure))
+        self._warn_about_equal_peaks()
         self.trials[num_before:] = judged(self.trials[num_before:], self.budget_bytes)
         return AutoBatchResult(
             mode=self.mode,
@@ -283,6 +303,10 @@ class BatchSizeFinder:
             seconds=time.monotonic() - started,
             trials=tuple(self.trials[num_before:]),
             within=found.within,
+            tolerance=tolerance,
+            multiple_of=self._multiple_of,
+            min_batch_size=self._min_batch_size,
+            max_batch_size=self._max_batch_size,
         )
 
     def prefer_throughput(self, result: AutoBatchResult, *, timeout_minutes: float = 60.0) -> AutoBatchResult:
@@ -370,7 +394,7 @@ class BatchSizeFinder:
         return SearchLimits(
             min_size=self.min_size, max_size=self._max_size, budget_bytes=self.budget_bytes,
             target_memory_fraction=fraction, total_bytes=self.total_bytes, total_is_limit=self._is_limited,
-            total_name="" if self._is_limited else self.memory.total_name,
+            total_name=last_part(self._names.memory_limit_gb) if self._is_limited else self.memory.total_name,
         )  # fmt: skip
 
 
@@ -407,14 +431,15 @@ def _min_size(state: Sequence[Any], mode: Mode, min_batch_size: int, max_batch_s
 
 
 def _upper_bound(
-    mode: Mode, min_size: int, max_batch_size: int, bounds: Mapping[str, int]
+    mode: Mode, min_size: int, max_batch_size: int, bounds: Mapping[str, int], names: Names
 ) -> tuple[str, int]:
     """The lowest upper bound: its name and its size."""
     upper_bounds = {"max_batch_size": max_batch_size, **bounds}
     bound = min(upper_bounds, key=lambda name: upper_bounds[name])
     if upper_bounds[bound] < min_size:
         raise AutoBatchError(
-            f"AutoBatch ({mode}): MIN_BATCH_SIZE is {min_size}, but {bound} allows no more than "
+            f"AutoBatch ({mode}): {names.min_batch_size} is {min_size}, but "
+            f"{names.max_batch_size if bound == 'max_batch_size' else bound} allows no more than "
             f"{upper_bounds[bound]}"
         )
     return bound, upper_bounds[bound]

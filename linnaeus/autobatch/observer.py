@@ -29,7 +29,8 @@ class SearchLimits:
         target_memory_fraction: fraction of `total_bytes` that may be in use on the device.
         total_bytes: the device's memory, or the limit set for it.
         total_is_limit: whether `total_bytes` is the limit.
-        total_name: names a limit of the system on this process where `total_bytes` is that; empty otherwise.
+        total_name: names the limit that `total_bytes` is: the one that was set, or the system's on this
+            process; empty where it is the device's memory.
     """
 
     min_size: int
@@ -94,10 +95,7 @@ class SearchLog(SearchObserver):
             logger.info(
                 "AutoBatch %s: trying batch sizes from %d to %d; budget %s",
                 self.mode, limits.min_size, limits.max_size,
-                budget_of_total(
-                    limits.budget_bytes, limits.total_bytes, is_limit=limits.total_is_limit,
-                    total_name=limits.total_name,
-                ),
+                budget_of_total(limits.budget_bytes, limits.total_bytes, limits.total_name),
             )  # fmt: skip
 
     def trial_started(self, size: int, purpose: Purpose) -> None:
@@ -140,7 +138,7 @@ def speed(timing: Timing) -> str:
     return f"{timing.samples_per_s:.4g} samples/s" if timing.samples_per_s else "no longer fits"
 
 
-def budget_of_total(budget_bytes: int, total_bytes: int, *, is_limit: bool, total_name: str = "") -> str:
+def budget_of_total(budget_bytes: int, total_bytes: int, total_name: str = "") -> str:
     """Such as `1.20 GiB of 1.50 GiB (MEMORY_LIMIT_GB)`; `total_name` as in `SearchLimits`."""
-    name = "MEMORY_LIMIT_GB" if is_limit else total_name
-    return f"{budget_bytes / GIB:.2f} GiB of {total_bytes / GIB:.2f} GiB{f' ({name})' if name else ''}"
+    name = f" ({total_name})" if total_name else ""
+    return f"{budget_bytes / GIB:.2f} GiB of {total_bytes / GIB:.2f} GiB{name}"

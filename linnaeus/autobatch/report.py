@@ -78,7 +78,8 @@ def summary(result: AutoBatchResult) -> str:
     limit = _LIMITS[result.limited_by]
     if result.limited_by == "max_batch_size" and result.mode == "val":
         limit = "MAX_BATCH_SIZE_VAL"
-    budget = budget_of_total(result.budget_bytes, result.total_bytes, is_limit=result.total_is_limit)
+    name = "MEMORY_LIMIT_GB" if result.total_is_limit else ""
+    budget = budget_of_total(result.budget_bytes, result.total_bytes, name)
     return (
         f"AutoBatch {result.mode}: batch size {result.batch_size}, limited by {limit}, {_proof(result)}; "
         f"{counted(len(result.trials), 'trial')} in {result.seconds:.1f} s, budget {budget}"

@@ -41,7 +41,7 @@ class AutoBatchResult:
             `host_memory`, `max_trials` or `timeout`; `throughput` for a size below the largest that fits.
         target_memory_fraction: fraction of the device's memory that may be in use.
         budget_bytes: what this process may hold on the device.
-        held_bytes: what it held before the first sample; peaks contain it.
+        held_bytes: what it held between two trials when the search ended; peaks contain it.
         total_bytes: the device's memory, or the limit set for it if that is less.
         strategy: name of the search strategy.
         seconds: duration of the search.
@@ -50,6 +50,8 @@ class AutoBatchResult:
         ran_on_every_rank: the sizes that fit on each of several ranks, which have all run them; `trials`
             are those of rank 0.
         total_is_limit: whether `total_bytes` is the limit.
+        tolerance, multiple_of, min_batch_size, max_batch_size: what was asked for; None in the result of an
+            earlier version.
     """
 
     mode: Mode
@@ -67,6 +69,10 @@ class AutoBatchResult:
     ran_on_every_rank: tuple[int, ...] = ()
     within: float = 0.0
     total_is_limit: bool = False
+    tolerance: float | None = None
+    multiple_of: int | None = None
+    min_batch_size: int | None = None
+    max_batch_size: int | None = None
 
     @property
     def peak_bytes(self) -> int | None:
@@ -83,7 +89,7 @@ class AutoBatchResult:
         for name in ("timings", "ran_on_every_rank", "total_is_limit"):
             if not content[name]:
                 del content[name]
-        return content
+        return {name: value for name, value in content.items() if value is not None}
 
     @classmethod
     def from_dict(cls, mode: Mode, entry: Mapping[str, Any]) -> AutoBatchResult:

@@ -17,6 +17,8 @@ from torch import nn
 
 from linnaeus.autobatch.bounds import max_batch_sizes
 from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.names import Names
+from linnaeus.autobatch.observer import gib
 from linnaeus.autobatch.progress import SearchProgress
 from linnaeus.autobatch.protocol import RankStatus, exchange
 from linnaeus.autobatch.result import AutoBatchResult, Mode
@@ -130,6 +132,7 @@ class SizeSearch:
             train_once=None if trained_at is None else train_once,
             before_trial=train_step.discard_wrapper if mode == "train" else lambda: None,
             observer=SearchProgress(mode, status, self.console),
+            names=keys(mode),
         ) as finder:  # fmt: skip
             yield finder
         train_step.discard_wrapper()
@@ -227,18 +230,39 @@ def run_on_every_rank(
     mode = result.mode
     entries = _exchange(search, mode, lambda status: search.run(mode, status, size, trained_at).as_dict())
     verdicts = [AutoBatchResult.from_dict(mode, entry) for entry in entries]
-    result = dataclasses.replace(result, trials=(*result.trials, *verdicts[0].trials))
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
+    before_bytes, own = result.held_bytes, verdicts[0]
+    result = dataclasses.replace(
+        result, trials=(*result.trials, *own.trials), held_bytes=own.held_bytes,
+        budget_bytes=own.budget_bytes, seconds=result.seconds + max(each.seconds for each in verdicts),
+    )  # fmt: skip
     if smallest.batch_size == size:
         return dataclasses.replace(result, ran_on_every_rank=(*result.ran_on_every_rank, size))
     if search.world.is_distributed:
         rank = verdicts.index(smallest)
         with log_level(search.config.AUTOBATCH, mode):
-            logger.info("rank %d fits no more than %d (%s)", rank, smallest.batch_size, mode)
+            logger.info(
+                "rank %d fits no more than %d (%s): %s", rank, smallest.batch_size, mode,
+                _why(smallest, before_bytes),
+            )  # fmt: skip
     return dataclasses.replace(
         result, batch_size=smallest.batch_size, certified=smallest.certified, within=smallest.within,
         limited_by=smallest.limited_by,
     )  # fmt: skip
+
+
+def _why(verdict: AutoBatchResult, before_bytes: int) -> str:
+    """Why a rank fits no larger size; `before_bytes` is what rank 0 held when it last ran the size."""
+    budget, held, before = map(gib, (verdict.budget_bytes, verdict.held_bytes, before_bytes))
+    failed = [trial for trial in verdict.trials if trial.status != "fits"]
+    reason = f"its budget is {budget} GiB"
+    if failed:
+        trial = min(failed, key=lambda trial: trial.size)
+        ended = "ran out of memory" if trial.peak_bytes is None else f"takes {gib(trial.peak_bytes)} GiB"
+        reason = f"batch size {trial.size} {ended}, the budget is {budget} GiB"
+    return (
+        f"{reason}, and {held} GiB are held before the first sample (by rank 0 the last time: {before} GiB)"
+    )
 
 
 @contextmanager
@@ -306,6 +330,27 @@ class _TrialTrainStep:
             return None
         num_ranks, scaler = self._search.world.world_size, self._search.assembly.scaler
         return GradientProbe(model, scaler, decay=config.DECAY, num_ranks=num_ranks)
+
+
+def keys(mode: Mode) -> Names:
+    """The keys of the configuration that a search of this mode takes its settings from."""
+    node, suffix = "DATA.AUTOBATCH", "_VAL" if mode == "val" else ""
+    return Names(
+        target_memory_fraction=f"{node}.TARGET_MEMORY_FRACTION{suffix}",
+        memory_limit_gb=f"{node}.MEMORY_LIMIT_GB",
+        min_batch_size=f"{node}.MIN_BATCH_SIZE{suffix}",
+        max_batch_size=f"{node}.MAX_BATCH_SIZE{suffix}",
+        max_trials=f"{node}.MAX_TRIALS",
+        timeout_minutes=f"{node}.TIMEOUT_MINUTES",
+        sample_size="DATA.IMG_SIZE",
+        checkpointing="TRAIN.GRADIENT_CHECKPOINTING True",
+        half_precision="TRAIN.AMP bf16",
+        model="MODEL.NAME",
+        batch_maker="the collate function",
+        smaller_training=(
+            f"lower DATA.BATCH_SIZE, or {node}.MAX_BATCH_SIZE where AutoBatch chose the training size"
+        ),
+    )
 
 
 def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:

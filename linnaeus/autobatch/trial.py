@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from linnaeus.autobatch.attributes import parameters_of
+from linnaeus.autobatch.names import ARGUMENTS, Names
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot, runs_hooks
 from linnaeus.errors import AutoBatchError
@@ -76,6 +77,7 @@ class TrialRunner:
         snapshot: the copies of `state`.
         train_once: runs one training step, for validation. Without it, only optimizer state is allocated.
         before_trial: called before each trial and each timing.
+        names: what messages call the settings.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class TrialRunner:
         snapshot: Snapshot,
         train_once: Callable[[], object] | None = None,
         before_trial: Callable[[], object] = lambda: None,
+        names: Names = ARGUMENTS,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._step = step
@@ -103,6 +106,7 @@ class TrialRunner:
         self._snapshot = snapshot
         self._train_once = train_once
         self._before_trial = before_trial
+        self._names = names
         self._is_prepared = training
 
     def __call__(self, size: int) -> int:
@@ -168,8 +172,7 @@ class TrialRunner:
                 raise AutoBatchError(
                     f"AutoBatch (val): the training before validation does not fit on {memory.device}, so no "
                     f"validation size can be measured: {failure}. What helps: free memory on "
-                    f"{memory.device}; lower DATA.BATCH_SIZE, or DATA.AUTOBATCH.TARGET_MEMORY_FRACTION where "
-                    "AutoBatch chose the training size."
+                    f"{memory.device}; {self._names.smaller_training}."
                 )
         if memory.in_use() >= self.budget_bytes:
             return "the process holds the whole budget before the first sample", 0

@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import random
+import re
 import resource
 import threading
 import time
@@ -23,11 +24,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
-from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.find import BatchSizeFinder, _warn_once
+from linnaeus.autobatch.result import Timing
+from linnaeus.autobatch.search import TrialRecord
+from linnaeus.autobatch.sizes import keys
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.training.ema import Ema
 from tests.cuda.device import FakeCuda
+from tests.forks import ROOT
 from tests.memory.ledger import Ledger, limit_with_room_for, resident_bytes
 
 CPU = torch.device("cpu")
@@ -237,7 +242,7 @@ def test_a_confirmation_with_time_goes_on_to_the_largest_size(monkeypatch: pytes
 def test_when_the_time_runs_out_and_no_size_fits_any_more_the_error_says_so(
     num_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(AutoBatchError, match=r"the time ran out \(DATA.AUTOBATCH.TIMEOUT_MINUTES\)"):
+    with pytest.raises(AutoBatchError, match=r"the time ran out \(timeout_minutes\)"):
         Late(monkeypatch, 140, num_after).find(min_batch_size=8)
 
 
@@ -349,9 +354,11 @@ def test_sizes_below_the_smallest_are_not_tried() -> None:
 
 @pytest.mark.parametrize(("mode", "suffix"), [("train", ""), ("val", "_VAL")])
 def test_when_nothing_fits_the_error_names_sizes_peaks_budget_and_keys(mode: Any, suffix: str) -> None:
-    arguments = {**room(60), "target_memory_fraction": 0.99}
-    with pytest.raises(AutoBatchError) as caught:
-        find_on_cpu(plain_step, make_batch, min_batch_size=90, mode=mode, **arguments)
+    with BatchSizeFinder(
+        plain_step, make_batch, device="cpu", min_batch_size=90, mode=mode, names=keys(mode),
+        memory_limit_gb=limit_with_room_for(60),
+    ) as finder, pytest.raises(AutoBatchError) as caught:  # fmt: skip
+        finder.find(0.98)
     text = str(caught.value)
     assert caught.value.exit_code == 3
     assert f"({mode})" in text
@@ -363,6 +370,49 @@ def test_when_nothing_fits_the_error_names_sizes_peaks_budget_and_keys(mode: Any
     for key in ("DATA.IMG_SIZE", "MODEL.NAME", "TRAIN.AMP"):
         assert key in text
     assert ("TRAIN.GRADIENT_CHECKPOINTING" in text) == (mode == "train")
+
+
+@pytest.mark.parametrize("mode", ["train", "val"])
+def test_the_library_names_its_arguments_and_no_keys(mode: Any) -> None:
+    arguments = {**room(60), "target_memory_fraction": 0.98}
+    with pytest.raises(AutoBatchError) as caught:
+        find_on_cpu(plain_step, make_batch, min_batch_size=90, mode=mode, **arguments)
+    text = str(caught.value)
+    for name in ("min_batch_size", "target_memory_fraction", "memory_limit_gb", "a smaller model", "bf16"):
+        assert name in text
+    assert ("gradient checkpointing" in text) == (mode == "train")
+    assert not re.search(r"DATA|TRAIN\.|MODEL|_VAL", text)
+
+
+def test_when_the_process_alone_fills_the_limit_only_a_larger_limit_is_named_with_its_value() -> None:
+    """A tenth of what it holds: no fraction of it and no model are enough."""
+    model, held_gb = nn.Linear(10, 10), limit_with_room_for(0)
+    limit_gb = held_gb / 10
+    remedies = remedies_in(state=(model,), target_memory_fraction=0.8, memory_limit_gb=limit_gb)
+    found = re.fullmatch(r"raise memory_limit_gb above (\d+\.\d\d)\.", remedies)
+    assert found, remedies
+    assert float(found[1]) == pytest.approx(held_gb / 0.8, abs=0.05)
+    result = find_on_cpu(
+        plain_step, make_batch, state=(model,), target_memory_fraction=0.8, max_batch_size=2,
+        memory_limit_gb=float(found[1]) + 0.1,
+    )  # fmt: skip
+    assert result.batch_size == 2, "the value named is enough"
+
+
+def test_a_fraction_that_leaves_room_for_what_is_held_is_named_with_its_value() -> None:
+    held_gb = limit_with_room_for(0)
+    remedies = remedies_in(target_memory_fraction=0.5, memory_limit_gb=held_gb / 0.75)
+    found = re.search(r"raise target_memory_fraction above (0\.7\d) or memory_limit_gb above", remedies)
+    assert found, remedies
+
+
+def test_a_smaller_model_is_named_where_the_model_is_what_fills_the_budget() -> None:
+    state = (nn.Linear(16, 4 * MIB, bias=False),)  # 256 MiB
+    remedies = remedies_in(state=state, target_memory_fraction=0.5, memory_limit_gb=limit_with_room_for(0))
+    assert "choose a smaller model" not in remedies_in(
+        state=(), target_memory_fraction=0.5, memory_limit_gb=0.01
+    )
+    assert "choose a smaller model" in remedies
 
 
 @pytest.mark.parametrize("own_fraction", [1.0, 0.01])
@@ -390,20 +440,20 @@ def remedies_in(**arguments: Any) -> str:
 def test_when_nothing_fits_only_keys_with_an_effect_are_named() -> None:
     """Each is absent where the case before shows that it may be there."""
     limited = {"min_batch_size": 90, **room(60)}
-    assert "TARGET_MEMORY_FRACTION" in remedies_in(**{**limited, "target_memory_fraction": 0.99})
-    assert "TARGET_MEMORY_FRACTION" not in remedies_in(**limited)
-    assert "MEMORY_LIMIT_GB" in remedies_in(**limited)
+    assert "target_memory_fraction" in remedies_in(**{**limited, "target_memory_fraction": 0.98})
+    assert "target_memory_fraction" not in remedies_in(**limited)
+    assert "memory_limit_gb" in remedies_in(**limited)
     tiny = {"target_memory_fraction": 1e-4, "min_batch_size": 90}
-    assert "MEMORY_LIMIT_GB" not in remedies_in(**tiny)
-    assert "IMG_SIZE" in remedies_in(**limited)
-    assert "IMG_SIZE" not in remedies_in(**tiny), "the process itself is above the budget"
-    assert "MIN_BATCH_SIZE" in remedies_in(**limited)
-    assert "MIN_BATCH_SIZE" not in remedies_in(**{**limited, "min_batch_size": 1, "memory_limit_gb": 0.01})
-    assert "MAX_TRIALS" not in remedies_in(**limited)
+    assert "memory_limit_gb" not in remedies_in(**tiny)
+    assert "the size of a sample" in remedies_in(**limited)
+    assert "the size of a sample" not in remedies_in(**tiny), "the process itself is above the budget"
+    assert "min_batch_size" in remedies_in(**limited)
+    assert "min_batch_size" not in remedies_in(**{**limited, "min_batch_size": 1, "memory_limit_gb": 0.01})
+    assert "max_trials" not in remedies_in(**limited)
 
 
 def test_when_the_trials_run_out_their_key_is_named() -> None:
-    with pytest.raises(AutoBatchError, match=r"What helps: raise DATA\.AUTOBATCH\.MAX_TRIALS; "):
+    with pytest.raises(AutoBatchError, match=r"What helps: raise max_trials; "):
         find_on_cpu(plain_step, make_batch, max_batch_size=400, strategy="binary", max_trials=1, **room(60))
 
 
@@ -425,7 +475,7 @@ def test_a_process_that_already_holds_more_than_the_budget_finds_nothing() -> No
 
 
 def test_a_bound_below_the_smallest_size_is_an_error_that_names_it() -> None:
-    with pytest.raises(AutoBatchError, match=r"MIN_BATCH_SIZE is 20, but dataset allows no more than 7"):
+    with pytest.raises(AutoBatchError, match=r"min_batch_size is 20, but dataset allows no more than 7"):
         find_on_cpu(plain_step, make_batch, min_batch_size=20, bounds={"dataset": 7})
 
 
@@ -584,7 +634,7 @@ def test_training_that_does_not_fit_before_a_validation_is_named_as_the_cause(fi
 
     with BatchSizeFinder(
         lambda batch: sizes.append(len(batch)), make_batch, device="cpu", mode="val", train_once=train_once,
-        max_batch_size=4,
+        max_batch_size=4, names=keys("val"),
     ) as finder:  # fmt: skip
         if fits:
             assert finder.find().batch_size == 4
@@ -700,6 +750,48 @@ def test_a_result_survives_its_file() -> None:
     assert tuple(dataclasses.replace(trial, seconds=0.0) for trial in again.trials) == trials
     assert (again.batch_size, again.mode, again.peak_bytes) == (result.batch_size, "val", result.peak_bytes)
     assert {trial["status"] for trial in written["trials"]} <= {"fits", "over", "oom"}
+
+
+def test_the_result_says_what_was_asked_for_and_files_without_that_can_be_read() -> None:
+    result = find_on_cpu(
+        plain_step, make_batch, max_batch_size=64, min_batch_size=4, multiple_of=4, tolerance=0.0,
+        bounds={"dataset": 20}, **room(200),
+    )  # fmt: skip
+    written = json.loads(json.dumps(result.as_dict()))
+    asked = {"tolerance": 0.0, "multiple_of": 4, "min_batch_size": 4, "max_batch_size": 64}
+    assert {name: written[name] for name in asked} == asked
+    assert (result.batch_size, result.limited_by) == (20, "dataset")
+    old = {name: value for name, value in written.items() if name not in asked}
+    again = AutoBatchResult.from_dict("train", old)
+    assert (again.tolerance, again.max_batch_size, again.batch_size) == (None, None, 20)
+    assert again.as_dict() == old
+
+
+def test_every_field_of_the_file_is_in_the_table_of_the_docs() -> None:
+    page = (ROOT / "docs/autobatch.md").read_text().partition("## The file `autobatch.json`")[2]
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \| ", page.partition("\n## ")[0], re.MULTILINE)
+    units = {name: unit for names, unit in rows for name in re.findall(r"`(.+?)`", names)}
+    own = {field.name for field in dataclasses.fields(AutoBatchResult)} - {"mode"}
+    entries = {
+        "trials": TrialRecord(1, "fits", 1, 0.0).as_dict(),
+        "timings": dataclasses.asdict(Timing(1, 1.0, 1.0)),
+    }
+    nested = {f"{name}.{key}" for name, entry in entries.items() for key in entry}
+    assert units.keys() == own | nested | {"environment"}
+    for name, unit in units.items():
+        assert (unit == "bytes") == name.endswith("_bytes")
+        assert (unit == "s") == ("seconds" in name)
+
+
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_a_batch_maker_that_ignores_its_size_is_warned_about(
+    is_ignored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_once.cache_clear()
+    find_on_cpu(
+        plain_step, lambda size: make_batch(4 if is_ignored else size), max_batch_size=64, memory_limit_gb=8
+    )
+    assert ("needs no more memory than 16. Check that make_batch(n) returns" in caplog.text) == is_ignored
 
 
 # --- neutrality ---

@@ -139,6 +139,10 @@ def test_one_rank_out_of_memory_lowers_the_size_for_all(tmp_path: Path, place: s
     assert val == (8 if place == "forward" else 16)
     found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())
     assert found["train"]["limited_by"] == "memory"
+    assert re.search(
+        r"rank 1 fits no more than 8 \(train\): batch size \d+ ran out of memory, "
+        r"the budget is \d+\.\d+ GiB, and \d+\.\d+ GiB are held before the first sample", text,
+    )  # fmt: skip
     assert any(trial["batch_size"] == 8 and trial["status"] == "fits" for trial in found["train"]["trials"])
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import pytest
@@ -17,7 +18,8 @@ from torch.utils.data import Dataset
 from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.planning import find_planned_sizes
 from linnaeus.autobatch.protocol import RankStatus
-from linnaeus.autobatch.sizes import SizeSearch, find_sizes
+from linnaeus.autobatch.result import Mode
+from linnaeus.autobatch.sizes import SizeSearch, find_sizes, keys, run_on_every_rank
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.config.load import load_config
@@ -244,6 +246,30 @@ def test_memory_bounds_the_size_and_is_named(tmp_path: Path) -> None:
     assert status[train["batch_size"]] == "fits"
     assert status[train["batch_size"] + 1] in ("over", "oom")
     assert "limited by the memory budget, certified" in one_line(outcome.out)
+
+
+def test_a_round_of_the_ranks_adds_its_seconds_and_says_what_is_held_now() -> None:
+    search, _ = prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
+    found = find_sizes(search)["train"]
+    earlier = dataclasses.replace(found, seconds=1000.0, held_bytes=1, budget_bytes=1, trials=())
+    result = run_on_every_rank(search, earlier, 4)
+    (trial,) = result.trials
+    assert (trial.size, result.ran_on_every_rank) == (4, (4,))
+    assert 1000.0 + trial.seconds < result.seconds < 1100.0
+    assert 1 < result.held_bytes <= trial.peak_bytes <= result.budget_bytes
+    asked = ("tolerance", "multiple_of", "min_batch_size", "max_batch_size")
+    assert [getattr(result, name) for name in asked] == [getattr(found, name) for name in asked]
+    assert result.max_batch_size == 8, "not the size of the round"
+
+
+def test_the_keys_that_messages_name_exist() -> None:
+    config = load_config([]).config
+    for mode in get_args(Mode):
+        for name in dataclasses.asdict(keys(mode)).values():
+            for key in re.findall(r"[A-Z]+(?:\.[A-Z_]+)+", name):
+                node: Any = config
+                for part in key.split("."):
+                    node = node[part] if isinstance(node, dict) else getattr(node, part)
 
 
 def test_when_nothing_fits_the_run_ends_with_code_3_and_no_traceback(run: Run, tmp_path: Path) -> None:

@@ -462,7 +462,8 @@ def test_a_trial_under_a_cap_looks_smaller_with_these_settings_alone(settings: d
 
 
 @pytest.mark.parametrize(
-    ("fraction", "limit_gb", "num_warnings"), [(0.97, None, 0), (0.98, None, 1), (1.0, 0.5, 0), (1.0, 50, 1)]
+    ("fraction", "limit_gb", "num_warnings"),
+    [(0.97, None, 0), (0.98, None, 1), (0.97, 0.5, 0), (1.0, 0.5, 1), (1.0, 50, 1)],
 )
 def test_a_fraction_that_leaves_no_room_is_warned_about_once(
     fraction: float, limit_gb: float | None, num_warnings: int, caplog: pytest.LogCaptureFixture
@@ -473,3 +474,4 @@ def test_a_fraction_that_leaves_no_room_is_warned_about_once(
     texts = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(texts) == num_warnings
     assert all("above 0.97 the budget leaves no room" in text for text in texts)
+    assert all(("within memory_limit_gb" in text) == (limit_gb == 0.5) for text in texts)
