@@ -101,7 +101,7 @@ class Attributes:
             return self._restore_of_container(value, path)
         if isinstance(value, np.ndarray):
             return _after(partial(operator.setitem, value, ..., value.copy()), value)
-        generator = _restore_of_generator(value)
+        generator = restore_of_generator(value)
         if generator is not None:
             return generator
         if hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
@@ -138,7 +138,7 @@ class Attributes:
         return lambda: copy.copy(saved)
 
 
-def _restore_of_generator(value: Any) -> Restore | None:
+def restore_of_generator(value: Any) -> Restore | None:
     """Puts the state of a random number generator back; None for anything else."""
     state: Any
     write: Callable[[Any], object]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from linnaeus import nest
 from linnaeus.autobatch.attributes import Attributes, is_optimizer, parameters_of, without
+from linnaeus.autobatch.contents import Contents
 from linnaeus.errors import AutoBatchError
 from linnaeus.rng import rng_state, set_rng_state
 
@@ -26,9 +27,10 @@ class Snapshot:
 
     Args:
         state: modules, optimizers, gradient scalers, averages: objects with `state_dict` and
-            `load_state_dict`. Of modules, non-persistent buffers, gradients and modes are saved too; of
-            optimizers, the exact dtype of their state, all attributes (see `Attributes`), the optimizers
-            inside of them, and parameters that belong to no module in `state`.
+            `load_state_dict`. Of modules, non-persistent buffers, gradients, modes, hooks, submodules and
+            plain attributes (see `Contents`) are saved too; of optimizers, the exact dtype of their state,
+            all attributes (see `Attributes`), the optimizers inside of them, and parameters that belong to
+            no module in `state`.
         device: its random number generator is saved, beside those of the CPU.
 
     Raises:
@@ -38,7 +40,7 @@ class Snapshot:
     def __init__(self, state: Iterable[Any], device: torch.device) -> None:
         parts = [part for part in state if part is not None]
         modules = (part for part in parts if isinstance(part, nn.Module))
-        in_modules = {id(parameter) for module in modules for parameter in module.parameters()}
+        in_modules = {id(tensor) for part in modules for tensor in (*part.parameters(), *part.buffers())}
         self._parts = [_snapshot_of(part, in_modules) for part in parts]
         self._device = device
         self._rng = rng_state(device)
@@ -73,9 +75,14 @@ class Snapshot:
                 part.check_restored()
 
     def restore_parts(self, *, with_optimizers: bool = True) -> None:
-        """Restore `state`; without optimizers, the state that these have allocated stays allocated."""
+        """Restore `state`; without optimizers, what training keeps allocated stays so.
+
+        That is the optimizers' state, and what modules keep in their attributes.
+        """
         for part in self._parts:
-            if with_optimizers or not isinstance(part, _OptimizerSnapshot):
+            if isinstance(part, _ModuleSnapshot):
+                part.restore(with_attributes=with_optimizers)
+            elif with_optimizers or not isinstance(part, _OptimizerSnapshot):
                 part.restore()
 
     def restore(self) -> None:
@@ -103,6 +110,10 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 """Global switches of torch: a function that reads each, and one that writes it."""
 
 
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes of a tensor: None, or a dictionary of the hooks registered on it."""
+
+
 class _TensorSnapshot:
     """Value of a buffer or a gradient."""
 
@@ -117,13 +128,14 @@ class _TensorSnapshot:
 
 
 class _ParameterSnapshot(_TensorSnapshot):
-    """Value, gradient and `requires_grad` of a parameter."""
+    """Value, gradient, `requires_grad` and hooks of a parameter."""
 
     def __init__(self, parameter: Tensor) -> None:
         super().__init__(parameter)
         self._gradient = parameter.grad
         self._gradient_snapshot = None if parameter.grad is None else _TensorSnapshot(parameter.grad)
         self._requires_grad = parameter.requires_grad
+        self._hooks = [dict(getattr(parameter, name) or {}) for name in _HOOKS_OF_TENSORS]
         if self._gradient_snapshot is not None:
             self.copies += self._gradient_snapshot.copies
 
@@ -134,38 +146,67 @@ class _ParameterSnapshot(_TensorSnapshot):
             self._gradient_snapshot.restore()
         self._tensor.grad = self._gradient
         self._tensor.requires_grad_(self._requires_grad)
+        for name, hooks in zip(_HOOKS_OF_TENSORS, self._hooks, strict=True):
+            present = getattr(self._tensor, name) or {}
+            if present != hooks:  # the dictionary stays: autograd refers to it
+                present.clear()
+                present.update(hooks)
 
 
 class _ModuleSnapshot:
-    """Parameters, buffers, modes and extra state of a module and its submodules."""
+    """Parameters, buffers, modes, extra state, hooks and attributes of a module and its submodules.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._modes = [(submodule, submodule.training) for submodule in module.modules()]
+    Args:
+        module: the module.
+        held: ids of the tensors that another snapshot already holds.
+    """
+
+    def __init__(self, module: nn.Module, held: Collection[int]) -> None:
+        submodules = list(module.modules())
+        self._modes = [(submodule, submodule.training) for submodule in submodules]
         self._tensors: list[_TensorSnapshot] = [_ParameterSnapshot(tensor) for tensor in module.parameters()]
         self._tensors += [_TensorSnapshot(buffer) for buffer in module.buffers()]
-        self._registries: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (registry, dict(registry))
-            for submodule in module.modules()
-            for registry in (submodule._parameters, submodule._buffers)
-        ]
+        held = {*held, *map(id, module.parameters()), *map(id, module.buffers())}
+        registries = [part for each in submodules for part in (each._parameters, each._buffers)]
+        self._registries = Contents(registries, held, _tensor_in_attribute)
+        wrappers = {kind for kind in set(map(type, submodules)) if _mirrors_native_state(kind)}
+        own = [submodule for submodule in submodules if type(submodule) not in wrappers]
+        self._kinds = [(submodule, type(submodule)) for submodule in own]
+        self._attributes = Contents(map(vars, own), held.union(map(id, registries)), _tensor_in_attribute)
         self._extra = [
             (submodule, copy.deepcopy(submodule.get_extra_state()))
-            for submodule in module.modules()
+            for submodule in submodules
             if type(submodule).get_extra_state is not nn.Module.get_extra_state
         ]
-        self.copies = [tensor.copies for tensor in self._tensors], [state for _, state in self._extra]
+        self.copies = (
+            [tensor.copies for tensor in [*self._tensors, *self._attributes.tensors]],
+            [state for _, state in self._extra],
+        )  # fmt: skip
 
     @torch.no_grad()
-    def restore(self) -> None:
+    def restore(self, *, with_attributes: bool = True) -> None:
         for tensor in self._tensors:
             tensor.restore()
-        for registry, tensors in self._registries:  # a step may have replaced or added tensors
-            registry.clear()
-            registry.update(tensors)
+        self._registries.restore()
+        if with_attributes:
+            for submodule, kind in self._kinds:  # parametrizations replace it
+                if type(submodule) is not kind:
+                    submodule.__class__ = kind
+            self._attributes.restore()
         for submodule, state in self._extra:
             submodule.set_extra_state(copy.deepcopy(state))
         for submodule, training in self._modes:
             submodule.training = training
+
+
+def _mirrors_native_state(kind: type[nn.Module]) -> bool:
+    """Whether attributes stand for state outside Python: a wrapper's reducer, shards or compiled code."""
+    native = ("torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.jit")
+    return any(base.__module__.startswith(native) for base in kind.__mro__)
+
+
+def _tensor_in_attribute(tensor: Tensor) -> _TensorSnapshot:
+    return _ParameterSnapshot(tensor) if tensor.is_leaf and tensor.requires_grad else _TensorSnapshot(tensor)
 
 
 class _OptimizerSnapshot:
@@ -286,7 +327,7 @@ _PartSnapshot = _ModuleSnapshot | _OptimizerSnapshot | _ScalerSnapshot | _Statef
 
 def _snapshot_of(part: Any, held: Collection[int]) -> _PartSnapshot:
     if isinstance(part, nn.Module):
-        return _ModuleSnapshot(part)
+        return _ModuleSnapshot(part, held)
     if is_optimizer(part):
         return _OptimizerSnapshot(part, held)
     if isinstance(part, torch.amp.GradScaler):
@@ -379,4 +420,8 @@ def _put_back(tensor: Tensor, value: Tensor, device: torch.device) -> None:
     if 0 in tensor.stride():  # expanded: several elements share memory
         once = tuple(slice(None if stride else 1) for stride in tensor.stride())
         tensor, value = tensor[once], value[once]
+    if tensor.is_inference():
+        with torch.inference_mode():
+            tensor.copy_(value)
+        return
     tensor.detach().copy_(value)

@@ -957,6 +957,49 @@ def test_training_after_a_search_goes_as_without_one() -> None:
     assert list(differences(*pictures)) == []
 
 
+class CountsCalls(nn.Module):
+    """A model that goes by how often it was called, and adds a hook with each call."""
+
+    def __init__(self, counts: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.counts = counts
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.layer.register_forward_hook(lambda module, inputs, outputs: outputs * 0.9)
+        count = self.calls
+        if self.counts is not None:
+            self.counts.number += 1
+            count = self.counts.number
+        return self.layer(x) / count  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_model_that_counts_its_calls_trains_as_by_hand(is_inside: bool) -> None:
+    """What an object of another class counts is not restored: the outcome then differs."""
+    outcomes = []
+    for searches in (True, False):
+        torch.manual_seed(0)
+        model = CountsCalls(None if is_inside else SimpleNamespace(number=0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch: Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if searches:
+            find_on_cpu(step, lambda n: torch.randn(n, 8), state=(model, optimizer), max_batch_size=5)
+        for _ in range(3):
+            step(torch.randn(5, 8))
+        outcomes.append([parameter.detach().numpy().tobytes() for parameter in model.parameters()])
+        assert model.calls == 3
+        assert len(model.layer._forward_hooks) == 3
+    assert (outcomes[0] == outcomes[1]) is is_inside
+
+
 def test_the_picture_sees_a_step() -> None:
     """Else the tests above could not fail."""
     loop = Everything()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.training.ema import Ema
@@ -125,6 +127,175 @@ def test_a_module_comes_back_bit_for_bit(trained: bool) -> None:
         assert bits_of_module(model) != before
         snapshot.restore()
         assert bits_of_module(model) == before
+
+
+class Restless(nn.Module):
+    """Has a bit of everything that a module may keep beside parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.other = nn.Linear(2, 2)
+        self.calls = 0
+        self.name: str | None = "first"
+        self.cache: dict[str, Any] = {"inside": [torch.zeros(2), (torch.ones(1), {"deep": 1})]}
+        self.last = torch.zeros(3)
+        with torch.inference_mode():
+            self.inferred = torch.zeros(2)
+        self.slope = torch.ones(2, requires_grad=True)  # no parameter, yet it learns
+        self.seen = {1, 2}
+        self.counter = Counter("ab")
+        self.recent = deque([1, 2], maxlen=2)
+        self.array = np.zeros(3)
+        self.generator = np.random.default_rng(0)
+        self.torch_generator = torch.Generator().manual_seed(3)
+        self.itself: list[Any] = [self]
+        self.itself.append(self.itself)
+        self.layer.register_forward_hook(print)
+
+    def picture(self) -> Any:
+        """All of it, and which objects these are."""
+        hooks = [
+            {name: list(hooks) for name, hooks in vars(module).items() if name.endswith("_hooks")}
+            for module in self.modules()
+        ]
+        return {
+            "module": bits_of_module(self),
+            "submodules": [(name, id(module), type(module)) for name, module in self.named_modules()],
+            "hooks": hooks, "tensor hooks": len(self.layer.weight._backward_hooks or ()),
+            "plain": (self.calls, self.name, set(self.seen), dict(self.counter), list(self.recent)),
+            "cache": (id(self.cache), bits(self.cache), id(self.cache["inside"][0])),
+            "inferred": (id(self.inferred), self.inferred.tolist()),
+            "tensors": (id(self.last), bits(self.last), bits(self.slope), bits(self.slope.grad)),
+            "array": (id(self.array), bits(self.array.tolist())),
+            "generators": (str(self.generator.bit_generator.state), bits(self.torch_generator.get_state())),
+            "names": set(vars(self)), "itself": len(self.itself),
+        }  # fmt: skip
+
+
+def replace_a_weight(module: Restless) -> None:
+    module.layer.weight = nn.Parameter(torch.ones(2, 2))
+
+
+def change_an_inference_tensor(module: Restless) -> None:
+    with torch.inference_mode():
+        module.inferred.add_(1)
+
+
+CHANGES: dict[str, Callable[[Restless], object]] = {
+    "number": lambda module: setattr(module, "calls", module.calls + 1),
+    "text": lambda module: setattr(module, "name", None),
+    "another tensor": lambda module: setattr(module, "last", torch.ones(3)),
+    "the same tensor": lambda module: module.last.add_(1),
+    "a tensor from inference": change_an_inference_tensor,
+    "gradient of a tensor": lambda module: (module.slope * 3).sum().backward(),
+    "container": lambda module: setattr(module, "cache", {**module.cache, "new": 1}),
+    "item": lambda module: module.cache.update(new=torch.ones(1)),
+    "tensor in a container": lambda module: module.cache["inside"][0].add_(1),
+    "dict in a tuple": lambda module: module.cache["inside"][1][1].update(deep=2),
+    "set": lambda module: module.seen.add(3),
+    "counter": lambda module: module.counter.update("a"),
+    "deque": lambda module: module.recent.append(9),
+    "array": lambda module: module.array.__setitem__(0, 5.0),
+    "NumPy's generator": lambda module: module.generator.random(),
+    "torch's generator": lambda module: torch.rand(1, generator=module.torch_generator),
+    "what refers to itself": lambda module: module.itself.clear(),
+    "new attribute": lambda module: setattr(module, "left", torch.ones(4)),
+    "attribute removed": lambda module: delattr(module, "name"),
+    "hook": lambda module: module.layer.register_forward_hook(lambda *_: None),
+    "backward hook": lambda module: module.register_full_backward_hook(lambda *_: None),
+    "hook removed": lambda module: module.layer._forward_hooks.clear(),
+    "hook of a tensor": lambda module: module.layer.weight.register_hook(lambda gradient: gradient),
+    "submodule added": lambda module: module.add_module("new", nn.Linear(1, 1)),
+    "submodule replaced": lambda module: setattr(module, "layer", nn.Identity()),
+    "submodule removed": lambda module: delattr(module, "other"),
+    "parameter replaced": replace_a_weight,
+    "parameter added": lambda module: module.register_parameter("new", nn.Parameter(torch.ones(1))),
+    "buffer added": lambda module: module.register_buffer("new", torch.ones(1)),
+    "parametrization": lambda module: parametrizations.weight_norm(module.layer),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_step_changes_of_a_module_comes_back(name: str) -> None:
+    module = Restless()
+    before = module.picture()
+    snapshot = Snapshot([module], CPU)
+    for _ in range(2):
+        try:
+            CHANGES[name](module)
+            changed = module.picture() != before
+        except AttributeError:  # the picture looks for what was removed
+            changed = True
+        assert changed
+        snapshot.restore()
+        assert module.picture() == before
+
+
+def test_hooks_run_as_before_after_a_step_has_registered_more() -> None:
+    module, told = nn.Linear(2, 2), list[str]()
+    handle = module.register_forward_hook(lambda *_: told.append("kept"))
+    module.weight.register_hook(lambda gradient: told.append("tensor"))
+    snapshot = Snapshot([module], CPU)
+    module.register_forward_hook(lambda *_: told.append("left"))
+    module.weight.register_hook(lambda gradient: told.append("left"))
+    module.bias.register_hook(lambda gradient: told.append("left"))
+    handle.remove()
+    snapshot.restore()
+    module(torch.ones(1, 2)).sum().backward()
+    assert told == ["kept", "tensor"]
+    handle.remove()
+    module(torch.ones(1, 2))
+    assert told == ["kept", "tensor"]
+
+
+def test_what_training_leaves_in_attributes_stays_while_validation_is_measured() -> None:
+    module = Restless()
+    snapshot = Snapshot([module], CPU)
+    module.calls = 1
+    snapshot.restore_parts(with_optimizers=False)
+    assert module.calls == 1
+    snapshot.restore_parts()
+    assert module.calls == 0
+
+
+def test_a_tensor_that_another_part_holds_is_copied_once() -> None:
+    model, criterion = nn.Linear(4, 4, bias=False), nn.Identity()
+    criterion.weights = [model.weight]  # type: ignore[assignment]
+    model.itself = (model, model.weight)  # type: ignore[assignment]
+    assert Snapshot([criterion, model], CPU).host_bytes == model.weight.nbytes
+    criterion.weights += [torch.ones(3)]  # type: ignore[operator]
+    assert Snapshot([criterion, model], CPU).host_bytes == model.weight.nbytes + 12
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+@pytest.mark.parametrize("name", ["weight norm", "old weight norm", "spectral norm", "script", "compile"])
+def test_modules_that_are_not_plain_come_back_and_train_on(name: str) -> None:
+    layer = nn.Linear(6, 6)
+    kinds: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "weight norm": parametrizations.weight_norm,
+        "old weight norm": nn.utils.weight_norm,
+        "spectral norm": parametrizations.spectral_norm,
+        "script": torch.jit.script,
+        "compile": partial(torch.compile, backend="eager"),
+    }
+    model = kinds[name](layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step(model, optimizer)
+
+    def trained() -> Any:
+        torch.manual_seed(5)
+        for _ in range(2):
+            step(model, optimizer)
+        return bits_of_module(model)
+
+    before = bits_of_module(model)
+    snapshot = Snapshot([model, optimizer], CPU)
+    first = trained()
+    snapshot.restore()
+    assert bits_of_module(model) == before
+    assert first != before
+    assert trained() == first
 
 
 def test_batchnorm_buffers_that_changed_in_place_come_back() -> None:
