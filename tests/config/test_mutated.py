@@ -124,7 +124,12 @@ tokens = (
     | keys
     | scalars
 )
-command_lines = st.lists(tokens.flatmap(mutations), max_size=6)
+right = st.sampled_from([
+    "model=resnet50", "+data=digits", "~optimizer", "optimizer=sgd", "DATA.BATCH_SIZE=8", "~TRAIN",
+    "TRAIN.EPOCHS=${DATA.BATCH_SIZE} * 2", "MODEL.KWARGS.x={a: [1, ${TRAIN.EPOCHS}]}",
+    "LOSS._target_=my.Loss", "LOSS.x=1",
+])  # fmt: skip
+command_lines = st.lists(right, max_size=4) | st.lists(right | tokens.flatmap(mutations), max_size=5)
 
 
 def outcome(folder: Path, texts: dict[str, str], argv: list[str]) -> str:

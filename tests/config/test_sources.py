@@ -9,7 +9,9 @@ from typing import Any
 import hydra
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir, version
+from hydra import compose, initialize, initialize_config_dir, version
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from linnaeus.commands.analyze.options import read as analyze
@@ -402,6 +404,23 @@ def test_a_file_of_ones_own_is_named_with_its_line(make: Make) -> None:
     assert problem.startswith("MODEL.DROP: no such key (conf/model/mine.yaml, line 2)")
     (problem,) = problems("optimizer=sgd", "OPTIMIZER.LR=${OPTIMIZER.LRR}")
     assert "did you mean" in problem
+
+
+def test_the_schema_is_a_structured_config_of_a_hydra_program(tmp_path: Path) -> None:
+    """What docs/configuration.md says of a Hydra program of one's own."""
+    ConfigStore.instance().store("linnaeus", Config)
+    try:
+        with initialize(config_path=None, version_base="1.3"):
+            composed = compose("linnaeus", overrides=["DATA.BATCH_SIZE=8", "MODEL.KWARGS.x=1"])
+            with pytest.raises(HydraException, match=r"DATA\.BATCH_SIZ"):
+                compose("linnaeus", overrides=["DATA.BATCH_SIZ=8"])
+            with pytest.raises(HydraException, match=r"TRAIN\.EPOCHS"):
+                compose("linnaeus", overrides=["TRAIN.EPOCHS=many"])
+    finally:
+        del ConfigStore.instance().repo["linnaeus.yaml"]
+    file = tmp_path / "composed.yaml"
+    OmegaConf.save(composed, file)
+    assert load("--cfg", str(file)) == load("DATA.BATCH_SIZE=8", "MODEL.KWARGS.x=1")
 
 
 def test_a_program_around_that_uses_hydra_keeps_its_version_base(
