@@ -17,12 +17,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from linnaeus.autobatch.arguments import (
+    check_bounds,
+    check_choice,
+    check_fraction,
+    check_memory_limit,
+    kind_of,
+)
 from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.nothing_fits import NothingFits
 from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
@@ -97,8 +104,9 @@ class BatchSizeFinder:
         before_trial: Callable[[], object] = lambda: None,
         observer: SearchObserver | None = None,
     ) -> None:
-        if mode not in ("train", "val"):
-            raise ValueError(f"mode is {mode!r}; it must be 'train' or 'val'")
+        check_choice("mode", mode, get_args(Mode))
+        check_memory_limit(memory_limit_gb)
+        check_bounds(bounds)
         state = _listed(state)
         self.mode = mode
         self.memory = device_memory(_device(state, device))
@@ -162,8 +170,7 @@ class BatchSizeFinder:
             AutoBatchError: no size fits.
             ValueError: an argument out of its range.
         """
-        if not 0 < target_memory_fraction <= 1:
-            raise ValueError(f"target_memory_fraction is {target_memory_fraction}; it must lie in (0, 1]")
+        check_fraction(target_memory_fraction)
         self._warn_about_promise(target_memory_fraction)
         started = time.monotonic()
         deadline = started + timeout_minutes * 60
@@ -383,7 +390,7 @@ def _listed(state: Any) -> Sequence[Any]:
     """The objects in `state`; modules and dictionaries can be iterated over too, but not to this end."""
     if isinstance(state, nn.Module | Mapping | str) or not isinstance(state, Iterable):
         raise TypeError(
-            f"state is a {type(state).__name__}; it must be a sequence of all objects that the step changes, "
+            f"state is {kind_of(state)}; it must be a sequence of all objects that the step changes, "
             "such as state=(model, optimizer)"
         )
     return tuple(state)

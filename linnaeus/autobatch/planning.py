@@ -142,7 +142,7 @@ def find_planned_sizes(
     if found is None:
         found = find_sizes(search)
     if limit is not None:
-        logger.info("memory ran out before: micro-batches have at most %d samples", limit)
+        logger.info("memory ran out before: micro-batches have at most %d sample%s", limit, "s" * (limit > 1))
         plan = plan_for(found["train"].batch_size if "train" in found else batch_size).limited(limit)
         return PlannedSizes(_with_validation_that_fits(search, found, plan), plan, key, limit)
     if "train" not in found:
