@@ -55,7 +55,8 @@ FULL_FRACTION = 0.97
 CONFIRMATION_GRACE_S = 30.0
 """Time beyond the deadline of a search in which the size found is confirmed, or others below it tried."""
 NOTABLE_GROWTH = 0.01
-"""Fraction of the device by which the budget has to shrink during a search to be logged."""
+"""Fraction of the device by which the budget has to shrink during a search to be logged; and fraction of the
+budget by which what the process holds has to grow for a warning."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -185,6 +186,7 @@ class BatchSizeFinder:
         if confirm:
             deadline += CONFIRMATION_GRACE_S
             found = self._confirmed(found, target_memory_fraction, tolerance, deadline)
+        self._warn_about_growth()
         return self._result(found, target_memory_fraction, strategy, num_before, started)
 
     def _confirmed(
@@ -254,6 +256,17 @@ class BatchSizeFinder:
             f"{self.memory.outside() / GIB:.2f} GiB of {self.memory.device} are held by other processes and "
             f"outside the allocator of this one, {self._outside_bytes / GIB:.2f} GiB when the search began"
         )
+
+    def _warn_about_growth(self) -> None:
+        """Warn where the trials have left memory behind: no part of `state` holds it."""
+        grown_bytes = self.held_bytes - self._held_at_start
+        if grown_bytes > NOTABLE_GROWTH * self.budget_bytes + self.memory.placement_bytes:
+            logger.warning(
+                "warning: the process holds %.3g MiB more than when the search began, although each trial is "
+                "undone: the step keeps tensors from call to call, such as losses in a list without .item(). "
+                "What it keeps so in training comes on top of what a trial shows",
+                grown_bytes / 1024**2,
+            )
 
     def _warn_about_promise(self, fraction: float) -> None:
         """Warn, once for each cause, that training may need more memory than a trial of its size."""

@@ -57,7 +57,8 @@ def auto_find_batch_size(
         make_batch: makes a batch of n samples on the device.
         state: every object with `state_dict` and `load_state_dict` that a step may change: model, optimizer,
             scaler, average; and the random number generators (`torch.Generator`, `numpy.random.Generator`)
-            that it draws from. If the optimizer is among them, validation is measured with its state allocated.
+            that it draws from. If the optimizer is among them, validation is measured with its state
+            allocated.
         mode: `train` or `val`; modules in `state` are put in the matching mode.
         device: the device whose memory counts. By default that of the first parameter in `state`, else
             torch's current accelerator, else the CPU.

@@ -516,6 +516,30 @@ def test_state_without_a_state_dict_is_refused() -> None:
         find_on_cpu(plain_step, make_batch, state=(object(),))
 
 
+# --- a step that keeps tensors ---
+
+
+@pytest.mark.parametrize("mode", ["train", "val"])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_step_that_keeps_tensors_is_warned_of_with_their_bytes(
+    mode: Any, keeps: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, kept = Loop(), list[Tensor]()
+
+    def step(batch: Tensor) -> None:
+        if loop.model.training:
+            loop.step(batch)
+        if keeps:
+            kept.append(torch.ones(8, WIDTH))
+
+    loop.find(step=step, mode=mode, max_batch_size=16, extra_mib=100)
+    warnings = [record.getMessage() for record in caplog.records if "than when the search" in record.message]
+    assert len(warnings) == keeps
+    if keeps:
+        num_kept = len(kept) - 2  # the warm-up has kept two before the search began
+        assert f"holds {8 * num_kept} MiB more than when the search began" in warnings[0]
+
+
 # --- kinds of loops ---
 
 
