@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from linnaeus.autobatch.arguments import kind_of
+
 Restore = Callable[[], Any]
 """Puts an object back and returns it; where that needs a new object, returns the new one."""
 
@@ -133,7 +135,7 @@ class Attributes:
         try:
             saved = copy.copy(value)
         except TypeError:
-            self.lost[path] = f"it is a {type(value).__name__}, which cannot be copied"
+            self.lost[path] = f"it is {kind_of(value)}, which cannot be copied"
             return lambda: value
         return lambda: copy.copy(saved)
 

@@ -17,12 +17,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from linnaeus.autobatch.arguments import (
+    check_bounds,
+    check_choice,
+    check_fraction,
+    check_memory_limit,
+    kind_of,
+)
 from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.names import ARGUMENTS, Names, last_part
 from linnaeus.autobatch.nothing_fits import NothingFits
@@ -49,7 +56,8 @@ FULL_FRACTION = 0.97
 CONFIRMATION_GRACE_S = 30.0
 """Time beyond the deadline of a search in which the size found is confirmed, or others below it tried."""
 NOTABLE_GROWTH = 0.01
-"""Fraction of the device by which the budget has to shrink during a search to be logged."""
+"""Fraction of the device by which the budget has to shrink during a search to be logged; and fraction of the
+budget by which what the process holds has to grow for a warning."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -100,8 +108,9 @@ class BatchSizeFinder:
         observer: SearchObserver | None = None,
         names: Names = ARGUMENTS,
     ) -> None:
-        if mode not in ("train", "val"):
-            raise ValueError(f"mode is {mode!r}; it must be 'train' or 'val'")
+        check_choice("mode", mode, get_args(Mode))
+        check_memory_limit(memory_limit_gb)
+        check_bounds(bounds)
         state = _listed(state)
         self.mode = mode
         self.memory = device_memory(_device(state, device))
@@ -166,8 +175,7 @@ class BatchSizeFinder:
             AutoBatchError: no size fits.
             ValueError: an argument out of its range.
         """
-        if not 0 < target_memory_fraction <= 1:
-            raise ValueError(f"target_memory_fraction is {target_memory_fraction}; it must lie in (0, 1]")
+        check_fraction(target_memory_fraction)
         self._warn_about_promise(target_memory_fraction)
         started = time.monotonic()
         deadline = started + timeout_minutes * 60
@@ -182,6 +190,7 @@ class BatchSizeFinder:
         if confirm:
             deadline += CONFIRMATION_GRACE_S
             found = self._confirmed(found, target_memory_fraction, tolerance, deadline)
+        self._warn_about_growth()
         return self._result(found, target_memory_fraction, strategy, tolerance, num_before, started)
 
     def _confirmed(
@@ -251,6 +260,17 @@ class BatchSizeFinder:
             f"{self.memory.outside() / GIB:.2f} GiB of {self.memory.device} are held by other processes and "
             f"outside the allocator of this one, {self._outside_bytes / GIB:.2f} GiB when the search began"
         )
+
+    def _warn_about_growth(self) -> None:
+        """Warn where the trials have left memory behind: no part of `state` holds it."""
+        grown_bytes = self.held_bytes - self._held_at_start
+        if grown_bytes > NOTABLE_GROWTH * self.budget_bytes + self.memory.placement_bytes:
+            logger.warning(
+                "warning: the process holds %.3g MiB more than when the search began, although each trial is "
+                "undone: the step keeps tensors from call to call, such as losses in a list without .item(). "
+                "What it keeps so in training comes on top of what a trial shows",
+                grown_bytes / 1024**2,
+            )
 
     def _warn_about_promise(self, fraction: float) -> None:
         """Warn, once for each cause, that training may need more memory than a trial of its size."""
@@ -408,7 +428,7 @@ def _listed(state: Any) -> Sequence[Any]:
     """The objects in `state`; modules and dictionaries can be iterated over too, but not to this end."""
     if isinstance(state, nn.Module | Mapping | str) or not isinstance(state, Iterable):
         raise TypeError(
-            f"state is a {type(state).__name__}; it must be a sequence of all objects that the step changes, "
+            f"state is {kind_of(state)}; it must be a sequence of all objects that the step changes, "
             "such as state=(model, optimizer)"
         )
     return tuple(state)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
 
+from linnaeus.autobatch.arguments import (
+    check_bounds,
+    check_choice,
+    check_count,
+    check_fraction,
+    check_memory_limit,
+    check_number,
+    kind_of,
+)
 from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.result import AutoBatchResult, Mode
+from linnaeus.autobatch.search import STRATEGIES
 
 Objective = Literal["memory", "throughput"]
 
@@ -40,14 +49,16 @@ def auto_find_batch_size(
     """Find the largest batch size, or one at most 1 % below it, that runs within a fraction of the memory.
 
     Every size is really run, and the size found once more under a budget that is read again, unless it was
-    the last one tried. Afterwards parameters, buffers, gradients, optimizers, scalers, random number
-    generators, modes and the allocator's cap are bit for bit what they were.
+    the last one tried. Afterwards parameters, buffers, gradients, plain attributes, hooks, modes, optimizers,
+    scalers, global random number generators and the allocator's cap are bit for bit what they were.
 
     Args:
         step: runs one full training (or validation) step on a batch.
         make_batch: makes a batch of n samples on the device.
         state: every object with `state_dict` and `load_state_dict` that a step may change: model, optimizer,
-            scaler, average. If the optimizer is among them, validation is measured with its state allocated.
+            scaler, average; and the random number generators (`torch.Generator`, `numpy.random.Generator`)
+            that it draws from. If the optimizer is among them, validation is measured with its state
+            allocated.
         mode: `train` or `val`; modules in `state` are put in the matching mode.
         device: the device whose memory counts. By default that of the first parameter in `state`, else
             torch's current accelerator, else the CPU.
@@ -71,29 +82,34 @@ def auto_find_batch_size(
 
     Raises:
         AutoBatchError: no size fits, `state` lacks an optimizer that the step uses, or something in it cannot
-            be restored.
+            be restored: parameters without values (`LazyLinear`), too.
         TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
     for name, function in (("step", step), ("make_batch", make_batch)):
         if not callable(function):
-            raise TypeError(f"{name} is a {type(function).__name__}; it must be a function")
+            raise TypeError(f"{name} is {kind_of(function)}; it must be a function")
     if not isinstance(observer, SearchObserver | None):
-        raise TypeError(f"observer is a {type(observer).__name__}; it must be a SearchObserver")
+        raise TypeError(f"observer is {kind_of(observer)}; it must be a SearchObserver")
     counts = {
         "min_batch_size": min_batch_size, "max_batch_size": max_batch_size, "multiple_of": multiple_of,
         "steps_per_trial": steps_per_trial, "max_trials": max_trials,
     }  # fmt: skip
     for name, count in counts.items():
-        _check_count(name, count)
+        check_count(name, count)
     if max_batch_size < min_batch_size:
         raise ValueError(
             f"max_batch_size is {max_batch_size}; it must be at least min_batch_size, {min_batch_size}"
         )
-    for name, number in (("timeout_minutes", timeout_minutes), ("memory_limit_gb", memory_limit_gb)):
-        if number is not None and not number > 0:
-            raise ValueError(f"{name} is {number}; it must be above 0")
-    if objective not in get_args(Objective):
-        raise ValueError(f"objective is {objective!r}; it must be 'memory' or 'throughput'")
+    if start is not None:
+        check_count("start", start)
+    check_bounds(bounds)
+    check_fraction(target_memory_fraction)
+    check_memory_limit(memory_limit_gb)
+    check_number("tolerance", tolerance, "in [0, 1)", lambda number: 0 <= number < 1)
+    check_number("timeout_minutes", timeout_minutes, "above 0", lambda number: number > 0)
+    check_choice("mode", mode, get_args(Mode))
+    check_choice("strategy", strategy, STRATEGIES)
+    check_choice("objective", objective, get_args(Objective))
     with BatchSizeFinder(
         step, make_batch, state=state, mode=mode, device=device, min_batch_size=min_batch_size,
         max_batch_size=max_batch_size, steps_per_trial=steps_per_trial, multiple_of=multiple_of,
@@ -106,10 +122,3 @@ def auto_find_batch_size(
         if objective == "memory":
             return result
         return finder.prefer_throughput(result, timeout_minutes=timeout_minutes - result.seconds / 60)
-
-
-def _check_count(name: str, count: Any) -> None:
-    if not isinstance(count, Integral):
-        raise TypeError(f"{name} is {count!r}; it must be an integer")
-    if count < 1:
-        raise ValueError(f"{name} is {count}; it must be at least 1")

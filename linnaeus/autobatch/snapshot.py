@@ -12,9 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from linnaeus import nest
-from linnaeus.autobatch.attributes import Attributes, is_optimizer, parameters_of, without
+from linnaeus.autobatch.arguments import kind_of
+from linnaeus.autobatch.attributes import (
+    Attributes,
+    is_optimizer,
+    parameters_of,
+    restore_of_generator,
+    without,
+)
 from linnaeus.autobatch.contents import Contents
 from linnaeus.errors import AutoBatchError
 from linnaeus.rng import rng_state, set_rng_state
@@ -30,11 +38,12 @@ class Snapshot:
             `load_state_dict`. Of modules, non-persistent buffers, gradients, modes, hooks, submodules and
             plain attributes (see `Contents`) are saved too; of optimizers, the exact dtype of their state,
             all attributes (see `Attributes`), the optimizers inside of them, and parameters that belong to
-            no module in `state`.
-        device: its random number generator is saved, beside those of the CPU.
+            no module in `state`. Random number generators that are objects may be among them.
+        device: its global random number generator is saved, beside those of the CPU.
 
     Raises:
-        TypeError: something in `state` has no `state_dict` and `load_state_dict`.
+        AutoBatchError: a module in `state` has parameters without values (lazy layers).
+        TypeError: something in `state` is neither a generator nor has `state_dict` and `load_state_dict`.
     """
 
     def __init__(self, state: Iterable[Any], device: torch.device) -> None:
@@ -162,6 +171,7 @@ class _ModuleSnapshot:
     """
 
     def __init__(self, module: nn.Module, held: Collection[int]) -> None:
+        _check_initialized(module)
         submodules = list(module.modules())
         self._modes = [(submodule, submodule.training) for submodule in submodules]
         self._tensors: list[_TensorSnapshot] = [_ParameterSnapshot(tensor) for tensor in module.parameters()]
@@ -197,6 +207,17 @@ class _ModuleSnapshot:
             submodule.set_extra_state(copy.deepcopy(state))
         for submodule, training in self._modes:
             submodule.training = training
+
+
+def _check_initialized(module: nn.Module) -> None:
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    name = next((name for name, tensor in tensors if is_lazy(tensor)), None)
+    if name is not None:
+        raise AutoBatchError(
+            f"AutoBatch: `{name}` of the {type(module).__name__} in state has no values yet, so it could not "
+            "be restored: lazy layers make them from the first batch. Run one batch through the model before "
+            "the search, such as model(make_batch(1))."
+        )
 
 
 def _mirrors_native_state(kind: type[nn.Module]) -> bool:
@@ -304,6 +325,15 @@ class _ScalerSnapshot:
         vars(self._scaler).update(copy.deepcopy(self.copies))
 
 
+class _GeneratorSnapshot:
+    """State of a random number generator of torch, NumPy or Python."""
+
+    copies = ()
+
+    def __init__(self, restore: Callable[[], object]) -> None:
+        self.restore = restore
+
+
 class _StatefulSnapshot:
     """Any other object with a state dict."""
 
@@ -322,7 +352,9 @@ class _StatefulSnapshot:
         self._part.load_state_dict(_loaded(self.copies))
 
 
-_PartSnapshot = _ModuleSnapshot | _OptimizerSnapshot | _ScalerSnapshot | _StatefulSnapshot
+_PartSnapshot = (
+    _ModuleSnapshot | _OptimizerSnapshot | _ScalerSnapshot | _GeneratorSnapshot | _StatefulSnapshot
+)
 
 
 def _snapshot_of(part: Any, held: Collection[int]) -> _PartSnapshot:
@@ -334,8 +366,11 @@ def _snapshot_of(part: Any, held: Collection[int]) -> _PartSnapshot:
         return _ScalerSnapshot(part)
     if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
         return _StatefulSnapshot(part)
+    generator = restore_of_generator(part)
+    if generator is not None:
+        return _GeneratorSnapshot(generator)
     raise TypeError(
-        f"state holds a {type(part).__name__}, which has no state_dict and load_state_dict: "
+        f"state holds {kind_of(part)}, which has no state_dict and load_state_dict: "
         "give it both, or leave it out if no step changes it"
     )
 

@@ -287,8 +287,8 @@ class Trainer:
         self.loaders.train.set_sizes(self.plan.micro_batches)
         logger.warning(
             "warning: %s. TRAIN.ON_OUT_OF_MEMORY split: the step is taken again, and from now on "
-            "micro-batches have at most %d samples; the effective batch stays %d",
-            text, limit, stage.effective_batch_size,
+            "micro-batches have at most %d sample%s; the effective batch stays %d",
+            text, limit, "s" * (limit > 1), stage.effective_batch_size,
         )  # fmt: skip
 
     def _content_limited(self, limit: int) -> dict[str, Any]:

@@ -495,6 +495,9 @@ def test_a_bound_below_the_smallest_size_is_an_error_that_names_it() -> None:
         ("timeout_minutes", 0),
         ("timeout_minutes", float("nan")),
         ("memory_limit_gb", 0.0),
+        ("memory_limit_gb", float("inf")),
+        ("memory_limit_gb", float("nan")),
+        ("start", 0),
         ("tolerance", -0.01),
         ("tolerance", 1.0),
         ("objective", "speed"),
@@ -516,7 +519,10 @@ def test_bounds_in_the_wrong_order_are_both_named() -> None:
     [
         ("step", None), ("step", 3), ("make_batch", torch.ones(2)), ("observer", print),
         ("max_trials", 2.5), ("max_batch_size", 64.0), ("min_batch_size", None), ("multiple_of", "8"),
-        ("steps_per_trial", 1.5),
+        ("steps_per_trial", 1.5), ("max_batch_size", True), ("start", 2.5), ("start", True),
+        ("target_memory_fraction", "0.8"), ("target_memory_fraction", None), ("tolerance", "a"),
+        ("tolerance", False), ("timeout_minutes", "1"), ("memory_limit_gb", "4"), ("bounds", [3]),
+        ("state", 3),
     ],
 )  # fmt: skip
 def test_an_argument_of_the_wrong_type_is_named(name: str, value: Any) -> None:
@@ -525,9 +531,63 @@ def test_an_argument_of_the_wrong_type_is_named(name: str, value: Any) -> None:
         find_on_cpu(**arguments)
 
 
+@pytest.mark.parametrize("bound", [3.5, None, "7", True])
+def test_a_bound_that_is_no_integer_is_named(bound: Any) -> None:
+    with pytest.raises(TypeError, match=rf"bounds\['dataset'\] is {bound!r}; it must be an integer"):
+        find_on_cpu(plain_step, make_batch, bounds={"dataset": bound})
+    with pytest.raises(TypeError, match="bounds has the key 3; its keys must be text"):
+        find_on_cpu(plain_step, make_batch, bounds={3: 4})  # type: ignore[dict-item]
+
+
+def test_what_is_allowed_is_told() -> None:
+    for arguments, allowed in (
+        ({"target_memory_fraction": "0.8"}, r"a number in \(0, 1\]"),
+        ({"tolerance": 2}, r"a number in \[0, 1\)"),
+        ({"memory_limit_gb": float("inf")}, "a number of GiB, above 0 and finite"),
+        ({"strategy": "magic"}, "one of 'guided', 'binary'"),
+        ({"objective": "speed"}, "one of 'memory', 'throughput'"),
+        ({"step": None}, "step is None; it must be a function"),
+        ({"step": 3}, "step is an int; it must be a function"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=allowed):
+            find_on_cpu(**{"step": plain_step, "make_batch": make_batch, **arguments})  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    result = find_on_cpu(
+        plain_step, make_batch, max_batch_size=np.int64(3), target_memory_fraction=np.float32(0.8),
+        bounds={"dataset": np.int32(2)},
+    )  # fmt: skip
+    assert (result.batch_size, result.limited_by) == (2, "dataset")
+
+
 def test_state_without_a_state_dict_is_refused() -> None:
     with pytest.raises(TypeError, match="state_dict"):
         find_on_cpu(plain_step, make_batch, state=(object(),))
+
+
+# --- a step that keeps tensors ---
+
+
+@pytest.mark.parametrize("mode", ["train", "val"])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_step_that_keeps_tensors_is_warned_of_with_their_bytes(
+    mode: Any, keeps: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, kept = Loop(), list[Tensor]()
+
+    def step(batch: Tensor) -> None:
+        if loop.model.training:
+            loop.step(batch)
+        if keeps:
+            kept.append(torch.ones(8, WIDTH))
+
+    loop.find(step=step, mode=mode, max_batch_size=16, extra_mib=100)
+    warnings = [record.getMessage() for record in caplog.records if "than when the search" in record.message]
+    assert len(warnings) == keeps
+    if keeps:
+        num_kept = len(kept) - 2  # the warm-up has kept two before the search began
+        assert f"holds {8 * num_kept} MiB more than when the search began" in warnings[0]
 
 
 # --- kinds of loops ---

@@ -581,6 +581,6 @@ def test_a_generator_of_objects_is_restored_as_a_tuple_is() -> None:
 def test_state_that_is_no_sequence_is_refused_with_the_remedy(make_state: Callable[[], Any]) -> None:
     state = make_state()
     with pytest.raises(
-        TypeError, match=f"^state is a {type(state).__name__}; .* state=\\(model, optimizer\\)"
+        TypeError, match=f"^state is an? {type(state).__name__}; .* state=\\(model, optimizer\\)"
     ):
         auto_find_batch_size(lambda batch: None, torch.ones, state=state, device="cpu")

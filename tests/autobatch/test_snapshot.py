@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.errors import AutoBatchError
 from linnaeus.training.ema import Ema
 
 CPU = torch.device("cpu")
@@ -783,9 +784,44 @@ def test_any_object_with_a_state_dict_comes_back() -> None:
 @pytest.mark.parametrize("part", [object(), 3, "model", [nn.Linear(1, 1)], torch.ones(1)])
 def test_an_object_without_a_state_dict_is_refused(part: Any) -> None:
     with pytest.raises(
-        TypeError, match=f"holds a {type(part).__name__}, which has no state_dict and load_st"
+        TypeError, match=f"holds an? {type(part).__name__}, which has no state_dict and load_st"
     ):
         Snapshot([nn.Linear(1, 1), part], CPU)
+
+
+def test_the_article_fits_the_type() -> None:
+    for part, named in ((object(), "an object"), (3, "an int"), ("model", "a str")):
+        with pytest.raises(TypeError, match=f"state holds {named}, which"):
+            Snapshot([part], CPU)
+
+
+GENERATORS: dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {
+    "torch": lambda: (torch.Generator().manual_seed(1), lambda own: torch.rand(3, generator=own).tolist()),
+    "NumPy": lambda: (np.random.default_rng(1), lambda own: own.standard_normal(3).tolist()),
+    "NumPy, old": lambda: (np.random.RandomState(1), lambda own: own.standard_normal(3).tolist()),
+    "Python": lambda: (random.Random(1), lambda own: [own.gauss(0, 1) for _ in range(3)]),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_generator_that_is_an_object_draws_on_where_it_was(name: str) -> None:
+    generator, draw_from = GENERATORS[name]()
+    draw_from(generator)
+    for state, is_restored in (([], False), ([generator], True)):
+        snapshot = Snapshot(state, CPU)
+        expected = draw_from(generator)
+        snapshot.restore()
+        assert (draw_from(generator) == expected) is is_restored
+        snapshot.restore()
+    assert snapshot.host_bytes == 0
+
+
+def test_lazy_layers_are_named_with_the_remedy() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    with pytest.raises(AutoBatchError, match=r"`1.weight` of the Sequential in state.*Run one batch through"):
+        Snapshot([model], CPU)
+    model(torch.ones(1, 2))
+    Snapshot([model], CPU).restore()
 
 
 def test_half_a_contract_is_not_enough() -> None:

@@ -1,0 +1,99 @@
+"""Checks of the arguments of a search; each error says what was given and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from linnaeus.memory.device import GIB
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value, with its article.
+
+    >>> kind_of(3), kind_of({}), kind_of(None)
+    ('an int', 'a dict', 'None')
+    """
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIOU' else 'a'} {name}"
+
+
+def check_integer(name: str, value: Any) -> None:
+    """Check that it is an integer; a bool is none.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is {value!r}; it must be an integer")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Check that it is an integer from 1 upwards.
+
+    Raises:
+        TypeError, ValueError: it is no integer, or is below 1.
+    """
+    check_integer(name, value)
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+def check_number(name: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]) -> None:
+    """Check that it is a real number in some range; a bool is none.
+
+    Args:
+        name: the argument's name.
+        value: its value.
+        allowed: the range in words, such as `in (0, 1]`.
+        is_allowed: whether a number lies in it.
+
+    Raises:
+        TypeError, ValueError: it is no number, or lies outside of the range.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}; it must be a number {allowed}")
+    if not is_allowed(float(value)):
+        raise ValueError(f"{name} is {value}; it must be a number {allowed}")
+
+
+def check_fraction(value: Any) -> None:
+    """Check `target_memory_fraction`; errors as for `check_number`."""
+    check_number("target_memory_fraction", value, "in (0, 1]", lambda number: 0 < number <= 1)
+
+
+def check_memory_limit(value: Any) -> None:
+    """Check `memory_limit_gb`, which may be None; errors as for `check_number`."""
+    if value is not None:
+        allowed = "of GiB, above 0 and finite"
+        check_number("memory_limit_gb", value, allowed, lambda number: 0 < number * GIB < math.inf)
+
+
+def check_bounds(bounds: Any) -> None:
+    """Check `bounds`, a dictionary of integers by name, or None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if bounds is None:
+        return
+    if not isinstance(bounds, Mapping):
+        raise TypeError(f"bounds is {kind_of(bounds)}; it must be a dictionary, such as {{'dataset': 1437}}")
+    for name, bound in bounds.items():
+        if not isinstance(name, str):
+            raise TypeError(f"bounds has the key {name!r}; its keys must be text")
+        check_integer(f"bounds[{name!r}]", bound)
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    """Check that it is one of the choices.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if value not in tuple(choices):
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
