@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from linnaeus.config.habits import TAKE_VALUES, is_hydras
 from linnaeus.config.keys import KEYS, closest, dotted
 from linnaeus.config.overrides import FLAGS, CommandLine, Override, parse_command_line
 
@@ -153,7 +154,10 @@ def test_any_mix_of_spellings_keeps_order_and_text(settings: list[tuple[str, str
 def test_no_token_raises_or_disappears(argv: list[str]) -> None:
     line = parse_command_line(argv)
     taken = sum(2 if override.key in argv else 1 for override in line.overrides)
-    assert taken + len(line.presets) + len(line.problems) >= len(argv) or set(argv) & {*FLAGS} or line.presets
+    taken += 2 * len(line.sources) + len(line.left_out)
+    with_value = [token for token in argv if token in TAKE_VALUES or is_hydras(token.lstrip("+~"))]
+    found = taken + len(line.presets) + len(line.problems) + len(with_value)
+    assert found >= len(argv) or set(argv) & {*FLAGS} or line.presets
 
 
 @pytest.mark.parametrize(

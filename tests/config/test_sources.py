@@ -391,7 +391,7 @@ def test_problems_of_folders_and_names(make: Make) -> None:
     assert problems("--config-name=base") == [
         "base: no such file (--config-name); --config-dir DIR says where it is"
     ]
-    (problem,) = problems("--config-dir=conf", "experimnt=birds")
+    (problem,) = problems("--config-dir=conf", "experiments=birds")
     assert (
         "groups are data, data/augment, experiment, model, optimizer, schedule; did you mean experiment?"
         in problem
@@ -411,7 +411,7 @@ def test_the_schema_is_a_structured_config_of_a_hydra_program(tmp_path: Path) ->
     ConfigStore.instance().store("linnaeus", Config)
     try:
         with initialize(config_path=None, version_base="1.3"):
-            composed = compose("linnaeus", overrides=["DATA.BATCH_SIZE=8", "MODEL.KWARGS.x=1"])
+            composed = compose("linnaeus", overrides=["DATA.BATCH_SIZE=8", "+MODEL.KWARGS.x=1"])
             with pytest.raises(HydraException, match=r"DATA\.BATCH_SIZ"):
                 compose("linnaeus", overrides=["DATA.BATCH_SIZ=8"])
             with pytest.raises(HydraException, match=r"TRAIN\.EPOCHS"):
