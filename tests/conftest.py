@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,6 +93,17 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def compiles_unseen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the test compiles does not count in later tests of this process, which measure memory then."""
+    import torch
+
+    utils = import_module("torch._dynamo.utils")
+    monkeypatch.setitem(utils.counters, "stats", Counter())
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture

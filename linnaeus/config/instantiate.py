@@ -160,7 +160,7 @@ def call_target(
     """Instantiate a node, offering it values that the framework knows.
 
     Args:
-        node: with `_target_` and keyword arguments.
+        node: with `_target_` and keyword arguments; its own `_partial_` has no effect here.
         where: the node's key, for messages.
         positional: arguments that come before the node's own.
         offer: keyword arguments, each passed where the signature names it and the node does not set it.
@@ -172,6 +172,7 @@ def call_target(
     _check_special_keys(node, where)
     known = _parameters(find_target(node, where))
     offered = {name: value for name, value in (offer or {}).items() if name in known and name not in node}
+    node = {**node, "_partial_": False}
     try:
         return instantiate(node, *positional, where=where, convert=convert, offer=offered)
     except NodeError as error:  # of a nested node: this one has been checked

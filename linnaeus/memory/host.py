@@ -81,10 +81,9 @@ class CpuMemory(DeviceMemory):
         budgets = [
             (fraction * pool.total_bytes - (pool.used_bytes - ours)) / self._num_ranks for pool in _pools()
         ]
-        resident_bytes = status_bytes("VmRSS")
+        ours = held_bytes()
         budgets += [
-            fraction * limit.total_bytes - max(limit.used_bytes - resident_bytes, 0)
-            for limit in process_limits()
+            fraction * limit.total_bytes - max(limit.used_bytes - ours, 0) for limit in process_limits()
         ]
         if limit_bytes is not None:
             budgets.append(fraction * limit_bytes)

@@ -269,6 +269,7 @@ def test_a_tensor_that_another_part_holds_is_copied_once() -> None:
     assert Snapshot([criterion, model], CPU).host_bytes == model.weight.nbytes + 12
 
 
+@pytest.mark.usefixtures("compiles_unseen")
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 @pytest.mark.parametrize("name", ["weight norm", "old weight norm", "spectral norm", "script", "compile"])
 def test_modules_that_are_not_plain_come_back_and_train_on(name: str) -> None:

@@ -399,7 +399,7 @@ def test_when_a_cap_of_the_user_leaves_nothing_the_error_names_it() -> None:
     with FakeCuda(GIB, fraction=0.001).installed(), pytest.raises(AutoBatchError) as caught:
         find(loop, memory_limit_gb=0.5)
     assert "no more than the 0.00 GiB of the allocator's own cap" in str(caught.value)
-    assert "80% of 0.50 GiB (DATA.AUTOBATCH.MEMORY_LIMIT_GB)" in str(caught.value)
+    assert "80% of 0.50 GiB (memory_limit_gb)" in str(caught.value)
     assert "others use" not in str(caught.value)
 
 

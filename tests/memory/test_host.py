@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import importlib
 import itertools
 import logging
 import mmap
@@ -14,7 +13,6 @@ import sys
 import threading
 import time
 import types
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 
-from linnaeus.autobatch.find import auto_find_batch_size
+from linnaeus.autobatch import auto_find_batch_size
 from linnaeus.memory.device import GIB
 from linnaeus.memory.host import CpuMemory, _pools
 from linnaeus.memory.process import status_bytes
@@ -193,15 +191,11 @@ def test_what_threads_free_at_the_same_time_is_all_counted(memory: CpuMemory) ->
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compiled(compiles_unseen: None) -> None:
     """A process that has compiled something."""
-    utils = importlib.import_module("torch._dynamo.utils")
-    monkeypatch.setitem(utils.counters, "stats", Counter())
     assert not num_compiled_graphs()
     torch.compile(torch.neg, backend="eager")(torch.ones(1))
     assert num_compiled_graphs()
-    yield
-    torch.compiler.reset()
 
 
 @on_linux
