@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadscope
+# One process more than there are cores, at most four: many tests wait for processes of their own.
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
+PARALLEL = --numprocesses $(WORKERS) --dist loadscope
 THOROUGH := --hypothesis-profile=thorough
 
 FLOOR_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).*

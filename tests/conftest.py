@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch  # functions import it: the process that hands out the tests does not wait for it
 
 settings.register_profile(
-    "quick", max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "quick", max_examples=15, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=400)
 settings.load_profile("quick")

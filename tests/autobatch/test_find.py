@@ -727,6 +727,7 @@ def test_gradient_checkpointing_allows_larger_batches() -> None:
     assert saving.batch_size > 1.5 * plain.batch_size
 
 
+@pytest.mark.slow
 def test_bf16_autocast_allows_larger_batches_and_leaves_the_weights_as_they_are() -> None:
     loop = Loop(depth=8)
     before = [parameter.clone() for parameter in loop.model.parameters()]

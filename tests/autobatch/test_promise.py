@@ -205,10 +205,8 @@ def test_a_whole_run_grows_by_no_more_than_the_larger_of_its_two_promises(
     assert abs(min(excesses)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "model",
-    [model if model == "vit" else pytest.param(model, marks=pytest.mark.slow) for model in MODELS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_peaks_repeat_to_the_byte(model: str) -> None:
     """Whatever was tried before, and in what order."""
     config, assembly, _ = search(*MODELS[model], "DATA.AUTOBATCH.ENABLED=False")
