@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # One process more than there are cores, at most four: many tests wait for processes of their own.
-WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 PARALLEL = --numprocesses $(WORKERS) --dist loadscope
 THOROUGH := --hypothesis-profile=thorough
 
