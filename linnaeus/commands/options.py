@@ -55,6 +55,8 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="store_true", help="print this text and exit")
         self.add_argument("--print-config", action="store_true", help=print_config)
         self.add_argument("--cfg", metavar="FILE", help="read a YAML file, as for training")
+        self.add_argument("--config-dir", metavar="DIR", help="a folder of groups and files, as for training")
+        self.add_argument("--config-name", metavar="NAME", help="a file of that folder")
 
     def option(
         self, name: str, metavar: str, read: Callable[[str], Any], text: str, keys: Sequence[str] = ()

@@ -20,8 +20,12 @@ commands (linnaeus COMMAND --help):
   sweep           a run for each combination of values, compared
 
 options:
-  --cfg FILE      read a YAML file; it needs only the keys that differ from the defaults
+  --cfg FILE      read a YAML file; it needs only the keys that differ from the defaults, and may begin with a
+                  Hydra `defaults:` list. Of several files the later one wins
+  --config-dir DIR, --config-name NAME
+                  a folder of groups and files of your own; a file of it, as with --cfg
   --print-config  print the whole configuration, resolved, and exit
+  --origin        with --print-config: where each value comes from
   -m, --multirun  the command sweep: -m KEY=a,b is sweep KEY=a,b
   --opts          may come before the overrides; changes nothing
   --version       print the version of Linnaeus and exit
@@ -30,7 +34,7 @@ options:
   -h, --help      print this text and exit
 
 Keys can be set in four ways. A later one in this list wins, and of two overrides the last one:
-  group=preset    a preset that ships with the package
+  group=name      a preset that ships with the package, or a file of yours in --config-dir
   --cfg FILE      a file
   KEY VALUE       an override, such as DATA.BATCH_SIZE 64
   KEY=VALUE       the same in Hydra's spelling; ~KEY goes back to the default
@@ -46,7 +50,7 @@ examples:
   python -m linnaeus.train model=resnet50 data=imagefolder DATA.DATASET.ROOT /data/birds
   python -m linnaeus.train --cfg my_exp.yaml --print-config
 
-exit codes: 0 done, 2 configuration, 3 no batch size found, 130 interrupted, 1 anything else
+exit codes: 0 done, 2 configuration, 3 no batch size fits, or out of memory, 130 interrupted, 1 anything else
 """
 
 
