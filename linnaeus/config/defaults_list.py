@@ -65,6 +65,7 @@ class _Walk:
         self._roots = list(roots)
         self._choices = {choice.key: choice for choice in choices}
         self._placed: dict[str, DefaultsEntry] = {}
+        self._not_left_out: list[str] = []
         self._as_override: set[DefaultsEntry] = set()
         self._loaded: dict[str, ConfigResult | None] = {}
 
@@ -83,15 +84,30 @@ class _Walk:
         """Put one choice that replaces none into the list of the command line; False where there is none."""
         used = self._by_key(override=False)
         for key, choice in self._choices.items():
-            if key not in used and choice.name is None:
-                del self._choices[key]  # `~group` of a group that nothing chooses
-                return True
-            if key not in used and key not in self._placed:
-                return self._place(key, choice.name, COMMAND_LINE)
+            if choice.is_left_out:
+                if self._is_mistaken(choice, used.get(key, [])):
+                    del self._choices[key]
+                    return True
+            elif key not in used and key not in self._placed:
+                names = choice.names[0] if len(choice.names) == 1 else choice.names
+                return self._place(key, names, COMMAND_LINE)
         for key, entries in self._by_key(override=True).items():
             if key not in used and key not in self._placed:
                 return self._place(key, entries[-1].source.names, entries[-1].source.origin)
         return False
+
+    def _is_mistaken(self, choice: Choice, entries: Sequence[Any]) -> bool:
+        """Whether `~group` finds nothing to leave out. It is a problem where another name is chosen."""
+        if not entries:
+            return True
+        found = entries[-1].value
+        if not choice.names or found == choice.names[0]:
+            return False
+        self._not_left_out.append(
+            f"~{choice.key}: is not {choice.names[0]!r} but {found!r} ({entries[-1].source.origin}), "
+            f"nothing left out ({COMMAND_LINE})"
+        )
+        return True
 
     def _place(self, key: str, names: str | tuple[str, ...] | None, origin: str) -> bool:
         group, _, package = key.partition("@")
@@ -125,6 +141,7 @@ class _Walk:
     def problems(self) -> Iterator[str]:
         """What is wrong with the entries; one sentence each."""
         yield from self.missing
+        yield from self._not_left_out
         for key, entries in self._by_key(override=False).items():
             origins = list(dict.fromkeys(entry.source.origin for entry in entries))
             if entries[-1].is_missing():
@@ -283,8 +300,12 @@ class _Group(_Noted, GroupDefault):  # type: ignore[misc]
 
 
 def _command_line_override(choice: Choice) -> Override:
-    kind = OverrideType.CHANGE if choice.name else OverrideType.DEL
-    return Override(kind, choice.group, ValueType.ELEMENT, choice.name, package=choice.package)
+    names: Any = list(choice.names)
+    if choice.is_left_out:
+        value = names[0] if names else None
+        return Override(OverrideType.DEL, choice.group, ValueType.ELEMENT, value, package=choice.package)
+    value = names[0] if len(names) == 1 else names
+    return Override(OverrideType.CHANGE, choice.group, ValueType.ELEMENT, value, package=choice.package)
 
 
 @contextmanager

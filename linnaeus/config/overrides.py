@@ -47,7 +47,7 @@ class CommandLine:
     Attributes:
         overrides: the overrides, in the order typed.
         presets: the file selected for each group, in the order typed; a group may end with `@PACKAGE`.
-        left_out: the groups that `~group` leaves out.
+        left_out: the groups that `~group` leaves out, each with the name in `~group=name`; None without one.
         sources: `--cfg`, `--config-dir` and `--config-name` with their values, in the order typed.
         print_config: `--print-config` was given, or `--origin`, which goes with it.
         show_origins: `--origin` was given.
@@ -57,7 +57,7 @@ class CommandLine:
 
     overrides: list[Override] = field(default_factory=list)
     presets: dict[str, str] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+    left_out: dict[str, str | None] = field(default_factory=dict)
     sources: list[tuple[str, str]] = field(default_factory=list)
     print_config: bool = False
     show_origins: bool = False
@@ -75,7 +75,8 @@ class CommandLine:
 
     def source_tokens(self) -> list[str]:
         """The tokens that name sources, and those that leave groups out."""
-        return [token for pair in self.sources for token in pair] + [f"~{group}" for group in self.left_out]
+        left_out = [f"~{group}" + (f"={name}" if name else "") for group, name in self.left_out.items()]
+        return [token for pair in self.sources for token in pair] + left_out
 
 
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
@@ -155,12 +156,20 @@ def _override(line: CommandLine, token: str, tokens: deque[str]) -> None:
 
 
 def _select(line: CommandLine, group: str, text: str | None, delete: bool) -> None:
+    """Note a choice in a group, or that the group is left out; `group=null` leaves it out as in Hydra."""
+    name = (text or "").strip("'\"")
+    chosen = line.presets.get(group)
+    if delete and name and chosen not in (None, name):
+        line.problems.append(f"~{group}: is not {name!r} but {chosen!r}, nothing left out (command line)")
+        return
     line.presets.pop(group, None)  # the last one wins, at its own place in the order
-    line.left_out = [other for other in line.left_out if other != group]
+    line.left_out.pop(group, None)
     if delete:
-        line.left_out.append(group)
+        line.left_out[group] = name or None
+    elif name == "null":
+        line.left_out[group] = None
     else:
-        line.presets[group] = (text or "").strip("'\"")
+        line.presets[group] = name
 
 
 def _is_flag(token: str) -> bool:

@@ -27,13 +27,16 @@ class Choice:
 
     Attributes:
         group: the group, such as `model` or `data/augment`.
-        name: the file chosen; None leaves the group out, as `~model` asks for.
+        names: the file or files chosen (`resnet50`, `[one,two]`); for a group that is left out, the one that
+            it must have (`~model=resnet50`), or none for any.
         package: what stands after `@`.
+        is_left_out: whether the group is left out, as `~model` and `model=null` ask for.
     """
 
     group: str
-    name: str | None
+    names: tuple[str, ...]
     package: str | None = None
+    is_left_out: bool = False
 
     @property
     def key(self) -> str:
@@ -126,33 +129,44 @@ def _root(path: SearchPath, option: str, name: str, line: CommandLine, problems:
 
 
 def _choices(line: CommandLine) -> list[Choice]:
-    chosen: list[tuple[str, str | None]] = [*line.presets.items(), *((key, None) for key in line.left_out)]
-    choices = []
-    for key, name in chosen:
-        group, _, package = key.partition("@")
-        is_default = package in ("", default_package(group))
-        choices.append(Choice(group, name, None if is_default else package))
-    return choices
+    left_out = [_choice(key, name or "", is_left_out=True) for key, name in line.left_out.items()]
+    return [_choice(key, text) for key, text in line.presets.items()] + left_out
+
+
+def _choice(key: str, text: str, *, is_left_out: bool = False) -> Choice:
+    """The choice in a group from the text of its value: a name, or several in brackets."""
+    group, _, package = key.partition("@")
+    is_default = package in ("", default_package(group))
+    is_list = text.startswith("[") and text.endswith("]")
+    names = [name.strip().strip("'\"") for name in text[1:-1].split(",")] if is_list else [text]
+    found = tuple(name for name in names if name) if is_list or is_left_out else (text,)
+    return Choice(group, found, None if is_default else package, is_left_out)
 
 
 def _exists(choice: Choice, path: SearchPath, problems: list[str]) -> bool:
-    name = choice.name or ""
-    if choice.name is None or name in path.names(choice.group):
-        return True
-    problems.append(path.why_missing(choice.group, name, COMMAND_LINE))
-    return False
+    there = path.names(choice.group)
+    missing = [name for name in choice.names if name not in there]
+    if choice.is_left_out and choice.group not in path.groups() and not there:
+        missing = missing or [""]  # any name: the group is unknown
+    problems += [path.why_missing(choice.group, name, COMMAND_LINE) for name in missing]
+    return not missing
 
 
 def _order(path: SearchPath, roots: Sequence[str], choices: Sequence[Choice]) -> Order:
     """The order of all files. Where no file has a defaults list, Hydra need not be imported."""
-    selected = [(f"{choice.group}/{choice.name}", choice) for choice in choices if choice.name]
+    selected = [
+        (f"{choice.group}/{name}", choice)
+        for choice in choices
+        if not choice.is_left_out
+        for name in choice.names
+    ]
     if any(file and file.defaults for file in map(path.read, [*roots, *(name for name, _ in selected)])):
         from linnaeus.config.defaults_list import order_files
 
         return order_files(path, roots, choices)
     below = [(name, choice.package) for name, choice in selected if is_below_files(choice.group)]
     above = [(name, choice.package) for name, choice in selected if not is_below_files(choice.group)]
-    order = Order(chosen={choice.key: choice.name for _, choice in selected if choice.name})
+    order = Order(chosen={choice.key: choice.names[0] for _, choice in selected if len(choice.names) == 1})
     for name, package in [*below, *((root, None) for root in roots), *above]:
         package = package or path.package(name) or GLOBAL
         order.files.append((name, package.removeprefix(GLOBAL)))

@@ -125,8 +125,10 @@ def test_sources_keep_their_order() -> None:
 def test_groups_may_be_nested_and_have_packages() -> None:
     line = parse("data/augment=strong", "+model@MODEL.encoder=mine", "data/augment=weak", "~optimizer=sgd")
     assert line.presets == {"model@MODEL.encoder": "mine", "data/augment": "weak"}
-    assert line.left_out == ["optimizer"]
-    assert parse("~model", "model=mine").left_out == []
+    assert line.left_out == {"optimizer": "sgd"}
+    assert line.source_tokens() == ["~optimizer=sgd"]
+    assert parse("~model", "model=mine").left_out == {}
+    assert parse("model=null", "~data").left_out == {"model": None, "data": None}
 
 
 def test_every_problem_is_listed() -> None:

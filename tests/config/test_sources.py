@@ -242,6 +242,38 @@ def spy(calls: list[int], function: Any) -> Any:
     return called
 
 
+def test_a_group_that_is_left_out_must_be_there(make: Make) -> None:
+    make(my="defaults: [{model: resnet50}, {optimizer: adamw}]", extra__one="TRAIN: {EPOCHS: 1}")
+    plain = load("--cfg", "my.yaml")
+    assert load("--cfg", "my.yaml", "~model").MODEL == load("--cfg", "my.yaml", "model=null").MODEL
+    assert load("--cfg", "my.yaml", "~optimizer=adamw").OPTIMIZER == load().OPTIMIZER != plain.OPTIMIZER
+    assert load("--cfg", "my.yaml", "~extra") == plain
+    for argv in (["~modle"], ["--cfg", "my.yaml", "~modle"], ["~nothing/at/all"]):
+        (problem,) = problems(*argv)
+        assert problem.startswith(f"{argv[-1][1:]}: no such key or preset group (command line)")
+    assert problems("~optimizer=slg")[0].startswith("optimizer: no preset 'slg' (command line)")
+    assert problems("optimizer=sgd", "~optimizer=adamw") == [
+        "~optimizer: is not 'adamw' but 'sgd', nothing left out (command line)"
+    ]
+    assert problems("--cfg", "my.yaml", "~optimizer=sgd") == [
+        "~optimizer: is not 'sgd' but 'adamw' (my.yaml, line 1), nothing left out (command line)"
+    ]
+    assert load("optimizer=sgd", "~optimizer=sgd") == load()
+
+
+@pytest.mark.parametrize("defaults", ["", "defaults: [_self_]\n"])
+def test_several_names_on_the_command_line(make: Make, defaults: str) -> None:
+    make(my=f"{defaults}TRAIN: {{EPOCHS: 7}}", conf__extra__one="TRAIN: {EPOCHS: 1, LOG_EVERY: 1}",
+         conf__extra__two="TRAIN: {EPOCHS: 2}")  # fmt: skip
+    argv = ("--cfg=my.yaml", "--config-dir=conf")
+    for value in ("[one,two]", "['one', \"two\"]"):
+        config = load(*argv, f"+extra={value}")
+        assert (config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY) == (2, 1)
+    assert load(*argv, "+extra=[two,one]").TRAIN.EPOCHS == 1
+    (problem,) = problems(*argv, "+extra=[one,tow]")
+    assert problem.startswith("extra: no preset 'tow' (command line); there are one, two")
+
+
 # As Hydra composes them
 
 
