@@ -66,7 +66,8 @@ class _Walk:
         self._choices = {choice.key: choice for choice in choices}
         self._placed: dict[str, DefaultsEntry] = {}
         self._not_left_out: list[str] = []
-        self._as_override: set[DefaultsEntry] = set()
+        self._owners: dict[DefaultsEntry, str] = {}
+        self._as_override: set[tuple[str, DefaultsEntry]] = set()
         self._loaded: dict[str, ConfigResult | None] = {}
 
     def run(self) -> Any:
@@ -93,7 +94,8 @@ class _Walk:
                 return self._place(key, names, COMMAND_LINE)
         for key, entries in self._by_key(override=True).items():
             if key not in used and key not in self._placed:
-                return self._place(key, entries[-1].source.names, entries[-1].source.origin)
+                last = entries[-1]
+                return self._place(key, last.source.names, last.source.origin, last.asker)
         return False
 
     def _is_mistaken(self, choice: Choice, entries: Sequence[Any]) -> bool:
@@ -109,22 +111,33 @@ class _Walk:
         )
         return True
 
-    def _place(self, key: str, names: str | tuple[str, ...] | None, origin: str) -> bool:
+    def _place(self, key: str, names: str | tuple[str, ...] | None, origin: str, asker: str = ROOT) -> bool:
         group, _, package = key.partition("@")
-        self._placed[key] = DefaultsEntry(group, names, True, package or None, False, False, origin)
+        self._placed[key] = entry = DefaultsEntry(group, names, True, package or None, False, False, origin)
+        self._owners[entry] = asker
         return True
 
     def let_later_root_override(self) -> bool:
-        """Let a file of `--cfg` replace a choice of the files before it, as if it said `override`."""
+        """Let a file of `--cfg`, or one that it leads to, replace a choice of the files before it.
+
+        It counts as if it said `override`.
+        """
         for entries in self._by_key(override=False).values():
-            later = max(entries, key=self._rank)
-            if len({entry.source for entry in entries}) > 1 and self._rank(later) > 0:
-                self._as_override.add(later.source)
+            ranks = [self._rank(entry) for entry in entries]
+            last = max(ranks)
+            if len(entries) > 1 and last > 0 and ranks.count(last) == 1:
+                later = entries[ranks.index(last)]
+                self._as_override.add((later.owner, later.source))
                 return True
         return False
 
     def _rank(self, entry: Any) -> int:
-        return self._roots.index(entry.owner) if entry.owner in self._roots else -1
+        """The place in `--cfg` and `--config-name` of the file that leads to an entry; -1 for others."""
+        if entry.owner in self._roots:
+            return self._roots.index(entry.owner)
+        number = self.search.root_number(entry.owner)
+        numbers = [self.search.root_number(root) for root in self._roots]
+        return -1 if number is None else numbers.index(number)
 
     def _by_key(self, *, override: bool) -> dict[str, list[Any]]:
         """The entries that choose in a group, or that change such a choice, by Hydra's name of the choice."""
@@ -222,7 +235,7 @@ class _Walk:
             return ConfigDefault(path=SELF)
         if source.is_group:
             names = list(source.names) if isinstance(source.names, tuple) else source.names
-            is_override = source.override or source in self._as_override
+            is_override = source.override or (owner, source) in self._as_override
             entry = _Group(
                 source.package, group=source.path, value=names, optional=source.optional, override=is_override
             )
@@ -230,20 +243,30 @@ class _Walk:
             path, package = self._path_and_package(owner, source)
             entry = _File(package, path=path)
         entry.source, entry.owner, entry.walk = source, owner, self
+        entry.asker = self._owners.get(source, owner) if owner == ROOT else owner
         return entry
+
+    def asker_of(self, entry: Any) -> str:
+        """The file that says which file of a group counts; the command line where it does."""
+        if not entry.config_name_overridden:
+            return str(entry.asker)
+        key = entry.get_override_key()
+        changes = [] if key in self._choices else self.changes_of(key)
+        return str(changes[0].asker) if changes else ROOT
 
     def _path_and_package(self, owner: str, source: DefaultsEntry) -> tuple[str, str | None]:
         """Where the file of an entry such as `- base` is, and its package where the entry decides on it."""
         name, package = source.path, source.package
-        if "/" in name or owner == ROOT:
+        if owner == ROOT:
             return name, package
-        if (beside := self.search.add_beside(owner, name)) is not None:
-            return beside, package
         group = owner.rpartition("/")[0]
-        file = self.search.read(f"{group}/{name}") if group else None
+        is_relative = bool(group) and not name.startswith("/")
+        path = self.search.from_root(owner, f"{group}/{name}" if is_relative else name.removeprefix("/"))
+        file = self.search.read(path) if is_relative and "/" not in name else None
         if file and file.package is None and package is None:
             package = "_here_"  # that of the file that names it
-        return name, package
+        is_absolute = is_relative or name.startswith("/")
+        return f"/{path}" if is_absolute else path, package
 
 
 class _Noted:
@@ -251,6 +274,7 @@ class _Noted:
 
     source: DefaultsEntry
     owner: str
+    asker: str
     walk: _Walk
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -285,13 +309,21 @@ class _Group(_Noted, GroupDefault):  # type: ignore[misc]
             self._note_missing(self.get_name())
         return not self.is_options() or bool(self.optional)
 
+    def get_config_path(self) -> str:
+        """The path of the file chosen, which a `--cfg` file may have in its own folder."""
+        path = str(super().get_config_path())
+        return self.walk.search.from_root(self.walk.asker_of(self), path)
+
     def get_options(self) -> list[str]:
         """The names in a list, without those that are missing."""
-        there = self.walk.search.names(self.get_group_path())
+        search, group = self.walk.search, self.get_group_path()
+        there = search.names(group)
         for name in self.value:
             if name not in there and not self.optional:
                 self._note_missing(name)
-        return [name for name in self.value if name in there]
+        paths = [f"{group}/{name}" for name in self.value if name in there]
+        found = [search.from_root(self.walk.asker_of(self), path) for path in paths]
+        return [path.rpartition("/")[2] for path in found]
 
     def _note_missing(self, name: str) -> None:
         changed = self.walk.changes_of(self.get_override_key()) if self.config_name_overridden else []

@@ -46,22 +46,49 @@ class SearchPath:
         self.files: dict[str, File] = {}
         self._own_folders = folders
         self._folders = [*folders, *beside, FOLDER]
-        self._roots: dict[FilePath, str] = {}
+        self._roots: dict[FilePath, tuple[str, FilePath]] = {}  # the path and the folder of each
+        self._known: dict[tuple[int, FilePath], str] = {}
+        self._number: dict[str, int] = {}
 
     def add_root(self, name: str, option: str) -> str:
-        """Read a file by its name on disk; returns the path by which it is known from then on."""
-        path = self._roots.setdefault(FilePath(name), f":{len(self._roots)}")
-        if path not in self.files:
-            self.files[path] = read_file(name, option)
-        return path
+        """Read a `--cfg` file by its name on disk; returns the path by which it is known from then on.
 
-    def add_beside(self, path: str, name: str) -> str | None:
-        """Read the file of a name that lies beside a root, unless a `--config-dir` has that name too."""
-        root = next((file for file, known in self._roots.items() if known == path), None)
-        if root is None or any(is_file(folder / _with_suffix(name)) for folder in self._own_folders):
-            return None
-        file = expanded(str(root)).parent / _with_suffix(name)
-        return self.add_root(str(file), DEFAULTS) if is_file(file) else None
+        Each file that a root leads to has a path of its own, even where another root leads to the same
+        file: the settings then count at both places.
+        """
+        file = expanded(name)
+        place = _resolved(file.parent) / file.name
+        if place not in self._roots:
+            path = self._add(len(self._roots), "", file, name, option)
+            self._roots[place] = (path, file.parent)
+        return self._roots[place][0]
+
+    def root_number(self, path: str) -> int | None:
+        """Which `--cfg` file, counted from 0, leads to a file; None for files that all of them share."""
+        return self._number.get(path)
+
+    def from_root(self, owner: str, path: str) -> str:
+        """The path of a file that another file (`owner`) names.
+
+        What a `--cfg` file leads to is looked up in each `--config-dir`, then in the folder of that `--cfg`
+        file. Where neither has it, and for other owners, the path stays.
+        """
+        number = self._number.get(owner)
+        if number is None:
+            return path
+        folders = [*self._own_folders, list(self._roots.values())[number][1]]
+        files = [folder / _with_suffix(path) for folder in folders]
+        file = next(filter(is_file, files), None)
+        group = path.rpartition("/")[0]
+        return path if file is None else self._add(number, group, file, str(file), DEFAULTS)
+
+    def _add(self, number: int, group: str, file: FilePath, name: str, option: str) -> str:
+        key = (number, _resolved(file))
+        if key not in self._known:
+            path = f"{group}/:{len(self._known)}" if group else f":{len(self._known)}"
+            self._known[key], self._number[path] = path, number
+            self.files[path] = read_file(name, option)
+        return self._known[key]
 
     def read(self, path: str) -> File | None:
         """The file at a path, or None where there is none."""
@@ -134,6 +161,14 @@ def is_folder(path: FilePath) -> bool:
         return path.is_dir()
     except OSError:
         return False
+
+
+def _resolved(path: FilePath) -> FilePath:
+    """The path without links, where it can be told."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError):
+        return path
 
 
 def expanded(name: str) -> FilePath:

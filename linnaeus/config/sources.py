@@ -81,6 +81,7 @@ def read_sources(line: CommandLine) -> Sources:
     problems: list[str] = []
     path = _search_path(line, problems)
     roots = [root for option, name in line.sources if (root := _root(path, option, name, line, problems))]
+    roots = list(dict.fromkeys(reversed(roots)))[::-1]  # of a file named twice, the later one counts
     choices = [choice for choice in _choices(line) if _exists(choice, path, problems)]
     order = _order(path, roots, choices)
     settings = [

@@ -88,6 +88,55 @@ def test_files_are_found_beside_the_file_that_names_them(make: Make) -> None:
     assert (config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY) == (3, 4)
 
 
+def test_files_are_found_in_the_folder_of_the_cfg_file_that_leads_to_them(make: Make) -> None:
+    for folder, epochs in (("a", 3), ("b", 4)):
+        make(**{
+            f"{folder}__my": "defaults: [sub/base, {model: mine}, {extra: [one]}]",
+            f"{folder}__sub__base": f"defaults: [next]\nTRAIN: {{EPOCHS: {epochs}}}",
+            f"{folder}__sub__next": f"EXPERIMENT: {{NAME: {folder}}}",
+            f"{folder}__model__mine": f"defaults: [below]\nNAME: {folder}",
+            f"{folder}__model__below": f"KWARGS: {{{folder}: 1}}",
+            f"{folder}__extra__one": f"OPTIMIZER: {{LR: 0.{epochs}}}",
+        })  # fmt: skip
+    make(a__twice="defaults: [override /model: mine]", b__plain="", conf__model__mine="NAME: conf")
+
+    def found(*argv: str) -> tuple[Any, ...]:
+        config = load(*argv)
+        return (
+            config.TRAIN.EPOCHS, config.EXPERIMENT.NAME, config.MODEL.NAME, config.MODEL.KWARGS,
+            config.OPTIMIZER.LR,
+        )  # fmt: skip
+
+    of_a, of_b = (3, "a", "a", {"a": 1}, 0.3), (4, "b", "b", {"b": 1}, 0.4)
+    assert found("--cfg", "a/my.yaml") == of_a
+    assert found("--cfg", "b/my.yaml") == found("--cfg", "a/my.yaml", "--cfg", "b/my.yaml") == of_b
+    assert found("--cfg", "b/my.yaml", "--cfg", "a/my.yaml") == of_a
+    assert found("--cfg", "b/plain.yaml", "--cfg", "a/my.yaml") == of_a
+    assert load("--cfg", "b/my.yaml", "--cfg", "a/twice.yaml").MODEL.NAME == "a"
+    assert load("--config-dir=conf", "--cfg", "b/my.yaml").MODEL.NAME == "conf"
+    assert load("--cfg", "b/my.yaml", "model=resnet18").MODEL.NAME == "resnet18"
+
+
+def test_a_file_may_be_reached_twice(make: Make) -> None:
+    make(
+        my="defaults: [{model: resnet50}]\nTRAIN: {EPOCHS: 1}", other="defaults: [my]\nTRAIN: {EPOCHS: 2}",
+        third="defaults: [my]\nTRAIN: {LOG_EVERY: 3}", first="MODEL: {NAME: first}\nTRAIN: {EPOCHS: 9}",
+        conf__shared="defaults: [{model: vit_tiny}]", c="defaults: [shared]", d="defaults: [shared]",
+    )  # fmt: skip
+    Path("link.yaml").symlink_to("my.yaml")
+    for names, epochs in (
+        ("my my", 1), ("other my", 1), ("my other", 2), ("other third", 1), ("my link", 1),
+        ("first other my", 1), ("my first my", 1),
+    ):  # fmt: skip
+        config = load(*(f"--cfg={name}.yaml" for name in names.split()))
+        assert ("resnet50", epochs) == (config.MODEL.NAME, config.TRAIN.EPOCHS), names
+    assert load("--config-dir=conf", "--cfg=c.yaml", "--cfg=d.yaml").MODEL.NAME == VIT
+    assert load("--config-dir=conf", "--config-name=shared", "--config-name=shared").MODEL.NAME == VIT
+    make(e="defaults: [{model: resnet18}, {model: resnet50}]")
+    (problem,) = problems("--cfg=my.yaml", "--cfg=e.yaml")  # within one file it stays a mistake
+    assert problem.startswith("model: is chosen twice")
+
+
 def test_an_override_of_nothing_is_a_choice(make: Make) -> None:
     make(
         my="defaults: [override /model: resnet50]",
