@@ -1,6 +1,6 @@
 """Loads a `Config` from the command line, and writes one to a file.
 
-Precedence, lowest first: schema defaults, presets, the `--cfg` files in their order, the command line.
+Precedence, lowest first: schema defaults, files (see `sources` for their order), keys on the command line.
 """
 
 from __future__ import annotations
@@ -95,6 +95,13 @@ def _sweep_hint(problem: str, line: CommandLine) -> str:
     typed = {**line.presets, **{override.key: override.text for override in line.overrides}}.get(key)
     hint = next((known.hint for path, known in KEYS.items() if dotted(path) == key), None)
     if not typed or "," not in typed or typing.get_origin(strip_optional(hint)[0]) is list:
+        return ""
+    from linnaeus.config.sweep_values import sweep_values  # here, because Hydra's parser takes long to import
+
+    try:
+        if len(sweep_values(typed)) < 2:
+            return ""
+    except ValueError:
         return ""
     return f"; to run with each of them: linnaeus sweep {key}={typed}"
 

@@ -58,6 +58,19 @@ def test_every_option_has_a_sentence_and_none_is_ours() -> None:
         assert "is an option of Hydra's; " in line.problems[0]
 
 
+@pytest.mark.parametrize("typed", [
+    "DATA.BATCH_SIZE=[8,16]", "MODEL.NAME=[a,b]", "+extra=[one,two]", "TRAIN.EPOCHS=max(1,2)",
+    "TRAIN.EPOCHS=${oc.env:NO_SUCH,x}", "TRAIN.AMP='off,bf16'", "TRAIN.EPOCHS=1,${",
+])  # fmt: skip
+def test_a_sweep_is_named_only_where_it_has_several_values(typed: str) -> None:
+    assert not [problem for problem in problems(typed) if "sweep" in problem]
+
+
+def test_a_range_is_for_a_sweep() -> None:
+    (problem,) = problems("TRAIN.EPOCHS=range(1,4)")
+    assert problem.endswith("linnaeus sweep TRAIN.EPOCHS=range(1,4)")
+
+
 def test_lists_and_text_may_have_commas() -> None:
     config = load_config(["DATA.DATASET.NUM_CLASSES=2,4", "EXPERIMENT.OUTPUT_DIR=a,b"]).config
     assert (config.DATA.DATASET.NUM_CLASSES, config.EXPERIMENT.OUTPUT_DIR) == ([2, 4], "a,b")

@@ -1,26 +1,15 @@
-"""From a command line with lists of values to one command line for each combination. Pure: nothing is run.
-
-Lists follow Hydra's grammar (https://hydra.cc/docs/advanced/override_grammar/extended/): `a,b`,
-`choice(a,b)`, `range(start,stop,step)`, `sort(...)`, `shuffle(...)` and `tag(...)`. A list in brackets and a
-quoted text are one value.
-"""
+"""From a command line with lists of values to one command line for each combination. Pure: nothing is run."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override as HydraOverride
-from hydra.core.override_parser.types import QuotedString, RangeSweep, Transformer
-from hydra.errors import HydraException
 
 from linnaeus.config.overrides import CommandLine, Override, parse_command_line
+from linnaeus.config.sweep_values import sweep_values
 
 PLACE = ("EXPERIMENT.NAME", "EXPERIMENT.OUTPUT_DIR")
 """Keys that cannot be swept, because they say where the sweep's files are."""
@@ -123,68 +112,3 @@ def _values(override: Override, problems: list[str]) -> list[str | None]:
     except ValueError as error:
         problems.append(f"{override.key}: {error}")
         return []
-
-
-def sweep_values(text: str) -> list[str]:
-    """The values in a text, each as it is typed alone; equal ones count once.
-
-    >>> sweep_values("none,linear"), sweep_values("range(1,2,0.4)")
-    (['none', 'linear'], ['1', '1.4', '1.8'])
-    >>> sweep_values("[2,6]"), sweep_values("'a,b'")
-    (['[2,6]'], ["'a,b'"])
-
-    Raises:
-        ValueError: the text is a list whose values cannot be told.
-    """
-    try:
-        override = OverridesParser.create().parse_override(f"value={text}")
-    except (HydraException, RecursionError):
-        if _has_bare_comma(text):
-            raise ValueError(
-                f"{text!r} cannot be read as a list of values; quotes make it one text: \"'{text}'\""
-            ) from None
-        return [text]
-    if not override.is_sweep_override():
-        return [text]
-    return list(dict.fromkeys(_typed(value) for value in _elements(override, text)))
-
-
-def _elements(override: HydraOverride, text: str) -> list[Any]:
-    """The elements of a list; raises `ValueError` where there are none."""
-    value = override.value()
-    if isinstance(value, RangeSweep):
-        found = _range(float(value.start or 0), float(value.stop or 0), float(value.step))
-        if not found:
-            raise ValueError(f"{text!r} has no values: no step leads from its start to its stop")
-        return found
-    try:
-        return list(override.sweep_iterator(transformer=Transformer.identity))
-    except HydraException:
-        raise ValueError(
-            f"{text!r} has no values of its own; give them one by one (a,b,c) or as range(start,stop,step)"
-        ) from None
-
-
-def _range(start: float, stop: float, step: float) -> list[float]:
-    """Hydra adds the step up, so that 0.1 three times is more than 0.3; here each value is a multiple."""
-    count = math.ceil((stop - start) / step - 1e-9) if step else 0
-    return [start + number * step for number in range(count)]
-
-
-def _typed(value: Any) -> str:
-    """An element of a list as it is typed alone."""
-    if isinstance(value, QuotedString):
-        return str(value.with_quotes())
-    if isinstance(value, float):
-        return f"{value:.12g}"
-    if isinstance(value, list | dict):
-        return str(Transformer.encode(value))
-    return "null" if value is None else str(value)
-
-
-def _has_bare_comma(text: str) -> bool:
-    """Whether there is a comma outside brackets and quotes."""
-    inner = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\[[^\[\]]*\]|\{[^{}]*\}|\([^()]*\)"""
-    while (shorter := re.sub(inner, "", text)) != text:
-        text = shorter
-    return "," in text

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linnaeus.commands.sweep import grid
-from linnaeus.commands.sweep.grid import Combination, read_grid, sweep_values
+from linnaeus.commands.sweep.grid import Combination, read_grid
 from linnaeus.commands.sweep.options import read
 from linnaeus.config.load import load_config
+from linnaeus.config.sweep_values import sweep_values
 from linnaeus.errors import ConfigError
 
 
