@@ -58,8 +58,8 @@ def moment() -> datetime:
 
         return datetime.fromtimestamp(psutil.Process(os.getppid()).create_time())
     raise ValueError(
-        "processes on several machines would each take another moment; let the shell put it in: "
-        "EXPERIMENT.NAME=run-$(date +%F)"
+        "these processes were not all started by one torchrun, so each would take another moment; let the "
+        "shell put it in: EXPERIMENT.NAME=run-$(date +%F)"
     )
 
 

@@ -8,10 +8,12 @@ from pathlib import Path as FilePath
 
 from linnaeus.config.files import DEFAULTS, File, read_file
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, dotted, suggest
-from linnaeus.config.presets import FOLDER, available
+from linnaeus.config.presets import FOLDER, SUFFIXES, available
 
 GLOBAL = "_global_"
 """The package of a file whose keys stand at the top."""
+GROUP = "_group_"
+"""The package that a group's files have without a `# @package` line."""
 EXPERIMENT = "experiment"
 """The group whose files set any node, as everywhere with Hydra, although there is a node EXPERIMENT."""
 
@@ -47,6 +49,7 @@ class SearchPath:
         self._own_folders = folders
         self._folders = [*folders, *beside, FOLDER]
         self._roots: dict[FilePath, tuple[str, FilePath]] = {}  # the path and the folder of each
+        self._presets: set[str] = set()
         self._known: dict[tuple[int, FilePath], str] = {}
         self._number: dict[str, int] = {}
 
@@ -77,8 +80,7 @@ class SearchPath:
         if number is None:
             return path
         folders = [*self._own_folders, list(self._roots.values())[number][1]]
-        files = [folder / _with_suffix(path) for folder in folders]
-        file = next(filter(is_file, files), None)
+        file = next(filter(None, (_file_in(folder, path) for folder in folders)), None)
         group = path.rpartition("/")[0]
         return path if file is None else self._add(number, group, file, str(file), DEFAULTS)
 
@@ -93,25 +95,44 @@ class SearchPath:
     def read(self, path: str) -> File | None:
         """The file at a path, or None where there is none."""
         if path not in self.files:
-            folder = next((f for f in self._folders if is_file(f / _with_suffix(path))), None)
-            if folder is None:
+            found = ((folder, _file_in(folder, path)) for folder in self._folders)
+            folder, file = next((pair for pair in found if pair[1]), (None, None))
+            if file is None:
                 return None
-            self.files[path] = _preset(path) if folder is FOLDER else _read(folder, path)
+            read = read_file(str(file), DEFAULTS)
+            if folder is FOLDER:
+                self._presets.add(path)
+            self.files[path] = _preset(path, read) if folder is FOLDER else read
         return self.files[path]
 
+    def is_preset(self, path: str) -> bool:
+        """Whether a file that was read is one of the package's presets."""
+        return path in self._presets
+
     def package(self, path: str) -> str | None:
-        """Where the keys of a file stand; None is where the file that names it says."""
+        """Where the keys of a file stand; None: in the package of the file that names it."""
         file = self.read(path)
-        if file is None or file.package is not None:
-            return file.package if file else None
+        if file is None:
+            return None
         group = path.rpartition("/")[0]
-        return default_package(group) if group else None
+        default = default_package(group) if group else None
+        if file.package is None or file.package == GROUP:
+            return default
+        if file.package.startswith(f"{GROUP}."):
+            return file.package.replace(GROUP, default or GLOBAL, 1)
+        return file.package
 
     def names(self, group: str) -> list[str]:
         """The names to choose from in a group."""
         folders = (folder / group for folder in self._folders)
         return sorted(
-            {file.stem for folder in folders if is_folder(folder) for file in folder.glob("*.yaml")}
+            {
+                file.stem
+                for folder in folders
+                if is_folder(folder)
+                for suffix in SUFFIXES
+                for file in folder.glob(f"*{suffix}")
+            }
         )
 
     def groups(self) -> list[str]:
@@ -130,21 +151,18 @@ class SearchPath:
         )
 
 
-def _preset(path: str) -> File:
+def _preset(path: str, file: File) -> File:
     """A preset of the package. Its settings name the preset instead of a file and line."""
-    file = _read(FOLDER, path)
     group, _, name = path.rpartition("/")
     origin = f"preset {group}={name}"
     file.settings = [replace(setting, origin=origin, is_preset=True) for setting in file.settings]
     return file
 
 
-def _read(folder: FilePath, path: str) -> File:
-    return read_file(str(folder / _with_suffix(path)), DEFAULTS)
-
-
-def _with_suffix(path: str) -> str:
-    return path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
+def _file_in(folder: FilePath, path: str) -> FilePath | None:
+    """The file of a path in a folder, with or without its suffix."""
+    names = [path] if path.endswith(SUFFIXES) else [f"{path}{suffix}" for suffix in SUFFIXES]
+    return next((folder / name for name in names if is_file(folder / name)), None)
 
 
 def is_file(path: FilePath) -> bool:

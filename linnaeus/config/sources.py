@@ -84,6 +84,14 @@ def read_sources(line: CommandLine) -> Sources:
     roots = list(dict.fromkeys(reversed(roots)))[::-1]  # of a file named twice, the later one counts
     choices = [choice for choice in _choices(line) if _exists(choice, path, problems)]
     order = _order(path, roots, choices)
+    for name, package in [*order.files]:
+        if package and path.is_preset(name):  # a preset begins with its node, so it stands nowhere else
+            group, _, preset = name.rpartition("/")
+            order.files.remove((name, package))
+            problems.append(
+                f"{group}@{package}: the preset {preset!r} sets {group.upper()} and takes no package; a file "
+                f"of your own does ({group}/NAME.yaml)"
+            )
     settings = [
         replace(setting, path=(*filter(None, package.split(".")), *setting.path))
         for name, package in order.files

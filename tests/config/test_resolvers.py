@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+import psutil
 import pytest
 from omegaconf import OmegaConf
 
@@ -83,20 +85,25 @@ def test_what_hydra_would_know(name: str, expected: str) -> None:
 def test_resolvers_of_a_program_around_stay() -> None:
     OmegaConf.register_new_resolver("now", lambda form: "theirs", replace=True)
     try:
-        assert f"{datetime.now():%Y}" == load("EXPERIMENT.NAME=${now:%Y}").EXPERIMENT.NAME
+        assert re.fullmatch(r"\d{4}", load("EXPERIMENT.NAME=${now:%Y}").EXPERIMENT.NAME)
         assert OmegaConf.create({"x": "${now:%Y}"}).x == "theirs"
     finally:
         OmegaConf.clear_resolver("now")
 
 
-def test_ranks_on_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "let the shell put it in: EXPERIMENT.NAME=run-$(date +%F)" in problem("EXPERIMENT.NAME=${now:%Y}")
+def test_ranks_that_one_torchrun_did_not_start_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as srun or mpirun do, on one machine too
+    text = problem("EXPERIMENT.NAME=${now:%Y}")
+    assert "were not all started by one torchrun" in text
+    assert "let the shell put it in: EXPERIMENT.NAME=run-$(date +%F)" in text
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert "several machines" in problem("EXPERIMENT.NAME=${now:%Y}")
+    assert "were not all started by one torchrun" in problem("EXPERIMENT.NAME=${now:%Y}")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
-    assert int(load("EXPERIMENT.NAME=${now:%Y}").EXPERIMENT.NAME) >= 2024
+    started = datetime.fromtimestamp(psutil.Process(os.getppid()).create_time())
+    found = load("EXPERIMENT.NAME=${now:%Y-%m-%d_%H-%M-%S-%f}").EXPERIMENT.NAME
+    assert f"{started:%Y-%m-%d_%H-%M-%S-%f}" == found  # that of the parent, and not of this process
 
 
 @pytest.mark.distributed

@@ -259,6 +259,47 @@ def test_packages(make: Make) -> None:
     assert load("--config-dir=conf", "model@MODEL=target").MODEL == {"_target_": "my.Model"}
 
 
+def test_a_package_line_may_name_the_group(make: Make) -> None:
+    make(
+        conf__model__same="# @package _group_\nNAME: same",
+        conf__model__below="# @package _group_.KWARGS\nx: 1",
+        conf__extra__wide="# @package _group_\nTRAIN: {EPOCHS: 3}",
+        my="defaults: [{model: same}, {extra: wide}]",
+    )
+    assert load("--config-dir=conf", "model=same").MODEL.NAME == "same"
+    assert load("--config-dir=conf", "model=below").MODEL.KWARGS == {"x": 1}
+    config = load("--config-dir=conf", "--cfg=my.yaml")
+    assert (config.MODEL.NAME, config.TRAIN.EPOCHS) == ("same", 3)
+
+
+def test_a_preset_takes_no_package(make: Make) -> None:
+    make(my="defaults: [{model@MODEL.encoder: resnet18}]", conf__model__resnet18="NAME: mine")
+    argv = ("MODEL._target_=my.Model",)
+    for named in ("model@MODEL.encoder=resnet18", "--cfg=my.yaml"):
+        (problem,) = problems(named, *argv)
+        assert problem.startswith(
+            "model@MODEL.encoder: the preset 'resnet18' sets MODEL and takes no package"
+        )
+        own = load("--config-dir=conf", named, *argv).MODEL
+        assert own == {"_target_": "my.Model", "encoder": {"NAME": "mine"}}
+    assert load("model@MODEL=resnet18").MODEL.NAME == "resnet18"
+
+
+def test_files_may_end_in_yml(make: Make) -> None:
+    make(my="defaults: [base, {model: mine}]", both="TRAIN: {EPOCHS: 1}")
+    Path("conf/model").mkdir(parents=True)
+    Path("base.yml").write_text("TRAIN: {LOG_EVERY: 3}")
+    Path("conf/model/mine.yml").write_text("NAME: mine")
+    Path("both.yml").write_text("TRAIN: {EPOCHS: 2}")
+    config = load("--config-dir=conf", "--cfg=my.yaml")
+    assert (config.TRAIN.LOG_EVERY, config.MODEL.NAME) == (3, "mine")
+    assert load("--config-dir=conf", "model=mine").MODEL.NAME == "mine"
+    assert load("--config-dir=.", "--config-name=both").TRAIN.EPOCHS == 1
+    assert load("--config-dir=.", "--config-name=both.yml").TRAIN.EPOCHS == 2
+    (problem,) = problems("--config-dir=conf", "modell=mine")
+    assert "did you mean model?" in problem
+
+
 def test_both_ways_to_order_files_agree(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make(**FOLDER, a="TRAIN: {EPOCHS: 1}\nMODEL: {DROP_RATE: 0.6}", b="# @package TRAIN\nEPOCHS: 2")
     argv = (
