@@ -19,7 +19,8 @@ SOURCES = {"--cfg": "a file", "--config-dir": "a folder", "--config-name": "the 
 """The options that name what is read, and what each takes."""
 OPTIONS = (*FLAGS, *(name for name in SOURCES if name not in FLAGS))
 """Every option of training, which the other commands take too."""
-_SHORT = {"-cd": "--config-dir", "-cn": "--config-name"}
+LONG_NAMES = {"-cd": "--config-dir", "-cn": "--config-name"}
+"""The options with a short name, by it."""
 _TOKEN = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
 _GROUP = re.compile(r"(\+\+|\+|~)?([a-z][\w-]*(?:/[\w-]+)*(?:@\w+(?:\.\w+)*)?)(?:=(.*))?", re.DOTALL)
 _NUMBER = re.compile(r"-[\d.]")
@@ -99,7 +100,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 def _flag(line: CommandLine, token: str, tokens: deque[str]) -> None:
     """Read a flag; a value that follows it is taken from the other tokens."""
     name, has_value, value = token.partition("=")
-    name = _SHORT.get(name, name)
+    name = LONG_NAMES.get(name, name)
     if name in SOURCES:
         _source(line, name, value if has_value else None, tokens)
     elif (reason := no_option(name)) is not None:
@@ -173,7 +174,7 @@ def _select(line: CommandLine, group: str, text: str | None, delete: bool) -> No
 
 
 def _is_flag(token: str) -> bool:
-    return token.partition("=")[0] in (*OPTIONS, *_SHORT)
+    return token.partition("=")[0] in (*OPTIONS, *LONG_NAMES)
 
 
 def _may_be_key(name: str) -> bool:

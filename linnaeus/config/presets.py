@@ -11,9 +11,23 @@ SUFFIXES = (".yaml", ".yml")
 
 def available(folder: FilePath = FOLDER) -> dict[str, list[str]]:
     """Names of the files of each group in a folder, nested groups (`data/augment`) included."""
-    found: dict[str, set[str]] = {}
-    for file in (file for suffix in SUFFIXES for file in folder.rglob(f"*{suffix}")):
-        group = file.parent.relative_to(folder).as_posix()
-        if group != ".":
-            found.setdefault(group, set()).add(file.stem)
-    return {group: sorted(found[group]) for group in sorted(found)}
+    return {group: [file.stem for file in files] for group, files in files_of(folder).items()}
+
+
+def files_of(folder: FilePath, *, is_top: bool = False) -> dict[str, list[FilePath]]:
+    """The files of each group in a folder, one for each name; with `is_top` those at its top, as group `.`."""
+    found: dict[str, dict[str, FilePath]] = {}
+    for suffix in SUFFIXES:
+        for file in folder.glob(f"*{suffix}") if is_top else folder.rglob(f"*{suffix}"):
+            group = file.parent.relative_to(folder).as_posix()
+            if is_top or group != ".":
+                found.setdefault(group, {}).setdefault(file.stem, file)
+    return {group: [found[group][name] for name in sorted(found[group])] for group in sorted(found)}
+
+
+def expanded(name: str) -> FilePath:
+    """The path of a name, with `~` replaced where there is such a home."""
+    try:
+        return FilePath(name).expanduser()
+    except RuntimeError:
+        return FilePath(name)

@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 
 from linnaeus.config.files import DEFAULTS, File, read_file
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, dotted, suggest
-from linnaeus.config.presets import FOLDER, SUFFIXES, available
+from linnaeus.config.presets import FOLDER, SUFFIXES, available, expanded
 
 GLOBAL = "_global_"
 """The package of a file whose keys stand at the top."""
@@ -187,11 +187,3 @@ def _resolved(path: FilePath) -> FilePath:
         return path.resolve()
     except (OSError, RuntimeError, ValueError):
         return path
-
-
-def expanded(name: str) -> FilePath:
-    """The path of a name, with `~` replaced where there is such a home."""
-    try:
-        return FilePath(name).expanduser()
-    except RuntimeError:
-        return FilePath(name)

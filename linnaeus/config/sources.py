@@ -15,7 +15,8 @@ from pathlib import Path as FilePath
 from linnaeus.config.habits import CFG_VALUES, no_option
 from linnaeus.config.keys import suggest
 from linnaeus.config.overrides import CommandLine
-from linnaeus.config.search_path import GLOBAL, SearchPath, default_package, expanded, is_file, is_folder
+from linnaeus.config.presets import expanded
+from linnaeus.config.search_path import GLOBAL, SearchPath, default_package, is_file, is_folder
 from linnaeus.config.settings import Setting
 
 COMMAND_LINE = "command line"

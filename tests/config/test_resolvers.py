@@ -61,10 +61,11 @@ def test_what_hydra_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         "model=resnet50", "DATA.DATASET.ROOT=${hydra:runtime.cwd}/data",
         "EXPERIMENT.NAME=r-${hydra:runtime.choices.model}",
         "EXPERIMENT.WANDB.PROJECT=${hydra:job.name}", "EXPERIMENT.WANDB.GROUP=${hydra:run.dir}",
+        "EXPERIMENT.WANDB.ENTITY=${hydra:runtime.output_dir}",
     )  # fmt: skip
     assert f"{tmp_path}/data" == config.DATA.DATASET.ROOT
     assert config.EXPERIMENT.NAME == config.EXPERIMENT.WANDB.PROJECT == "r-resnet50"
-    assert config.EXPERIMENT.WANDB.GROUP == "runs/r-resnet50"
+    assert config.EXPERIMENT.WANDB.GROUP == config.EXPERIMENT.WANDB.ENTITY == "runs/r-resnet50"
     file = tmp_path / "my.yaml"
     file.write_text("defaults: [{model: vit_tiny}]\nEXPERIMENT: {NAME: '${hydra:runtime.choices.model}'}")
     assert load("--cfg", "my.yaml").EXPERIMENT.NAME == "vit_tiny"

@@ -12,7 +12,8 @@ from pathlib import Path
 from linnaeus import commands
 from linnaeus.commands.completion import SHELLS
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, TARGET, Key, dotted, strip_optional
-from linnaeus.config.overrides import OPTIONS
+from linnaeus.config.overrides import LONG_NAMES, OPTIONS
+from linnaeus.config.presets import FOLDER, expanded, files_of
 
 Candidates = dict[str, str]
 """Whole words, each with a short text for shells that show one. Words ending in `=` or `.` go on."""
@@ -21,7 +22,6 @@ FILES: Candidates = {":files": ""}
 """The shell completes names of files by itself."""
 
 TRAIN = "train"
-PRESETS = Path(__file__).parents[2] / "presets"
 _FLAGS = (*OPTIONS, "--multirun", "--install-completion", "--show-completion")
 _FILE_FLAGS = ("--cfg", "--config-dir")
 _FILE_METAVARS = ("FILE", "DIR", "FOLDER")
@@ -40,23 +40,31 @@ def complete(words: Sequence[str]) -> Candidates:
     >>> list(complete(["DATA.AUTOBATCH.STR"])), list(complete(["DATA.AUTOBATCH.STRATEGY=b"]))
     (['DATA.AUTOBATCH.STRATEGY='], ['DATA.AUTOBATCH.STRATEGY=binary', 'DATA.AUTOBATCH.STRATEGY=binsearch'])
     """
-    *before, word = words
+    *before, word = (_long(word) for word in words)
     names = command_names()
     command = before[0] if before and before[0] in names else TRAIN
-    if before and (found := _after_option(command, before[-1], word)) is not None:
+    if before and (found := _after_option(command, before[-1], word, before)) is not None:
         return found
     if before and before[-1] in _NAMES:
         values = _values(_NAMES[before[-1]])
         return values if values is FILES else _starting(values, word)
     if word.startswith("-"):
-        return _option(command, word)
+        return _option(command, word, before)
     if "=" in word:
         return _assignment(
             word, before, is_sweep=command == "sweep" or bool({"-m", "--multirun"} & {*before})
         )
     found = _starting(names, word) if not before else {}
-    found |= _starting({f"{group}=": "preset" for group in _groups(before)}, word)
+    sign = next((sign for sign in _PREFIXES if word.startswith(sign)), "")
+    ending = "" if sign == "~" else "="
+    found |= _starting({f"{sign}{group}{ending}": "preset" for group in _groups(before)}, word)
     return found | _keys(word) or FILES
+
+
+def _long(word: str) -> str:
+    """The word, with the long name of an option in place of its short one."""
+    name, equals, value = word.partition("=")
+    return f"{LONG_NAMES.get(name, name)}{equals}{value}"
 
 
 def command_names() -> dict[str, str]:
@@ -86,20 +94,22 @@ def _options(command: str) -> Candidates:
     return dict.fromkeys(_FLAGS if command == TRAIN else OPTIONS, "") | own
 
 
-def _option(command: str, word: str) -> Candidates:
+def _option(command: str, word: str, before: Sequence[str]) -> Candidates:
     name, has_value, value = word.partition("=")
     if has_value:
-        found = _after_option(command, name, value)
-        return FILES if found is FILES else {}
+        found = _after_option(command, name, value, before) or {}
+        return FILES if found is FILES else {f"{name}={value}": text for value, text in found.items()}
     return _starting(_options(command), word)
 
 
-def _after_option(command: str, option: str, word: str) -> Candidates | None:
+def _after_option(command: str, option: str, word: str, before: Sequence[str]) -> Candidates | None:
     """The values of an option; None where it takes none."""
     if not option.startswith("--"):
         return None
     if option in _FILE_FLAGS:
         return FILES
+    if option == "--config-name":
+        return _starting(_names_of_files(before), word)
     if option in ("--install-completion", "--show-completion"):
         return _starting(dict.fromkeys(SHELLS, ""), word)
     for action in _actions(command):
@@ -163,13 +173,24 @@ def _values(key: Key | None) -> Candidates:
 
 def _groups(before: Sequence[str]) -> dict[str, Candidates]:
     """Presets by group: those of the package, and of the folders that the words before name."""
+    found: dict[str, Candidates] = {}
+    for folder in [FOLDER, *_folders(before)]:
+        for group, files in files_of(folder).items():
+            found.setdefault(group, {}).update({file.stem: _first_comment(file) for file in files})
+    return found
+
+
+def _folders(before: Sequence[str]) -> list[Path]:
+    """The folders of `--config-dir` in the words before."""
     named = [value for option, value in pairwise(before) if option == "--config-dir"]
     named += [word.removeprefix("--config-dir=") for word in before if word.startswith("--config-dir=")]
-    folders = [PRESETS, *(Path(folder).expanduser() for folder in named)]
-    found: dict[str, Candidates] = {}
-    for file in (file for folder in folders for file in sorted(folder.glob("*/*.yaml"))):
-        found.setdefault(file.parent.name, {})[file.stem] = _first_comment(file)
-    return found
+    return [expanded(folder) for folder in named]
+
+
+def _names_of_files(before: Sequence[str]) -> Candidates:
+    """The files at the top of the folders of `--config-dir`."""
+    files = [file for folder in _folders(before) for file in files_of(folder, is_top=True).get(".", [])]
+    return {file.stem: _first_comment(file) for file in files}
 
 
 def _first_comment(file: Path) -> str:

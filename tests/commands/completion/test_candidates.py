@@ -66,6 +66,11 @@ def test_the_commands_are_those_of_the_command_line() -> None:
         ("TRAIN.AMP=off,", []),
         ("--install-completion ", ["bash", "zsh", "fish"]),
         ("my_exp", FILES),
+        ("~mod", ["~model"]),
+        ("+mod", ["+model="]),
+        ("-cd ", FILES),
+        ("--config-name ", []),
+        ("--config-name DA", []),
     ],
 )  # fmt: skip
 def test_what_may_follow(line: str, expected: list[str]) -> None:
@@ -101,6 +106,20 @@ def test_presets_are_those_of_the_package_and_of_own_folders(tmp_path: Path) -> 
         assert list(complete([*option, "model=mi"])) == ["model=mine"]
         assert complete([*option, "+experiment="]) == {"+experiment=birds": "Birds."}
     assert complete(["model=mi"]) == {}
+
+
+def test_nested_groups_and_files_of_own_folders(tmp_path: Path) -> None:
+    for file in ("data/augment/strong.yaml", "model/mine.yml", "base.yaml"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("# Mine.\n")
+    for option in ([f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)], [f"-cd={tmp_path}"]):
+        assert complete([*option, "data/augment="]) == {"data/augment=strong": "Mine."}
+        assert list(complete([*option, "data/"])) == ["data/augment="]
+        assert list(complete([*option, "model=mi"])) == ["model=mine"]
+        for name in ("--config-name", "-cn"):
+            assert complete([*option, name, "b"]) == {"base": "Mine."}
+            assert complete([*option, name, "DA"]) == {}
+        assert complete([*option, "--config-name=b"]) == {"--config-name=base": "Mine."}
 
 
 @pytest.mark.parametrize(
