@@ -15,7 +15,7 @@ def available(folder: FilePath = FOLDER) -> dict[str, list[str]]:
 
 
 def files_of(folder: FilePath, *, is_top: bool = False) -> dict[str, list[FilePath]]:
-    """The files of each group in a folder, one for each name; with `is_top` those at its top, as group `.`."""
+    """The files of each group in a folder, one for each name; with `is_top` those at its top, in `.`."""
     found: dict[str, dict[str, FilePath]] = {}
     for suffix in SUFFIXES:
         for file in folder.glob(f"*{suffix}") if is_top else folder.rglob(f"*{suffix}"):
