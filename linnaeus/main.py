@@ -113,7 +113,7 @@ def _check_first_word(tokens: Sequence[str]) -> None:
     word = tokens[0] if tokens else ""
     if not re.fullmatch(r"[A-Za-z][A-Za-z_-]*", word) or word.isupper():
         return
-    from linnaeus.config.presets import available  # imports Hydra
+    from linnaeus.config.presets import available
 
     if word not in available():
         hint = suggest(word.lower(), COMMANDS)

@@ -191,7 +191,7 @@ def read_request(
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
-    # Here and not above: the shell's completion reads the options, and does not wait for Hydra.
+    # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
     from linnaeus.config.load import load_config
 
     rest, problems = parser.take(argv, options)

@@ -91,11 +91,13 @@ class _Walk:
                     return True
             elif key not in used and key not in self._placed:
                 names = choice.names[0] if len(choice.names) == 1 else choice.names
-                return self._place(key, names, COMMAND_LINE)
+                self._place(key, names, COMMAND_LINE)
+                return True
         for key, entries in self._by_key(override=True).items():
             if key not in used and key not in self._placed:
                 last = entries[-1]
-                return self._place(key, last.source.names, last.source.origin, last.asker)
+                self._place(key, last.source.names, last.source.origin, last.asker)
+                return True
         return False
 
     def _is_mistaken(self, choice: Choice, entries: Sequence[Any]) -> bool:
@@ -111,11 +113,12 @@ class _Walk:
         )
         return True
 
-    def _place(self, key: str, names: str | tuple[str, ...] | None, origin: str, asker: str = ROOT) -> bool:
+    def _place(self, key: str, names: str | tuple[str, ...] | None, origin: str, asker: str = ROOT) -> None:
         group, _, package = key.partition("@")
-        self._placed[key] = entry = DefaultsEntry(group, names, True, package or None, False, False, origin)
+        self._placed[key] = entry = DefaultsEntry(
+            group, names, is_group=True, package=package or None, origin=origin
+        )
         self._owners[entry] = asker
-        return True
 
     def let_later_root_override(self) -> bool:
         """Let a file of `--cfg`, or one that it leads to, replace a choice of the files before it.
@@ -222,8 +225,8 @@ class _Walk:
         return ConfigResult("linnaeus", path, OmegaConf.create({}), {"package": package}, entries)
 
     def _root_entries(self) -> list[Any]:
-        """The list that stands for the command line, the weakest first."""
-        files = [DefaultsEntry(root, None, False, None, False, False, "--cfg") for root in self._roots]
+        """The list that stands for the command line, lowest precedence first."""
+        files = [DefaultsEntry(root, origin="--cfg") for root in self._roots]
         below = [entry for entry in self._placed.values() if is_below_files(entry.path)]
         above = [entry for entry in self._placed.values() if not is_below_files(entry.path)]
         return [self._entry(ROOT, entry) for entry in [*below, *files, *above]]

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from linnaeus.config.habits import is_hydras, no_effect
+from linnaeus.config.hydra_equivalents import is_hydra_key, why_no_effect
 from linnaeus.config.keys import Path, dotted
 from linnaeus.config.settings import Setting
 from linnaeus.config.values import Bare
@@ -64,12 +64,12 @@ class DefaultsEntry:
     """
 
     path: str
-    names: str | tuple[str, ...] | None
-    is_group: bool
-    package: str | None
-    optional: bool
-    override: bool
-    origin: str
+    names: str | tuple[str, ...] | None = None
+    is_group: bool = field(default=False, kw_only=True)
+    package: str | None = field(default=None, kw_only=True)
+    optional: bool = field(default=False, kw_only=True)
+    override: bool = field(default=False, kw_only=True)
+    origin: str = field(kw_only=True)
 
 
 @dataclass
@@ -176,8 +176,8 @@ class _Reader:
                     f"{DEFAULTS}: an entry is a file (`- base`), a choice (`- model: resnet50`, `- override "
                     f"/model: resnet50`) or `- _self_` ({self._place(item)})"
                 )
-            elif is_hydras(group := entry.path.lstrip("/")):
-                self.problems.append(f"{group}: {no_effect(group, entry.origin)}")
+            elif is_hydra_key(group := entry.path.lstrip("/")):
+                self.problems.append(f"{group}: {why_no_effect(group, entry.origin)}")
             elif entry.path == SELF and has_self:
                 self.problems.append(f"{DEFAULTS}: _self_ stands twice ({entry.origin})")
             else:
@@ -201,9 +201,14 @@ class _Reader:
         if not is_group and words:
             return None
         return DefaultsEntry(
-            match["path"], names, is_group, match["package"], "optional" in words, "override" in words,
-            self._place(node),
-        )  # fmt: skip
+            match["path"],
+            names,
+            is_group=is_group,
+            package=match["package"],
+            optional="optional" in words,
+            override="override" in words,
+            origin=self._place(node),
+        )
 
     def _names_chosen(self, node: yaml.Node) -> str | tuple[str, ...] | None:
         """The value of a `group: value` entry; empty text where it cannot be used."""

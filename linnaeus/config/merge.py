@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from linnaeus.config.habits import is_hydras, no_effect
+from linnaeus.config.hydra_equivalents import is_hydra_key, why_no_effect
 from linnaeus.config.keys import (
     KEYS,
     NODES,
@@ -156,8 +156,8 @@ def _put(entries: dict[Path, Entry], path: Path, entry: Entry) -> None:
 
 
 def _unknown(path: Path, origin: str) -> str:
-    if is_hydras(str(path[0])):
-        return no_effect(dotted(path), origin)
+    if is_hydra_key(str(path[0])):
+        return why_no_effect(dotted(path), origin)
     upper = next((path[:size] for size in range(1, len(path)) if path[:size] in KEYS), None)
     if any("." in str(part) for part in path):
         return f"no such key ({origin}); keys in a file are nested, not joined by dots"

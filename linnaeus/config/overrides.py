@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from linnaeus.config.habits import TAKE_VALUES, is_hydras, no_effect, no_option
+from linnaeus.config.hydra_equivalents import TAKE_VALUES, hydra_option_hint, is_hydra_key, why_no_effect
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, Place, classify, closest, suggest
 
 FLAGS = ("--cfg", "--opts", "--print-config", "--origin", "--help", "-h", "--version")
@@ -65,11 +65,6 @@ class CommandLine:
     show_help: bool = False
     problems: list[str] = field(default_factory=list)
 
-    @property
-    def cfg(self) -> str | None:
-        """The last of the configuration files."""
-        return next(reversed(self.named("--cfg")), None)
-
     def named(self, option: str) -> list[str]:
         """The values of one of the options that name sources."""
         return [value for name, value in self.sources if name == option]
@@ -103,7 +98,7 @@ def _flag(line: CommandLine, token: str, tokens: deque[str]) -> None:
     name = LONG_NAMES.get(name, name)
     if name in SOURCES:
         _source(line, name, value if has_value else None, tokens)
-    elif (reason := no_option(name)) is not None:
+    elif (reason := hydra_option_hint(name)) is not None:
         line.problems.append(f"{name}: {reason}")
         if name in TAKE_VALUES and not has_value and tokens and not _is_flag(tokens[0]):
             tokens.popleft()
@@ -132,8 +127,8 @@ def _source(line: CommandLine, name: str, value: str | None, tokens: deque[str])
 
 def _override(line: CommandLine, token: str, tokens: deque[str]) -> None:
     """Read an override or a preset; a value that follows it is taken from the other tokens."""
-    if is_hydras(name := token.lstrip("+~").partition("=")[0]):
-        line.problems.append(f"{name}: {no_effect(name, 'command line')}")
+    if is_hydra_key(name := token.lstrip("+~").partition("=")[0]):
+        line.problems.append(f"{name}: {why_no_effect(name, 'command line')}")
         if "=" not in token and tokens and not _is_flag(tokens[0]) and not _begins_override(tokens[0]):
             tokens.popleft()  # its value
         return

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 
-from linnaeus.config.habits import CFG_VALUES, no_option
+from linnaeus.config.hydra_equivalents import CFG_VALUES, hydra_option_hint
 from linnaeus.config.keys import suggest
 from linnaeus.config.overrides import CommandLine
 from linnaeus.config.presets import expanded
@@ -50,7 +50,7 @@ class Order:
     """The files that count.
 
     Attributes:
-        files: the path and the package of each, the weakest first.
+        files: the path and the package of each, lowest precedence first.
         chosen: the name chosen in each group.
         problems: one sentence each.
     """
@@ -62,10 +62,10 @@ class Order:
 
 @dataclass
 class Sources:
-    """What the files say.
+    """Settings and choices of all files.
 
     Attributes:
-        settings: of all files, the weakest first.
+        settings: of all files, lowest precedence first.
         chosen: the name chosen in each group.
         problems: one sentence each.
         is_complete: whether every file was found and could be read.
@@ -125,7 +125,7 @@ def _root(path: SearchPath, option: str, name: str, line: CommandLine, problems:
     """The file that an option names, by its path in the search path."""
     if option == "--cfg":
         if name in CFG_VALUES and not is_file(FilePath(name)):
-            problems.append(f"--cfg {name}: {no_option('-c')}; --cfg takes a file")
+            problems.append(f"--cfg {name}: {hydra_option_hint('-c')}; --cfg takes a file")
             return None
         return path.add_root(name, option)
     if option == "--config-name":

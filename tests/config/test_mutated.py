@@ -45,7 +45,7 @@ OPTIONS = [
     "-cd", "-c", "hydra.run.dir=x", "hydra/launcher=x", "--opts", "--config-dir=", "--config-name=base",
     "--config-name=model/mine",
 ]  # fmt: skip
-PIECES = ["", "\n", " ", ":", "- ", "@", "[", "}", "&a ", "*a", "${", "'", "\t", "\u0000", "é"]
+PIECES = ["", "\n", " ", ":", "- ", "@", "[", "}", "&a ", "*a", "${", "'", "\t", "\0", "é"]
 OTHERS = ["true", "off", "null", "[1,2]", "{a: 1}", "a,b", "8/2", "my.Model", "'x'", "[", "{", "0x", "~"]
 
 keys = st.sampled_from(
@@ -92,11 +92,7 @@ def mutations(draw: st.DrawFn, text: str) -> str:
     for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):
         start = draw(st.integers(0, len(text)))
         end = min(len(text), start + draw(st.integers(0, 6)))
-        piece = draw(
-            st.sampled_from(
-                ["", "\n", " ", ":", "- ", "@", "[", "}", "&a ", "*a", "${", "'", "\t", "\0", "é"]
-            )
-        )
+        piece = draw(st.sampled_from(PIECES))
         text = text[:start] + piece + text[start if draw(st.booleans()) else end :]
     return text
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.config.habits import TAKE_VALUES, is_hydras
+from linnaeus.config.hydra_equivalents import TAKE_VALUES, is_hydra_key
 from linnaeus.config.keys import KEYS, closest, dotted
 from linnaeus.config.overrides import FLAGS, CommandLine, Override, parse_command_line
 
@@ -54,8 +54,8 @@ def test_tilde_deletes() -> None:
 
 def test_flags() -> None:
     line = parse("--cfg", "a b.yaml", "--print-config", "-h")
-    assert (line.cfg, line.print_config, line.show_help) == ("a b.yaml", True, True)
-    assert parse("--cfg=x=y.yaml").cfg == "x=y.yaml"
+    assert (line.named("--cfg"), line.print_config, line.show_help) == (["a b.yaml"], True, True)
+    assert parse("--cfg=x=y.yaml").named("--cfg") == ["x=y.yaml"]
     assert parse("--help").show_help
 
 
@@ -152,12 +152,34 @@ def test_any_mix_of_spellings_keeps_order_and_text(settings: list[tuple[str, str
     assert pairs(parse(*argv)) == [(key, value) for key, value, _ in settings]
 
 
+KINDS = (
+    "MODEL.KWARGS.x{}=1",
+    "~MODEL.KWARGS.y{}",
+    "a{}=b",
+    "~c{}=d",
+    "--cfg={}",
+    "--no{}",
+    "a b{}",
+    "hydra.x{}=1",
+)
+
+
+@given(st.lists(st.sampled_from(KINDS), max_size=8))
+def test_each_token_is_found_once(kinds: list[str]) -> None:
+    line = parse_command_line([kind.format(number) for number, kind in enumerate(kinds)])
+    found = [line.overrides, line.presets, line.left_out, line.sources, line.problems]
+    expected = [{0, 1}, {2}, {3}, {4}, {5, 6, 7}]
+    assert [len(part) for part in found] == [
+        sum(KINDS.index(kind) in numbers for kind in kinds) for numbers in expected
+    ]
+
+
 @given(st.lists(st.text(max_size=12), max_size=8))
 def test_no_token_raises_or_disappears(argv: list[str]) -> None:
     line = parse_command_line(argv)
     taken = sum(2 if override.key in argv else 1 for override in line.overrides)
     taken += 2 * len(line.sources) + len(line.left_out)
-    with_value = [token for token in argv if token in TAKE_VALUES or is_hydras(token.lstrip("+~"))]
+    with_value = [token for token in argv if token in TAKE_VALUES or is_hydra_key(token.lstrip("+~"))]
     found = taken + len(line.presets) + len(line.problems) + len(with_value)
     assert found >= len(argv) or set(argv) & {*FLAGS} or line.presets
 

@@ -200,9 +200,16 @@ def test_other_commands_take_folders_and_names_too(make: Make) -> None:
     _, config = analyze(["--config-dir", "conf", "-cn", "base", "model=mine", "--modes", "train"])
     assert (config.MODEL.NAME, config.TRAIN.EPOCHS) == ("resnet34", 2)
     grid = read_grid(["--config-dir", "conf", "--config-name=base", "model=mine,wide", "~optimizer"])
-    names = [load(*combination.argv).MODEL.NAME for combination in grid.combinations]
-    assert names == ["resnet34", "resnet34"]
+    models = [load(*combination.argv).MODEL for combination in grid.combinations]
+    # The key of `base` wins over both, so the files are told apart without it.
+    assert [(model.NAME, model.DROP_RATE) for model in models] == [("resnet34", 0.3), ("resnet34", 0.3)]
     assert [combination.title for combination in grid.combinations] == ["model=mine", "model=wide"]
+    grid = read_grid(["--config-dir", "conf", "model=mine,wide"])
+    assert [load(*combination.argv).MODEL.DROP_RATE for combination in grid.combinations] == [0.1, 0.2]
+    make(my="defaults: [{optimizer: adamw}]\nTRAIN: {EPOCHS: 3}")
+    grid = read_grid(["--cfg=my.yaml", "TRAIN.LOG_EVERY=1,2", "~optimizer"])
+    assert [load(*run.argv).OPTIMIZER for run in grid.combinations] == [load().OPTIMIZER] * 2
+    assert load("--cfg=my.yaml").OPTIMIZER != load().OPTIMIZER
 
 
 def test_the_first_folder_that_has_a_file_counts(make: Make) -> None:
@@ -472,8 +479,8 @@ TRAIN: {EPOCH: 3}
     ("defaults: ['_self_@x']", "an entry is a file"),
     ("defaults: [model: resnet50, model: resnet18]", "model: is chosen twice (my.yaml, line 1)"),
     ("defaults: [my]", "the files lead back to themselves (my.yaml, line 1)"),
-    ("defaults: [{model: '${nothing}'}]", "my.yaml"),
-    ("defaults: [{model: '${'}]", "my.yaml"),
+    ("defaults: [{model: '${nothing}'}]", "Error resolving interpolation '${nothing}' (my.yaml, line 1)"),
+    ("defaults: [{model: '${'}]", "no viable alternative at input '${' (my.yaml, line 1)"),
 ])  # fmt: skip
 def test_one_fault_in_a_defaults_list(make: Make, text: str, expected: str) -> None:
     make(my=text)

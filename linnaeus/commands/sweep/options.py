@@ -81,7 +81,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
         ConfigError: lists everything that is wrong. A problem that only some combinations have names one of
             them.
     """
-    # Here and not above: the shell's completion reads the options, and does not wait for Hydra.
+    # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
     from linnaeus.commands.sweep.grid import read_grid
     from linnaeus.config.load import load_config, to_yaml
 

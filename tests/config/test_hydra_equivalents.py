@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.config.habits import OPTIONS, SHORT
+from linnaeus.config.hydra_equivalents import HYDRA_OPTIONS, SHORT, TAKE_VALUES
 from linnaeus.config.load import load_config
-from linnaeus.config.overrides import parse_command_line
+from linnaeus.config.overrides import LONG_NAMES, OPTIONS, parse_command_line
 from linnaeus.errors import ConfigError
 
 
@@ -52,10 +52,13 @@ def test_one_sentence_says_what_to_type(argv: list[str], expected: str) -> None:
 
 
 def test_every_option_has_a_sentence_and_none_is_ours() -> None:
-    for name in [*OPTIONS, *SHORT]:
+    for name in [*HYDRA_OPTIONS, *SHORT]:
         line = parse_command_line([name])
         assert len(line.problems) == 1
         assert "is an option of Hydra's; " in line.problems[0]
+    assert not {*HYDRA_OPTIONS, *SHORT} & {*OPTIONS, *LONG_NAMES}
+    assert set(SHORT.values()) <= set(HYDRA_OPTIONS)
+    assert set(HYDRA_OPTIONS) | set(SHORT) >= TAKE_VALUES
 
 
 @pytest.mark.parametrize("typed", [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-OPTIONS = {
+HYDRA_OPTIONS = {
     "--multirun": "`linnaeus sweep` runs a grid of values: linnaeus sweep DATA.BATCH_SIZE=32,64",
     "--run": "leave it out: without a command, Linnaeus trains",
     "--info": "--print-config --origin prints every value and where it comes from",
@@ -38,22 +38,22 @@ _KEYS = {
     "hydra.mode": "`linnaeus sweep` runs a grid of values",
     "hydra.sweeper": "`linnaeus sweep` runs a grid of values",
     "hydra.launcher": "leave it out: `linnaeus sweep` runs one after the other",
-    "hydra.verbose": "the level of a search's messages is DATA.AUTOBATCH.LOG_LEVEL; there is no other",
+    "hydra.verbose": "DATA.AUTOBATCH.LOG_LEVEL is the level of a search's messages; no other can be set",
     "hydra.job_logging": "leave it out: a run writes its log to logs/ in its folder",
     "hydra.hydra_logging": "leave it out: a run writes its log to logs/ in its folder",
 }
 _NO_COUNTERPART = "leave it out: settings of Hydra itself have no counterpart here"
 
 
-def is_hydras(key: str) -> bool:
+def is_hydra_key(key: str) -> bool:
     """Whether a key or group is one of Hydra's own settings: `hydra.run.dir`, `hydra/launcher`."""
     return key.split("@")[0].replace("/", ".").partition(".")[0] == "hydra"
 
 
-def no_effect(key: str, origin: str) -> str:
+def why_no_effect(key: str, origin: str) -> str:
     """What to do instead of setting one of Hydra's own keys or groups; the predicate of a sentence.
 
-    >>> no_effect("hydra.job.name", "command line")
+    >>> why_no_effect("hydra.job.name", "command line")
     'has no effect here (command line); set EXPERIMENT.NAME'
     """
     parts = key.split("@")[0].replace("/", ".").split(".")
@@ -62,7 +62,7 @@ def no_effect(key: str, origin: str) -> str:
     return f"has no effect here ({origin}); {hint}"
 
 
-def no_option(name: str) -> str | None:
+def hydra_option_hint(name: str) -> str | None:
     """What to type instead of an option of Hydra's, as a predicate; None for other options."""
-    hint = OPTIONS.get(SHORT.get(name, name))
+    hint = HYDRA_OPTIONS.get(SHORT.get(name, name))
     return f"is an option of Hydra's; {hint}" if hint else None
