@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from hydra import version
@@ -89,6 +90,9 @@ class _Walk:
                 if self._is_mistaken(choice, used.get(key, [])):
                     del self._choices[key]
                     return True
+                if isinstance(used[key][-1].value, list):  # Hydra leaves out single names only
+                    self._choices[key] = replace(choice, names=(), is_left_out=False)
+                    return True
             elif key not in used and key not in self._placed:
                 names = choice.names[0] if len(choice.names) == 1 else choice.names
                 self._place(key, names, COMMAND_LINE)
@@ -105,10 +109,12 @@ class _Walk:
         if not entries:
             return True
         found = entries[-1].value
-        if not choice.names or found == choice.names[0]:
+        found = tuple(found) if isinstance(found, list) else (found,)
+        if choice.names in ((), found):
             return False
+        wanted, there = (", ".join(map(repr, names)) for names in (choice.names, found))
         self._not_left_out.append(
-            f"~{choice.key}: is not {choice.names[0]!r} but {found!r} ({entries[-1].source.origin}), "
+            f"~{choice.key}: is not {wanted} but {there} ({entries[-1].source.origin}), "
             f"nothing left out ({COMMAND_LINE})"
         )
         return True

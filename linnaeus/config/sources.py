@@ -156,7 +156,7 @@ def _choice(key: str, text: str, *, is_left_out: bool = False) -> Choice:
 def _exists(choice: Choice, path: SearchPath, problems: list[str]) -> bool:
     there = path.names(choice.group)
     missing = [name for name in choice.names if name not in there]
-    if choice.is_left_out and choice.group not in path.groups() and not there:
+    if not there and choice.group not in path.groups():
         missing = missing or [""]  # any name: the group is unknown
     problems += [path.why_missing(choice.group, name, COMMAND_LINE) for name in missing]
     return not missing

@@ -25,7 +25,7 @@ GROUPS = [
     "nothing",
 ]  # fmt: skip
 NAMES = [
-    "mine", "resnet18", "resnet50", "strong", "birds", "one", "two", "sgd", "my", "none", "???", "../my",
+    "mine", "resnet18", "resnet50", "strong", "birds", "one", "two", "sgd", "my", "none", "null", "[one,two]", "[]", "???", "../my",
     "~", "",
 ]  # fmt: skip
 PACKAGES = [

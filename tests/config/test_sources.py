@@ -303,7 +303,7 @@ def test_files_may_end_in_yml(make: Make) -> None:
     assert load("--config-dir=conf", "model=mine").MODEL.NAME == "mine"
     assert load("--config-dir=.", "--config-name=both").TRAIN.EPOCHS == 1
     assert load("--config-dir=.", "--config-name=both.yml").TRAIN.EPOCHS == 2
-    (problem,) = problems("--config-dir=conf", "modell=mine")
+    (problem,) = problems("--config-dir=conf", "modl=mine")
     assert "did you mean model?" in problem
 
 
@@ -345,7 +345,7 @@ def test_a_group_that_is_left_out_must_be_there(make: Make) -> None:
     assert load("--cfg", "my.yaml", "~model").MODEL == load("--cfg", "my.yaml", "model=null").MODEL
     assert load("--cfg", "my.yaml", "~optimizer=adamw").OPTIMIZER == load().OPTIMIZER != plain.OPTIMIZER
     assert load("--cfg", "my.yaml", "~extra") == plain
-    for argv in (["~modle"], ["--cfg", "my.yaml", "~modle"], ["~nothing/at/all"]):
+    for argv in (["~modl"], ["--cfg", "my.yaml", "~modl"], ["~nothing/at/all"]):
         (problem,) = problems(*argv)
         assert problem.startswith(f"{argv[-1][1:]}: no such key or preset group (command line)")
     assert problems("~optimizer=slg")[0].startswith("optimizer: no preset 'slg' (command line)")
@@ -367,6 +367,18 @@ def test_several_names_on_the_command_line(make: Make, defaults: str) -> None:
         config = load(*argv, f"+extra={value}")
         assert (config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY) == (2, 1)
     assert load(*argv, "+extra=[two,one]").TRAIN.EPOCHS == 1
+    assert load(*argv, "+extra=[]") == load(*argv)
+    assert problems(*argv, "nothing=[]")[0].startswith("nothing: no such key or preset group")
+    make(both="defaults: [{extra: [one, two]}]")
+    argv = ("--cfg=both.yaml", "--config-dir=conf")
+    assert load(*argv).TRAIN.EPOCHS == 2
+    assert load(*argv, "extra=[one]").TRAIN.EPOCHS == 1
+    for token in ("~extra", "extra=null", "extra=[]", "~extra=[one,two]"):
+        assert load(*argv, token) == load()
+    assert problems(*argv, "~extra=[one]") == [
+        "~extra: is not 'one' but 'one', 'two' (both.yaml, line 1), nothing left out (command line)"
+    ]
+    argv = ("--cfg=my.yaml", "--config-dir=conf")
     (problem,) = problems(*argv, "+extra=[one,tow]")
     assert problem.startswith("extra: no preset 'tow' (command line); there are one, two")
 
