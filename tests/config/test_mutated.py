@@ -25,8 +25,8 @@ GROUPS = [
     "nothing",
 ]  # fmt: skip
 NAMES = [
-    "mine", "resnet18", "resnet50", "strong", "birds", "one", "two", "sgd", "my", "none", "null", "[one,two]", "[]",
-    "???", "../my", "~", "",
+    "mine", "resnet18", "resnet50", "strong", "birds", "one", "two", "sgd", "my", "none", "null", "[one,two]",
+    "[]", "???", "../my", "~", "",
 ]  # fmt: skip
 PACKAGES = [
     "_global_", "_here_", "_group_", "MODEL", "MODEL.encoder", "DATA", "model", "a.b", "_global_.TRAIN",
