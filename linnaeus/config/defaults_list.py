@@ -66,6 +66,7 @@ class _Walk:
         self._roots = list(roots)
         self._choices = {choice.key: choice for choice in choices}
         self._placed: dict[str, DefaultsEntry] = {}
+        self._astray: dict[str, None] = {}
         self._not_left_out: list[str] = []
         self._owners: dict[DefaultsEntry, str] = {}
         self._as_override: set[tuple[str, DefaultsEntry]] = set()
@@ -98,11 +99,26 @@ class _Walk:
                 self._place(key, names, COMMAND_LINE)
                 return True
         for key, entries in self._by_key(override=True).items():
-            if key not in used and key not in self._placed:
+            if key not in used and key not in self._placed and not self._is_astray(key, entries[-1]):
                 last = entries[-1]
                 self._place(key, last.source.names, last.source.origin, last.asker)
                 return True
         return False
+
+    def _is_astray(self, key: str, entry: Any) -> bool:
+        """Whether an `override` names a choice below its file's package, which nobody has made. A problem.
+
+        As a choice, it would come below that package too, and an `override` in its file below that one.
+        """
+        if "@" not in key or entry.source.package is not None:
+            return False
+        group, _, package = key.partition("@")
+        self._astray[
+            f"{DEFAULTS}: override /{group} ({entry.source.origin}) would come below {package}, where nothing "
+            f"is chosen; write `override /{group}@_global_: NAME`, or `# @package _global_` at the top of "
+            "that file"
+        ] = None
+        return True
 
     def _is_mistaken(self, choice: Choice, entries: Sequence[Any]) -> bool:
         """Whether `~group` finds nothing to leave out. It is a problem where another name is chosen."""
@@ -163,6 +179,7 @@ class _Walk:
     def problems(self) -> Iterator[str]:
         """What is wrong with the entries; one sentence each."""
         yield from self.missing
+        yield from self._astray
         yield from self._not_left_out
         for key, entries in self._by_key(override=False).items():
             origins = list(dict.fromkeys(entry.source.origin for entry in entries))
@@ -173,7 +190,8 @@ class _Walk:
                 places = " and ".join(origins)
                 yield f"{key}: is chosen twice ({places}); `override /{key}: NAME` changes a choice"
         if isinstance(self.failure, RecursionError):
-            yield f"{DEFAULTS}: the files lead back to themselves ({' -> '.join(self._circle())})"
+            circle = " -> ".join(self._circle())
+            yield f"{DEFAULTS}: the files lead back to themselves{circle and f' ({circle})'}"
 
     def why_failed(self) -> str:
         """What Hydra says of names that follow other choices, and where they are written."""
@@ -185,8 +203,8 @@ class _Walk:
         """The places of the entries by which a file leads back to itself."""
         ways: dict[str, dict[str, str]] = {}
         for entry in self.entries:
-            if not entry.is_override() and isinstance(entry.get_name(), str):
-                ways.setdefault(entry.owner, {})[entry.get_config_path()] = entry.source.origin
+            if not entry.is_override():
+                ways.setdefault(entry.owner, {}).update(dict.fromkeys(_paths(entry), entry.source.origin))
         trails = [{ROOT: ""}]  # each: the files on a way from the root, with the entries that name them
         seen = set()
         while trails:
@@ -338,6 +356,13 @@ class _Group(_Noted, GroupDefault):  # type: ignore[misc]
         changed = self.walk.changes_of(self.get_override_key()) if self.config_name_overridden else []
         origin = (changed or [self])[0].source.origin
         self.walk.missing[self.walk.search.why_missing(self.get_group_path(), name, origin)] = None
+
+
+def _paths(entry: Any) -> list[str]:
+    """The files that an entry names."""
+    if isinstance(entry, GroupDefault) and entry.is_options():
+        return [f"{entry.get_group_path()}/{name}" for name in entry.value]
+    return [entry.get_config_path()] if isinstance(entry.get_name(), str) else []
 
 
 def _command_line_override(choice: Choice) -> Override:

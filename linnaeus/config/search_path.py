@@ -132,6 +132,7 @@ class SearchPath:
                 if is_folder(folder)
                 for suffix in SUFFIXES
                 for file in folder.glob(f"*{suffix}")
+                if is_file(file)
             }
         )
 

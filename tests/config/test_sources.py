@@ -572,3 +572,27 @@ def test_a_program_around_that_uses_hydra_keeps_its_version_base(
     monkeypatch.setattr(version.VersionBase.instance(), "version_base", mark)
     assert load("--cfg", "my.yaml").MODEL.NAME == "resnet50"
     assert version.getbase() is mark
+
+
+@pytest.mark.parametrize("argv", [["model=z"], ["data=birds", "schedule=cosine"]])
+def test_an_override_in_a_file_of_a_node_names_the_file_and_the_remedy(make: Make, argv: list[str]) -> None:
+    """It would choose below that node, and the file that it chooses below that one, without an end."""
+    make(**{
+        "model/z": "defaults: [override /model: z]\nNAME: resnet18",
+        "data/birds": "defaults: [override /schedule: linear]\nBATCH_SIZE: 8",
+    })  # fmt: skip
+    with pytest.raises(ConfigError, match=r"\.yaml, line 1\) would come below .*@_global_: NAME"):
+        load("--config-dir", ".", *argv)
+
+
+def test_a_circle_through_a_list_of_names_is_a_circle(make: Make) -> None:
+    make(**{"root": "defaults: [model: [a, b]]", "model/a": "defaults: [b]", "model/b": "defaults: [a]"})
+    with pytest.raises(ConfigError, match="lead back to themselves"):
+        load("--cfg", "root.yaml")
+
+
+def test_a_link_that_leads_nowhere_is_no_choice(make: Make, tmp_path: Path) -> None:
+    make(**{"model/a": "NAME: resnet18"})
+    (tmp_path / "model" / "dead.yaml").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="model: no preset 'dead'"):
+        load("--config-dir", ".", "model=dead")
