@@ -114,9 +114,9 @@ class _Walk:
             return False
         group, _, package = key.partition("@")
         self._astray[
-            f"{DEFAULTS}: override /{group} ({entry.source.origin}) would come below {package}, where nothing "
-            f"is chosen; write `override /{group}@_global_: NAME`, or `# @package _global_` at the top of "
-            "that file"
+            f"{DEFAULTS}: override /{group} ({entry.source.origin}) would come below {package}, where "
+            f"nothing is chosen; write `override /{group}@_global_: NAME`, or `# @package _global_` at the "
+            "top of that file"
         ] = None
         return True
 

@@ -653,8 +653,8 @@ for _ in range(3):
 @pytest.mark.slow
 @on_linux
 def test_a_later_search_holds_what_the_first_one_held(tmp_path: Path) -> None:
-    """The C library keeps some 40 MiB of the threads of trials."""
+    """The C library keeps some 50 MiB of the threads of trials."""
     done = forks.python("-c", SEARCHES, cwd=tmp_path)
     assert done.code == 0, done.err
     first, *later = map(int, done.out.split())
-    assert all(held - first < 20 * MIB for held in later), done.out
+    assert all(held - first < 35 * MIB for held in later), done.out
