@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from linnaeus.autobatch.result import AutoBatchResult
 
 if TYPE_CHECKING:
-    from linnaeus.autobatch.library import auto_find_batch_size
+    from linnaeus.autobatch.api import auto_find_batch_size
 
 __all__ = ["AutoBatchResult", "auto_find_batch_size"]
 
@@ -14,6 +14,6 @@ def __getattr__(name: str) -> Any:
     """Import `auto_find_batch_size`, and torch with it, on first use: the pure search needs neither."""
     if name != "auto_find_batch_size":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from linnaeus.autobatch.library import auto_find_batch_size
+    from linnaeus.autobatch.api import auto_find_batch_size
 
     return auto_find_batch_size

@@ -168,7 +168,22 @@ OWN: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-class Accelerated(torch.optim.Optimizer):
+class Forwarding:
+    """What wrappers of an optimizer hand on."""
+
+    optimizer: torch.optim.Optimizer
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+class Accelerated(Forwarding, torch.optim.Optimizer):
     """Of the shape of accelerate's wrapper: without `Optimizer.__init__`, with the attributes of another."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -187,35 +202,17 @@ class Accelerated(torch.optim.Optimizer):
     def defaults(self) -> Any:
         return self.optimizer.defaults
 
-    def state_dict(self) -> Any:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.optimizer.load_state_dict(state)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
     def step(self, closure: Any = None) -> None:
         self.optimizer.step(closure)
         self._was_skipped = not self._was_skipped
 
 
-class Outside:
+class Outside(Forwarding):
     """A wrapper that is no optimizer itself, with a number of its own that decides what a step does."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.num_steps = 0
-
-    def state_dict(self) -> Any:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.optimizer.load_state_dict(state)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:
         self.num_steps += 1
