@@ -179,7 +179,8 @@ def _find_sizes(
     )  # fmt: skip
 
     def plan_for(size: int) -> BatchPlan:
-        fitting = dataclasses.replace(facts, max_micro_batch_size=size)
+        name = "AUTOBATCH.MAX_BATCH_SIZE" if autobatch.ENABLED else "BATCH_SIZE"
+        fitting = dataclasses.replace(facts, max_micro_batch_size=size, batch_size_key=f"DATA.{name}")
         return plan_batches(train, config.OPTIMIZER, config.SCHEDULE, fitting)
 
     key = search_key(

@@ -61,6 +61,12 @@ def test_broadcast_gives_every_rank_the_value_of_rank_0() -> None:
     assert ranks(*[lambda plane: plane.broadcast(("from", plane.rank))] * 3) == [("from", 0)] * 3
 
 
+lists_keys = pytest.mark.skipif(
+    not hasattr(HashStore, "list_keys"), reason="torch before 2.9 does not list the keys of a store"
+)
+
+
+@lists_keys
 def test_many_exchanges_keep_apart_and_leave_few_keys() -> None:
     store = HashStore()
 
@@ -260,6 +266,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         agree_on_attempt(PrefixStore("b", store), 2, 3, 0.2)
 
 
+@lists_keys
 def test_a_value_larger_than_the_store_takes_at_once_arrives_whole() -> None:
     store = HashStore()
     value = b"0123456789abcdef" * (200 * 1024)

@@ -145,7 +145,7 @@ class BatchSizeFinder:
             stack.callback(self.memory.reset_peak)  # the last callback runs first
             stack.callback(self._runner.clean)
             stack.callback(self._snapshot.restore)
-            check_restorable(self._snapshot)
+            check_restorable(self._snapshot, self._names)
             self._stack = stack.pop_all()
         return self
 

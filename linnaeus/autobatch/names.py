@@ -16,8 +16,10 @@ class Names:
         checkpointing: what to use so that fewer activations are kept.
         half_precision: what to use so that activations are smaller.
         model: what to choose smaller.
+        optimizer: what to choose another of.
         batch_maker: what must return as many samples as it is asked for.
         smaller_training: how the training before a validation takes less memory.
+        without_search: how to train without a search.
     """
 
     target_memory_fraction: str = "target_memory_fraction"
@@ -30,8 +32,10 @@ class Names:
     checkpointing: str = "gradient checkpointing"
     half_precision: str = "bf16 autocast"
     model: str = "model"
+    optimizer: str = "optimizer"
     batch_maker: str = "make_batch(n)"
     smaller_training: str = "choose a smaller model"
+    without_search: str = "train with a batch size of your own"
 
 
 ARGUMENTS = Names()

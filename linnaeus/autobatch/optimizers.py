@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from linnaeus import nest
 from linnaeus.autobatch.attributes import parameters_of, without
+from linnaeus.autobatch.names import ARGUMENTS, Names
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.errors import AutoBatchError
 
@@ -65,7 +66,7 @@ def _subclasses(base: type) -> set[type]:
     return set(found)
 
 
-def check_restorable(snapshot: Snapshot) -> None:
+def check_restorable(snapshot: Snapshot, names: Names = ARGUMENTS) -> None:
     """Check that its optimizers can be put back, by `REHEARSED_STEPS` steps from the same state, twice.
 
     torch's own optimizers are not tried: they keep all that they have where a snapshot looks. Neither is one
@@ -77,7 +78,7 @@ def check_restorable(snapshot: Snapshot) -> None:
     attributes = snapshot.attributes()
     for optimizer, saved in attributes:
         for path, reason in saved.lost.items():
-            raise _cannot_restore(type(optimizer).__name__, f"of its attribute `{path}`, {reason}")
+            raise _cannot_restore(type(optimizer).__name__, f"of its attribute `{path}`, {reason}", names)
     others_of = {id(optimizer): saved.others for optimizer, saved in attributes}
     for optimizer in snapshot.stepping_optimizers():
         if type(optimizer).__module__.startswith("torch.optim."):
@@ -96,16 +97,18 @@ def check_restorable(snapshot: Snapshot) -> None:
             continue
         changed = [path for path, values in _plain_values(others).items() if values != before[path]]
         if changed:
-            raise _cannot_restore(name, f"a step changes its attribute `{changed[0]}`, which is not saved")
+            reason = f"a step changes its attribute `{changed[0]}`, which is not saved"
+            raise _cannot_restore(name, reason, names)
         if pictures[0] != pictures[1]:
-            raise _cannot_restore(name, "put back and stepped again, it gives other parameters than before")
+            reason = "put back and stepped again, it gives other parameters than before"
+            raise _cannot_restore(name, reason, names)
 
 
-def _cannot_restore(name: str, reason: str) -> AutoBatchError:
+def _cannot_restore(name: str, reason: str, names: Names) -> AutoBatchError:
     return AutoBatchError(
         f"AutoBatch cannot restore the optimizer {name} after its trials: {reason}. Training would not be "
-        "what it is without a search. Choose another OPTIMIZER.NAME, or switch DATA.AUTOBATCH.ENABLED off "
-        "and set DATA.BATCH_SIZE. An optimizer of your own must keep all that a step changes in `state`, in "
+        f"what it is without a search. Choose another {names.optimizer}, or {names.without_search}. "
+        "An optimizer of your own must keep all that a step changes in `state`, in "
         "`param_groups`, or in attributes that are numbers, tensors, random number generators or containers "
         "of these."
     )

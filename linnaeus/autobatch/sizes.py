@@ -346,10 +346,12 @@ def keys(mode: Mode) -> Names:
         checkpointing="TRAIN.GRADIENT_CHECKPOINTING True",
         half_precision="TRAIN.AMP bf16",
         model="MODEL.NAME",
+        optimizer="OPTIMIZER.NAME",
         batch_maker="the collate function",
         smaller_training=(
             f"lower DATA.BATCH_SIZE, or {node}.MAX_BATCH_SIZE where AutoBatch chose the training size"
         ),
+        without_search=f"switch {node}.ENABLED{suffix} off and set DATA.BATCH_SIZE{suffix}",
     )
 
 

@@ -40,11 +40,11 @@ def plan_warnings(
         optimizer: name of the optimizer, or of its class.
         learning_rate: the peak learning rate, after scaling.
     """
-    key = _effective_batch_key(train)
+    key = _effective_batch_key(train, facts)
     effective_batch_size = max(split.samples_per_rank for split in splits) * facts.world_size
     found = [
         _accumulation(facts, splits, key),
-        _epoch_of_one_batch(facts, splits) or _batchnorm(facts, splits, _micro_batch_key(train)),
+        _epoch_of_one_batch(facts, splits) or _batchnorm(facts, splits, _micro_batch_key(train, facts)),
         _fine_tuning(effective_batch_size, optimizer, learning_rate, key) if facts.pretrained else None,
         _dataset(effective_batch_size, facts.num_samples, key),
     ]
@@ -122,18 +122,19 @@ def _dataset(effective_batch_size: int, num_samples: int, key: str) -> str | Non
     )
 
 
-def _effective_batch_key(train: TrainConfig) -> str:
+def _effective_batch_key(train: TrainConfig, facts: Facts) -> str:
     """The key that sets the largest effective batch size."""
     name = train.BATCH_SCHEDULE.NAME
     if name != "constant":
         return f"{SCHEDULE}.MILESTONES" if name == "milestones" else f"{SCHEDULE}.LAST"
     if train.EFFECTIVE_BATCH_SIZE is not None:
         return EFFECTIVE
-    return "TRAIN.ACCUMULATION_STEPS" if train.ACCUMULATION_STEPS > 1 else "DATA.BATCH_SIZE"
+    return "TRAIN.ACCUMULATION_STEPS" if train.ACCUMULATION_STEPS > 1 else facts.batch_size_key
 
 
-def _micro_batch_key(train: TrainConfig) -> str:
+def _micro_batch_key(train: TrainConfig, facts: Facts) -> str:
     """The key that sets the smallest micro-batch size."""
     if train.BATCH_SCHEDULE.NAME != "constant":
         return f"{SCHEDULE}.FIRST"
-    return "DATA.BATCH_SIZE" if train.EFFECTIVE_BATCH_SIZE is None else f"DATA.BATCH_SIZE, {EFFECTIVE}"
+    key = facts.batch_size_key
+    return key if train.EFFECTIVE_BATCH_SIZE is None else f"{key}, {EFFECTIVE}"

@@ -18,6 +18,7 @@ class Facts:
         batchnorm: `none`, `local` (each rank normalises its own micro-batches) or `synchronised` over all
             ranks.
         pretrained: whether training starts from pretrained weights.
+        batch_size_key: the key that bounds the batch size; another one where AutoBatch chose it.
     """
 
     max_micro_batch_size: int
@@ -27,6 +28,7 @@ class Facts:
     weight_decay: float = 0.0
     batchnorm: str = "none"
     pretrained: bool = False
+    batch_size_key: str = "DATA.BATCH_SIZE"
 
     @property
     def epoch_samples_per_rank(self) -> int:

@@ -350,7 +350,7 @@ def test_a_snapshot_that_forgets_one_attribute_is_noticed(name: str, monkeypatch
 
     monkeypatch.setattr(Attributes, "restore", forgetful)
     monkeypatch.setattr("linnaeus.autobatch.snapshot._further_keys", lambda optimizer: {})
-    monkeypatch.setattr("linnaeus.autobatch.find.check_restorable", lambda snapshot: None)
+    monkeypatch.setattr("linnaeus.autobatch.find.check_restorable", lambda *_: None)
     plain, searched = (trained(make_optimizer, searches=searches) for searches in (False, True))
     assert searched != plain
 
@@ -430,7 +430,7 @@ def test_an_optimizer_that_cannot_be_put_back_is_refused_before_the_first_step(
     with pytest.raises(AutoBatchError, match=f"cannot restore the optimizer {kind.__name__} ") as caught:
         loop.search(state=(loop.model, outer))
     assert reason in str(caught.value)
-    assert "OPTIMIZER.NAME" in str(caught.value)
+    assert "Choose another optimizer, or train with a batch size of your own." in str(caught.value)
     assert loop.num_calls == 0
     assert (bits(loop.model.state_dict()), torch.get_rng_state().tolist()) == before
     assert all(parameter.grad is None for parameter in loop.model.parameters())
@@ -443,7 +443,7 @@ def test_a_run_with_such_an_optimizer_ends_before_its_first_trial(run: Run) -> N
     assert outcome.code == 3
     text = " ".join(outcome.err.split())
     assert "AutoBatch cannot restore the optimizer Hiding" in text
-    assert "Choose another OPTIMIZER.NAME" in text
+    assert "Choose another OPTIMIZER.NAME, or switch DATA.AUTOBATCH.ENABLED off and set" in text
     assert "Traceback" not in text
 
 

@@ -569,6 +569,7 @@ def test_state_that_was_thrown_away_comes_back() -> None:
     assert isinstance(optimizer.state, defaultdict)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of torch 2.8 does so
 def test_nested_state_comes_back() -> None:
     """LBFGS keeps lists of directions; a state may hold tuples and dicts too."""
     model = nn.Linear(3, 1)
@@ -717,6 +718,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # SequentialLR of torch 2.8 passes it itself
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_goes_on_where_it_was(name: str) -> None:
     def rates(interrupted: bool) -> list[float]:

@@ -376,6 +376,16 @@ def test_warnings_are_given_once_and_saved(run: Run, tmp_path: Path, options: li
     assert sum(text in warning for warning in plan_of(tmp_path / "runs/plain")["WARNINGS"]) == 1
 
 
+def test_a_warning_about_a_size_that_was_found_names_the_key_that_bounds_it(run: Run) -> None:
+    options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16", "TRAIN.EPOCHS=1")
+    by_hand, found = run(*PLAIN, "DATA.BATCH_SIZE=16", "TRAIN.EPOCHS=1"), run(*PLAIN, *options)
+    warning = (
+        "an effective batch of 16 is 16% of the 100 training samples, so an epoch has few optimizer steps"
+    )
+    assert f"{warning}; lower DATA.BATCH_SIZE or" in by_hand.out
+    assert f"{warning}; lower DATA.AUTOBATCH.MAX_BATCH_SIZE or" in found.out
+
+
 def test_an_added_warm_up_is_used_and_said(run: Run, tmp_path: Path) -> None:
     options = ("OPTIMIZER.LR_SCALING=linear", "OPTIMIZER.BASE_BATCH_SIZE=4", "TRAIN.EPOCHS=20")
     outcome = run(*PLAIN, *options)
