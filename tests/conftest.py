@@ -74,6 +74,11 @@ def freeze_what_is_there() -> None:
     gc.freeze()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        forks.share_template()  # one for all workers
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
     gc.unfreeze()

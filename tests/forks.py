@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
@@ -37,6 +37,9 @@ from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 MESSAGE_BYTES = 1 << 20
+
+ADDRESS = "LINNAEUS_TESTS_TEMPLATE"
+"""The environment variable with the path of the socket that the template of this test run listens at."""
 
 
 # The side of the tests.
@@ -90,18 +93,10 @@ class Process:
 class Template:
     """The process that is forked, seen from the tests."""
 
-    def __init__(self) -> None:
-        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(address)
         self._codes: dict[int, int] = {}
-        with other:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.forks", str(other.fileno())],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[other.fileno()],
-                start_new_session=True,  # Ctrl-C ends the tests, whose end is the end of the template
-            )
 
     def start(self, request: dict[str, Any], descriptors: Sequence[int]) -> Process:
         """Fork a process; `descriptors` become its standard streams."""
@@ -124,11 +119,6 @@ class Template:
                 self._socket.settimeout(None)
         return self._codes[pid]
 
-    def close(self) -> None:
-        """End the template and all forks that still run."""
-        self._socket.close()
-        self._process.wait()
-
     def _receive(self) -> dict[str, int]:
         """The next answer: the process that was forked, or how one has ended."""
         message = self._socket.recv(MESSAGE_BYTES)
@@ -139,11 +129,31 @@ class Template:
         return answer
 
 
+def share_template() -> None:
+    """Start a template that this process and those that it starts use; it ends with this process."""
+    folder = tempfile.TemporaryDirectory()  # only this user may enter it
+    address = str(Path(folder.name) / "template")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen()
+        template = subprocess.Popen(
+            [sys.executable, "-m", "tests.forks", str(listener.fileno())],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,  # which closes when this process ends, and that ends the template
+            pass_fds=[listener.fileno()],
+            start_new_session=True,  # Ctrl-C reaches the tests alone
+        )
+    os.environ[ADDRESS] = address
+    atexit.register(folder.cleanup)
+    atexit.register(template.communicate)
+
+
 @functools.cache
 def _template() -> Template:
-    template = Template()
-    atexit.register(template.close)
-    return template
+    if ADDRESS not in os.environ:
+        share_template()
+    return Template(os.environ[ADDRESS])
 
 
 def start(
@@ -197,25 +207,35 @@ def python(
 # The template.
 
 
-def serve(connection: socket.socket) -> dict[str, Any]:
-    """Fork a process for each request, and say how it ends. Returns in the forks, with the request."""
+def serve(listener: socket.socket) -> dict[str, Any]:
+    """Fork a process for each request, and say how it ends. Returns in the forks, with the request.
+
+    Forks of a connection that closes are killed; the template ends with its standard input.
+    """
     selector = selectors.DefaultSelector()
-    selector.register(connection, selectors.EVENT_READ)
-    running: dict[int, int] = {}
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+    running: dict[int, tuple[int, socket.socket]] = {}
+    connections: list[socket.socket] = []
     while True:
         for key, _ in selector.select():
-            if key.fileobj is connection:
-                message, descriptors, *_ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
+            source = key.fileobj
+            if source is listener:
+                connections.append(listener.accept()[0])
+                selector.register(connections[-1], selectors.EVENT_READ)
+            elif isinstance(source, socket.socket):
+                message, descriptors, *_ = socket.recv_fds(source, MESSAGE_BYTES, 3)
                 if not message:
-                    for pid in running.values():
-                        os.kill(pid, signal.SIGKILL)
-                    os._exit(0)
+                    _kill(pid for pid, connection in running.values() if connection is source)
+                    selector.unregister(source)
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     for number, descriptor in enumerate(descriptors):
                         os.dup2(descriptor, number)
                     selector.close()
-                    connection.close()
+                    for one in (listener, *connections):
+                        one.close()
                     for descriptor in [*descriptors, *running]:
                         os.close(descriptor)
                     request: dict[str, Any] = json.loads(message)
@@ -223,17 +243,24 @@ def serve(connection: socket.socket) -> dict[str, Any]:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 watched = os.pidfd_open(pid)
-                running[watched] = pid
+                running[watched] = pid, source
                 selector.register(watched, selectors.EVENT_READ)
-                connection.send(json.dumps({"pid": pid}).encode())
-            else:
-                watched = key.fd
-                selector.unregister(watched)
-                os.close(watched)
-                pid, status = os.waitpid(running.pop(watched), 0)
-                code = os.waitstatus_to_exitcode(status)
+                source.send(json.dumps({"pid": pid}).encode())
+            elif key.fd in running:
+                pid, connection = running.pop(key.fd)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 with suppress(BrokenPipeError):
                     connection.send(json.dumps({"pid": pid, "code": code}).encode())
+            else:
+                _kill(pid for pid, _ in running.values())
+                os._exit(0)
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 def become(request: dict[str, Any], path: list[str]) -> None:
@@ -360,7 +387,7 @@ PRELOADED = (
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[1]))
     own = {str(ROOT), ""}
     path = [folder for folder in sys.path if folder not in own]
     for name in PRELOADED:
@@ -370,7 +397,7 @@ def main() -> None:
     rendezvous.get_method_name = lambda *_: "method"  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()  # collections in the forks leave these pages alone
-    request = serve(connection)
+    request = serve(listener)
     fork_in_place_of_exec(path)
     if request["finalize"]:
         become(request, path)
