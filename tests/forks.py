@@ -381,7 +381,7 @@ def run_to_the_end(request: dict[str, Any], path: list[str]) -> None:
 PRELOADED = (
     "linnaeus.run", "linnaeus.main", "torch.distributed.run", "matplotlib.figure", "pytest",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.utils.serialization.config",
-    "antlr4.LL1Analyzer", "rich._emoji_codes", "encodings.idna",
+    "antlr4.LL1Analyzer", "rich._emoji_codes", "encodings.idna", "wandb",
 )  # fmt: skip
 """With what they would import later."""
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from linnaeus.config.schema import WandbConfig
 from linnaeus.tracking import Tracker, start_tracking
+from tests import forks
+from tests.forks import Outcome
 
 PROGRAM = """
 import logging, sys
@@ -53,19 +54,17 @@ psutil.wait_procs(children)
 Record = Any
 
 
-def record(
-    folder: Path, resume: bool = False, program: str = PROGRAM, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def record(folder: Path, resume: bool = False, program: str = PROGRAM, **environment: str) -> Outcome:
     """Run the program as on a machine that has never seen W&B: no key, no mode, an empty home."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     for name in ("HOME", "USERPROFILE"):
         clean[name] = str(folder / "home")
     clean["PYTHONPATH"] = str(Path(__file__).parents[1])
     (folder / "home").mkdir(exist_ok=True)
-    return subprocess.run(
-        [sys.executable, "-c", program, "resume" if resume else "new"],
-        cwd=folder, env=clean | environment, capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+    with mock.patch.dict(os.environ, clean | environment, clear=True):
+        outcome = forks.python("-c", program, "resume" if resume else "new", cwd=folder)
+    assert outcome.code == 0, outcome.err
+    return outcome
 
 
 def read(path: Path) -> Iterator[Record]:
@@ -106,7 +105,7 @@ def of_kind(run: list[Record], kind: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     """A recorded run; the tests that use it only read."""
     folder = tmp_path_factory.mktemp("wandb")
     return folder, record(folder)
@@ -123,20 +122,20 @@ def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) 
 
 
 def test_without_a_key_the_run_is_offline_and_says_how_to_sync(
-    fresh: tuple[Path, subprocess.CompletedProcess[str]],
+    fresh: tuple[Path, Outcome],
 ) -> None:
     folder, outcome = fresh
     [run_folder] = (folder / "logs/wandb").glob("offline-run-*")
-    lines = outcome.stderr.splitlines()
-    assert len(lines) == 2, outcome.stderr
+    lines = outcome.err.splitlines()
+    assert len(lines) == 2, outcome.err
     assert "no API key" in lines[0]
     assert lines[1] == f"W&B recorded offline; upload with: wandb sync {run_folder.relative_to(folder)}"
-    assert outcome.stdout == ""
+    assert outcome.out == ""
     assert not (folder / "wandb").exists()
 
 
 def test_identity_and_configuration_are_recorded(
-    fresh: tuple[Path, subprocess.CompletedProcess[str]],
+    fresh: tuple[Path, Outcome],
 ) -> None:
     [run] = recorded(fresh[0])
     [identity] = of_kind(run, "run")
@@ -145,7 +144,7 @@ def test_identity_and_configuration_are_recorded(
     assert items(identity.config.update)["DATA"] == {"BATCH_SIZE": 64}
 
 
-def test_every_metric_is_recorded_at_its_step(fresh: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_every_metric_is_recorded_at_its_step(fresh: tuple[Path, Outcome]) -> None:
     [run] = recorded(fresh[0])
     history = [items(row.item) for row in of_kind(run, "history")]
     metrics = {
@@ -155,7 +154,7 @@ def test_every_metric_is_recorded_at_its_step(fresh: tuple[Path, subprocess.Comp
     assert metrics == {0: {}, 1: {"train/loss": 1.5, "val/loss": 1.25}, 2: {"train/loss": 1.0}}
 
 
-def test_the_trials_are_recorded_as_tables(fresh: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_the_trials_are_recorded_as_tables(fresh: tuple[Path, Outcome]) -> None:
     folder = fresh[0]
     [run] = recorded(folder)
     assert {artifact.type for artifact in of_kind(run, "artifact")} == {"run_table"}
@@ -171,7 +170,7 @@ def test_the_trials_are_recorded_as_tables(fresh: tuple[Path, subprocess.Complet
 
 
 def test_the_summary_holds_the_sizes_and_the_final_figures(
-    fresh: tuple[Path, subprocess.CompletedProcess[str]],
+    fresh: tuple[Path, Outcome],
 ) -> None:
     [run] = recorded(fresh[0])
     summary: dict[str, Any] = {}
@@ -195,7 +194,7 @@ def test_a_resumed_run_keeps_its_id_and_a_new_one_does_not(tmp_path: Path) -> No
 def test_a_signal_to_all_processes_ends_the_record_but_not_the_run(tmp_path: Path) -> None:
     assert LATE in PROGRAM
     outcome = record(tmp_path, program=PROGRAM.replace(LATE, END_CHILDREN + LATE))
-    no_key, lost, hint = outcome.stderr.splitlines()
+    no_key, lost, hint = outcome.err.splitlines()
     assert "no API key" in no_key
     assert lost.startswith("warning: W&B's process has ended (")
     assert "wandb sync" in hint
@@ -217,15 +216,15 @@ def test_a_server_that_cannot_be_reached_or_used_means_offline(tmp_path: Path, k
     outcome = record(tmp_path, WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
     [run] = recorded(tmp_path)
     assert items(of_kind(run, "history")[-1].item)["train/loss"] == 1.0
-    assert "W&B cannot be reached" in outcome.stderr
-    assert reason in outcome.stderr
-    assert "wandb sync" in outcome.stderr
+    assert "W&B cannot be reached" in outcome.err
+    assert reason in outcome.err
+    assert "wandb sync" in outcome.err
 
 
 def test_an_explicit_online_mode_falls_back_too(tmp_path: Path) -> None:
     outcome = record(tmp_path, WANDB_MODE="online", WANDB_API_KEY="short")
     assert recorded(tmp_path)
-    assert "W&B cannot be reached" in outcome.stderr
+    assert "W&B cannot be reached" in outcome.err
 
 
 def test_a_mode_from_the_environment_is_respected(tmp_path: Path) -> None:
