@@ -75,6 +75,7 @@ def test_killed_at_any_moment_and_resumed(never_killed: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_a_hundred_times_and_resumed(tmp_path: Path) -> None:
     """While it starts, trains, validates and writes checkpoints, within epochs too."""
     options = (

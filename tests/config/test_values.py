@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from linnaeus.config.load import load_config
+from linnaeus.config.overrides import LONG_NAMES, OPTIONS
 from linnaeus.config.schema import Config
 from linnaeus.config.values import evaluate, split_list
 from linnaeus.errors import ConfigError
@@ -72,7 +73,7 @@ def test_text_arrives_as_typed(text: str) -> None:
 def test_any_text_arrives_as_typed(text: str) -> None:
     if text not in ("--help", "-h"):
         assert value_of(load(f"EXPERIMENT.OUTPUT_DIR={text}"), "EXPERIMENT.OUTPUT_DIR") == text
-    if text not in ("--help", "-h", "--print-config", "--opts") and not text.startswith("--cfg"):
+    if text.partition("=")[0] not in (*OPTIONS, *LONG_NAMES, "--help", "-h", "--opts"):
         config = load("EXPERIMENT.OUTPUT_DIR", text)
         assert text == config.EXPERIMENT.OUTPUT_DIR
 

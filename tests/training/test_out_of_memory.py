@@ -367,7 +367,8 @@ def test_what_the_failed_step_held_is_free_again(run_in_child: Run, tmp_path: Pa
     assert [line["step"] for line in lines_of(tmp_path / "runs/plain")] == list(range(1, 7))
 
 
-CONVOLUTIONS = (*RUN, f"MODEL._target_={__name__}.Convolutions", "TRAIN.EPOCHS=1")
+CONVOLUTIONS = (*RUN, f"MODEL._target_={__name__}.Convolutions", "TRAIN.EPOCHS=1", "DATA.BATCH_SIZE_VAL=4")
+"""Validation is never split, so its batches are small ones that always fit."""
 
 
 @pytest.mark.slow
