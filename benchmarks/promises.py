@@ -19,7 +19,7 @@ import torch
 
 from linnaeus.errors import OutOfMemoryError
 from tests.autobatch.promises import CASES, CONTROLS, MODELS, TOLERANCE, Card, Phase, Run, StandIn
-from tests.cuda.allocator import MIB
+from linnaeus.memory.allocator import MIB
 
 
 def shown(phase: Phase) -> str:

@@ -30,7 +30,7 @@ from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.trainer import Trainer
 from tests.autobatch.trainers import building
-from tests.cuda.allocator import MIB
+from linnaeus.memory.allocator import MIB
 from tests.cuda.device import FakeCuda
 from tests.cuda.training import holding, on_the_host
 

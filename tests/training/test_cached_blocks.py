@@ -11,7 +11,7 @@ import torch
 import linnaeus.training.trainer
 from linnaeus.training.trainer import Trainer
 from tests.conftest import SMALL, Run
-from tests.cuda.allocator import MIB
+from linnaeus.memory.allocator import MIB
 from tests.cuda.device import FakeCuda
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
-from tests.cuda.allocator import MIB, Block, CachingAllocator, Refused
+from linnaeus.memory.allocator import MIB, AllocatorSettings, Block, CachingAllocator, Refused
 
 KIB = 1024
 
@@ -30,9 +31,12 @@ class Device:
         self.segments.remove(num_bytes)
 
 
-def allocator_on(size: int = 1 << 40, **settings: float) -> tuple[CachingAllocator, Device]:
+def allocator_on(size: int = 1 << 40, **settings: Any) -> tuple[CachingAllocator, Device]:
     device = Device(size)
-    return CachingAllocator(device.malloc, device.free, **settings), device  # type: ignore[arg-type]
+    allocator = CachingAllocator(
+        AllocatorSettings(**settings), device_malloc=device.malloc, device_free=device.free
+    )
+    return allocator, device
 
 
 @pytest.mark.parametrize(
