@@ -91,7 +91,7 @@ def traces_of(name: str) -> tuple[int, tuple[Trace, Trace]]:
     with torch.device("meta"):
         model = timm.create_model(name)
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     size = model.default_cfg["input_size"]
     # The loader's stream holds the images: memory of its own, so they are made outside the trace.
     images = {n: torch.empty(n, *size, device="meta") for n in BATCH_SIZES}

@@ -146,18 +146,78 @@ def _dropout(func: Any, x: Tensor, p: float = 0.5, train: bool = True) -> Tensor
     return plain
 
 
-def _rms_norm(
-    func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    if (
-        not x.is_meta
-        or not hasattr(aten, "_fused_rms_norm")
-        or (weight is not None and weight.dtype != x.dtype)
-    ):
+class _FusedRmsNorm(torch.autograd.Function):
+    """What the fused kernel holds; `meta` would run it in parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_dims: int, weight: Tensor | None) -> Tensor:
+        copy = None if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+        output = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rstd = x.new_empty(x.shape[: x.dim() - num_dims], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        del copy
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        copies = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (*grads, x) if not t.is_contiguous()]
+        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        grad_weight = None if weight is None else torch.empty_like(weight)
+        del copies
+        return grad_x, None, grad_weight
+
+
+def _rms_norm(func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """In one kernel since torch 2.9, where input and weight have one format."""
+    if not x.is_meta or not hasattr(aten, "_fused_rms_norm") or (weight is not None and weight.dtype != x.dtype):
         plain: Tensor = func(x, shape, weight, eps)
         return plain
-    result: Tensor = aten._fused_rms_norm(x, shape, weight, eps)[0]
-    return result
+    output: Tensor = _FusedRmsNorm.apply(x, len(shape), weight)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _FusedRnn(torch.autograd.Function):
+    """What cuDNN holds for an LSTM or GRU; `meta` would run it step by step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_states: int, hidden: int, gates: int, strided: bool, *weights: Tensor) -> Any:
+        steps = x.shape[0] * x.shape[1]
+        copy = torch.empty_like(x) if strided else None
+        output = x.new_empty((*x.shape[:2], num_states * hidden))
+        reserve = x.new_empty(steps * num_states * hidden * (gates + RNN_RESERVED)) if any(ctx.needs_input_grad) else None
+        ctx.strided = strided
+        ctx.save_for_backward(x, output, reserve, *weights)
+        del copy
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, output, _, *weights = ctx.saved_tensors
+        copies = [torch.empty_like(tensor) for tensor in (x, output, grads[0])] if ctx.strided else []
+        grad_x = torch.empty_like(x)
+        grad_weights = [torch.empty_like(weight) for weight in weights]
+        del copies
+        return grad_x, None, None, None, None, *grad_weights
+
+
+RNN_RESERVED = 2
+"""Values that cuDNN keeps for each hidden unit, step and direction beside its gates: the cell and its tanh. A
+guess from the equations; cuDNN does not tell."""
+
+
+def _rnn(func: Any, x: Tensor, hx: Any, weights: Any, *options: Any) -> Any:
+    """A recurrent layer of cuDNN's; where its input is packed or has several layers, step by step."""
+    states = hx if isinstance(hx, list | tuple) else (hx,)
+    is_plain = isinstance(weights, list | tuple) and len(options) == 6 and options[1] == 1
+    if not x.is_meta or x.dim() != 3 or not is_plain or any(state.requires_grad for state in states):
+        return func(x, hx, weights, *options)
+    bidirectional, batch_first = options[-2:]
+    gates = weights[0].shape[0] // states[0].shape[-1]
+    output = _FusedRnn.apply(  # type: ignore[no-untyped-call]
+        x, 1 + bidirectional, states[0].shape[-1], gates, batch_first, *weights
+    )
+    return output, *(torch.empty_like(state) for state in states)
 
 
 def _attention(
@@ -230,6 +290,8 @@ def _pin_memory(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 ROUTES: dict[str, Callable[..., Any]] = {
     "dropout": _dropout,
+    "gru": _rnn,
+    "lstm": _rnn,
     "rms_norm": _rms_norm,
     "scaled_dot_product_attention": _attention,
     "to": _to,

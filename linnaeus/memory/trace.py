@@ -190,10 +190,8 @@ def _naming_operations(recorder: Recorder) -> Iterator[None]:
         yield
     except UntraceableError:
         raise
-    except NotImplementedError as error:
-        raise UntraceableError(f"after {recorder.last_operation}: {error}") from error
-    except RuntimeError as error:
-        if "meta tensor" not in str(error).lower():
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        if not _is_missing(error):
             raise
         raise UntraceableError(f"after {recorder.last_operation}: {error}") from error
 
