@@ -1,17 +1,18 @@
 """Predict the peak memory of timm models from traces on `meta`, and compare with measured curves.
 
-    python benchmarks/prediction_accuracy.py --curves FILE [--models N] [--seed S] [--jobs J] [--part all|fit|held]
+    python benchmarks/prediction_accuracy.py --curves FILE [--models N] [--seed S] [--jobs J]
+        [--part all|fit|held]
 
-FILE has rows of `model,batch_size,memory_mib`, as `benchmarks/data/memory_curves.csv`; that file's README says
-which rows count. What was measured: training steps of timm models in float32 by SGD with momentum, 1000 classes,
-at the model's own image size, on a card of 40 GB; the figure is the use of the whole device.
+FILE has rows of `model,batch_size,memory_mib`, as `benchmarks/data/memory_curves.csv`; that file's README
+says which rows count. What was measured: training steps of timm models in float32 by SGD with momentum, 1000
+classes, at the model's own image size, on a card of 40 GB; the figure is the use of the whole device.
 
-The constants of `linnaeus/memory/workspace.py` and of this file were fitted on the part `fit`: models whose name
-has an even SHA-256. The part `held` is all others.
+The constants of `linnaeus/memory/workspace.py` and of this file were fitted on the part `fit`: models whose
+name has an even SHA-256. The part `held` is all others.
 
-A run counts as a spike, which no prediction sees, if cuDNN took a kernel with a far larger workspace: the run
-needs over 1.3 times the prediction, while another size of the same model is within 10 % of its own. Spikes count
-in all figures here; only the fit leaves them out.
+A run counts as a spike, which no prediction sees, if cuDNN took a kernel with a far larger workspace: the
+run needs over 1.3 times the prediction, while another size of the same model is within 10 % of its own.
+Spikes count in all figures here; only the fit leaves them out.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from typing import Any
 
 import timm
 import torch
-import torch.nn.functional as F
 from search_replay import CURVES, Points, read_curves
+from torch.nn import functional
 
 from linnaeus.memory.allocator import MIB, AllocatorSettings
 from linnaeus.memory.predict import BATCH_SIZES, Prediction
@@ -42,9 +43,13 @@ from linnaeus.memory.trace import Trace, UntraceableError, trace
 BASE_BYTES = 1750 * MIB
 """What the measuring machine held beside the allocator: the smallest runs of the file need 1,800 MiB."""
 
-LOADED_BATCHES = 4.5
-"""Input batches of float32 on the device: timm's loader makes the next one, in 8 bits and in float32, on a stream
-of its own while the step runs. Fitted on the part `fit` by the slope of models with small activations."""
+LOADED_BATCHES = 4.0
+"""Input batches of float32 on the device: timm's loader makes the next one, in 8 bits and in float32, on a
+stream of its own while the step runs. Fitted with the constants of linnaeus/memory/workspace.py."""
+
+WEIGHT_DECAY = 1e-4
+"""Its value plays no part, but that there is one: multi-tensor SGD then holds gradients with decay beside the
+gradients."""
 
 COVER = 1.15
 
@@ -91,7 +96,7 @@ def traces_of(name: str) -> tuple[int, tuple[Trace, Trace]]:
     with torch.device("meta"):
         model = timm.create_model(name)
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=WEIGHT_DECAY)
     size = model.default_cfg["input_size"]
     # The loader's stream holds the images: memory of its own, so they are made outside the trace.
     images = {n: torch.empty(n, *size, device="meta") for n in BATCH_SIZES}
@@ -101,7 +106,7 @@ def traces_of(name: str) -> tuple[int, tuple[Trace, Trace]]:
         outputs: Any = model(images[n])
         if isinstance(outputs, list | tuple):
             outputs = outputs[0]
-        F.cross_entropy(outputs, targets).backward()
+        functional.cross_entropy(outputs, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -167,7 +172,8 @@ def reason(run: Run, outcome: Outcome) -> str:
 
 
 def report(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    yield f"{'':<24}{'models':>7}{'runs':>6}{'median':>8}{'p90':>8}{'p95':>8}{'bias':>8}{'<1.15':>8}{'spikes':>8}{'s/model':>9}"
+    columns = "".join(f"{name:>8}" for name in ("median", "p90", "p95", "bias", "<1.15", "spikes"))
+    yield f"{'':<24}{'models':>7}{'runs':>6}{columns}{'s/model':>9}"
     yield line("all", outcomes)
     yield line("held", [outcome for outcome in outcomes if not is_fitted(outcome.model)])
     yield line("fit", [outcome for outcome in outcomes if is_fitted(outcome.model)])
@@ -183,8 +189,8 @@ def report(outcomes: Sequence[Outcome]) -> Iterator[str]:
     )
     for run, outcome in worst[:10]:
         yield (
-            f"{run.model:<36}{run.batch_size:>5}{run.measured_mib:>9.0f} measured{run.predicted_mib:>9.0f} predicted"
-            f"{100 * run.error:>+7.1f} %  {reason(run, outcome)}"
+            f"{run.model:<36}{run.batch_size:>5}{run.measured_mib:>9.0f} measured"
+            f"{run.predicted_mib:>9.0f} predicted{100 * run.error:>+7.1f} %  {reason(run, outcome)}"
         )
     for outcome in outcomes:
         if outcome.problem:

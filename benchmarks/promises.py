@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from linnaeus.errors import OutOfMemoryError
-from tests.autobatch.promises import CASES, CONTROLS, MODELS, TOLERANCE, Card, Phase, Run, StandIn
 from linnaeus.memory.allocator import MIB
+from tests.autobatch.promises import CASES, CONTROLS, MODELS, TOLERANCE, Card, Phase, Run, StandIn
 
 
 def shown(phase: Phase) -> str:

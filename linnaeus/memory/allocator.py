@@ -1,10 +1,10 @@
 """A model of PyTorch's caching allocator for CUDA: which bytes it reserves for a sequence of requests.
 
-It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.8 to 2.15 with the native backend and one stream. Sizes
-are rounded up to 512 bytes. Requests up to 1 MiB come from segments of 2 MiB, those below 10 MiB from segments
-of 20 MiB, larger ones from a segment of their own, rounded up to 2 MiB. The smallest free block that is large
-enough is taken, and split where enough of it remains. With expandable segments, each of the two pools is one
-segment that grows by 2 or 20 MiB.
+It follows c10/cuda/CUDACachingAllocator.cpp of torch 2.8 to 2.15 with the native backend and one stream.
+Sizes are rounded up to 512 bytes. Requests up to 1 MiB come from segments of 2 MiB, those below 10 MiB from
+segments of 20 MiB, larger ones from a segment of their own, rounded up to 2 MiB. The smallest free block
+that is large enough is taken, and split where enough of it remains. With expandable segments, each of the
+two pools is one segment that grows by 2 or 20 MiB.
 
 >>> allocator = CachingAllocator()
 >>> block = allocator.allocate(30 * MIB)
@@ -95,16 +95,13 @@ def _divisions(text: str) -> tuple[int, ...]:
     found, start = [0] * _NUM_INTERVALS, 0
     for entry in text.strip("[]").split(","):
         key, _, value = entry.partition(":")
-        if key.strip() == ">":
-            end = _NUM_INTERVALS
-        else:
-            end = min(int(key).bit_length(), _NUM_INTERVALS)
+        end = _NUM_INTERVALS if key.strip() == ">" else min(int(key).bit_length(), _NUM_INTERVALS)
         found[start:end] = [int(value)] * (end - start)
         start = end
     return tuple(found)
 
 
-class Refused(Exception):  # the device turns it into torch's error
+class Refused(Exception):  # noqa: N818 - the device turns it into torch's error
     """The allocator can serve a request neither from its cache nor with a new segment.
 
     Attributes:
@@ -165,9 +162,11 @@ class Pool:
         return [block for _, _, block in self.entries]
 
     def add(self, block: Block) -> None:
+        """Put a block in its place."""
         bisect.insort(self.entries, (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
+        """Take a block out."""
         index = bisect.bisect_left(self.entries, (block.size, block.address))
         assert self.entries[index][2] is block
         del self.entries[index]
@@ -205,7 +204,7 @@ class CachingAllocator:
 
     def __init__(
         self,
-        settings: AllocatorSettings = AllocatorSettings(),  # noqa: B008 - it is frozen
+        settings: AllocatorSettings = AllocatorSettings(),
         *,
         device_malloc: Callable[[int], bool] = lambda num_bytes: True,
         device_free: Callable[[int], None] = lambda num_bytes: None,

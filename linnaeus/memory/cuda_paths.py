@@ -1,7 +1,8 @@
 """Run on `meta` what CUDA would run: its fused kernels, its casts under autocast, its optimizers' paths.
 
-Without this, `meta` decomposes attention, dropout and RMSNorm into parts that save more than the fused kernels of
-CUDA, ignores autocast, and lets optimizers and gradient clipping take the path for devices without
+Without this, `meta` decomposes attention, dropout and RMSNorm into parts that save more than the fused
+kernels of CUDA, ignores autocast, and lets optimizers and gradient clipping take the path for devices
+without
 multi-tensor kernels. What follows are the rules of torch 2.8 to 2.15 (aten/src/ATen: autocast_mode.h,
 native/transformers/cuda/sdp_utils.cpp, native/Dropout.cpp).
 """
@@ -23,34 +24,40 @@ from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 
-LOWER_PRECISION = frozenset(
-    "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution "
-    "prelu addmm addmv addr matmul __matmul__ __rmatmul__ einsum mm mv linear addbmm baddbmm bmm chain_matmul "
-    "linalg_vecdot linalg_multi_dot multi_dot scaled_dot_product_attention lstm gru rnn_tanh rnn_relu lstm_cell "
-    "gru_cell rnn_tanh_cell rnn_relu_cell".split()
-)
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+LOWER_PRECISION = _names("""
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution
+    _convolution prelu addmm addmv addr matmul __matmul__ __rmatmul__ einsum mm mv linear addbmm
+    baddbmm bmm chain_matmul linalg_vecdot linalg_multi_dot multi_dot scaled_dot_product_attention
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+""")
 """Functions to which CUDA's autocast gives tensors in its own format."""
 
-FLOAT32 = frozenset(
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus "
-    "layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss "
-    "cosine_embedding_loss nll_loss nll_loss_nd nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss "
-    "huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss "
-    "multi_margin_loss binary_cross_entropy_with_logits cross_entropy_loss dist pdist cdist renorm logsumexp "
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
-    "_upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm".split()
-)
+FLOAT32 = _names("""
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__
+    __rpow__ softplus layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm
+    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss_nd nll_loss2d
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+    binary_cross_entropy_with_logits cross_entropy_loss dist pdist cdist renorm logsumexp
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+    _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm
+""")
 """Functions to which it gives tensors in float32."""
 
-FLOAT32_RESULT = frozenset(
-    "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum".split()
-)
+FLOAT32_RESULT = _names("""
+    prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum
+""")
 """Functions whose result it asks for in float32."""
 
-WIDEST = frozenset(
-    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put scatter_add cat concat concatenate "
-    "stack tensordot".split()
-)
+WIDEST = _names("""
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put scatter_add cat concat
+    concatenate stack tensordot
+""")
 """Functions to which it gives all tensors in the widest format among them."""
 
 
@@ -58,7 +65,7 @@ class CudaPaths(TorchFunctionMode):
     """Takes the paths of CUDA for functions called on `meta` tensors, in forward and backward."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
@@ -100,8 +107,8 @@ class CudaPaths(TorchFunctionMode):
         if not _is_eligible(tensor) or tensor.dtype == dtype:
             return tensor
         is_kept = (
-            tensor.requires_grad and tensor.is_leaf and tensor.dtype == torch.float32 and not tensor._is_view()
-            and torch.is_autocast_cache_enabled()
+            tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+            and tensor.dtype == torch.float32 and torch.is_autocast_cache_enabled()
         )  # fmt: skip
         if not is_kept:
             return tensor.to(dtype)
@@ -161,19 +168,27 @@ class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, _ = ctx.saved_tensors
-        copies = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (*grads, x) if not t.is_contiguous()]
+        copies = [
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (*grads, x) if not t.is_contiguous()
+        ]
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         grad_weight = None if weight is None else torch.empty_like(weight)
         del copies
         return grad_x, None, grad_weight
 
 
-def _rms_norm(func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(
+    func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     """In one kernel since torch 2.9, where input and weight have one format."""
-    if not x.is_meta or not hasattr(aten, "_fused_rms_norm") or (weight is not None and weight.dtype != x.dtype):
+    if (
+        not x.is_meta
+        or not hasattr(aten, "_fused_rms_norm")
+        or (weight is not None and weight.dtype != x.dtype)
+    ):
         plain: Tensor = func(x, shape, weight, eps)
         return plain
-    output: Tensor = _FusedRmsNorm.apply(x, len(shape), weight)  # type: ignore[no-untyped-call]
+    output: Tensor = _FusedRmsNorm.apply(x, len(shape), weight)
     return output
 
 
@@ -181,11 +196,17 @@ class _FusedRnn(torch.autograd.Function):
     """What cuDNN holds for an LSTM or GRU; `meta` would run it step by step."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, num_states: int, hidden: int, gates: int, strided: bool, *weights: Tensor) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, num_states: int, hidden: int, gates: int, strided: bool, *weights: Tensor
+    ) -> Any:
         steps = x.shape[0] * x.shape[1]
         copy = torch.empty_like(x) if strided else None
         output = x.new_empty((*x.shape[:2], num_states * hidden))
-        reserve = x.new_empty(steps * num_states * hidden * (gates + RNN_RESERVED)) if any(ctx.needs_input_grad) else None
+        reserve = (
+            x.new_empty(steps * num_states * hidden * (gates + RNN_RESERVED))
+            if any(ctx.needs_input_grad)
+            else None
+        )
         ctx.strided = strided
         ctx.save_for_backward(x, output, reserve, *weights)
         del copy
@@ -214,9 +235,7 @@ def _rnn(func: Any, x: Tensor, hx: Any, weights: Any, *options: Any) -> Any:
         return func(x, hx, weights, *options)
     bidirectional, batch_first = options[-2:]
     gates = weights[0].shape[0] // states[0].shape[-1]
-    output = _FusedRnn.apply(  # type: ignore[no-untyped-call]
-        x, 1 + bidirectional, states[0].shape[-1], gates, batch_first, *weights
-    )
+    output = _FusedRnn.apply(x, 1 + bidirectional, states[0].shape[-1], gates, batch_first, *weights)
     return output, *(torch.empty_like(state) for state in states)
 
 
@@ -231,7 +250,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Scaled dot-product attention by the kernel that CUDA would choose (compute capability 8.0 and above)."""
+    """Scaled dot-product attention by the kernel that CUDA would choose (compute capability 8.0 and
+    above)."""
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     is_fusable = (
         q.is_meta and q.dim() == k.dim() == v.dim() == 4 and all(t.stride(-1) == 1 for t in (q, k, v))

@@ -140,7 +140,7 @@ class _Swap:
             return known[1]
         if any(known is tensor for _, known in self._substitutes.values()):
             return tensor
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if torch.nn.parameter.is_lazy(tensor):
             raise UntraceableError("a lazy parameter has no shape before the model has run once")
         substitute = torch.empty_like(tensor, device="meta", requires_grad=False)
         if isinstance(tensor, nn.Parameter):

@@ -7,19 +7,22 @@
 ...     model(images).sum().backward()
 ...     optimizer.step()
 ...     optimizer.zero_grad()
->>> prediction = predict(step, lambda n: torch.empty(n, 3, 224, 224), state=(model, optimizer))
+>>> def make_batch(n):
+...     return torch.empty(n, 3, 224, 224)
+>>> prediction = predict(step, make_batch, state=(model, optimizer), base_bytes=600 << 20)
 >>> prediction.peak_bytes(512) >> 20, prediction.largest(8 << 30)
-(31722, 123)
+(13220, 308)
 
-Two steps are traced on `meta` at two batch sizes (`linnaeus.memory.trace`). Each event's size is a line through
-the two; at any other batch size, the events with the sizes on their lines are replayed through a model of the
-caching allocator. That includes fragmentation, which a line through the two peaks does not.
+Two steps are traced on `meta` at two batch sizes (`linnaeus.memory.trace`). Each event's size is a line
+through the two; at any other batch size, the events with the sizes on their lines are replayed through a
+model of the caching allocator. That includes fragmentation, which a line through the two peaks does not.
 
 Interface: `predict(step, make_batch, state=...)` traces and returns a `Prediction`; `Prediction.of(first,
-second)` takes traces. Of a prediction, `peak_bytes(n)` is the use of the device, `reserved_bytes(n)` that of the
-allocator alone, `safe_bytes(n)` the peak with the margin, `largest(bytes)` the largest batch size that fits and
-`slope(n)` bytes per sample. For a model that is built for this only, build model and optimizer inside
-`with torch.device("meta")`; otherwise pass what there is as `state`: it is put on `meta` meanwhile.
+second)` takes traces. Of a prediction, `peak_bytes(n)` is the use of the device, `reserved_bytes(n)` that
+of the allocator alone, `safe_bytes(n)` the peak with the margin, `largest(bytes)` the largest batch size
+that fits and `slope(n)` bytes per sample. For a model that is built for this only, build model and
+optimizer inside `with torch.device("meta")`; otherwise pass what there is as `state`: it is put on `meta`
+meanwhile.
 """
 
 from __future__ import annotations
@@ -119,12 +122,16 @@ class Prediction:
         return int(self.margin * self.peak_bytes(n))
 
     def slope(self, n: int) -> float:
-        """Bytes that one more sample takes around n samples; without the steps of the allocator's segments."""
+        """Bytes that one more sample takes, between n and 2n samples."""
         other = max(2 * n, n + 1)
         return (self.peak_bytes(other) - self.peak_bytes(n)) / (other - n)
 
     def largest(self, limit_bytes: int, *, smallest: int = 1, largest: int = 1 << 20) -> int | None:
-        """The largest batch size in a range whose peak is within the limit; None if not even the smallest."""
+        """The largest batch size in a range whose peak is within the limit; None if not even the smallest.
+
+        The next size exceeds the limit, or the range. Peaks do not quite grow with the batch: where a larger
+        size reuses blocks better, it may be within the limit again.
+        """
         if self.peak_bytes(smallest) > limit_bytes:
             return None
         low, high = smallest, largest + 1  # low fits; high does not, or is beyond the range
@@ -136,8 +143,6 @@ class Prediction:
             step += 1
             if self.peak_bytes(middle) <= limit_bytes:
                 low = middle
-                if step <= _AIMED_STEPS and low + 1 < high and self.peak_bytes(low + 1) > limit_bytes:
-                    high = low + 1
             else:
                 high = middle
         return low

@@ -7,7 +7,7 @@
 ...     optimizer.step()
 ...     optimizer.zero_grad()
 >>> found = trace(step, lambda n: torch.empty(n, 1000), 8, state=(model, optimizer))
->>> (found.live_peak_bytes() - 2 * BLAS_WORKSPACE_BYTES) // 1000  # weight, gradient, 400 kB each, and the batch
+>>> (found.live_peak_bytes() - 2 * BLAS_WORKSPACE_BYTES) // 1000  # weight, gradient and batch
 835
 
 No data is computed and the model is not touched, so a trace of a large model takes a second and no memory.
@@ -29,6 +29,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from linnaeus import nest
 from linnaeus.memory.cuda_paths import cuda_paths
 from linnaeus.memory.meta_state import UntraceableError, state_on_meta
 
@@ -37,7 +38,7 @@ __all__ = ["Buckets", "ConvFacts", "Event", "Trace", "UntraceableError", "trace"
 aten = torch.ops.aten
 MIB = 1 << 20
 NUM_STEPS = 2
-"""The first step allocates the optimizer's state, in between what else it holds; the second starts with it."""
+"""The first step allocates the optimizer's state, the second starts with it."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def trace(
         stack.enter_context(cuda_paths())
         stack.enter_context(recorder)
         if buckets is not None:
-            _attach_buckets(held, buckets)
+            _attach_buckets(_first_module(state), buckets)
         for number in range(NUM_STEPS):
             recorder.mark(f"step {number}")
             with _naming_operations(recorder):
@@ -201,12 +202,19 @@ def _placed(batch: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t if t.is_meta else torch.empty_like(t, device="meta"), batch)
 
 
-def _attach_buckets(state: list[Tensor], buckets: Buckets) -> None:
+def _first_module(state: Any) -> nn.Module:
+    for part in nest.leaves(state):
+        if isinstance(part, nn.Module):
+            return part
+    raise ValueError("gradient buckets need a module in `state`")
+
+
+def _attach_buckets(module: nn.Module, buckets: Buckets) -> None:
     """Copy gradients to flat buckets when they are ready, as DistributedDataParallel does."""
-    parameters = [t for t in state if isinstance(t, nn.Parameter) and t.requires_grad]
-    groups: list[list[Tensor]] = []
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups: list[list[nn.Parameter]] = []
     filled_bytes = buckets.cap_bytes
-    for parameter in reversed(parameters):
+    for parameter in reversed(parameters):  # gradients come in about this order
         num_bytes = parameter.numel() * parameter.element_size()
         if filled_bytes >= buckets.cap_bytes or groups[-1][0].dtype != parameter.dtype:
             groups.append([])
@@ -214,7 +222,8 @@ def _attach_buckets(state: list[Tensor], buckets: Buckets) -> None:
         groups[-1].append(parameter)
         filled_bytes += num_bytes
     for group in groups:
-        flat = torch.empty(sum(parameter.numel() for parameter in group), dtype=group[0].dtype, device="meta")
+        num_elements = sum(parameter.numel() for parameter in group)
+        flat = torch.empty(num_elements, dtype=group[0].dtype, device="meta")
         start = 0
         for parameter in group:
             view = flat[start : start + parameter.numel()].view_as(parameter)
@@ -352,7 +361,7 @@ class Recorder(TorchDispatchMode):
 BLAS_WORKSPACE_BYTES = 8_519_680
 """Bytes that cuBLAS keeps for each thread: torch's default `:4096:2:16:8` up to compute capability 8.x."""
 
-BLAS = frozenset("mm addmm bmm baddbmm addmv mv dot".split())
+BLAS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"})
 
 _NEEDS_VALUES = {
     "_local_scalar_dense": "`.item()`, `float(tensor)` or `if tensor`",
@@ -365,10 +374,10 @@ _NEEDS_VALUES = {
 }
 """Operations that no trace without data can follow."""
 
-_WITHOUT_OUTPUT = frozenset(
-    "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_ _amp_update_scale_ "
-    "_amp_foreach_non_finite_check_and_unscale_".split()
-)
+_WITHOUT_OUTPUT = frozenset({
+    "_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_",
+    "_amp_update_scale_", "_amp_foreach_non_finite_check_and_unscale_",
+})  # fmt: skip
 """Operations in place that allocate nothing, and that not every torch knows on `meta`."""
 
 

@@ -27,9 +27,9 @@ import linnaeus.autobatch.find
 import linnaeus.training.trainer
 from linnaeus import nest
 from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.memory.allocator import MIB, AllocatorSettings, Block, CachingAllocator, Refused
 from linnaeus.memory.device import CudaMemory, empty_cache
 from linnaeus.memory.storages import StorageTracer
-from linnaeus.memory.allocator import MIB, AllocatorSettings, Block, CachingAllocator, Refused
 
 DEVICE = torch.device("cuda", 0)
 _FUNCTIONS = (

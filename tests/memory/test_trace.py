@@ -256,8 +256,8 @@ PARTS = {
     ),
     # Forward and again in backward: the layer's input and weight.
     "autocast in a checkpoint": Part(
-        lambda: sorted(allocated(checkpointed(), "_to_copy"))[:4], [1600, 1600, 2000, 2000], cuda_paths, "_DEVICES",
-        _no_patches("_infer_device_type"),
+        lambda: sorted(allocated(checkpointed(), "_to_copy"))[:4], [1600, 1600, 2000, 2000],
+        cuda_paths, "_DEVICES", _no_patches("_infer_device_type"),
     ),
     # One root for each parameter, all at once.
     "multi-tensor AdamW": Part(
@@ -379,7 +379,11 @@ def test_float16_with_a_scaler_takes_the_optimizer_step() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("meta")  # type: ignore[arg-type]
     step = framework_step(
-        model, optimizer=optimizer, scaler=scaler, precision=Precision(META, torch.float16), clip_grad_norm=1.0
+        model,
+        optimizer=optimizer,
+        scaler=scaler,
+        precision=Precision(META, torch.float16),
+        clip_grad_norm=1.0,
     )
     found = trace.trace(step, images, 8, state=(model, optimizer, scaler))
     assert allocated(found, "_foreach_sqrt")
