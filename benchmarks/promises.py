@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from linnaeus.errors import OutOfMemoryError
+from linnaeus.memory.allocator import MIB
 from tests.autobatch.promises import CASES, CONTROLS, MODELS, TOLERANCE, Card, Phase, Run, StandIn
-from tests.cuda.allocator import MIB
 
 
 def shown(phase: Phase) -> str:

@@ -24,13 +24,13 @@ from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
+from linnaeus.memory.allocator import MIB
 from linnaeus.memory.device import CudaMemory
 from linnaeus.rng import seed_all
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.trainer import Trainer
 from tests.autobatch.trainers import building
-from tests.cuda.allocator import MIB
 from tests.cuda.device import FakeCuda
 from tests.cuda.training import holding, on_the_host
 

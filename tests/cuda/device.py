@@ -27,9 +27,9 @@ import linnaeus.autobatch.find
 import linnaeus.training.trainer
 from linnaeus import nest
 from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.memory.allocator import MIB, AllocatorSettings, Block, CachingAllocator, Refused
 from linnaeus.memory.device import CudaMemory, empty_cache
 from linnaeus.memory.storages import StorageTracer
-from tests.cuda.allocator import MIB, Block, CachingAllocator, Refused
 
 DEVICE = torch.device("cuda", 0)
 _FUNCTIONS = (
@@ -74,10 +74,8 @@ class FakeCuda:
     ) -> None:
         self._scale = scale
         self.total_bytes, self.context_bytes, self._tenants_bytes = total_bytes, context_bytes, tenants_bytes
-        self.allocator = CachingAllocator(
-            self._device_malloc, lambda num_bytes: None, max_split_bytes=max_split_bytes,
-            garbage_collection_threshold=garbage_collection_threshold,
-        )  # fmt: skip
+        settings = AllocatorSettings(max_split_bytes, garbage_collection_threshold)
+        self.allocator = CachingAllocator(settings, device_malloc=self._device_malloc)
         self.num_allocations = 0
         self._scripted: dict[int, list[Callable[[], object]]] = {}
         self._blocks: dict[int, Block] = {}
@@ -244,11 +242,12 @@ class FakeCuda:
 
     def _snapshot(self, device: Any = None) -> dict[str, Any]:
         """The allocator's settings, as `torch.cuda.memory._snapshot` has them."""
-        limit = self.allocator.max_split_bytes
+        settings = self.allocator.settings
+        limit = settings.max_split_bytes
         return {
             "allocator_settings": {
                 "max_split_size": -1 if limit is None else limit,
-                "garbage_collection_threshold": self.allocator.garbage_collection_threshold,
+                "garbage_collection_threshold": settings.garbage_collection_threshold,
             }
         }
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from linnaeus.memory.allocator import MIB
 from linnaeus.memory.oom import is_out_of_memory
-from tests.cuda.allocator import MIB
 from tests.cuda.device import FakeCuda, format_size, mebibytes
 
 GIB = 1024 * MIB

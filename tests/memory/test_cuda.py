@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.find import BatchSizeFinder, _warn_once
 from linnaeus.errors import AutoBatchError
+from linnaeus.memory.allocator import MIB
 from linnaeus.memory.device import GIB, AcceleratorMemory, CudaMemory, device_memory, empty_cache, synchronize
-from tests.cuda.allocator import MIB
 from tests.cuda.device import DEVICE, FakeCuda, mebibytes
 
 PLACEMENT = CudaMemory.placement_bytes

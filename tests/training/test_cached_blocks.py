@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import linnaeus.training.trainer
+from linnaeus.memory.allocator import MIB
 from linnaeus.training.trainer import Trainer
 from tests.conftest import SMALL, Run
-from tests.cuda.allocator import MIB
 from tests.cuda.device import FakeCuda
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
-from tests.cuda.allocator import MIB, Block, CachingAllocator, Refused
+from linnaeus.memory.allocator import MIB, AllocatorSettings, Block, CachingAllocator, Refused
 
 KIB = 1024
 
@@ -30,9 +31,12 @@ class Device:
         self.segments.remove(num_bytes)
 
 
-def allocator_on(size: int = 1 << 40, **settings: float) -> tuple[CachingAllocator, Device]:
+def allocator_on(size: int = 1 << 40, **settings: Any) -> tuple[CachingAllocator, Device]:
     device = Device(size)
-    return CachingAllocator(device.malloc, device.free, **settings), device  # type: ignore[arg-type]
+    allocator = CachingAllocator(
+        AllocatorSettings(**settings), device_malloc=device.malloc, device_free=device.free
+    )
+    return allocator, device
 
 
 @pytest.mark.parametrize(
@@ -238,3 +242,117 @@ def test_any_sequence_keeps_the_books_in_order() -> None:
         allocator.free(block)
     allocator.empty_cache()
     assert device.segments == []
+
+
+def test_any_sequence_keeps_the_books_in_order_with_expandable_segments() -> None:
+    draw = random.Random(1)
+    held = [0]
+
+    def device_malloc(num_bytes: int) -> bool:
+        fits = held[0] + num_bytes <= 600 * MIB
+        held[0] += fits * num_bytes
+        return fits
+
+    def device_free(num_bytes: int) -> None:
+        held[0] -= num_bytes
+
+    settings = AllocatorSettings(expandable_segments=True)
+    allocator = CachingAllocator(settings, device_malloc=device_malloc, device_free=device_free)
+    live: list[Block] = []
+    for number in range(3000):
+        if live and draw.random() < 0.5:
+            allocator.free(live.pop(draw.randrange(len(live))))
+        else:
+            try:
+                live.append(allocator.allocate(int(2 ** draw.uniform(0, 25))))
+            except Refused:
+                while live:
+                    allocator.free(live.pop())
+        if number % 300 == 0:
+            allocator.empty_cache()
+        for is_small in (False, True):
+            spans = sorted((b.address, b.size) for b in live if b.pool.is_small == is_small)
+            assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
+        assert allocator.allocated_bytes == sum(block.size for block in live)
+        assert allocator.allocated_bytes <= allocator.reserved_bytes == held[0] <= 600 * MIB
+    for block in live:
+        allocator.free(block)
+    allocator.empty_cache()
+    assert held == [0]
+
+
+def test_expandable_segments_grow_by_what_their_free_end_lacks() -> None:
+    allocator, device = allocator_on(expandable_segments=True)
+    first = allocator.allocate(30 * MIB)
+    assert (first.size, device.segments) == (30 * MIB, [40 * MIB])
+    allocator.allocate(25 * MIB)  # 10 MiB are there already
+    assert device.segments == [40 * MIB, 20 * MIB]
+    allocator.allocate(MIB)
+    assert device.segments == [40 * MIB, 20 * MIB, 2 * MIB]
+    allocator.free(first)
+    allocator.allocate(31 * MIB)  # does not fit in front
+    assert device.segments == [40 * MIB, 20 * MIB, 2 * MIB, 40 * MIB]
+
+
+def test_expandable_segments_hold_less_where_sizes_alternate() -> None:
+    plain, _ = allocator_on()
+    grown, _ = allocator_on(expandable_segments=True)
+    assert reserved_by_alternating_sizes(plain) == 180 * MIB
+    assert reserved_by_alternating_sizes(grown) == 60 * MIB
+
+
+def test_the_free_end_of_an_expandable_segment_is_taken_last() -> None:
+    allocator, device = allocator_on(expandable_segments=True)
+    blocks = [allocator.allocate(mib * MIB) for mib in (20, 10, 5)]  # 5 MiB are free at the end
+    allocator.free(blocks[0])
+    assert allocator.allocate(4 * MIB).address == 0
+    assert sum(device.segments) == 40 * MIB
+
+
+def test_emptying_the_cache_trims_the_free_end_of_an_expandable_segment() -> None:
+    allocator = CachingAllocator(AllocatorSettings(expandable_segments=True))
+    kept, last = allocator.allocate(30 * MIB), allocator.allocate(70 * MIB)
+    allocator.free(last)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 40 * MIB
+    allocator.free(kept)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 0
+    assert allocator.allocate(MIB + 1).address == 0
+
+
+def test_without_a_device_the_capacity_bounds_what_is_reserved() -> None:
+    allocator = CachingAllocator(capacity_bytes=64 * MIB)
+    allocator.allocate(60 * MIB)
+    with pytest.raises(Refused):
+        allocator.allocate(6 * MIB)
+    CachingAllocator().allocate(1 << 50)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("roundup_power2_divisions:4", {5 * MIB: 5 * MIB, 5 * MIB + 1: 6 * MIB, 9 * MIB: 10 * MIB}),
+        ("roundup_power2_divisions:[1:2,4:4,>:8]", {
+            MIB: MIB, MIB + 1: MIB * 3 // 2, 4 * MIB + 1: 5 * MIB, 64 * MIB + 1: 72 * MIB,
+        }),
+        ("roundup_power2_divisions:1", {5 * MIB + 1: 5 * MIB + 512}),
+        ("", {5 * MIB + 1: 5 * MIB + 512, 1: 512}),
+    ],
+)  # fmt: skip
+def test_requests_are_rounded_up_to_parts_of_a_power_of_two(text: str, sizes: dict[int, int]) -> None:
+    settings = AllocatorSettings.from_environment({"PYTORCH_CUDA_ALLOC_CONF": text})
+    assert {num_bytes: settings.rounded(num_bytes) for num_bytes in sizes} == sizes
+    served = CachingAllocator(settings).allocate(5 * MIB + 1).size
+    assert served == settings.rounded(5 * MIB + 1)
+
+
+def test_settings_are_read_as_torch_reads_them() -> None:
+    text = "max_split_size_mb:128, expandable_segments:True,garbage_collection_threshold:0.8,backend:native"
+    found = AllocatorSettings.from_environment({"PYTORCH_CUDA_ALLOC_CONF": text})
+    assert found == AllocatorSettings(128 * MIB, 0.8, expandable_segments=True)
+    newer = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:32", "PYTORCH_CUDA_ALLOC_CONF": text}
+    assert AllocatorSettings.from_environment(newer) == AllocatorSettings(32 * MIB)
+    assert AllocatorSettings.from_environment({}) == AllocatorSettings()
+    with pytest.raises(ValueError, match="max_split_size_mb:lots"):
+        AllocatorSettings.from_environment({"PYTORCH_ALLOC_CONF": "max_split_size_mb:lots"})

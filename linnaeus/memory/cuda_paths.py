@@ -1,0 +1,404 @@
+"""Run on `meta` what CUDA would run: its fused kernels, its casts under autocast, its optimizers' paths.
+
+Without this, `meta` decomposes attention, dropout and RMSNorm into parts that save more than the fused
+kernels of CUDA, ignores autocast, and lets optimizers and gradient clipping take the path for devices
+without
+multi-tensor kernels. What follows are the rules of torch 2.8 to 2.15 (aten/src/ATen: autocast_mode.h,
+native/transformers/cuda/sdp_utils.cpp, native/Dropout.cpp).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.amp.autocast_mode import autocast
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+LOWER_PRECISION = _names("""
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution
+    _convolution prelu addmm addmv addr matmul __matmul__ __rmatmul__ einsum mm mv linear addbmm
+    baddbmm bmm chain_matmul linalg_vecdot linalg_multi_dot multi_dot scaled_dot_product_attention
+    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+""")
+"""Functions to which CUDA's autocast gives tensors in its own format."""
+
+FLOAT32 = _names("""
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__
+    __rpow__ softplus layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm
+    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss_nd nll_loss2d
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+    binary_cross_entropy_with_logits cross_entropy_loss dist pdist cdist renorm logsumexp
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+    _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm
+""")
+"""Functions to which it gives tensors in float32."""
+
+FLOAT32_RESULT = _names("""
+    prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum
+""")
+"""Functions whose result it asks for in float32."""
+
+WIDEST = _names("""
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put scatter_add cat concat
+    concatenate stack tensordot
+""")
+"""Functions to which it gives all tensors in the widest format among them."""
+
+
+class CudaPaths(TorchFunctionMode):
+    """Takes the paths of CUDA for functions called on `meta` tensors, in forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in CASTS and torch.is_autocast_enabled("cuda"):
+            func, args, kwargs = self._autocast(name, func, args, kwargs)
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": on_meta(kwargs["device"])}
+        route = ROUTES.get(name)
+        return func(*args, **kwargs) if route is None else route(func, *args, **kwargs)
+
+    def forget_casts(self) -> None:
+        """Drop the parameters that autocast keeps in its own format; the end of an autocast region does."""
+        self._casts.clear()
+
+    def _autocast(
+        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        dtype = torch.get_autocast_dtype("cuda")
+        if name in FLOAT32_RESULT:
+            if not (args and _is_eligible(args[0])) or kwargs.get("dtype") is not None:
+                return func, args, kwargs
+            if name in ("softmax", "log_softmax") and args[0].dtype != torch.float32:
+                return _FUSED_SOFTMAX[name], args, kwargs
+            return func, args, {**kwargs, "dtype": torch.float32}
+        if name in FLOAT32:
+            dtype = torch.float32
+        elif name in WIDEST:
+            if not any(t.dtype == torch.float32 for t in _eligible((args, kwargs))):
+                return func, args, kwargs
+            dtype = torch.float32
+        args, kwargs = tree_map_only(Tensor, lambda tensor: self._cast(tensor, dtype), (args, kwargs))
+        return func, args, kwargs
+
+    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if not _is_eligible(tensor) or tensor.dtype == dtype:
+            return tensor
+        is_kept = (
+            tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+            and tensor.dtype == torch.float32 and torch.is_autocast_cache_enabled()
+        )  # fmt: skip
+        if not is_kept:
+            return tensor.to(dtype)
+        if id(tensor) not in self._casts:
+            self._casts[id(tensor)] = tensor, tensor.to(dtype)
+        return self._casts[id(tensor)][1]
+
+
+def on_meta(device: Any) -> Any:
+    """`meta` in place of a CUDA device, anything else as it is."""
+    return "meta" if str(device).startswith("cuda") or isinstance(device, int) else device
+
+
+def _is_eligible(tensor: Any) -> bool:
+    return (
+        isinstance(tensor, Tensor) and tensor.is_meta and tensor.is_floating_point()
+        and tensor.dtype != torch.float64
+    )  # fmt: skip
+
+
+def _eligible(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(nest) if _is_eligible(leaf)]
+
+
+def _half_to_float(fused: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Softmax that reads a 16-bit tensor and writes float32, without a copy of its input."""
+
+    def run(x: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        return fused(x, -1 if dim is None else dim, True)
+
+    return run
+
+
+_FUSED_SOFTMAX = {"softmax": _half_to_float(aten._softmax), "log_softmax": _half_to_float(aten._log_softmax)}
+
+
+def _dropout(func: Any, x: Tensor, p: float = 0.5, train: bool = True) -> Tensor:
+    if x.is_meta and train and 0 < p < 1 and x.numel():
+        result: Tensor = torch.native_dropout(x, p, True)[0]
+        return result
+    plain: Tensor = func(x, p, train)
+    return plain
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What the fused kernel holds; `meta` would run it in parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_dims: int, weight: Tensor | None) -> Tensor:
+        copy = None if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+        output = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rstd = x.new_empty(x.shape[: x.dim() - num_dims], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        del copy
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        copies = [
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (*grads, x) if not t.is_contiguous()
+        ]
+        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        grad_weight = None if weight is None else torch.empty_like(weight)
+        del copies
+        return grad_x, None, grad_weight
+
+
+def _rms_norm(
+    func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """In one kernel since torch 2.9, where input and weight have one format."""
+    if (
+        not x.is_meta
+        or not hasattr(aten, "_fused_rms_norm")
+        or (weight is not None and weight.dtype != x.dtype)
+    ):
+        plain: Tensor = func(x, shape, weight, eps)
+        return plain
+    output: Tensor = _FusedRmsNorm.apply(x, len(shape), weight)
+    return output
+
+
+class _FusedRnn(torch.autograd.Function):
+    """What cuDNN holds for an LSTM or GRU; `meta` would run it step by step."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, num_states: int, hidden: int, gates: int, strided: bool, *weights: Tensor
+    ) -> Any:
+        steps = x.shape[0] * x.shape[1]
+        copy = torch.empty_like(x) if strided else None
+        output = x.new_empty((*x.shape[:2], num_states * hidden))
+        reserve = (
+            x.new_empty(steps * num_states * hidden * (gates + RNN_RESERVED))
+            if any(ctx.needs_input_grad)
+            else None
+        )
+        ctx.strided = strided
+        ctx.save_for_backward(x, output, reserve, *weights)
+        del copy
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, output, _, *weights = ctx.saved_tensors
+        copies = [torch.empty_like(tensor) for tensor in (x, output, grads[0])] if ctx.strided else []
+        grad_x = torch.empty_like(x)
+        grad_weights = [torch.empty_like(weight) for weight in weights]
+        del copies
+        return grad_x, None, None, None, None, *grad_weights
+
+
+RNN_RESERVED = 2
+"""Values that cuDNN keeps for each hidden unit, step and direction beside its gates: the cell and its tanh. A
+guess from the equations; cuDNN does not tell."""
+
+
+def _rnn(func: Any, x: Tensor, hx: Any, weights: Any, *options: Any) -> Any:
+    """A recurrent layer of cuDNN's; where its input is packed or has several layers, step by step."""
+    states = hx if isinstance(hx, list | tuple) else (hx,)
+    is_plain = isinstance(weights, list | tuple) and len(options) == 6 and options[1] == 1
+    if not x.is_meta or x.dim() != 3 or not is_plain or any(state.requires_grad for state in states):
+        return func(x, hx, weights, *options)
+    bidirectional, batch_first = options[-2:]
+    gates = weights[0].shape[0] // states[0].shape[-1]
+    output = _FusedRnn.apply(x, 1 + bidirectional, states[0].shape[-1], gates, batch_first, *weights)
+    return output, *(torch.empty_like(state) for state in states)
+
+
+def _attention(
+    func: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention by the kernel that CUDA would choose (compute capability 8.0 and
+    above)."""
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    is_fusable = (
+        q.is_meta and q.dim() == k.dim() == v.dim() == 4 and all(t.stride(-1) == 1 for t in (q, k, v))
+        and all(t.numel() for t in (q, k, v)) and (is_half or q.dtype == torch.float32)
+    )  # fmt: skip
+    result: Tensor
+    if is_fusable and is_half and attn_mask is None and q.shape[-1] == v.shape[-1] <= 256:
+        heads, size = q.shape[1], q.shape[-1]
+        if enable_gqa:
+            k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+        padded = [torch.constant_pad_nd(t, (0, -size % 8)) if size % 8 else t for t in (q, k, v)]
+        scale = size**-0.5 if scale is None else scale
+        result = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
+        return result[..., :size]
+    alignment = 8 if is_half else 4
+    if is_fusable and not enable_gqa and q.shape[-1] % alignment == v.shape[-1] % alignment == 0:
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+        bias = _bias(attn_mask, q, k)
+        result = aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, needs_grad, dropout_p, is_causal, scale=scale
+        )[0]
+        return result
+    options = {"enable_gqa": True} if enable_gqa else {}
+    result = func(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, **options)
+    return result
+
+
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask as memory-efficient attention takes it: of the inputs' format, rows aligned to 8 entries."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype)
+    num_keys = k.shape[2]
+    if num_keys % 8:
+        mask = torch.constant_pad_nd(mask.expand(*mask.shape[:-1], num_keys), (0, -num_keys % 8))[
+            ..., :num_keys
+        ]
+    return mask.expand(q.shape[0], q.shape[1], q.shape[2], num_keys)
+
+
+def _to(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if args and isinstance(args[0], str | int | torch.device):
+        args = (on_meta(args[0]), *args[1:])
+    result: Tensor = func(tensor, *args, **kwargs)
+    return result
+
+
+def _cuda(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return tensor.to("meta")
+
+
+def _pin_memory(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return tensor
+
+
+ROUTES: dict[str, Callable[..., Any]] = {
+    "dropout": _dropout,
+    "gru": _rnn,
+    "lstm": _rnn,
+    "rms_norm": _rms_norm,
+    "scaled_dot_product_attention": _attention,
+    "to": _to,
+    "cuda": _cuda,
+    "pin_memory": _pin_memory,
+}
+"""Functions that CUDA runs otherwise than `meta`."""
+
+CASTS = LOWER_PRECISION | FLOAT32 | FLOAT32_RESULT | WIDEST
+"""Functions that autocast changes."""
+
+
+@contextlib.contextmanager
+def cuda_paths() -> Iterator[CudaPaths]:
+    """Inside the context, steps on `meta` tensors run as CUDA would run them.
+
+    `torch.autocast` for CUDA and for `meta` sets CUDA's autocast, whether or not there is a device.
+    """
+    paths = CudaPaths()
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (*_SEE_THROUGH, *_DEVICES, *_autocast_methods(paths)):
+            stack.enter_context(mock.patch.object(target, name, value))
+        stack.enter_context(paths)
+        yield paths
+
+
+def _never(*args: Any) -> bool:
+    return False
+
+
+_SEE_THROUGH: tuple[tuple[Any, str, Any], ...] = tuple(
+    (module, name, _never)
+    for module in (torch.nn.functional, torch.functional, torch._tensor, torch.autograd)
+    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    if hasattr(module, name)
+)
+"""Python functions of torch would be given to the mode whole; so it sees the functions that they call."""
+
+
+def _with_meta(supported: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    return lambda: [*supported(), "meta"]
+
+
+def _apply_optimizer(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """A scaler's step where no gradient is infinite; on `meta` there is no value to look at."""
+    return optimizer.step(*args, **kwargs)
+
+
+def _checkpoint_device(*args: Any) -> str:
+    return "cuda"
+
+
+_DEVICES: tuple[tuple[Any, str, Any], ...] = (
+    *(
+        (module, name, _with_meta(getattr(torch.utils._foreach_utils, name)))
+        for module in (torch.utils._foreach_utils, sys.modules[torch.optim.Optimizer.__module__])
+        for name in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices")
+    ),
+    (torch.amp.GradScaler, "_maybe_opt_step", _apply_optimizer),
+    (torch.utils.checkpoint, "_infer_device_type", _checkpoint_device),
+)
+"""Where torch asks for the kind of device, `meta` counts as CUDA."""
+
+
+def _autocast_methods(paths: CudaPaths) -> Iterator[tuple[Any, str, Any]]:
+    plain_init, plain_exit = autocast.__init__, autocast.__exit__
+
+    def init(
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if device_type not in ("cuda", "meta"):
+            plain_init(self, device_type, dtype, enabled, cache_enabled)
+            return
+        self.device, self._enabled = "cuda", enabled
+        self.fast_dtype = torch.get_autocast_dtype("cuda") if dtype is None else dtype
+        self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+        self.custom_backend_name = torch._C._get_privateuse1_backend_name()
+
+    def leave(self: Any, *error: Any) -> Any:
+        result = plain_exit(self, *error)
+        if not torch.is_autocast_enabled("cuda"):
+            paths.forget_casts()
+        return result
+
+    yield autocast, "__init__", init
+    yield autocast, "__exit__", leave

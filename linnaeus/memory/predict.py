@@ -1,0 +1,225 @@
+"""Predict the peak GPU memory of a step at any batch size, without running it and without a GPU.
+
+>>> from linnaeus.memory.trace import trace
+>>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.ReLU(), torch.nn.Flatten())
+>>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+>>> def step(images):
+...     model(images).sum().backward()
+...     optimizer.step()
+...     optimizer.zero_grad()
+>>> def make_batch(n):
+...     return torch.empty(n, 3, 224, 224)
+>>> prediction = predict(step, make_batch, state=(model, optimizer), base_bytes=600 << 20)
+>>> prediction.peak_bytes(512) >> 20, prediction.largest(8 << 30)
+(13220, 308)
+
+Two steps are traced on `meta` at two batch sizes (`linnaeus.memory.trace`). Each event's size is a line
+through the two; at any other batch size, the events with the sizes on their lines are replayed through a
+model of the caching allocator. That includes fragmentation, which a line through the two peaks does not.
+
+Interface: `predict(step, make_batch, state=...)` traces and returns a `Prediction`; `Prediction.of(first,
+second)` takes traces. Of a prediction, `peak_bytes(n)` is the use of the device, `reserved_bytes(n)` that
+of the allocator alone, `safe_bytes(n)` the peak with the margin, `largest(bytes)` the largest batch size
+that fits and `slope(n)` bytes per sample. For a model that is built for this only, build model and
+optimizer inside `with torch.device("meta")`; otherwise pass what there is as `state`: it is put on `meta`
+meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from linnaeus.memory.allocator import MIB, AllocatorSettings, Block, CachingAllocator
+from linnaeus.memory.trace import Buckets, Trace, trace
+from linnaeus.memory.workspace import workspace_bytes
+
+BATCH_SIZES = (8, 16)
+"""The batch sizes that are traced: large enough for kernels to take their usual path."""
+
+ASSUMED_BASE_BYTES = 600 * MIB
+"""What a process holds on a device beside its allocator, where there is none to measure: the CUDA context and
+the code of kernels, cuBLAS and cuDNN. An assumption; 350 to 800 MiB have been seen with different cards."""
+
+MARGIN = 1.15
+"""Peak times this is at least the measured peak in 97 of 100 runs, see benchmarks/prediction_accuracy.py."""
+
+ALLOCATE, RELEASE, BORROW = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Peak memory of a step as a function of the batch size.
+
+    Attributes:
+        base_bytes: in use on the device beside the allocator: context, libraries, other processes.
+        settings: of the allocator.
+        margin: factor of `safe_bytes`.
+        is_paired: whether the two traces have the same events; if not, the peak is a line through theirs.
+        is_base_measured: whether the base was measured on a device.
+    """
+
+    base_bytes: int
+    settings: AllocatorSettings
+    margin: float
+    is_paired: bool
+    is_base_measured: bool
+    _batch_sizes: tuple[int, int]
+    _programs: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = field(repr=False)
+    _peaks: dict[int, int] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        first: Trace,
+        second: Trace,
+        *,
+        base_bytes: int | None = None,
+        settings: AllocatorSettings | None = None,
+        margin: float = MARGIN,
+    ) -> Prediction:
+        """The prediction from two traces of the same step.
+
+        Args:
+            first: at one batch size.
+            second: at a larger one.
+            base_bytes: as the attribute; None measures it, or assumes one where there is no device.
+            settings: None takes those of the environment.
+            margin: as the attribute.
+
+        Raises:
+            ValueError: the batch sizes are not in ascending order.
+        """
+        if not first.batch_size < second.batch_size:
+            raise ValueError(f"traces at {first.batch_size} and {second.batch_size}: not in ascending order")
+        measured = _measured_base() if base_bytes is None else base_bytes
+        programs = _program(first), _program(second)
+        return cls(
+            base_bytes=ASSUMED_BASE_BYTES if measured is None else measured,
+            settings=AllocatorSettings.from_environment() if settings is None else settings,
+            margin=margin,
+            is_paired=[event[:2] for event in programs[0]] == [event[:2] for event in programs[1]],
+            is_base_measured=base_bytes is None and measured is not None,
+            _batch_sizes=(first.batch_size, second.batch_size),
+            _programs=programs,
+        )
+
+    def reserved_bytes(self, n: int) -> int:
+        """Most bytes that the allocator reserves in a step with n samples."""
+        if n not in self._peaks:
+            self._peaks[n] = self._replayed(n) if self.is_paired else self._on_line(n)
+        return self._peaks[n]
+
+    def peak_bytes(self, n: int) -> int:
+        """Most bytes in use on the device in a step with n samples."""
+        return self.base_bytes + self.reserved_bytes(n)
+
+    def safe_bytes(self, n: int) -> int:
+        """The peak with the margin."""
+        return int(self.margin * self.peak_bytes(n))
+
+    def slope(self, n: int) -> float:
+        """Bytes that one more sample takes, between n and 2n samples."""
+        other = max(2 * n, n + 1)
+        return (self.peak_bytes(other) - self.peak_bytes(n)) / (other - n)
+
+    def largest(self, limit_bytes: int, *, smallest: int = 1, largest: int = 1 << 20) -> int | None:
+        """The largest batch size in a range whose peak is within the limit; None if not even the smallest.
+
+        The next size exceeds the limit, or the range. Peaks do not quite grow with the batch: where a larger
+        size reuses blocks better, it may be within the limit again.
+        """
+        if self.peak_bytes(smallest) > limit_bytes:
+            return None
+        low, high = smallest, largest + 1  # low fits; high does not, or is beyond the range
+        step = 1
+        while high - low > 1:
+            # Aim with the slope first; when that no longer halves the range, bisect.
+            aim = low + int((limit_bytes - self.peak_bytes(low)) / max(1.0, self.slope(low)))
+            middle = min(max(aim, low + 1), high - 1) if step <= _AIMED_STEPS else (low + high) // 2
+            step += 1
+            if self.peak_bytes(middle) <= limit_bytes:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def at_base(self, base_bytes: int) -> Prediction:
+        """The same prediction for a device with another base."""
+        return replace(self, base_bytes=base_bytes, is_base_measured=False)
+
+    def _replayed(self, n: int) -> int:
+        (first, second), (low, high) = self._programs, self._batch_sizes
+        factor, span = n - low, high - low
+        events = [
+            (kind, number, max(0, size + (other - size) * factor // span))
+            for (kind, number, size), (_, _, other) in zip(first, second, strict=True)
+        ]
+        return replay(events, self.settings).peak_reserved_bytes
+
+    def _on_line(self, n: int) -> int:
+        low, high = self._batch_sizes
+        first, second = (replay(program, self.settings).peak_reserved_bytes for program in self._programs)
+        return max(0, first + (second - first) * (n - low) // (high - low))
+
+
+_AIMED_STEPS = 6
+
+
+def predict(
+    step: Callable[[Any], object],
+    make_batch: Callable[[int], Any],
+    *,
+    state: Any = (),
+    buckets: Buckets | None = None,
+    batch_sizes: tuple[int, int] = BATCH_SIZES,
+    base_bytes: int | None = None,
+    settings: AllocatorSettings | None = None,
+    margin: float = MARGIN,
+) -> Prediction:
+    """Trace a step twice and predict its peak; see `trace` and `Prediction.of` for arguments and errors."""
+    first, second = (trace(step, make_batch, n, state=state, buckets=buckets) for n in batch_sizes)
+    return Prediction.of(first, second, base_bytes=base_bytes, settings=settings, margin=margin)
+
+
+def replay(events: list[tuple[int, int, int]], settings: AllocatorSettings) -> CachingAllocator:
+    """The allocator after a list of events: what to do, the number of the storage, its bytes."""
+    allocator = CachingAllocator(settings)
+    allocate, free = allocator.allocate, allocator.free
+    blocks: dict[int, Block] = {}
+    for kind, number, num_bytes in events:
+        if kind == RELEASE:
+            block = blocks.pop(number, None)
+            if block is not None:
+                free(block)
+        elif num_bytes:
+            block = allocate(num_bytes)
+            if kind == ALLOCATE:
+                blocks[number] = block
+            else:
+                free(block)
+    return allocator
+
+
+def _program(found: Trace) -> list[tuple[int, int, int]]:
+    """The events as `replay` takes them."""
+    program = []
+    for event in found.events:
+        if event.kind == "allocate":
+            program.append((ALLOCATE, event.number, event.num_bytes))
+        elif event.kind == "release":
+            program.append((RELEASE, event.number, 0))
+        elif event.facts is not None:
+            program.append((BORROW, 0, workspace_bytes(event.facts)))
+    return program
+
+
+def _measured_base() -> int | None:
+    """In use on the current CUDA device outside this process's allocator; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return int(total_bytes - free_bytes - torch.cuda.memory_reserved())

@@ -1,0 +1,515 @@
+"""What a trace on `meta` records: each part of a step, and that leaving the part out is noticed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from linnaeus.data.batch import Batch
+from linnaeus.memory import cuda_paths, trace
+from linnaeus.memory.trace import Buckets, Trace, UntraceableError
+from linnaeus.training.step import Precision, TrainStep, ValidationStep
+from tests.memory.ledger import Ledger
+
+META = torch.device("meta")
+SCORES = 2 * 4 * 256 * 256 * 4
+QUERY = 2 * 4 * 256 * 8 * 4
+
+
+def of_one_step(found: Trace) -> list[trace.Event]:
+    """The events of the second step."""
+    marks = [index for index, event in enumerate(found.events) if event.kind == "mark"]
+    return list(found.events[marks[1] : marks[2]])
+
+
+def allocated(found: Trace, *operations: str) -> list[int]:
+    """Bytes of each allocation of the second step, of these operations or of all."""
+    return [
+        event.num_bytes
+        for event in of_one_step(found)
+        if event.kind == "allocate" and (not operations or event.label in operations)
+    ]
+
+
+def facts(found: Trace) -> list[tuple[Any, ...]]:
+    return [tuple(event.facts) for event in of_one_step(found) if event.facts is not None]
+
+
+def run(forward: Callable[..., Tensor], *shapes: tuple[int, ...], **options: Any) -> Trace:
+    """The trace of a forward and a backward pass on leaves of these shapes; the first dimension is given."""
+
+    def step(n: int) -> None:
+        leaves = [torch.empty(shape, device="meta", requires_grad=True) for shape in shapes]
+        forward(*leaves).sum().backward()
+
+    return trace.trace(step, lambda n: n, 8, **options)
+
+
+def optimized(make: Callable[..., torch.optim.Optimizer], clip: bool = False) -> Trace:
+    """The trace of training a linear layer of 1,000 by 100, with 400,400 bytes of parameters."""
+    model = nn.Linear(1000, 100)
+    optimizer = make(model.parameters())
+
+    def step(batch: Tensor) -> None:
+        model(batch).sum().backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trace.trace(step, lambda n: torch.empty(n, 1000), 8, state=(model, optimizer))
+
+
+def attention(*shape: int, dtype: torch.dtype | None = None) -> Trace:
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype, enabled=dtype is not None):
+            return functional.scaled_dot_product_attention(q, k, v)
+
+    return run(forward, *[shape] * 3)
+
+
+def kernels(found: Trace) -> set[str]:
+    """Which kernels of attention ran."""
+    names = {event.label for event in of_one_step(found) if event.kind == "allocate"}
+    return {name.removeprefix("_scaled_dot_product_") for name in names if "attention" in name}
+
+
+def under_autocast(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Trace:
+    def forward(*leaves: Tensor) -> Tensor:
+        with torch.autocast("meta", torch.bfloat16):
+            return function(*leaves)
+
+    return run(forward, *shapes)
+
+
+def checkpointed() -> Trace:
+    """A checkpointed layer in bfloat16: what is computed again in backward is cast again."""
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return checkpoint(functional.linear, x, w, use_reentrant=False)  # type: ignore[no-any-return]
+
+    return run(forward, (8, 100), (10, 100))
+
+
+def in_buckets(buckets: Buckets) -> int:
+    model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(4)))
+
+    def step(batch: Tensor) -> None:
+        model(batch).sum().backward()
+        model.zero_grad()
+
+    return peak(trace.trace(step, lambda n: torch.empty(n, 100), 1, state=model, buckets=buckets))
+
+
+def peak(found: Trace) -> int:
+    """The peak of live bytes, without the workspaces of cuBLAS."""
+    num_threads = sum(event.label == "cublas" for event in found.events)
+    return found.live_peak_bytes() - num_threads * trace.BLAS_WORKSPACE_BYTES
+
+
+def framework_step(model: nn.Module, **options: Any) -> Callable[[Any], object]:
+    """The framework's own step, on micro-batches of images and labels."""
+    step = TrainStep(
+        model,
+        options.pop("criterion", functional.cross_entropy),
+        options.pop("optimizer", torch.optim.SGD(model.parameters(), lr=0.1)),
+        options.pop("scaler", torch.amp.GradScaler("cpu", enabled=False)),
+        options.pop("precision", Precision(META)),
+        **options,
+    )
+    return lambda batches: step(iter(batches), len(batches))
+
+
+def images(n: int, micro_batches: int = 1) -> list[Batch]:
+    return [Batch(torch.empty(n, 3, 8, 8), torch.zeros(n, dtype=torch.long)) for _ in range(micro_batches)]
+
+
+def network(last: bool = False) -> nn.Sequential:
+    layers = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 10)
+    network = nn.Sequential(*layers)
+    return network.to(memory_format=torch.channels_last) if last else network
+
+
+def strided_norm(x: Tensor) -> Tensor:
+    return functional.layer_norm(x.transpose(1, 2), (8,))
+
+
+def strided_conv(x: Tensor, w: Tensor) -> Tensor:
+    return functional.conv2d(x[:, ::2], w)
+
+
+def last_conv() -> Trace:
+    model = network(last=True)
+    step = framework_step(model, precision=Precision(META, channels_last=True))
+    return trace.trace(step, images, 8, state=model)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step: what a trace says of it, what it should say, and what leaves the part out."""
+
+    observe: Callable[[], Any]
+    expected: Any
+    owner: Any
+    name: str
+    left_out: Any = None
+
+
+def _unrouted(*names: str) -> dict[str, Any]:
+    return {name: route for name, route in cuda_paths.ROUTES.items() if name not in names}
+
+
+def _unhandled(*names: str) -> dict[str, Any]:
+    return {name: handler for name, handler in trace.HANDLERS.items() if name not in names}
+
+
+def _no_patches(name: str) -> tuple[Any, ...]:
+    return tuple(patch for patch in cuda_paths._DEVICES if name not in patch[1])
+
+
+PARTS = {
+    # The largest allocation: as large as the query, and without the fused kernel the scores.
+    "fused attention": Part(
+        lambda: max(allocated(attention(2, 4, 256, 8))), QUERY, cuda_paths, "ROUTES",
+        _unrouted("scaled_dot_product_attention"),
+    ),
+    "flash attention": Part(
+        lambda: kernels(attention(2, 4, 256, 8, dtype=torch.bfloat16)),
+        {"flash_attention", "flash_attention_backward"}, cuda_paths, "CASTS", frozenset(),
+    ),
+    "efficient attention": Part(
+        lambda: kernels(attention(2, 4, 256, 8)), {"efficient_attention", "efficient_attention_backward"},
+        cuda_paths, "ROUTES", _unrouted("scaled_dot_product_attention"),
+    ),
+    # A product of the output and its gradient, which float32 computes before the kernel.
+    "delta of attention": Part(
+        lambda: allocated(attention(2, 4, 256, 8), "delta"), [QUERY], trace, "HANDLERS",
+        _unhandled("_scaled_dot_product_efficient_attention_backward"),
+    ),
+    # Five dimensions: scores, softmax, its masked result; in backward the gradients of the last two.
+    "attention of five dimensions": Part(
+        lambda: allocated(attention(1, 2, 4, 256, 8)).count(SCORES), 5, trace, "HANDLERS",
+        _unhandled("_safe_softmax"),
+    ),
+    # Output and mask, one byte each of the latter, then the gradient; the sum is what is left of 4 bytes.
+    "dropout": Part(
+        lambda: sorted(allocated(run(lambda x: functional.dropout(x, 0.5), (1024,)), "native_dropout")),
+        [1024, 4096], cuda_paths, "ROUTES", _unrouted("dropout"),
+    ),
+    "RMSNorm": Part(
+        lambda: sorted(allocated(run(lambda x: functional.rms_norm(x, (64,)), (32, 64)))),
+        # The loss and its gradient; the reciprocal deviation; x, its norm, the copied gradient, x's gradient.
+        [4, 4, 32 * 4, *[32 * 64 * 4] * 4], cuda_paths, "ROUTES", _unrouted("rms_norm"),
+    ),
+    # Forward copies the input; backward copies it again, and the expanded gradient of the sum.
+    "LayerNorm of a strided input": Part(
+        lambda: allocated(run(strided_norm, (2, 8, 16)), "copy"), [1024] * 3, trace, "HANDLERS",
+        _unhandled("native_layer_norm", "native_layer_norm_backward"),
+    ),
+    "convolution of a strided input": Part(
+        lambda: allocated(run(strided_conv, (2, 4, 8, 8), (3, 2, 1, 1)), "copy"), [1024, 1024, 384 * 4],
+        trace, "HANDLERS", _unhandled("convolution", "convolution_backward"),
+    ),
+    "facts of a convolution": Part(
+        lambda: facts(run(lambda x, w: functional.conv2d(x, w, stride=2), (2, 4, 9, 9), (3, 4, 3, 3))),
+        [(kind, (2, 4, 9, 9), (3, 4, 3, 3), (2, 3, 4, 4), 1, (2, 2), 4, False)
+         for kind in ("forward", "input", "weight")],
+        trace, "HANDLERS", _unhandled("convolution", "convolution_backward"),
+    ),
+    "channels-last": Part(
+        lambda: [found[-1] for found in facts(last_conv())], [True, True], trace, "_conv_format",
+        lambda x, w: torch.contiguous_format,
+    ),
+    # Two bytes an element: x and w once each.
+    "autocast of a linear layer": Part(
+        lambda: allocated(under_autocast(functional.linear, (8, 100), (10, 100)), "_to_copy")[:2],
+        [1600, 2000], cuda_paths, "CASTS", frozenset(),
+    ),
+    # The weight is cast once for both, x twice; then the gradients are cast back: x twice, w once.
+    "autocast keeps cast parameters": Part(
+        lambda: sorted(allocated(under_autocast(
+            lambda x, w: functional.linear(x * 1, w) + functional.linear(x * 1, w), (8, 100), (10, 100)
+        ), "_to_copy")),
+        [1600, 1600, 2000, 3200, 3200, 4000], torch, "is_autocast_cache_enabled", lambda: False,
+    ),
+    "autocast of softmax": Part(
+        lambda: allocated(under_autocast(
+            lambda x, w: functional.softmax(functional.linear(x, w), -1), (8, 100), (10, 100)), "_softmax"),
+        [8 * 10 * 4], cuda_paths, "FLOAT32_RESULT", frozenset(),
+    ),
+    "autocast of LayerNorm": Part(
+        lambda: allocated(under_autocast(
+            lambda x, w: functional.layer_norm(functional.linear(x, w), (10,)), (8, 100), (10, 100),
+        ), "native_layer_norm")[0],
+        8 * 10 * 4, cuda_paths, "FLOAT32", frozenset(),
+    ),
+    # Forward and again in backward: the layer's input and weight.
+    "autocast in a checkpoint": Part(
+        lambda: sorted(allocated(checkpointed(), "_to_copy"))[:4], [1600, 1600, 2000, 2000],
+        cuda_paths, "_DEVICES", _no_patches("_infer_device_type"),
+    ),
+    # One root for each parameter, all at once.
+    "multi-tensor AdamW": Part(
+        lambda: sorted(allocated(optimized(torch.optim.AdamW), "_foreach_sqrt")), [400, 400_000],
+        cuda_paths, "_DEVICES", _no_patches("foreach"),
+    ),
+    "multi-tensor SGD": Part(
+        lambda: sorted(allocated(optimized(
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)), "_foreach_add")),
+        [400, 400_000], cuda_paths, "_DEVICES", _no_patches("foreach"),
+    ),
+    "clipping": Part(
+        lambda: allocated(optimized(torch.optim.SGD, clip=True), "_foreach_norm"), [4, 4], cuda_paths,
+        "_DEVICES", _no_patches("foreach"),
+    ),
+    # Four layers of 40,000 bytes: parameters, gradients and buckets, less biases and activations.
+    "buckets": Part(
+        lambda: in_buckets(Buckets()) // 40_000, 12, trace, "_attach_buckets", lambda state, buckets: None,
+    ),
+    # The gradients are in the buckets, but for the one that was computed last.
+    "buckets as views": Part(
+        lambda: in_buckets(Buckets(as_view=True)) // 40_000, 9, trace, "_copy_to",
+        lambda view, as_view: lambda parameter: None,
+    ),
+    "workspace of cuBLAS": Part(
+        lambda: [event.num_bytes for event in optimized(torch.optim.SGD).events if event.label == "cublas"],
+        [8_519_680] * 2, trace, "BLAS", frozenset(),
+    ),
+    "state": Part(
+        lambda: [event.num_bytes for event in optimized(torch.optim.SGD).events if event.label == "state"],
+        [400_000, 400], trace.Recorder, "hold", lambda self, tensors: None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_each_part_of_a_step_is_recorded(part: Part) -> None:
+    assert part.observe() == part.expected
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_leaving_a_part_out_is_noticed(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part.owner, part.name, part.left_out)
+    try:
+        observed = part.observe()
+    except (UntraceableError, RuntimeError, IndexError, ValueError):
+        return
+    assert observed != part.expected
+
+
+def test_fused_adamw_allocates_nothing_beside_its_state() -> None:
+    foreach = {e.label for e in of_one_step(optimized(torch.optim.AdamW)) if e.label.startswith("_foreach")}
+    fused = optimized(lambda parameters: torch.optim.AdamW(parameters, fused=True))
+    assert foreach
+    assert not {event.label for event in of_one_step(fused)} & {*foreach, "_foreach_sqrt"}
+    assert peak(fused) < peak(optimized(torch.optim.AdamW))
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("clip_grad_norm", [None, 1.0])
+def test_the_peak_is_that_of_a_real_step_where_operators_are_the_same(
+    num_micro_batches: int, clip_grad_norm: float | None
+) -> None:
+    """The framework's step, traced on `meta` and run on the CPU; the optimizer's state is part of both."""
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    options = {"optimizer": optimizer, "clip_grad_norm": clip_grad_norm}
+    found = trace.trace(
+        framework_step(model, **options), lambda n: images(n, num_micro_batches), 8, state=(model, optimizer)
+    )
+    ledger = Ledger()
+    step = framework_step(model, precision=Precision(torch.device("cpu")), **options)
+    state_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    with ledger:
+        for _ in range(trace.NUM_STEPS):
+            step(images(8, num_micro_batches))
+    assert peak(found) == pytest.approx(ledger.peak_bytes + state_bytes, rel=0.01)
+
+
+def test_two_micro_batches_hold_the_gradients_of_the_first() -> None:
+    model = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 100))
+
+    def batches(n: int, num: int) -> list[Batch]:
+        return [Batch(torch.empty(n, 100), torch.zeros(n, dtype=torch.long)) for _ in range(num)]
+
+    one, two = (
+        peak(trace.trace(framework_step(model), lambda n, num=num: batches(n, num), 200, state=model))  # type: ignore[misc]
+        for num in (1, 2)
+    )
+    assert two - one >= 80_000  # gradients of the first, in the forward pass of the second
+
+
+def test_an_average_of_the_weights_is_part_of_the_state() -> None:
+    class Average:
+        def __init__(self, model: nn.Module) -> None:
+            self.module = copy.deepcopy(model)
+
+        def update(self) -> None:
+            for mine, its in zip(self.module.parameters(), model.parameters(), strict=True):
+                mine.data.lerp_(its.data, 0.1)
+
+    model = nn.Linear(100, 100)
+    average = Average(model)
+    own = average.module.weight
+    step = framework_step(model, after_step=average.update)
+
+    def batch(n: int) -> list[Batch]:
+        return [Batch(torch.empty(n, 100), torch.zeros(n, dtype=torch.long))]
+
+    with_average = trace.trace(step, batch, 8, state=(model, average))
+    without = trace.trace(framework_step(model), batch, 8, state=model)
+    assert peak(with_average) - peak(without) == 40_400
+    assert average.module.weight is own
+
+
+def test_float16_with_a_scaler_takes_the_optimizer_step() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("meta")  # type: ignore[arg-type]
+    step = framework_step(
+        model,
+        optimizer=optimizer,
+        scaler=scaler,
+        precision=Precision(META, torch.float16),
+        clip_grad_norm=1.0,
+    )
+    found = trace.trace(step, images, 8, state=(model, optimizer, scaler))
+    assert allocated(found, "_foreach_sqrt")
+    assert not optimizer.state
+    assert scaler._scale is None
+
+
+def test_a_validation_step_keeps_nothing_for_a_backward_pass() -> None:
+    model = network()
+    step = ValidationStep(model, functional.cross_entropy, Precision(META), lambda *results: None)
+    validation = trace.trace(lambda batches: step(batches[0]), images, 8, state=model)
+    training = trace.trace(framework_step(model), images, 8, state=model)
+    assert peak(validation) < peak(training)
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_a_recurrent_layer_is_one_operation(name: str) -> None:
+    layer = getattr(nn, name)(16, 32, batch_first=True, bidirectional=True)
+    weights = list(layer._flat_weights)
+
+    def step(batch: Tensor) -> None:
+        layer(batch)[0].sum().backward()
+        layer.zero_grad()
+
+    counts = [
+        len(trace.trace(step, lambda n, length=length: torch.empty(n, length, 16), 4, state=layer).events)  # type: ignore[misc]
+        for length in (5, 50)
+    ]
+    assert counts[0] == counts[1]
+    assert all(mine is before for mine, before in zip(layer._flat_weights, weights, strict=True))
+
+
+def test_the_state_is_left_as_it_was() -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    model(torch.randn(4, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    parameters = list(model.parameters())
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.grad for p in parameters]))
+    random_state = torch.get_rng_state()
+    model.eval()
+
+    def step(batch: Any) -> None:
+        model.train()
+        model[0].added = 1
+        optimizer.param_groups[0]["lr"] = 7.0
+        framework_step(model, optimizer=optimizer)(batch)
+        torch.rand(3)
+
+    trace.trace(step, images, 8, state={"model": model, "rest": [optimizer]})
+    after = (model.state_dict(), optimizer.state_dict(), [p.grad for p in parameters])
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert all(mine is its for mine, its in zip(model.parameters(), parameters, strict=True))
+    assert not model.training
+    assert not hasattr(model[0], "added")
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert gc.isenabled()
+
+
+def test_the_state_is_left_as_it_was_by_a_step_that_fails() -> None:
+    model = network()
+    parameters = list(model.parameters())
+
+    def step(batch: Any) -> None:
+        model.train()
+        raise KeyError("mine")
+
+    model.eval()
+    with pytest.raises(KeyError, match="mine"):
+        trace.trace(step, images, 8, state=model)
+    assert all(mine is its for mine, its in zip(model.parameters(), parameters, strict=True))
+    assert not model.training
+    assert not torch.is_autocast_enabled("cuda")
+
+
+def test_a_second_trace_of_a_state_on_meta_starts_where_the_first_did() -> None:
+    with META:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters())
+    step = framework_step(model, optimizer=optimizer)
+    first, second = (trace.trace(step, images, 8, state=(model, optimizer)) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name"),
+    [
+        (lambda loss: loss.item(), "_local_scalar_dense"),
+        (lambda loss: float(loss), "_local_scalar_dense"),
+        (lambda loss: bool(loss > 0), "_local_scalar_dense"),
+        (lambda loss: loss[None][loss[None] > 0], "nonzero|index"),
+        (lambda loss: loss[None].unique(), "unique"),
+        (lambda loss: loss.tolist(), "tolist|_local_scalar_dense|meta"),
+        (lambda loss: loss.detach().numpy(), "numpy|meta"),
+    ],
+)
+def test_what_needs_values_is_an_error_that_names_the_operation(
+    spoil: Callable[[Tensor], object], name: str
+) -> None:
+    model = network()
+
+    def criterion(outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = functional.cross_entropy(outputs, targets)
+        spoil(loss)
+        return loss
+
+    with pytest.raises(UntraceableError, match=name):
+        trace.trace(framework_step(model, criterion=criterion), images, 8, state=model)
+
+
+def test_what_cannot_be_put_on_meta_is_an_error() -> None:
+    wrapper = object.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapper)
+    with pytest.raises(UntraceableError, match="DistributedDataParallel"):
+        trace.trace(lambda batch: None, images, 8, state=wrapper)
+    with pytest.raises(UntraceableError, match="lazy"):
+        trace.trace(lambda batch: None, images, 8, state=nn.LazyLinear(10))
+
+
+def test_a_step_may_name_a_cuda_device() -> None:
+    model = nn.Linear(100, 10)
+
+    def step(batch: Tensor) -> None:
+        x = batch.to("cuda", non_blocking=True).cuda() + torch.ones(100, device="cuda:0")
+        with torch.autocast(device_type="cuda", dtype=torch.float16):
+            model(x).sum().backward()
+
+    found = trace.trace(step, lambda n: torch.empty(n, 100).pin_memory(), 8, state=model)
+    assert 8 * 10 * 2 in allocated(found, "addmm")
