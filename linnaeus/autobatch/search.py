@@ -19,9 +19,12 @@ The guided strategy assumes that memory is nearly linear in the size: a fixed co
 4. If the line says that a size fits which has failed, the next trial lies below that size by a tenth of the
    bracket's width, and by twice as much after each further failure.
 5. After eight trials the line is given up in favour of doubling steps and bisection.
+6. With a predicted size and slope, the first trial is the predicted size, and steps too short to measure a
+   slope use the predicted one. If the first trial leaves no peak, or the peaks contradict the prediction, the
+   search goes on as if there had been none.
 
 Close to the answer, the point where the line meets the budget is one of the two neighbours that certify it.
-Any curve takes at most 2·log2(candidates) + 9 trials.
+Any curve takes at most 2·log2(candidates) + 9 trials, and five more where a prediction was wrong.
 """
 
 from __future__ import annotations
@@ -53,9 +56,17 @@ RETREAT = 0.1
 line is usually wrong by a few per cent of that width, so a tenth ends below the answer and close to it."""
 FIXED_FRACTION = 0.1
 """Fraction of a peak, less `fixed_bytes`, that is taken as fixed cost before a slope is measured."""
+NEAR = 0.1
+"""Peaks of two sizes closer than this fraction differ by little more than their noise, so no slope is drawn
+through them."""
+PREDICTED_TRIALS = 4
+"""Trials after which a prediction is given up: with a good one, the search has ended by then."""
+TRUSTED = 0.1
+"""A prediction is given up when a peak is further from it than this fraction of the budget."""
 MIN_STEEPNESS = 0.1
 """A slope below this fraction of peak/size is implausible: the two peaks differ by less than their noise, or
-lie on a plateau. While nothing has failed, this slope is used instead; otherwise the bracket is bisected."""
+lie on a plateau. While nothing less than `GROWTH` times as large has failed, this slope is used instead;
+otherwise the bracket is bisected."""
 GUIDED_TRIALS = 8
 """Trials that follow the line. On measured curves one search in a hundred needs more."""
 
@@ -131,6 +142,7 @@ def find_largest(
     tolerance: float = 0.0,
     max_trials: int = 25,
     start: int | None = None,
+    predicted_slope: float | None = None,
     deadline_s: float | None = None,
     known: Iterable[TrialRecord] = (),
     fixed_bytes: int = 0,
@@ -160,6 +172,8 @@ def find_largest(
         max_trials: most trials to run.
         start: a size to try first, such as the answer of an earlier run; `binary` ignores it. It need not be
             a candidate.
+        predicted_slope: bytes that a sample is predicted to need near `start`, which then is to need
+            the whole budget; above 0. `guided` gives a prediction up that the first peaks contradict.
         deadline_s: no trial starts later than this many seconds after the call.
         known: earlier trials, one for each size. They count as run: they bound and guide the search, and may
             hold its answer. Peaks are judged by this search's budget, not by their status. A record without
@@ -177,10 +191,19 @@ def find_largest(
         ValueError: for an argument out of its range, or bounds without a candidate.
     """
     _check(min_size, max_size, multiple_of, strategy, max_trials)
+    if predicted_slope is not None and predicted_slope <= 0:
+        raise ValueError(f"predicted_slope is {predicted_slope}; it must be above 0")
     if not 0 <= tolerance < 1:
         raise ValueError(f"tolerance is {tolerance}; it must lie in [0, 1)")
     began = clock()
-    search = _Search(Candidates(min_size, max_size, multiple_of), budget_bytes, start, fixed_bytes, tolerance)
+    search = _Search(
+        Candidates(min_size, max_size, multiple_of),
+        budget_bytes,
+        start,
+        fixed_bytes,
+        predicted_slope,
+        tolerance,
+    )
     search.absorb(known)
     stopped_by: LimitedBy = "memory"
     while not search.settled and (index := STRATEGIES[strategy](search)) is not None:
@@ -298,6 +321,8 @@ class _Search:
     Attributes:
         start: the hint; None without one.
         fixed_bytes: known part of every peak that does not depend on the size.
+        predicted_slope: bytes that a sample is predicted to need; None without a prediction.
+        num_predicted: trials made before a prediction was given up.
         tolerance: how much larger the largest size may be than the answer, as a fraction of the answer.
         low: index of the largest candidate that was seen to fit; -1 without one.
         high: index of the smallest candidate above it that was seen not to fit; `len(candidates)` without
@@ -309,11 +334,13 @@ class _Search:
     budget_bytes: int
     start: int | None
     fixed_bytes: int
+    predicted_slope: float | None = None
     tolerance: float = 0.0
     low: int = -1
     high: int = 0
     peaks: dict[int, int] = field(default_factory=dict)
     trials: list[TrialRecord] = field(default_factory=list)
+    num_predicted: int = 0
 
     def __post_init__(self) -> None:
         self.high = len(self.candidates)
@@ -356,6 +383,29 @@ class _Search:
             return None
         index = self.candidates.nearest(self.start)
         return index if self.low < index < self.high else None
+
+    @property
+    def prediction_holds(self) -> bool:
+        """There is a prediction, and the two peaks closest to the budget agree with it."""
+        if self.predicted_slope is None or self.start is None or len(self.trials) > PREDICTED_TRIALS:
+            return False
+        if not self.peaks:
+            return not self.trials
+        size, *others = sorted(self.peaks, key=self.distance)
+        peak, slope = self.peaks[size], self.predicted_slope
+        error = peak - self.budget_bytes - slope * (size - self.start)
+        if abs(error) > TRUSTED * (self.budget_bytes - self.fixed_bytes):
+            return False
+        error_between = peak - self.peaks[others[0]] - slope * (size - others[0]) if others else 0.0
+        return abs(error_between) <= SHORT * self.budget_bytes
+
+    def give_up_prediction(self) -> None:
+        """Go on as if there had been no prediction, from the bracket and the peaks at its ends."""
+        self.start = self.predicted_slope = None
+        ends = {self.candidates[i] for i in (self.low, self.high) if 0 <= i < len(self.candidates)}
+        near = {size for size, peak in self.peaks.items() if peak <= 2 * self.budget_bytes}
+        self.peaks = {size: self.peaks[size] for size in ends & near}
+        self.num_predicted = len(self.trials)
 
     @property
     def num_failed_again(self) -> int:
@@ -403,13 +453,22 @@ class _Search:
 def _guided(search: _Search) -> int:
     if search.hint is not None:
         return search.hint
-    if len(search.trials) >= GUIDED_TRIALS:
-        doubled = search.low + 2 ** (len(search.trials) - GUIDED_TRIALS)
+    if search.predicted_slope is not None and not search.prediction_holds:
+        search.give_up_prediction()
+    num_guided = len(search.trials) - search.num_predicted
+    if num_guided >= GUIDED_TRIALS:
+        doubled = search.low + 2 ** (num_guided - GUIDED_TRIALS)
         return doubled if search.unbounded else _middle(search)
     if not search.peaks:
-        size = FIRST_SIZE if search.unbounded else search.candidates[search.high] / GROWTH
-        return search.candidates.nearest(size)
+        return search.candidates.nearest(_size_without_peaks(search))
     return _where_the_line_meets_the_budget(search)
+
+
+def _size_without_peaks(search: _Search) -> float:
+    if search.unbounded:
+        return FIRST_SIZE
+    smaller = search.candidates[search.high] / GROWTH
+    return min(smaller, FIRST_SIZE) if search.num_predicted else smaller
 
 
 def _where_the_line_meets_the_budget(search: _Search) -> int:
@@ -418,11 +477,11 @@ def _where_the_line_meets_the_budget(search: _Search) -> int:
     slope = _slope(search, anchor)
     if slope is None:
         return _middle(search)
-    step = (search.budget_bytes - search.peaks[anchor]) / slope
-    if not search.unbounded and anchor < candidates[high] <= anchor + step:
+    step, most = (search.budget_bytes - search.peaks[anchor]) / slope, (GROWTH - 1) * anchor
+    if not search.unbounded and anchor < candidates[high] <= anchor + min(step, most):
         return high - round(RETREAT * (1 << search.num_failed_again) * (high - search.low))
     if step > 0:
-        step = min((1 - SHORT) * step, (GROWTH - 1) * anchor)
+        step = min((1 - SHORT) * step, most)
     return candidates.nearest(anchor + step)
 
 
@@ -437,11 +496,14 @@ def _slope(search: _Search, anchor: int) -> float | None:
     """Bytes per sample at the anchor; None if the peaks in a bracket are too flat to tell."""
     proportional = max(search.peaks[anchor] - search.fixed_bytes, 1) / anchor
     others = sorted(search.peaks.keys() - {anchor}, key=search.distance)
+    if search.predicted_slope is not None:
+        others = [size for size in others if abs(size - anchor) > NEAR * anchor]
     if not others:
-        return (1 - FIXED_FRACTION) * proportional
+        return search.predicted_slope or (1 - FIXED_FRACTION) * proportional
     slopes = ((search.peaks[size] - search.peaks[anchor]) / (size - anchor) for size in others)
     flattest = MIN_STEEPNESS * proportional
-    return next((slope for slope in slopes if slope >= flattest), flattest if search.unbounded else None)
+    is_far = search.unbounded or search.candidates[search.high] > GROWTH * anchor
+    return next((slope for slope in slopes if slope >= flattest), flattest if is_far else None)
 
 
 def _middle(search: _Search) -> int:

@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib.util
+import itertools
 import math
 import random
 import sys
@@ -59,12 +60,14 @@ def candidates_of(min_size: int, max_size: int, multiple_of: int) -> list[int]:
     return [n for n in range(min_size, max_size + 1) if n < multiple_of or n % multiple_of == 0]
 
 
-def check_honest(result: SearchResult, device: Device, candidates: list[int], max_trials: int) -> None:
+def check_honest(
+    result: SearchResult, device: Device, candidates: list[int], max_trials: int, num_wasted: int = 0
+) -> None:
     """What holds for every search that does not stop before it has a proof, whatever the curve."""
     fitting = {size for size, peak in device.peaks.items() if peak <= BUDGET}
     assert sizes(result) == list(device.peaks)
     assert device.peaks.keys() <= set(candidates)
-    assert len(result.trials) <= min(max_trials, 2 * math.log2(candidates[-1]) + 10)
+    assert len(result.trials) <= min(max_trials, 2 * math.log2(candidates[-1]) + 10 + num_wasted)
     for trial in result.trials:
         peak = device.peaks[trial.size]
         assert trial.peak_bytes == (None if peak == math.inf else peak)
@@ -128,6 +131,7 @@ bounds = st.one_of(
 )
 capacities = st.sampled_from([BUDGET, 1.25 * BUDGET, math.inf])
 starts = st.one_of(st.none(), st.integers(1, 9000))
+slopes = st.one_of(st.none(), st.floats(0.01, 30_000))
 strategies = st.sampled_from(sorted(STRATEGIES))
 
 
@@ -141,10 +145,11 @@ strategies = st.sampled_from(sorted(STRATEGIES))
     multiple_of=st.sampled_from([1, 1, 2, 8, 32]),
     strategy=strategies,
     start=starts,
+    slope=slopes,
     max_trials=st.sampled_from([1, 2, 3, 5, 10, 25, 10**9]),
 )
-@example(line(0, 0), math.inf, (1, 1), 1, "guided", None, 10**9)
-@example(line(BUDGET, 0), BUDGET, (1, 8192), 1, "guided", 1, 10**9)
+@example(line(0, 0), math.inf, (1, 1), 1, "guided", None, None, 10**9)
+@example(line(BUDGET, 0), BUDGET, (1, 8192), 1, "guided", 1, 1.0, 10**9)
 def test_every_search_is_bounded_and_honest(
     curve: Curve,
     capacity: float,
@@ -152,6 +157,7 @@ def test_every_search_is_bounded_and_honest(
     multiple_of: int,
     strategy: str,
     start: int | None,
+    slope: float | None,
     max_trials: int,
 ) -> None:
     candidates = candidates_of(*bounds, multiple_of)
@@ -163,6 +169,7 @@ def test_every_search_is_bounded_and_honest(
         "multiple_of": multiple_of,
         "strategy": strategy,
         "start": start,
+        "predicted_slope": slope,
         "max_trials": max_trials,
     }
     if not candidates:
@@ -174,7 +181,7 @@ def test_every_search_is_bounded_and_honest(
         assert result.size == max((n for n, peak in device.peaks.items() if peak <= BUDGET), default=None)
         assert len(result.trials) <= math.log2(bounds[1]) + 2
     else:
-        check_honest(result, device, candidates, max_trials)
+        check_honest(result, device, candidates, max_trials, 0 if slope is None else 5)
 
 
 @given(
@@ -184,9 +191,16 @@ def test_every_search_is_bounded_and_honest(
     multiple_of=st.sampled_from([1, 8]),
     strategy=st.sampled_from(CERTIFYING),
     start=starts,
+    slope=slopes,
 )
 def test_on_a_rising_curve_the_largest_size_is_found(
-    curve: Curve, capacity: float, bounds: tuple[int, int], multiple_of: int, strategy: str, start: int | None
+    curve: Curve,
+    capacity: float,
+    bounds: tuple[int, int],
+    multiple_of: int,
+    strategy: str,
+    start: int | None,
+    slope: float | None,
 ) -> None:
     candidates = candidates_of(*bounds, multiple_of)
     assume(candidates)
@@ -198,6 +212,7 @@ def test_on_a_rising_curve_the_largest_size_is_found(
         multiple_of=multiple_of,
         strategy=strategy,
         start=start,
+        predicted_slope=slope,
         max_trials=10**9,
     )
     assert result.size == max((n for n in candidates if curve(n) <= BUDGET), default=None)
@@ -578,6 +593,7 @@ def test_a_failed_trial_leaves_nothing_alive() -> None:
     ("arguments", "message"),
     [
         ({"strategy": "guess"}, "strategy is 'guess'; it must be one of guided, binary, power, binsearch"),
+        ({"predicted_slope": 0.0}, "predicted_slope is 0.0; it must be above 0"),
         ({"min_size": 0}, "min_size is 0; it must be at least 1"),
         ({"min_size": 9, "max_size": 8}, "max_size is 8; it must be at least min_size, 9"),
         ({"multiple_of": 0}, "multiple_of is 0; it must be at least 1"),
@@ -596,6 +612,44 @@ def test_bad_arguments_are_named_with_their_value(arguments: dict[str, object], 
 def test_a_record_has_a_size() -> None:
     with pytest.raises(ValueError, match="size is 0"):
         TrialRecord(0, "fits", 1, 0.0)
+
+
+# -- predictions
+
+
+@pytest.mark.parametrize("start", [205, 220, 224, 225, 226, 230, 245])
+@pytest.mark.parametrize("slope", [36.0, 40.0, 44.0])
+def test_a_prediction_within_a_tenth_needs_four_trials_at_most(start: int, slope: float) -> None:
+    arguments = {"budget_bytes": BUDGET, "min_size": 1, "max_size": 8192}
+    result = find_largest(line(1000, 40), **arguments, start=start, predicted_slope=slope)
+    assert (result.size, result.certified) == (225, True)
+    assert len(result.trials) <= 4
+
+
+def test_a_short_step_follows_the_prediction_where_noise_hides_the_slope() -> None:
+    """Sizes of 230 and more need 1 % less: between 226 and 230 the peaks fall."""
+    device = Device(lambda n: int((1000 + 40 * n) * (0.99 if n >= 230 else 1.0)), math.inf)
+    arguments = {"budget_bytes": int(1000 + 40 * 221.5), "min_size": 1, "max_size": 8192, "start": 230}
+    result = find_largest(device, **arguments, predicted_slope=40.0)
+    assert (result.size, len(result.trials)) == (221, 4)
+
+
+@pytest.mark.parametrize("capacity", [BUDGET, 1.25 * BUDGET, math.inf])
+@pytest.mark.parametrize("fixed", [0, 1000, 6000])
+def test_a_wrong_prediction_costs_one_trial(fixed: int, capacity: float) -> None:
+    arguments = {"budget_bytes": BUDGET, "min_size": 1, "max_size": 8192}
+    for per_sample, wrong, wrong_slope in itertools.product(
+        [3, 40, 300], [1 / 30, 1 / 5, 1 / 2, 2, 5, 30], [1 / 3, 1, 3]
+    ):
+        alone = find_largest(Device(line(fixed, per_sample), capacity), **arguments)
+        assert alone.size is not None
+        start = max(1, min(int(alone.size * wrong), 8192))
+        predicted = find_largest(
+            Device(line(fixed, per_sample), capacity), **arguments,
+            start=start, predicted_slope=per_sample * wrong_slope,
+        )  # fmt: skip
+        assert predicted.size == alone.size
+        assert len(predicted.trials) <= len(alone.trials) + 1, (per_sample, wrong, wrong_slope)
 
 
 # -- figures on measured curves
