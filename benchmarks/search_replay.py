@@ -1,6 +1,6 @@
 """Replay every search strategy on measured memory curves; print how many trials it takes and what it finds.
 
-    python benchmarks/search_replay.py [--curves FILE] [--seeds N]
+    python benchmarks/search_replay.py [--curves FILE] [--seeds N] [--predict] [--models N] [--seed S] [--jobs J]
 
 A curve is the peak memory of one model's training step at a few batch sizes (rows of
 `model,batch_size,memory_mib`; `benchmarks/data/README.md` names the source). Between the measured sizes the
@@ -8,17 +8,25 @@ curve is interpolated linearly; beyond them its first and last segments are exte
 The result is multiplied by noise of 1 %, drawn once for each quarter octave of batch sizes. Each strategy
 then searches the sizes from 1 to 8192 with a budget of 80 % of a card of 40,000 MiB. A trial that needs more
 than the card has raises `OutOfMemory`.
+
+With `--predict`, the guided search starts from the size and the slope that traces of each model predict
+(`benchmarks/prediction_accuracy.py`), beside the same search without them.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import csv
 import math
+import os
 import random
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from linnaeus.autobatch.search import STRATEGIES, OutOfMemory, SearchResult, find_largest
@@ -49,6 +57,7 @@ class Mode:
     multiple_of: int = 1
     hint: float | None = None  # the search starts within this fraction of the best size
     strict: bool = False  # every size above the budget raises OutOfMemory
+    tolerance: float = 0.0
 
 
 MODES = (
@@ -57,6 +66,13 @@ MODES = (
     Mode("start within 10 %", hint=0.1),
     Mode("strict cap", strict=True),
 )
+PREDICTED_MODES = (
+    Mode("exact"),
+    Mode("multiple of 8", multiple_of=8),
+    Mode("tolerance 0.01", tolerance=0.01),
+    Mode("strict cap", strict=True),
+)
+"""The last is what a trial meets on CUDA, where the allocator refuses what is above the budget."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +92,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Case:
-    """A curve to search, its best size (0: none fits) and the size to start from, if any."""
+    """A curve to search, its best size (0: none fits), the size to start from, and the predicted slope."""
 
     curve: Curve
     best: int
     start: int | None
+    slope: float | None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +169,9 @@ def replay(case: Case, mode: Mode, strategy: str) -> Replay:
         max_size=MAX_SIZE,
         multiple_of=mode.multiple_of,
         strategy=strategy,
+        tolerance=mode.tolerance,
         start=case.start,
+        predicted_slope=case.slope,
     )
     fits = case.best == 0 if result.size is None else case.curve(result.size) <= BUDGET_MIB * MIB
     ratio = (result.size or 0) / case.best if case.best else 1.0
@@ -183,6 +202,64 @@ def summary(runs: Sequence[Replay]) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a prediction says: the size that needs the whole budget, and bytes per sample there."""
+
+    size: int
+    slope: float
+
+
+def predicted_start(model: str) -> Start | None:
+    """The prediction for a model; None where its step cannot be traced."""
+    from prediction_accuracy import BASE_BYTES, predicted_mib, traces_of
+
+    from linnaeus.memory.allocator import AllocatorSettings
+    from linnaeus.memory.predict import Prediction
+    from linnaeus.memory.trace import UntraceableError
+
+    warnings.simplefilter("ignore")
+    try:
+        num_elements, traces = traces_of(model)
+    except (UntraceableError, RuntimeError):
+        return None
+    prediction = Prediction.of(*traces, base_bytes=BASE_BYTES, settings=AllocatorSettings())
+
+    def needed_mib(size: int) -> float:
+        return predicted_mib(prediction, size, num_elements)
+
+    size = max(1, bisect.bisect_right(range(1, MAX_SIZE + 1), BUDGET_MIB, key=needed_mib))
+    step = max(1, size // 10)
+    below = max(1, size - step)
+    return Start(size, (needed_mib(size + step) - needed_mib(below)) / (size + step - below) * MIB)
+
+
+def print_predicted(curves: dict[str, Points], seeds: Sequence[int], jobs: int) -> None:
+    """The guided search of each model with and without its prediction."""
+    with ProcessPoolExecutor(jobs) as pool:
+        found = dict(zip(curves, pool.map(predicted_start, curves), strict=True))
+    starts = {model: start for model, start in found.items() if start is not None}
+    print(f"{len(starts)} of {len(curves)} models predicted, {len(seeds)} draws of noise each\n")
+    print(HEADER)
+    for mode in PREDICTED_MODES:
+        models = [model for _ in seeds for model in curves]
+        alone = make_cases(curves, seeds, mode)
+        predicted = [
+            replace(case, start=starts[model].size, slope=starts[model].slope) if model in starts else case
+            for model, case in zip(models, alone, strict=True)
+        ]
+        runs = {name: [replay(case, mode, "guided") for case in cases]
+                for name, cases in (("alone", alone), ("predicted", predicted))}  # fmt: skip
+        for name, each in runs.items():
+            print(line(mode, name, summary(each)))
+        longer = Counter(
+            len(one.result.trials) - len(other.result.trials)
+            for one, other in zip(runs["predicted"], runs["alone"], strict=True)
+        )
+        share = sum(count for more, count in longer.items() if more > 1) / len(alone)
+        print(f"{'':<19}longer by more than one trial: {share:.1%}, by {max(longer)} at most")
+
+
 def line(mode: Mode, strategy: str, row: dict[str, float]) -> str:
     counts = f"{row['mean']:6.2f}{row['p50']:5.0f}{row['p90']:5.0f}{row['max']:5.0f}{row['beyond']:9.3f}"
     fractions = f"{row['fits']:9.1%}{row['certified']:11.1%}{row['ratio']:9.3f}{row['near_best']:10.1%}"
@@ -193,11 +270,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Replay the search strategies on measured memory curves.")
     parser.add_argument("--curves", type=Path, default=CURVES, help="CSV of measured peaks")
     parser.add_argument("--seeds", type=int, default=10, help="draws of noise for each curve")
+    parser.add_argument("--predict", action="store_true", help="start from a prediction")
+    parser.add_argument("--models", type=int, help="so many models, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of that draw")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that predict")
     args = parser.parse_args(argv)
     if not args.curves.is_file():
         print(f"{args.curves}: no such file; name the measured peaks with --curves FILE", file=sys.stderr)
         return 2
     curves = read_curves(args.curves)
+    if args.models is not None and args.models < len(curves):
+        chosen = random.Random(args.seed).sample(sorted(curves), args.models)
+        curves = {model: curves[model] for model in chosen}
+    if args.predict:
+        print_predicted(curves, range(args.seeds), args.jobs)
+        print(f"\n{LEGEND}")
+        return 0
     print(f"{len(curves)} curves, {args.seeds} draws of noise each\n")
     print(HEADER)
     for mode in MODES:
