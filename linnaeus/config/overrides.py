@@ -48,6 +48,7 @@ class CommandLine:
     Attributes:
         overrides: the overrides, in the order typed.
         presets: the file selected for each group, in the order typed; a group may end with `@PACKAGE`.
+        added: the groups selected with `+`, which may stand once.
         left_out: the groups that `~group` leaves out, each with the name in `~group=name`; None without one.
         sources: `--cfg`, `--config-dir` and `--config-name` with their values, in the order typed.
         print_config: `--print-config` was given, or `--origin`, which goes with it.
@@ -58,6 +59,7 @@ class CommandLine:
 
     overrides: list[Override] = field(default_factory=list)
     presets: dict[str, str] = field(default_factory=dict)
+    added: set[str] = field(default_factory=set)
     left_out: dict[str, str | None] = field(default_factory=dict)
     sources: list[tuple[str, str]] = field(default_factory=list)
     print_config: bool = False
@@ -134,7 +136,7 @@ def _override(line: CommandLine, token: str, tokens: deque[str]) -> None:
         return
     group = _GROUP.fullmatch(token)
     if group and (group[3] is not None or group[1] == "~"):
-        _select(line, group[2], group[3], group[1] == "~")
+        _select(line, group[1], group[2], group[3])
         return
     match = _TOKEN.fullmatch(token)
     if not match:
@@ -151,13 +153,19 @@ def _override(line: CommandLine, token: str, tokens: deque[str]) -> None:
         line.overrides.append(Override(key, tokens.popleft()))
 
 
-def _select(line: CommandLine, group: str, text: str | None, delete: bool) -> None:
+def _select(line: CommandLine, sign: str | None, group: str, text: str | None) -> None:
     """Note a choice in a group, or that the group is left out; `group=null` leaves it out as in Hydra."""
-    name = (text or "").strip("'\"")
+    name, delete = (text or "").strip("'\""), sign == "~"
     chosen = line.presets.get(group)
     if delete and name and chosen not in (None, name):
         line.problems.append(f"~{group}: is not {name!r} but {chosen!r}, nothing left out (command line)")
         return
+    if sign == "+" and chosen not in (None, name) and group in line.added:
+        both = ",".join(str(some).strip("[]") for some in (chosen, name))
+        line.problems.append(f"+{group}: is given twice (command line); write +{group}=[{both}] for both")
+        return
+    if sign == "+":
+        line.added.add(group)
     line.presets.pop(group, None)  # the last one wins, at its own place in the order
     line.left_out.pop(group, None)
     if delete:
