@@ -6,8 +6,10 @@ Precedence, lowest first: schema defaults, files (see `sources` for their order)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,11 +84,20 @@ def _compose(line: CommandLine) -> tuple[Config, Mapping[Path, Entry]]:
         # The unreadable file may set a `_target_`, so the keys that these nodes take are unknown.
         pluggable = tuple(f"{sign}{name}." for name in PLUGGABLE for sign in ("", "~"))
         merged.problems = [text for text in merged.problems if not text.startswith(pluggable)]
+    for warning in sources.warnings:
+        _warn(warning)
     config, problems = resolve(merged, sources.chosen)
     problems = [*line.problems, *sources.problems, *merged.problems, *problems]
     if problems or config is None:
         raise ConfigError([f"{problem}{_sweep_hint(problem, line)}" for problem in problems])
     return config, merged.entries
+
+
+@functools.cache
+def _warn(sentence: str) -> None:
+    """Print a warning once: a sweep loads many configurations, and torchrun starts many ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {sentence}", file=sys.stderr)
 
 
 def _sweep_hint(problem: str, line: CommandLine) -> str:

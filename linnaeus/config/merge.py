@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from linnaeus.config.keys import (
     closest,
     dotted,
 )
+from linnaeus.config.search_path import EXPERIMENT
 from linnaeus.config.settings import Setting, flatten
 from linnaeus.config.values import convert, show, untyped
 
@@ -161,11 +163,16 @@ def _unknown(path: Path, origin: str) -> str:
     upper = next((path[:size] for size in range(1, len(path)) if path[:size] in KEYS), None)
     if any("." in str(part) for part in path):
         return f"no such key ({origin}); keys in a file are nested, not joined by dots"
+    if upper and TARGET not in path and KEYS[upper].is_mapping:
+        return f"is not set ({origin})"
     if upper and TARGET not in path:
         return f"no such key ({origin}); {dotted(upper)} takes a value and has no keys below it"
     if path in NODES:
         return f"is a group of keys ({origin})"
     real = closest(dotted(path))
+    top = str(path[0]).upper()
+    if real is None and top != path[0] and (top,) in NODES:
+        real = dotted((top, *path[1:]))
     node = next((node for node in PLUGGABLE_PATHS if path[:-1] == node), None)
     hints = []
     if node and not (real or "").startswith(f"{dotted(node)}."):
@@ -179,4 +186,9 @@ def _not_a_value(setting: Setting) -> str:
     first = next((dotted(path) for path in KEYS if path[: len(setting.path)] == setting.path), "")
     example = f", such as {first}" if first else ""
     problem = f"is a group of keys, not a key that takes {show(setting.value)} ({setting.origin})"
+    text = untyped(setting.value, check=False)
+    group = "/".join(map(str, setting.path)).lower()
+    is_typed = setting.origin == "command line" and isinstance(text, str) and re.fullmatch(r"[\w.-]+", text)
+    if is_typed and group != EXPERIMENT:
+        return f"{problem}; did you mean {group}={text}?"
     return f"{problem}; set the keys below it{example}"

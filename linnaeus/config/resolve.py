@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
+from linnaeus.config.instantiate import Node
 from linnaeus.config.keys import KEYS, TARGET, Key, Path, closest, dotted, node_class, suggest
 from linnaeus.config.merge import Entry, Merged
 from linnaeus.config.resolvers import register
@@ -46,7 +47,7 @@ def resolve(merged: Merged, chosen: Mapping[str, str]) -> tuple[Config | None, l
             found[path] = problem
     problems = [f"{dotted(path)}: {text}" for path, text in found.items() if _is_cause(path, merged, found)]
     problems += _crossed(values, merged.entries)
-    return (None if problems else _build(Config, (), values, merged.free)), problems
+    return (None if problems else _build(Config, (), values, merged)), problems
 
 
 def _resolve_one(container: Any, path: Path, entry: Entry) -> Any:
@@ -142,7 +143,7 @@ def _nest(values: Mapping[Path, Any]) -> dict[Any, Any]:
     return tree
 
 
-def _build(cls: type, path: Path, values: Mapping[Path, Any], free: set[Path]) -> Any:
+def _build(cls: type, path: Path, values: Mapping[Path, Any], merged: Merged) -> Any:
     """Make the dataclass of one node; a free node is a plain dict."""
     hints = typing.get_type_hints(cls)
     arguments: dict[str, Any] = {}
@@ -151,9 +152,13 @@ def _build(cls: type, path: Path, values: Mapping[Path, Any], free: set[Path]) -
         node = node_class(field, hints[field.name])
         if here in values:
             arguments[field.name] = values[here]
-        elif here in free or node is None:
+        elif here in merged.free or node is None:
             size = len(here)
-            arguments[field.name] = _nest({p[size:]: v for p, v in values.items() if p[:size] == here})
+            found = _nest({p[size:]: v for p, v in values.items() if p[:size] == here})
+            if here in merged.free:
+                found = Node(found)
+                found.origins = {p[size]: e.origin for p, e in merged.entries.items() if p[:size] == here}
+            arguments[field.name] = found
         else:
-            arguments[field.name] = _build(node, here, values, free)
+            arguments[field.name] = _build(node, here, values, merged)
     return cls(**arguments)

@@ -8,6 +8,7 @@ there. Within a file its defaults list decides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 
@@ -18,6 +19,7 @@ from linnaeus.config.overrides import CommandLine
 from linnaeus.config.presets import expanded
 from linnaeus.config.search_path import SearchPath, default_package, is_file, is_folder
 from linnaeus.config.settings import Setting
+from linnaeus.config.values import untyped
 
 
 @dataclass
@@ -28,12 +30,14 @@ class Sources:
         settings: of all files, lowest precedence first.
         chosen: the name chosen in each group.
         problems: one sentence each.
+        warnings: one sentence for each choice of the command line that a file beats.
         is_complete: whether every file was found and could be read.
     """
 
     settings: list[Setting]
     chosen: dict[str, str]
     problems: list[str]
+    warnings: list[str]
     is_complete: bool
 
 
@@ -61,7 +65,33 @@ def read_sources(line: CommandLine) -> Sources:
     files = path.files.values()
     problems += [problem for file in files for problem in file.problems] + order.problems
     is_complete = not order.problems and not any(file.is_broken for file in files)
-    return Sources(settings, order.chosen, problems, is_complete)
+    typed = {override.key for override in line.overrides}
+    warnings = [text for choice in choices if (text := _beaten(choice, path, order.files, roots, typed))]
+    return Sources(settings, order.chosen, problems, warnings, is_complete)
+
+
+def _beaten(
+    choice: Choice, path: SearchPath, files: Sequence[tuple[str, str]], roots: Sequence[str], typed: Set[str]
+) -> str | None:
+    """What to tell where `--cfg` files set keys that a choice of the command line sets otherwise."""
+    chosen = {f"{choice.group}/{name}" for name in choice.names}
+    values: dict[str, object] = {}
+    beaten: dict[str, str] = {}
+    for name, package in files:
+        for setting in path.files[name].settings:
+            key = ".".join([*filter(None, package.split(".")), *map(str, setting.path)])
+            if name in chosen and not choice.is_left_out:
+                values[key] = untyped(setting.value, check=False)
+                beaten.pop(key, None)
+            elif name in roots and key in values and untyped(setting.value, check=False) != values[key]:
+                beaten[key] = f"{key} of {setting.origin}"
+    beaten = {key: text for key, text in beaten.items() if key not in typed}
+    if not beaten:
+        return None
+    return (
+        f"{', '.join(beaten.values())} wins over {choice.key}={','.join(choice.names)}: files win over "
+        "groups of the command line; keys there win over both"
+    )
 
 
 def _search_path(line: CommandLine, problems: list[str]) -> SearchPath:
