@@ -179,6 +179,11 @@ def _unknown(path: Path, origin: str) -> str:
         hints.append(f"{dotted(node)} takes other keys when {dotted(node)}._target_ is set")
     if real:
         hints.append(f"did you mean {real}?")
+    if len(path) == 1 and ", line " in origin and str(path[0]).islower():
+        hints.append(
+            "a file has no variables of its own: refer to the key that holds the value (${OPTIMIZER.LR}), or "
+            "to the environment (${oc.env:NAME})"
+        )
     return "; ".join([f"no such key ({origin})", *hints])
 
 

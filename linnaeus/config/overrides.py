@@ -54,6 +54,7 @@ class CommandLine:
         print_config: `--print-config` was given, or `--origin`, which goes with it.
         show_origins: `--origin` was given.
         show_help: `--help` or `-h` was given.
+        stray: tokens that are nothing: the name of a command in a wrong place, for one.
         problems: one sentence for each unusable token.
     """
 
@@ -65,6 +66,7 @@ class CommandLine:
     print_config: bool = False
     show_origins: bool = False
     show_help: bool = False
+    stray: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def named(self, option: str) -> list[str]:
@@ -140,13 +142,13 @@ def _override(line: CommandLine, token: str, tokens: deque[str]) -> None:
         return
     match = _TOKEN.fullmatch(token)
     if not match:
-        line.problems.append(_stray(token))
+        line.problems.append(_stray(line, token))
         return
     prefix, key, text = match.groups()
     if text is not None or prefix == "~":
         line.overrides.append(Override(key, text, delete=prefix == "~"))
     elif not _may_be_key(key):
-        line.problems.append(_stray(token))
+        line.problems.append(_stray(line, token))
     elif not tokens or _is_flag(tokens[0]) or _begins_override(tokens[0]):
         line.problems.append(f"{key}: key without a value (command line)")
     else:
@@ -196,6 +198,7 @@ def _begins_override(token: str) -> bool:
     return path in KEYS or (text is not None and classify(path, PLUGGABLE_PATHS) is Place.FREE)
 
 
-def _stray(token: str) -> str:
+def _stray(line: CommandLine, token: str) -> str:
+    line.stray.append(token)
     hint = f"; did you mean --cfg {token}?" if token.endswith((".yaml", ".yml")) else ""
     return f"{token!r}: neither KEY VALUE, KEY=VALUE, group=preset nor an option{hint}"

@@ -495,3 +495,10 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("\ufeff# @package TRAIN\nEPOCHS: 3", encoding="utf-8")
     assert load("--cfg", str(file)).TRAIN.EPOCHS == 3
+
+
+def test_a_variable_of_ones_own_is_met_with_what_to_use_instead(tmp_path: Path) -> None:
+    found = problems("--cfg", write(tmp_path, "lr: 0.1\nOPTIMIZER: {LR: '${lr}'}"))
+    assert [problem.partition(":")[0] for problem in found] == ["lr", "OPTIMIZER.LR"]
+    assert "refer to the key that holds the value (${OPTIMIZER.LR}), or to the environment" in found[0]
+    assert "variables" not in problems("--cfg", write(tmp_path, "TRIAN: {EPOCHS: 1}"))[0]
