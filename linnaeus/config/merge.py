@@ -25,6 +25,9 @@ from linnaeus.config.search_path import EXPERIMENT
 from linnaeus.config.settings import Setting, flatten
 from linnaeus.config.values import convert, show, untyped
 
+Problem = tuple[Path, str]
+"""The key that is wrong, and the sentence that says so."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -47,7 +50,7 @@ class Merged:
 
     entries: dict[Path, Entry] = field(default_factory=dict)
     free: set[Path] = field(default_factory=set)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
 
 def merge(settings: Sequence[Setting]) -> Merged:
@@ -63,7 +66,7 @@ def merge(settings: Sequence[Setting]) -> Merged:
             continue
         problem = _set(merged, setting)
         if problem:
-            merged.problems.append(f"{dotted(setting.path)}: {problem}")
+            merged.problems.append((setting.path, f"{dotted(setting.path)}: {problem}"))
     return merged
 
 
@@ -81,7 +84,7 @@ def _below_any(path: Path, nodes: Iterable[Path]) -> bool:
     return any(path[: len(node)] == node for node in nodes)
 
 
-def _apply_deletions(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
+def _apply_deletions(settings: Sequence[Setting], problems: list[Problem]) -> list[Setting]:
     """Leave out the settings that a later `~KEY` deletes."""
     kept: list[Setting] = []
     for setting in settings:
@@ -90,13 +93,12 @@ def _apply_deletions(settings: Sequence[Setting], problems: list[str]) -> list[S
             continue
         path, before = setting.path, len(kept)
         if setting.value is not None and not _holds(kept, setting):
-            problems.append(
-                f"~{dotted(path)}: is not {show(setting.value)}, nothing deleted ({setting.origin})"
-            )
+            sentence = f"is not {show(setting.value)}, nothing deleted ({setting.origin})"
+            problems.append((path, f"~{dotted(path)}: {sentence}"))
             continue
         kept = [other for other in kept if other.path[: len(path)] != path]
         if len(kept) == before and classify(path) in (Place.NO_KEY, Place.FREE):
-            problems.append(f"~{dotted(path)}: {_unknown(path, setting.origin)}")
+            problems.append((path, f"~{dotted(path)}: {_unknown(path, setting.origin)}"))
     return kept
 
 

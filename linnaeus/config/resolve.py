@@ -14,7 +14,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from linnaeus.config.instantiate import Node
 from linnaeus.config.keys import KEYS, TARGET, Key, Path, closest, dotted, node_class, suggest
-from linnaeus.config.merge import Entry, Merged
+from linnaeus.config.merge import Entry, Merged, Problem
 from linnaeus.config.resolvers import register
 from linnaeus.config.schema import Config
 from linnaeus.config.values import MISSING, convert, resolve_number, show
@@ -23,7 +23,7 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
-def resolve(merged: Merged, chosen: Mapping[str, str]) -> tuple[Config | None, list[str]]:
+def resolve(merged: Merged, chosen: Mapping[str, str]) -> tuple[Config | None, list[Problem]]:
     """Resolve and check everything.
 
     Args:
@@ -45,7 +45,8 @@ def resolve(merged: Merged, chosen: Mapping[str, str]) -> tuple[Config | None, l
             problem = f"{error} ({entry.origin})"
         if problem:
             found[path] = problem
-    problems = [f"{dotted(path)}: {text}" for path, text in found.items() if _is_cause(path, merged, found)]
+    causes = [path for path in found if _is_cause(path, merged, found)]
+    problems = [(path, f"{dotted(path)}: {found[path]}") for path in causes]
     problems += _crossed(values, merged.entries)
     return (None if problems else _build(Config, (), values, merged)), problems
 
@@ -121,15 +122,16 @@ def _followed(path: Path, merged: Merged) -> set[Path]:
     return {tuple(name.split(".")) for name in _REFERENCE.findall(text)}
 
 
-def _crossed(values: Mapping[Path, Any], entries: Mapping[Path, Entry]) -> list[str]:
+def _crossed(values: Mapping[Path, Any], entries: Mapping[Path, Entry]) -> list[Problem]:
     """Checks that need two keys."""
-    problems = []
+    problems: list[Problem] = []
     for suffix in ("", "_VAL"):
         low = ("DATA", "AUTOBATCH", f"MIN_BATCH_SIZE{suffix}")
         high = ("DATA", "AUTOBATCH", f"MAX_BATCH_SIZE{suffix}")
         if low in values and high in values and values[low] > values[high]:
             place = entries[high if entries[low].origin == "default" else low].origin
-            problems.append(f"{dotted(low)}: {values[low]} is above {dotted(high)} {values[high]} ({place})")
+            sentence = f"{values[low]} is above {dotted(high)} {values[high]} ({place})"
+            problems.append((low, f"{dotted(low)}: {sentence}"))
     return problems
 
 

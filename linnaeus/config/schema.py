@@ -63,15 +63,11 @@ def _run_name(value: str) -> str | None:
     if any("\ud800" <= character <= "\udfff" for character in value):  # logs could not be written
         return "it has a character that is not in Unicode"
     if "\0" in value:
-        return _folder(value)
+        return "the name of a folder has no NUL byte"
     path = PurePath(value)
     if value.strip() and path.parts and not path.is_absolute() and ".." not in path.parts:
         return None
     return "must be the name of a folder inside EXPERIMENT.OUTPUT_DIR"
-
-
-def _folder(value: str) -> str | None:
-    return "the name of a folder has no NUL byte" if "\0" in value else None
 
 
 def _one_name(value: str) -> str | None:
@@ -111,7 +107,7 @@ class ExperimentConfig:
     """Name, place and identity of the run."""
 
     NAME: str = key("digits", "name of the run, and of its folder in OUTPUT_DIR", check=_run_name)
-    OUTPUT_DIR: str = key("runs", "folder that holds the folders of all runs", check=_folder)
+    OUTPUT_DIR: str = key("runs", "folder that holds the folders of all runs")
     SEED: int = key(
         0, "seed of the initial weights, the order of the samples and the augmentation", ge=0, lt=2**63
     )

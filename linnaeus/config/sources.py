@@ -47,7 +47,7 @@ def read_sources(line: CommandLine) -> Sources:
     path = _search_path(line, problems)
     roots = [root for option, name in line.sources if (root := _root(path, option, name, line, problems))]
     roots = list(dict.fromkeys(reversed(roots)))[::-1]  # of a file named twice, the later one counts
-    choices = [choice for choice in _choices(line) if _exists(choice, path, problems)]
+    choices = [choice for choice in _choices(line) if _exists(choice, path, problems, line)]
     order = order_files(path, roots, choices)
     for name, package in [*order.files]:
         if package and path.is_preset(name):  # a preset begins with its node, so it stands nowhere else
@@ -138,10 +138,24 @@ def _choice(key: str, text: str, *, is_left_out: bool = False) -> Choice:
     return Choice(group, found, None if is_default else package, is_left_out)
 
 
-def _exists(choice: Choice, path: SearchPath, problems: list[str]) -> bool:
+def _exists(choice: Choice, path: SearchPath, problems: list[str], line: CommandLine) -> bool:
     there = path.names(choice.group)
     missing = [name for name in choice.names if name not in there]
     if not there and choice.group not in path.groups():
         missing = missing or [""]  # any name: the group is unknown
-    problems += [path.why_missing(choice.group, name, COMMAND_LINE) for name in missing]
+    hint = sweep_hint(choice.key, line.presets.get(choice.key, ""))
+    problems += [f"{path.why_missing(choice.group, name, COMMAND_LINE)}{hint}" for name in missing]
     return not missing
+
+
+def sweep_hint(key: str, typed: str) -> str:
+    """The command that takes several values, where such were typed for a key or group; else empty."""
+    if "," not in typed:
+        return ""
+    from linnaeus.config.sweep_values import sweep_values  # here, because Hydra's parser takes long to import
+
+    try:
+        is_sweep = len(sweep_values(typed)) > 1
+    except ValueError:
+        return ""
+    return f"; to run with each of them: linnaeus sweep {key}={typed}" if is_sweep else ""
