@@ -108,8 +108,14 @@ def _check_first_word(tokens: Sequence[str]) -> None:
     """A first word that is like a command's must not be taken for a mistake among the keys.
 
     Raises:
-        ConfigError: it is neither a command nor the name of a preset group.
+        ConfigError: it is neither a command nor the name of a preset group; or a command comes later.
     """
+    from linnaeus.config.overrides import parse_command_line
+
+    late = [word for word in parse_command_line(tokens).stray if word in COMMANDS]
+    if late and late[0] != tokens[0]:
+        others = [token for token in tokens if token != late[0]]
+        raise ConfigError(f"{late[0]!r}: the command comes first: linnaeus {late[0]} {shlex.join(others)}")
     word = tokens[0] if tokens else ""
     if not re.fullmatch(r"[A-Za-z][A-Za-z_-]*", word) or word.isupper():
         return

@@ -99,6 +99,20 @@ def test_other_first_words_are_what_they_were(run: Run, token: str, message: str
     assert "command" not in outcome.err.replace("command line", "")
 
 
+def test_a_command_behind_other_words_is_named(run: Run, tmp_path: Path) -> None:
+    outcome = run("-cd", str(tmp_path), "sweep", "TRAIN.EPOCHS=1,2")
+    assert outcome.code == 2
+    assert f"'sweep': the command comes first: linnaeus sweep -cd {tmp_path} TRAIN.EPOCHS=1,2" in outcome.err
+    outcome = run("MODEL.NAME", "plan", "--print-config")  # here it is a value
+    assert (outcome.code, "NAME: plan" in outcome.out) == (0, True)
+
+
+def test_help_lists_the_groups_of_own_folders(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "night.yaml").write_text("")
+    assert f"of your own in {tmp_path}:\n  experiment  night\n" in run("-cd", str(tmp_path), "--help").out
+
+
 def test_help_is_for_those_who_mistype_a_command_too(run: Run) -> None:
     assert run("analyse", "--help").out == run("--help").out
 

@@ -1,387 +1,355 @@
-"""Hydra's part: which files count, in which order and in which package, according to the defaults lists.
+"""Which files count, in which order and in which package, according to the defaults lists.
 
-Hydra walks through the defaults lists (`create_defaults_list`, which belongs to its internals and is called
-here only). It is handed the entries as our reader found them, and asks for a file by its path. The entries
-note how Hydra uses them, so that all problems are found in one go, each with its file and line.
+The rules are those of Hydra (https://hydra.cc/docs/advanced/defaults_list). Lists are walked from their last
+entry to their first, outer before inner: the first `override` of a choice that is met counts, and it changes
+the choices that are met after it. Entries that follow other choices (`${model}`) are walked last.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from hydra import version
-from hydra._internal.defaults_list import create_defaults_list
-from hydra.core.default_element import ConfigDefault, GroupDefault
-from hydra.core.override_parser.types import Override, OverrideType, ValueType
-from hydra.core.singleton import Singleton
-from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from linnaeus.config.files import DEFAULTS, SELF, DefaultsEntry
-from linnaeus.config.search_path import SearchPath
-from linnaeus.config.sources import COMMAND_LINE, Choice, Order, is_below_files
+from linnaeus.config.search_path import GLOBAL, GROUP, SearchPath, default_package
 
-ROOT = ":"
-"""Path of the defaults list that stands for the command line: the selected groups and the `--cfg` files."""
+COMMAND_LINE = "command line"
+HERE = "_here_"
+"""The package of the file that an entry stands in."""
+PLACED = -1
+"""Stands in place of a root's number for choices that no list makes."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the command line chooses in a group.
+
+    Attributes:
+        group: the group, such as `model` or `data/augment`.
+        names: the file or files chosen (`resnet50`, `[one,two]`); for a group that is left out, the one that
+            it must have (`~model=resnet50`), or none for any.
+        package: what stands after `@`.
+        is_left_out: whether the group is left out, as `~model` and `model=null` ask for.
+    """
+
+    group: str
+    names: tuple[str, ...]
+    package: str | None = None
+    is_left_out: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name of the choice in Hydra: a group may be chosen once for each package."""
+        return f"{self.group}@{self.package}" if self.package else self.group
+
+    def entry(self) -> DefaultsEntry:
+        """The choice as an entry of a defaults list."""
+        names = self.names[0] if len(self.names) == 1 else self.names
+        return DefaultsEntry(
+            f"/{self.group}", names, is_group=True, package=self.package, origin=COMMAND_LINE
+        )
+
+
+@dataclass
+class Order:
+    """The files that count.
+
+    Attributes:
+        files: the path and the package of each, lowest precedence first.
+        chosen: the name chosen in each group.
+        problems: one sentence each.
+    """
+
+    files: list[tuple[str, str]] = field(default_factory=list)
+    chosen: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def is_below_files(group: str) -> bool:
+    """Whether `--cfg` files win over a group of the command line. They lose to an experiment."""
+    return default_package(group) != GLOBAL
 
 
 def order_files(search: SearchPath, roots: Sequence[str], choices: Sequence[Choice]) -> Order:
-    """The files that count, as Hydra composes them.
+    """The order of all files.
 
-    A group that the command line selects, or that `override` names, replaces the choice of a defaults list.
-    Where there is none to replace, it joins the list of the command line, and Hydra starts again.
+    A choice of the command line replaces that of a defaults list. Where there is none to replace, it joins
+    the files that the command line names, and the lists are walked again: its file may choose for another.
+
+    Args:
+        search: finds the files.
+        roots: the files of `--cfg` and `--config-name`, in their order.
+        choices: what the command line chooses or leaves out.
     """
-    walk = _Walk(search, roots, choices)
-    result = walk.run()
-    while walk.place_unused() or walk.let_later_root_override():
-        result = walk.run()
-    problems = list(walk.problems())
-    if result is None:
-        return Order([(root, "") for root in roots], problems=problems or [walk.why_failed()])
-    files = [(found.config_path, found.package or "") for found in result.defaults]
-    chosen = {key: name for key, name in result.overrides.known_choices.items() if isinstance(name, str)}
-    return Order([file for file in files if file[0] != ROOT], chosen, problems)
+    placed: list[Choice] = []
+    by_key = {choice.key: choice for choice in choices}
+    while True:
+        walk = _Walk(search, by_key)
+        files = walk.all_files(roots, placed)
+        for key, choice in by_key.items():
+            is_placed = choice in placed
+            if key in walk.keys_met and not is_placed:
+                continue
+            implied = [other for other in walk.implied.get(choice.group, []) if other not in by_key]
+            if implied:  # `/model: x` in a file of another node chooses for MODEL too
+                by_key[implied[0]] = by_key.pop(key)
+                placed = [other for other in placed if other != choice]
+                break
+            if not is_placed and not choice.is_left_out:
+                placed.append(choice)
+                break
+        else:
+            chosen = {key: name for key, name in walk.chosen.items() if isinstance(name, str)}
+            return Order(files, chosen, list(walk.problems))
+
+
+@dataclass(frozen=True)
+class _Here:
+    """A file on the way through the lists.
+
+    Attributes:
+        path: its path in the search path; empty for the command line.
+        package: where its keys stand.
+        root: the number of the `--cfg` file that leads to it; None where none does.
+        trail: the files that lead to it, itself included, each with the place of the entry that names it.
+    """
+
+    path: str = ""
+    package: str = ""
+    root: int | None = None
+    trail: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def group(self) -> str:
+        return self.path.rpartition("/")[0]
+
+    def group_of(self, entry: DefaultsEntry) -> str:
+        """The group that an entry of this file is about."""
+        is_relative = self.group and not entry.path.startswith("/")
+        return f"{self.group}/{entry.path}" if is_relative else entry.path.removeprefix("/")
+
+    def key_of(self, entry: DefaultsEntry) -> str:
+        """Hydra's name of the choice that an entry of this file makes or changes."""
+        group = self.group_of(entry)
+        natural = group.replace("/", ".").lower()
+        package = entry.package or entry.path.removeprefix("/").replace("/", ".")
+        package = self.below(package, group)
+        if package.lower() == natural or (not package and is_below_files(group)):
+            return group
+        return f"{group}@{package or GLOBAL}"
+
+    def below(self, package: str, group: str) -> str:
+        """The package that an entry of this file names; that of another group's node with `_group_`."""
+        if package == HERE:
+            return self.package
+        if GROUP in package:
+            package = f"{GLOBAL}.{package.replace(GROUP, default_package(group))}"
+        return f"{self.package}.{package}".rpartition(GLOBAL)[2].strip(".")
+
+
+_Files = list[tuple[str, str]]
+"""Paths and packages, lowest precedence first."""
 
 
 class _Walk:
-    """Hydra's way through the defaults lists. It stands for the repository that Hydra asks for files.
+    """One way through the lists.
 
     Attributes:
-        entries: those that Hydra came to, the last ones first.
-        missing: one sentence for each file that is not there.
-        failure: what Hydra raised.
+        keys_met: the choices that lists make, each with the entries met and the root that leads to each.
+        implied: by group, the keys of choices whose package only follows from that of their file.
+        chosen: the name that counts for each choice of one name.
+        problems: one sentence each.
     """
 
-    def __init__(self, search: SearchPath, roots: Sequence[str], choices: Sequence[Choice]) -> None:
-        self.search = search
-        self.entries: list[Any] = []
-        self.missing: dict[str, None] = {}
-        self.failure: Exception | None = None
-        self._roots = list(roots)
-        self._choices = {choice.key: choice for choice in choices}
-        self._placed: dict[str, DefaultsEntry] = {}
-        self._astray: dict[str, None] = {}
-        self._not_left_out: list[str] = []
-        self._owners: dict[DefaultsEntry, str] = {}
-        self._as_override: set[tuple[str, DefaultsEntry]] = set()
-        self._loaded: dict[str, ConfigResult | None] = {}
+    def __init__(self, search: SearchPath, choices: dict[str, Choice]) -> None:
+        self.keys_met: dict[str, list[tuple[DefaultsEntry, int | None]]] = {}
+        self.implied: dict[str, list[str]] = {}
+        self.chosen: dict[str, str | None] = {}
+        self.problems: dict[str, None] = {}
+        self._search = search
+        self._left_out = {key: choice for key, choice in choices.items() if choice.is_left_out}
+        self._changes = {  # with the file that asks for each; the command line is asked first
+            key: (choice.entry(), _Here()) for key, choice in choices.items() if key not in self._left_out
+        }
+        self._typed = tuple(self._changes)
 
-    def run(self) -> Any:
-        """Let Hydra walk. Returns its result, or None and keeps its failure."""
-        self.entries, self.missing, self._loaded, self.failure = [], {}, {}, None
-        overrides = [_command_line_override(choice) for choice in self._choices.values()]
-        try:
-            with _version_base():
-                return create_defaults_list(self, ROOT, overrides, prepend_hydra=False, skip_missing=True)
-        except (HydraException, OmegaConfBaseException, AssertionError, ValueError, RecursionError) as error:
-            self.failure = error
-            return None
+    def all_files(self, roots: Sequence[str], placed: Sequence[Choice]) -> _Files:
+        """The files that the roots, the choices that no list makes, and the lists of all of these name."""
+        start = _Here(root=PLACED)
+        above = [choice for choice in placed if not is_below_files(choice.group)]
+        below = [choice for choice in placed if is_below_files(choice.group)]
+        parts = [self._group(choice.entry(), start) for choice in reversed(above)]
+        for number, path in reversed(list(enumerate(roots))):
+            package = (self._search.package(path) or "").removeprefix(GLOBAL)
+            parts.append(self._file(path, package.removeprefix("."), _Here(root=number), COMMAND_LINE))
+        parts += [self._group(choice.entry(), start) for choice in reversed(below)]
+        while unused := [key for key in self._changes if key not in {*self.keys_met, *self._typed}]:
+            parts.append(self._unused(unused[-1], start))
+        return [file for part in reversed(parts) for file in part]
 
-    def place_unused(self) -> bool:
-        """Put one choice that replaces none into the list of the command line; False where there is none."""
-        used = self._by_key(override=False)
-        for key, choice in self._choices.items():
-            if choice.is_left_out:
-                if self._is_mistaken(choice, used.get(key, [])):
-                    del self._choices[key]
-                    return True
-                if isinstance(used[key][-1].value, list):  # Hydra leaves out single names only
-                    self._choices[key] = replace(choice, names=(), is_left_out=False)
-                    return True
-            elif key not in used and key not in self._placed:
-                names = choice.names[0] if len(choice.names) == 1 else choice.names
-                self._place(key, names, COMMAND_LINE)
-                return True
-        for key, entries in self._by_key(override=True).items():
-            if key not in used and key not in self._placed and not self._is_astray(key, entries[-1]):
-                last = entries[-1]
-                self._place(key, last.source.names, last.source.origin, last.asker)
-                return True
-        return False
-
-    def _is_astray(self, key: str, entry: Any) -> bool:
-        """Whether an `override` names a choice below its file's package, which nobody has made. A problem.
-
-        As a choice, it would come below that package too, and an `override` in its file below that one.
-        """
-        if "@" not in key or entry.source.package is not None:
-            return False
+    def _unused(self, key: str, start: _Here) -> _Files:
+        """The files of an `override` of what no list has chosen: it chooses itself."""
+        entry, _ = self._changes[key]
         group, _, package = key.partition("@")
-        self._astray[
-            f"{DEFAULTS}: override /{group} ({entry.source.origin}) would come below {package}, where "
-            f"nothing is chosen; write `override /{group}@_global_: NAME`, or `# @package _global_` at the "
-            "top of that file"
-        ] = None
-        return True
-
-    def _is_mistaken(self, choice: Choice, entries: Sequence[Any]) -> bool:
-        """Whether `~group` finds nothing to leave out. It is a problem where another name is chosen."""
-        if not entries:
-            return True
-        found = entries[-1].value
-        found = tuple(found) if isinstance(found, list) else (found,)
-        if choice.names in ((), found):
-            return False
-        wanted, there = (", ".join(map(repr, names)) for names in (choice.names, found))
-        self._not_left_out.append(
-            f"~{choice.key}: is not {wanted} but {there} ({entries[-1].source.origin}), "
-            f"nothing left out ({COMMAND_LINE})"
+        if not package or entry.package:
+            return self._group(replace(entry, path=f"/{group}", package=package or None), start)
+        # It would come below that package too, and an `override` in its file below that one.
+        self.keys_met[key] = []
+        place = GLOBAL if is_below_files(group) else f"{GLOBAL}.{group.replace('/', '.')}"
+        self._problem(
+            f"{DEFAULTS}: override /{group} ({entry.origin}) would come below {package}, where nothing is "
+            f"chosen; write `override /{group}@{place}: NAME`, or `# @package {GLOBAL}` atop that file"
         )
-        return True
-
-    def _place(self, key: str, names: str | tuple[str, ...] | None, origin: str, asker: str = ROOT) -> None:
-        group, _, package = key.partition("@")
-        self._placed[key] = entry = DefaultsEntry(
-            group, names, is_group=True, package=package or None, origin=origin
-        )
-        self._owners[entry] = asker
-
-    def let_later_root_override(self) -> bool:
-        """Let a file of `--cfg`, or one that it leads to, replace a choice of the files before it.
-
-        It counts as if it said `override`.
-        """
-        for entries in self._by_key(override=False).values():
-            ranks = [self._rank(entry) for entry in entries]
-            last = max(ranks)
-            if len(entries) > 1 and last > 0 and ranks.count(last) == 1:
-                later = entries[ranks.index(last)]
-                self._as_override.add((later.owner, later.source))
-                return True
-        return False
-
-    def _rank(self, entry: Any) -> int:
-        """The place in `--cfg` and `--config-name` of the file that leads to an entry; -1 for others."""
-        if entry.owner in self._roots:
-            return self._roots.index(entry.owner)
-        number = self.search.root_number(entry.owner)
-        numbers = [self.search.root_number(root) for root in self._roots]
-        return -1 if number is None else numbers.index(number)
-
-    def _by_key(self, *, override: bool) -> dict[str, list[Any]]:
-        """The entries that choose in a group, or that change such a choice, by Hydra's name of the choice."""
-        found: dict[str, list[Any]] = {}
-        for entry in reversed(self.entries):
-            if isinstance(entry, GroupDefault) and entry.override == override:
-                found.setdefault(entry.get_override_key(), []).append(entry)
-        return found
-
-    def changes_of(self, key: str) -> list[Any]:
-        """The entries with `override` of one choice, the one that counts first."""
-        return [entry for entry in self.entries if entry.is_override() and entry.get_override_key() == key]
-
-    def problems(self) -> Iterator[str]:
-        """What is wrong with the entries; one sentence each."""
-        yield from self.missing
-        yield from self._astray
-        yield from self._not_left_out
-        for key, entries in self._by_key(override=False).items():
-            origins = list(dict.fromkeys(entry.source.origin for entry in entries))
-            if entries[-1].is_missing():
-                names = ", ".join(self.search.names(entries[-1].get_group_path()))
-                yield f"{key}: needs a choice ({origins[-1]}): {key}=NAME; there are {names}"
-            elif len(entries) > 1:
-                places = " and ".join(origins)
-                yield f"{key}: is chosen twice ({places}); `override /{key}: NAME` changes a choice"
-        if isinstance(self.failure, RecursionError):
-            circle = " -> ".join(self._circle())
-            yield f"{DEFAULTS}: the files lead back to themselves{circle and f' ({circle})'}"
-
-    def why_failed(self) -> str:
-        """What Hydra says of names that follow other choices, and where they are written."""
-        origins = [entry.source.origin for entry in self.entries if "${" in f"{entry.source}"]
-        reason = str(self.failure).partition("\n")[0] or "cannot be read"
-        return f"{DEFAULTS}: {reason} ({' or '.join(dict.fromkeys(origins or [COMMAND_LINE]))})"
-
-    def _circle(self) -> list[str]:
-        """The places of the entries by which a file leads back to itself."""
-        ways: dict[str, dict[str, str]] = {}
-        for entry in self.entries:
-            if not entry.is_override():
-                ways.setdefault(entry.owner, {}).update(dict.fromkeys(_paths(entry), entry.source.origin))
-        trails = [{ROOT: ""}]  # each: the files on a way from the root, with the entries that name them
-        seen = set()
-        while trails:
-            trail = trails.pop()
-            for name, origin in ways.get(next(reversed(trail)), {}).items():
-                if name in trail:
-                    inner = list(trail)[list(trail).index(name) + 1 :]
-                    return [*(trail[file] for file in inner), origin]
-                if name not in seen:
-                    seen.add(name)
-                    trails.append({**trail, name: origin})
         return []
 
-    # What Hydra asks a repository for:
+    def _file(self, path: str, package: str, asker: _Here, origin: str) -> _Files:
+        """A file and those that its defaults list names."""
+        paths = [other for other, _ in asker.trail]
+        if path in paths:
+            circle = [*(place for _, place in asker.trail[paths.index(path) + 1 :]), origin]
+            first = circle.index(min(circle))  # of a circle with two ways in, each gives the same sentence
+            circle = [*circle[first:], *circle[:first]]
+            self._problem(f"{DEFAULTS}: the files lead back to themselves ({' -> '.join(circle)})")
+            return []
+        file = self._search.read(path)
+        root = None if asker.root == PLACED else asker.root
+        here = _Here(path, package, root, (*asker.trail, (path, origin)))
+        entries = list(file.defaults) if file else []
+        for entry in (entry for entry in entries if entry.override):
+            self._change(entry, here)
+        if not any(entry.path == SELF for entry in entries):
+            entries.append(DefaultsEntry(SELF, origin=origin))
+        walked = [entry for entry in reversed(entries) if not entry.override]
+        parts: dict[int, _Files] = {}
+        for is_last in (False, True):
+            for number, entry in enumerate(walked):
+                if number not in parts and (is_last or not self._follows(entry, here)):
+                    parts[number] = self._entry(entry, here)
+        return [file for number in sorted(parts, reverse=True) for file in parts[number]]
 
-    def load_config(self, config_path: str) -> ConfigResult | None:
-        """The package and the defaults list of a file, or None where there is no such file."""
-        if config_path not in self._loaded:
-            self._loaded[config_path] = self._load(config_path)
-        return self._loaded[config_path]
+    def _change(self, entry: DefaultsEntry, here: _Here) -> None:
+        """Note what an `override` changes. It is a problem where the choice has counted already."""
+        key = here.key_of(entry)
+        if key in self._changes:
+            return
+        self._changes[key] = entry, here
+        for other, root in self.keys_met.get(key, []):
+            if self.chosen.get(key) != entry.names and not _are_two_roots(root, here.root):
+                self._problem(
+                    f"{key}: override ({entry.origin}) comes too late for the choice in {other.origin}: "
+                    "lists are read from their end, and groups of the command line after --cfg files; put "
+                    "the choice above the entry that leads to the override"
+                )
 
-    def config_exists(self, config_path: str) -> bool:
-        """Whether there is such a file."""
-        return self.load_config(config_path) is not None
+    def _changed(self, entry: DefaultsEntry, here: _Here) -> tuple[DefaultsEntry, _Here]:
+        """The entry that decides on the names, and the file that it stands in."""
+        return self._changes.get(here.key_of(entry), (entry, here)) if entry.is_group else (entry, here)
 
-    def group_exists(self, config_path: str) -> bool:
-        """Whether an override selects a group: all that Hydra is given here do."""
+    def _follows(self, entry: DefaultsEntry, here: _Here) -> bool:
+        decides, _ = self._changed(entry, here)
+        return "${" in f"{decides.names if entry.is_group else entry.path}"
+
+    def _entry(self, entry: DefaultsEntry, here: _Here) -> _Files:
+        if entry.path == SELF:
+            return [(here.path, here.package)]
+        return self._group(entry, here) if entry.is_group else self._named(entry, here)
+
+    def _named(self, entry: DefaultsEntry, here: _Here) -> _Files:
+        """The files of an entry such as `- base`."""
+        name = self._resolved(entry.path, entry.origin)
+        if name is None:
+            return []
+        path = self._search.from_root(here.path, here.group_of(replace(entry, path=name)))
+        file = self._search.read(path)
+        if file is None:
+            is_group = name.lstrip("/") in self._search.groups()
+            hint = f"write `- {name}: NAME`" if is_group else "it may lie beside this file or in --config-dir"
+            self._problem(f"{DEFAULTS}: no file {name!r} ({entry.origin}); {hint}")
+            return []
+        is_beside = bool(here.group) and "/" not in name and file.package is None
+        if is_beside and entry.package is None:
+            entry = replace(entry, package=HERE)
+        return self._file(path, self._package(entry, here, path), here, entry.origin)
+
+    def _group(self, entry: DefaultsEntry, here: _Here) -> _Files:
+        """The files of an entry such as `- model: resnet50`."""
+        key, group = here.key_of(entry), here.group_of(entry)
+        decides, asker = self._changed(entry, here)
+        names = (
+            self._resolved(decides.names, decides.origin) if isinstance(decides.names, str) else decides.names
+        )
+        if not self._counts(key, entry, names, here):
+            return []
+        if entry.package is None and "@" in key and group != here.group:
+            self.implied.setdefault(group, []).append(key)
+        if not isinstance(names, tuple):
+            self.chosen[key] = names
+        if names == "???":
+            there = ", ".join(self._search.names(group))
+            self._problem(f"{key}: needs a choice ({decides.origin}): {key}=NAME; there are {there}")
+            return []
+        files: _Files = []
+        for name in reversed((names,) if isinstance(names, str) else names or ()):
+            path = self._search.from_root(asker.path, f"{group}/{name}")
+            if self._search.read(path) is not None:
+                files[:0] = self._file(path, self._package(entry, here, path), here, decides.origin)
+            elif not entry.optional:
+                self._problem(self._search.why_missing(group, name, decides.origin))
+        return files
+
+    def _counts(
+        self, key: str, entry: DefaultsEntry, names: str | tuple[str, ...] | None, here: _Here
+    ) -> bool:
+        """Whether a choice counts: not one that is left out, or that a later root has made. Notes it."""
+        met = self.keys_met.setdefault(key, [])
+        found = names if isinstance(names, tuple) else (names,)
+        if (choice := self._left_out.get(key)) is not None:
+            if choice.names in ((), found):
+                return False
+            wanted, there = (", ".join(map(repr, some)) for some in (choice.names, found))
+            self._problem(
+                f"~{key}: is not {wanted} but {there} ({entry.origin}), nothing left out ({COMMAND_LINE})"
+            )
+        for _, root in met:
+            if PLACED in (root, here.root) or _are_two_roots(root, here.root):
+                return False
+        met.append((entry, here.root))
+        # As with Hydra, lists of names add up, and one name may be chosen at several places.
+        if not isinstance(names, tuple) and self.chosen.get(key, names) != names:
+            places = " and ".join(dict.fromkeys(other.origin for other, _ in reversed(met)))
+            self._problem(f"{key}: is chosen twice ({places}); `override /{key}: NAME` changes a choice")
         return True
 
-    def _load(self, path: str) -> ConfigResult | None:
-        if path == ROOT:
-            entries, package = self._root_entries(), None
-        else:
-            file = self.search.read(path)
-            if file is None:
-                return None
-            entries, package = (
-                [self._entry(path, entry) for entry in file.defaults],
-                self.search.package(path),
+    def _package(self, entry: DefaultsEntry, here: _Here, path: str) -> str:
+        """Where the keys of a file stand that an entry names."""
+        if entry.package is not None:
+            return here.below(entry.package, here.group_of(entry))
+        package = self._search.package(path)
+        return here.package if package is None else package.removeprefix(GLOBAL).removeprefix(".")
+
+    def _resolved(self, name: str, origin: str) -> str | None:
+        """A name with other choices (`${model}`) put in; None, and a problem, where that cannot be done."""
+        if "${" not in name:
+            return name
+        known = {key: entry.names for key, (entry, _) in self._changes.items()} | self.chosen
+        try:
+            found = OmegaConf.create({**known, DEFAULTS: name})[DEFAULTS]
+        except (OmegaConfBaseException, ValueError, RecursionError) as error:
+            is_unknown = not type(error).__name__.startswith("Grammar")
+            reason = (
+                f"Error resolving interpolation {name!r}" if is_unknown else f"{error}".partition("\n")[0]
             )
-        entries.sort(key=lambda entry: entry.is_override())  # Hydra wants them at the end
-        return ConfigResult("linnaeus", path, OmegaConf.create({}), {"package": package}, entries)
+            self._problem(f"{DEFAULTS}: {reason} ({origin})")
+            return None
+        return str(found)
 
-    def _root_entries(self) -> list[Any]:
-        """The list that stands for the command line, lowest precedence first."""
-        files = [DefaultsEntry(root, origin="--cfg") for root in self._roots]
-        below = [entry for entry in self._placed.values() if is_below_files(entry.path)]
-        above = [entry for entry in self._placed.values() if not is_below_files(entry.path)]
-        return [self._entry(ROOT, entry) for entry in [*below, *files, *above]]
-
-    def _entry(self, owner: str, source: DefaultsEntry) -> Any:
-        """Hydra's form of an entry."""
-        entry: Any
-        if source.path == SELF:
-            return ConfigDefault(path=SELF)
-        if source.is_group:
-            names = list(source.names) if isinstance(source.names, tuple) else source.names
-            is_override = source.override or (owner, source) in self._as_override
-            entry = _Group(
-                source.package, group=source.path, value=names, optional=source.optional, override=is_override
-            )
-        else:
-            path, package = self._path_and_package(owner, source)
-            entry = _File(package, path=path)
-        entry.source, entry.owner, entry.walk = source, owner, self
-        entry.asker = self._owners.get(source, owner) if owner == ROOT else owner
-        return entry
-
-    def asker_of(self, entry: Any) -> str:
-        """The file that says which file of a group counts; the command line where it does."""
-        if not entry.config_name_overridden:
-            return str(entry.asker)
-        key = entry.get_override_key()
-        changes = [] if key in self._choices else self.changes_of(key)
-        return str(changes[0].asker) if changes else ROOT
-
-    def _path_and_package(self, owner: str, source: DefaultsEntry) -> tuple[str, str | None]:
-        """Where the file of an entry such as `- base` is, and its package where the entry decides on it."""
-        name, package = source.path, source.package
-        if owner == ROOT:
-            return name, package
-        group = owner.rpartition("/")[0]
-        is_relative = bool(group) and not name.startswith("/")
-        path = self.search.from_root(owner, f"{group}/{name}" if is_relative else name.removeprefix("/"))
-        file = self.search.read(path) if is_relative and "/" not in name else None
-        if file and file.package is None and package is None:
-            package = "_here_"  # that of the file that names it
-        is_absolute = is_relative or name.startswith("/")
-        return f"/{path}" if is_absolute else path, package
+    def _problem(self, problem: str) -> None:
+        self.problems[problem] = None
 
 
-class _Noted:
-    """An entry of a defaults list that notes what Hydra does with it. Mixed into Hydra's classes."""
-
-    source: DefaultsEntry
-    owner: str
-    asker: str
-    walk: _Walk
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Hydra copies a file's entries for each use; the notes are for all of them."""
-        return copy.copy(self)
-
-    def update_parent(self, parent_base_dir: str | None, parent_package: str | None) -> None:
-        """Hydra has come to the entry."""
-        super().update_parent(parent_base_dir, parent_package)  # type: ignore[misc]
-        if not any(entry is self for entry in self.walk.entries):
-            self.walk.entries.append(self)
-
-
-class _File(_Noted, ConfigDefault):  # type: ignore[misc]
-    """An entry such as `- base`."""
-
-    def is_optional(self) -> bool:
-        """Hydra asks where there is no such file. Saying yes lets it go on."""
-        name, search = self.source.path, self.walk.search
-        is_group = name.lstrip("/") in search.groups()
-        hint = f"write `- {name}: NAME`" if is_group else "it may lie beside this file or in --config-dir"
-        self.walk.missing[f"{DEFAULTS}: no file {name!r} ({self.source.origin}); {hint}"] = None
-        return True
-
-
-class _Group(_Noted, GroupDefault):  # type: ignore[misc]
-    """An entry such as `- model: resnet50`."""
-
-    def is_optional(self) -> bool:
-        """Hydra asks where there is no such file, and where it takes a list of names apart."""
-        if not self.is_options() and not self.optional:
-            self._note_missing(self.get_name())
-        return not self.is_options() or bool(self.optional)
-
-    def get_config_path(self) -> str:
-        """The path of the file chosen, which a `--cfg` file may have in its own folder."""
-        path = str(super().get_config_path())
-        return self.walk.search.from_root(self.walk.asker_of(self), path)
-
-    def get_options(self) -> list[str]:
-        """The names in a list, without those that are missing."""
-        search, group = self.walk.search, self.get_group_path()
-        there = search.names(group)
-        for name in self.value:
-            if name not in there and not self.optional:
-                self._note_missing(name)
-        paths = [f"{group}/{name}" for name in self.value if name in there]
-        found = [search.from_root(self.walk.asker_of(self), path) for path in paths]
-        return [path.rpartition("/")[2] for path in found]
-
-    def _note_missing(self, name: str) -> None:
-        changed = self.walk.changes_of(self.get_override_key()) if self.config_name_overridden else []
-        origin = (changed or [self])[0].source.origin
-        self.walk.missing[self.walk.search.why_missing(self.get_group_path(), name, origin)] = None
-
-
-def _paths(entry: Any) -> list[str]:
-    """The files that an entry names."""
-    if isinstance(entry, GroupDefault) and entry.is_options():
-        return [f"{entry.get_group_path()}/{name}" for name in entry.value]
-    return [entry.get_config_path()] if isinstance(entry.get_name(), str) else []
-
-
-def _command_line_override(choice: Choice) -> Override:
-    names: Any = list(choice.names)
-    if choice.is_left_out:
-        value = names[0] if names else None
-        return Override(OverrideType.DEL, choice.group, ValueType.ELEMENT, value, package=choice.package)
-    value = names[0] if len(names) == 1 else names
-    return Override(OverrideType.CHANGE, choice.group, ValueType.ELEMENT, value, package=choice.package)
-
-
-@contextmanager
-def _version_base() -> Iterator[None]:
-    """Hydra's newest behaviour, and then again that of a program around Linnaeus that uses Hydra."""
-    before = Singleton._instances.pop(version.VersionBase, None)
-    try:
-        version.setbase("1.3")
-        yield
-    finally:
-        Singleton._instances.pop(version.VersionBase, None)
-        if before is not None:
-            Singleton._instances[version.VersionBase] = before
+def _are_two_roots(one: int | None, other: int | None) -> bool:
+    """Whether two files belong to different `--cfg` files, so that the later one wins."""
+    return one != other and not {one, other} & {None, PLACED}

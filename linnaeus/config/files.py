@@ -102,7 +102,7 @@ def read_file(name: str, option: str = "--cfg") -> File:
     """
     file = File(name)
     try:
-        text = FilePath(name).expanduser().read_text(encoding="utf-8")
+        text = FilePath(name).expanduser().read_text(encoding="utf-8-sig")
         file.package = _package(text)
         _Reader(text, file).read()
         return file

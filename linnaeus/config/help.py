@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from linnaeus.config.keys import NODES
-from linnaeus.config.presets import available
+from linnaeus.config.presets import available, expanded
 
 _USAGE = """\
 Linnaeus trains image classifiers from a configuration, with the largest batch size that is safe in memory.
@@ -54,10 +56,18 @@ exit codes: 0 done, 2 configuration, 3 no batch size fits, or out of memory, 130
 """
 
 
-def help_text() -> str:
-    """Usage, the ways to set a key, the top-level nodes, the presets, examples and exit codes."""
+def help_text(folders: Sequence[str] = ()) -> str:
+    """Usage, the ways to set a key, the top-level nodes, the presets, examples and exit codes.
+
+    Args:
+        folders: those of `--config-dir`, whose groups are listed too.
+    """
     nodes = {path[0]: doc for path, doc in NODES.items() if len(path) == 1}
     presets = {group: ", ".join(names) for group, names in available().items()}
+    own = []
+    for folder in folders:
+        groups = {group: ", ".join(names) for group, names in available(expanded(folder)).items()}
+        own += ["", f"of your own in {folder}:", *_table(groups)]
     return "\n".join(
         [
             _USAGE,
@@ -66,6 +76,7 @@ def help_text() -> str:
             "",
             "presets (group=name):",
             *_table(presets),
+            *own,
             "",
             _REST,
         ]

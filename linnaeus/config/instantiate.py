@@ -24,6 +24,7 @@ from linnaeus.errors import ConfigError
 Convert = Callable[[inspect.Parameter, Any], Any]
 """Gives the value that a node sets for a parameter the form that the parameter takes."""
 
+COMMAND_LINE = "command line"
 _CONVERSIONS = ("none", "partial", "object", "all")
 _SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 _OWN_FOLDER = str(Path(__file__).resolve().parents[1])
@@ -34,6 +35,16 @@ _LIBRARIES = tuple(
 
 class NodeError(ConfigError):
     """A node that names nothing, or whose special keys have other values than they may have."""
+
+
+class Node(dict[str, Any]):
+    """A node with `_target_` that knows where its keys come from; a copy is one that does not.
+
+    Attributes:
+        origins: file and line, preset or `command line` by key.
+    """
+
+    origins: Mapping[str, str] = {}
 
 
 def is_target(node: Any) -> bool:
@@ -171,6 +182,7 @@ def call_target(
     """
     _check_special_keys(node, where)
     known = _parameters(find_target(node, where))
+    origins = node.origins if isinstance(node, Node) else {}
     offered = {name: value for name, value in (offer or {}).items() if name in known and name not in node}
     node = {**node, "_partial_": False}
     try:
@@ -180,7 +192,9 @@ def call_target(
         raise ConfigError(f"{where}: {node['_target_']} failed with an argument: {reason}") from error
     except Exception as error:
         text = f"{where}: {node['_target_']} failed with {type(error).__name__}: {error}"
-        hint = _closest_argument(node, where, known) if isinstance(error, TypeError) else ""
+        hint = ""
+        if isinstance(error, TypeError):
+            hint = _where_from(node, where, known, origins) + _closest_argument(node, where, known)
         raise ConfigError(text + hint + place_of(error)) from error
 
 
@@ -189,6 +203,19 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # some callables in C have no signature
         return {}
+
+
+def _where_from(
+    node: Mapping[str, Any], where: str, known: Mapping[str, inspect.Parameter], origins: Mapping[str, str]
+) -> str:
+    """Which file sets the arguments that a class does not take, such as the NAME of a built-in model."""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return ""
+    return "".join(
+        f"; {where}.{name} comes from {origins[name]}: ~{where}.{name} leaves it out"
+        for name in node
+        if name not in known and origins.get(name, COMMAND_LINE) != COMMAND_LINE
+    )
 
 
 def _closest_argument(node: Mapping[str, Any], where: str, known: Mapping[str, inspect.Parameter]) -> str:

@@ -6,8 +6,10 @@ Precedence, lowest first: schema defaults, files (see `sources` for their order)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +19,14 @@ from typing import Any
 import yaml
 
 from linnaeus.config.files import EXPONENT, FLOAT_TAG
-from linnaeus.config.keys import KEYS, Path, dotted, strip_optional
+from linnaeus.config.keys import KEYS, PLUGGABLE_PATHS, Path, dotted, strip_optional
 from linnaeus.config.merge import Entry, merge
 from linnaeus.config.origins import with_origins
 from linnaeus.config.overrides import CommandLine, parse_command_line
 from linnaeus.config.resolve import resolve
-from linnaeus.config.schema import PLUGGABLE, Config
+from linnaeus.config.schema import Config
 from linnaeus.config.settings import from_overrides
-from linnaeus.config.sources import read_sources
+from linnaeus.config.sources import read_sources, sweep_hint
 from linnaeus.errors import ConfigError
 from linnaeus.files import write_atomically
 
@@ -80,30 +82,33 @@ def _compose(line: CommandLine) -> tuple[Config, Mapping[Path, Entry]]:
     merged = merge([*from_files, *from_overrides(line.overrides)])
     if not sources.is_complete:
         # The unreadable file may set a `_target_`, so the keys that these nodes take are unknown.
-        pluggable = tuple(f"{sign}{name}." for name in PLUGGABLE for sign in ("", "~"))
-        merged.problems = [text for text in merged.problems if not text.startswith(pluggable)]
+        merged.problems = [
+            (path, text)
+            for path, text in merged.problems
+            if not any(path[: len(node)] == node != path for node in PLUGGABLE_PATHS)
+        ]
+    for warning in sources.warnings:
+        _warn(warning)
     config, problems = resolve(merged, sources.chosen)
-    problems = [*line.problems, *sources.problems, *merged.problems, *problems]
-    if problems or config is None:
-        raise ConfigError([f"{problem}{_sweep_hint(problem, line)}" for problem in problems])
+    typed = {override.key: override.text or "" for override in line.overrides if not override.delete}
+    of_keys = [f"{text}{_sweep_hint(path, typed)}" for path, text in [*merged.problems, *problems]]
+    found = [*line.problems, *sources.problems, *of_keys]
+    if found or config is None:
+        raise ConfigError(found)
     return config, merged.entries
 
 
-def _sweep_hint(problem: str, line: CommandLine) -> str:
-    """Where a problem is that one key or group got several values: the command that takes them."""
-    key = problem.partition(":")[0]
-    typed = {**line.presets, **{override.key: override.text for override in line.overrides}}.get(key)
-    hint = next((known.hint for path, known in KEYS.items() if dotted(path) == key), None)
-    if not typed or "," not in typed or typing.get_origin(strip_optional(hint)[0]) is list:
-        return ""
-    from linnaeus.config.sweep_values import sweep_values  # here, because Hydra's parser takes long to import
+@functools.cache
+def _warn(sentence: str) -> None:
+    """Print a warning once: a sweep loads many configurations, and torchrun starts many ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {sentence}", file=sys.stderr)
 
-    try:
-        if len(sweep_values(typed)) < 2:
-            return ""
-    except ValueError:
-        return ""
-    return f"; to run with each of them: linnaeus sweep {key}={typed}"
+
+def _sweep_hint(path: Path, typed: Mapping[str, str]) -> str:
+    """Where one key got several values on the command line: the command that takes them."""
+    takes_list = path in KEYS and typing.get_origin(strip_optional(KEYS[path].hint)[0]) is list
+    return "" if takes_list else sweep_hint(dotted(path), typed.get(dotted(path), ""))
 
 
 def with_batch_sizes(config: Config, train: int | None = None, val: int | None = None) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +21,12 @@ from linnaeus.config.keys import (
     closest,
     dotted,
 )
+from linnaeus.config.search_path import EXPERIMENT
 from linnaeus.config.settings import Setting, flatten
 from linnaeus.config.values import convert, show, untyped
+
+Problem = tuple[Path, str]
+"""The key that is wrong, and the sentence that says so."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Merged:
 
     entries: dict[Path, Entry] = field(default_factory=dict)
     free: set[Path] = field(default_factory=set)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
 
 def merge(settings: Sequence[Setting]) -> Merged:
@@ -61,7 +66,7 @@ def merge(settings: Sequence[Setting]) -> Merged:
             continue
         problem = _set(merged, setting)
         if problem:
-            merged.problems.append(f"{dotted(setting.path)}: {problem}")
+            merged.problems.append((setting.path, f"{dotted(setting.path)}: {problem}"))
     return merged
 
 
@@ -79,7 +84,7 @@ def _below_any(path: Path, nodes: Iterable[Path]) -> bool:
     return any(path[: len(node)] == node for node in nodes)
 
 
-def _apply_deletions(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
+def _apply_deletions(settings: Sequence[Setting], problems: list[Problem]) -> list[Setting]:
     """Leave out the settings that a later `~KEY` deletes."""
     kept: list[Setting] = []
     for setting in settings:
@@ -88,13 +93,12 @@ def _apply_deletions(settings: Sequence[Setting], problems: list[str]) -> list[S
             continue
         path, before = setting.path, len(kept)
         if setting.value is not None and not _holds(kept, setting):
-            problems.append(
-                f"~{dotted(path)}: is not {show(setting.value)}, nothing deleted ({setting.origin})"
-            )
+            sentence = f"is not {show(setting.value)}, nothing deleted ({setting.origin})"
+            problems.append((path, f"~{dotted(path)}: {sentence}"))
             continue
         kept = [other for other in kept if other.path[: len(path)] != path]
         if len(kept) == before and classify(path) in (Place.NO_KEY, Place.FREE):
-            problems.append(f"~{dotted(path)}: {_unknown(path, setting.origin)}")
+            problems.append((path, f"~{dotted(path)}: {_unknown(path, setting.origin)}"))
     return kept
 
 
@@ -161,17 +165,27 @@ def _unknown(path: Path, origin: str) -> str:
     upper = next((path[:size] for size in range(1, len(path)) if path[:size] in KEYS), None)
     if any("." in str(part) for part in path):
         return f"no such key ({origin}); keys in a file are nested, not joined by dots"
+    if upper and TARGET not in path and KEYS[upper].is_mapping:
+        return f"is not set ({origin})"
     if upper and TARGET not in path:
         return f"no such key ({origin}); {dotted(upper)} takes a value and has no keys below it"
     if path in NODES:
         return f"is a group of keys ({origin})"
     real = closest(dotted(path))
+    top = str(path[0]).upper()
+    if real is None and top != path[0] and (top,) in NODES:
+        real = dotted((top, *path[1:]))
     node = next((node for node in PLUGGABLE_PATHS if path[:-1] == node), None)
     hints = []
     if node and not (real or "").startswith(f"{dotted(node)}."):
         hints.append(f"{dotted(node)} takes other keys when {dotted(node)}._target_ is set")
     if real:
         hints.append(f"did you mean {real}?")
+    if len(path) == 1 and ", line " in origin and str(path[0]).islower():
+        hints.append(
+            "a file has no variables of its own: refer to the key that holds the value (${OPTIMIZER.LR}), or "
+            "to the environment (${oc.env:NAME})"
+        )
     return "; ".join([f"no such key ({origin})", *hints])
 
 
@@ -179,4 +193,9 @@ def _not_a_value(setting: Setting) -> str:
     first = next((dotted(path) for path in KEYS if path[: len(setting.path)] == setting.path), "")
     example = f", such as {first}" if first else ""
     problem = f"is a group of keys, not a key that takes {show(setting.value)} ({setting.origin})"
+    text = untyped(setting.value, check=False)
+    group = "/".join(map(str, setting.path)).lower()
+    is_typed = setting.origin == "command line" and isinstance(text, str) and re.fullmatch(r"[\w.-]+", text)
+    if is_typed and group != EXPERIMENT:
+        return f"{problem}; did you mean {group}={text}?"
     return f"{problem}; set the keys below it{example}"

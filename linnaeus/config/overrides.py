@@ -48,21 +48,25 @@ class CommandLine:
     Attributes:
         overrides: the overrides, in the order typed.
         presets: the file selected for each group, in the order typed; a group may end with `@PACKAGE`.
+        added: the groups selected with `+`, which may stand once.
         left_out: the groups that `~group` leaves out, each with the name in `~group=name`; None without one.
         sources: `--cfg`, `--config-dir` and `--config-name` with their values, in the order typed.
         print_config: `--print-config` was given, or `--origin`, which goes with it.
         show_origins: `--origin` was given.
         show_help: `--help` or `-h` was given.
+        stray: tokens that are nothing: the name of a command in a wrong place, for one.
         problems: one sentence for each unusable token.
     """
 
     overrides: list[Override] = field(default_factory=list)
     presets: dict[str, str] = field(default_factory=dict)
+    added: set[str] = field(default_factory=set)
     left_out: dict[str, str | None] = field(default_factory=dict)
     sources: list[tuple[str, str]] = field(default_factory=list)
     print_config: bool = False
     show_origins: bool = False
     show_help: bool = False
+    stray: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def named(self, option: str) -> list[str]:
@@ -134,30 +138,36 @@ def _override(line: CommandLine, token: str, tokens: deque[str]) -> None:
         return
     group = _GROUP.fullmatch(token)
     if group and (group[3] is not None or group[1] == "~"):
-        _select(line, group[2], group[3], group[1] == "~")
+        _select(line, group[1], group[2], group[3])
         return
     match = _TOKEN.fullmatch(token)
     if not match:
-        line.problems.append(_stray(token))
+        line.problems.append(_stray(line, token))
         return
     prefix, key, text = match.groups()
     if text is not None or prefix == "~":
         line.overrides.append(Override(key, text, delete=prefix == "~"))
     elif not _may_be_key(key):
-        line.problems.append(_stray(token))
+        line.problems.append(_stray(line, token))
     elif not tokens or _is_flag(tokens[0]) or _begins_override(tokens[0]):
         line.problems.append(f"{key}: key without a value (command line)")
     else:
         line.overrides.append(Override(key, tokens.popleft()))
 
 
-def _select(line: CommandLine, group: str, text: str | None, delete: bool) -> None:
+def _select(line: CommandLine, sign: str | None, group: str, text: str | None) -> None:
     """Note a choice in a group, or that the group is left out; `group=null` leaves it out as in Hydra."""
-    name = (text or "").strip("'\"")
+    name, delete = (text or "").strip("'\""), sign == "~"
     chosen = line.presets.get(group)
     if delete and name and chosen not in (None, name):
         line.problems.append(f"~{group}: is not {name!r} but {chosen!r}, nothing left out (command line)")
         return
+    if sign == "+" and chosen not in (None, name) and group in line.added:
+        both = ",".join(str(some).strip("[]") for some in (chosen, name))
+        line.problems.append(f"+{group}: is given twice (command line); write +{group}=[{both}] for both")
+        return
+    if sign == "+":
+        line.added.add(group)
     line.presets.pop(group, None)  # the last one wins, at its own place in the order
     line.left_out.pop(group, None)
     if delete:
@@ -188,6 +198,7 @@ def _begins_override(token: str) -> bool:
     return path in KEYS or (text is not None and classify(path, PLUGGABLE_PATHS) is Place.FREE)
 
 
-def _stray(token: str) -> str:
+def _stray(line: CommandLine, token: str) -> str:
+    line.stray.append(token)
     hint = f"; did you mean --cfg {token}?" if token.endswith((".yaml", ".yml")) else ""
     return f"{token!r}: neither KEY VALUE, KEY=VALUE, group=preset nor an option{hint}"

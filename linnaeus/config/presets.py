@@ -20,9 +20,17 @@ def files_of(folder: FilePath, *, is_top: bool = False) -> dict[str, list[FilePa
     for suffix in SUFFIXES:
         for file in folder.glob(f"*{suffix}") if is_top else folder.rglob(f"*{suffix}"):
             group = file.parent.relative_to(folder).as_posix()
-            if is_top or group != ".":
+            if (is_top or group != ".") and _is_file(file):
                 found.setdefault(group, {}).setdefault(file.stem, file)
     return {group: [found[group][name] for name in sorted(found[group])] for group in sorted(found)}
+
+
+def _is_file(path: FilePath) -> bool:
+    """Whether a name leads to a file: not to a folder, to nothing, or in a circle of links."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def expanded(name: str) -> FilePath:

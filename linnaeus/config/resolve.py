@@ -12,8 +12,9 @@ from typing import Any
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
+from linnaeus.config.instantiate import Node
 from linnaeus.config.keys import KEYS, TARGET, Key, Path, closest, dotted, node_class, suggest
-from linnaeus.config.merge import Entry, Merged
+from linnaeus.config.merge import Entry, Merged, Problem
 from linnaeus.config.resolvers import register
 from linnaeus.config.schema import Config
 from linnaeus.config.values import MISSING, convert, resolve_number, show
@@ -22,7 +23,7 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
-def resolve(merged: Merged, chosen: Mapping[str, str]) -> tuple[Config | None, list[str]]:
+def resolve(merged: Merged, chosen: Mapping[str, str]) -> tuple[Config | None, list[Problem]]:
     """Resolve and check everything.
 
     Args:
@@ -44,9 +45,10 @@ def resolve(merged: Merged, chosen: Mapping[str, str]) -> tuple[Config | None, l
             problem = f"{error} ({entry.origin})"
         if problem:
             found[path] = problem
-    problems = [f"{dotted(path)}: {text}" for path, text in found.items() if _is_cause(path, merged, found)]
+    causes = [path for path in found if _is_cause(path, merged, found)]
+    problems = [(path, f"{dotted(path)}: {found[path]}") for path in causes]
     problems += _crossed(values, merged.entries)
-    return (None if problems else _build(Config, (), values, merged.free)), problems
+    return (None if problems else _build(Config, (), values, merged)), problems
 
 
 def _resolve_one(container: Any, path: Path, entry: Entry) -> Any:
@@ -120,15 +122,16 @@ def _followed(path: Path, merged: Merged) -> set[Path]:
     return {tuple(name.split(".")) for name in _REFERENCE.findall(text)}
 
 
-def _crossed(values: Mapping[Path, Any], entries: Mapping[Path, Entry]) -> list[str]:
+def _crossed(values: Mapping[Path, Any], entries: Mapping[Path, Entry]) -> list[Problem]:
     """Checks that need two keys."""
-    problems = []
+    problems: list[Problem] = []
     for suffix in ("", "_VAL"):
         low = ("DATA", "AUTOBATCH", f"MIN_BATCH_SIZE{suffix}")
         high = ("DATA", "AUTOBATCH", f"MAX_BATCH_SIZE{suffix}")
         if low in values and high in values and values[low] > values[high]:
             place = entries[high if entries[low].origin == "default" else low].origin
-            problems.append(f"{dotted(low)}: {values[low]} is above {dotted(high)} {values[high]} ({place})")
+            sentence = f"{values[low]} is above {dotted(high)} {values[high]} ({place})"
+            problems.append((low, f"{dotted(low)}: {sentence}"))
     return problems
 
 
@@ -142,7 +145,7 @@ def _nest(values: Mapping[Path, Any]) -> dict[Any, Any]:
     return tree
 
 
-def _build(cls: type, path: Path, values: Mapping[Path, Any], free: set[Path]) -> Any:
+def _build(cls: type, path: Path, values: Mapping[Path, Any], merged: Merged) -> Any:
     """Make the dataclass of one node; a free node is a plain dict."""
     hints = typing.get_type_hints(cls)
     arguments: dict[str, Any] = {}
@@ -151,9 +154,13 @@ def _build(cls: type, path: Path, values: Mapping[Path, Any], free: set[Path]) -
         node = node_class(field, hints[field.name])
         if here in values:
             arguments[field.name] = values[here]
-        elif here in free or node is None:
+        elif here in merged.free or node is None:
             size = len(here)
-            arguments[field.name] = _nest({p[size:]: v for p, v in values.items() if p[:size] == here})
+            found = _nest({p[size:]: v for p, v in values.items() if p[:size] == here})
+            if here in merged.free:
+                found = Node(found)
+                found.origins = {p[size]: e.origin for p, e in merged.entries.items() if p[:size] == here}
+            arguments[field.name] = found
         else:
-            arguments[field.name] = _build(node, here, values, free)
+            arguments[field.name] = _build(node, here, values, merged)
     return cls(**arguments)

@@ -58,6 +58,12 @@ def _image_size(value: Any) -> str | None:
 
 def _run_name(value: str) -> str | None:
     """A run's folder must lie inside the output folder."""
+    if value.lower() in ("null", "none"):
+        return "a run has a name, not null; leave it out for the default"
+    if any("\ud800" <= character <= "\udfff" for character in value):  # logs could not be written
+        return "it has a character that is not in Unicode"
+    if "\0" in value:
+        return "the name of a folder has no NUL byte"
     path = PurePath(value)
     if value.strip() and path.parts and not path.is_absolute() and ".." not in path.parts:
         return None

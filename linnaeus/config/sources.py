@@ -8,56 +8,18 @@ there. Within a file its defaults list decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 
+from linnaeus.config.defaults_list import COMMAND_LINE, Choice, order_files
 from linnaeus.config.hydra_equivalents import CFG_VALUES, hydra_option_hint
 from linnaeus.config.keys import suggest
 from linnaeus.config.overrides import CommandLine
 from linnaeus.config.presets import expanded
-from linnaeus.config.search_path import GLOBAL, SearchPath, default_package, is_file, is_folder
+from linnaeus.config.search_path import SearchPath, default_package, is_file, is_folder
 from linnaeus.config.settings import Setting
-
-COMMAND_LINE = "command line"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What the command line chooses in a group.
-
-    Attributes:
-        group: the group, such as `model` or `data/augment`.
-        names: the file or files chosen (`resnet50`, `[one,two]`); for a group that is left out, the one that
-            it must have (`~model=resnet50`), or none for any.
-        package: what stands after `@`.
-        is_left_out: whether the group is left out, as `~model` and `model=null` ask for.
-    """
-
-    group: str
-    names: tuple[str, ...]
-    package: str | None = None
-    is_left_out: bool = False
-
-    @property
-    def key(self) -> str:
-        """The name of the choice in Hydra: a group may be chosen once for each package."""
-        return f"{self.group}@{self.package}" if self.package else self.group
-
-
-@dataclass
-class Order:
-    """The files that count.
-
-    Attributes:
-        files: the path and the package of each, lowest precedence first.
-        chosen: the name chosen in each group.
-        problems: one sentence each.
-    """
-
-    files: list[tuple[str, str]] = field(default_factory=list)
-    chosen: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+from linnaeus.config.values import untyped
 
 
 @dataclass
@@ -68,12 +30,14 @@ class Sources:
         settings: of all files, lowest precedence first.
         chosen: the name chosen in each group.
         problems: one sentence each.
+        warnings: one sentence for each choice of the command line that a file beats.
         is_complete: whether every file was found and could be read.
     """
 
     settings: list[Setting]
     chosen: dict[str, str]
     problems: list[str]
+    warnings: list[str]
     is_complete: bool
 
 
@@ -83,8 +47,8 @@ def read_sources(line: CommandLine) -> Sources:
     path = _search_path(line, problems)
     roots = [root for option, name in line.sources if (root := _root(path, option, name, line, problems))]
     roots = list(dict.fromkeys(reversed(roots)))[::-1]  # of a file named twice, the later one counts
-    choices = [choice for choice in _choices(line) if _exists(choice, path, problems)]
-    order = _order(path, roots, choices)
+    choices = [choice for choice in _choices(line) if _exists(choice, path, problems, line)]
+    order = order_files(path, roots, choices)
     for name, package in [*order.files]:
         if package and path.is_preset(name):  # a preset begins with its node, so it stands nowhere else
             group, _, preset = name.rpartition("/")
@@ -101,12 +65,33 @@ def read_sources(line: CommandLine) -> Sources:
     files = path.files.values()
     problems += [problem for file in files for problem in file.problems] + order.problems
     is_complete = not order.problems and not any(file.is_broken for file in files)
-    return Sources(settings, order.chosen, problems, is_complete)
+    typed = {override.key for override in line.overrides}
+    warnings = [text for choice in choices if (text := _beaten(choice, path, order.files, roots, typed))]
+    return Sources(settings, order.chosen, problems, warnings, is_complete)
 
 
-def is_below_files(group: str) -> bool:
-    """Whether `--cfg` files win over a group of the command line. They lose to an experiment."""
-    return default_package(group) != GLOBAL
+def _beaten(
+    choice: Choice, path: SearchPath, files: Sequence[tuple[str, str]], roots: Sequence[str], typed: Set[str]
+) -> str | None:
+    """What to tell where `--cfg` files set keys that a choice of the command line sets otherwise."""
+    chosen = {f"{choice.group}/{name}" for name in choice.names}
+    values: dict[str, object] = {}
+    beaten: dict[str, str] = {}
+    for name, package in files:
+        for setting in path.files[name].settings:
+            key = ".".join([*filter(None, package.split(".")), *map(str, setting.path)])
+            if name in chosen and not choice.is_left_out:
+                values[key] = untyped(setting.value, check=False)
+                beaten.pop(key, None)
+            elif name in roots and key in values and untyped(setting.value, check=False) != values[key]:
+                beaten[key] = f"{key} of {setting.origin}"
+    beaten = {key: text for key, text in beaten.items() if key not in typed}
+    if not beaten:
+        return None
+    return (
+        f"{', '.join(beaten.values())} wins over {choice.key}={','.join(choice.names)}: files win over "
+        "groups of the command line; keys there win over both"
+    )
 
 
 def _search_path(line: CommandLine, problems: list[str]) -> SearchPath:
@@ -153,31 +138,24 @@ def _choice(key: str, text: str, *, is_left_out: bool = False) -> Choice:
     return Choice(group, found, None if is_default else package, is_left_out)
 
 
-def _exists(choice: Choice, path: SearchPath, problems: list[str]) -> bool:
+def _exists(choice: Choice, path: SearchPath, problems: list[str], line: CommandLine) -> bool:
     there = path.names(choice.group)
     missing = [name for name in choice.names if name not in there]
     if not there and choice.group not in path.groups():
         missing = missing or [""]  # any name: the group is unknown
-    problems += [path.why_missing(choice.group, name, COMMAND_LINE) for name in missing]
+    hint = sweep_hint(choice.key, line.presets.get(choice.key, ""))
+    problems += [f"{path.why_missing(choice.group, name, COMMAND_LINE)}{hint}" for name in missing]
     return not missing
 
 
-def _order(path: SearchPath, roots: Sequence[str], choices: Sequence[Choice]) -> Order:
-    """The order of all files. Where no file has a defaults list, Hydra need not be imported."""
-    selected = [
-        (f"{choice.group}/{name}", choice)
-        for choice in choices
-        if not choice.is_left_out
-        for name in choice.names
-    ]
-    if any(file and file.defaults for file in map(path.read, [*roots, *(name for name, _ in selected)])):
-        from linnaeus.config.defaults_list import order_files
+def sweep_hint(key: str, typed: str) -> str:
+    """The command that takes several values, where such were typed for a key or group; else empty."""
+    if "," not in typed:
+        return ""
+    from linnaeus.config.sweep_values import sweep_values  # here, because Hydra's parser takes long to import
 
-        return order_files(path, roots, choices)
-    below = [(name, choice.package) for name, choice in selected if is_below_files(choice.group)]
-    above = [(name, choice.package) for name, choice in selected if not is_below_files(choice.group)]
-    order = Order(chosen={choice.key: choice.names[0] for _, choice in selected if len(choice.names) == 1})
-    for name, package in [*below, *((root, None) for root in roots), *above]:
-        package = package or path.package(name) or GLOBAL
-        order.files.append((name, package.removeprefix(GLOBAL)))
-    return order
+    try:
+        is_sweep = len(sweep_values(typed)) > 1
+    except ValueError:
+        return ""
+    return f"; to run with each of them: linnaeus sweep {key}={typed}" if is_sweep else ""

@@ -483,6 +483,7 @@ def test_frozen_parameters_get_neither_gradient_nor_state() -> None:
     assert not any(seen)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of torch 2.8 does so
 @pytest.mark.parametrize("num_steps", [1, 2])
 @pytest.mark.parametrize("training", [True, False])
 def test_an_optimizer_that_needs_a_closure_works(num_steps: int, training: bool) -> None:

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 import linnaeus
 from linnaeus.config.help import help_text
+from linnaeus.config.instantiate import call_target
 from linnaeus.config.keys import KEYS, NODES, dotted
 from linnaeus.config.load import load_config, save_config, to_yaml, with_batch_sizes
 from linnaeus.config.presets import FOLDER, available
@@ -443,3 +444,60 @@ def test_save_below_a_file_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be written"):
         save_config(load(), tmp_path / "runs" / "config.yaml")
+
+
+# Files against groups of the command line, and mistakes with their remedy
+
+
+def test_a_file_that_beats_a_choice_of_the_command_line_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, "TRAIN: {EPOCHS: 3, LOG_EVERY: 1}\nMODEL:\n  NAME: test_resnet")
+    for _ in range(2):
+        assert load("--cfg", file, "model=resnet18").MODEL.NAME == "test_resnet"
+    assert capsys.readouterr().err == (
+        f"warning: MODEL.NAME of {file}, line 3 wins over model=resnet18: files win over groups of the "
+        "command line; keys there win over both\n"
+    )
+    load("--cfg", file, "model=resnet18", "MODEL.NAME=resnet34")
+    load("--cfg", write(tmp_path, "MODEL: {NAME: resnet18}"), "model=resnet18")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_key_that_a_class_of_ones_own_does_not_take_is_traced_to_its_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "MODEL:\n  NAME: test_resnet")
+    argv = ("--cfg", file, "MODEL._target_=fractions.Fraction", "MODEL.numerator=3")
+    with pytest.raises(ConfigError, match=r"MODEL\.NAME comes from .*, line 2: ~MODEL\.NAME leaves it out"):
+        call_target(load(*argv).MODEL, "MODEL")
+    assert call_target(load(*argv, "~MODEL.NAME").MODEL, "MODEL") == 3
+    with pytest.raises(ConfigError) as caught:
+        call_target(load(*argv, "~MODEL.NAME", "MODEL.width=1").MODEL, "MODEL")
+    assert "comes from" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("token", "expected"), [
+    ("model.hidden=64", "did you mean MODEL.hidden?"),
+    ("model.drop_rate=0.5", "did you mean MODEL.DROP_RATE?"),
+    ("MODEL=mlp", "did you mean model=mlp?"),
+    ("DATA.AUGMENT=strong", "did you mean data/augment=strong?"),
+    ("~MODEL.KWARGS.foo", "~MODEL.KWARGS.foo: is not set (command line)"),
+    ("EXPERIMENT.NAME=null", "EXPERIMENT.NAME: 'null' is not allowed: a run has a name, not null"),
+    ("EXPERIMENT.NAME=a\0b", "EXPERIMENT.NAME: 'a\\x00b' is not allowed: the name of a folder has no NUL"),
+    ("EXPERIMENT.NAME=a\udc80", "it has a character that is not in Unicode"),
+])  # fmt: skip
+def test_what_to_type_instead(token: str, expected: str) -> None:
+    (problem,) = problems(token)
+    assert expected in problem
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("\ufeff# @package TRAIN\nEPOCHS: 3", encoding="utf-8")
+    assert load("--cfg", str(file)).TRAIN.EPOCHS == 3
+
+
+def test_a_variable_of_ones_own_is_met_with_what_to_use_instead(tmp_path: Path) -> None:
+    found = problems("--cfg", write(tmp_path, "lr: 0.1\nOPTIMIZER: {LR: '${lr}'}"))
+    assert [problem.partition(":")[0] for problem in found] == ["lr", "OPTIMIZER.LR"]
+    assert "refer to the key that holds the value (${OPTIMIZER.LR}), or to the environment" in found[0]
+    assert "variables" not in problems("--cfg", write(tmp_path, "TRAINS: {EPOCHS: 1}"))[0]

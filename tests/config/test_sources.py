@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import yaml
 from hydra import compose, initialize, initialize_config_dir, version
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from linnaeus.commands.analyze.options import read as analyze
 from linnaeus.commands.sweep.grid import read_grid
@@ -307,7 +311,7 @@ def test_files_may_end_in_yml(make: Make) -> None:
     assert "did you mean model?" in problem
 
 
-def test_both_ways_to_order_files_agree(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defaults_list_that_names_nothing_changes_nothing(make: Make) -> None:
     make(**FOLDER, a="TRAIN: {EPOCHS: 1}\nMODEL: {DROP_RATE: 0.6}", b="# @package TRAIN\nEPOCHS: 2")
     argv = (
         "--config-dir=conf",
@@ -318,25 +322,9 @@ def test_both_ways_to_order_files_agree(make: Make, monkeypatch: pytest.MonkeyPa
         "optimizer=sgd",
     )
     expected = load(*argv)
-    Path("b.yaml").write_text("# @package TRAIN\ndefaults: [_self_]\nEPOCHS: 2")  # now Hydra orders the files
-    calls = []
-    monkeypatch.setattr("linnaeus.config.defaults_list._version_base", spy(calls, version_base()))
+    assert (expected.TRAIN.EPOCHS, expected.MODEL.DROP_RATE) == (2, 0.6)
+    Path("b.yaml").write_text("# @package TRAIN\ndefaults: [_self_]\nEPOCHS: 2")
     assert load(*argv) == expected
-    assert calls
-
-
-def version_base() -> Any:
-    from linnaeus.config import defaults_list
-
-    return defaults_list._version_base
-
-
-def spy(calls: list[int], function: Any) -> Any:
-    def called() -> Any:
-        calls.append(1)
-        return function()
-
-    return called
 
 
 def test_a_group_that_is_left_out_must_be_there(make: Make) -> None:
@@ -383,6 +371,89 @@ def test_several_names_on_the_command_line(make: Make, defaults: str) -> None:
     assert problem.startswith("extra: no preset 'tow' (command line); there are one, two")
 
 
+def test_plus_adds_a_group_once(make: Make) -> None:
+    make(conf__experiment__night="TRAIN: {EPOCHS: 3}", conf__experiment__day="TRAIN: {LOG_EVERY: 4}")
+    (problem,) = problems("--config-dir=conf", "+experiment=night", "+experiment=day")
+    assert problem == ("+experiment: is given twice (command line); write +experiment=[night,day] for both")
+    config = load("--config-dir=conf", "+experiment=[night,day]")
+    assert (config.TRAIN.EPOCHS, config.TRAIN.LOG_EVERY) == (3, 4)
+    assert load("--config-dir=conf", "+experiment=night", "experiment=day").TRAIN.LOG_EVERY == 4  # the last
+
+
+def test_what_an_override_alone_chooses_can_be_left_out(make: Make) -> None:
+    make(my="defaults: [override /model: resnet50]", list="defaults: [override /extra: [one]]",
+         extra__one="TRAIN: {EPOCHS: 3}")  # fmt: skip
+    assert load("--cfg=my.yaml").MODEL.NAME == "resnet50"
+    for token in ("~model", "~model=resnet50", "model=null"):
+        assert load("--cfg=my.yaml", token) == load()
+    assert problems("--cfg=my.yaml", "~model=resnet18") == [
+        "~model: is not 'resnet18' but 'resnet50' (my.yaml, line 1), nothing left out (command line)"
+    ]
+    assert load("--cfg=list.yaml").TRAIN.EPOCHS == 3
+    assert load("--cfg=list.yaml", "~extra") == load()
+
+
+def test_one_file_chosen_at_two_places_counts_at_both(make: Make) -> None:
+    make(
+        my="defaults: [/ga/sub: [x, y]]", ga__sub__x="TRAIN: {EPOCHS: 3}",
+        ga__sub__y="defaults: [/ga/sub: null]\nTRAIN: {LOG_EVERY: 4}",
+        two="defaults: [a, b]", a="defaults: [{gb: [one]}]", b="defaults: [{gb: [two]}]",
+        gb__one="TRAIN: {EPOCHS: 5}", gb__two="TRAIN: {LOG_EVERY: 6}",
+        same="defaults: [c, d]", c="defaults: [{model: resnet50}]", d="defaults: [{model: resnet50}]",
+    )  # fmt: skip
+    trains = [load(f"--cfg={name}.yaml").TRAIN for name in ("my", "two")]
+    assert [(train.EPOCHS, train.LOG_EVERY) for train in trains] == [(3, 4), (5, 6)]
+    assert load("--cfg=two.yaml", "~gb") == load()
+    assert load("--cfg=same.yaml").MODEL.NAME == "resnet50"
+    make(d="defaults: [{model: resnet18}]")
+    assert problems("--cfg=same.yaml")[0].startswith(
+        "model: is chosen twice (c.yaml, line 1 and d.yaml, line 1)"
+    )
+
+
+def test_the_command_line_reaches_choices_in_files_of_other_nodes(make: Make) -> None:
+    make(
+        data__birds="defaults: [augment: strong, /model: resnet50]\nBATCH_SIZE: 3",
+        data__augment__strong="HFLIP: 0.25", data__augment__weak="HFLIP: 0.75",
+    )  # fmt: skip
+    plain = load("--config-dir=.", "data=birds")
+    assert (plain.MODEL.NAME, plain.DATA.AUGMENT.HFLIP) == ("resnet50", 0.25)
+    for argv in (["data=birds", "data/augment=weak"], ["data/augment=weak", "data=birds"]):
+        config = load("--config-dir=.", "model=vit_tiny", *argv)
+        assert (config.MODEL.NAME, config.DATA.AUGMENT.HFLIP, config.DATA.BATCH_SIZE) == (VIT, 0.75, 3)
+    assert load("--config-dir=.", "data=birds", "~model").MODEL == load().MODEL
+
+
+def test_a_file_of_a_group_may_begin_with_another_of_it(make: Make) -> None:
+    make(model__z="defaults: [/model: y]\nDROP_RATE: 0.5", model__y="NAME: y\nDROP_RATE: 0.25")
+    model = load("--config-dir=.", "model=z").MODEL
+    assert (model.NAME, model.DROP_RATE) == ("y", 0.5)
+
+
+def test_an_override_that_comes_too_late_says_for_which_choice(make: Make) -> None:
+    make(early="defaults: [model: resnet18, exp: a]", late="defaults: [exp: a, model: resnet18]",
+         exp__a="defaults: [override /model: vit_tiny]")  # fmt: skip
+    assert load("--cfg=early.yaml").MODEL.NAME == VIT
+    (problem,) = problems("--cfg=late.yaml")
+    assert problem.startswith(
+        "model: override (exp/a.yaml, line 1) comes too late for the choice in late.yaml, line"
+    )
+    assert load("--cfg=late.yaml", "model=resnet50").MODEL.NAME == "resnet50"
+
+
+def test_the_remedies_for_an_override_in_a_file_of_a_node_work(make: Make) -> None:
+    make(
+        my="defaults: [schedule: cosine, exp: one, data: birds]", exp__one="TRAIN: {EPOCHS: 3}", exp__two="",
+        data__birds="defaults: [override /schedule: linear, override /exp: two]",
+    )  # fmt: skip
+    found = problems("--cfg=my.yaml")
+    remedies = [problem.split("write `")[1].split(": NAME`")[0] for problem in found]
+    assert remedies == ["override /exp@_global_.exp", "override /schedule@_global_"]
+    make(data__birds=f"defaults: [{remedies[1]}: linear, {remedies[0]}: two]")
+    config = load("--cfg=my.yaml")
+    assert (config.SCHEDULE.NAME, config.TRAIN.EPOCHS) == ("linear", load().TRAIN.EPOCHS)
+
+
 # As Hydra composes them
 
 
@@ -416,22 +487,31 @@ def test_the_composition_is_that_of_hydra(tmp_path: Path, name: str) -> None:
             "" if not group or "@" in TREES[name]["config"] or "@package" in text else f"# @package {group}\n"
         )
         file.write_text(header + text)
-    before = version.getbase()
-    with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        expected = OmegaConf.to_container(compose("config"))
-    version.VersionBase.instance().version_base = before
+    expected = composed(tmp_path)
     found = order_of(tmp_path)
     assert found == expected
     assert found != {}
 
 
-def order_of(folder: Path) -> dict[str, Any]:
+def composed(folder: Path, *overrides: str) -> Any:
+    """What Hydra makes of `config.yaml` in a folder."""
+    before = version.getbase()
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Hydra recommends `_self_` in each list
+            return OmegaConf.to_container(compose("config", overrides=list(overrides)))
+    finally:
+        version.VersionBase.instance().version_base = before
+
+
+def order_of(folder: Path, *overrides: str) -> dict[str, Any]:
     """The tree that our order of files gives."""
     from linnaeus.config.overrides import parse_command_line
     from linnaeus.config.sources import read_sources
 
     tree: Any = OmegaConf.create({})
-    sources = read_sources(parse_command_line(["--config-dir", str(folder), "--config-name", "config"]))
+    argv = ["--config-dir", str(folder), "--config-name", "config", *overrides]
+    sources = read_sources(parse_command_line(argv))
     assert sources.problems == []
     for setting in sources.settings:
         text = getattr(setting.value, "text", setting.value)
@@ -439,7 +519,108 @@ def order_of(folder: Path) -> dict[str, Any]:
     return dict(OmegaConf.to_container(tree))
 
 
-def test_hydra_is_the_version_that_the_seam_was_written_for() -> None:
+GROUPS = {"d": ("x",), "a": ("x", "y", "z"), "a/c": ("x", "y"), "b": ("x", "y", "z")}
+"""The groups of random trees. A file chooses in the groups after its own; the first is left to `+d=x`."""
+
+
+@st.composite
+def defaults_lists(draw: st.DrawFn, group: str, name: str) -> list[Any]:
+    """The defaults list of one file, `group` being empty for those at the top."""
+    entries: list[Any] = []
+    order = list(GROUPS)
+    targets = order[order.index(group) + 1 :] if group else order[1:]
+    packages = st.sampled_from(["", "", "", "", "@p", "@_global_", "@_here_", "@_global_.q"])
+    for _ in range(draw(st.integers(0, 3))):
+        if not targets:
+            break
+        target = draw(st.sampled_from(targets))
+        names = st.sampled_from(GROUPS[target])
+        value = draw(
+            names
+            | names
+            | st.lists(names, max_size=2, unique=True)
+            | st.sampled_from([None, "missing", "${b}"])
+        )
+        sign = "optional " if value == "missing" else draw(st.sampled_from(["", "", "optional "]))
+        path = target.removeprefix(f"{group}/") if target.startswith(f"{group}/") else f"/{target}"
+        entries.append({f"{sign}{path}{draw(packages)}": value})
+    beside = [other for other in (GROUPS[group] if group else ("base",)) if other > name and name != "base"]
+    if beside and draw(st.booleans()):
+        entries.append(draw(st.sampled_from(beside)))
+    entries = draw(st.permutations(entries))
+    if entries and draw(st.booleans()):
+        entries.insert(draw(st.integers(0, len(entries))), "_self_")
+    for _ in range(draw(st.sampled_from([0, 0, 0, 0, 1, 2] if name == "config" else [0] * 7 + [1]))):
+        target = draw(st.sampled_from(order))
+        names = st.sampled_from(GROUPS[target])
+        package = draw(st.sampled_from(["", "", "@p"]))
+        entries.append(
+            {f"override /{target}{package}": draw(names | st.lists(names, max_size=2) | st.none())}
+        )
+    return entries
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> dict[str, str]:
+    """Texts of files by their path. Each file sets a key of its own, and one that all set."""
+    texts = {}
+    files = [("", "config"), ("", "base"), *((group, name) for group in GROUPS for name in GROUPS[group])]
+    for number, (group, name) in enumerate(files):
+        path = f"{group}/{name}".lstrip("/")
+        # The line stands for what Linnaeus' own default, the node of the group's name, would change.
+        packages = st.sampled_from([group.replace("/", ".")] * 3 + ["_global_", "p"])
+        header = f"# @package {draw(packages)}\n" if group else ""
+        keys = {f"own_{path.replace('/', '_')}": number, "shared": number}
+        texts[path] = header + yaml.safe_dump({"defaults": draw(defaults_lists(group, name)), **keys})
+    return texts
+
+
+selections = st.sampled_from([
+    (), (), (), (), (), ("a=y",), ("b=z",), ("+d=x",), ("+d=x", "a=z"), ("~a",), ("~b=x",), ("a/c=y",),
+    ("a=[x,y]",), ("a@p=x", "b=y"),
+])  # fmt: skip
+
+
+def write_tree(folder: Path, texts: dict[str, str]) -> None:
+    for path, text in texts.items():
+        file = folder / f"{path}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+def agrees(folder: Path, texts: dict[str, str], overrides: tuple[str, ...]) -> bool:
+    """Whether Hydra composes the files; if so, ours must give the same."""
+    write_tree(folder, texts)
+    try:
+        expected = composed(folder, *overrides)
+    except (HydraException, OmegaConfBaseException, RecursionError, AssertionError):
+        return False
+    assert order_of(folder, *overrides) == expected
+    return True
+
+
+@given(texts=trees(), overrides=selections)
+def test_random_trees_are_composed_as_by_hydra(
+    texts: dict[str, str], overrides: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    agrees(tmp_path_factory.getbasetemp() / "trees", texts, overrides)
+
+
+@pytest.mark.slow
+def test_hundreds_of_random_trees_are_composed_as_by_hydra(tmp_path: Path) -> None:
+    """Hydra composes many of them, else nothing would have been compared."""
+    seen = {True: 0, False: 0}
+
+    @settings(max_examples=300)
+    @given(texts=trees(), overrides=selections)
+    def compare(texts: dict[str, str], overrides: tuple[str, ...]) -> None:
+        seen[agrees(tmp_path, texts, overrides)] += 1
+
+    compare()
+    assert seen[True] >= 60, seen
+
+
+def test_hydra_is_the_version_that_the_rules_were_taken_from() -> None:
     assert hydra.__version__.startswith("1.3.")
 
 
@@ -589,6 +770,8 @@ def test_a_circle_through_a_list_of_names_is_a_circle(make: Make) -> None:
     make(**{"root": "defaults: [model: [a, b]]", "model/a": "defaults: [b]", "model/b": "defaults: [a]"})
     with pytest.raises(ConfigError, match="lead back to themselves"):
         load("--cfg", "root.yaml")
+    (problem,) = problems("--cfg", "root.yaml")
+    assert "(model/a.yaml, line 1 -> model/b.yaml, line 1)" in problem
 
 
 def test_a_link_that_leads_nowhere_is_no_choice(make: Make, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def _assignment(word: str, before: Sequence[str], *, is_sweep: bool) -> Candidat
     sign = next((sign for sign in _PREFIXES if name.startswith(sign)), "")
     done, comma, value = value.rpartition(",") if is_sweep else ("", "", value)
     bare = name.removeprefix(sign)
-    known = _values(_NAMES[bare]) if bare in _NAMES else _groups(before).get(bare, {})
+    known = _values(_NAMES[bare]) if bare in _NAMES else _groups(before).get(bare.partition("@")[0], {})
     if known is FILES:
         return FILES
     return {f"{name}={done}{comma}{item}": text for item, text in known.items() if item.startswith(value)}
@@ -195,5 +195,8 @@ def _names_of_files(before: Sequence[str]) -> Candidates:
 
 def _first_comment(file: Path) -> str:
     """What a preset says about itself, in the comment under the line with its package."""
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()[:2]
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()[:2]
+    except OSError:  # it may be chosen all the same, and the error then says why it cannot be read
+        return ""
     return next((line[1:].strip() for line in lines if line[:1] == "#" and "@package" not in line), "")

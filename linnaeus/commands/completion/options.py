@@ -26,6 +26,8 @@ def read(argv: Sequence[str]) -> str | tuple[str]:
     name, has_value, value = argv[0].partition("=")
     words = [value, *argv[1:]] if has_value else list(argv[1:])
     if name == "--complete":
+        if not words or (words[0] == "bash" and len(words) != 3):
+            raise ConfigError(f"{name}: is for the shell's script: linnaeus --install-completion SHELL")
         return _candidates(*words)
     if len(words) > 1:
         raise ConfigError(f"{name}: takes one shell and nothing else, not {shlex.join(words)}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from linnaeus.commands.options import CommandParser, check_files, read_plot
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
+from linnaeus.files import CHECKPOINTS, RUN_FILES
 
 if TYPE_CHECKING:
     from linnaeus.commands.sweep.grid import Combination
@@ -78,8 +79,8 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
         A text to print, or the arguments of the session's `run`: the runs are in their order.
 
     Raises:
-        ConfigError: lists everything that is wrong. A problem that only some combinations have names one of
-            them.
+        ConfigError: lists everything that is wrong, or the folder is that of a run. A problem that only some
+            combinations have names one of them.
     """
     # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
     from linnaeus.commands.sweep.grid import read_grid
@@ -107,6 +108,12 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
     if grid.line.print_config:
         return "---\n".join(f"# {run.combination.title}\n{to_yaml(run.config)}" for run in runs)
     check_files({"--plot": options.plot})
+    folder = runs[0].folder.parent
+    if any((folder / name).exists() for name in (*RUN_FILES, CHECKPOINTS)):
+        raise ConfigError(
+            f"EXPERIMENT.NAME: {folder} is the folder of a run, and a sweep keeps its runs in one of its "
+            "own: give the sweep another name"
+        )
     return options, runs
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from linnaeus.config.help import help_text
 from linnaeus.config.load import load_config
+from linnaeus.config.overrides import parse_command_line
 from linnaeus.config.schema import Config
 
 
@@ -17,5 +18,5 @@ def read(argv: Sequence[str]) -> str | tuple[Config]:
     """
     loaded = load_config(argv)
     if loaded.show_help:
-        return help_text()
+        return help_text(parse_command_line(argv).named("--config-dir"))
     return loaded.text() if loaded.print_config else (loaded.config,)

@@ -187,6 +187,16 @@ def test_a_picture_that_cannot_be_written_is_refused_first(run: Run, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_folder_of_a_run_is_no_place_for_a_sweep(run: Run, tmp_path: Path) -> None:
+    argv = ("sweep", "TRAIN.EPOCHS=1,2", f"EXPERIMENT.OUTPUT_DIR={tmp_path}", "EXPERIMENT.NAME=mine")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text("")
+    outcome = run(*argv)
+    assert outcome.code == 2
+    assert f"EXPERIMENT.NAME: {tmp_path / 'mine'} is the folder of a run" in outcome.err
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.yaml"]
+
+
 def test_a_folder_that_cannot_be_written_is_refused(run: Run) -> None:
     outcome = run("sweep", *SMALL, "DATA.BATCH_SIZE=16,8", "EXPERIMENT.OUTPUT_DIR=/proc/nowhere")
     assert outcome.code == 2
