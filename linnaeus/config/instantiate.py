@@ -24,7 +24,6 @@ from linnaeus.errors import ConfigError
 Convert = Callable[[inspect.Parameter, Any], Any]
 """Gives the value that a node sets for a parameter the form that the parameter takes."""
 
-COMMAND_LINE = "command line"
 _CONVERSIONS = ("none", "partial", "object", "all")
 _SPECIAL = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 _OWN_FOLDER = str(Path(__file__).resolve().parents[1])
@@ -35,16 +34,6 @@ _LIBRARIES = tuple(
 
 class NodeError(ConfigError):
     """A node that names nothing, or whose special keys have other values than they may have."""
-
-
-class Node(dict[str, Any]):
-    """A node with `_target_` that knows where its keys come from; a copy is one that does not.
-
-    Attributes:
-        origins: file and line, preset or `command line` by key.
-    """
-
-    origins: Mapping[str, str] = {}
 
 
 def is_target(node: Any) -> bool:
@@ -182,7 +171,6 @@ def call_target(
     """
     _check_special_keys(node, where)
     known = _parameters(find_target(node, where))
-    origins = node.origins if isinstance(node, Node) else {}
     offered = {name: value for name, value in (offer or {}).items() if name in known and name not in node}
     node = {**node, "_partial_": False}
     try:
@@ -194,7 +182,7 @@ def call_target(
         text = f"{where}: {node['_target_']} failed with {type(error).__name__}: {error}"
         hint = ""
         if isinstance(error, TypeError):
-            hint = _where_from(node, where, known, origins) + _closest_argument(node, where, known)
+            hint = _closest_argument(node, where, known) or _not_taken(node, where, known)
         raise ConfigError(text + hint + place_of(error)) from error
 
 
@@ -205,17 +193,14 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return {}
 
 
-def _where_from(
-    node: Mapping[str, Any], where: str, known: Mapping[str, inspect.Parameter], origins: Mapping[str, str]
-) -> str:
-    """Which file sets the arguments that a class does not take, such as the NAME of a built-in model."""
+def _not_taken(node: Mapping[str, Any], where: str, known: Mapping[str, inspect.Parameter]) -> str:
+    """How to leave out keys of the framework's own classes, such as the NAME of a built-in model."""
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return ""
-    return "".join(
-        f"; {where}.{name} comes from {origins[name]}: ~{where}.{name} leaves it out"
-        for name in node
-        if name not in known and origins.get(name, COMMAND_LINE) != COMMAND_LINE
-    )
+    names = [f"~{where}.{name}" for name in node if name not in known and name.isupper()]
+    if not names:
+        return ""
+    return f"; {' '.join(names)} leaves out what it does not take; --print-config --origin says what sets it"
 
 
 def _closest_argument(node: Mapping[str, Any], where: str, known: Mapping[str, inspect.Parameter]) -> str:

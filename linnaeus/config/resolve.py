@@ -12,7 +12,6 @@ from typing import Any
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from linnaeus.config.instantiate import Node
 from linnaeus.config.keys import KEYS, TARGET, Key, Path, closest, dotted, node_class, suggest
 from linnaeus.config.merge import Entry, Merged, Problem
 from linnaeus.config.resolvers import register
@@ -48,7 +47,7 @@ def resolve(merged: Merged, chosen: Mapping[str, str]) -> tuple[Config | None, l
     causes = [path for path in found if _is_cause(path, merged, found)]
     problems = [(path, f"{dotted(path)}: {found[path]}") for path in causes]
     problems += _crossed(values, merged.entries)
-    return (None if problems else _build(Config, (), values, merged)), problems
+    return (None if problems else _build(Config, (), values, merged.free)), problems
 
 
 def _resolve_one(container: Any, path: Path, entry: Entry) -> Any:
@@ -145,7 +144,7 @@ def _nest(values: Mapping[Path, Any]) -> dict[Any, Any]:
     return tree
 
 
-def _build(cls: type, path: Path, values: Mapping[Path, Any], merged: Merged) -> Any:
+def _build(cls: type, path: Path, values: Mapping[Path, Any], free: set[Path]) -> Any:
     """Make the dataclass of one node; a free node is a plain dict."""
     hints = typing.get_type_hints(cls)
     arguments: dict[str, Any] = {}
@@ -154,13 +153,9 @@ def _build(cls: type, path: Path, values: Mapping[Path, Any], merged: Merged) ->
         node = node_class(field, hints[field.name])
         if here in values:
             arguments[field.name] = values[here]
-        elif here in merged.free or node is None:
+        elif here in free or node is None:
             size = len(here)
-            found = _nest({p[size:]: v for p, v in values.items() if p[:size] == here})
-            if here in merged.free:
-                found = Node(found)
-                found.origins = {p[size]: e.origin for p, e in merged.entries.items() if p[:size] == here}
-            arguments[field.name] = found
+            arguments[field.name] = _nest({p[size:]: v for p, v in values.items() if p[:size] == here})
         else:
-            arguments[field.name] = _build(node, here, values, merged)
+            arguments[field.name] = _build(node, here, values, free)
     return cls(**arguments)

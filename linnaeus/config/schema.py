@@ -58,7 +58,7 @@ def _image_size(value: Any) -> str | None:
 
 def _run_name(value: str) -> str | None:
     """A run's folder must lie inside the output folder."""
-    if value.lower() in ("null", "none"):
+    if value == "null":
         return "a run has a name, not null; leave it out for the default"
     if any("\ud800" <= character <= "\udfff" for character in value):  # logs could not be written
         return "it has a character that is not in Unicode"

@@ -44,7 +44,7 @@ def plain_nodes(**nodes: Any) -> dict[str, Any]:
     return {
         name: dataclasses.asdict(node)
         if dataclasses.is_dataclass(node) and not isinstance(node, type)
-        else (dict(node) if isinstance(node, dict) else node)
+        else node
         for name, node in nodes.items()
     }
 
