@@ -217,7 +217,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.models is not None:
         names = sorted(random.Random(options.seed).sample(names, min(options.models, len(names))))
     with ProcessPoolExecutor(options.jobs) as pool:
-        outcomes = list(pool.map(outcome_of, names, [curves[name] for name in names]))
+        outcomes = []
+        for outcome in pool.map(outcome_of, names, [curves[name] for name in names]):
+            outcomes.append(outcome)
+            print(f"{len(outcomes)} of {len(names)}: {outcome.model}", file=sys.stderr)
     print(*report(outcomes), "", LEGEND, sep="\n")
     return 0
 
