@@ -66,7 +66,7 @@ class _Swap:
         elif isinstance(part, dict):
             for item in part.values():
                 self.visit(item)
-        elif hasattr(part, "__dict__") and not isinstance(part, type) and not callable(part):
+        elif hasattr(part, "__dict__") and not isinstance(part, type):
             self._keep(vars(part))
             self._attributes(vars(part))
 
@@ -102,20 +102,21 @@ class _Swap:
         self._attributes(vars(module), but=("_parameters", "_buffers", "_modules"))
 
     def _attributes(self, attributes: dict[str, Any], but: tuple[str, ...] = ()) -> None:
-        """Replace tensors among the attributes of an object; look into the objects among them."""
+        """Replace the tensors among the attributes of an object, and look into modules and optimizers."""
         for name, value in list(attributes.items()):
             if name in but:
                 continue
             if isinstance(value, Tensor):
                 attributes[name] = self.substitute(value)
-            elif isinstance(value, list | tuple | dict) and not but:
+            elif isinstance(value, nn.Module | torch.optim.Optimizer):
                 self.visit(value)
-            if isinstance(value, nn.Module | torch.optim.Optimizer):
-                self.visit(value)
-            elif isinstance(value, list | tuple | dict) and any(
-                isinstance(t, Tensor) for t in tree_leaves(value)
-            ):
-                attributes[name] = tree_map_only(Tensor, self.substitute, value)
+            elif isinstance(value, list | tuple | dict) and value:
+                parts = tree_leaves(value)
+                if any(isinstance(part, Tensor) for part in parts):
+                    attributes[name] = tree_map_only(Tensor, self.substitute, value)
+                for part in parts:
+                    if isinstance(part, nn.Module | torch.optim.Optimizer):
+                        self.visit(part)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._keep(optimizer.__dict__)
@@ -138,8 +139,6 @@ class _Swap:
         known = self._substitutes.get(id(tensor))
         if known is not None:
             return known[1]
-        if any(known is tensor for _, known in self._substitutes.values()):
-            return tensor
         if torch.nn.parameter.is_lazy(tensor):
             raise UntraceableError("a lazy parameter has no shape before the model has run once")
         substitute = torch.empty_like(tensor, device="meta", requires_grad=False)

@@ -41,8 +41,9 @@ BATCH_SIZES = (8, 16)
 """The batch sizes that are traced: large enough for kernels to take their usual path."""
 
 ASSUMED_BASE_BYTES = 600 * MIB
-"""What a process holds on a device beside its allocator, where there is none to measure: the CUDA context and
-the code of kernels, cuBLAS and cuDNN. An assumption; 350 to 800 MiB have been seen with different cards."""
+"""Bytes that a process holds on a device beside its allocator, where there is none to measure: the CUDA
+context and the code of kernels, cuBLAS and cuDNN. An assumption, not fitted: give `base_bytes` where
+known."""
 
 MARGIN = 1.15
 """Peak times this is at least the measured peak in 97 of 100 runs, see benchmarks/prediction_accuracy.py."""

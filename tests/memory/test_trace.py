@@ -513,3 +513,27 @@ def test_a_step_may_name_a_cuda_device() -> None:
 
     found = trace.trace(step, lambda n: torch.empty(n, 100).pin_memory(), 8, state=model)
     assert 8 * 10 * 2 in allocated(found, "addmm")
+
+
+def test_tensors_in_attributes_and_lists_are_part_of_the_state() -> None:
+    class Loss:
+        def __init__(self) -> None:
+            self.weights = torch.ones(10)
+            self.parts = [nn.Linear(10, 10), {"more": torch.ones(10)}]
+            self.table = {"offset": torch.zeros(10)}
+
+        def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            scores = self.parts[0](outputs * self.weights + self.table["offset"])
+            return functional.cross_entropy(scores, targets)
+
+    model, loss = network(), Loss()
+    weights, table, parts = loss.weights, loss.table, loss.parts
+    found = trace.trace(framework_step(model, criterion=loss), images, 8, state=(model, loss))
+    state = [event.num_bytes for event in found.events if event.label == "state"]
+    model_bytes = [tensor.nbytes for tensor in (*model.parameters(), *model.buffers())]
+    assert sum(state) - sum(model_bytes) == 40 + 400 + 40 + 40 + 40
+    assert loss.weights is weights
+    assert loss.table is table
+    assert loss.parts is parts
+    assert not loss.weights.is_meta
+    assert not table["offset"].is_meta
