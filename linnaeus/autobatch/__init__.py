@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 from linnaeus.autobatch.result import AutoBatchResult
 
 if TYPE_CHECKING:
-    from linnaeus.autobatch.api import auto_find_batch_size
+    from linnaeus.autobatch.api import auto_find_batch_size, predict_memory
 
-__all__ = ["AutoBatchResult", "auto_find_batch_size"]
+__all__ = ["AutoBatchResult", "auto_find_batch_size", "predict_memory"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `auto_find_batch_size`, and torch with it, on first use: the pure search needs neither."""
-    if name != "auto_find_batch_size":
+    """Import the functions, and torch with them, on first use: the pure search needs neither."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from linnaeus.autobatch.api import auto_find_batch_size
+    from linnaeus.autobatch import api
 
-    return auto_find_batch_size
+    return getattr(api, name)

@@ -1,9 +1,10 @@
-"""`auto_find_batch_size`: AutoBatch as one function, for any training loop."""
+"""`auto_find_batch_size` and `predict_memory`: AutoBatch as functions, for any training loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -16,10 +17,14 @@ from linnaeus.autobatch.arguments import (
     check_number,
     kind_of,
 )
-from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.find import BatchSizeFinder, listed
 from linnaeus.autobatch.observer import SearchObserver
+from linnaeus.autobatch.predicted import predict_step
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.search import STRATEGIES
+
+if TYPE_CHECKING:
+    from linnaeus.memory.predict import Prediction
 
 Objective = Literal["memory", "throughput"]
 
@@ -45,6 +50,7 @@ def auto_find_batch_size(
     bounds: Mapping[str, int] | None = None,
     start: int | None = None,
     observer: SearchObserver | None = None,
+    predict: bool = True,
 ) -> AutoBatchResult:
     """Find the largest batch size, or one at most 1 % below it, that runs within a fraction of the memory.
 
@@ -79,15 +85,15 @@ def auto_find_batch_size(
         bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}.
         start: a size to try first, such as the answer of an earlier run.
         observer: told what the search does; by default a `SearchLog`, which logs a line for each trial.
+        predict: on a CUDA device, start a guided search without `start` at the size that calls of `step` on
+            tensors without data predict. Where these fail, the search starts from a small size.
 
     Raises:
         AutoBatchError: no size fits, `state` lacks an optimizer that the step uses, or something in it cannot
             be restored: parameters without values (`LazyLinear`), too.
         TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
-    for name, function in (("step", step), ("make_batch", make_batch)):
-        if not callable(function):
-            raise TypeError(f"{name} is {kind_of(function)}; it must be a function")
+    _check_functions(step, make_batch)
     if not isinstance(observer, SearchObserver | None):
         raise TypeError(f"observer is {kind_of(observer)}; it must be a SearchObserver")
     counts = {
@@ -110,10 +116,12 @@ def auto_find_batch_size(
     check_choice("mode", mode, get_args(Mode))
     check_choice("strategy", strategy, STRATEGIES)
     check_choice("objective", objective, get_args(Objective))
+    state = listed(state)
     with BatchSizeFinder(
         step, make_batch, state=state, mode=mode, device=device, min_batch_size=min_batch_size,
         max_batch_size=max_batch_size, steps_per_trial=steps_per_trial, multiple_of=multiple_of,
         memory_limit_gb=memory_limit_gb, bounds=bounds, observer=observer,
+        predict=partial(predict_step, step, make_batch, state=state, mode=mode) if predict else None,
     ) as finder:  # fmt: skip
         result = finder.find(
             target_memory_fraction, strategy=strategy, tolerance=tolerance, max_trials=max_trials,
@@ -122,3 +130,50 @@ def auto_find_batch_size(
         if objective == "memory":
             return result
         return finder.prefer_throughput(result, timeout_minutes=timeout_minutes - result.seconds / 60)
+
+
+def predict_memory(
+    step: Callable[[Any], object],
+    make_batch: Callable[[int], Any],
+    *,
+    state: Iterable[Any] = (),
+    mode: Mode = "train",
+) -> Prediction:
+    """Predict the peak memory of a step on a CUDA device, at any batch size, without a device.
+
+    The step is called four times, on tensors without data: nothing is computed. Afterwards what is in `state`
+    is what it was.
+
+    >>> model = torch.nn.Linear(1024, 1024)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> def step(batch):
+    ...     model(batch).sum().backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> def make_batch(n):
+    ...     return torch.randn(n, 1024)
+    >>> prediction = predict_memory(step, make_batch, state=(model, optimizer))
+    >>> prediction.peak_bytes(100_000) < 2**31 < prediction.peak_bytes(200_000)
+    True
+
+    Args:
+        step: runs one full training (or validation) step on a batch. It may move tensors to a CUDA device and
+            use `torch.autocast` for it.
+        make_batch: makes a batch of n samples, on any device.
+        state: every object that a step changes; model and optimizer.
+        mode: `train`, or `val`: then modules are put in evaluation mode, and the optimizer's state counts.
+
+    Raises:
+        UntraceableError: the step needs the values of a tensor (`.item()`, boolean indexing); the message
+            names the operation.
+        TypeError, ValueError: an argument of the wrong type, or out of its range.
+    """
+    _check_functions(step, make_batch)
+    check_choice("mode", mode, get_args(Mode))
+    return predict_step(step, make_batch, state=listed(state), mode=mode, base_bytes=None)
+
+
+def _check_functions(step: object, make_batch: object) -> None:
+    for name, function in (("step", step), ("make_batch", make_batch)):
+        if not callable(function):
+            raise TypeError(f"{name} is {kind_of(function)}; it must be a function")

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import torch
 from torch import nn
@@ -35,7 +35,8 @@ from linnaeus.autobatch.names import ARGUMENTS, Names, last_part
 from linnaeus.autobatch.nothing_fits import NothingFits
 from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
 from linnaeus.autobatch.optimizers import check_restorable, strangers_refused
-from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
+from linnaeus.autobatch.predicted import StartPredictor
+from linnaeus.autobatch.result import AutoBatchResult, Mode, PredictedStart, Timing
 from linnaeus.autobatch.search import (
     Candidates,
     OutOfMemory,
@@ -50,6 +51,9 @@ from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import TrialRunner, existing_objects_frozen
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
+
+if TYPE_CHECKING:
+    from linnaeus.memory.predict import Prediction
 
 FULL_FRACTION = 0.97
 """Above this fraction of the device, or of a limit, a search warns that its budget leaves no room."""
@@ -74,6 +78,8 @@ class BatchSizeFinder:
             with everything that training keeps allocated. Without it, only optimizer state is allocated.
         before_trial: called before each trial and each timing.
         names: what messages call the settings.
+        predict: gives the prediction of the step, for searches on CUDA devices to start from; see
+            `predict_step`. None searches without one.
         step, make_batch, and the others: as for `auto_find_batch_size`.
 
     Attributes:
@@ -107,11 +113,12 @@ class BatchSizeFinder:
         before_trial: Callable[[], object] = lambda: None,
         observer: SearchObserver | None = None,
         names: Names = ARGUMENTS,
+        predict: Callable[[], Prediction] | None = None,
     ) -> None:
         check_choice("mode", mode, get_args(Mode))
         check_memory_limit(memory_limit_gb)
         check_bounds(bounds)
-        state = _listed(state)
+        state = listed(state)
         self.mode = mode
         self.memory = device_memory(_device(state, device))
         self.trials: list[TrialRecord] = []
@@ -134,6 +141,7 @@ class BatchSizeFinder:
             num_steps=steps_per_trial, training=mode == "train", train_once=train_once,
             before_trial=before_trial, names=names,
         )  # fmt: skip
+        self._predict = predict if self.memory.device.type == "cuda" else None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -145,6 +153,7 @@ class BatchSizeFinder:
             stack.callback(self.memory.reset_peak)  # the last callback runs first
             stack.callback(self._runner.clean)
             stack.callback(self._snapshot.restore)
+            self._predictor = StartPredictor(self._predict, self._undo, self.mode)
             check_restorable(self._snapshot, self._names)
             self._stack = stack.pop_all()
         return self
@@ -183,15 +192,41 @@ class BatchSizeFinder:
         self._set_budget(self._first_budget(target_memory_fraction))
         self._outside_bytes, self._held_at_start = self.memory.outside(), self.held_bytes
         self._observer.search_started(self._limits(target_memory_fraction))
+        predicted = self._predicted_start() if strategy == "guided" and start is None else None
         found = self._search(
             known=self._known.values(), strategy=strategy, tolerance=tolerance, max_trials=max_trials,
-            start=start, fixed_bytes=self.held_bytes, deadline_s=deadline - time.monotonic(),
+            start=start if predicted is None else predicted.batch_size,
+            predicted_slope=None if predicted is None else predicted.bytes_per_sample or None,
+            fixed_bytes=self.held_bytes, deadline_s=deadline - time.monotonic(),
         )  # fmt: skip
         if confirm:
             deadline += CONFIRMATION_GRACE_S
             found = self._confirmed(found, target_memory_fraction, tolerance, deadline)
         self._warn_about_growth()
-        return self._result(found, target_memory_fraction, strategy, tolerance, num_before, started)
+        result = self._result(found, target_memory_fraction, strategy, tolerance, num_before, started)
+        if predicted is not None:
+            peak_bytes = self._predictor.peak_bytes(result.batch_size, predicted.other_bytes)
+            result = replace(result, prediction=replace(predicted, peak_bytes=peak_bytes))
+        return result
+
+    def _undo(self) -> None:
+        self._snapshot.restore()
+        self._runner.clean()
+
+    @property
+    def _other_bytes(self) -> int:
+        """What the process holds beside the state of the step: no trace sees it."""
+        return max(self.held_bytes - self._snapshot.host_bytes, 0) + self.memory.placement_bytes
+
+    def _predicted_start(self) -> PredictedStart | None:
+        """Where the prediction says to start; None without one."""
+        found = self._predictor.start(self.budget_bytes, self._other_bytes, self.min_size, self._max_size)
+        if found is not None:
+            logger.info(
+                "AutoBatch %s: starting at batch size %d, as predicted (%.1f s)",
+                self.mode, found.batch_size, found.seconds,
+            )  # fmt: skip
+        return found
 
     def _confirmed(
         self, found: SearchResult, fraction: float, tolerance: float, deadline: float
@@ -304,7 +339,7 @@ class BatchSizeFinder:
             failure = NothingFits(
                 self.mode, self._limits(fraction), self.memory, self.trials, found.limited_by,
                 self._min_batch_size, self.held_bytes, self._snapshot.host_bytes, self._outside(),
-                self._names,
+                self._names, self._predictor.peak_bytes(self.min_size, self._other_bytes),
             )  # fmt: skip
             raise AutoBatchError(str(failure))
         self._warn_about_equal_peaks()
@@ -424,7 +459,7 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _listed(state: Any) -> Sequence[Any]:
+def listed(state: Any) -> Sequence[Any]:
     """The objects in `state`; modules and dictionaries can be iterated over too, but not to this end."""
     if isinstance(state, nn.Module | Mapping | str) or not isinstance(state, Iterable):
         raise TypeError(

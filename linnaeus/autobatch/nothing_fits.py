@@ -32,6 +32,7 @@ class NothingFits:
         state_bytes: the part of it that model, optimizer and average held before the search.
         outside: says what is held outside the allocator.
         names: what the message calls the settings.
+        predicted_bytes: what the process is predicted to hold with the smallest size; None if unknown.
     """
 
     mode: Mode
@@ -44,6 +45,7 @@ class NothingFits:
     state_bytes: int
     outside: str
     names: Names
+    predicted_bytes: int | None = None
 
     def __str__(self) -> str:
         limits, fraction = self.limits, f"{self.limits.target_memory_fraction:.0%}"
@@ -61,7 +63,15 @@ class NothingFits:
         return (
             f"AutoBatch ({self.mode}): {reason}. Budget {budget} for this process: {fraction} of "
             f"{total}{origin}{cap}{others}; {held} are held before the first sample. "
-            f"Tried: {tried or 'nothing'}. What helps: {'; '.join(self._remedies(are_others=bool(others)))}."
+            f"Tried: {tried or 'nothing'}.{self._predicted()} What helps: {'; '.join(self._remedies(are_others=bool(others)))}."
+        )
+
+    def _predicted(self) -> str:
+        """What the smallest size would need, where that is known and more than the budget."""
+        if self.predicted_bytes is None or self.predicted_bytes <= self.limits.budget_bytes:
+            return ""
+        return (
+            f" Batch size {self.limits.min_size} is predicted to need {self.predicted_bytes / GIB:.2f} GiB."
         )
 
     @property

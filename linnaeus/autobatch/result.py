@@ -27,6 +27,25 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class PredictedStart:
+    """Where a search started because a trace of the step said so.
+
+    Attributes:
+        batch_size: the first size that was tried.
+        bytes_per_sample: more memory for each further sample.
+        other_bytes: what the process held beside the state of the step, which no trace sees.
+        seconds: how long the trace took.
+        peak_bytes: predicted for the size found; None before there is one.
+    """
+
+    batch_size: int
+    bytes_per_sample: float
+    other_bytes: int
+    seconds: float
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class AutoBatchResult:
     """The batch size that a search found, and how.
 
@@ -52,6 +71,7 @@ class AutoBatchResult:
         total_is_limit: whether `total_bytes` is the limit.
         tolerance, multiple_of, min_batch_size, max_batch_size: what was asked for; None in the result of an
             earlier version.
+        prediction: where the search started; None where it started without a prediction.
     """
 
     mode: Mode
@@ -73,6 +93,7 @@ class AutoBatchResult:
     multiple_of: int | None = None
     min_batch_size: int | None = None
     max_batch_size: int | None = None
+    prediction: PredictedStart | None = None
 
     @property
     def peak_bytes(self) -> int | None:
@@ -100,5 +121,7 @@ class AutoBatchResult:
         )
         timings = tuple(Timing(**timing) for timing in entry.get("timings", ()))
         ran = tuple(entry.get("ran_on_every_rank", ()))
-        changed = {"trials": trials, "timings": timings, "ran_on_every_rank": ran}
+        changed: dict[str, Any] = {"trials": trials, "timings": timings, "ran_on_every_rank": ran}
+        if "prediction" in entry:
+            changed["prediction"] = PredictedStart(**entry["prediction"])
         return cls(mode=mode, **{**entry, **changed})

@@ -24,7 +24,7 @@ The guided strategy assumes that memory is nearly linear in the size: a fixed co
    search goes on as if there had been none.
 
 Close to the answer, the point where the line meets the budget is one of the two neighbours that certify it.
-Any curve takes at most 2·log2(candidates) + 9 trials, and five more where a prediction was wrong.
+Any curve takes at most 2·log2(candidates) + 9 trials, and one more where a prediction was wrong.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ class _Search:
         start: the hint; None without one.
         fixed_bytes: known part of every peak that does not depend on the size.
         predicted_slope: bytes that a sample is predicted to need; None without a prediction.
-        num_predicted: trials made before a prediction was given up.
+        gave_up: whether a prediction has been given up.
         tolerance: how much larger the largest size may be than the answer, as a fraction of the answer.
         low: index of the largest candidate that was seen to fit; -1 without one.
         high: index of the smallest candidate above it that was seen not to fit; `len(candidates)` without
@@ -340,7 +340,7 @@ class _Search:
     high: int = 0
     peaks: dict[int, int] = field(default_factory=dict)
     trials: list[TrialRecord] = field(default_factory=list)
-    num_predicted: int = 0
+    gave_up: bool = False
 
     def __post_init__(self) -> None:
         self.high = len(self.candidates)
@@ -405,7 +405,7 @@ class _Search:
         ends = {self.candidates[i] for i in (self.low, self.high) if 0 <= i < len(self.candidates)}
         near = {size for size, peak in self.peaks.items() if peak <= 2 * self.budget_bytes}
         self.peaks = {size: self.peaks[size] for size in ends & near}
-        self.num_predicted = len(self.trials)
+        self.gave_up = True
 
     @property
     def num_failed_again(self) -> int:
@@ -455,7 +455,7 @@ def _guided(search: _Search) -> int:
         return search.hint
     if search.predicted_slope is not None and not search.prediction_holds:
         search.give_up_prediction()
-    num_guided = len(search.trials) - search.num_predicted
+    num_guided = len(search.trials) - search.gave_up  # its first trial showed nothing else
     if num_guided >= GUIDED_TRIALS:
         doubled = search.low + 2 ** (num_guided - GUIDED_TRIALS)
         return doubled if search.unbounded else _middle(search)
@@ -468,7 +468,7 @@ def _size_without_peaks(search: _Search) -> float:
     if search.unbounded:
         return FIRST_SIZE
     smaller = search.candidates[search.high] / GROWTH
-    return min(smaller, FIRST_SIZE) if search.num_predicted else smaller
+    return min(smaller, FIRST_SIZE) if search.gave_up else smaller
 
 
 def _where_the_line_meets_the_budget(search: _Search) -> int:

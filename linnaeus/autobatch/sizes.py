@@ -19,6 +19,7 @@ from linnaeus.autobatch.bounds import max_batch_sizes
 from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.autobatch.names import Names
 from linnaeus.autobatch.observer import gib
+from linnaeus.autobatch.predicted import predict_step
 from linnaeus.autobatch.progress import SearchProgress
 from linnaeus.autobatch.protocol import RankStatus, exchange
 from linnaeus.autobatch.result import AutoBatchResult, Mode
@@ -30,6 +31,8 @@ from linnaeus.data.bundle import DataBundle
 from linnaeus.data.loader import num_workers
 from linnaeus.dist import World, wrap
 from linnaeus.memory.device import GIB, device_memory
+from linnaeus.memory.predict import Prediction
+from linnaeus.memory.trace import Buckets
 from linnaeus.training.build import Assembly
 from linnaeus.training.noise_scale import GradientProbe
 from linnaeus.training.step import TrainStep
@@ -133,10 +136,24 @@ class SizeSearch:
             before_trial=train_step.discard_wrapper if mode == "train" else lambda: None,
             observer=SearchProgress(mode, status, self.console),
             names=keys(mode),
+            predict=partial(self._predict, mode, spec) if config.PREDICT and at_most is None else None,
         ) as finder:  # fmt: skip
             yield finder
         train_step.discard_wrapper()
         gc.collect()  # frees the wrapper with its hooks on the parameters
+
+    def _predict(self, mode: Mode, spec: BatchSpec) -> Prediction:
+        """The prediction of a mode's step without its wrapper, whose buckets are described."""
+        num_batches = micro_batches_held(self.train) if mode == "train" else 1
+        is_wrapped = mode == "train" and self.world.is_distributed
+        step = partial(self.assembly.train_step, num_micro_batches=num_batches)
+        return predict_step(
+            step if mode == "train" else self._validate,
+            partial(self._batches, spec, num_batches=num_batches),
+            state=(*self.assembly.state, self.assembly.metrics),
+            mode=mode,
+            buckets=Buckets(as_view=True) if is_wrapped else None,
+        )
 
     def _batches(self, spec: BatchSpec, size: int, *, num_batches: int) -> Iterator[Batch]:
         """Makes each batch when it is asked for: as in training, only one exists at a time."""

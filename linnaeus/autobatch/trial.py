@@ -223,7 +223,7 @@ class TrialRunner:
         except Exception as error:
             if not self._memory.refused(error):
                 raise
-            _release_frames(error)
+            release_frames(error)
             return str(error).partition("\n")[0] or type(error).__name__
         return None
 
@@ -296,7 +296,7 @@ def _stepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch
         yield seen
 
 
-def _release_frames(error: BaseException) -> None:
+def release_frames(error: BaseException) -> None:
     """Clear the frames that the error passed through, because their locals keep the trial's tensors alive."""
     seen: set[int] = set()
     chain: BaseException | None = error

@@ -214,6 +214,10 @@ class AutoBatchConfig:
         "guided", "how sizes are chosen: `guided` by the memory measured, `binary` by bisection, `power` by "
         "doubling, `binsearch` by doubling and then bisection", choices=STRATEGIES,
     )  # fmt: skip
+    PREDICT: bool = key(
+        True, "on CUDA devices, `guided` starts from the size that a trace of the step predicts, and tries "
+        "fewer sizes",
+    )  # fmt: skip
     TOLERANCE: float = key(
         0.01, "the search ends when the size found is proven to be within this fraction of the largest; "
         "0 finds the largest", ge=0, lt=1,

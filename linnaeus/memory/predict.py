@@ -176,13 +176,16 @@ def predict(
     *,
     state: Any = (),
     buckets: Buckets | None = None,
+    before: Callable[[], object] | None = None,
     batch_sizes: tuple[int, int] = BATCH_SIZES,
     base_bytes: int | None = None,
     settings: AllocatorSettings | None = None,
     margin: float = MARGIN,
 ) -> Prediction:
     """Trace a step twice and predict its peak; see `trace` and `Prediction.of` for arguments and errors."""
-    first, second = (trace(step, make_batch, n, state=state, buckets=buckets) for n in batch_sizes)
+    first, second = (
+        trace(step, make_batch, n, state=state, buckets=buckets, before=before) for n in batch_sizes
+    )
     return Prediction.of(first, second, base_bytes=base_bytes, settings=settings, margin=margin)
 
 

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from linnaeus import nest
 from linnaeus.memory.cuda_paths import cuda_paths
 from linnaeus.memory.meta_state import UntraceableError, state_on_meta
+from linnaeus.rng import preserved_generators
 
 __all__ = ["Buckets", "ConvFacts", "Event", "Trace", "UntraceableError", "trace"]
 
@@ -134,6 +135,7 @@ def trace(
     *,
     state: Any = (),
     buckets: Buckets | None = None,
+    before: Callable[[], object] | None = None,
 ) -> Trace:
     """Run a step twice on `meta`.
 
@@ -145,6 +147,8 @@ def trace(
         state: everything with tensors that the step uses: modules, optimizers, scalers, moving averages. It
             may be on any device, `meta` too. Afterwards it is as it was.
         buckets: of DistributedDataParallel, around the first module of the state; None without it.
+        before: called once on `meta` before the steps, without being recorded. What it leaves in the state,
+            such as an optimizer's moments, counts as held.
 
     Raises:
         UntraceableError: an operation needs the values of a tensor (`.item()`, boolean indexing) or has no
@@ -154,8 +158,11 @@ def trace(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_undisturbed())
         held = stack.enter_context(state_on_meta(state))
-        recorder.hold(held)
         stack.enter_context(cuda_paths())
+        if before is not None:
+            before()
+            held = [*held, *_moments(state)]
+        recorder.hold(held)
         stack.enter_context(recorder)
         if buckets is not None:
             _attach_buckets(_first_module(state), buckets)
@@ -173,7 +180,7 @@ def _undisturbed() -> Iterator[None]:
     """Inside the context, only a call collects garbage, random states are kept and nothing is compiled."""
     was_enabled = gc.isenabled()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(preserved_generators())
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         gc.disable()
@@ -200,6 +207,18 @@ def _naming_operations(recorder: Recorder) -> Iterator[None]:
 def _placed(batch: Any) -> Any:
     """The batch on `meta`."""
     return tree_map_only(Tensor, lambda t: t if t.is_meta else torch.empty_like(t, device="meta"), batch)
+
+
+def _moments(state: Any) -> list[Tensor]:
+    """The tensors of the state of optimizers."""
+    optimizers = [part for part in nest.leaves(state) if isinstance(part, torch.optim.Optimizer)]
+    return [
+        value
+        for optimizer in optimizers
+        for values in optimizer.state.values()
+        for value in nest.leaves(values)
+        if isinstance(value, Tensor)
+    ]
 
 
 def _first_module(state: Any) -> nn.Module:

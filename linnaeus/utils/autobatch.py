@@ -1,6 +1,6 @@
 """The documented import path of AutoBatch for use in any training loop."""
 
-from linnaeus.autobatch.api import auto_find_batch_size
+from linnaeus.autobatch.api import auto_find_batch_size, predict_memory
 from linnaeus.autobatch.result import AutoBatchResult
 
-__all__ = ["AutoBatchResult", "auto_find_batch_size"]
+__all__ = ["AutoBatchResult", "auto_find_batch_size", "predict_memory"]

@@ -23,6 +23,7 @@ from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.config.schema import OptimizerConfig
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.training.optim import build_optimizer
+from tests.autobatch.bits import bits
 from tests.conftest import SMALL, Run, freeze_what_is_there
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
@@ -72,18 +73,6 @@ class Loop:
     def train(self, num_steps: int) -> None:
         for _ in range(num_steps):
             self.step(torch.randn(4, 1, 4, 4))
-
-
-def bits(value: Any) -> Any:
-    """A copy that compares equal only if every bit does."""
-    if isinstance(value, Tensor):
-        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return str(value.dtype), tuple(value.shape), raw
-    if isinstance(value, dict):
-        return {str(key): bits(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [bits(part) for part in value]
-    return value
 
 
 def trained(make_optimizer: Callable[[nn.Module], Any], *, searches: bool, already: int = 0) -> Any:

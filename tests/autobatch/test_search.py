@@ -181,7 +181,7 @@ def test_every_search_is_bounded_and_honest(
         assert result.size == max((n for n, peak in device.peaks.items() if peak <= BUDGET), default=None)
         assert len(result.trials) <= math.log2(bounds[1]) + 2
     else:
-        check_honest(result, device, candidates, max_trials, 0 if slope is None else 5)
+        check_honest(result, device, candidates, max_trials, int(slope is not None))
 
 
 @given(

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrizations
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.errors import AutoBatchError
 from linnaeus.training.ema import Ema
+from tests.autobatch.bits import bits
 
 CPU = torch.device("cpu")
 
@@ -61,19 +62,6 @@ def step(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
-
-
-def bits(value: Any) -> Any:
-    """A copy that compares equal only if every bit does."""
-    if isinstance(value, Tensor):
-        dense = value.detach().to_dense().contiguous()
-        raw = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return (str(value.dtype), tuple(value.shape), value.layout, raw)
-    if isinstance(value, dict):
-        return {name: bits(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [bits(part) for part in value]
-    return copy.deepcopy(value)
 
 
 def bits_of_module(module: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,267 @@
+"""Searches that start from a prediction, on the stand-in for a CUDA device; and predictions on their own."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size, predict_memory
+from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.predicted import START_FRACTION, predict_step
+from linnaeus.errors import AutoBatchError
+from linnaeus.memory.allocator import MIB
+from linnaeus.memory.predict import Prediction
+from linnaeus.memory.trace import UntraceableError
+from tests.autobatch.bits import bits
+from tests.cuda.device import FakeCuda
+
+TOTAL, CONTEXT = 400 * MIB, 40 * MIB
+
+
+class Means(nn.Module):
+    """Much memory and little to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (n, elements) to (n, 64)."""
+        return nn.functional.dropout(x * self.weight, 0.1, self.training).view(len(x), 64, -1).mean(2)
+
+
+class Loop:
+    """A training loop of somebody's own, with all that a step may change.
+
+    A sample has `kibibytes`; `width` makes the parameters many.
+    """
+
+    def __init__(
+        self,
+        kibibytes: int = 1024,
+        width: int = 64,
+        look: Callable[[Tensor], object] = lambda loss: None,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(Means(), nn.Linear(64, width), nn.Linear(width, 10))
+        self.model.calls = 0  # type: ignore[assignment]
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.state = (self.model, self.optimizer, self.schedule)
+        self.look = look
+        self.num_elements = 256 * kibibytes
+
+    def make_batch(self, n: int) -> Tensor:
+        return torch.zeros(n, self.num_elements)
+
+    def step(self, batch: Tensor) -> None:
+        self.model.calls += 1  # type: ignore[operator]
+        np.random.random()
+        loss = self.model(batch).logsumexp(1).mean()
+        self.look(loss)
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+
+    def validate(self, batch: Tensor) -> None:
+        assert not self.model.training
+        with torch.no_grad():
+            self.model(batch)
+
+    def content(self) -> Any:
+        parts = [part.state_dict() for part in self.state]
+        generators = torch.get_rng_state(), np.random.get_state()[1].tolist()
+        return bits([parts, generators, self.model.calls, self.model.training])
+
+
+def search(loop: Loop, *, total: int = TOTAL, held: int = 0, **arguments: Any) -> AutoBatchResult:
+    cuda = FakeCuda(total, context_bytes=CONTEXT)
+    with cuda.installed(*loop.state[:2]):
+        other = torch.empty(held, dtype=torch.uint8)
+        arguments = {"max_batch_size": 4096, "tolerance": 0.0, **arguments}
+        result = auto_find_batch_size(
+            loop.step, loop.make_batch, state=loop.state, device="cuda", **arguments
+        )
+        del other
+    return result
+
+
+@pytest.fixture(scope="module")
+def alone() -> AutoBatchResult:
+    """A search without a prediction."""
+    return search(Loop(), predict=False)
+
+
+def sizes(result: AutoBatchResult) -> list[int]:
+    return [trial.size for trial in result.trials]
+
+
+# --- where a search starts ---
+
+
+@pytest.mark.parametrize("held", [0, 100 * MIB])
+def test_a_search_starts_near_its_answer_and_gives_the_same(held: int) -> None:
+    """What the process holds beside the state of the step is no part of the trace."""
+    alone, predicted = (search(Loop(), held=held, predict=predict) for predict in (False, True))
+    assert predicted.batch_size == alone.batch_size
+    assert predicted.certified
+    assert alone.prediction is None
+    assert predicted.prediction is not None
+    start = predicted.prediction.batch_size
+    assert sizes(predicted)[0] == start
+    assert START_FRACTION - 0.25 < start / alone.batch_size <= 1.02, "segments of 20 MiB are large here"
+    assert len(predicted.trials) <= len(alone.trials)
+    assert predicted.prediction.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.1)
+
+
+def test_the_file_holds_prediction_and_measurement_side_by_side() -> None:
+    result = search(Loop())
+    entry = json.loads(json.dumps(result.as_dict()))
+    assert entry["prediction"].keys() == {
+        "batch_size", "bytes_per_sample", "other_bytes", "seconds", "peak_bytes"
+    }  # fmt: skip
+    assert AutoBatchResult.from_dict("train", entry).prediction == result.prediction
+    assert "prediction" not in search(Loop(), predict=False).as_dict()
+
+
+def test_a_start_of_the_callers_own_and_other_strategies_are_not_predicted() -> None:
+    assert search(Loop(), start=64).prediction is None
+    assert search(Loop(), strategy="binsearch", max_trials=3).prediction is None
+
+
+def test_validation_counts_the_state_of_the_optimizer() -> None:
+    loop = Loop(width=1 << 16)
+    shared = {"state": loop.state, "mode": "val"}
+    with_moments = predict_memory(loop.validate, loop.make_batch, **shared)
+    without = predict_memory(loop.validate, loop.make_batch, **{**shared, "state": (loop.model,)})
+    moments = 2 * sum(parameter.nbytes for parameter in loop.model.parameters())
+    assert with_moments.peak_bytes(8) - without.peak_bytes(8) == pytest.approx(moments, abs=22 * MIB)
+    cuda = FakeCuda(TOTAL, context_bytes=CONTEXT)
+    with cuda.installed(*loop.state[:2]):
+        result = auto_find_batch_size(
+            loop.validate, loop.make_batch, state=loop.state, mode="val", device="cuda",
+            max_batch_size=4096,
+        )  # fmt: skip
+    assert result.prediction is not None
+    assert START_FRACTION - 0.15 < result.prediction.batch_size / result.batch_size <= 1.02
+
+
+# --- a prediction costs nothing ---
+
+
+def wrong(factor: float) -> Callable[[], Prediction]:
+    """The prediction of a step whose samples are so many times as large."""
+    loop = Loop(kibibytes=round(1024 * factor))
+    return lambda: predict_step(loop.step, loop.make_batch, state=loop.state, mode="train")
+
+
+@pytest.mark.parametrize("factor", [0.02, 0.5, 2.0, 50.0])
+def test_a_wrong_prediction_gives_the_same_size_with_one_trial_more_at_most(
+    factor: float, alone: AutoBatchResult
+) -> None:
+    loop = Loop()
+    with FakeCuda(TOTAL, context_bytes=CONTEXT).installed(*loop.state[:2]), BatchSizeFinder(
+        loop.step, loop.make_batch, state=loop.state, device="cuda", max_batch_size=4096,
+        predict=wrong(factor),
+    ) as finder:  # fmt: skip
+        result = finder.find(tolerance=0.0)
+    assert result.prediction is not None
+    assert result.batch_size == alone.batch_size
+    assert len(result.trials) <= len(alone.trials) + 1
+
+
+def fail(loss: Tensor) -> None:
+    if loss.is_meta:
+        raise KeyError("on_meta")
+
+
+@pytest.mark.parametrize(
+    ("look", "reason"), [(Tensor.item, "needs the values of a tensor"), (fail, "on_meta")]
+)
+def test_a_step_that_cannot_be_traced_is_searched_as_without(
+    look: Callable[[Tensor], object], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "linnaeus.autobatch")
+    loop, alone = Loop(look=look), Loop(look=look)
+    found, expected = search(loop, tolerance=0.2), search(alone, tolerance=0.2, predict=False)
+    assert (sizes(found), found.prediction) == (sizes(expected), None)
+    lines = [line for line in caplog.messages if "no prediction" in line]
+    assert len(lines) == 1
+    assert reason in lines[0]
+    assert loop.content() == alone.content()
+
+
+def test_a_search_with_a_prediction_leaves_everything_as_it_was() -> None:
+    loop, untouched = Loop(), Loop()
+    before = loop.content()
+    assert search(loop).prediction is not None
+    assert loop.content() == before
+    for each in (loop, untouched):
+        torch.manual_seed(1)
+        np.random.seed(1)
+        for _ in range(3):
+            each.step(torch.ones(4, each.num_elements))
+    assert loop.content() == untouched.content()
+
+
+def test_the_cpu_is_searched_without_one() -> None:
+    loop = Loop(kibibytes=1)
+
+    def traced() -> Prediction:
+        raise AssertionError("it is not asked for")
+
+    with BatchSizeFinder(
+        loop.step, loop.make_batch, state=loop.state, device="cpu", max_batch_size=4, predict=traced
+    ) as finder:
+        assert finder.find(1.0).prediction is None
+
+
+def test_when_nothing_fits_the_error_says_what_is_predicted_to() -> None:
+    loop = Loop(kibibytes=1 << 16)
+    loop.make_batch = lambda n: torch.zeros(1).expand(n, loop.num_elements)  # type: ignore[method-assign]
+    with pytest.raises(AutoBatchError) as caught:
+        search(loop, total=200 * MIB)
+    text = str(caught.value)
+    assert "Batch size 1 is predicted to need" in text
+    needed_gib = float(text.partition("predicted to need ")[2].split()[0])
+    assert search(loop, total=int(1.3 * needed_gib * 1024) * MIB, max_batch_size=1).batch_size == 1
+
+
+# --- predictions on their own ---
+
+
+def test_predict_memory_touches_nothing_and_refuses_what_it_cannot_trace() -> None:
+    loop = Loop()
+    before = loop.content()
+    prediction = predict_memory(loop.step, loop.make_batch, state=loop.state)
+    assert loop.content() == before
+    size = prediction.largest(8 << 30)
+    assert size is not None
+    assert prediction.peak_bytes(size) <= 8 << 30 < prediction.peak_bytes(size + 1)
+    assert not prediction.is_base_measured
+    stubborn = Loop(look=Tensor.item)
+    with pytest.raises(UntraceableError, match=r"_local_scalar_dense \(`.item\(\)`"):
+        predict_memory(stubborn.step, stubborn.make_batch, state=stubborn.state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"step": None}, "step is None; it must be a function"),
+        ({"mode": "test"}, "mode is 'test'; it must be one of 'train', 'val'"),
+        ({"state": nn.Linear(1, 1)}, "state is a Linear; it must be a sequence"),
+    ],
+)
+def test_arguments_of_predict_memory_are_checked(arguments: dict[str, Any], message: str) -> None:
+    loop = Loop(kibibytes=1)
+    good = {"step": loop.step, "make_batch": loop.make_batch, "state": loop.state}
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        predict_memory(**{**good, **arguments})
