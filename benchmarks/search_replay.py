@@ -1,6 +1,7 @@
 """Replay every search strategy on measured memory curves; print how many trials it takes and what it finds.
 
-    python benchmarks/search_replay.py [--curves FILE] [--seeds N] [--predict] [--models N] [--seed S] [--jobs J]
+    python benchmarks/search_replay.py [--curves FILE] [--seeds N]
+        [--predict] [--models N] [--seed S] [--jobs J]
 
 A curve is the peak memory of one model's training step at a few batch sizes (rows of
 `model,batch_size,memory_mib`; `benchmarks/data/README.md` names the source). Between the measured sizes the
