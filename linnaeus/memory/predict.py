@@ -17,6 +17,9 @@ Two steps are traced on `meta` at two batch sizes (`linnaeus.memory.trace`). Eac
 through the two; at any other batch size, the events with the sizes on their lines are replayed through a
 model of the caching allocator. That includes fragmentation, which a line through the two peaks does not.
 
+A step is traced as it would run now: `torch.backends.cudnn.benchmark` counts, since with it the first step
+empties the allocator's cache again and again, and later steps find no leftovers of the first.
+
 Interface: `predict(step, make_batch, state=...)` traces and returns a `Prediction`; `Prediction.of(first,
 second)` takes traces. Of a prediction, `peak_bytes(n)` is the use of the device, `reserved_bytes(n)` that
 of the allocator alone, `safe_bytes(n)` the peak with the margin, `largest(bytes)` the largest batch size
@@ -48,7 +51,7 @@ known."""
 MARGIN = 1.15
 """Peak times this is at least the measured peak in 97 of 100 runs, see benchmarks/prediction_accuracy.py."""
 
-ALLOCATE, RELEASE, BORROW = 0, 1, 2
+ALLOCATE, RELEASE, BORROW, FLUSH = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,8 @@ def replay(events: list[tuple[int, int, int]], settings: AllocatorSettings) -> C
             block = blocks.pop(number, None)
             if block is not None:
                 free(block)
+        elif kind == FLUSH:
+            allocator.empty_cache()
         elif num_bytes:
             block = allocate(num_bytes)
             if kind == ALLOCATE:
@@ -216,6 +221,8 @@ def _program(found: Trace) -> list[tuple[int, int, int]]:
             program.append((ALLOCATE, event.number, event.num_bytes))
         elif event.kind == "release":
             program.append((RELEASE, event.number, 0))
+        elif event.kind == "flush":
+            program.append((FLUSH, 0, 0))
         elif event.facts is not None:
             program.append((BORROW, 0, workspace_bytes(event.facts)))
     return program

@@ -83,12 +83,18 @@ class ConvFacts(NamedTuple):
         """Whether each channel has filters of its own."""
         return self.groups > 1 and self.groups == self.x[1]
 
+    @property
+    def is_by_cudnn(self) -> bool:
+        """Whether cuDNN runs it; torch has kernels of its own for contiguous depthwise ones in float32."""
+        return not self.is_depthwise or self.channels_last or self.itemsize < 4
+
 
 class Event(NamedTuple):
     """One thing that happens to memory.
 
     Attributes:
-        kind: `allocate`, `release`, `workspace` (held within one operation) or `mark`.
+        kind: `allocate`, `release`, `workspace` (held within one operation), `flush` (the allocator gives
+            its free segments back) or `mark`.
         number: names the storage, in the order of allocation; 0 for other events.
         num_bytes: of the storage.
         label: of a mark; the operation that allocates.
@@ -277,6 +283,7 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
         self._num_allocated = 0
         self._has_blas = [False, False]
+        self._timed: set[ConvFacts] = set()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -312,6 +319,17 @@ class Recorder(TorchDispatchMode):
         """Record the release of what was borrowed."""
         if number:
             self.events.append(Event("release", number))
+
+    def convolve(self, facts: ConvFacts) -> None:
+        """Record the workspace of a convolution's kernel.
+
+        With `torch.backends.cudnn.benchmark`, kernels are timed where a convolution runs for the first time;
+        torch then gives the free segments back to the device (aten/src/ATen/native/cudnn/Conv_v8.cpp).
+        """
+        if torch.backends.cudnn.benchmark and facts.is_by_cudnn and facts not in self._timed:
+            self._timed.add(facts)
+            self.events.append(Event("flush", 0, 0, "convolution"))
+        self.events.append(Event("workspace", 0, 0, "convolution", facts))
 
     def _forget(self, address: int) -> None:
         _, number = self._known.pop(address)
@@ -505,7 +523,7 @@ def _conv_workspace(
         kind, tuple(x.shape), tuple(w.shape), tuple(y.shape), groups, tuple(strides), x.element_size(),
         _conv_format(x, w) is torch.channels_last,
     )  # fmt: skip
-    recorder.events.append(Event("workspace", 0, 0, "convolution", facts))
+    recorder.convolve(facts)
 
 
 def _safe_softmax(

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 import linnaeus.memory.predict
 from linnaeus.memory.allocator import MIB, AllocatorSettings
-from linnaeus.memory.predict import ASSUMED_BASE_BYTES, Prediction, _program, predict, replay
+from linnaeus.memory.predict import (
+    ALLOCATE,
+    ASSUMED_BASE_BYTES,
+    FLUSH,
+    RELEASE,
+    Prediction,
+    _program,
+    predict,
+    replay,
+)
 from linnaeus.memory.trace import ConvFacts, Trace, trace
 from linnaeus.memory.workspace import workspace_bytes
 
@@ -161,3 +170,36 @@ def test_workspaces_depend_on_kind_and_format() -> None:
     assert workspace_bytes(conv("input", 4, 3, groups=4)) == 0
     assert workspace_bytes(conv("weight", 4, 3)) == 2 * workspace_bytes(conv("weight", 4, 3, itemsize=2)) > 0
     assert workspace_bytes(conv("weight", 8, 3)) > 2 * workspace_bytes(conv("weight", 4, 3))
+
+
+def test_a_flush_gives_free_segments_back() -> None:
+    held, freed, later = (ALLOCATE, 1, 12 * MIB), (ALLOCATE, 2, 30 * MIB), (ALLOCATE, 3, 40 * MIB)
+    release, flush = (RELEASE, 2, 0), (FLUSH, 0, 0)
+    assert replay([held, freed, release, later], PLAIN).peak_reserved_bytes == (12 + 30 + 40) * MIB
+    assert replay([held, freed, release, flush, later], PLAIN).peak_reserved_bytes == (12 + 40) * MIB
+
+
+def test_a_prediction_flushes_where_the_kernels_of_convolutions_are_timed(
+    prediction: Prediction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    timed = Step().predicted(base_bytes=500 * MIB)
+    assert timed.is_paired
+    assert any(timed.peak_bytes(n) != prediction.peak_bytes(n) for n in (64, 1000))
+
+
+def test_each_convolution_of_cudnn_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1, groups=groups) for groups in (1, 1, 4)))
+
+    def flushes(dtype: torch.dtype) -> int:
+        model.to(dtype)
+        batch = torch.empty(2, 4, 8, 8, device="meta", dtype=dtype, requires_grad=True)
+        found = trace(lambda x: model(x).sum().backward(), lambda n: batch, 2, state=model)
+        return sum(event.kind == "flush" for event in found.events)
+
+    assert flushes(torch.float32) == 3  # output, both gradients; torch's own kernel for the depthwise one
+    assert flushes(torch.bfloat16) == 6
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    assert flushes(torch.float32) == 0
