@@ -134,6 +134,7 @@ def trace(
     *,
     state: Any = (),
     buckets: Buckets | None = None,
+    before: Callable[[], object] | None = None,
 ) -> Trace:
     """Run a step twice on `meta`.
 
@@ -145,6 +146,8 @@ def trace(
         state: everything with tensors that the step uses: modules, optimizers, scalers, moving averages. It
             may be on any device, `meta` too. Afterwards it is as it was.
         buckets: of DistributedDataParallel, around the first module of the state; None without it.
+        before: called once on `meta` before the steps, such as a training step before those of validation.
+            Of what it does only the memory counts that is still held when it has returned.
 
     Raises:
         UntraceableError: an operation needs the values of a tensor (`.item()`, boolean indexing) or has no
@@ -159,6 +162,11 @@ def trace(
         stack.enter_context(recorder)
         if buckets is not None:
             _attach_buckets(_first_module(state), buckets)
+        if before is not None:
+            with _naming_operations(recorder):
+                before()
+            gc.collect(1)
+            recorder.forget_what_was_released()
         for number in range(NUM_STEPS):
             recorder.mark(f"step {number}")
             with _naming_operations(recorder):
@@ -272,6 +280,13 @@ class Recorder(TorchDispatchMode):
         """Record the tensors of the state, in the order in which they are allocated."""
         for tensor in tensors:
             self.track(tensor, "state")
+
+    def forget_what_was_released(self) -> None:
+        """Keep of the events so far only the allocation of what is still held."""
+        released = {event.number for event in self.events if event.kind == "release"}
+        self.events = [
+            event for event in self.events if event.kind == "allocate" and event.number not in released
+        ]
 
     def track(self, tensor: Tensor, operation: str) -> None:
         """Record the storage of an output, unless it is known."""

@@ -46,28 +46,46 @@ def _print(console: Console, *lines: str) -> None:
 
 def results_table(analysis: Analysis) -> Table:
     """One line per mode and fraction."""
-    table = Table(title="Batch sizes", title_justify="left")
-    lines = [
-        {
-            "mode": row.mode,
-            "memory": f"{row.memory_fraction:.0%}",
-            "batch size": "none" if row.batch_size is None else str(row.batch_size),
-            "limited by": row.limited_by or "",
-            "certified": "yes" if row.certified else "no",
-            "peak GiB": _gib(row.peak_bytes),
-            "budget GiB": _gib(row.budget_bytes),
-            "samples/s": cell(row.samples_per_s, ".4g"),
-            "trials": str(len(row.trials)),
-        }
-        for row in analysis.sorted_rows()
-    ]
+    margin = next((row.predicted.margin for row in analysis.rows if row.predicted is not None), None)
+    title = "Batch sizes" if margin is None else "Batch sizes, predicted"
+    table = Table(title=title, title_justify="left")
+    lines = [_figures(row) for row in analysis.sorted_rows()]
     for heading in lines[0]:
-        is_text = heading in ("mode", "limited by", "certified")
+        is_text = heading in ("device", "mode", "limited by", "certified")
         width = len("max_batch_size") if heading == "limited by" else None
         table.add_column(heading, justify="left" if is_text else "right", min_width=width)
     for line in lines:
         table.add_row(*line.values())
     return table
+
+
+def _figures(row: Row) -> dict[str, str]:
+    """The cells of a row, by column."""
+    start = {
+        "mode": row.mode,
+        "memory": f"{row.memory_fraction:.0%}",
+        "batch size": _size(row.batch_size),
+    }
+    figures = {
+        "limited by": row.limited_by or "",
+        "certified": "yes" if row.certified else "no",
+        "peak GiB": _gib(row.peak_bytes),
+        "budget GiB": _gib(row.budget_bytes),
+    }
+    if row.predicted is None:
+        return {
+            **start, **figures, "samples/s": cell(row.samples_per_s, ".4g"), "trials": str(len(row.trials)),
+        }  # fmt: skip
+    with_margin = f"with {_percent(row.predicted.margin)} margin"
+    return {"device": row.device, **start, with_margin: _size(row.safe_size), **figures}
+
+
+def _size(size: int | None) -> str:
+    return "none" if size is None else str(size)
+
+
+def _percent(margin: float) -> str:
+    return f"{100 * (margin - 1):.3g} %"
 
 
 def throughput_table(speeds: Mapping[Mode, Speeds]) -> Table:
@@ -115,8 +133,10 @@ def breakdown_table(rows: Sequence[Row]) -> Table:
 
 def remedies_table(rows: Sequence[Row]) -> Table:
     """The memory that each remedy saves at each size."""
-    table = Table(title="Remedies, measured", title_justify="left")
-    for heading in ("mode", "batch size", "remedy", "before", "after", "saved", "samples/s"):
+    is_predicted = any(row.predicted is not None for row in rows)
+    table = Table(title=f"Remedies, {'predicted' if is_predicted else 'measured'}", title_justify="left")
+    headings = ["mode", "batch size", "remedy", "before", "after", "saved"]
+    for heading in headings if is_predicted else [*headings, "samples/s"]:
         table.add_column(heading, justify="left" if heading in ("mode", "remedy") else "right")
     for row in {(row.mode, row.batch_size): row for row in rows}.values():
         for remedy in row.remedies:
@@ -128,7 +148,7 @@ def remedies_table(rows: Sequence[Row]) -> Table:
                 saved = "" if remedy.saved_percent is None else f"{remedy.saved_percent:.1f} %"
                 speed = cell(remedy.samples_per_s, ".4g")
                 cells = (keys, before, _mib(remedy.peak_bytes), saved, speed)
-            table.add_row(row.mode, str(row.batch_size), *cells)
+            table.add_row(row.mode, str(row.batch_size), *(cells[:-1] if is_predicted else cells))
     return table
 
 
@@ -136,12 +156,25 @@ def yaml_lines(analysis: Analysis) -> str:
     """YAML to paste into a configuration: one block for each fraction that has a size."""
     keys = {"train": "BATCH_SIZE", "val": "BATCH_SIZE_VAL"}
     blocks = []
-    for fraction in sorted({row.memory_fraction for row in analysis.rows}):
-        rows = [row for row in analysis.sorted_rows() if row.memory_fraction == fraction]
-        lines = [f"  {keys[row.mode]}: {row.batch_size}" for row in rows if row.batch_size is not None]
+    places = {(row.device, row.memory_fraction): row for row in analysis.sorted_rows()}
+    for (device, fraction), one in sorted(places.items(), key=lambda place: _order(analysis, place[1])):
+        rows = [
+            row for row in analysis.sorted_rows() if (row.device, row.memory_fraction) == (device, fraction)
+        ]
+        lines = [f"  {keys[row.mode]}: {row.safe_size}" for row in rows if row.safe_size is not None]
         if lines:
-            blocks.append("\n".join([f"# {fraction:.0%} of the memory", "DATA:", *lines]))
+            blocks.append("\n".join([f"# {_heading(one)}", "DATA:", *lines]))
     return "\n\n".join(blocks)
+
+
+def _order(analysis: Analysis, row: Row) -> tuple[int, float]:
+    return analysis.devices.index(row.device), row.memory_fraction
+
+
+def _heading(row: Row) -> str:
+    if row.predicted is None:
+        return f"{row.memory} of the memory"
+    return f"{row.memory}: predicted, the size that fits with {_percent(row.predicted.margin)} margin"
 
 
 def _gib(num_bytes: int | None) -> str:
