@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -24,13 +24,15 @@ def show(analysis: Analysis, console: Console) -> None:
         return
     console.print(results_table(analysis))
     if analysis.has_sizes:  # otherwise the reasons are the command's error
-        _print(console, *analysis.reasons)
+        _print(console, *analysis.reasons, *_without_margin(analysis))
     knees = {mode: speeds for mode, speeds in analysis.speeds.items() if speeds.knee is not None}
     if knees:
         console.print(throughput_table(knees))
         _print(console, *(knee_sentence(mode, speeds) for mode, speeds in knees.items()))
-    by_mode = [analysis.sorted_rows(mode) for mode in analysis.speeds]
-    for rows in by_mode:
+    for mode in analysis.speeds:
+        rows = analysis.sorted_rows(mode)
+        if len(analysis.devices) > 1:  # one column for each device is enough
+            rows = [row for row in rows if row.memory_fraction == max(row.memory_fraction for row in rows)]
         if any(row.breakdown for row in rows):
             console.print(breakdown_table(rows))
     if any(row.remedies for row in analysis.rows):
@@ -80,6 +82,13 @@ def _figures(row: Row) -> dict[str, str]:
     return {"device": row.device, **start, with_margin: _size(row.safe_size), **figures}
 
 
+def _without_margin(analysis: Analysis) -> Iterator[str]:
+    """A sentence for each row whose size fits only if the prediction is exact."""
+    for row in analysis.sorted_rows():
+        if row.batch_size is not None and row.safe_size is None:
+            yield f"{row.mode}, {row.memory}: no size fits with the margin"
+
+
 def _size(size: int | None) -> str:
     return "none" if size is None else str(size)
 
@@ -116,7 +125,8 @@ def knee_sentence(mode: Mode, speeds: Speeds) -> str:
 
 def breakdown_table(rows: Sequence[Row]) -> Table:
     """The parts of the memory at each size of one mode."""
-    table = Table(title=f"Memory at the {rows[0].mode} sizes", title_justify="left")
+    note = "" if rows[0].predicted is None else ", predicted"
+    table = Table(title=f"Memory at the {rows[0].mode} sizes{note}", title_justify="left")
     table.add_column("part")
     shown = {row.batch_size: row for row in rows if row.breakdown is not None}
     for size in shown:

@@ -138,7 +138,7 @@ def _fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
     if row.batch_size is None:
         row.reason = _why_nothing_fits(row, step)
         return
-    row.limited_by = step.bound if row.batch_size == candidates[len(candidates) - 1] else "memory"
+    row.limited_by = step.bound if row.batch_size == candidates[-1] else "memory"
     row.peak_bytes = prediction.peak_bytes(row.batch_size)
     row.breakdown = _breakdown(row.peak_bytes, step)
 

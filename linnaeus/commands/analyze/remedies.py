@@ -1,4 +1,4 @@
-"""How much memory the common remedies really save: each is built and run, none is estimated.
+"""How much memory the common remedies save: each is built and run, or traced where sizes are predicted.
 
 The unchanged configuration is measured again beside them, so that before and after come from the same process
 in the same state: on the CPU a process does not give back all the memory that it has taken.
@@ -20,7 +20,7 @@ from linnaeus.autobatch.result import Mode
 from linnaeus.commands.analyze.results import Analysis, Remedy
 from linnaeus.commands.session import Setup
 from linnaeus.config.schema import Config
-from linnaeus.errors import ConfigError
+from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.memory.device import GIB
 
 logger = logging.getLogger("linnaeus.analysis")
@@ -162,7 +162,8 @@ def why(error: Exception) -> str:
     """Why a configuration cannot run, on one line."""
     if isinstance(error, ConfigError):
         return "; ".join(error.problems)
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
+    return f"{kind}{str(error).partition(chr(10))[0]}"
 
 
 def _measure(finder: BatchSizeFinder, size: int, timed: bool) -> Outcome:

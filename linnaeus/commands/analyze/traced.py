@@ -35,7 +35,7 @@ SAMPLES_BEFORE = 2
 """Samples of the training step before validation: its state does not depend on them, and BatchNorm takes no
 single one."""
 TOP5_BYTES = 40
-"""Bytes for each sample and class that top-5 accuracy of torchmetrics holds: one-hot labels and predictions."""
+"""Bytes for each sample and class that top-5 accuracy of torchmetrics holds: one-hot labels, counts."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class PredictedStep:
         mode: which step.
         prediction: its peak at any batch size, the base of the device included.
         state: the tensors that it keeps.
-        candidates: the batch sizes that are allowed.
+        candidates: the batch sizes that are allowed, ascending.
         bound: why there is none above them, as in `AutoBatchResult.limited_by`.
     """
 
     mode: Mode
     prediction: Prediction
     state: StateBytes
-    candidates: Candidates
+    candidates: list[int]
     bound: str
 
 
@@ -191,7 +191,7 @@ def _buckets(search: SizeSearch) -> Buckets | None:
     return Buckets(as_view=True) if search.world.is_distributed else None
 
 
-def _candidates(search: SizeSearch, mode: Mode, spec: BatchSpec) -> tuple[str, Candidates]:
+def _candidates(search: SizeSearch, mode: Mode, spec: BatchSpec) -> tuple[str, list[int]]:
     """The sizes that a search on the device may try, and what bounds them.
 
     Host memory bounds nothing here: that of this machine need not be that of the device's.
@@ -204,8 +204,8 @@ def _candidates(search: SizeSearch, mode: Mode, spec: BatchSpec) -> tuple[str, C
     of_data = max_batch_sizes(search.config, search.data, mode, search.world, tensor_bytes=spec.tensor_bytes)
     bounds = {"max_batch_size": high, "dataset": of_data["dataset"]}
     bound = min(bounds, key=lambda name: bounds[name])
-    candidates = Candidates(low, bounds[bound], config.MULTIPLE_OF)
-    if not len(candidates):
+    candidates = list(Candidates(low, bounds[bound], config.MULTIPLE_OF))
+    if not candidates:
         what = names.max_batch_size if bound == "max_batch_size" else bound
         raise AutoBatchError(
             f"prediction ({mode}): {names.min_batch_size} is {low}, but {what} allows no more than "
