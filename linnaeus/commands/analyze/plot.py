@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,14 +100,34 @@ def _refused(rows: list[Row]) -> dict[int, int]:
 
 
 def _budget_lines(axes: Axes, rows: list[Row], unit: int, right: float) -> None:
-    for row in rows:
+    heights: dict[float, list[Row]] = {}
+    top = max(row.budget_bytes or 0 for row in rows) / unit
+    for row in sorted(rows, key=lambda row: row.budget_bytes or 0, reverse=True):
         if row.budget_bytes is not None:
             height = row.budget_bytes / unit
             axes.axhline(height, color=VERMILION, linestyle=(0, (5, 3)), linewidth=1.3, zorder=2)
-            axes.text(
-                0.01 * right, height, row.memory, color=VERMILION, va="bottom", zorder=5,
-                fontweight="bold",
-            )  # fmt: skip
+            above = min(heights, default=None)
+            is_apart = above is None or not row.device or above - height > LABELS_APART * top
+            heights.setdefault(height if is_apart or above is None else above, []).append(row)
+    for height, close in heights.items():
+        is_left = not close[0].device or height > top / 2  # away from the curve
+        axes.text(
+            (0.01 if is_left else 0.99) * right, height, _budget_label(close), color=VERMILION, va="bottom",
+            ha="left" if is_left else "right", zorder=5, fontweight="bold",
+        )  # fmt: skip
+
+
+LABELS_APART = 0.055
+"""Least distance between two labels of predictions, as a fraction of the highest budget."""
+
+
+def _budget_label(rows: list[Row]) -> str:
+    """Of budgets that are close together: `80%, 90% of rtx-4090`."""
+    by_device: dict[str, list[str]] = {}
+    for row in reversed(rows):
+        by_device.setdefault(row.device, []).append(f"{row.memory_fraction:.0%}")
+    labels = (", ".join(shares) + (f" of {device}" if device else "") for device, shares in by_device.items())
+    return "; ".join(labels)
 
 
 def _fitted_line(axes: Axes, points: list[tuple[int, int]], unit: int, right: float) -> None:
@@ -119,7 +140,9 @@ def _fitted_line(axes: Axes, points: list[tuple[int, int]], unit: int, right: fl
 
 
 def _chosen_sizes(picture: Picture, axes: Axes, rows: list[Row], unit: int, name: str) -> None:
-    for size, row in {row.batch_size: row for row in rows}.items():
+    chosen = {row.batch_size: row for row in sorted(rows, key=lambda row: row.peak_bytes or 0, reverse=True)}
+    above, top = inf, max(row.budget_bytes or 0 for row in rows) / unit
+    for size, row in chosen.items():
         if size is None or row.peak_bytes is None:
             continue
         fractions = ", ".join(other.memory for other in rows if other.batch_size == size)
@@ -130,6 +153,9 @@ def _chosen_sizes(picture: Picture, axes: Axes, rows: list[Row], unit: int, name
             axes, size, height, "D", text, markerfacecolor="none", markeredgecolor=GREEN,
             markeredgewidth=2.2, markersize=11, zorder=5,
         )  # fmt: skip
+        if row.device and above - height < LABELS_APART * top:  # no room for the text
+            continue
+        above = height
         axes.annotate(
             str(size), (size, height), xytext=(-9, 5), textcoords="offset points", ha="right", color=GREEN,
             fontsize=12, fontweight="bold", zorder=6,
