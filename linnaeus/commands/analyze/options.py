@@ -160,7 +160,7 @@ PARSER.switch(
 )
 PARSER.switch("--remedies", "measure what bf16, gradient checkpointing and accumulation would save")
 PARSER.switch(
-    "--predict", "run nothing, and predict the memory; for the GPU of this machine, or for those of:"
+    "--predict", "run nothing, and predict the memory of this machine's GPU, or of those of the next two"
 )
 PARSER.option("--gpu", "NAME,...", _gpus, f"GPUs that need not be here: {', '.join(GPUS)}")
 PARSER.option("--device-memory-gb", "X,...", _memories, "GPUs by the GiB that torch sees of their memory")

@@ -34,8 +34,9 @@ META = torch.device("meta")
 SAMPLES_BEFORE = 2
 """Samples of the training step before validation: its state does not depend on them, and BatchNorm takes no
 single one."""
-TOP5_BYTES = 40
-"""Bytes for each sample and class that top-5 accuracy of torchmetrics holds: one-hot labels, counts."""
+TOP5_BYTES = 20
+"""Bytes for each sample and class that top-5 accuracy of torchmetrics holds at its peak: one-hot labels and
+predictions. Counted from its tensors on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _trace_validation(search: SizeSearch, spec: BatchSpec) -> Sequence[Trace]:
     """With everything that training keeps allocated, as in a run."""
     assembly = search.assembly
     train = _TrainingStep(search, _spec(search, "train"))
-    validate = replace(assembly.validation_step, update_metrics=_MetricsMemory(assembly.metrics))
+    validate = replace(assembly.validation_step, update_metrics=MetricsMemory(assembly.metrics))
 
     def before() -> None:
         assembly.model.train()
@@ -159,13 +160,18 @@ class _TrainingStep:
         return (_batch(self._search, self._spec, size) for _ in range(self._num_micro_batches))
 
 
-class _MetricsMemory:
-    """Holds what the metrics of a validation batch hold; torchmetrics itself looks at values."""
+class MetricsMemory:
+    """Holds what the metrics of a validation batch hold; torchmetrics itself looks at values.
+
+    Args:
+        metrics: those of the run.
+    """
 
     def __init__(self, metrics: ClassificationMetrics) -> None:
         self._names, self._top5 = metrics.level_names, metrics.top5
 
     def __call__(self, outputs: Any, targets: Any, loss: Tensor) -> None:
+        """Allocate and release it for one batch; arguments as for `ClassificationMetrics.update`."""
         if not self._names:
             return
         for level, logits in enumerate(logits_per_level(outputs, self._names)):

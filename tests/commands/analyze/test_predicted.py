@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,12 +21,15 @@ from torch.utils.checkpoint import checkpoint
 from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.commands.analyze.options import Options, read
 from linnaeus.commands.analyze.predict import largest_within, target_of, world_of
-from linnaeus.commands.analyze.traced import PredictedStep, build_on_meta, predict_step
+from linnaeus.commands.analyze.traced import MetricsMemory, PredictedStep, build_on_meta, predict_step
 from linnaeus.commands.session import Setup
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
+from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.memory.gpus import GIB, GPUS
 from linnaeus.memory.predict import MARGIN
+from linnaeus.memory.storages import StorageTracer
+from linnaeus.training.metrics import ClassificationMetrics
 from tests.conftest import Outcome, Run, freeze_what_is_there
 from tests.consoles import plain_console
 
@@ -432,6 +436,28 @@ def test_validation_is_beside_what_training_keeps() -> None:
     assert counted.optimizer_state == pytest.approx(2 * WIDTH, abs=1000)
     held_bytes = counted.parameters + counted.buffers + counted.optimizer_state
     assert step.prediction.peak_bytes(1) > BASE + held_bytes
+
+
+def test_what_metrics_hold() -> None:
+    """Against the metrics themselves, with the tensors that they allocate on the CPU."""
+    num_samples, num_classes = 256, 500
+    taxonomy = Taxonomy((Level("species", tuple(map(str, range(num_classes)))),))
+    metrics = ClassificationMetrics(taxonomy)
+    logits, labels = torch.randn(num_samples, num_classes), torch.zeros(num_samples, 1, dtype=torch.long)
+
+    def peak(update: Callable[..., None]) -> int:
+        live = [0]
+
+        def free(_: int, num_bytes: int) -> None:
+            live.append(live[-1] - num_bytes)
+
+        with StorageTracer(lambda _, num_bytes: live.append(live[-1] + num_bytes), free):
+            update(logits, labels, torch.tensor(1.0))
+        return max(live)
+
+    assert peak(MetricsMemory(metrics)) == pytest.approx(peak(metrics.update), rel=0.05)
+    few = ClassificationMetrics(Taxonomy((Level("species", tuple("abcde")),)))
+    assert peak(MetricsMemory(few)) < peak(MetricsMemory(metrics)) / 100, "five classes have no top-5"
 
 
 STEPS = [
