@@ -19,13 +19,23 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 def describe(model_node: Any, search: SizeSearch) -> dict[str, Any]:
     """Device, versions, and the settings that memory and speed depend on."""
-    device, autobatch, train = search.world.device, search.config.AUTOBATCH, search.train
-    parameters = list(search.assembly.model.parameters())
+    device, autobatch = search.world.device, search.config.AUTOBATCH
     return {
         **device_environment(device),
         "total_bytes": device_memory(device).total_bytes,
-        "memory_limit_gb": autobatch.MEMORY_LIMIT_GB,
         "driver": driver_version() if device.type == "cuda" else None,
+        **run_settings(model_node, search),
+        "steps_per_trial": autobatch.STEPS_PER_TRIAL,
+        "strategy": autobatch.STRATEGY,
+    }
+
+
+def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
+    """The settings that memory depends on."""
+    train = search.train
+    parameters = list(search.assembly.model.parameters())
+    return {
+        "memory_limit_gb": search.config.AUTOBATCH.MEMORY_LIMIT_GB,
         "model": str(model_node["_target_"] if is_target(model_node) else model_node.NAME),
         "parameters": sum(parameter.numel() for parameter in parameters),
         "precision": _precision(parameters, train.AMP),
@@ -34,8 +44,6 @@ def describe(model_node: Any, search: SizeSearch) -> dict[str, Any]:
         "gradient_checkpointing": train.GRADIENT_CHECKPOINTING,
         "accumulation_steps": train.ACCUMULATION_STEPS,
         "ema": train.EMA.ENABLED,
-        "steps_per_trial": autobatch.STEPS_PER_TRIAL,
-        "strategy": autobatch.STRATEGY,
     }
 
 

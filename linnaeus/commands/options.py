@@ -181,9 +181,18 @@ def add_measuring_options(parser: CommandParser, *, output: Path, suffixes: Sequ
 
 
 def read_request(
-    parser: CommandParser, argv: Sequence[str], options: Options
+    parser: CommandParser,
+    argv: Sequence[str],
+    options: Options,
+    check: Callable[[Options], list[str]] = lambda _: [],
 ) -> str | tuple[Options, Config]:
     """Read the command line of a command that measures, and make sure that its files can be written.
+
+    Args:
+        parser: knows the command's options.
+        argv: the tokens after the command.
+        options: filled.
+        check: one sentence for each problem of options with each other.
 
     Returns:
         The help or the configuration where these are asked for, else the arguments of the session.
@@ -195,6 +204,7 @@ def read_request(
     from linnaeus.config.load import load_config
 
     rest, problems = parser.take(argv, options)
+    problems += check(options)
     try:
         loaded = load_config(rest)
     except ConfigError as error:

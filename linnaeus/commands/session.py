@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -73,6 +74,7 @@ def run_session(
     measure: Callable[[Setup, Options, M], None],
     draw: Callable[[M, Path], None],
     show: Callable[[M, Console], None],
+    world: World | None = None,
 ) -> int:
     """Measure, write the files and show the figures; on Ctrl-C or an error, those measured so far.
 
@@ -83,6 +85,7 @@ def run_session(
         measure: does the measuring.
         draw: writes the picture.
         show: prints the figures for people.
+        world: where the device of the configuration is not used; None takes that device.
 
     Returns:
         The exit code: 0 done, 130 interrupted.
@@ -95,7 +98,7 @@ def run_session(
     set_up_logging(None, rank=0, console=console)
     try:
         with (
-            join(config.EXPERIMENT.DEVICE, config.DIST) as world,
+            join(config.EXPERIMENT.DEVICE, config.DIST) if world is None else nullcontext(world) as joined,
             log_level(config.DATA.AUTOBATCH, "train") as is_shown,
             StatusLine(console if is_shown else None) as line,
         ):
@@ -103,7 +106,7 @@ def run_session(
             set_deterministic(config.TRAIN.DETERMINISTIC)
             seed_all(config.EXPERIMENT.SEED)
             data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
-            measure(Setup(config, data, world, RankStatus(line.update), console), options, measurement)
+            measure(Setup(config, data, joined, RankStatus(line.update), console), options, measurement)
         measurement.interrupted = False
     except KeyboardInterrupt:
         logger.info("interrupted; what has been measured so far is written")

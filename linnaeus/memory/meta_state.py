@@ -68,6 +68,9 @@ class _Swap:
                 self.visit(item)
         elif hasattr(part, "__dict__") and not isinstance(part, type):
             self._keep(vars(part))
+            for value in vars(part).values():
+                if isinstance(value, dict):  # where a scaler notes what it has done in a step
+                    self._keep(value)
             self._attributes(vars(part))
 
     def undo(self) -> None:

@@ -153,8 +153,8 @@ def trace(
         state: everything with tensors that the step uses: modules, optimizers, scalers, moving averages. It
             may be on any device, `meta` too. Afterwards it is as it was.
         buckets: of DistributedDataParallel, around the first module of the state; None without it.
-        before: called once on `meta` before the steps, without being recorded. What it leaves in the state,
-            such as an optimizer's moments, counts as held.
+        before: called once on `meta` before the steps, such as a training step before those of validation.
+            Of what it does only the memory counts that is still held when it has returned.
 
     Raises:
         UntraceableError: an operation needs the values of a tensor (`.item()`, boolean indexing) or has no
@@ -164,14 +164,16 @@ def trace(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_undisturbed())
         held = stack.enter_context(state_on_meta(state))
-        stack.enter_context(cuda_paths())
-        if before is not None:
-            before()
-            held = [*held, *_moments(state)]
         recorder.hold(held)
+        stack.enter_context(cuda_paths())
         stack.enter_context(recorder)
         if buckets is not None:
             _attach_buckets(_first_module(state), buckets)
+        if before is not None:
+            with _naming_operations(recorder):
+                before()
+            gc.collect(1)
+            recorder.forget_what_was_released()
         for number in range(NUM_STEPS):
             recorder.mark(f"step {number}")
             with _naming_operations(recorder):
@@ -213,18 +215,6 @@ def _naming_operations(recorder: Recorder) -> Iterator[None]:
 def _placed(batch: Any) -> Any:
     """The batch on `meta`."""
     return tree_map_only(Tensor, lambda t: t if t.is_meta else torch.empty_like(t, device="meta"), batch)
-
-
-def _moments(state: Any) -> list[Tensor]:
-    """The tensors of the state of optimizers."""
-    optimizers = [part for part in nest.leaves(state) if isinstance(part, torch.optim.Optimizer)]
-    return [
-        value
-        for optimizer in optimizers
-        for values in optimizer.state.values()
-        for value in nest.leaves(values)
-        if isinstance(value, Tensor)
-    ]
 
 
 def _first_module(state: Any) -> nn.Module:
@@ -298,6 +288,13 @@ class Recorder(TorchDispatchMode):
         """Record the tensors of the state, in the order in which they are allocated."""
         for tensor in tensors:
             self.track(tensor, "state")
+
+    def forget_what_was_released(self) -> None:
+        """Keep of the events so far only the allocation of what is still held."""
+        released = {event.number for event in self.events if event.kind == "release"}
+        self.events = [
+            event for event in self.events if event.kind == "allocate" and event.number not in released
+        ]
 
     def track(self, tensor: Tensor, operation: str) -> None:
         """Record the storage of an output, unless it is known."""

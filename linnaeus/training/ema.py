@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 from timm.utils import ModelEmaV3
@@ -18,7 +19,7 @@ class Ema:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._source = model
-        self._average = ModelEmaV3(model, decay=decay, use_warmup=True)
+        self._average = _average_of(model, decay)
         self.num_updates = 0
 
     @property
@@ -39,3 +40,12 @@ class Ema:
         """Restore what `state_dict` returned."""
         self.module.load_state_dict(state["module"])
         self.num_updates = state["num_updates"]
+
+
+def _average_of(model: nn.Module, decay: float) -> ModelEmaV3:
+    if not next(model.parameters()).is_meta:
+        return ModelEmaV3(model, decay=decay, use_warmup=True)
+    # timm makes a random number generator on the model's device; there is none on `meta`.
+    average = ModelEmaV3(nn.Linear(1, 1, device="cpu"), decay=decay, use_warmup=True)
+    average.module = deepcopy(model).eval()
+    return average

@@ -161,6 +161,8 @@ class GradientProbe:
         if self._num_ranks > 1:
             torch_dist.all_reduce(norms, group=self._group)
             norms /= self._num_ranks
+        if norms.is_meta:  # a trace of the step: there are no numbers
+            return
         norms /= self._scaler.get_scale() ** 2
         small_norm_sq, large_norm_sq = norms.tolist()
         if math.isfinite(small_norm_sq) and math.isfinite(large_norm_sq):  # the scaler skips such a step

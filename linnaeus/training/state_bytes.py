@@ -51,7 +51,8 @@ def _new_bytes(tensors: Iterable[Tensor | None], device: torch.device, seen: set
     for tensor in tensors:
         if tensor is not None and tensor.device == device and tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
+            place = storage._cdata if tensor.is_meta else storage.data_ptr()  # on `meta` there are no places
+            if place not in seen:
+                seen.add(place)
                 num_bytes += storage.nbytes()
     return num_bytes

@@ -391,6 +391,45 @@ def test_float16_with_a_scaler_takes_the_optimizer_step() -> None:
     assert scaler._scale is None
 
 
+def test_a_second_trace_with_a_scaler_starts_as_the_first() -> None:
+    """The scaler notes what a step has done with each optimizer."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("meta")  # type: ignore[arg-type]
+    step = framework_step(
+        model, optimizer=optimizer, scaler=scaler, precision=Precision(META, torch.float16),
+        clip_grad_norm=1.0,
+    )  # fmt: skip
+    first, second = (trace.trace(step, images, 8, state=(model, optimizer, scaler)) for _ in range(2))
+    assert [event[:3] for event in first.events] == [event[:3] for event in second.events]
+
+
+def test_before_the_steps_only_what_is_still_held_counts() -> None:
+    model = nn.Linear(1000, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train = framework_step(model, optimizer=optimizer)
+    validate = ValidationStep(model, functional.cross_entropy, Precision(META), lambda *results: None)
+
+    def batch(n: int) -> list[Batch]:
+        return [Batch(torch.empty(n, 1000, device=META), torch.zeros(n, dtype=torch.long, device=META))]
+
+    def step(batches: list[Batch]) -> None:
+        validate(batches[0])
+
+    state = (model, optimizer)
+    plain = trace.trace(step, batch, 8, state=state)
+    after = trace.trace(step, batch, 8, state=state, before=lambda: train(batch(500)))
+    moments_bytes = 2 * 4 * 100 * (1000 + 1)
+    assert peak(after) - peak(plain) == moments_bytes
+    num_threads = [event.label for event in after.events].count("cublas")
+    assert num_threads == 2, "that of the backward pass keeps its workspace"
+    labels = [event.label for event in after.events if event.kind == "mark"]
+    assert labels == ["step 0", "step 1", "end"]
+    numbers = {event.number for event in after.events if event.kind == "allocate"}
+    assert {event.number for event in after.events if event.kind == "release"} <= numbers
+    assert not optimizer.state
+
+
 def test_a_validation_step_keeps_nothing_for_a_backward_pass() -> None:
     model = network()
     step = ValidationStep(model, functional.cross_entropy, Precision(META), lambda *results: None)

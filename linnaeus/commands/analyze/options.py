@@ -15,16 +15,19 @@ from linnaeus.commands.options import (
     add_measuring_options,
     read_count,
     read_fraction,
+    read_positive,
     read_request,
 )
 from linnaeus.config.keys import suggest
 from linnaeus.config.schema import STRATEGIES, Config
+from linnaeus.memory.gpus import GIB, GPUS, Gpu, find_gpu
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 DESCRIPTION = """\
 Measures which batch size fits in which fraction of the device's memory, how fast it is and what limits it.
-Every size is really run, with the training and validation steps of the configuration.
+Every size is really run, with the training and validation steps of the configuration. With --predict nothing
+is run: the memory of GPUs that need not be there is predicted from these steps.
 """
 DETAILS = """\
 Overrides are those of training (`python -m linnaeus.train --help`). Of an option and an override that set the
@@ -34,6 +37,8 @@ examples:
   linnaeus analyze --cfg my_exp.yaml --fractions 0.6,0.8 --modes train,val
   linnaeus analyze --cfg my_exp.yaml --throughput --plot sizes.html
   linnaeus analyze --cfg my_exp.yaml --modes train --remedies --output sizes.csv TRAIN.AMP bf16
+  linnaeus analyze --cfg my_exp.yaml --predict --gpu a100-40gb,rtx-4090,h100-80gb
+  linnaeus analyze --cfg my_exp.yaml --predict --device-memory-gb 24 --remedies
   linnaeus analyze model=vit_small --memory-limit-gb 16 DATA.IMG_SIZE=384 DATA.DATASET.NAME=synthetic
 
 exit codes: 0 done, 2 configuration or option, 3 nothing fits, 130 interrupted (what was measured is written),
@@ -50,6 +55,10 @@ class Options(MeasuringOptions):
         modes: which steps are measured.
         throughput: whether further sizes are timed to find the knee.
         remedies: whether changes that may save memory are tried.
+        predict: whether memory is predicted without running the steps.
+        gpu: the GPUs to predict for, by name.
+        device_memory_gb: those to predict for, by memory.
+        world_size: processes of the run that is predicted.
     """
 
     output: Path = Path("batch_sizes.json")
@@ -57,6 +66,20 @@ class Options(MeasuringOptions):
     modes: list[Mode] = field(default_factory=lambda: list(MODES))
     throughput: bool = False
     remedies: bool = False
+    predict: bool = False
+    gpu: list[Gpu] = field(default_factory=list)
+    device_memory_gb: list[Gpu] = field(default_factory=list)
+    world_size: int | None = None
+
+
+WITH_PREDICT = ("--gpu", "--device-memory-gb", "--world-size")
+"""Options that need `--predict`."""
+WITHOUT_PREDICT = {
+    "--throughput": "speed is not predicted",
+    "--steps": "there are no trials",
+    "--strategy": "there is no search",
+}
+"""Options that make no sense with `--predict`, and why."""
 
 
 def read(argv: Sequence[str]) -> str | tuple[Options, Config]:
@@ -69,11 +92,43 @@ def read(argv: Sequence[str]) -> str | tuple[Options, Config]:
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
-    return read_request(PARSER, argv, Options())
+    return read_request(PARSER, argv, Options(), check=lambda options: _contradictions(options, argv))
+
+
+def _contradictions(options: Options, argv: Sequence[str]) -> list[str]:
+    """One sentence for each option that does not go with `--predict`, or not without it."""
+    given = {token.partition("=")[0] for token in argv}
+    if not options.predict:
+        return [f"{name}: needs --predict" for name in WITH_PREDICT if name in given]
+    return [
+        f"{name}: not with --predict, because {reason}; leave it out"
+        for name, reason in WITHOUT_PREDICT.items()
+        if name in given
+    ]
 
 
 def _fractions(text: str) -> list[float]:
     return sorted({read_fraction(part) for part in text.split(",")})
+
+
+def _gpus(text: str) -> list[Gpu]:
+    return [_gpu(name.strip()) for name in text.split(",")]
+
+
+def _gpu(name: str) -> Gpu:
+    try:
+        return find_gpu(name)
+    except KeyError:
+        hint = suggest(name.lower(), GPUS)
+        known = ", ".join(GPUS)
+        raise ValueError(
+            f"{name!r} is not a GPU of the list{hint}; known are {known}; for others give --device-memory-gb"
+        ) from None
+
+
+def _memories(text: str) -> list[Gpu]:
+    sizes = [read_positive("number of GiB", part) for part in text.split(",")]
+    return [Gpu(f"{size:g} GiB", int(size * GIB)) for size in sizes]
 
 
 def _modes(text: str) -> list[Mode]:
@@ -104,6 +159,12 @@ PARSER.switch(
     "--throughput", "time further sizes, and find the smallest within 5 % of the best samples per second"
 )
 PARSER.switch("--remedies", "measure what bf16, gradient checkpointing and accumulation would save")
+PARSER.switch(
+    "--predict", "run nothing, and predict the memory of this machine's GPU, or of those of the next two"
+)
+PARSER.option("--gpu", "NAME,...", _gpus, f"GPUs that need not be here: {', '.join(GPUS)}")
+PARSER.option("--device-memory-gb", "X,...", _memories, "GPUs by the GiB that torch sees of their memory")
+PARSER.option("--world-size", "N", read_count, "processes of the run that is predicted; default 1")
 _SUFFIXES = ("", "_VAL")
 PARSER.option(
     "--steps", "N", read_count, "steps that one trial runs",

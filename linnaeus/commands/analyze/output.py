@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -24,13 +24,15 @@ def show(analysis: Analysis, console: Console) -> None:
         return
     console.print(results_table(analysis))
     if analysis.has_sizes:  # otherwise the reasons are the command's error
-        _print(console, *analysis.reasons)
+        _print(console, *analysis.reasons, *_without_margin(analysis))
     knees = {mode: speeds for mode, speeds in analysis.speeds.items() if speeds.knee is not None}
     if knees:
         console.print(throughput_table(knees))
         _print(console, *(knee_sentence(mode, speeds) for mode, speeds in knees.items()))
-    by_mode = [analysis.sorted_rows(mode) for mode in analysis.speeds]
-    for rows in by_mode:
+    for mode in analysis.speeds:
+        rows = analysis.sorted_rows(mode)
+        if len(analysis.devices) > 1:  # one column for each device is enough
+            rows = [row for row in rows if row.memory_fraction == max(row.memory_fraction for row in rows)]
         if any(row.breakdown for row in rows):
             console.print(breakdown_table(rows))
     if any(row.remedies for row in analysis.rows):
@@ -46,28 +48,53 @@ def _print(console: Console, *lines: str) -> None:
 
 def results_table(analysis: Analysis) -> Table:
     """One line per mode and fraction."""
-    table = Table(title="Batch sizes", title_justify="left")
-    lines = [
-        {
-            "mode": row.mode,
-            "memory": f"{row.memory_fraction:.0%}",
-            "batch size": "none" if row.batch_size is None else str(row.batch_size),
-            "limited by": row.limited_by or "",
-            "certified": "yes" if row.certified else "no",
-            "peak GiB": _gib(row.peak_bytes),
-            "budget GiB": _gib(row.budget_bytes),
-            "samples/s": cell(row.samples_per_s, ".4g"),
-            "trials": str(len(row.trials)),
-        }
-        for row in analysis.sorted_rows()
-    ]
+    margin = next((row.predicted.margin for row in analysis.rows if row.predicted is not None), None)
+    title = "Batch sizes" if margin is None else "Batch sizes, predicted"
+    table = Table(title=title, title_justify="left")
+    lines = [_figures(row) for row in analysis.sorted_rows()]
     for heading in lines[0]:
-        is_text = heading in ("mode", "limited by", "certified")
+        is_text = heading in ("device", "mode", "limited by", "certified")
         width = len("max_batch_size") if heading == "limited by" else None
         table.add_column(heading, justify="left" if is_text else "right", min_width=width)
     for line in lines:
         table.add_row(*line.values())
     return table
+
+
+def _figures(row: Row) -> dict[str, str]:
+    """The cells of a row, by column."""
+    start = {
+        "mode": row.mode,
+        "memory": f"{row.memory_fraction:.0%}",
+        "batch size": _size(row.batch_size),
+    }
+    figures = {
+        "limited by": row.limited_by or "",
+        "certified": "yes" if row.certified else "no",
+        "peak GiB": _gib(row.peak_bytes),
+        "budget GiB": _gib(row.budget_bytes),
+    }
+    if row.predicted is None:
+        return {
+            **start, **figures, "samples/s": cell(row.samples_per_s, ".4g"), "trials": str(len(row.trials)),
+        }  # fmt: skip
+    with_margin = f"with {_percent(row.predicted.margin)} margin"
+    return {"device": row.device, **start, with_margin: _size(row.safe_size), **figures}
+
+
+def _without_margin(analysis: Analysis) -> Iterator[str]:
+    """A sentence for each row whose size fits only if the prediction is exact."""
+    for row in analysis.sorted_rows():
+        if row.batch_size is not None and row.safe_size is None:
+            yield f"{row.mode}, {row.memory}: no size fits with the margin"
+
+
+def _size(size: int | None) -> str:
+    return "none" if size is None else str(size)
+
+
+def _percent(margin: float) -> str:
+    return f"{100 * (margin - 1):.3g} %"
 
 
 def throughput_table(speeds: Mapping[Mode, Speeds]) -> Table:
@@ -98,7 +125,8 @@ def knee_sentence(mode: Mode, speeds: Speeds) -> str:
 
 def breakdown_table(rows: Sequence[Row]) -> Table:
     """The parts of the memory at each size of one mode."""
-    table = Table(title=f"Memory at the {rows[0].mode} sizes", title_justify="left")
+    note = "" if rows[0].predicted is None else ", predicted"
+    table = Table(title=f"Memory at the {rows[0].mode} sizes{note}", title_justify="left")
     table.add_column("part")
     shown = {row.batch_size: row for row in rows if row.breakdown is not None}
     for size in shown:
@@ -115,8 +143,10 @@ def breakdown_table(rows: Sequence[Row]) -> Table:
 
 def remedies_table(rows: Sequence[Row]) -> Table:
     """The memory that each remedy saves at each size."""
-    table = Table(title="Remedies, measured", title_justify="left")
-    for heading in ("mode", "batch size", "remedy", "before", "after", "saved", "samples/s"):
+    is_predicted = any(row.predicted is not None for row in rows)
+    table = Table(title=f"Remedies, {'predicted' if is_predicted else 'measured'}", title_justify="left")
+    headings = ["mode", "batch size", "remedy", "before", "after", "saved"]
+    for heading in headings if is_predicted else [*headings, "samples/s"]:
         table.add_column(heading, justify="left" if heading in ("mode", "remedy") else "right")
     for row in {(row.mode, row.batch_size): row for row in rows}.values():
         for remedy in row.remedies:
@@ -128,7 +158,7 @@ def remedies_table(rows: Sequence[Row]) -> Table:
                 saved = "" if remedy.saved_percent is None else f"{remedy.saved_percent:.1f} %"
                 speed = cell(remedy.samples_per_s, ".4g")
                 cells = (keys, before, _mib(remedy.peak_bytes), saved, speed)
-            table.add_row(row.mode, str(row.batch_size), *cells)
+            table.add_row(row.mode, str(row.batch_size), *(cells[:-1] if is_predicted else cells))
     return table
 
 
@@ -136,12 +166,25 @@ def yaml_lines(analysis: Analysis) -> str:
     """YAML to paste into a configuration: one block for each fraction that has a size."""
     keys = {"train": "BATCH_SIZE", "val": "BATCH_SIZE_VAL"}
     blocks = []
-    for fraction in sorted({row.memory_fraction for row in analysis.rows}):
-        rows = [row for row in analysis.sorted_rows() if row.memory_fraction == fraction]
-        lines = [f"  {keys[row.mode]}: {row.batch_size}" for row in rows if row.batch_size is not None]
+    places = {(row.device, row.memory_fraction): row for row in analysis.sorted_rows()}
+    for (device, fraction), one in sorted(places.items(), key=lambda place: _order(analysis, place[1])):
+        rows = [
+            row for row in analysis.sorted_rows() if (row.device, row.memory_fraction) == (device, fraction)
+        ]
+        lines = [f"  {keys[row.mode]}: {row.safe_size}" for row in rows if row.safe_size is not None]
         if lines:
-            blocks.append("\n".join([f"# {fraction:.0%} of the memory", "DATA:", *lines]))
+            blocks.append("\n".join([f"# {_heading(one)}", "DATA:", *lines]))
     return "\n\n".join(blocks)
+
+
+def _order(analysis: Analysis, row: Row) -> tuple[int, float]:
+    return analysis.devices.index(row.device), row.memory_fraction
+
+
+def _heading(row: Row) -> str:
+    if row.predicted is None:
+        return f"{row.memory} of the memory"
+    return f"{row.memory}: predicted, the size that fits with {_percent(row.predicted.margin)} margin"
 
 
 def _gib(num_bytes: int | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ _MIB = 1024**2
 def save_plot(analysis: Analysis, path: Path) -> None:
     """Draw the picture and write it, atomically, in the format that the ending names."""
     columns = (
+        *(["device", "margin", "safe_batch_size"] if analysis.is_predicted else []),
         "mode", "memory_fraction", "batch_size", "limited_by", "peak_bytes", "budget_bytes", "samples_per_s",
     )  # fmt: skip
     modes = list(analysis.speeds)
@@ -31,25 +33,34 @@ def save_plot(analysis: Analysis, path: Path) -> None:
         panel_height=4.4,
     ) as picture:  # fmt: skip
         for column, (mode, speeds) in enumerate(analysis.speeds.items()):
-            _memory_panel(picture, picture.panels[0][column], mode, analysis.sorted_rows(mode))
+            rows, curve = analysis.sorted_rows(mode), analysis.curves.get(mode, [])
+            _memory_panel(picture, picture.panels[0][column], mode, rows, curve)
             if with_speed:
                 _speed_panel(picture, picture.panels[1][column], mode, speeds)
-        _legend(picture.figure, with_refused=any(_refused(analysis.sorted_rows(mode)) for mode in modes))
+        with_refused = any(_refused(analysis.sorted_rows(mode)) for mode in modes)
+        _legend(picture.figure, with_refused=with_refused, is_predicted=analysis.is_predicted)
 
 
 def _headline(analysis: Analysis) -> str:
     environment = analysis.environment
     size = "×".join(map(str, environment["image_size"] or []))
-    limit = environment["memory_limit_gb"] or environment["total_bytes"] / GIB
+    limit = environment["memory_limit_gb"]
     model = environment["model"] + (f", {size} pixels" if size else "")
-    device = f"{environment['device']} with {limit:.3g} GiB"
+    if analysis.is_predicted:
+        device = f"predicted for {', '.join(analysis.devices)}"
+        device += "" if limit is None else f", taken as {limit:g} GiB"
+    else:
+        device = f"{environment['device']} with {limit or environment['total_bytes'] / GIB:.3g} GiB"
     return f"{model}, {environment['precision']}, {environment['optimizer']}, {device}"
 
 
-def _memory_panel(picture: Picture, axes: Axes, mode: Mode, rows: list[Row]) -> None:
-    """Measured peaks, the line through them, the budgets and the sizes chosen."""
+def _memory_panel(
+    picture: Picture, axes: Axes, mode: Mode, rows: list[Row], curve: list[tuple[int, int]]
+) -> None:
+    """Measured peaks and the line through them, or predicted ones; the budgets and the sizes chosen."""
     trials = [trial for row in rows for trial in row.trials]
-    points = sorted((trial.size, trial.peak_bytes) for trial in trials if trial.peak_bytes is not None)
+    measured = sorted((trial.size, trial.peak_bytes) for trial in trials if trial.peak_bytes is not None)
+    points = curve or measured
     budgets = [row.budget_bytes for row in rows if row.budget_bytes is not None]
     heights = [*budgets, *(peak for _, peak in points)]
     refused = _refused(rows)
@@ -59,9 +70,14 @@ def _memory_panel(picture: Picture, axes: Axes, mode: Mode, rows: list[Row]) -> 
         return
     right = 1.12 * max([size for size, _ in points] + list(refused), default=1)
     _budget_lines(axes, rows, unit, right)
-    _fitted_line(axes, points, unit, right)
+    if curve:
+        axes.plot(
+            *zip(*[(size, peak / unit) for size, peak in curve], strict=True), "-", color=BLUE, zorder=3
+        )
+    else:
+        _fitted_line(axes, points, unit, right)
     for size, peak in points:
-        text = f"{mode}, batch size {size}: {peak / unit:.3f} {name}"
+        text = f"{mode}, batch size {size}: {'predicted ' if curve else ''}{peak / unit:.3f} {name}"
         picture.point(axes, size, peak / unit, "o", text, color=BLUE)
     top = max(heights) / unit
     for size, budget in refused.items():
@@ -84,14 +100,34 @@ def _refused(rows: list[Row]) -> dict[int, int]:
 
 
 def _budget_lines(axes: Axes, rows: list[Row], unit: int, right: float) -> None:
-    for row in rows:
+    heights: dict[float, list[Row]] = {}
+    top = max(row.budget_bytes or 0 for row in rows) / unit
+    for row in sorted(rows, key=lambda row: row.budget_bytes or 0, reverse=True):
         if row.budget_bytes is not None:
             height = row.budget_bytes / unit
             axes.axhline(height, color=VERMILION, linestyle=(0, (5, 3)), linewidth=1.3, zorder=2)
-            axes.text(
-                0.01 * right, height, f"{row.memory_fraction:.0%}", color=VERMILION, va="bottom", zorder=5,
-                fontweight="bold",
-            )  # fmt: skip
+            above = min(heights, default=None)
+            is_apart = above is None or not row.device or above - height > LABELS_APART * top
+            heights.setdefault(height if is_apart or above is None else above, []).append(row)
+    for height, close in heights.items():
+        is_left = not close[0].device or height > top / 2  # away from the curve
+        axes.text(
+            (0.01 if is_left else 0.99) * right, height, _budget_label(close), color=VERMILION, va="bottom",
+            ha="left" if is_left else "right", zorder=5, fontweight="bold",
+        )  # fmt: skip
+
+
+LABELS_APART = 0.055
+"""Least distance between two labels of predictions, as a fraction of the highest budget."""
+
+
+def _budget_label(rows: list[Row]) -> str:
+    """Of budgets that are close together: `80%, 90% of rtx-4090`."""
+    by_device: dict[str, list[str]] = {}
+    for row in reversed(rows):
+        by_device.setdefault(row.device, []).append(f"{row.memory_fraction:.0%}")
+    labels = (", ".join(shares) + (f" of {device}" if device else "") for device, shares in by_device.items())
+    return "; ".join(labels)
 
 
 def _fitted_line(axes: Axes, points: list[tuple[int, int]], unit: int, right: float) -> None:
@@ -104,10 +140,12 @@ def _fitted_line(axes: Axes, points: list[tuple[int, int]], unit: int, right: fl
 
 
 def _chosen_sizes(picture: Picture, axes: Axes, rows: list[Row], unit: int, name: str) -> None:
-    for size, row in {row.batch_size: row for row in rows}.items():
+    chosen = {row.batch_size: row for row in sorted(rows, key=lambda row: row.peak_bytes or 0, reverse=True)}
+    above, top = inf, max(row.budget_bytes or 0 for row in rows) / unit
+    for size, row in chosen.items():
         if size is None or row.peak_bytes is None:
             continue
-        fractions = ", ".join(f"{other.memory_fraction:.0%}" for other in rows if other.batch_size == size)
+        fractions = ", ".join(other.memory for other in rows if other.batch_size == size)
         speed = "" if row.samples_per_s is None else f", {row.samples_per_s:.4g} samples/s"
         height = row.peak_bytes / unit
         text = f"{row.mode}, chosen for {fractions}: batch size {size}, {height:.3f} {name}{speed}"
@@ -115,20 +153,33 @@ def _chosen_sizes(picture: Picture, axes: Axes, rows: list[Row], unit: int, name
             axes, size, height, "D", text, markerfacecolor="none", markeredgecolor=GREEN,
             markeredgewidth=2.2, markersize=11, zorder=5,
         )  # fmt: skip
+        if row.device and above - height < LABELS_APART * top:  # no room for the text
+            continue
+        above = height
         axes.annotate(
             str(size), (size, height), xytext=(-9, 5), textcoords="offset points", ha="right", color=GREEN,
             fontsize=12, fontweight="bold", zorder=6,
         )  # fmt: skip
 
 
-def _legend(figure: Figure, *, with_refused: bool) -> None:
+def _legend(figure: Figure, *, with_refused: bool, is_predicted: bool) -> None:
     """One legend below all panels, where it covers no point and no budget line."""
     from matplotlib.lines import Line2D
 
     looks: dict[str, dict[str, Any]] = {
-        "measured, and fitted line": {"color": BLUE, "linestyle": "-", "marker": "o", "alpha": 0.9},
+        "predicted" if is_predicted else "measured, and fitted line": {
+            "color": BLUE,
+            "linestyle": "-",
+            "marker": "o",
+            "alpha": 0.9,
+        },
         "budget": {"color": VERMILION, "linestyle": "--"},
-        "size chosen": {"color": GREEN, "marker": "D", "markerfacecolor": "none", "markeredgewidth": 2},
+        "size that fits" if is_predicted else "size chosen": {
+            "color": GREEN,
+            "marker": "D",
+            "markerfacecolor": "none",
+            "markeredgewidth": 2,
+        },
         "out of memory": {"color": VERMILION, "marker": "x", "markeredgewidth": 2},
     }
     if not with_refused:

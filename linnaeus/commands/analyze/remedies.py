@@ -1,4 +1,4 @@
-"""How much memory the common remedies really save: each is built and run, none is estimated.
+"""How much memory the common remedies save: each is built and run, or traced where sizes are predicted.
 
 The unchanged configuration is measured again beside them, so that before and after come from the same process
 in the same state: on the CPU a process does not give back all the memory that it has taken.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,20 +19,20 @@ from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.autobatch.result import Mode
 from linnaeus.commands.analyze.results import Analysis, Remedy
 from linnaeus.commands.session import Setup
-from linnaeus.config.schema import TrainConfig
-from linnaeus.errors import ConfigError
+from linnaeus.config.schema import Config
+from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.memory.device import GIB
 
 logger = logging.getLogger("linnaeus.analysis")
 
 
 @dataclass(frozen=True)
-class _Change:
+class Change:
     """One remedy for one mode.
 
     Attributes:
         name: as in `Remedy`.
-        keys: the changed keys of TRAIN with their new values.
+        keys: the changed keys with their new values.
         obstacle: why the remedy does not apply; None where it does.
         divisor: divides the micro-batch size.
     """
@@ -43,12 +44,16 @@ class _Change:
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """A size under one configuration; without a peak the reason says why."""
+class Outcome:
+    """The peak of a size under one configuration; without a peak the reason says why."""
 
     peak_bytes: int | None = None
     samples_per_s: float | None = None
     reason: str | None = None
+
+
+Run = Callable[[Setup, Mode, Sequence[int]], Mapping[int, Outcome]]
+"""Finds the peaks of sizes of a mode under a configuration."""
 
 
 def measure_remedies(setup: Setup, analysis: Analysis, *, timed: bool) -> None:
@@ -59,54 +64,71 @@ def measure_remedies(setup: Setup, analysis: Analysis, *, timed: bool) -> None:
         analysis: its rows take the remedies.
         timed: whether samples per second are measured too.
     """
+    try_remedies(setup, analysis, partial(_run, timed=timed), common_changes)
+
+
+def try_remedies(
+    setup: Setup, analysis: Analysis, run: Run, changes: Callable[[Setup, Mode], Iterable[Change]]
+) -> None:
+    """Find the effect of each change at each size found, and add it to the rows as soon as it is known.
+
+    Args:
+        setup: with the unchanged configuration.
+        analysis: its rows take the remedies.
+        run: finds peaks.
+        changes: the changes to try.
+    """
     for mode in analysis.speeds:
         sizes = sorted({row.batch_size for row in analysis.sorted_rows(mode) if row.batch_size is not None})
         if not sizes:
             continue
-        logger.info("remedies, %s: measuring the configuration as it is again", mode)
-        before = _run(setup, mode, sizes, timed)
-        for change in _changes(setup.config.TRAIN, mode, setup.world.device):
-            outcomes = _try(setup, change, mode, before, timed)
+        doing = "predicting" if analysis.is_predicted else "measuring"
+        logger.info("remedies, %s: %s the configuration as it is again", mode, doing)
+        before = run(setup, mode, sizes)
+        for change in changes(setup, mode):
+            outcomes = _try(setup, change, mode, before, run)
             for row in analysis.sorted_rows(mode):
                 if row.batch_size is not None:
                     row.remedies.append(outcomes[row.batch_size])
 
 
-def _changes(train: TrainConfig, mode: Mode, device: torch.device) -> Iterator[_Change]:
+def common_changes(setup: Setup, mode: Mode) -> Iterator[Change]:
     """The remedies, in order."""
+    train, device = setup.config.TRAIN, setup.world.device
     obstacle = None if train.AMP == "off" else f"TRAIN.AMP is {train.AMP} already"
     if obstacle is None and device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         obstacle = None if has_bf16 else f"{torch.cuda.get_device_name(device)} has no bf16"
-    yield _Change("bf16", {"AMP": "bf16"}, obstacle)
+    yield Change("bf16", {"TRAIN.AMP": "bf16"}, obstacle)
 
     obstacle = "TRAIN.GRADIENT_CHECKPOINTING is on already" if train.GRADIENT_CHECKPOINTING else None
     if mode == "val":
         obstacle = "validation keeps no activations for a backward pass"
-    yield _Change("gradient_checkpointing", {"GRADIENT_CHECKPOINTING": True}, obstacle)
+    yield Change("gradient_checkpointing", {"TRAIN.GRADIENT_CHECKPOINTING": True}, obstacle)
 
     obstacle = "validation has no optimizer step to split" if mode == "val" else None
-    yield _Change("accumulation", {"ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, obstacle, divisor=2)
+    yield Change(
+        "accumulation", {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, obstacle, divisor=2
+    )
 
 
 def _try(
-    setup: Setup, change: _Change, mode: Mode, before: Mapping[int, _Measured], timed: bool
+    setup: Setup, change: Change, mode: Mode, before: Mapping[int, Outcome], run: Run
 ) -> dict[int, Remedy]:
     """The effect of one change on each size of a mode."""
-    after: dict[int, _Measured] = {}
+    after: Mapping[int, Outcome] = {}
     if change.obstacle is None:
         logger.info("remedies, %s: %s", mode, change.name)
-        train = replace(setup.config.TRAIN, **change.keys)
-        changed = replace(setup, config=replace(setup.config, TRAIN=train))
+        changed = replace(setup, config=_changed(setup.config, change.keys))
         sizes = [size // change.divisor for size in before if size >= change.divisor]
-        after = _run(changed, mode, sizes, timed)
-    skipped = _Measured(reason=change.obstacle or "a single sample cannot be halved")
+        after = run(changed, mode, sizes)
+    skipped = Outcome(reason=change.obstacle or "a single sample cannot be halved")
     outcomes = {}
     for size, reference in before.items():
         measured = after.get(size // change.divisor, skipped)
         outcomes[size] = Remedy(
             change.name,
-            {f"TRAIN.{name}": value for name, value in change.keys.items()},
+            change.keys,
             batch_size=size // change.divisor,
             peak_bytes_before=reference.peak_bytes,
             **asdict(measured),
@@ -114,26 +136,39 @@ def _try(
     return outcomes
 
 
-def _run(setup: Setup, mode: Mode, sizes: Sequence[int], timed: bool) -> dict[int, _Measured]:
+def _changed(config: Config, keys: Mapping[str, Any]) -> Config:
+    """The configuration with other values for keys such as `TRAIN.AMP`."""
+    for key, value in keys.items():
+        node, name = key.split(".")
+        config = replace(config, **{node: replace(getattr(config, node), **{name: value})})
+    return config
+
+
+def _run(setup: Setup, mode: Mode, sizes: Sequence[int], timed: bool) -> dict[int, Outcome]:
     """Measure sizes under a configuration. Where it cannot run, each size gets the reason."""
-    found: dict[int, _Measured] = {}
+    found: dict[int, Outcome] = {}
     try:
         with setup.search().finder(mode, setup.status) as finder:
             for size in sizes:
                 found[size] = _measure(finder, size, timed)
     except Exception as error:  # a user's model may not take every precision
         logger.debug("a remedy failed", exc_info=True)
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if isinstance(error, ConfigError):
-            reason = "; ".join(error.problems)
-        found |= dict.fromkeys(set(sizes) - found.keys(), _Measured(reason=reason))
+        found |= dict.fromkeys(set(sizes) - found.keys(), Outcome(reason=why(error)))
     gc.collect()
     return found
 
 
-def _measure(finder: BatchSizeFinder, size: int, timed: bool) -> _Measured:
+def why(error: Exception) -> str:
+    """Why a configuration cannot run, on one line."""
+    if isinstance(error, ConfigError):
+        return "; ".join(error.problems)
+    kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
+    return f"{kind}{str(error).partition(chr(10))[0]}"
+
+
+def _measure(finder: BatchSizeFinder, size: int, timed: bool) -> Outcome:
     trial = finder.measure(size)
     if trial.peak_bytes is None:
-        return _Measured(reason=f"needs more than {finder.budget_bytes / GIB:.3f} GiB")
+        return Outcome(reason=f"needs more than {finder.budget_bytes / GIB:.3f} GiB")
     speed = finder.time(size).samples_per_s if timed else 0.0
-    return _Measured(trial.peak_bytes, speed or None)
+    return Outcome(trial.peak_bytes, speed or None)

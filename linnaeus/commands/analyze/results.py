@@ -14,10 +14,11 @@ from linnaeus.commands.tables import Measurement
 
 @dataclass(frozen=True)
 class Remedy:
-    """The measured effect of one change of the configuration on the memory of one size.
+    """The measured or predicted effect of one change of the configuration on the memory of one size.
 
     Attributes:
-        name: `bf16`, `gradient_checkpointing` or `accumulation`.
+        name: `bf16`, `gradient_checkpointing` or `accumulation`; if predicted, `optimizer` and `image_size`
+            too.
         keys: the changed keys and their new values.
         batch_size: micro-batch size with the change.
         peak_bytes_before: peak without the change, measured like the one with it.
@@ -54,6 +55,27 @@ class Remedy:
         return {**asdict(self), "saved_bytes": self.saved_bytes, "saved_percent": percent}
 
 
+@dataclass(frozen=True)
+class Predicted:
+    """What a row has that was predicted and not measured.
+
+    Attributes:
+        device: name of the GPU, or its memory, such as `24 GiB`.
+        device_bytes: its memory.
+        margin: factor on the predicted peak, under which nearly all measured peaks are.
+        safe_batch_size: the largest size whose peak times the margin fits; None when there is none.
+    """
+
+    device: str
+    device_bytes: int
+    margin: float
+    safe_batch_size: int | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """The entries that all files have."""
+        return {"predicted": True, **asdict(self)}
+
+
 @dataclass
 class Row:
     """One mode at one fraction of the memory.
@@ -62,14 +84,15 @@ class Row:
         batch_size: the largest size that fits; None when none was found.
         certified: whether the next candidate ran and did not fit, or there is none.
         limited_by: as in `AutoBatchResult`, and `interrupted`.
-        peak_bytes: peak of a trial at that size.
-        budget_bytes: bytes that the process may hold.
+        peak_bytes: peak of a trial at that size; if predicted, that of the device, with its base.
+        budget_bytes: bytes that the process may hold; if predicted, bytes of the device that may be in use.
         held_bytes: bytes that the process held between the trials.
         samples_per_s: speed at that size.
         trials: those run for this row; sizes measured for earlier rows are not repeated.
         reason: why there is no size.
         breakdown: parts of the peak.
-        remedies: measured at that size, with `--remedies`.
+        remedies: at that size, with `--remedies`.
+        predicted: what a predicted row has beside these; None for a measured one.
     """
 
     mode: Mode
@@ -85,10 +108,28 @@ class Row:
     reason: str | None = None
     breakdown: Breakdown | None = None
     remedies: list[Remedy] = field(default_factory=list)
+    predicted: Predicted | None = None
+
+    @property
+    def device(self) -> str:
+        """Name of the device that a prediction is for; empty if measured, on the one device that there is."""
+        return "" if self.predicted is None else self.predicted.device
+
+    @property
+    def memory(self) -> str:
+        """The part of the memory, for people: `90%`, or `90% of rtx-4090`."""
+        share = f"{self.memory_fraction:.0%}"
+        return f"{share} of {self.device}" if self.device else share
+
+    @property
+    def safe_size(self) -> int | None:
+        """The size to configure: the measured one, or the one predicted with the margin."""
+        return self.batch_size if self.predicted is None else self.predicted.safe_batch_size
 
     def figures(self) -> dict[str, Any]:
         """The entries that all files have."""
         return {
+            **({} if self.predicted is None else self.predicted.figures()),
             "mode": self.mode,
             "memory_fraction": self.memory_fraction,
             "batch_size": self.batch_size,
@@ -134,10 +175,17 @@ class Analysis(Measurement):
     Attributes:
         rows: in the order measured.
         speeds: of the sizes that were timed, by mode; the knee is known with `--throughput` only.
+        curves: predicted peaks, as (batch size, bytes), by mode; empty where sizes were measured.
     """
 
     rows: list[Row] = field(default_factory=list)
     speeds: dict[Mode, Speeds] = field(default_factory=dict)
+    curves: dict[Mode, list[tuple[int, int]]] = field(default_factory=dict)
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the figures are predicted."""
+        return any(row.predicted is not None for row in self.rows)
 
     @property
     def has_sizes(self) -> bool:
@@ -146,23 +194,31 @@ class Analysis(Measurement):
 
     @property
     def reasons(self) -> list[str]:
-        """Why there is no size: for each mode at the largest fraction where nothing fits."""
-        found: dict[Mode, str] = {}
+        """Why there is no size: for each mode and device at the largest fraction where nothing fits."""
+        found: dict[tuple[Mode, str], str] = {}
         for row in self.rows:  # of each mode, the largest fraction comes first
             if row.reason is not None:
-                found.setdefault(row.mode, row.reason)
-        return list(found.values())
+                found.setdefault((row.mode, row.device), row.reason)
+        return list(dict.fromkeys(found.values()))
 
     def sorted_rows(self, mode: Mode | None = None) -> list[Row]:
-        """The rows of one mode, or of all in the order measured; by fraction within a mode."""
-        modes = list(self.speeds)
+        """The rows of one mode, or of all in the order measured; by device and fraction within a mode."""
+        modes, devices = list(self.speeds), self.devices
         rows = [row for row in self.rows if mode in (None, row.mode)]
-        return sorted(rows, key=lambda row: (modes.index(row.mode), row.memory_fraction))
+        return sorted(
+            rows, key=lambda row: (modes.index(row.mode), devices.index(row.device), row.memory_fraction)
+        )
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices that predictions are for, in the order asked for; one without a name if measured."""
+        return list(dict.fromkeys(row.device for row in self.rows))
 
     @property
     def columns(self) -> list[str]:
         """Columns of the table."""
-        return list(Row("train", 1.0).scalars())
+        rows = self.scalars()
+        return list(rows[0] if rows else Row("train", 1.0).scalars())
 
     def scalars(self) -> list[dict[str, Any]]:
         """One row for each mode and fraction."""
@@ -175,9 +231,14 @@ class Analysis(Measurement):
             for mode, speeds in self.speeds.items()
             if speeds.knee is not None
         }
+        curves = {
+            mode: [{"batch_size": size, "peak_bytes": peak_bytes} for size, peak_bytes in curve]
+            for mode, curve in self.curves.items()
+        }
         return {
             "environment": self.environment,
             "results": [row.as_dict() for row in self.sorted_rows()],
             **({"throughput": throughput} if throughput else {}),
+            **({"curves": curves} if curves else {}),
             "interrupted": self.interrupted,
         }

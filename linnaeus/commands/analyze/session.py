@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 from linnaeus.commands.analyze.measure import measure_mode
 from linnaeus.commands.analyze.options import Options
 from linnaeus.commands.analyze.output import show
 from linnaeus.commands.analyze.plot import save_plot
+from linnaeus.commands.analyze.predict import Target, predict_sizes, target_of, world_of
 from linnaeus.commands.analyze.remedies import measure_remedies
 from linnaeus.commands.analyze.results import Analysis
 from linnaeus.commands.session import Setup, run_session
@@ -23,10 +25,20 @@ def run(options: Options, config: Config) -> int:
         LinnaeusError: something else that the user can mend; the message says how.
     """
     analysis = Analysis()
-    exit_code = run_session(config, options, analysis, measure=_measure, draw=save_plot, show=show)
+    measure, world = _measure, None
+    if options.predict:
+        target = target_of(options, config)
+        measure, world = partial(_predict, target), world_of(options)
+    exit_code = run_session(
+        config, options, analysis, measure=measure, draw=save_plot, show=show, world=world
+    )
     if not analysis.interrupted and not analysis.has_sizes:
         raise AutoBatchError("\n".join(analysis.reasons))
     return exit_code
+
+
+def _predict(target: Target, setup: Setup, options: Options, analysis: Analysis) -> None:
+    predict_sizes(setup, options, target, analysis)
 
 
 def _measure(setup: Setup, options: Options, analysis: Analysis) -> None:

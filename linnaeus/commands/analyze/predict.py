@@ -1,0 +1,287 @@
+"""Batch sizes for GPUs that need not be there: both steps traced once, and all sizes from these traces."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from linnaeus.autobatch.result import Mode
+from linnaeus.autobatch.sizes import SizeSearch
+from linnaeus.commands.analyze.breakdown import Breakdown, break_down
+from linnaeus.commands.analyze.options import Options
+from linnaeus.commands.analyze.remedies import Change, Outcome, common_changes, try_remedies, why
+from linnaeus.commands.analyze.results import Analysis, Predicted, Row
+from linnaeus.commands.analyze.traced import META, PredictedStep, build_on_meta, predict_step
+from linnaeus.commands.environment import run_settings
+from linnaeus.commands.measure import Speeds
+from linnaeus.commands.session import Setup
+from linnaeus.config.instantiate import is_target
+from linnaeus.config.schema import Config
+from linnaeus.data.datasets import build_data
+from linnaeus.dist import World, resolve_device
+from linnaeus.errors import AutoBatchError, ConfigError
+from linnaeus.memory.device import GIB
+from linnaeus.memory.gpus import Gpu, smallest_gpu
+from linnaeus.memory.predict import ASSUMED_BASE_BYTES, MARGIN
+from linnaeus.words import counted
+
+logger = logging.getLogger("linnaeus.analysis")
+ACCURACY = "docs/prediction.md"
+"""Where it is written how good predictions are."""
+CURVE_POINTS = 12
+"""Sizes of the predicted curve of a mode."""
+ALIGNED_PIXELS = 32
+"""A smaller image has the next smaller multiple of this as its side."""
+_PLAIN_OPTIMIZERS = frozenset({"sgd", "nesterov", "momentum"})
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to predict for.
+
+    Attributes:
+        gpus: the devices.
+        base_bytes: in use on each beside the allocator.
+        is_measured: whether the base was measured on this machine's device.
+    """
+
+    gpus: Sequence[Gpu]
+    base_bytes: int
+    is_measured: bool
+
+
+def target_of(options: Options, config: Config) -> Target:
+    """The devices that the options name, or else this machine's GPU with what is in use on it now.
+
+    Raises:
+        ConfigError: the options name none, and there is none or it is not to be used.
+    """
+    if gpus := [*options.gpu, *options.device_memory_gb]:
+        return Target(list(dict.fromkeys(gpus)), ASSUMED_BASE_BYTES, is_measured=False)
+    name = config.EXPERIMENT.DEVICE
+    if not torch.cuda.is_available() or name == "cpu":
+        here = "EXPERIMENT.DEVICE is cpu" if torch.cuda.is_available() else "this machine has no GPU"
+        raise ConfigError(
+            f"--predict: {here}; say what to predict for with --gpu NAME, such as rtx-4090, or with "
+            "--device-memory-gb X"
+        )
+    device = resolve_device(name, local_rank=0)
+    with torch.cuda.device(device):
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        base_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()
+    return Target([Gpu(torch.cuda.get_device_name(device), total_bytes)], base_bytes, is_measured=True)
+
+
+def world_of(options: Options) -> World:
+    """The processes of the run, on a device that computes nothing."""
+    num = options.world_size or 1
+    return World(META, world_size=num, local_world_size=num)
+
+
+def predict_sizes(setup: Setup, options: Options, target: Target, analysis: Analysis) -> None:
+    """Predict the size for every device, mode and fraction.
+
+    Raises:
+        ConfigError: a node that cannot be built.
+        LinnaeusError: a step that cannot be traced; the message names the operation.
+    """
+    search = build_on_meta(setup)
+    environment = _environment(setup, search, target)
+    logger.info("%s", _sentence(environment))
+    for mode in options.modes:
+        analysis.speeds[mode] = Speeds()
+        rows = _rows(mode, options, target)
+        setup.status.update(f"{mode}: tracing the step")
+        try:
+            step = predict_step(search, mode, target.base_bytes)
+        except AutoBatchError as error:  # the bounds leave no size
+            rows = [replace(row, reason=str(error)) for row in rows]
+        else:
+            for row in rows:
+                _fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
+            analysis.curves[mode] = _curve(step, rows)
+        analysis.environment = environment  # from now on there is something to write
+        analysis.rows += rows
+    if options.remedies:
+        del search
+        gc.collect()
+        try_remedies(setup, analysis, _run(target), _changes)
+
+
+def _rows(mode: Mode, options: Options, target: Target) -> list[Row]:
+    """Of each device, the largest fraction comes first."""
+    return [
+        Row(mode, fraction, predicted=Predicted(gpu.name, gpu.total_bytes, MARGIN))
+        for gpu in target.gpus
+        for fraction in sorted(options.fractions, reverse=True)
+    ]
+
+
+def _fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
+    """Find the largest size within the row's fraction of its device."""
+    assert row.predicted is not None
+    prediction, candidates = step.prediction, step.candidates
+    budget_bytes = int(row.memory_fraction * row.predicted.device_bytes)
+    if limit_gb is not None:
+        budget_bytes = min(budget_bytes, prediction.base_bytes + int(row.memory_fraction * limit_gb * GIB))
+    row.budget_bytes = budget_bytes
+    row.batch_size = largest_within(candidates, budget_bytes, prediction.peak_bytes)
+    safe = largest_within(candidates, budget_bytes, prediction.safe_bytes)
+    row.predicted = replace(row.predicted, safe_batch_size=safe)
+    if row.batch_size is None:
+        row.reason = _why_nothing_fits(row, step)
+        return
+    row.limited_by = step.bound if row.batch_size == candidates[-1] else "memory"
+    row.peak_bytes = prediction.peak_bytes(row.batch_size)
+    row.breakdown = _breakdown(row.peak_bytes, step)
+
+
+def largest_within(candidates: Sequence[int], budget: float, need: Callable[[int], float]) -> int | None:
+    """The largest candidate that needs no more than the budget, where the next one needs more.
+
+    Needs are nearly a line in the size, so most steps aim where the line through the ends meets the budget.
+
+    >>> largest_within(range(1, 1000), 100, lambda size: 7 + 3 * size)
+    31
+    """
+    low, high = 0, len(candidates) - 1
+    if need(candidates[high]) <= budget:
+        return candidates[high]
+    if need(candidates[low]) > budget:
+        return None
+    num_aimed = 0
+    while high - low > 1:
+        below, above = need(candidates[low]), need(candidates[high])
+        aim = low + int((high - low) * (budget - below) / (above - below))
+        middle = min(max(aim, low + 1), high - 1) if num_aimed < _MAX_AIMED else (low + high) // 2
+        num_aimed += 1
+        if need(candidates[middle]) <= budget:
+            low = middle
+        else:
+            high = middle
+    return candidates[low]
+
+
+_MAX_AIMED = 8
+"""Aimed steps before the range is halved instead."""
+
+
+def _why_nothing_fits(row: Row, step: PredictedStep) -> str:
+    assert row.predicted is not None
+    assert row.budget_bytes is not None
+    size, base_bytes = step.candidates[0], step.prediction.base_bytes
+    peak_bytes = step.prediction.peak_bytes(size)
+    needed_bytes = peak_bytes / row.memory_fraction
+    gpu = smallest_gpu(needed_bytes)
+    example = "" if gpu is None else f", such as {gpu.name}"
+    return (
+        f"prediction ({row.mode}): no batch size fits. The budget is {row.budget_bytes / GIB:.2f} GiB, "
+        f"{row.memory_fraction:.0%} of {row.device}; batch size {size} takes {peak_bytes / GIB:.2f} GiB, of "
+        f"which {base_bytes / GIB:.2f} GiB are in use beside the allocator. A device of "
+        f"{math.ceil(100 * needed_bytes / GIB) / 100:.2f} GiB would do{example}"
+    )
+
+
+def _breakdown(peak_bytes: int, step: PredictedStep) -> Breakdown:
+    state = step.state
+    resident = state.parameters + state.buffers + state.average
+    if step.mode == "val":
+        resident += state.optimizer_state
+    held_bytes = step.prediction.base_bytes + resident
+    return break_down(step.mode, state, peak_bytes=peak_bytes, held_bytes=held_bytes)
+
+
+def _curve(step: PredictedStep, rows: Sequence[Row]) -> list[tuple[int, int]]:
+    """Predicted peaks at sizes up to the largest one found."""
+    largest = max((row.batch_size for row in rows if row.batch_size is not None), default=0)
+    sizes = {round(largest * part / CURVE_POINTS) for part in range(1, CURVE_POINTS + 1)}
+    sizes = {max(size, step.candidates[0]) for size in sizes if largest}
+    return [(size, step.prediction.peak_bytes(size)) for size in sorted(sizes)]
+
+
+def _environment(setup: Setup, search: SizeSearch, target: Target) -> dict[str, Any]:
+    """What the figures hold for, and what they come from."""
+    return {
+        "predicted": True,
+        "devices": [{"name": gpu.name, "total_bytes": gpu.total_bytes} for gpu in target.gpus],
+        "base_bytes": target.base_bytes,
+        "base": "measured" if target.is_measured else "assumed",
+        "margin": MARGIN,
+        "accuracy": ACCURACY,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "world_size": setup.world.world_size,
+        **run_settings(setup.config.MODEL, search),
+    }
+
+
+def _sentence(environment: dict[str, Any]) -> str:
+    devices = ", ".join(
+        name if name.endswith("GiB") else f"{name} ({total_bytes / GIB:.2f} GiB)"
+        for name, total_bytes in (device.values() for device in environment["devices"])
+    )
+    limit, num = environment["memory_limit_gb"], environment["world_size"]
+    processes = "" if num == 1 else f", {counted(num, 'process')}"
+    return (
+        f"predicted, not measured, for {devices}{'' if limit is None else f', taken as {limit:g} GiB'}; "
+        f"{environment['base_bytes'] / GIB:.2f} GiB in use beside the allocator ({environment['base']}), "
+        f"margin {environment['margin'] - 1:.0%}{processes}, torch "
+        f"{environment['torch']}; {environment['model']}, {environment['parameters']:,} parameters, "
+        f"{environment['precision']}, {environment['optimizer']}"
+    )
+
+
+def _run(target: Target) -> Callable[[Setup, Mode, Sequence[int]], dict[int, Outcome]]:
+    """Predicts sizes of a mode under a configuration. Where it cannot run, each size gets the reason."""
+
+    def run(setup: Setup, mode: Mode, sizes: Sequence[int]) -> dict[int, Outcome]:
+        try:
+            config = setup.config  # perhaps with images of another size
+            setup = replace(setup, data=build_data(config.DATA, seed=config.EXPERIMENT.SEED))
+            step = predict_step(build_on_meta(setup), mode, target.base_bytes)
+        except Exception as error:  # a user's model may not take every precision
+            logger.debug("a remedy failed", exc_info=True)
+            return dict.fromkeys(sizes, Outcome(reason=why(error)))
+        return {size: Outcome(step.prediction.peak_bytes(size)) for size in sizes}
+
+    return run
+
+
+def _changes(setup: Setup, mode: Mode) -> Iterator[Change]:
+    """The remedies of a measured analysis, and two more."""
+    yield from common_changes(setup, mode)
+
+    optimizer = setup.config.OPTIMIZER
+    obstacle = None
+    if is_target(optimizer):
+        obstacle = f"OPTIMIZER is a class of your own, {optimizer['_target_']}"
+    elif optimizer.NAME.lower() in _PLAIN_OPTIMIZERS:
+        obstacle = f"OPTIMIZER.NAME is {optimizer.NAME} already"
+    # The arguments of another optimizer are not those of SGD.
+    keys = {"OPTIMIZER.NAME": "sgd", **({} if obstacle or not optimizer.KWARGS else {"OPTIMIZER.KWARGS": {}})}
+    yield Change("optimizer", keys, obstacle)
+
+    size = setup.data.img_size
+    smaller = None if size is None else [_smaller(side) for side in size]
+    if smaller is None or min(smaller) < ALIGNED_PIXELS:
+        yield Change("image_size", {"DATA.IMG_SIZE": None}, "there is no smaller image to try")
+    else:
+        side: Any = smaller[0] if smaller[0] == smaller[1] else smaller
+        yield Change("image_size", {"DATA.IMG_SIZE": side}, None)
+
+
+def _smaller(side: int) -> int:
+    """The next smaller multiple of 32 pixels.
+
+    >>> _smaller(224), _smaller(300)
+    (192, 288)
+    """
+    return (side - 1) // ALIGNED_PIXELS * ALIGNED_PIXELS

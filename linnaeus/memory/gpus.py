@@ -1,0 +1,92 @@
+"""Names of GPUs and the bytes that torch sees of each: `torch.cuda.get_device_properties(i).total_memory`.
+
+>>> find_gpu("NVIDIA H100").name, round(find_gpu("rtx4090").total_bytes / GIB, 2)
+('h100-80gb', 23.64)
+
+torch sees less than the memory on the card: the driver, and error correction where it is on, keep a part.
+The table has what torch itself says in its messages, where a public report quotes one ("total capacity").
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+GIB = 1024**3
+_MIB = 1024**2
+
+_LESS_THAN_NVIDIA_SMI = 0.6 * GIB
+"""torch sees 0.35 to 0.75 GiB less than `nvidia-smi` says, by the cards of which both are known."""
+
+_SMI = "github.com/modal-labs/modal-client/pull/2797"
+"""Where the figures of `nvidia-smi` come from: H100 81,559 MiB, A10 23,028 MiB, L4 23,034 MiB."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device whose memory is known.
+
+    Attributes:
+        name: as it is typed, or the size, such as `24 GiB`.
+        total_bytes: that torch sees.
+    """
+
+    name: str
+    total_bytes: int
+
+
+def _gib(number: float) -> int:
+    return int(number * GIB)
+
+
+def _below_nvidia_smi(mib: int) -> int:
+    return int(mib * _MIB - _LESS_THAN_NVIDIA_SMI)
+
+
+GPUS: dict[str, int] = {
+    "t4": _gib(14.56),  # github.com/Zheng-Chong/CatVTON/issues/133
+    "v100-16gb": _gib(15.75),  # github.com/XuyangBai/TransFusion/issues/49; others say up to 15.78
+    "v100-32gb": _gib(31.74),  # github.com/haotian-liu/LLaVA/issues/812
+    "a10": _gib(22.0),  # 23.70 in stanford_alpaca/issues/76, but nvidia-smi says 23,028 MiB: the smaller
+    "l4": _below_nvidia_smi(23_034),  # no figure of torch's: that of nvidia-smi less 0.6 GiB
+    "a30": _gib(23.53),  # github.com/google/RB-Modulation/issues/5
+    "rtx-3090": _gib(23.70),  # github.com/xiaoxiangAQ/GAS-Net/issues/7
+    "rtx-4090": _gib(23.64),  # github.com/ali-vilab/VGen/issues/104
+    "rtx-5090": _gib(31.37),  # github.com/Wan-Video/Wan2.1/issues/465
+    "a100-40gb": _gib(39.50),  # github.com/TianheWu/CoSeR/issues/10
+    "l40s": _gib(44.53),  # github.com/Wan-Video/Wan2.1/issues/205
+    "h100-80gb": _below_nvidia_smi(81_559),  # no figure of torch's: that of nvidia-smi less 0.6 GiB
+    "a100-80gb": _gib(79.25),  # github.com/wbfwonderful/Vad-R1/issues/11
+}
+"""Bytes that torch sees, by the name that is typed."""
+
+ALIASES = {"h100": "h100-80gb", "3090": "rtx-3090", "4090": "rtx-4090", "5090": "rtx-5090"}
+SEVERAL = {"a100": ("a100-40gb", "a100-80gb"), "v100": ("v100-16gb", "v100-32gb")}
+"""Names of which there are several sizes."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """A GPU by its name; case, spaces, dashes and the maker's name do not matter.
+
+    Raises:
+        ValueError: several sizes have this name; the message names them.
+        KeyError: no GPU of the table has it.
+    """
+    wanted = _plain(name)
+    if wanted in SEVERAL:
+        raise ValueError(f"{name!r} is of two sizes: give {' or '.join(SEVERAL[wanted])}")
+    names = {_plain(known): known for known in GPUS} | ALIASES
+    known = names[wanted]
+    return Gpu(known, GPUS[known])
+
+
+def smallest_gpu(num_bytes: float) -> Gpu | None:
+    """The GPU of the table with the least memory that is enough; None where none has so much."""
+    enough = [Gpu(name, total) for name, total in GPUS.items() if total >= num_bytes]
+    return min(enough, key=lambda gpu: gpu.total_bytes, default=None)
+
+
+def _plain(name: str) -> str:
+    """`NVIDIA GeForce RTX 4090` and `rtx4090` are the same."""
+    letters = re.sub("[^a-z0-9]", "", name.lower())
+    return re.sub("^(nvidia|geforce|tesla)+", "", letters)

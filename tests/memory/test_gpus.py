@@ -1,0 +1,55 @@
+"""Names of GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from linnaeus.memory.gpus import ALIASES, GIB, GPUS, SEVERAL, find_gpu, smallest_gpu
+
+CARD_GIB = {
+    "t4": 16, "v100-16gb": 16, "v100-32gb": 32, "a10": 24, "l4": 24, "a30": 24, "rtx-3090": 24,
+    "rtx-4090": 24,
+    "rtx-5090": 32, "a100-40gb": 40, "l40s": 48, "h100-80gb": 80, "a100-80gb": 80,
+}  # fmt: skip
+"""What is printed on the card."""
+
+
+def test_torch_sees_a_little_less_than_the_card_has() -> None:
+    assert GPUS.keys() == CARD_GIB.keys()
+    for name, card_gib in CARD_GIB.items():
+        assert 0.9 * card_gib * GIB < GPUS[name] < card_gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        *((name, name) for name in GPUS),
+        *ALIASES.items(),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("Tesla T4", "t4"),
+        ("A100_80GB", "a100-80gb"),
+        ("NVIDIA H100 80GB", "h100-80gb"),
+    ],
+)
+def test_names(typed: str, name: str) -> None:
+    found = find_gpu(typed)
+    assert (found.name, found.total_bytes) == (name, GPUS[name])
+
+
+@pytest.mark.parametrize("name", [*SEVERAL, "NVIDIA A100"])
+def test_a_name_of_several_sizes_names_them(name: str) -> None:
+    with pytest.raises(ValueError, match=r"two sizes: give .*-[0-9]+gb or .*-[0-9]+gb"):
+        find_gpu(name)
+
+
+@pytest.mark.parametrize("name", ["", "rtx", "a1000", "tpu"])
+def test_unknown_names(name: str) -> None:
+    with pytest.raises(KeyError):
+        find_gpu(name)
+
+
+def test_the_smallest_that_is_enough() -> None:
+    gpu = smallest_gpu(24 * GIB)
+    assert gpu is not None
+    assert gpu.name == "rtx-5090"
+    assert smallest_gpu(1000 * GIB) is None
