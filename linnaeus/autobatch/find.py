@@ -35,7 +35,7 @@ from linnaeus.autobatch.names import ARGUMENTS, Names, last_part
 from linnaeus.autobatch.nothing_fits import NothingFits
 from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
 from linnaeus.autobatch.optimizers import check_restorable, strangers_refused
-from linnaeus.autobatch.predicted import StartPredictor
+from linnaeus.autobatch.predicted import StartPredictor, moments_bytes
 from linnaeus.autobatch.result import AutoBatchResult, Mode, PredictedStart, Timing
 from linnaeus.autobatch.search import (
     Candidates,
@@ -147,6 +147,7 @@ class BatchSizeFinder:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             self._snapshot = Snapshot(self._state, self.memory.device)
+            self._moments_at_start = moments_bytes(self._state)
             stack.enter_context(strangers_refused(self._state, self._snapshot))
             stack.enter_context(existing_objects_frozen())
             self._runner = self._make_runner(snapshot=self._snapshot)
@@ -216,7 +217,9 @@ class BatchSizeFinder:
     @property
     def _other_bytes(self) -> int:
         """What the process holds beside the state of the step: no trace sees it."""
-        return max(self.held_bytes - self._snapshot.host_bytes, 0) + self.memory.placement_bytes
+        moments = moments_bytes(self._state) - self._moments_at_start  # a search of validation allocates them
+        other_bytes = self.held_bytes - self._snapshot.host_bytes - moments
+        return max(other_bytes, 0) + self.memory.placement_bytes
 
     def _predicted_start(self) -> PredictedStart | None:
         """Where the prediction says to start; None without one."""

