@@ -154,7 +154,7 @@ class BatchSizeFinder:
             stack.callback(self.memory.reset_peak)  # the last callback runs first
             stack.callback(self._runner.clean)
             stack.callback(self._snapshot.restore)
-            self._predictor = StartPredictor(self._predict, self._undo, self.mode)
+            self._predictor = StartPredictor(self._predict, self._runner.clean, self.mode)
             check_restorable(self._snapshot, self._names)
             self._stack = stack.pop_all()
         return self
@@ -209,10 +209,6 @@ class BatchSizeFinder:
             peak_bytes = self._predictor.peak_bytes(result.batch_size, predicted.other_bytes)
             result = replace(result, prediction=replace(predicted, peak_bytes=peak_bytes))
         return result
-
-    def _undo(self) -> None:
-        self._snapshot.restore()
-        self._runner.clean()
 
     @property
     def _other_bytes(self) -> int:

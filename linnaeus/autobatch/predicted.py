@@ -60,10 +60,9 @@ def predict_step(
 
 def moments_bytes(state: Sequence[Any]) -> int:
     """Bytes that the state of the optimizers takes."""
-    optimizers = [part for part in state if isinstance(part, torch.optim.Optimizer)]
-    return sum(
-        t.nbytes for part in optimizers for values in part.state.values() for t in nest.tensors(values)
-    )
+    optimizers = (part for part in state if isinstance(part, torch.optim.Optimizer))
+    values = (entry for part in optimizers for entry in getattr(part, "state", {}).values())
+    return sum(tensor.nbytes for entry in values for tensor in nest.tensors(entry))
 
 
 class StartPredictor:

@@ -11,7 +11,7 @@
 ...     return torch.empty(n, 3, 224, 224)
 >>> prediction = predict(step, make_batch, state=(model, optimizer), base_bytes=600 << 20)
 >>> prediction.peak_bytes(512) >> 20, prediction.largest(8 << 30)
-(13220, 308)
+(19676, 203)
 
 Two steps are traced on `meta` at two batch sizes (`linnaeus.memory.trace`). Each event's size is a line
 through the two; at any other batch size, the events with the sizes on their lines are replayed through a

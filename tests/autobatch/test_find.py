@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.find import BatchSizeFinder, _warn_once
-from linnaeus.autobatch.result import Timing
+from linnaeus.autobatch.result import PredictedStart, Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.sizes import keys
 from linnaeus.errors import AutoBatchError
@@ -836,6 +836,7 @@ def test_every_field_of_the_file_is_in_the_table_of_the_docs() -> None:
     entries = {
         "trials": TrialRecord(1, "fits", 1, 0.0).as_dict(),
         "timings": dataclasses.asdict(Timing(1, 1.0, 1.0)),
+        "prediction": dataclasses.asdict(PredictedStart(1, 1.0, 1, 0.0)),
     }
     nested = {f"{name}.{key}" for name, entry in entries.items() for key in entry}
     assert units.keys() == own | nested | {"environment"}

@@ -146,12 +146,17 @@ def test_validation_counts_the_state_of_the_optimizer() -> None:
     without = predict_memory(loop.validate, loop.make_batch, **{**shared, "state": (loop.model,)})
     moments = 2 * sum(parameter.nbytes for parameter in loop.model.parameters())
     assert with_moments.peak_bytes(8) - without.peak_bytes(8) == pytest.approx(moments, abs=22 * MIB)
-    cuda = FakeCuda(TOTAL, context_bytes=CONTEXT)
-    with cuda.installed(*loop.state[:2]):
-        result = auto_find_batch_size(
-            loop.validate, loop.make_batch, state=loop.state, mode="val", device="cuda",
-            max_batch_size=4096,
-        )  # fmt: skip
+
+    def validated(predict: bool) -> AutoBatchResult:
+        with FakeCuda(TOTAL, context_bytes=CONTEXT).installed(*loop.state[:2]):
+            return auto_find_batch_size(
+                loop.validate, loop.make_batch, state=loop.state, mode="val", device="cuda",
+                max_batch_size=4096, predict=predict,
+            )  # fmt: skip
+
+    result, alone = validated(predict=True), validated(predict=False)
+    assert (result.batch_size, result.held_bytes) == (alone.batch_size, alone.held_bytes)
+    assert result.held_bytes > moments
     assert result.prediction is not None
     assert 0.5 < result.prediction.batch_size / result.batch_size <= 1.02, "segments are large here"
 
