@@ -19,9 +19,11 @@ from linnaeus.autobatch.arguments import (
 )
 from linnaeus.autobatch.find import BatchSizeFinder, listed
 from linnaeus.autobatch.observer import SearchObserver
+from linnaeus.autobatch.optimizers import strangers_refused
 from linnaeus.autobatch.predicted import predict_step
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.search import STRATEGIES
+from linnaeus.autobatch.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from linnaeus.memory.predict import Prediction
@@ -166,11 +168,18 @@ def predict_memory(
     Raises:
         UntraceableError: the step needs the values of a tensor (`.item()`, boolean indexing); the message
             names the operation.
+        AutoBatchError: the step uses an optimizer that is not in `state`.
         TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
     _check_functions(step, make_batch)
     check_choice("mode", mode, get_args(Mode))
-    return predict_step(step, make_batch, state=listed(state), mode=mode, base_bytes=None)
+    state = listed(state)
+    snapshot = Snapshot(state, torch.device("cpu"))
+    try:
+        with strangers_refused(state, snapshot):
+            return predict_step(step, make_batch, state=state, mode=mode, base_bytes=None)
+    finally:
+        snapshot.restore()
 
 
 def _check_functions(step: object, make_batch: object) -> None:

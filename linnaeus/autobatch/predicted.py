@@ -55,7 +55,9 @@ def predict_step(
             elif isinstance(part, torch.optim.Optimizer) and mode == "val":
                 step_with_zero_gradients(part, lambda error: False)
 
-    return predict(step, make_batch, state=state, buckets=buckets, base_bytes=base_bytes, before=prepare)
+    found = predict(step, make_batch, state=state, buckets=buckets, base_bytes=base_bytes, before=prepare)
+    found.check_paired()
+    return found
 
 
 def moments_bytes(state: Sequence[Any]) -> int:

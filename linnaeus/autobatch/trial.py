@@ -60,8 +60,8 @@ class TrialRunner:
     where training allocates it: after the first backward pass, among the blocks that this pass has freed.
     An optimizer that did not step there (the gradient scaler skipped it, or the step only accumulates) then
     takes a step with zero gradients. Training trials of a single step allocate the state before they begin.
-    On an accelerator, the cache is emptied after several steps, as after a validation, and a further step is
-    run: what training keeps lies between the gaps that activations have left, so that it may reserve more.
+    On an accelerator, the cache is emptied after several steps, as after a validation, and as many are run
+    again: what training keeps lies between the gaps that activations have left, so that it may reserve more.
 
     The first validation trial begins with a training step and allocates all that training keeps. This stays
     until the last trial, and the cache is emptied behind it, as it is in training before a validation.
@@ -214,7 +214,8 @@ class TrialRunner:
                         step_with_zero_gradients(optimizer, self._memory.refused)
         if self._training and self._num_steps > 1 and self._memory.device.type != "cpu":
             empty_cache(self._memory.device)
-            self._step(self._make_batch(size))
+            for _ in range(self._num_steps):
+                self._step(self._make_batch(size))
 
     def _failure(self, work: Callable[[], object]) -> str | None:
         """Call the function; return the first line of an out-of-memory error, None if there was none."""

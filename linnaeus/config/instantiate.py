@@ -142,6 +142,8 @@ def _check_special_keys(node: Mapping[str, Any], where: str) -> None:
         for name in ("_partial_", "_recursive_")
         if not isinstance(node.get(name, False), bool)
     ]
+    if not isinstance(node["_target_"], str):
+        problems.append(f"{where}._target_: {node['_target_']!r} is not a dotted name")
     if not isinstance(node.get("_args_", []), list | tuple | None):
         problems.append(f"{where}._args_: {node['_args_']!r} is not a list")
     if str(node.get("_convert_", "all")).lower() not in _CONVERSIONS:
@@ -181,7 +183,7 @@ def call_target(
     except Exception as error:
         text = f"{where}: {node['_target_']} failed with {type(error).__name__}: {error}"
         hint = ""
-        if isinstance(error, TypeError):
+        if isinstance(error, TypeError) and not _takes_any(known):
             hint = _closest_argument(node, where, known) or _not_taken(node, where, known)
         raise ConfigError(text + hint + place_of(error)) from error
 
@@ -193,10 +195,13 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return {}
 
 
+def _takes_any(known: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a class takes keyword arguments of any name."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+
+
 def _not_taken(node: Mapping[str, Any], where: str, known: Mapping[str, inspect.Parameter]) -> str:
     """How to leave out keys of the framework's own classes, such as the NAME of a built-in model."""
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        return ""
     names = [f"~{where}.{name}" for name in node if name not in known and name.isupper()]
     if not names:
         return ""

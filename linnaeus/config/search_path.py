@@ -66,10 +66,6 @@ class SearchPath:
             self._roots[place] = (path, file.parent)
         return self._roots[place][0]
 
-    def root_number(self, path: str) -> int | None:
-        """Which `--cfg` file, counted from 0, leads to a file; None for files that all of them share."""
-        return self._number.get(path)
-
     def from_root(self, owner: str, path: str) -> str:
         """The path of a file that another file (`owner`) names.
 

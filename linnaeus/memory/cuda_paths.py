@@ -236,7 +236,9 @@ def _rnn(func: Any, x: Tensor, hx: Any, weights: Any, *options: Any) -> Any:
     bidirectional, batch_first = options[-2:]
     gates = weights[0].shape[0] // states[0].shape[-1]
     output = _FusedRnn.apply(x, 1 + bidirectional, states[0].shape[-1], gates, batch_first, *weights)
-    return output, *(torch.empty_like(state) for state in states)
+    last = output[:, -1] if batch_first else output[-1]  # of the batch, directions and hidden units
+    final = last.unflatten(-1, (1 + bidirectional, -1)).transpose(0, 1)
+    return output, *(final for _ in states)
 
 
 def _attention(

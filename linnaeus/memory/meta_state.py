@@ -33,7 +33,8 @@ def state_on_meta(state: Any) -> Iterator[list[Tensor]]:
         The tensors on `meta` that stand for the state, in the order in which `module.to(device)` copies them.
 
     Raises:
-        UntraceableError: it holds a DistributedDataParallel wrapper, or parameters without a shape.
+        UntraceableError: it holds a DistributedDataParallel wrapper, TorchScript modules, hooks on tensors,
+            or parameters without a shape.
     """
     swap = _Swap()
     try:
@@ -50,6 +51,7 @@ class _Swap:
         self.tensors: list[Tensor] = []
         self._substitutes: dict[int, tuple[Tensor, Tensor]] = {}
         self._seen: dict[int, Any] = {}
+        self._kept: set[int] = set()
         self._undo: list[Callable[[], None]] = []
 
     def visit(self, part: Any) -> None:
@@ -74,8 +76,9 @@ class _Swap:
             self._attributes(vars(part))
 
     def undo(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        with contextlib.ExitStack() as stack:  # one that fails keeps none of the others from running
+            while self._undo:
+                stack.callback(self._undo.pop(0))
 
     def _keep(self, contents: dict[Any, Any]) -> None:
         """Put the present entries of a dict back in the end."""
@@ -87,8 +90,23 @@ class _Swap:
 
         self._undo.append(restore)
 
+    def _keep_containers(self, value: Any) -> None:
+        """Put the contents of lists and dicts, and of those in them, back in the end."""
+        if not isinstance(value, dict | list) or id(value) in self._kept:
+            return
+        self._kept.add(id(value))
+        if isinstance(value, dict):
+            self._keep(value)
+        else:
+            before = list(value)
+            self._undo.append(lambda: value.__setitem__(slice(None), before))
+        for part in list(value.values() if isinstance(value, dict) else value):
+            self._keep_containers(part)
+
     def _module(self, module: nn.Module) -> None:
         """Children first, as `module.to(device)` does."""
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UntraceableError("a TorchScript module holds its tensors where no trace reaches them")
         if isinstance(module, DistributedDataParallel):
             raise UntraceableError(
                 "DistributedDataParallel cannot be traced: trace the module that it wraps, and describe its "
@@ -109,6 +127,7 @@ class _Swap:
         for name, value in list(attributes.items()):
             if name in but:
                 continue
+            self._keep_containers(value)
             if isinstance(value, Tensor):
                 attributes[name] = self.substitute(value)
             elif isinstance(value, nn.Module | torch.optim.Optimizer):
@@ -142,6 +161,8 @@ class _Swap:
         known = self._substitutes.get(id(tensor))
         if known is not None:
             return known[1]
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise UntraceableError("a hook on a tensor of the state would not be called")
         if torch.nn.parameter.is_lazy(tensor):
             raise UntraceableError("a lazy parameter has no shape before the model has run once")
         substitute = torch.empty_like(tensor, device="meta", requires_grad=False)

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from linnaeus.memory.allocator import MIB, AllocatorSettings, Block, CachingAllocator
-from linnaeus.memory.trace import Buckets, Trace, trace
+from linnaeus.memory.trace import Buckets, Trace, UntraceableError, trace
 from linnaeus.memory.workspace import workspace_bytes
 
 BATCH_SIZES = (8, 16)
@@ -111,8 +111,27 @@ class Prediction:
             _programs=programs,
         )
 
+    def check_paired(self) -> None:
+        """Check that the step does the same at both sizes: else its peak at others is a guess.
+
+        Raises:
+            UntraceableError: it does not.
+        """
+        if not self.is_paired:
+            low, high = self._batch_sizes
+            raise UntraceableError(
+                f"the step runs other operations with {high} samples than with {low}, such as a loop over "
+                "parts of the batch"
+            )
+
     def reserved_bytes(self, n: int) -> int:
-        """Most bytes that the allocator reserves in a step with n samples."""
+        """Most bytes that the allocator reserves in a step with n samples.
+
+        Raises:
+            ValueError: n is no whole number of samples.
+        """
+        if not isinstance(n, int) or n < 1:
+            raise ValueError(f"n is {n!r}; it must be a whole number of samples, at least 1")
         if n not in self._peaks:
             self._peaks[n] = self._replayed(n) if self.is_paired else self._on_line(n)
         return self._peaks[n]
@@ -136,6 +155,8 @@ class Prediction:
         The next size exceeds the limit, or the range. Peaks do not quite grow with the batch: where a larger
         size reuses blocks better, it may be within the limit again.
         """
+        if largest < smallest:
+            raise ValueError(f"largest is {largest}; it must be at least smallest, {smallest}")
         if self.peak_bytes(smallest) > limit_bytes:
             return None
         low, high = smallest, largest + 1  # low fits; high does not, or is beyond the range

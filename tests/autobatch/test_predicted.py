@@ -290,3 +290,100 @@ def test_arguments_of_predict_memory_are_checked(arguments: dict[str, Any], mess
     good = {"step": loop.step, "make_batch": loop.make_batch, "state": loop.state}
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         predict_memory(**{**good, **arguments})
+
+
+class Caching(nn.Module):
+    """Fills a cache in its first call, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.cache: dict[int, Tensor] = {}
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer, with a cached mask."""
+        self.seen.append(len(x))
+        mask = self.cache.setdefault(x.shape[1], torch.ones(x.shape[1], device=x.device))
+        output: Tensor = self.layer(x * mask)
+        return output
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+    def step(batch: Tensor) -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def rows(n: int) -> Tensor:
+    return torch.randn(n, 8)
+
+
+def test_predict_memory_puts_containers_and_generators_back() -> None:
+    model, generator = Caching(), torch.Generator().manual_seed(1)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = generator.get_state(), bits(model.state_dict())
+    step = step_of(model, optimizer)
+
+    def noisy(batch: Tensor) -> None:
+        torch.rand(1, generator=generator)
+        step(batch)
+
+    predict_memory(noisy, rows, state=(model, optimizer, generator))
+    assert (model.cache, model.seen, optimizer.state) == ({}, [], {})
+    assert torch.equal(generator.get_state(), before[0])
+    assert bits(model.state_dict()) == before[1]
+    step(rows(2))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_what_no_trace_can_follow_is_refused_and_left_whole() -> None:
+    plain = nn.Linear(8, 8)
+    scripted = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
+    hooked = nn.Linear(8, 8)
+    hooked.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    for model, reason in ((scripted, "TorchScript"), (hooked, "hook on a tensor")):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = bits([parameter.detach() for parameter in model.parameters()])
+        with pytest.raises(UntraceableError, match=reason):
+            predict_memory(step_of(model, optimizer), rows, state=(model, optimizer))
+        assert bits([parameter.detach() for parameter in model.parameters()]) == before
+        step_of(model, optimizer)(rows(2))
+    with pytest.raises(AutoBatchError, match="uses an optimizer, Adam, that is not in state"):
+        predict_memory(step_of(plain, torch.optim.Adam(plain.parameters())), rows, state=(plain,))
+
+
+def test_steps_whose_operations_depend_on_the_batch_are_refused() -> None:
+    layer = nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step(batch: Tensor) -> None:
+        torch.cat([layer(part) for part in batch.split(4)]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.raises(UntraceableError, match="other operations with 16 samples than with 8"):
+        predict_memory(step, lambda n: torch.randn(n, 1024), state=(layer, optimizer))
+    prediction = predict_memory(
+        step_of(layer, optimizer), lambda n: torch.randn(n, 1024), state=(layer, optimizer)
+    )
+    for bad in (0, -5, 2.5):
+        with pytest.raises(ValueError, match="whole number of samples"):
+            prediction.peak_bytes(bad)  # type: ignore[arg-type]
+
+
+def test_the_last_state_of_a_recurrent_layer_has_gradients() -> None:
+    lstm = nn.LSTM(8, 16, batch_first=True)
+    optimizer = torch.optim.SGD(lstm.parameters(), lr=0.1)
+    seen = []
+
+    def step(batch: Tensor) -> None:
+        lstm(batch)[1][0][-1].sum().backward()
+        seen.append(all(parameter.grad is not None for parameter in lstm.parameters()))
+        optimizer.step()
+
+    predict_memory(step, lambda n: torch.randn(n, 5, 8), state=(lstm, optimizer))
+    assert seen == [True] * 4

@@ -15,9 +15,6 @@ from tests.autobatch.promises import CASES, CONTROLS, Card, Case, Phase, Run, St
 
 pytestmark = pytest.mark.filterwarnings("ignore:Grad strides do not match")  # dimensions of one, on the CPU
 NOT_KEPT = {
-    Case("vit", 0.90, "sgd", "bf16", accumulation=2, probe=True): (
-        "+1.2 % in training after a validation, which is 0.7 % above the budget"
-    ),
     Case("nfnet", 0.97, "adamw"): "+3.9 % and a flush of the cache in training after a validation",
 }
 

@@ -23,6 +23,7 @@ from linnaeus.config.schema import STRATEGIES, Config
 from linnaeus.memory.gpus import GIB, GPUS, Gpu, find_gpu
 
 MODES: tuple[Mode, ...] = get_args(Mode)
+MOST_GIB = 1e6
 
 DESCRIPTION = """\
 Measures which batch size fits in which fraction of the device's memory, how fast it is and what limits it.
@@ -128,6 +129,8 @@ def _gpu(name: str) -> Gpu:
 
 def _memories(text: str) -> list[Gpu]:
     sizes = [read_positive("number of GiB", part) for part in text.split(",")]
+    if max(sizes) > MOST_GIB:
+        raise ValueError(f"{max(sizes):g} GiB is more than any device has")
     return [Gpu(f"{size:g} GiB", int(size * GIB)) for size in sizes]
 
 

@@ -97,15 +97,14 @@ def predict_step(search: SizeSearch, mode: Mode, base_bytes: int) -> PredictedSt
     try:
         with counting(search.assembly, META) as state:
             traces = _trace_training(search, spec) if mode == "train" else _trace_validation(search, spec)
+        prediction = Prediction.of(*traces, base_bytes=base_bytes)
+        prediction.check_paired()
     except UntraceableError as error:
         name = {"train": "training", "val": "validation"}[mode]
         raise LinnaeusError(
             f"--predict: the {name} step cannot be traced without a GPU: {error}. Measure it instead: leave "
             "--predict out on a machine with the GPU"
         ) from error
-    prediction = Prediction.of(*traces, base_bytes=base_bytes)
-    if not prediction.is_paired:
-        logger.info("%s: other operations run at other sizes, so the prediction is less exact", mode)
     return PredictedStep(mode, prediction, state, candidates, bound)
 
 
