@@ -277,7 +277,7 @@ def test_kernels_that_load_while_sizes_are_tried_lower_the_budget() -> None:
         assert (result.batch_size, result.limited_by) == (98, "memory")  # 220 - PLACEMENT, in two tensors
 
 
-@pytest.mark.parametrize("moment", [7, 9, 11, 13, 15])  # the first six are those of the warm-up
+@pytest.mark.parametrize("moment", [9, 11, 13, 15, 17])  # the first eight are those of the warm-up
 @pytest.mark.parametrize("fraction", [0.8, 1.0])
 def test_a_process_that_arrives_while_sizes_are_tried_leaves_a_size_that_fits(
     moment: int, fraction: float, caplog: pytest.LogCaptureFixture
