@@ -11,19 +11,22 @@ FLOOR_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).*
 FLOOR :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-all test-floor lint typecheck docs clean
+.PHONY: help train test test-slow test-all test-integrations test-floor lint typecheck docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(VENV)/.installed ## train on handwritten digits with AutoBatch
 	$(BIN)/python -m linnaeus.train --cfg configs/digits.yaml
 
 test: $(VENV)/.installed-dev ## run the whole test suite but the slow tests
-	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not slow and not integrations" $(PARALLEL)
 
 test-slow: $(VENV)/.installed-dev ## run the slow tests, and the property tests with many examples
-	$(BIN)/python -m pytest -m "slow or hypothesis" $(THOROUGH) $(PARALLEL)
+	$(BIN)/python -m pytest -m "(slow or hypothesis) and not integrations" $(THOROUGH) $(PARALLEL)
+
+test-integrations: $(VENV)/.installed-dev,integrations ## run the tests with Lightning, transformers, TRL and accelerate
+	$(BIN)/python -m pytest -m integrations $(PARALLEL) tests/integrations
 
 test-all: $(VENV)/.installed-dev ## run the whole test suite
 	$(BIN)/python -m pytest $(THOROUGH) $(PARALLEL)
