@@ -127,8 +127,8 @@ class BatchSizeFinder:
         self._known: dict[int, TrialRecord] = {}
         self._names = names
         self._min_batch_size, self._max_batch_size = min_batch_size, max_batch_size
-        self.min_size = _min_size(state, mode, min_batch_size, max_batch_size)
-        self._bound, self._max_size = _upper_bound(mode, self.min_size, max_batch_size, bounds or {}, names)
+        self.min_size = smallest_size(state, mode, min_batch_size, max_batch_size)
+        self._bound, self._max_size = upper_bound(mode, self.min_size, max_batch_size, bounds or {}, names)
         self._multiple_of = multiple_of
         self._limit_bytes = None if memory_limit_gb is None else int(memory_limit_gb * GIB)
         self.total_bytes = min(self.memory.total_bytes, self._limit_bytes or self.memory.total_bytes)
@@ -476,7 +476,7 @@ def _device(state: Sequence[Any], device: torch.device | str | None) -> torch.de
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def _min_size(state: Sequence[Any], mode: Mode, min_batch_size: int, max_batch_size: int) -> int:
+def smallest_size(state: Sequence[Any], mode: Mode, min_batch_size: int, max_batch_size: int) -> int:
     """The smallest size to try: 2 for training with BatchNorm, which refuses one value per channel."""
     modules = (module for part in state if isinstance(part, nn.Module) for module in part.modules())
     if mode == "train" and any(isinstance(module, _BatchNorm) for module in modules):
@@ -484,7 +484,7 @@ def _min_size(state: Sequence[Any], mode: Mode, min_batch_size: int, max_batch_s
     return min_batch_size
 
 
-def _upper_bound(
+def upper_bound(
     mode: Mode, min_size: int, max_batch_size: int, bounds: Mapping[str, int], names: Names
 ) -> tuple[str, int]:
     """The lowest upper bound: its name and its size."""

@@ -32,6 +32,7 @@ def predict_step(
     *,
     state: Sequence[Any],
     mode: Mode,
+    train_once: Callable[[], object] | None = None,
     buckets: Buckets | None = None,
     base_bytes: int | None = 0,
 ) -> Prediction:
@@ -40,6 +41,7 @@ def predict_step(
     Args:
         step, make_batch, state: as for `auto_find_batch_size`.
         mode: `train`, or `val`, where the state of the optimizers is allocated too.
+        train_once: runs one training step before validation, as for `BatchSizeFinder`.
         buckets: of DistributedDataParallel.
         base_bytes: in use beside the allocator; None measures it, or assumes it where there is no device.
 
@@ -48,12 +50,19 @@ def predict_step(
     """
     from linnaeus.memory.predict import predict  # it imports more of torch than a search without it needs
 
+    modules = [part for part in state if isinstance(part, nn.Module)]
+
     def prepare() -> None:
-        for part in state:
-            if isinstance(part, nn.Module):
-                part.train(mode == "train")
-            elif isinstance(part, torch.optim.Optimizer) and mode == "val":
-                step_with_zero_gradients(part, lambda error: False)
+        if mode == "val":
+            for module in modules:
+                module.train()
+            if train_once is not None:
+                train_once()
+            for part in state:
+                if isinstance(part, torch.optim.Optimizer):
+                    step_with_zero_gradients(part, lambda error: False)
+        for module in modules:
+            module.train(mode == "train")
 
     found = predict(step, make_batch, state=state, buckets=buckets, base_bytes=base_bytes, before=prepare)
     found.check_paired()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
+import torch
 from rich.console import Console
 from torch import nn
 
@@ -34,11 +35,16 @@ from linnaeus.memory.device import GIB, device_memory
 from linnaeus.memory.predict import Prediction
 from linnaeus.memory.trace import Buckets
 from linnaeus.training.build import Assembly
+from linnaeus.training.metrics import MetricsMemory
 from linnaeus.training.noise_scale import GradientProbe
 from linnaeus.training.step import TrainStep
 
 LIMITS_VARIABLE = "LINNAEUS_MEMORY_LIMIT_GB"
 """Environment variable with one memory limit per rank, such as `2.0,1.5`, to test ranks of unequal memory."""
+
+_SAMPLES_BEFORE = 2
+"""Samples of the training step that is traced before validation: what it leaves does not depend on them, and
+BatchNorm takes no single one."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -105,7 +111,7 @@ class SizeSearch:
     ) -> Iterator[BatchSizeFinder]:
         """The finder for one mode; arguments as for `run`."""
         config = self.config.AUTOBATCH
-        spec = self._spec(mode)
+        spec = self.spec(mode)
         train_step = _TrialTrainStep(self)
         num_batches = train_step.num_micro_batches if mode == "train" else 1
         low, high = (_setting(config, f"{bound}_BATCH_SIZE", mode) for bound in ("MIN", "MAX"))
@@ -117,8 +123,10 @@ class SizeSearch:
         def train_once() -> None:
             train_step.discard_wrapper()
             num_micro_batches = train_step.num_micro_batches
-            train_step(self._batches(self._spec("train"), trained_at or 1, num_batches=num_micro_batches))
+            train_step(self._batches(self.spec("train"), trained_at or 1, num_batches=num_micro_batches))
 
+        # The finder measures what training has left when validation is searched.
+        predict = partial(self.predict, mode, in_training=mode == "train")
         with log_level(config, mode), BatchSizeFinder(
             train_step if mode == "train" else self._validate,
             partial(self._batches, spec, num_batches=num_batches),
@@ -136,23 +144,45 @@ class SizeSearch:
             before_trial=train_step.discard_wrapper if mode == "train" else lambda: None,
             observer=SearchProgress(mode, status, self.console),
             names=keys(mode),
-            predict=partial(self._predict, mode, spec) if config.PREDICT and at_most is None else None,
+            predict=predict if config.PREDICT and at_most is None else None,
         ) as finder:  # fmt: skip
             yield finder
         train_step.discard_wrapper()
         gc.collect()  # frees the wrapper with its hooks on the parameters
 
-    def _predict(self, mode: Mode, spec: BatchSpec) -> Prediction:
-        """The prediction of a mode's step without its wrapper, whose buckets are described."""
-        num_batches = micro_batches_held(self.train) if mode == "train" else 1
-        is_wrapped = mode == "train" and self.world.is_distributed
-        step = partial(self.assembly.train_step, num_micro_batches=num_batches)
+    def predict(self, mode: Mode, base_bytes: int = 0, *, in_training: bool = True) -> Prediction:
+        """Predict the peak of a mode's step; the wrapper that it runs in is described by its buckets.
+
+        Args:
+            mode: which step.
+            base_bytes: in use on the device beside the allocator.
+            in_training: whether validation comes with all that training keeps; without, with what `assembly`
+                holds now.
+
+        Raises:
+            UntraceableError: the step needs the values of a tensor; the message names the operation.
+        """
+        alone = dataclasses.replace(self, world=World(torch.device("meta")), assembly=_on_meta(self.assembly))
+        specs = {each: self.spec(each) for each in ("train", mode)}
+        train_step, validation_step = _TrialTrainStep(alone), alone.assembly.validation_step
+
+        def train(size: int) -> None:
+            num_batches = train_step.num_micro_batches
+            train_step(alone._batches(specs["train"], size, num_batches=num_batches))
+            train_step.discard_wrapper()
+
+        def validate(size: int) -> None:
+            validation_step(next(alone._batches(specs["val"], size, num_batches=1)))
+
         return predict_step(
-            step if mode == "train" else self._validate,
-            partial(self._batches, spec, num_batches=num_batches),
-            state=(*self.assembly.state, self.assembly.metrics),
+            train if mode == "train" else validate,
+            int,
+            state=self.assembly.state,
             mode=mode,
-            buckets=Buckets(as_view=True) if is_wrapped else None,
+            train_once=partial(train, _SAMPLES_BEFORE) if in_training else None,
+            # Those of the wrapper that `linnaeus.dist.wrap` makes.
+            buckets=Buckets(as_view=True) if self.world.is_distributed and in_training else None,
+            base_bytes=base_bytes,
         )
 
     def _batches(self, spec: BatchSpec, size: int, *, num_batches: int) -> Iterator[Batch]:
@@ -163,7 +193,8 @@ class SizeSearch:
             return (spec.load(size) for _ in range(num_batches))
         return (spec.make(size, device, channels_last=channels_last) for _ in range(num_batches))
 
-    def _spec(self, mode: Mode) -> BatchSpec:
+    def spec(self, mode: Mode) -> BatchSpec:
+        """What a mode's batches look like."""
         dataset = self.data.train if mode == "train" else self.data.val
         return BatchSpec.from_dataset(
             dataset, self.data.collate, self.config.AUTOBATCH.NUM_SPEC_SAMPLES, self.seed
@@ -347,6 +378,20 @@ class _TrialTrainStep:
             return None
         num_ranks, scaler = self._search.world.world_size, self._search.assembly.scaler
         return GradientProbe(model, scaler, decay=config.DECAY, num_ranks=num_ranks)
+
+
+def _on_meta(assembly: Assembly) -> Assembly:
+    """With the steps as they are traced: on `meta`, and without torchmetrics, which looks at values."""
+    precision = dataclasses.replace(assembly.train_step.precision, device=torch.device("meta"))
+    return dataclasses.replace(
+        assembly,
+        train_step=dataclasses.replace(assembly.train_step, precision=precision),
+        validation_step=dataclasses.replace(
+            assembly.validation_step,
+            precision=precision,
+            update_metrics=MetricsMemory(assembly.metrics),
+        ),
+    )
 
 
 def keys(mode: Mode) -> Names:

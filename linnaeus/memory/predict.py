@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -99,7 +99,7 @@ class Prediction:
         """
         if not first.batch_size < second.batch_size:
             raise ValueError(f"traces at {first.batch_size} and {second.batch_size}: not in ascending order")
-        measured = _measured_base() if base_bytes is None else base_bytes
+        measured = measured_base_bytes() if base_bytes is None else base_bytes
         programs = _program(first), _program(second)
         return cls(
             base_bytes=ASSUMED_BASE_BYTES if measured is None else measured,
@@ -157,20 +157,7 @@ class Prediction:
         """
         if largest < smallest:
             raise ValueError(f"largest is {largest}; it must be at least smallest, {smallest}")
-        if self.peak_bytes(smallest) > limit_bytes:
-            return None
-        low, high = smallest, largest + 1  # low fits; high does not, or is beyond the range
-        step = 1
-        while high - low > 1:
-            # Aim with the slope first; when that no longer halves the range, bisect.
-            aim = low + int((limit_bytes - self.peak_bytes(low)) / max(1.0, self.slope(low)))
-            middle = min(max(aim, low + 1), high - 1) if step <= _AIMED_STEPS else (low + high) // 2
-            step += 1
-            if self.peak_bytes(middle) <= limit_bytes:
-                low = middle
-            else:
-                high = middle
-        return low
+        return largest_within(range(smallest, largest + 1), limit_bytes, self.peak_bytes)
 
     def at_base(self, base_bytes: int) -> Prediction:
         """The same prediction for a device with another base."""
@@ -191,9 +178,6 @@ class Prediction:
         return max(0, first + (second - first) * (n - low) // (high - low))
 
 
-_AIMED_STEPS = 6
-
-
 def predict(
     step: Callable[[Any], object],
     make_batch: Callable[[int], Any],
@@ -211,6 +195,43 @@ def predict(
         trace(step, make_batch, n, state=state, buckets=buckets, before=before) for n in batch_sizes
     )
     return Prediction.of(first, second, base_bytes=base_bytes, settings=settings, margin=margin)
+
+
+_MAX_AIMED = 8
+"""Aimed steps before the range is halved instead."""
+
+
+class _Sizes(Protocol):
+    """Ascending batch sizes."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> int: ...
+
+
+def largest_within(candidates: _Sizes, budget: float, need: Callable[[int], float]) -> int | None:
+    """The largest candidate that needs no more than the budget, where the next one needs more.
+
+    Needs are nearly a line in the size, so most steps aim where the line through the ends meets the budget.
+
+    >>> largest_within(range(1, 1000), 100, lambda size: 7 + 3 * size)
+    31
+    """
+    low, high = 0, len(candidates) - 1
+    if need(candidates[high]) <= budget:
+        return candidates[high]
+    if need(candidates[low]) > budget:
+        return None
+    num_aimed = 0
+    while high - low > 1:
+        below, above = need(candidates[low]), need(candidates[high])
+        aim = low + int((high - low) * (budget - below) / (above - below))
+        middle = min(max(aim, low + 1), high - 1) if num_aimed < _MAX_AIMED else (low + high) // 2
+        num_aimed += 1
+        if need(candidates[middle]) <= budget:
+            low = middle
+        else:
+            high = middle
+    return candidates[low]
 
 
 def replay(events: list[tuple[int, int, int]], settings: AllocatorSettings) -> CachingAllocator:
@@ -249,8 +270,8 @@ def _program(found: Trace) -> list[tuple[int, int, int]]:
     return program
 
 
-def _measured_base() -> int | None:
-    """In use on the current CUDA device outside this process's allocator; None without one."""
+def measured_base_bytes() -> int | None:
+    """Bytes in use on the current CUDA device outside this process's allocator; None without a device."""
     if not torch.cuda.is_available():
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info()

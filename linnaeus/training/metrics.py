@@ -16,6 +16,10 @@ from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.dist import World
 from linnaeus.training.losses import logits_per_level
 
+TOP5_BYTES = 20
+"""Bytes for each sample and class that top-5 accuracy of torchmetrics holds at its peak: one-hot labels and
+predictions. Counted from its tensors on the CPU."""
+
 
 class ClassificationMetrics(nn.Module):
     """Loss, accuracy per level and taxonomic consistency over a validation pass.
@@ -124,6 +128,26 @@ def headline(metrics: dict[str, float]) -> tuple[str, float]:
     """
     top1 = [name for name in metrics if name.startswith("top1/")]
     return (top1[-1], metrics[top1[-1]]) if top1 else ("-loss", -metrics["loss"])
+
+
+class MetricsMemory:
+    """Holds what the metrics of a validation batch hold; torchmetrics itself looks at values.
+
+    Args:
+        metrics: those of the run.
+    """
+
+    def __init__(self, metrics: ClassificationMetrics) -> None:
+        self._names, self._top5 = metrics.level_names, metrics.top5
+
+    def __call__(self, outputs: Any, targets: Any, loss: Tensor) -> None:
+        """Allocate and release it for one batch; arguments as for `ClassificationMetrics.update`."""
+        if not self._names:
+            return
+        for level, logits in enumerate(logits_per_level(outputs, self._names)):
+            logits.argmax(dim=1)
+            if level in self._top5:
+                torch.empty(TOP5_BYTES * logits.numel(), dtype=torch.uint8, device=logits.device)
 
 
 def _accuracy(num_classes: int, top_k: int) -> MulticlassAccuracy:

@@ -304,7 +304,9 @@ class Run:
     def _config(self, num_epochs: int) -> Config:
         fraction = self.machine.fraction(self.case)
         options = f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION={fraction}", f"TRAIN.EPOCHS={num_epochs}"
-        return load_config([*self.case.argv, *options]).config
+        # A prediction knows nothing of the stand-in's scale.
+        predict = f"DATA.AUTOBATCH.PREDICT={isinstance(self.machine, Card)}"
+        return load_config([*self.case.argv, *options, predict]).config
 
     def _find(self, config: Config, data: DataBundle, assembly: Assembly, world: World) -> None:
         """Search; or see that the sizes found earlier still fit."""

@@ -15,12 +15,18 @@ from torch import Tensor, nn
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size, predict_memory
 from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.autobatch.predicted import START_FRACTION, predict_step
+from linnaeus.autobatch.sizes import SizeSearch, find_sizes
+from linnaeus.config.load import load_config
+from linnaeus.data.datasets import build_data
+from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.allocator import MIB
 from linnaeus.memory.predict import Prediction
 from linnaeus.memory.trace import UntraceableError
+from linnaeus.training.build import assemble
 from tests.autobatch.bits import bits
 from tests.cuda.device import FakeCuda
+from tests.cuda.training import holding
 
 TOTAL, CONTEXT = 400 * MIB, 40 * MIB
 
@@ -169,6 +175,30 @@ def test_validation_counts_the_state_of_the_optimizer() -> None:
     assert result.held_bytes > moments
     assert result.prediction is not None
     assert 0.5 < result.prediction.batch_size / result.batch_size <= 1.02, "segments are large here"
+
+
+RUN = (
+    "MODEL.NAME=test_vit", "DATA.IMG_SIZE=64", "DATA.DATASET.NAME=synthetic",
+    "DATA.AUTOBATCH.ENABLED=True",
+    "DATA.DATASET.NUM_SAMPLES=5000", "DATA.DATASET.NUM_SAMPLES_VAL=5000", "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=2",
+    "OPTIMIZER.NAME=adamw", "OPTIMIZER.KWARGS={foreach: true}", "TRAIN.EMA.ENABLED=True",
+    "TRAIN.ACCUMULATION_STEPS=2", "TRAIN.NOISE_SCALE.ENABLED=True", "DATA.NUM_WORKERS=1",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_both_searches_of_a_run_start_from_a_prediction() -> None:
+    """That of validation too, whose metrics look at values."""
+    config = load_config(list(RUN)).config
+    data, world = build_data(config.DATA, seed=0), World(torch.device("cpu"))
+    assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
+    with holding(FakeCuda(300 * MIB, context_bytes=CONTEXT), assembly):
+        found = find_sizes(SizeSearch(config.DATA, config.TRAIN, data, assembly, world, seed=0))
+    assert found.keys() == {"train", "val"}
+    for result in found.values():
+        assert result.prediction is not None
+        # The stand-in runs the kernels of the CPU, without the workspaces of cuDNN.
+        assert result.prediction.peak_bytes == pytest.approx(result.peak_bytes, abs=32 * MIB)
 
 
 # --- a prediction costs nothing ---

@@ -29,7 +29,7 @@ from linnaeus.dist import World, resolve_device
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.memory.device import GIB
 from linnaeus.memory.gpus import Gpu, smallest_gpu
-from linnaeus.memory.predict import ASSUMED_BASE_BYTES, MARGIN
+from linnaeus.memory.predict import ASSUMED_BASE_BYTES, MARGIN, largest_within, measured_base_bytes
 from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.analysis")
@@ -74,9 +74,9 @@ def target_of(options: Options, config: Config) -> Target:
         )
     device = resolve_device(name, local_rank=0)
     with torch.cuda.device(device):
-        free_bytes, total_bytes = torch.cuda.mem_get_info()
-        base_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()
-    return Target([Gpu(torch.cuda.get_device_name(device), total_bytes)], base_bytes, is_measured=True)
+        base_bytes = measured_base_bytes() or 0
+    gpu = Gpu(torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1])
+    return Target([gpu], base_bytes, is_measured=True)
 
 
 def world_of(options: Options) -> World:
@@ -138,39 +138,9 @@ def _fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
     if row.batch_size is None:
         row.reason = _why_nothing_fits(row, step)
         return
-    row.limited_by = step.bound if row.batch_size == candidates[-1] else "memory"
+    row.limited_by = step.bound if row.batch_size == candidates[len(candidates) - 1] else "memory"
     row.peak_bytes = prediction.peak_bytes(row.batch_size)
     row.breakdown = _breakdown(row.peak_bytes, step)
-
-
-def largest_within(candidates: Sequence[int], budget: float, need: Callable[[int], float]) -> int | None:
-    """The largest candidate that needs no more than the budget, where the next one needs more.
-
-    Needs are nearly a line in the size, so most steps aim where the line through the ends meets the budget.
-
-    >>> largest_within(range(1, 1000), 100, lambda size: 7 + 3 * size)
-    31
-    """
-    low, high = 0, len(candidates) - 1
-    if need(candidates[high]) <= budget:
-        return candidates[high]
-    if need(candidates[low]) > budget:
-        return None
-    num_aimed = 0
-    while high - low > 1:
-        below, above = need(candidates[low]), need(candidates[high])
-        aim = low + int((high - low) * (budget - below) / (above - below))
-        middle = min(max(aim, low + 1), high - 1) if num_aimed < _MAX_AIMED else (low + high) // 2
-        num_aimed += 1
-        if need(candidates[middle]) <= budget:
-            low = middle
-        else:
-            high = middle
-    return candidates[low]
-
-
-_MAX_AIMED = 8
-"""Aimed steps before the range is halved instead."""
 
 
 def _why_nothing_fits(row: Row, step: PredictedStep) -> str:

@@ -20,16 +20,16 @@ from torch.utils.checkpoint import checkpoint
 
 from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.commands.analyze.options import Options, read
-from linnaeus.commands.analyze.predict import largest_within, target_of, world_of
-from linnaeus.commands.analyze.traced import MetricsMemory, PredictedStep, build_on_meta, predict_step
+from linnaeus.commands.analyze.predict import target_of, world_of
+from linnaeus.commands.analyze.traced import PredictedStep, build_on_meta, predict_step
 from linnaeus.commands.session import Setup
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.memory.gpus import GIB, GPUS
-from linnaeus.memory.predict import MARGIN
+from linnaeus.memory.predict import MARGIN, largest_within
 from linnaeus.memory.storages import StorageTracer
-from linnaeus.training.metrics import ClassificationMetrics
+from linnaeus.training.metrics import ClassificationMetrics, MetricsMemory
 from tests.conftest import Outcome, Run, freeze_what_is_there
 from tests.consoles import plain_console
 
