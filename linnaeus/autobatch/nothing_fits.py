@@ -11,6 +11,7 @@ from linnaeus.autobatch.observer import SearchLimits, gib
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.memory.device import GIB
+from linnaeus.memory.gpus import device_that_would_do
 from linnaeus.memory.interface import DeviceMemory
 
 MODEL_GROWTH = 4
@@ -71,8 +72,10 @@ class NothingFits:
         """What the smallest size would need, where that is known and more than the budget."""
         if self.predicted_bytes is None or self.predicted_bytes <= self.limits.budget_bytes:
             return ""
+        device_bytes = self.predicted_bytes / self.limits.target_memory_fraction
         return (
-            f" Batch size {self.limits.min_size} is predicted to need {self.predicted_bytes / GIB:.2f} GiB."
+            f" Batch size {self.limits.min_size} is predicted to need {self.predicted_bytes / GIB:.2f} GiB: "
+            f"{device_that_would_do(device_bytes)}, with nothing else on it."
         )
 
     @property

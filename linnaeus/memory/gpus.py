@@ -9,6 +9,7 @@ The table has what torch itself says in its messages, where a public report quot
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -84,6 +85,17 @@ def smallest_gpu(num_bytes: float) -> Gpu | None:
     """The GPU of the table with the least memory that is enough; None where none has so much."""
     enough = [Gpu(name, total) for name, total in GPUS.items() if total >= num_bytes]
     return min(enough, key=lambda gpu: gpu.total_bytes, default=None)
+
+
+def device_that_would_do(num_bytes: float) -> str:
+    """In words: the memory that a device needs, in GiB rounded up, and the smallest GPU of the table with it.
+
+    >>> device_that_would_do(24 * GIB)
+    'a device of 24.00 GiB would do, such as rtx-5090'
+    """
+    gpu = smallest_gpu(num_bytes)
+    example = "" if gpu is None else f", such as {gpu.name}"
+    return f"a device of {math.ceil(100 * num_bytes / GIB) / 100:.2f} GiB would do{example}"
 
 
 def _plain(name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from linnaeus.data.datasets import build_data
 from linnaeus.dist import World, resolve_device
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.memory.device import GIB
-from linnaeus.memory.gpus import Gpu, smallest_gpu
+from linnaeus.memory.gpus import Gpu, device_that_would_do
 from linnaeus.memory.predict import ASSUMED_BASE_BYTES, MARGIN, largest_within, measured_base_bytes
 from linnaeus.words import counted
 
@@ -148,14 +147,11 @@ def _why_nothing_fits(row: Row, step: PredictedStep) -> str:
     assert row.budget_bytes is not None
     size, base_bytes = step.candidates[0], step.prediction.base_bytes
     peak_bytes = step.prediction.peak_bytes(size)
-    needed_bytes = peak_bytes / row.memory_fraction
-    gpu = smallest_gpu(needed_bytes)
-    example = "" if gpu is None else f", such as {gpu.name}"
+    enough = device_that_would_do(peak_bytes / row.memory_fraction)
     return (
         f"prediction ({row.mode}): no batch size fits. The budget is {row.budget_bytes / GIB:.2f} GiB, "
         f"{row.memory_fraction:.0%} of {row.device}; batch size {size} takes {peak_bytes / GIB:.2f} GiB, of "
-        f"which {base_bytes / GIB:.2f} GiB are in use beside the allocator. A device of "
-        f"{math.ceil(100 * needed_bytes / GIB) / 100:.2f} GiB would do{example}"
+        f"which {base_bytes / GIB:.2f} GiB are in use beside the allocator; {enough}"
     )
 
 

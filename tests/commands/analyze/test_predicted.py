@@ -279,7 +279,7 @@ def test_where_nothing_fits_the_error_says_which_memory_would_do(run: Run) -> No
     assert outcome.code == 3
     assert "0.50 GiB, 50% of 1 GiB" in outcome.err
     assert "such as t4" in outcome.err
-    (needed,) = re.findall(r"A device of (\d+\.\d\d) GiB would do", outcome.err)
+    (needed,) = re.findall(r"a device of (\d+\.\d\d) GiB would do", outcome.err)
     assert run(*argv, "--device-memory-gb", needed).code == 0
     assert run(*argv, "--device-memory-gb", f"{float(needed) - 0.01:.2f}").code == 3
 
