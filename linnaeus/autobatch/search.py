@@ -20,8 +20,8 @@ The guided strategy assumes that memory is nearly linear in the size: a fixed co
    bracket's width, and by twice as much after each further failure.
 5. After eight trials the line is given up in favour of doubling steps and bisection.
 6. With a predicted size and slope, the first trial is the predicted size, and steps too short to measure a
-   slope use the predicted one. If the first trial leaves no peak, or the peaks contradict the prediction, the
-   search goes on as if there had been none.
+   slope use the predicted one, times the factor by which the predicted peak was wrong. If the first trial
+   leaves no peak, or the peaks contradict the prediction, the search goes on as if there had been none.
 
 Close to the answer, the point where the line meets the budget is one of the two neighbours that certify it.
 Any curve takes at most 2·log2(candidates) + 9 trials, and one more where a prediction was wrong.
@@ -61,7 +61,7 @@ NEAR = 0.1
 through them."""
 PREDICTED_TRIALS = 4
 """Trials after which a prediction is given up: with a good one, the search has ended by then."""
-TRUSTED = 0.1
+TRUSTED = 0.15
 """A prediction is given up when a peak is further from it than this fraction of the budget."""
 MIN_STEEPNESS = 0.1
 """A slope below this fraction of peak/size is implausible: the two peaks differ by less than their noise, or
@@ -399,6 +399,17 @@ class _Search:
         error_between = peak - self.peaks[others[0]] - slope * (size - others[0]) if others else 0.0
         return abs(error_between) <= SHORT * self.budget_bytes
 
+    def scaled_slope(self, size: int) -> float | None:
+        """The predicted slope, times what a measured peak is of the predicted one; None without a prediction.
+
+        Where a prediction is wrong, it is mostly by a factor: it has missed a part of every sample.
+        """
+        if self.predicted_slope is None or self.start is None:
+            return None
+        predicted = self.budget_bytes + self.predicted_slope * (size - self.start) - self.fixed_bytes
+        ratio = (self.peaks[size] - self.fixed_bytes) / max(predicted, 1)
+        return self.predicted_slope * max(ratio, 1 - TRUSTED)
+
     def give_up_prediction(self) -> None:
         """Go on as if there had been no prediction, from the bracket and the peaks at its ends."""
         self.start = self.predicted_slope = None
@@ -499,7 +510,7 @@ def _slope(search: _Search, anchor: int) -> float | None:
     if search.predicted_slope is not None:
         others = [size for size in others if abs(size - anchor) > NEAR * anchor]
     if not others:
-        return search.predicted_slope or (1 - FIXED_FRACTION) * proportional
+        return search.scaled_slope(anchor) or (1 - FIXED_FRACTION) * proportional
     slopes = ((search.peaks[size] - search.peaks[anchor]) / (size - anchor) for size in others)
     flattest = MIN_STEEPNESS * proportional
     is_far = search.unbounded or search.candidates[search.high] > GROWTH * anchor

@@ -634,6 +634,18 @@ def test_a_short_step_follows_the_prediction_where_noise_hides_the_slope() -> No
     assert (result.size, len(result.trials)) == (221, 4)
 
 
+@pytest.mark.parametrize("factor", [0.87, 0.93, 1.07, 1.14])
+def test_a_prediction_that_is_wrong_by_a_factor_is_so_in_its_slope_too(factor: float) -> None:
+    """Without the factor in the slope, the second trial would be off by about the square of the error."""
+    arguments = {"budget_bytes": 40_000, "min_size": 1, "max_size": 8192}
+    start = int(40_000 / (40 * factor))
+    result = find_largest(line(0, 40), **arguments, start=start, predicted_slope=40 * factor)
+    assert (result.size, result.certified) == (1000, True)
+    assert sizes(result)[0] == start
+    error = abs(sizes(result)[1] / 1000 - 1)
+    assert error < 0.005 < (1 - factor) ** 2 + 0.002
+
+
 @pytest.mark.parametrize("capacity", [BUDGET, 1.25 * BUDGET, math.inf])
 @pytest.mark.parametrize("fixed", [0, 1000, 6000])
 def test_a_wrong_prediction_costs_one_trial(fixed: int, capacity: float) -> None:
