@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -142,9 +143,11 @@ class GreedyOnce(torch.optim.SGD):
 class GreedyInValidation(Layers):
     """After so many samples of validation, batches above a size need too much."""
 
-    def __init__(self, num_classes: int, largest: int, from_sample: int = 0) -> None:
+    def __init__(self, num_classes: int, largest: int, from_sample: int = 0, rank: int | None = None) -> None:
         super().__init__(num_classes)
         self.largest, self.from_sample, self.num_validated = largest, from_sample, 0
+        if rank is not None and int(os.environ.get("RANK", "0")) != rank:
+            self.from_sample = sys.maxsize
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.training:
@@ -770,3 +773,22 @@ def test_without_split_the_ranks_end_without_a_checkpoint(tmp_path: Path) -> Non
     assert ended.code != 0
     assert "[rank 0] rank 1: out of memory in optimizer step 1" in ended.err
     assert not list((tmp_path / "runs/plain").glob("checkpoints/*.pt"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_validation_of_one_rank_that_runs_out_of_memory_ends_all_and_keeps_the_checkpoint(
+    tmp_path: Path, rank: int
+) -> None:
+    model = (
+        f"MODEL._target_={__name__}.GreedyInValidation", "MODEL.largest=8", "MODEL.from_sample=70",
+        f"MODEL.rank={rank}",
+    )  # fmt: skip
+    ended = two_ranks(tmp_path, *model, SPLIT, max_restarts=0)
+    assert ended.code != 0
+    assert f"{'' if rank == 0 else 'rank 1: '}out of memory in the validation after epoch 2" in ended.err
+    folder = tmp_path / "runs/plain"
+    assert checkpoint(folder)["progress"]["epoch"] == 1
+    again = two_ranks(tmp_path, *model, SPLIT, "DATA.BATCH_SIZE_VAL=8", max_restarts=0)
+    assert again.code == 0, again.err
+    assert curve(folder)[0] == list(range(1, 10))
