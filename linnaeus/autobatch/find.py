@@ -154,7 +154,7 @@ class BatchSizeFinder:
             stack.callback(self.memory.reset_peak)  # the last callback runs first
             stack.callback(self._runner.clean)
             stack.callback(self._snapshot.restore)
-            self._predictor = StartPredictor(self._predict, self._runner.clean, self.mode)
+            self._predictor = StartPredictor(self._predict, self.mode)
             check_restorable(self._snapshot, self._names)
             self._stack = stack.pop_all()
         return self

@@ -13,7 +13,7 @@ from torch import nn
 
 from linnaeus import nest
 from linnaeus.autobatch.result import Mode, PredictedStart
-from linnaeus.autobatch.trial import release_frames, step_with_zero_gradients
+from linnaeus.autobatch.trial import step_with_zero_gradients
 
 if TYPE_CHECKING:
     from linnaeus.memory.predict import Prediction
@@ -79,17 +79,15 @@ def moments_bytes(state: Sequence[Any]) -> int:
 class StartPredictor:
     """Predicts where the searches of one finder start. The step is traced once, when the first search asks.
 
+    What the step changes outside the device, such as random number generators, the next trial puts back.
+
     Args:
         trace: gives the prediction for the allocator alone; None predicts nothing.
-        restore: undoes what a trace has changed.
         mode: begins the log line.
     """
 
-    def __init__(
-        self, trace: Callable[[], Prediction] | None, restore: Callable[[], object], mode: Mode
-    ) -> None:
+    def __init__(self, trace: Callable[[], Prediction] | None, mode: Mode) -> None:
         self._trace = trace
-        self._restore = restore
         self._mode = mode
         self._seconds = 0.0
         self._prediction: Prediction | None = None
@@ -129,8 +127,5 @@ class StartPredictor:
             reason = str(error).partition("\n")[0] or type(error).__name__
             logger.info("AutoBatch %s: no prediction, the search starts without one: %s", self._mode, reason)
             logger.debug("%s", "".join(traceback.format_exception(error)))
-            release_frames(error)  # they hold batches
-        finally:
-            self._restore()
         self._seconds = time.monotonic() - began
         return self._prediction

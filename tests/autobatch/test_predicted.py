@@ -246,7 +246,7 @@ def test_a_step_that_cannot_be_traced_is_searched_as_without(
     loop, alone = Loop(look=look), Loop(look=look)
     found, expected = search(loop, max_batch_size=4), search(alone, max_batch_size=4, predict=False)
     assert (sizes(found), found.prediction) == (sizes(expected), None)
-    assert found.held_bytes == expected.held_bytes, "the batch of the trace is freed"
+    assert found.held_bytes == expected.held_bytes
     lines = [line for line in caplog.messages if "no prediction" in line]
     assert len(lines) == 1
     assert reason in lines[0]
