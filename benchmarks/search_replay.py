@@ -9,8 +9,9 @@ The result is multiplied by noise of 1 %, drawn once for each quarter octave of 
 then searches the sizes from 1 to 8192 with a budget of 80 % of a card of 40,000 MiB. A trial that needs more
 than the card has raises `OutOfMemory`.
 
-With `--predict`, the guided search starts from the size and the slope that traces of each model predict
-(`benchmarks/prediction_accuracy.py`), beside the same search without them.
+With `--predict`, the guided search starts from what traces of each model predict
+(`benchmarks/prediction_accuracy.py`), beside the same search without it: at the size that is to need the
+budget, and with a strict cap, which is what a search meets on CUDA, at the size that starts a search there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from linnaeus.autobatch.search import STRATEGIES, OutOfMemory, SearchResult, find_largest
+from linnaeus.autobatch.predicted import START_FRACTION
+from linnaeus.autobatch.search import STRATEGIES, OutOfMemory, PredictedPoint, SearchResult, find_largest
 
 CURVES = Path(__file__).parent / "data" / "memory_curves.csv"
 CAPACITY_MIB = 40_000
@@ -92,12 +94,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Case:
-    """A curve to search, its best size (0: none fits), the size to start from, and the predicted slope."""
+    """A curve to search, its best size (0: none fits), the size to start from, or what is predicted."""
 
     curve: Curve
     best: int
     start: int | None
-    slope: float | None = None
+    predicted: PredictedPoint | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def replay(case: Case, mode: Mode, strategy: str) -> Replay:
         strategy=strategy,
         tolerance=mode.tolerance,
         start=case.start,
-        predicted_slope=case.slope,
+        predicted=case.predicted,
     )
     fits = case.best == 0 if result.size is None else case.curve(result.size) <= BUDGET_MIB * MIB
     ratio = (result.size or 0) / case.best if case.best else 1.0
@@ -203,14 +205,18 @@ def summary(runs: Sequence[Replay]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Start:
-    """What a prediction says: the size that needs the whole budget, and bytes per sample there."""
+class Starts:
+    """Where a search starts: at the size that is predicted to need the budget, or a fraction of it."""
 
-    size: int
-    slope: float
+    whole: PredictedPoint
+    below: PredictedPoint
+
+    def of(self, mode: Mode) -> PredictedPoint:
+        """Below, where a size above the budget leaves no peak, as on CUDA."""
+        return self.below if mode.strict else self.whole
 
 
-def predicted_start(model: str) -> Start | None:
+def predicted_starts(model: str) -> Starts | None:
     """The prediction for a model; None where its step cannot be traced."""
     from prediction_accuracy import BASE_BYTES, predicted_mib, traces_of
 
@@ -228,16 +234,18 @@ def predicted_start(model: str) -> Start | None:
     def needed_mib(size: int) -> float:
         return predicted_mib(prediction, size, num_elements)
 
-    size = max(1, bisect.bisect_right(range(1, MAX_SIZE + 1), BUDGET_MIB, key=needed_mib))
-    step = max(1, size // 10)
-    below = max(1, size - step)
-    return Start(size, (needed_mib(size + step) - needed_mib(below)) / (size + step - below) * MIB)
+    def point(mib: float) -> PredictedPoint:
+        size = max(1, bisect.bisect_right(range(1, MAX_SIZE + 1), mib, key=needed_mib))
+        slope_mib = (needed_mib(2 * size) - needed_mib(size)) / size
+        return PredictedPoint(size, needed_mib(size) * MIB, slope_mib * MIB)
+
+    return Starts(point(BUDGET_MIB), point(START_FRACTION * BUDGET_MIB))
 
 
 def print_predicted(curves: dict[str, Points], seeds: Sequence[int], jobs: int) -> None:
     """The guided search of each model with and without its prediction."""
     with ProcessPoolExecutor(jobs) as pool:
-        found = dict(zip(curves, pool.map(predicted_start, curves), strict=True))
+        found = dict(zip(curves, pool.map(predicted_starts, curves), strict=True))
     starts = {model: start for model, start in found.items() if start is not None}
     print(f"{len(starts)} of {len(curves)} models predicted, {len(seeds)} draws of noise each\n")
     print(HEADER)
@@ -245,7 +253,7 @@ def print_predicted(curves: dict[str, Points], seeds: Sequence[int], jobs: int) 
         models = [model for _ in seeds for model in curves]
         alone = make_cases(curves, seeds, mode)
         predicted = [
-            replace(case, start=starts[model].size, slope=starts[model].slope) if model in starts else case
+            replace(case, predicted=starts[model].of(mode)) if model in starts else case
             for model, case in zip(models, alone, strict=True)
         ]
         runs = {name: [replay(case, mode, "guided") for case in cases]

@@ -11,7 +11,7 @@ from linnaeus.autobatch.observer import SearchLimits, gib
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.memory.device import GIB
-from linnaeus.memory.gpus import device_that_would_do
+from linnaeus.memory.gpus import ASSUMED_BASE_BYTES, device_that_would_do
 from linnaeus.memory.interface import DeviceMemory
 
 MODEL_GROWTH = 4
@@ -64,19 +64,24 @@ class NothingFits:
         return (
             f"AutoBatch ({self.mode}): {reason}. Budget {budget} for this process: {fraction} of "
             f"{total}{origin}{cap}{others}; {held} are held before the first sample. "
-            f"Tried: {tried or 'nothing'}.{self._predicted()} "
+            f"Tried: {tried or 'nothing'}.{self._predicted(cap)} "
             f"What helps: {'; '.join(self._remedies(are_others=bool(others)))}."
         )
 
-    def _predicted(self) -> str:
-        """What the smallest size would need, where that is known and more than the budget."""
-        if self.predicted_bytes is None or self.predicted_bytes <= self.limits.budget_bytes:
+    def _predicted(self, cap: str) -> str:
+        """What the smallest size would need, where that is known and more than the budget.
+
+        Args:
+            cap: says that the allocator's own cap bounds the budget; a larger device would not change it.
+        """
+        limits = self.limits
+        if self.predicted_bytes is None or self.predicted_bytes <= limits.budget_bytes:
             return ""
-        device_bytes = self.predicted_bytes / self.limits.target_memory_fraction
-        return (
-            f" Batch size {self.limits.min_size} is predicted to need {self.predicted_bytes / GIB:.2f} GiB: "
-            f"{device_that_would_do(device_bytes)}, with nothing else on it."
-        )
+        needed = f" Batch size {limits.min_size} is predicted to need {self.predicted_bytes / GIB:.2f} GiB"
+        if cap or limits.total_is_limit:
+            return f"{needed}."
+        device_bytes = (self.predicted_bytes + ASSUMED_BASE_BYTES) / limits.target_memory_fraction
+        return f"{needed}: {device_that_would_do(device_bytes)}, with nothing else on it."
 
     @property
     def _ran_out(self) -> tuple[str, str] | None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from linnaeus import nest
 from linnaeus.autobatch.result import Mode, PredictedStart
+from linnaeus.autobatch.search import PredictedPoint
 from linnaeus.autobatch.trial import step_with_zero_gradients
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ class StartPredictor:
     def start(
         self, budget_bytes: int, other_bytes: int, min_size: int, max_size: int
     ) -> PredictedStart | None:
-        """The size to try first, and the slope there; None without a prediction, or if nothing is to fit.
+        """The size to try first, and the slope there; None without a prediction, if nothing is
+        to fit, or if larger sizes need no more.
 
         Args:
             budget_bytes: what the process may hold on the device.
@@ -106,14 +108,19 @@ class StartPredictor:
             return None
         limit_bytes = int(START_FRACTION * budget_bytes) - other_bytes
         size = prediction.largest(limit_bytes, smallest=min_size, largest=max_size)
-        if size is None:
+        if size is None or (slope := prediction.slope(size)) <= 0:
             return None
-        slope = max(prediction.slope(size), 0.0)
         return PredictedStart(size, slope, other_bytes, round(self._seconds, 3))
 
+    def point(self, start: PredictedStart) -> PredictedPoint:
+        """What `start` says, for `find_largest`."""
+        peak_bytes = self.peak_bytes(start.batch_size, start.other_bytes)
+        assert peak_bytes is not None
+        return PredictedPoint(start.batch_size, peak_bytes, start.bytes_per_sample)
+
     def peak_bytes(self, size: int, other_bytes: int) -> int | None:
-        """What the process is predicted to hold at its peak; None without a prediction."""
-        prediction = self._predicted()
+        """What the process is predicted to hold at its peak; None where no search has asked for a start."""
+        prediction = self._prediction
         return None if prediction is None else prediction.reserved_bytes(size) + other_bytes
 
     def _predicted(self) -> Prediction | None:

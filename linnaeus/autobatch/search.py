@@ -110,6 +110,29 @@ class TrialRecord:
 
 
 @dataclass(frozen=True)
+class PredictedPoint:
+    """What is predicted of one size: a search starts there.
+
+    Attributes:
+        size: the size.
+        peak_bytes: what it is predicted to need.
+        bytes_per_sample: what one more sample is predicted to need, above 0.
+    """
+
+    size: int
+    peak_bytes: float
+    bytes_per_sample: float
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_sample <= 0:
+            raise ValueError(f"bytes_per_sample is {self.bytes_per_sample}; it must be above 0")
+
+    def at(self, size: int) -> float:
+        """What another size is predicted to need, in bytes."""
+        return self.peak_bytes + self.bytes_per_sample * (size - self.size)
+
+
+@dataclass(frozen=True)
 class SearchResult:
     """What a search found.
 
@@ -142,7 +165,7 @@ def find_largest(
     tolerance: float = 0.0,
     max_trials: int = 25,
     start: int | None = None,
-    predicted_slope: float | None = None,
+    predicted: PredictedPoint | None = None,
     deadline_s: float | None = None,
     known: Iterable[TrialRecord] = (),
     fixed_bytes: int = 0,
@@ -172,8 +195,8 @@ def find_largest(
         max_trials: most trials to run.
         start: a size to try first, such as the answer of an earlier run; `binary` ignores it. It need not be
             a candidate.
-        predicted_slope: bytes that a sample is predicted to need near `start`, which then is to need
-            the whole budget; above 0. `guided` gives a prediction up that the first peaks contradict.
+        predicted: where `guided` starts, unless `start` is given; it gives a prediction up that the first
+            peaks contradict.
         deadline_s: no trial starts later than this many seconds after the call.
         known: earlier trials, one for each size. They count as run: they bound and guide the search, and may
             hold its answer. Peaks are judged by this search's budget, not by their status. A record without
@@ -191,8 +214,6 @@ def find_largest(
         ValueError: for an argument out of its range, or bounds without a candidate.
     """
     _check(min_size, max_size, multiple_of, strategy, max_trials)
-    if predicted_slope is not None and predicted_slope <= 0:
-        raise ValueError(f"predicted_slope is {predicted_slope}; it must be above 0")
     if not 0 <= tolerance < 1:
         raise ValueError(f"tolerance is {tolerance}; it must lie in [0, 1)")
     began = clock()
@@ -201,7 +222,7 @@ def find_largest(
         budget_bytes,
         start,
         fixed_bytes,
-        predicted_slope,
+        predicted if start is None and strategy == "guided" else None,
         tolerance,
     )
     search.absorb(known)
@@ -319,9 +340,9 @@ class _Search:
     """State of a search: the bracket, the peaks and the trials.
 
     Attributes:
-        start: the hint; None without one.
+        start: the size to start from; None without one.
         fixed_bytes: known part of every peak that does not depend on the size.
-        predicted_slope: bytes that a sample is predicted to need; None without a prediction.
+        predicted: the prediction; None without one, and once it is given up.
         gave_up: whether a prediction has been given up.
         tolerance: how much larger the largest size may be than the answer, as a fraction of the answer.
         low: index of the largest candidate that was seen to fit; -1 without one.
@@ -334,7 +355,7 @@ class _Search:
     budget_bytes: int
     start: int | None
     fixed_bytes: int
-    predicted_slope: float | None = None
+    predicted: PredictedPoint | None = None
     tolerance: float = 0.0
     low: int = -1
     high: int = 0
@@ -378,41 +399,41 @@ class _Search:
 
     @property
     def hint(self) -> int | None:
-        """Index of `start` while it lies inside the bracket."""
-        if self.start is None:
+        """Index of the size to start from while it lies inside the bracket."""
+        start = self.start if self.predicted is None else self.predicted.size
+        if start is None:
             return None
-        index = self.candidates.nearest(self.start)
+        index = self.candidates.nearest(start)
         return index if self.low < index < self.high else None
 
     @property
     def prediction_holds(self) -> bool:
         """There is a prediction, and the two peaks closest to the budget agree with it."""
-        if self.predicted_slope is None or self.start is None or len(self.trials) > PREDICTED_TRIALS:
+        if self.predicted is None or len(self.trials) > PREDICTED_TRIALS:
             return False
         if not self.peaks:
             return not self.trials
         size, *others = sorted(self.peaks, key=self.distance)
-        peak, slope = self.peaks[size], self.predicted_slope
-        error = peak - self.budget_bytes - slope * (size - self.start)
+        error = self.peaks[size] - self.predicted.at(size)
         if abs(error) > TRUSTED * (self.budget_bytes - self.fixed_bytes):
             return False
-        error_between = peak - self.peaks[others[0]] - slope * (size - others[0]) if others else 0.0
+        error_between = error - (self.peaks[others[0]] - self.predicted.at(others[0])) if others else 0.0
         return abs(error_between) <= SHORT * self.budget_bytes
 
-    def scaled_slope(self, size: int) -> float | None:
+    def predicted_slope(self, size: int) -> float | None:
         """The predicted slope, times what a measured peak is of the predicted one; None without a prediction.
 
         Where a prediction is wrong, it is mostly by a factor: it has missed a part of every sample.
         """
-        if self.predicted_slope is None or self.start is None:
+        if self.predicted is None:
             return None
-        predicted = self.budget_bytes + self.predicted_slope * (size - self.start) - self.fixed_bytes
-        ratio = (self.peaks[size] - self.fixed_bytes) / max(predicted, 1)
-        return self.predicted_slope * max(ratio, 1 - TRUSTED)
+        predicted_bytes = max(self.predicted.at(size) - self.fixed_bytes, 1)
+        ratio = (self.peaks[size] - self.fixed_bytes) / predicted_bytes
+        return self.predicted.bytes_per_sample * max(ratio, 1 - TRUSTED)
 
     def give_up_prediction(self) -> None:
         """Go on as if there had been no prediction, from the bracket and the peaks at its ends."""
-        self.start = self.predicted_slope = None
+        self.predicted = None
         ends = {self.candidates[i] for i in (self.low, self.high) if 0 <= i < len(self.candidates)}
         near = {size for size, peak in self.peaks.items() if peak <= 2 * self.budget_bytes}
         self.peaks = {size: self.peaks[size] for size in ends & near}
@@ -464,7 +485,7 @@ class _Search:
 def _guided(search: _Search) -> int:
     if search.hint is not None:
         return search.hint
-    if search.predicted_slope is not None and not search.prediction_holds:
+    if search.predicted is not None and not search.prediction_holds:
         search.give_up_prediction()
     num_guided = len(search.trials) - search.gave_up  # its first trial showed nothing else
     if num_guided >= GUIDED_TRIALS:
@@ -507,10 +528,10 @@ def _slope(search: _Search, anchor: int) -> float | None:
     """Bytes per sample at the anchor; None if the peaks in a bracket are too flat to tell."""
     proportional = max(search.peaks[anchor] - search.fixed_bytes, 1) / anchor
     others = sorted(search.peaks.keys() - {anchor}, key=search.distance)
-    if search.predicted_slope is not None:
+    if search.predicted is not None:
         others = [size for size in others if abs(size - anchor) > NEAR * anchor]
     if not others:
-        return search.scaled_slope(anchor) or (1 - FIXED_FRACTION) * proportional
+        return search.predicted_slope(anchor) or (1 - FIXED_FRACTION) * proportional
     slopes = ((search.peaks[size] - search.peaks[anchor]) / (size - anchor) for size in others)
     flattest = MIN_STEEPNESS * proportional
     is_far = search.unbounded or search.candidates[search.high] > GROWTH * anchor

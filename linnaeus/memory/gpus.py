@@ -16,6 +16,10 @@ from dataclasses import dataclass
 GIB = 1024**3
 _MIB = 1024**2
 
+ASSUMED_BASE_BYTES = 600 * _MIB
+"""Bytes that a process holds on a device beside its allocator, where there is none to measure: the context of
+CUDA and the code of kernels, cuBLAS and cuDNN. An assumption, not fitted: give `base_bytes` where known."""
+
 _LESS_THAN_NVIDIA_SMI = 0.6 * GIB
 """torch sees 0.35 to 0.75 GiB less than `nvidia-smi` says, by the cards of which both are known."""
 

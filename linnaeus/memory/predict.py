@@ -36,17 +36,13 @@ from typing import Any, Protocol
 
 import torch
 
-from linnaeus.memory.allocator import MIB, AllocatorSettings, Block, CachingAllocator
+from linnaeus.memory.allocator import AllocatorSettings, Block, CachingAllocator
+from linnaeus.memory.gpus import ASSUMED_BASE_BYTES
 from linnaeus.memory.trace import Buckets, Trace, UntraceableError, trace
 from linnaeus.memory.workspace import workspace_bytes
 
 BATCH_SIZES = (8, 16)
 """The batch sizes that are traced: large enough for kernels to take their usual path."""
-
-ASSUMED_BASE_BYTES = 600 * MIB
-"""Bytes that a process holds on a device beside its allocator, where there is none to measure: the CUDA
-context and the code of kernels, cuBLAS and cuDNN. An assumption, not fitted: give `base_bytes` where
-known."""
 
 MARGIN = 1.15
 """Peak times this is at least the measured peak in 97 of 100 runs, see benchmarks/prediction_accuracy.py."""

@@ -20,6 +20,7 @@ from linnaeus.autobatch.search import (
     GROWTH,
     STRATEGIES,
     OutOfMemory,
+    PredictedPoint,
     SearchResult,
     TrialRecord,
     carry_over,
@@ -131,7 +132,10 @@ bounds = st.one_of(
 )
 capacities = st.sampled_from([BUDGET, 1.25 * BUDGET, math.inf])
 starts = st.one_of(st.none(), st.integers(1, 9000))
-slopes = st.one_of(st.none(), st.floats(0.01, 30_000))
+points = st.one_of(
+    st.none(),
+    st.builds(PredictedPoint, st.integers(1, 9000), st.floats(0, 3 * BUDGET), st.floats(0.01, 30_000)),
+)
 strategies = st.sampled_from(sorted(STRATEGIES))
 
 
@@ -145,11 +149,11 @@ strategies = st.sampled_from(sorted(STRATEGIES))
     multiple_of=st.sampled_from([1, 1, 2, 8, 32]),
     strategy=strategies,
     start=starts,
-    slope=slopes,
+    point=points,
     max_trials=st.sampled_from([1, 2, 3, 5, 10, 25, 10**9]),
 )
 @example(line(0, 0), math.inf, (1, 1), 1, "guided", None, None, 10**9)
-@example(line(BUDGET, 0), BUDGET, (1, 8192), 1, "guided", 1, 1.0, 10**9)
+@example(line(BUDGET, 0), BUDGET, (1, 8192), 1, "guided", None, PredictedPoint(1, BUDGET, 1.0), 10**9)
 def test_every_search_is_bounded_and_honest(
     curve: Curve,
     capacity: float,
@@ -157,7 +161,7 @@ def test_every_search_is_bounded_and_honest(
     multiple_of: int,
     strategy: str,
     start: int | None,
-    slope: float | None,
+    point: PredictedPoint | None,
     max_trials: int,
 ) -> None:
     candidates = candidates_of(*bounds, multiple_of)
@@ -169,7 +173,7 @@ def test_every_search_is_bounded_and_honest(
         "multiple_of": multiple_of,
         "strategy": strategy,
         "start": start,
-        "predicted_slope": slope,
+        "predicted": point,
         "max_trials": max_trials,
     }
     if not candidates:
@@ -181,7 +185,7 @@ def test_every_search_is_bounded_and_honest(
         assert result.size == max((n for n, peak in device.peaks.items() if peak <= BUDGET), default=None)
         assert len(result.trials) <= math.log2(bounds[1]) + 2
     else:
-        check_honest(result, device, candidates, max_trials, int(slope is not None))
+        check_honest(result, device, candidates, max_trials, int(point is not None))
 
 
 @given(
@@ -191,7 +195,7 @@ def test_every_search_is_bounded_and_honest(
     multiple_of=st.sampled_from([1, 8]),
     strategy=st.sampled_from(CERTIFYING),
     start=starts,
-    slope=slopes,
+    point=points,
 )
 def test_on_a_rising_curve_the_largest_size_is_found(
     curve: Curve,
@@ -200,7 +204,7 @@ def test_on_a_rising_curve_the_largest_size_is_found(
     multiple_of: int,
     strategy: str,
     start: int | None,
-    slope: float | None,
+    point: PredictedPoint | None,
 ) -> None:
     candidates = candidates_of(*bounds, multiple_of)
     assume(candidates)
@@ -212,7 +216,7 @@ def test_on_a_rising_curve_the_largest_size_is_found(
         multiple_of=multiple_of,
         strategy=strategy,
         start=start,
-        predicted_slope=slope,
+        predicted=point,
         max_trials=10**9,
     )
     assert result.size == max((n for n in candidates if curve(n) <= BUDGET), default=None)
@@ -593,7 +597,6 @@ def test_a_failed_trial_leaves_nothing_alive() -> None:
     ("arguments", "message"),
     [
         ({"strategy": "guess"}, "strategy is 'guess'; it must be one of guided, binary, power, binsearch"),
-        ({"predicted_slope": 0.0}, "predicted_slope is 0.0; it must be above 0"),
         ({"min_size": 0}, "min_size is 0; it must be at least 1"),
         ({"min_size": 9, "max_size": 8}, "max_size is 8; it must be at least min_size, 9"),
         ({"multiple_of": 0}, "multiple_of is 0; it must be at least 1"),
@@ -614,6 +617,11 @@ def test_a_record_has_a_size() -> None:
         TrialRecord(0, "fits", 1, 0.0)
 
 
+def test_a_prediction_grows() -> None:
+    with pytest.raises(ValueError, match="bytes_per_sample is 0"):
+        PredictedPoint(1, 1, 0)
+
+
 # -- predictions
 
 
@@ -621,7 +629,7 @@ def test_a_record_has_a_size() -> None:
 @pytest.mark.parametrize("slope", [36.0, 40.0, 44.0])
 def test_a_prediction_within_a_tenth_needs_four_trials_at_most(start: int, slope: float) -> None:
     arguments = {"budget_bytes": BUDGET, "min_size": 1, "max_size": 8192}
-    result = find_largest(line(1000, 40), **arguments, start=start, predicted_slope=slope)
+    result = find_largest(line(1000, 40), **arguments, predicted=PredictedPoint(start, BUDGET, slope))
     assert (result.size, result.certified) == (225, True)
     assert len(result.trials) <= 4
 
@@ -629,8 +637,9 @@ def test_a_prediction_within_a_tenth_needs_four_trials_at_most(start: int, slope
 def test_a_short_step_follows_the_prediction_where_noise_hides_the_slope() -> None:
     """Sizes of 230 and more need 1 % less: between 226 and 230 the peaks fall."""
     device = Device(lambda n: int((1000 + 40 * n) * (0.99 if n >= 230 else 1.0)), math.inf)
-    arguments = {"budget_bytes": int(1000 + 40 * 221.5), "min_size": 1, "max_size": 8192, "start": 230}
-    result = find_largest(device, **arguments, predicted_slope=40.0)
+    arguments = {"budget_bytes": int(1000 + 40 * 221.5), "min_size": 1, "max_size": 8192}
+    point = PredictedPoint(230, arguments["budget_bytes"], 40.0)
+    result = find_largest(device, **arguments, predicted=point)
     assert (result.size, len(result.trials)) == (221, 4)
 
 
@@ -639,11 +648,26 @@ def test_a_prediction_that_is_wrong_by_a_factor_is_so_in_its_slope_too(factor: f
     """Without the factor in the slope, the second trial would be off by about the square of the error."""
     arguments = {"budget_bytes": 40_000, "min_size": 1, "max_size": 8192}
     start = int(40_000 / (40 * factor))
-    result = find_largest(line(0, 40), **arguments, start=start, predicted_slope=40 * factor)
+    point = PredictedPoint(start, 40 * factor * start, 40 * factor)
+    result = find_largest(line(0, 40), **arguments, predicted=point)
     assert (result.size, result.certified) == (1000, True)
     assert sizes(result)[0] == start
     error = abs(sizes(result)[1] / 1000 - 1)
     assert error < 0.005 < (1 - factor) ** 2 + 0.002
+
+
+@pytest.mark.parametrize("fixed", [0, 40_000, 240_000])
+def test_an_exact_prediction_of_a_smaller_size_leads_to_the_largest(fixed: int) -> None:
+    """As of a search that starts below its budget; what is fixed leaves little of it for samples."""
+    budget = 400_000
+    arguments = {"budget_bytes": budget, "min_size": 1, "max_size": 99_999, "fixed_bytes": fixed}
+    answer, start = (budget - fixed) // 40, int((0.94 * budget - fixed) / 40)
+    point = PredictedPoint(start, fixed + 40 * start, 40.0)
+    result = find_largest(line(fixed, 40), **arguments, tolerance=0.01, predicted=point)
+    assert result.size is not None
+    assert answer / 1.01 <= result.size <= answer
+    assert abs(sizes(result)[1] / answer - 1) < 0.004
+    assert len(result.trials) <= 3
 
 
 @pytest.mark.parametrize("capacity", [BUDGET, 1.25 * BUDGET, math.inf])
@@ -658,7 +682,7 @@ def test_a_wrong_prediction_costs_one_trial(fixed: int, capacity: float) -> None
         start = max(1, min(int(alone.size * wrong), 8192))
         predicted = find_largest(
             Device(line(fixed, per_sample), capacity), **arguments,
-            start=start, predicted_slope=per_sample * wrong_slope,
+            predicted=PredictedPoint(start, BUDGET, per_sample * wrong_slope),
         )  # fmt: skip
         assert predicted.size == alone.size
         assert len(predicted.trials) <= len(alone.trials) + 1, (per_sample, wrong, wrong_slope)

@@ -27,8 +27,8 @@ from linnaeus.data.datasets import build_data
 from linnaeus.dist import World, resolve_device
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.memory.device import GIB
-from linnaeus.memory.gpus import Gpu, device_that_would_do
-from linnaeus.memory.predict import ASSUMED_BASE_BYTES, MARGIN, largest_within, measured_base_bytes
+from linnaeus.memory.gpus import ASSUMED_BASE_BYTES, Gpu, device_that_would_do
+from linnaeus.memory.predict import MARGIN, largest_within, measured_base_bytes
 from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.analysis")
@@ -135,23 +135,28 @@ def _fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
     safe = largest_within(candidates, budget_bytes, prediction.safe_bytes)
     row.predicted = replace(row.predicted, safe_batch_size=safe)
     if row.batch_size is None:
-        row.reason = _why_nothing_fits(row, step)
+        row.reason = _why_nothing_fits(row, step, limit_gb)
         return
     row.limited_by = step.bound if row.batch_size == candidates[len(candidates) - 1] else "memory"
     row.peak_bytes = prediction.peak_bytes(row.batch_size)
     row.breakdown = _breakdown(row.peak_bytes, step)
 
 
-def _why_nothing_fits(row: Row, step: PredictedStep) -> str:
+def _why_nothing_fits(row: Row, step: PredictedStep, limit_gb: float | None) -> str:
     assert row.predicted is not None
     assert row.budget_bytes is not None
     size, base_bytes = step.candidates[0], step.prediction.base_bytes
     peak_bytes = step.prediction.peak_bytes(size)
-    enough = device_that_would_do(peak_bytes / row.memory_fraction)
+    is_limited = row.budget_bytes < int(row.memory_fraction * row.predicted.device_bytes)
+    origin, enough = f"{row.memory_fraction:.0%} of {row.device}", ""
+    if is_limited:
+        origin = f"{row.memory_fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB, {limit_gb:g} GiB"
+    else:
+        enough = f"; {device_that_would_do(peak_bytes / row.memory_fraction)}"
     return (
         f"prediction ({row.mode}): no batch size fits. The budget is {row.budget_bytes / GIB:.2f} GiB, "
-        f"{row.memory_fraction:.0%} of {row.device}; batch size {size} takes {peak_bytes / GIB:.2f} GiB, of "
-        f"which {base_bytes / GIB:.2f} GiB are in use beside the allocator; {enough}"
+        f"{origin}; batch size {size} takes {peak_bytes / GIB:.2f} GiB, of which {base_bytes / GIB:.2f} GiB "
+        f"are in use beside the allocator{enough}"
     )
 
 
