@@ -196,7 +196,8 @@ class BatchSizeFinder:
         predicted = self._predicted_start() if strategy == "guided" and start is None else None
         found = self._search(
             known=self._known.values(), strategy=strategy, tolerance=tolerance, max_trials=max_trials,
-            start=start, predicted=None if predicted is None else self._predictor.point(predicted),
+            start=start if predicted is None else predicted.batch_size,
+            predicted=None if predicted is None else self._predictor.point(predicted),
             fixed_bytes=self.held_bytes, deadline_s=deadline - time.monotonic(),
         )  # fmt: skip
         if confirm:

@@ -96,8 +96,7 @@ class StartPredictor:
     def start(
         self, budget_bytes: int, other_bytes: int, min_size: int, max_size: int
     ) -> PredictedStart | None:
-        """The size to try first, and the slope there; None without a prediction, if nothing is
-        to fit, or if larger sizes need no more.
+        """The size to try first, and the slope there; None without a prediction, or if nothing is to fit.
 
         Args:
             budget_bytes: what the process may hold on the device.
@@ -108,14 +107,16 @@ class StartPredictor:
             return None
         limit_bytes = int(START_FRACTION * budget_bytes) - other_bytes
         size = prediction.largest(limit_bytes, smallest=min_size, largest=max_size)
-        if size is None or (slope := prediction.slope(size)) <= 0:
+        if size is None:
             return None
+        slope = max(prediction.slope(size), 0.0)
         return PredictedStart(size, slope, other_bytes, round(self._seconds, 3))
 
-    def point(self, start: PredictedStart) -> PredictedPoint:
-        """What `start` says, for `find_largest`."""
+    def point(self, start: PredictedStart) -> PredictedPoint | None:
+        """What `start` says, for `find_largest`; None if a sample more is to need no memory."""
         peak_bytes = self.peak_bytes(start.batch_size, start.other_bytes)
-        assert peak_bytes is not None
+        if peak_bytes is None or not start.bytes_per_sample:
+            return None
         return PredictedPoint(start.batch_size, peak_bytes, start.bytes_per_sample)
 
     def peak_bytes(self, size: int, other_bytes: int) -> int | None:

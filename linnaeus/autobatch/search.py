@@ -195,8 +195,8 @@ def find_largest(
         max_trials: most trials to run.
         start: a size to try first, such as the answer of an earlier run; `binary` ignores it. It need not be
             a candidate.
-        predicted: where `guided` starts, unless `start` is given; it gives a prediction up that the first
-            peaks contradict.
+        predicted: what is predicted; its size is tried first unless `start` is given. `guided` gives a
+            prediction up that the first peaks contradict.
         deadline_s: no trial starts later than this many seconds after the call.
         known: earlier trials, one for each size. They count as run: they bound and guide the search, and may
             hold its answer. Peaks are judged by this search's budget, not by their status. A record without
@@ -217,12 +217,14 @@ def find_largest(
     if not 0 <= tolerance < 1:
         raise ValueError(f"tolerance is {tolerance}; it must lie in [0, 1)")
     began = clock()
+    if start is None and predicted is not None:
+        start = predicted.size
     search = _Search(
         Candidates(min_size, max_size, multiple_of),
         budget_bytes,
         start,
         fixed_bytes,
-        predicted if start is None and strategy == "guided" else None,
+        predicted,
         tolerance,
     )
     search.absorb(known)
@@ -400,10 +402,9 @@ class _Search:
     @property
     def hint(self) -> int | None:
         """Index of the size to start from while it lies inside the bracket."""
-        start = self.start if self.predicted is None else self.predicted.size
-        if start is None:
+        if self.start is None:
             return None
-        index = self.candidates.nearest(start)
+        index = self.candidates.nearest(self.start)
         return index if self.low < index < self.high else None
 
     @property
@@ -433,7 +434,7 @@ class _Search:
 
     def give_up_prediction(self) -> None:
         """Go on as if there had been no prediction, from the bracket and the peaks at its ends."""
-        self.predicted = None
+        self.start = self.predicted = None
         ends = {self.candidates[i] for i in (self.low, self.high) if 0 <= i < len(self.candidates)}
         near = {size for size, peak in self.peaks.items() if peak <= 2 * self.budget_bytes}
         self.peaks = {size: self.peaks[size] for size in ends & near}
