@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class _Swap:
         self._substitutes: dict[int, tuple[Tensor, Tensor]] = {}
         self._seen: dict[int, Any] = {}
         self._kept: set[int] = set()
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
 
     def visit(self, part: Any) -> None:
         if id(part) in self._seen or part is None:
@@ -70,15 +70,10 @@ class _Swap:
                 self.visit(item)
         elif hasattr(part, "__dict__") and not isinstance(part, type):
             self._keep(vars(part))
-            for value in vars(part).values():
-                if isinstance(value, dict):  # where a scaler notes what it has done in a step
-                    self._keep(value)
             self._attributes(vars(part))
 
     def undo(self) -> None:
-        with contextlib.ExitStack() as stack:  # one that fails keeps none of the others from running
-            while self._undo:
-                stack.callback(self._undo.pop(0))
+        self._undo.close()  # one that fails keeps none of the others from running
 
     def _keep(self, contents: dict[Any, Any]) -> None:
         """Put the present entries of a dict back in the end."""
@@ -88,10 +83,13 @@ class _Swap:
             contents.clear()
             contents.update(before)
 
-        self._undo.append(restore)
+        self._undo.callback(restore)
 
     def _keep_containers(self, value: Any) -> None:
-        """Put the contents of lists and dicts, and of those in them, back in the end."""
+        """Put the contents of lists and dicts, and of those in them, back in the end.
+
+        A model caches tensors in them, and a scaler notes there what it has done in a step.
+        """
         if not isinstance(value, dict | list) or id(value) in self._kept:
             return
         self._kept.add(id(value))
@@ -99,7 +97,7 @@ class _Swap:
             self._keep(value)
         else:
             before = list(value)
-            self._undo.append(lambda: value.__setitem__(slice(None), before))
+            self._undo.callback(lambda: value.__setitem__(slice(None), before))
         for part in list(value.values() if isinstance(value, dict) else value):
             self._keep_containers(part)
 
@@ -109,10 +107,10 @@ class _Swap:
             raise UntraceableError("a TorchScript module holds its tensors where no trace reaches them")
         if isinstance(module, DistributedDataParallel):
             raise UntraceableError(
-                "DistributedDataParallel cannot be traced: trace the module that it wraps, and describe its "
-                "gradient buckets with `buckets`"
+                "DistributedDataParallel cannot be traced: give the module that it wraps; its gradient buckets "
+                "come on top"
             )
-        for part in (module.__dict__, module._parameters, module._buffers):
+        for part in (module.__dict__, module._parameters, module._buffers, module._modules):
             self._keep(part)
         for child in module.children():
             self.visit(child)

@@ -256,9 +256,9 @@ def _program(found: Trace) -> list[tuple[int, int, int]]:
     program = []
     for event in found.events:
         if event.kind == "allocate":
-            program.append((ALLOCATE, event.number, event.num_bytes))
+            program.append((ALLOCATE, event.storage, event.num_bytes))
         elif event.kind == "release":
-            program.append((RELEASE, event.number, 0))
+            program.append((RELEASE, event.storage, 0))
         elif event.kind == "flush":
             program.append((FLUSH, 0, 0))
         elif event.facts is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import linnaeus.memory.predict
 from linnaeus.memory.allocator import MIB, AllocatorSettings
+from linnaeus.memory.events import ConvFacts, Trace
 from linnaeus.memory.predict import (
     ALLOCATE,
     ASSUMED_BASE_BYTES,
@@ -21,7 +22,7 @@ from linnaeus.memory.predict import (
     predict,
     replay,
 )
-from linnaeus.memory.trace import ConvFacts, Trace, trace
+from linnaeus.memory.trace import trace
 from linnaeus.memory.workspace import workspace_bytes
 
 PLAIN = AllocatorSettings()
