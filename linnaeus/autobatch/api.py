@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -28,6 +29,7 @@ from linnaeus.autobatch.snapshot import Snapshot
 if TYPE_CHECKING:
     from linnaeus.memory.predict import Prediction
 
+logger = logging.getLogger("linnaeus.autobatch")
 Objective = Literal["memory", "throughput"]
 
 
@@ -177,9 +179,15 @@ def predict_memory(
     snapshot = Snapshot(state, torch.device("cpu"))
     try:
         with strangers_refused(state, snapshot):
-            return predict_step(step, make_batch, state=state, mode=mode, base_bytes=None)
+            prediction = predict_step(step, make_batch, state=state, mode=mode, base_bytes=None)
     finally:
         snapshot.restore()
+    if prediction.is_constant:
+        logger.warning(
+            "warning: the step needs no more memory with more samples. Check that make_batch returns as many "
+            "samples as it is asked for"
+        )
+    return prediction
 
 
 def _check_functions(step: object, make_batch: object) -> None:

@@ -126,7 +126,7 @@ class SizeSearch:
             train_step(self._batches(self.spec("train"), trained_at or 1, num_batches=num_micro_batches))
 
         # The finder measures what training has left when validation is searched.
-        predict = partial(self.predict, mode, in_training=mode == "train")
+        predict = partial(self.predict, mode, with_training=mode == "train")
         with log_level(config, mode), BatchSizeFinder(
             train_step if mode == "train" else self._validate,
             partial(self._batches, spec, num_batches=num_batches),
@@ -150,14 +150,14 @@ class SizeSearch:
         train_step.discard_wrapper()
         gc.collect()  # frees the wrapper with its hooks on the parameters
 
-    def predict(self, mode: Mode, base_bytes: int = 0, *, in_training: bool = True) -> Prediction:
+    def predict(self, mode: Mode, base_bytes: int = 0, *, with_training: bool = True) -> Prediction:
         """Predict the peak of a mode's step; the wrapper that it runs in is described by its buckets.
 
         Args:
             mode: which step.
             base_bytes: in use on the device beside the allocator.
-            in_training: whether validation comes with all that training keeps; without, with what `assembly`
-                holds now.
+            with_training: whether everything that training keeps is there, the buckets of its wrapper too;
+                without, what `assembly` holds now.
 
         Raises:
             UntraceableError: the step needs the values of a tensor; the message names the operation.
@@ -176,12 +176,12 @@ class SizeSearch:
 
         return predict_step(
             train if mode == "train" else validate,
-            int,
+            int,  # both make their own batches, one at a time: they take the size
             state=self.assembly.state,
             mode=mode,
-            train_once=partial(train, _SAMPLES_BEFORE) if in_training else None,
+            train_once=partial(train, _SAMPLES_BEFORE) if with_training else None,
             # Those of the wrapper that `linnaeus.dist.wrap` makes.
-            buckets=Buckets(as_view=True) if self.world.is_distributed and in_training else None,
+            buckets=Buckets(as_view=True) if self.world.is_distributed and with_training else None,
             base_bytes=base_bytes,
         )
 
@@ -381,7 +381,7 @@ class _TrialTrainStep:
 
 
 def _on_meta(assembly: Assembly) -> Assembly:
-    """With the steps as they are traced: on `meta`, and without torchmetrics, which looks at values."""
+    """With steps that run on `meta`; validation holds what metrics hold, and runs none."""
     precision = dataclasses.replace(assembly.train_step.precision, device=torch.device("meta"))
     return dataclasses.replace(
         assembly,

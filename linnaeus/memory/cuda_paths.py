@@ -197,17 +197,17 @@ class _FusedRnn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, num_states: int, hidden: int, gates: int, strided: bool, *weights: Tensor
+        ctx: Any, x: Tensor, num_directions: int, hidden: int, gates: int, batch_first: bool, *weights: Tensor
     ) -> Any:
         steps = x.shape[0] * x.shape[1]
-        copy = torch.empty_like(x) if strided else None
-        output = x.new_empty((*x.shape[:2], num_states * hidden))
+        copy = torch.empty_like(x) if batch_first else None
+        output = x.new_empty((*x.shape[:2], num_directions * hidden))
         reserve = (
-            x.new_empty(steps * num_states * hidden * (gates + RNN_RESERVED))
+            x.new_empty(steps * num_directions * hidden * (gates + RNN_RESERVED))
             if any(ctx.needs_input_grad)
             else None
         )
-        ctx.strided = strided
+        ctx.batch_first = batch_first
         ctx.save_for_backward(x, output, reserve, *weights)
         del copy
         return output
@@ -215,7 +215,7 @@ class _FusedRnn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, output, _, *weights = ctx.saved_tensors
-        copies = [torch.empty_like(tensor) for tensor in (x, output, grads[0])] if ctx.strided else []
+        copies = [torch.empty_like(tensor) for tensor in (x, output, grads[0])] if ctx.batch_first else []
         grad_x = torch.empty_like(x)
         grad_weights = [torch.empty_like(weight) for weight in weights]
         del copies
@@ -228,12 +228,17 @@ guess from the equations; cuDNN does not tell."""
 
 
 def _rnn(func: Any, x: Tensor, hx: Any, weights: Any, *options: Any) -> Any:
-    """A recurrent layer of cuDNN's; where its input is packed or has several layers, step by step."""
+    """A recurrent layer of cuDNN's.
+
+    A packed input, several layers, or an initial state with a gradient run step by step, as on `meta`.
+    """
     states = hx if isinstance(hx, list | tuple) else (hx,)
-    is_plain = isinstance(weights, list | tuple) and len(options) == 6 and options[1] == 1
-    if not x.is_meta or x.dim() != 3 or not is_plain or any(state.requires_grad for state in states):
+    is_padded = isinstance(weights, list | tuple) and len(options) == 6
+    if not x.is_meta or x.dim() != 3 or not is_padded or any(state.requires_grad for state in states):
         return func(x, hx, weights, *options)
-    bidirectional, batch_first = options[-2:]
+    _has_biases, num_layers, _dropout, _training, bidirectional, batch_first = options
+    if num_layers != 1:
+        return func(x, hx, weights, *options)
     gates = weights[0].shape[0] // states[0].shape[-1]
     output = _FusedRnn.apply(x, 1 + bidirectional, states[0].shape[-1], gates, batch_first, *weights)
     last = output[:, -1] if batch_first else output[-1]  # of the batch, directions and hidden units
@@ -252,8 +257,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Scaled dot-product attention by the kernel that CUDA would choose (compute capability 8.0 and
-    above)."""
+    """Scaled dot-product attention by the kernel that CUDA chooses at compute capability 8.0 and above."""
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     is_fusable = (
         q.is_meta and q.dim() == k.dim() == v.dim() == 4 and all(t.stride(-1) == 1 for t in (q, k, v))

@@ -107,8 +107,8 @@ class _Swap:
             raise UntraceableError("a TorchScript module holds its tensors where no trace reaches them")
         if isinstance(module, DistributedDataParallel):
             raise UntraceableError(
-                "DistributedDataParallel cannot be traced: give the module that it wraps; its gradient buckets "
-                "come on top"
+                "DistributedDataParallel cannot be traced: give the module that it wraps; its gradient "
+                "buckets come on top"
             )
         for part in (module.__dict__, module._parameters, module._buffers, module._modules):
             self._keep(part)

@@ -20,18 +20,15 @@ model of the caching allocator. That includes fragmentation, which a line throug
 A step is traced as it would run now: `torch.backends.cudnn.benchmark` counts, since with it the first step
 empties the allocator's cache again and again, and later steps find no leftovers of the first.
 
-Interface: `predict(step, make_batch, state=...)` traces and returns a `Prediction`; `Prediction.of(first,
-second)` takes traces. Of a prediction, `peak_bytes(n)` is the use of the device, `reserved_bytes(n)` that
-of the allocator alone, `safe_bytes(n)` the peak with the margin, `largest(bytes)` the largest batch size
-that fits and `slope(n)` bytes per sample. For a model that is built for this only, build model and
-optimizer inside `with torch.device("meta")`; otherwise pass what there is as `state`: it is put on `meta`
-meanwhile.
+For a model that is built for this only, build model and optimizer inside `with torch.device("meta")`;
+otherwise pass what there is as `state`: it is put on `meta` meanwhile.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +42,7 @@ BATCH_SIZES = (8, 16)
 """The batch sizes that are traced: large enough for kernels to take their usual path."""
 
 MARGIN = 1.15
-"""Peak times this is at least the measured peak in 97 of 100 runs, see benchmarks/prediction_accuracy.py."""
+"""Peak times this is at least the measured peak in 98 of 100 runs, see benchmarks/prediction_accuracy.py."""
 
 ALLOCATE, RELEASE, BORROW, FLUSH = 0, 1, 2, 3
 
@@ -145,19 +142,35 @@ class Prediction:
         other = max(2 * n, n + 1)
         return (self.peak_bytes(other) - self.peak_bytes(n)) / (other - n)
 
-    def largest(self, limit_bytes: int, *, smallest: int = 1, largest: int = 1 << 20) -> int | None:
+    @property
+    def is_constant(self) -> bool:
+        """Whether no event of the step depends on the batch size: `make_batch` may ignore it."""
+        return self._programs[0] == self._programs[1]
+
+    def largest(
+        self, limit_bytes: float, *, smallest: int = 1, largest: int = 1 << 20, with_margin: bool = False
+    ) -> int | None:
         """The largest batch size in a range whose peak is within the limit; None if not even the smallest.
 
         The next size exceeds the limit, or the range. Peaks do not quite grow with the batch: where a larger
         size reuses blocks better, it may be within the limit again.
+
+        Args:
+            limit_bytes: bytes of the device that may be in use.
+            smallest, largest: the range, both inclusive.
+            with_margin: whether the peak with the margin is to be within the limit.
+
+        Raises:
+            TypeError, ValueError: the limit is no number of bytes, or the range is empty.
         """
+        if not isinstance(limit_bytes, int | float):
+            raise TypeError(f"limit_bytes is {limit_bytes!r}; it must be a number of bytes")
+        if math.isnan(limit_bytes):
+            raise ValueError("limit_bytes is nan; it must be a number of bytes")
         if largest < smallest:
             raise ValueError(f"largest is {largest}; it must be at least smallest, {smallest}")
-        return largest_within(range(smallest, largest + 1), limit_bytes, self.peak_bytes)
-
-    def at_base(self, base_bytes: int) -> Prediction:
-        """The same prediction for a device with another base."""
-        return replace(self, base_bytes=base_bytes, is_base_measured=False)
+        need = self.safe_bytes if with_margin else self.peak_bytes
+        return largest_within(range(smallest, largest + 1), limit_bytes, need)
 
     def _replayed(self, n: int) -> int:
         (first, second), (low, high) = self._programs, self._batch_sizes

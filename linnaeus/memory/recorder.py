@@ -171,14 +171,30 @@ class Recorder(TorchDispatchMode):
 
 def untraceable(error: Exception, operation: str) -> UntraceableError | None:
     """The error that names the operation; None where the error is not that `meta` has no data for it."""
-    is_missing = isinstance(error, NotImplementedError) or _MISSING.search(str(error)) is not None
+    text = str(error)
+    is_missing = isinstance(error, NotImplementedError) or _MISSING.search(text) is not None
     if isinstance(error, UntraceableError) or not is_missing:
         return None
-    return UntraceableError(f"{operation} has no implementation without a device: {error}")
+    if "Tensor.__format__" in text:
+        return UntraceableError('formatting a tensor, as in f"{loss:.3f}", needs its value')
+    if _MIXED.search(text):
+        return UntraceableError(
+            f"{operation} got a tensor that is not in `state`: give every module, optimizer and tensor that "
+            f"the step uses ({text.rstrip('.')})"
+        )
+    if operation in _MAY_NEED_VALUES:
+        return UntraceableError(f"{operation} ({_MAY_NEED_VALUES[operation]}) needs the values of a tensor")
+    return UntraceableError(f"{operation} has no implementation without a device: {text.rstrip('.')}")
 
 
-_MISSING = re.compile(r"\bmeta\b|\bdata-dependent\b", re.IGNORECASE)
+_MISSING = re.compile(r"\bmeta\b|\bdata-dependent\b|Tensor\.__format__", re.IGNORECASE)
 """What torch says where an operation cannot run on `meta`; not metadata, nor a metaclass."""
+
+_MIXED = re.compile(r"device cpu is not on the expected device meta|two devices|devices, (meta|cpu)")
+"""What torch says of an operation on tensors of two devices."""
+
+_MAY_NEED_VALUES = {"index": "boolean indexing", "_to_copy": "`.cpu()`, `.numpy()` or `.tolist()`"}
+"""Operations that fail on `meta` only where they need values."""
 
 
 def _on_meta(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -18,9 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,13 +124,29 @@ def _undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming_operations(recorder: Recorder) -> Iterator[None]:
-    """Report errors of operations that have no implementation on `meta` by what ran before them."""
+    """Report errors of operations that have no implementation on `meta`, with the line that called them."""
     try:
         yield
     except (NotImplementedError, RuntimeError, TypeError) as error:
-        if (found := untraceable(error, f"what follows {recorder.last_operation}")) is None:
+        after = f"what follows {recorder.last_operation}"
+        found = error if isinstance(error, UntraceableError) else untraceable(error, after)
+        if found is None:
             raise
-        raise found from error
+        raise UntraceableError(f"{found}{_place(error)}") from error
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of the step that is neither torch's nor this package's; empty if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_STEP)]
+    return f" (line {own[-1].lineno} of {Path(own[-1].filename).name})" if own else ""
+
+
+_NOT_THE_STEP = (
+    *(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, contextlib)),
+    f"{Path(__file__).parents[1]}{os.sep}",
+    "<",
+)
 
 
 def _placed(batch: Any) -> Any:

@@ -267,15 +267,17 @@ def test_a_search_with_a_prediction_leaves_everything_as_it_was() -> None:
 
 
 def test_the_cpu_is_searched_without_one() -> None:
-    loop = Loop(kibibytes=1)
+    loop, asked = Loop(kibibytes=1), []
 
     def traced() -> Prediction:
-        raise AssertionError("it is not asked for")
+        asked.append("a prediction")
+        return predict_memory(loop.step, loop.make_batch, state=loop.state)
 
     with BatchSizeFinder(
         loop.step, loop.make_batch, state=loop.state, device="cpu", max_batch_size=4, predict=traced
     ) as finder:
         assert finder.find(1.0).prediction is None
+    assert not asked
 
 
 @pytest.mark.slow
@@ -404,6 +406,49 @@ def test_steps_whose_operations_depend_on_the_batch_are_refused() -> None:
     for bad in (0, -5, 2.5):
         with pytest.raises(ValueError, match="whole number of samples"):
             prediction.peak_bytes(bad)  # type: ignore[arg-type]
+
+
+def test_what_kept_a_step_from_being_traced_is_said_with_its_line() -> None:
+    layer = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    looks: dict[str, Callable[[Tensor, Tensor], object]] = {
+        r"index \(boolean indexing\) needs the values": lambda loss, batch: batch[batch > 0],
+        r"\(`.cpu\(\)`, `.numpy\(\)` or `.tolist\(\)`\) needs the values": lambda loss, batch: loss.tolist(),
+        r"formatting a tensor, as in f": lambda loss, batch: f"{loss:.3f}",
+        r"is not in `state`": lambda loss, batch: batch * torch.ones(8),
+    }
+    for reason, look in looks.items():
+
+        def step(batch: Tensor, look: Callable[[Tensor, Tensor], object] = look) -> None:
+            loss = layer(batch).sum()
+            look(loss, batch)
+
+        with pytest.raises(UntraceableError, match=rf"{reason}.* \(line \d+ of test_predicted.py\)"):
+            predict_memory(step, rows, state=(layer, optimizer))
+
+
+def test_a_batch_that_ignores_its_size_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    layer = nn.Linear(8, 8)
+    state = layer, torch.optim.SGD(layer.parameters(), lr=0.1)
+    predict_memory(step_of(*state), rows, state=state)
+    assert not caplog.messages
+    predict_memory(step_of(*state), lambda n: rows(16), state=state)
+    assert "Check that make_batch returns as many samples as it is asked for" in caplog.text
+
+
+def test_the_largest_size_with_and_without_the_margin() -> None:
+    layer = nn.Linear(1024, 1024)
+    state = layer, torch.optim.SGD(layer.parameters(), lr=0.1)
+    prediction = predict_memory(step_of(*state), lambda n: torch.randn(n, 1024), state=state)
+    limit = 4 << 30
+    plain, safe = prediction.largest(limit), prediction.largest(limit, with_margin=True)
+    assert plain is not None
+    assert safe is not None
+    assert prediction.safe_bytes(safe) <= limit < prediction.safe_bytes(plain)
+    assert prediction.largest(0) is None
+    for bad, message in (("24", "limit_bytes is '24'"), (float("nan"), "limit_bytes is nan")):
+        with pytest.raises((TypeError, ValueError), match=message):
+            prediction.largest(bad)  # type: ignore[arg-type]
 
 
 def test_the_last_state_of_a_recurrent_layer_has_gradients() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -137,7 +138,6 @@ def test_the_base_is_assumed_without_a_device_and_measured_with_one(monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assumed = Prediction.of(*traces, settings=PLAIN)
     assert (assumed.base_bytes, assumed.is_base_measured) == (ASSUMED_BASE_BYTES, False)
-    assert assumed.at_base(7).peak_bytes(8) == assumed.reserved_bytes(8) + 7
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 * MIB, 100 * MIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20 * MIB)
@@ -160,10 +160,28 @@ def test_traces_in_the_wrong_order_are_refused() -> None:
         Prediction.of(found, found)
 
 
-def conv(kind: str, channels: int, size: int, groups: int = 1, itemsize: int = 4) -> ConvFacts:
+def conv(
+    kind: str, channels: int, size: int, groups: int = 1, itemsize: int = 4, channels_last: bool = False
+) -> ConvFacts:
     shape = (2, channels, 8, 8)
     weight = channels, channels // groups, size, size
-    return ConvFacts(kind, shape, weight, shape, groups, (1, 1), itemsize, channels_last=False)
+    return ConvFacts(kind, shape, weight, shape, groups, (1, 1), itemsize, channels_last)
+
+
+@pytest.mark.parametrize(
+    ("facts", "times"),
+    [
+        (conv("input", 4, 3), 1.0),
+        (conv("input", 4, 1), 0.0),
+        (conv("input", 4, 1, channels_last=True), 1.0),
+        (conv("weight", 8, 3, groups=2), 1.0),
+    ],
+)
+def test_each_kind_of_convolution_has_its_workspace(facts: ConvFacts, times: float) -> None:
+    """So many copies of input and output, and the weight once where it is larger than 1x1."""
+    tensors = 2 * math.prod(facts.x)
+    weight = math.prod(facts.w) if facts.w[2] > 1 else 0
+    assert workspace_bytes(facts) == 4 * (times * tensors + weight)
 
 
 def test_workspaces_depend_on_kind_and_format() -> None:
