@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linnaeus.autobatch.attributes import parameters_of
+from linnaeus.autobatch.optimizers import subclasses
 from linnaeus.errors import AutoBatchError
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ _SHARDED = {
 
 _REMEDY = "Find the size in a process of its own, with memory_limit_gb for what sharding saves, or give one"
 _FLAGS = ("require_forward_param_sync", "require_backward_grad_sync")
-_REDUCED = "_static_graph_delay_allreduce_enqueued"
+_HAS_REDUCED = "_static_graph_delay_allreduce_enqueued"
 
 
 def check_silenceable(state: Sequence[Any]) -> None:
@@ -51,15 +52,17 @@ def check_silenceable(state: Sequence[Any]) -> None:
                     f"during a search. {_REMEDY} batch size of your own."
                 )
     for wrapper in _wrappers(state):
-        option = (
-            "mixed_precision" if wrapper.mixed_precision is not None
-            else "delay_all_reduce_named_params" if wrapper._delay_all_reduce_params
-            else None
-        )  # fmt: skip
-        if option is not None:
+        has_builtin_hook = wrapper._get_ddp_logging_data().get("comm_hook") and not wrapper._comm_hooks
+        options = {
+            "mixed_precision": wrapper.mixed_precision is not None,
+            "delay_all_reduce_named_params": bool(wrapper._delay_all_reduce_params),
+            "static_graph and a built-in hook": has_builtin_hook and _has_yet_to_learn_its_graph(wrapper),
+        }
+        for option in (name for name, is_used in options.items() if is_used):
             raise AutoBatchError(
                 f"AutoBatch: DistributedDataParallel with {option} cannot step on one rank alone, as in a "
-                f"search; wrap the model without {option}, or search before it is wrapped."
+                f"search, and train afterwards as without it; leave {option} out, or search before the model "
+                "is wrapped."
             )
 
 
@@ -67,19 +70,10 @@ def settle_buckets(state: Sequence[Any]) -> None:
     """Let wrappers do now what they would do in their next forward pass: agree on their buckets.
 
     A collective of the wrappers' groups: every rank must call this.
-
-    Raises:
-        AutoBatchError: a wrapper with `static_graph` has run just one step, and would count the trials too.
     """
     for wrapper in _wrappers(state):
-        if not wrapper.reducer._rebuild_buckets():
-            continue
-        wrapper._has_rebuilt_buckets = True
-        if wrapper.static_graph:
-            raise AutoBatchError(
-                "AutoBatch: DistributedDataParallel with static_graph learns its graph between its first and "
-                "second step, so no search can run there; search before the first step."
-            )
+        if wrapper.reducer._rebuild_buckets():
+            wrapper._has_rebuilt_buckets = True
 
 
 @contextlib.contextmanager
@@ -95,11 +89,11 @@ def silenced(state: Sequence[Any]) -> Iterator[None]:
         wrappers = _wrappers(state)
         for wrapper in wrappers:
             stack.callback(vars(wrapper).update, {name: vars(wrapper)[name] for name in _FLAGS})
-            stack.callback(_forget_usage, wrapper)
+            stack.callback(_forget_trials, wrapper)
             vars(wrapper).update(dict.fromkeys(_FLAGS, False))
-            if wrapper.static_graph:  # its first backward pass would reduce
-                stack.callback(setattr, wrapper, _REDUCED, getattr(wrapper, _REDUCED))
-                setattr(wrapper, _REDUCED, True)
+            if _has_yet_to_learn_its_graph(wrapper):  # its first backward pass would reduce
+                stack.callback(setattr, wrapper, _HAS_REDUCED, False)
+                setattr(wrapper, _HAS_REDUCED, True)
         norms = [module for module in _modules([*state, *wrappers]) if isinstance(module, nn.SyncBatchNorm)]
         if norms:
             alone = torch_dist.new_group(
@@ -112,9 +106,25 @@ def silenced(state: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def _forget_usage(wrapper: DistributedDataParallel) -> None:
-    """Forget which parameters the trials used: the reducer notes it in silent steps too, for its next sum."""
-    if wrapper.find_unused_parameters and not wrapper.static_graph:
+def _has_yet_to_learn_its_graph(wrapper: DistributedDataParallel) -> bool:
+    """Whether a wrapper with `static_graph` has run no step yet."""
+    return bool(wrapper.static_graph) and not getattr(wrapper, _HAS_REDUCED)
+
+
+def _forget_trials(wrapper: DistributedDataParallel) -> None:
+    """Undo what the reducer notes in silent steps too: which parameters were used, and that there was a step.
+
+    A reducer of `static_graph` learns the graph in its first backward pass, so that it is made anew.
+    """
+    if _has_yet_to_learn_its_graph(wrapper):
+        parameters, expects_sparse = wrapper._build_params_for_reducer()
+        names = wrapper._build_debug_param_to_name_mapping(parameters)
+        wrapper._ddp_init_helper(parameters, expects_sparse, names, True)
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()  # type: ignore[union-attr]
+        for hook, hook_state in wrapper._comm_hooks:
+            torch_dist._register_comm_hook(wrapper.reducer, hook_state, hook)
+    elif wrapper.find_unused_parameters and not wrapper.static_graph:
         wrapper.reducer._reset_state()
 
 
@@ -179,8 +189,8 @@ def _wrappers(state: Sequence[Any]) -> list[DistributedDataParallel]:
     modules = _modules(state)
     found = [module for module in modules if isinstance(module, DistributedDataParallel)]
     known = {id(module) for module in modules}
+    kinds = {id(kind) for kind in subclasses(DistributedDataParallel)}  # quicker than to ask each object
     for existing in gc.get_objects():
-        is_wrapper = issubclass(type(existing), DistributedDataParallel)
-        if is_wrapper and id(existing) not in known and id(vars(existing)["_modules"]["module"]) in known:
+        if id(type(existing)) in kinds and id(existing) not in known and id(existing.module) in known:
             found.append(existing)
     return found
