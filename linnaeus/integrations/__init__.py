@@ -1,0 +1,1 @@
+"""AutoBatch in the training frameworks of others; each module needs the framework that it is named after."""
