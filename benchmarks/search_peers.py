@@ -1,4 +1,4 @@
-"""Search for the largest batch size with AutoBatch and with Lightning's batch-size finder, and compare.
+"""Search for the largest batch size with AutoBatch and with the finders of Lightning and accelerate; compare.
 
     python benchmarks/search_peers.py [--device cuda] [--model NAME] [--memory-limit-gb N]
 
@@ -14,13 +14,19 @@ loader returns ready batches and has a length, since without one Lightning would
 Logging and progress bars are off. On the CPU, oneDNN is off for every finder: after a real out-of-memory
 error its code generator may fail to build kernels, with an error that Lightning does not recognise and that
 ends its search. `power` and `binsearch` run with Lightning's defaults (3 steps a trial, 5 % taken off what
-binsearch finds), `binsearch, exact` with AutoBatch's 2 steps and nothing taken off.
+binsearch finds), `binsearch, exact` with AutoBatch's 2 steps and nothing taken off. accelerate's
+`find_executable_batch_size`, which transformers' `auto_find_batch_size` calls too, starts from its default or
+from a size that is too large, and shrinks it by a tenth after each error; 2 steps a trial.
+
+With `--ranks 2`, two processes with a process group (gloo) search at once, the second under its own cap
+(`--second-limit-gb`): the sizes that each finder returns on each rank, and whether they agree.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
@@ -44,6 +50,7 @@ from typing import Any
 
 import timm
 import torch
+import torch.distributed as torch_dist
 from torch.nn.functional import cross_entropy
 
 from linnaeus.memory.device import GIB, device_memory
@@ -52,6 +59,7 @@ from linnaeus.utils.autobatch import auto_find_batch_size
 
 NUM_CLASSES = 10
 EPOCH_STEPS = 10_000  # more than any trial takes
+STEPS_PER_TRIAL = 2  # AutoBatch's default
 Batch = tuple[torch.Tensor, torch.Tensor]
 Round = dict[str, "Found"]
 
@@ -153,14 +161,14 @@ def build_model(setting: Setting) -> torch.nn.Module:
 
 
 def search_ours(task: Task, setting: Setting) -> int:
-    result = auto_find_batch_size(
-        task.step,
-        task.make_batch,
-        state=(task.model, task.optimizer),
-        target_memory_fraction=1.0,
-        max_batch_size=setting.max_batch_size,
-        memory_limit_gb=setting.memory_limit_gb,
-    )
+    with task.cap():
+        result = auto_find_batch_size(
+            task.step,
+            task.make_batch,
+            state=(task.model, task.optimizer),
+            target_memory_fraction=1.0,
+            max_batch_size=setting.max_batch_size,
+        )
     return result.batch_size
 
 
@@ -183,6 +191,19 @@ def search_lightning(task: Task, setting: Setting, **options: Any) -> int:
         module = lightning_module(task)
         size = Tuner(trainer).scale_batch_size(module, max_val=setting.max_batch_size, **options)
     assert size is not None
+    return size
+
+
+def search_accelerate(task: Task, setting: Setting, *, start: int) -> int:
+    from accelerate.utils.memory import find_executable_batch_size
+
+    def train(batch_size: int) -> int:
+        for _ in range(STEPS_PER_TRIAL):
+            task.step(task.make_batch(batch_size))
+        return batch_size
+
+    with task.cap():
+        size: int = find_executable_batch_size(train, starting_batch_size=start)()
     return size
 
 
@@ -225,15 +246,23 @@ FINDERS: dict[str, Callable[[Task, Setting], int]] = {
     "lightning power": functools.partial(search_lightning, mode="power"),
     "lightning binsearch": functools.partial(search_lightning, mode="binsearch"),
     "lightning binsearch, exact": functools.partial(
-        search_lightning, mode="binsearch", steps_per_trial=2, margin=0.0
+        search_lightning, mode="binsearch", steps_per_trial=STEPS_PER_TRIAL, margin=0.0
     ),
+    "accelerate, from 128": functools.partial(search_accelerate, start=128),
+    "accelerate, from 1024": functools.partial(search_accelerate, start=1024),
 }
 OURS = next(iter(FINDERS))
 
 
+def import_finders() -> None:
+    """For everyone: they count towards the memory in use."""
+    for name in ("lightning.pytorch", "accelerate"):
+        importlib.import_module(name)
+
+
 def search(name: str, setting: Setting) -> Found:
     """Run one finder. Consecutive batches of one size count as a trial, AutoBatch's warm-up included."""
-    importlib.import_module("lightning.pytorch")  # for everyone: it counts towards the memory in use
+    import_finders()
     task = Task(setting)
     started = time.perf_counter()
     size = FINDERS[name](task, setting)
@@ -243,7 +272,7 @@ def search(name: str, setting: Setting) -> Found:
 
 def survived_steps(size: int, num_steps: int, setting: Setting) -> int:
     """Train at one size under the cap; return how many of the steps ran."""
-    importlib.import_module("lightning.pytorch")
+    import_finders()
     task = Task(setting)
     with task.cap():
         for done in range(num_steps):
@@ -270,6 +299,39 @@ def attempt(name: str, setting: Setting) -> Found:
         return Found(0, 0, 0, math.nan)
     print(f"{name}: {found.size} in {found.seconds:.1f} s", file=sys.stderr)
     return found
+
+
+def search_as_rank(rank: int, name: str, settings: Sequence[Setting], folder: str) -> int:
+    """Search as one of several ranks, each under its own cap."""
+    import_finders()
+    store = torch_dist.FileStore(f"{folder}/store", len(settings))
+    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=len(settings))
+    try:
+        return FINDERS[name](Task(settings[rank]), settings[rank])
+    finally:
+        torch_dist.destroy_process_group()
+
+
+def compare_ranks(settings: Sequence[Setting]) -> Iterator[str]:
+    """For each finder the size on each rank; an error is printed on stderr."""
+    yield f"{'':<27}{'sizes':>16}  the same on all ranks"
+    for name in FINDERS:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            ProcessPoolExecutor(len(settings), multiprocessing.get_context("spawn")) as pool,
+        ):
+            ranks = [
+                pool.submit(search_as_rank, rank, name, settings, folder) for rank in range(len(settings))
+            ]
+            sizes = []
+            for rank in ranks:
+                try:
+                    sizes.append(str(rank.result()))
+                except Exception as error:
+                    print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
+                    sizes.append("failed")
+        is_same = len(set(sizes)) == 1 and "failed" not in sizes
+        yield f"{name:<27}{', '.join(sizes):>16}  {'yes' if is_same else 'no'}"
 
 
 def survival(rounds: Sequence[Round], num_steps: int, setting: Setting) -> dict[str, int]:
@@ -310,7 +372,8 @@ def heading(setting: Setting, num_rounds: int, argv: Sequence[str]) -> str:
     return (
         f"$ {shlex.join(['python', 'benchmarks/search_peers.py', *argv])}\n"
         f"{device}; torch {torch.__version__}, timm {timm.__version__}, "
-        f"lightning {importlib.metadata.version('lightning')}\n"
+        f"lightning {importlib.metadata.version('lightning')}, "
+        f"accelerate {importlib.metadata.version('accelerate')}\n"
         f"{setting.model} at {setting.img_size} px, AdamW, cap {setting.memory_limit_gb} GiB, "
         f"rounds: {num_rounds}, threads: {setting.num_threads}\n"
     )
@@ -332,13 +395,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--num-threads", type=int, default=1, help="few are less disturbed by other programs")
     parser.add_argument("--steps", type=int, default=50, help="training steps to run at the size found")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="2 compares two ranks instead")
+    parser.add_argument("--second-limit-gb", type=float, default=1.1, help="cap on the second rank's memory")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    if importlib.util.find_spec("lightning") is None:
-        print("Lightning is missing; install it with: pip install 'linnaeus[bench]'", file=sys.stderr)
+    if any(importlib.util.find_spec(name) is None for name in ("lightning", "accelerate")):
+        print("Lightning or accelerate is missing: pip install 'linnaeus[bench]'", file=sys.stderr)
         return 2
     setting = Setting(
         device=args.device,
@@ -348,6 +413,12 @@ def main(argv: Sequence[str]) -> int:
         max_batch_size=args.max_batch_size,
         num_threads=args.num_threads,
     )
+    if args.ranks > 1:
+        print(heading(setting, 1, argv))
+        second = dataclasses.replace(setting, memory_limit_gb=args.second_limit_gb)
+        for line in compare_ranks([setting, second]):
+            print(line, flush=True)
+        return 0
     rounds = [{name: attempt(name, setting) for name in FINDERS} for _ in range(args.rounds)]
     survived = survival(rounds, args.steps, setting)
     print(heading(setting, args.rounds, argv))

@@ -19,7 +19,7 @@ import torch
 from linnaeus.memory.cgroups import MemoryPool, limited_cgroups
 from linnaeus.memory.interface import DeviceMemory, T
 from linnaeus.memory.oom import is_ambiguous, is_out_of_memory
-from linnaeus.memory.process import held_bytes, process_limits, status_bytes
+from linnaeus.memory.process import held_bytes, process_limits, status_bytes, untouched_bytes
 from linnaeus.memory.storages import StorageTracer, num_compiled_graphs
 from linnaeus.memory.worker import WorkerThread
 
@@ -95,10 +95,7 @@ class CpuMemory(DeviceMemory):
         budgets = [
             (fraction * pool.total_bytes - (pool.used_bytes - ours)) / self._num_ranks for pool in _pools()
         ]
-        ours = held_bytes()
-        budgets += [
-            fraction * limit.total_bytes - max(limit.used_bytes - ours, 0) for limit in process_limits()
-        ]
+        budgets += [fraction * limit.total_bytes - untouched_bytes(limit) for limit in process_limits()]
         if limit_bytes is not None:
             budgets.append(fraction * limit_bytes)
         return int(min(budgets))

@@ -53,6 +53,21 @@ def status_bytes(name: str) -> int:
     raise KeyError(name)
 
 
+_least_untouched_bytes: dict[str, int] = {}
+
+
+def untouched_bytes(limit: ProcessLimit) -> int:
+    """What counts against a limit without being held: address space that was never touched, or is free again.
+
+    The C library keeps the addresses of freed blocks and uses them again, so that each trial seems to leave
+    less. What was untouched is therefore taken to be the least that was ever seen.
+    """
+    now_bytes = max(limit.used_bytes - held_bytes(), 0)
+    least_bytes = min(now_bytes, _least_untouched_bytes.get(limit.name, now_bytes))
+    _least_untouched_bytes[limit.name] = least_bytes
+    return least_bytes
+
+
 class _MallocInfo(ctypes.Structure):
     """`struct mallinfo2` of glibc 2.33 and newer."""
 
