@@ -23,6 +23,8 @@ from linnaeus.training.state_bytes import StateBytes
 logger = logging.getLogger("linnaeus.analysis")
 
 META = torch.device("meta")
+LARGEST = 1 << 20
+"""No batch is predicted to be larger, unless the bounds allow it."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,17 @@ class PredictedStep:
         prediction: its peak at any batch size, the base of the device included.
         state: the tensors that it keeps.
         candidates: the batch sizes that are allowed, ascending.
-        bound: why there is none above them, as in `AutoBatchResult.limited_by`.
+        all_sizes: those that would be allowed without bounds: from the smallest that runs to `LARGEST`.
+        multiple_of: what both are multiples of.
+        bound: why there is none above the candidates, as in `AutoBatchResult.limited_by`.
     """
 
     mode: Mode
     prediction: Prediction
     state: StateBytes
     candidates: Candidates
+    all_sizes: Candidates
+    multiple_of: int
     bound: str
 
 
@@ -79,6 +85,10 @@ def predict_step(search: SizeSearch, mode: Mode, base_bytes: int) -> PredictedSt
         LinnaeusError: the step cannot be traced; the message names the operation.
     """
     bound, candidates = _candidates(search, mode)
+    multiple_of = search.config.AUTOBATCH.MULTIPLE_OF
+    largest = max(candidates[len(candidates) - 1], LARGEST)
+    smallest = smallest_size(search.assembly.state, mode, 1, largest)
+    all_sizes = Candidates(smallest, largest, multiple_of)
     try:
         with counting(search.assembly, META) as state:
             prediction = search.predict(mode, base_bytes)
@@ -88,7 +98,7 @@ def predict_step(search: SizeSearch, mode: Mode, base_bytes: int) -> PredictedSt
             f"--predict: the {name} step cannot be traced without a GPU: {error}. Measure it instead: leave "
             "--predict out on a machine with the GPU"
         ) from error
-    return PredictedStep(mode, prediction, state, candidates, bound)
+    return PredictedStep(mode, prediction, state, candidates, all_sizes, multiple_of, bound)
 
 
 def _candidates(search: SizeSearch, mode: Mode) -> tuple[str, Candidates]:
