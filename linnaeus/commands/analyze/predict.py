@@ -18,7 +18,7 @@ from linnaeus.commands.analyze.options import Options
 from linnaeus.commands.analyze.remedies import Change, Outcome, common_changes, try_remedies, why
 from linnaeus.commands.analyze.results import Analysis, Predicted, Row
 from linnaeus.commands.analyze.traced import META, build_on_meta, predict_step
-from linnaeus.commands.environment import run_settings
+from linnaeus.commands.environment import run_settings, settings_sentence
 from linnaeus.commands.measure import Speeds
 from linnaeus.commands.session import Setup
 from linnaeus.config.instantiate import is_target
@@ -149,8 +149,7 @@ def _sentence(environment: dict[str, Any]) -> str:
         f"predicted, not measured, for {devices}{'' if limit is None else f', taken as {limit:g} GiB'}; "
         f"{environment['base_bytes'] / GIB:.2f} GiB in use beside the allocator ({environment['base']}), "
         f"margin {environment['margin'] - 1:.0%}{processes}, torch "
-        f"{environment['torch']}; {environment['model']}, {environment['parameters']:,} parameters, "
-        f"{environment['precision']}, {environment['optimizer']}"
+        f"{environment['torch']}; {settings_sentence(environment)}"
     )
 
 

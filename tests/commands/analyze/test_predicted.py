@@ -174,6 +174,33 @@ def test_one_prediction_answers_for_several_devices(run: Run) -> None:
     check_picture(Path("sizes.svg"), found)
 
 
+@pytest.mark.parametrize("is_predicted", [True, False])
+def test_the_first_line_says_what_memory_depends_on(run: Run, is_predicted: bool) -> None:
+    plain = (
+        "analyze",
+        *TINY,
+        "--modes",
+        "val",
+        "--max-bs",
+        "4",
+        "--fractions",
+        "0.9",
+        "EXPERIMENT.DEVICE=cpu",
+    )
+    if is_predicted:
+        plain += ("--predict", "--gpu", "t4")
+    on = ("TRAIN.GRADIENT_CHECKPOINTING=True", "TRAIN.ACCUMULATION_STEPS=4", "TRAIN.EMA.ENABLED=True")
+    first, second = (
+        next(line for line in run(*plain, *more).out.splitlines() if "parameters" in line)
+        for more in ([], [*on, "DATA.IMG_SIZE=[32,48]"])
+    )
+    assert "parameters, 64×64 pixels, 6 classes, float32, AdamW" in first
+    for text in ("gradient checkpointing", "accumulation", "EMA"):
+        assert text not in first
+    settings = "float32, AdamW, gradient checkpointing, 4 accumulation steps, EMA"
+    assert f"parameters, 32×48 pixels, 6 classes, {settings}" in second
+
+
 def check_console(text: str, found: dict[str, Any]) -> None:
     """Everything says that it is predicted, and the sizes to paste are those with the margin."""
     assert "predicted, not measured, for h100-80gb (79.05 GiB), rtx-4090 (23.64 GiB), 4 GiB;" in text
@@ -323,6 +350,14 @@ BAD = [
     (["--device-memory-gb=24"], ["--device-memory-gb: needs --predict"]),
     (["--world-size", "2"], ["--world-size: needs --predict"]),
     (["--predict", "--gpu", "rtx-409"], ["'rtx-409'", "did you mean rtx-4090", *GPUS, "--device-memory-gb"]),
+    (
+        ["--predict", "--gpu", "b20,rtx409,t4,a100,zx"],
+        ["'b20' (did you mean b200?), 'rtx409' (did you mean rtx-4090?) and 'zx' are no GPUs", "two sizes"],
+    ),
+    (
+        ["--predict", "--device-memory-gb", "24GB,-3,8,nan,9e9"],
+        ["'24GB' is not", "'-3' is not", "'nan' is not", "9e+09 GiB is more than any device has"],
+    ),
     (["--predict", "--gpu", "a100"], ["two sizes", "a100-40gb or a100-80gb"]),
     (["--predict", "--gpu", "t4,,l4"], ["--gpu", "''"]),
     (["--predict", "--gpu"], ["--gpu: needs a value"]),
@@ -340,6 +375,7 @@ def test_mistakes(run: Run, tmp_path: Path, argv: list[str], texts: list[str]) -
     assert outcome.code == 2
     for text in texts:
         assert text in outcome.err
+    assert outcome.err.count("known are") <= 1
     assert not list(tmp_path.iterdir())
 
 
