@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +15,10 @@ from linnaeus.commands.tables import cell
 from linnaeus.memory.device import GIB
 
 _MIB = 1024**2
-_TITLES = {"average": "EMA copy", "optimizer_state": "optimizer state", "rest": "the rest"}
+_TITLES = {
+    "average": "EMA copy", "optimizer_state": "optimizer state", "buckets": "gradient buckets",
+    "rest": "the rest",
+}  # fmt: skip
 
 
 def show(analysis: Analysis, console: Console) -> None:
@@ -24,7 +27,7 @@ def show(analysis: Analysis, console: Console) -> None:
         return
     console.print(results_table(analysis))
     if analysis.has_sizes:  # otherwise the reasons are the command's error
-        _print(console, *analysis.reasons, *_without_margin(analysis))
+        _print(console, *analysis.reasons, *analysis.notes)
     knees = {mode: speeds for mode, speeds in analysis.speeds.items() if speeds.knee is not None}
     if knees:
         console.print(throughput_table(knees))
@@ -37,6 +40,7 @@ def show(analysis: Analysis, console: Console) -> None:
             console.print(breakdown_table(rows))
     if any(row.remedies for row in analysis.rows):
         console.print(remedies_table(analysis.sorted_rows()))
+        _print(console, "the effects of remedies are in a .json file only, not in .csv or .jsonl")
     if lines := yaml_lines(analysis):
         _print(console, f"To paste into a configuration:\n\n{lines}")
 
@@ -65,28 +69,22 @@ def _figures(row: Row) -> dict[str, str]:
     """The cells of a row, by column."""
     start = {
         "mode": row.mode,
-        "memory": f"{row.memory_fraction:.0%}",
+        "memory": row.share,
         "batch size": _size(row.batch_size),
     }
     figures = {
         "limited by": row.limited_by or "",
-        "certified": "yes" if row.certified else "no",
         "peak GiB": _gib(row.peak_bytes),
         "budget GiB": _gib(row.budget_bytes),
     }
     if row.predicted is None:
+        limited_by = figures.pop("limited by")
         return {
-            **start, **figures, "samples/s": cell(row.samples_per_s, ".4g"), "trials": str(len(row.trials)),
+            **start, "limited by": limited_by, "certified": "yes" if row.certified else "no", **figures,
+            "samples/s": cell(row.samples_per_s, ".4g"), "trials": str(len(row.trials)),
         }  # fmt: skip
     with_margin = f"with {_percent(row.predicted.margin)} margin"
     return {"device": row.device, **start, with_margin: _size(row.safe_size), **figures}
-
-
-def _without_margin(analysis: Analysis) -> Iterator[str]:
-    """A sentence for each row whose size fits only if the prediction is exact."""
-    for row in analysis.sorted_rows():
-        if row.batch_size is not None and row.safe_size is None:
-            yield f"{row.mode}, {row.memory}: no size fits with the margin"
 
 
 def _size(size: int | None) -> str:

@@ -16,7 +16,7 @@ from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.commands.analyze.fitting import curve, fill
 from linnaeus.commands.analyze.options import Options
 from linnaeus.commands.analyze.remedies import Change, Outcome, common_changes, try_remedies, why
-from linnaeus.commands.analyze.results import Analysis, Predicted, Row
+from linnaeus.commands.analyze.results import Analysis, Predicted, Row, limit_words
 from linnaeus.commands.analyze.traced import META, build_on_meta, predict_step
 from linnaeus.commands.environment import run_settings, settings_sentence
 from linnaeus.commands.measure import Speeds
@@ -32,8 +32,11 @@ from linnaeus.memory.predict import MARGIN, measured_base_bytes
 from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.analysis")
-ACCURACY = "docs/prediction.md"
-"""Where it is written how good predictions are."""
+ACCURACY = (
+    "compared with training steps of timm models in float32 with SGD on a card of 40 GB: median error 1.1 %, "
+    "nine of ten within 5.9 %, 98 % need less than 1.15 times the prediction; see docs/prediction.md"
+)
+"""How good predictions are; the figures are those of that page."""
 ALIGNED_PIXELS = 32
 """A smaller image has the next smaller multiple of this as its side."""
 _PLAIN_OPTIMIZERS = frozenset({"sgd", "nesterov", "momentum"})
@@ -86,12 +89,16 @@ def predict_sizes(setup: Setup, options: Options, target: Target, analysis: Anal
     """Predict the size for every device, mode and fraction.
 
     Raises:
-        ConfigError: a node that cannot be built.
-        LinnaeusError: a step that cannot be traced; the message names the operation.
+        ConfigError: a node that cannot be built, or a step that cannot be traced.
     """
     search = build_on_meta(setup)
     environment = _environment(setup, search, target)
+    environment["not_compared"] = _not_compared(setup.config, environment, options.modes)
     logger.info("%s", _sentence(environment))
+    if environment["not_compared"]:
+        logger.info(
+            "not compared with a GPU: %s; see docs/prediction.md", ", ".join(environment["not_compared"])
+        )
     for mode in options.modes:
         analysis.speeds[mode] = Speeds()
         rows = _rows(mode, options, target)
@@ -138,15 +145,31 @@ def _environment(setup: Setup, search: SizeSearch, target: Target) -> dict[str, 
     }
 
 
+def _not_compared(config: Config, environment: dict[str, Any], modes: Sequence[Mode]) -> list[str]:
+    """What of the configuration no measurement on a GPU stands behind."""
+    settings = {
+        "a model of your own": is_target(config.MODEL),
+        environment["precision"]: environment["precision"] != "float32",
+        environment["optimizer"]: environment["optimizer"] != "SGD",
+        "gradient checkpointing": environment["gradient_checkpointing"],
+        "accumulation": environment["accumulation_steps"] > 1,
+        "EMA": environment["ema"],
+        "channels-last": config.TRAIN.CHANNELS_LAST,
+        "gradient buckets": environment["world_size"] > 1,
+        "validation": "val" in modes,
+    }
+    return [name for name, applies in settings.items() if applies]
+
+
 def _sentence(environment: dict[str, Any]) -> str:
     devices = ", ".join(
         name if name.endswith("GiB") else f"{name} ({total_bytes / GIB:.2f} GiB)"
         for name, total_bytes in (device.values() for device in environment["devices"])
     )
-    limit, num = environment["memory_limit_gb"], environment["world_size"]
+    num = environment["world_size"]
     processes = "" if num == 1 else f", {counted(num, 'process')}"
     return (
-        f"predicted, not measured, for {devices}{'' if limit is None else f', taken as {limit:g} GiB'}; "
+        f"predicted, not measured, for {devices}{limit_words(environment)}; "
         f"{environment['base_bytes'] / GIB:.2f} GiB in use beside the allocator ({environment['base']}), "
         f"margin {environment['margin'] - 1:.0%}{processes}, torch "
         f"{environment['torch']}; {settings_sentence(environment)}"

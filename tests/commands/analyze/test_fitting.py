@@ -23,7 +23,7 @@ def step_of(low: int, high: int, multiple_of: int = 1) -> PredictedStep:
     """A step of which only the sizes that are allowed count."""
     return PredictedStep(
         "train", cast(Any, None), StateBytes(), Candidates(low, high, multiple_of),
-        Candidates(1, max(high, LARGEST), multiple_of), multiple_of, "max_batch_size",
+        Candidates(1, max(high, LARGEST), multiple_of), multiple_of, "max_batch_size", "", has_buckets=False,
     )  # fmt: skip
 
 
