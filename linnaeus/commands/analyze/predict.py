@@ -13,9 +13,9 @@ import torch
 
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.sizes import SizeSearch
-from linnaeus.commands.analyze.fitting import curve, fill
+from linnaeus.commands.analyze.fitting import curve, fill, largest_size
 from linnaeus.commands.analyze.options import Options
-from linnaeus.commands.analyze.remedies import Change, Outcome, common_changes, try_remedies, why
+from linnaeus.commands.analyze.remedies import Change, Outcome, common_changes, show_so_far, try_remedies, why
 from linnaeus.commands.analyze.results import Analysis, Predicted, Row, limit_words
 from linnaeus.commands.analyze.traced import META, build_on_meta, predict_step
 from linnaeus.commands.environment import run_settings, settings_sentence
@@ -114,6 +114,7 @@ def predict_sizes(setup: Setup, options: Options, target: Target, analysis: Anal
         analysis.environment = environment  # from now on there is something to write
         analysis.rows += rows
     if options.remedies:
+        show_so_far(setup, analysis)
         del search
         gc.collect()
         try_remedies(setup, analysis, _run(target), _changes)
@@ -187,7 +188,11 @@ def _run(target: Target) -> Callable[[Setup, Mode, Sequence[int]], dict[int, Out
         except Exception as error:  # a user's model may not take every precision
             logger.debug("a remedy failed", exc_info=True)
             return dict.fromkeys(sizes, Outcome(reason=why(error)))
-        return {size: Outcome(step.prediction.peak_bytes(size)) for size in sizes}
+
+        def largest(row: Row) -> int | None:
+            return largest_size(step, row.budget_bytes or 0, step.prediction.safe_bytes)
+
+        return {size: Outcome(step.prediction.peak_bytes(size), largest=largest) for size in sizes}
 
     return run
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ class Remedy:
         peak_bytes: peak with the change; None when it was skipped or did not fit.
         samples_per_s: speed with the change.
         reason: why there is no peak.
+        safe_batch_size: with the change, the largest micro-batch size predicted to fit with the margin; None
+            where it was measured, or none fits.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Remedy:
     peak_bytes: int | None = None
     samples_per_s: float | None = None
     reason: str | None = None
+    safe_batch_size: int | None = None
 
     @property
     def saved_bytes(self) -> int | None:
@@ -205,11 +208,13 @@ class Analysis(Measurement):
         rows: in the order measured.
         speeds: of the sizes that were timed, by mode; the knee is known with `--throughput` only.
         curves: predicted peaks, as (batch size, bytes), by mode; empty where sizes were measured.
+        is_shown: whether all but the remedies has been shown.
     """
 
     rows: list[Row] = field(default_factory=list)
     speeds: dict[Mode, Speeds] = field(default_factory=dict)
     curves: dict[Mode, list[tuple[int, int]]] = field(default_factory=dict)
+    is_shown: bool = False
 
     @property
     def is_predicted(self) -> bool:
@@ -247,6 +252,12 @@ class Analysis(Measurement):
     def devices(self) -> list[str]:
         """The devices that predictions are for, in the order asked for; one without a name if measured."""
         return list(dict.fromkeys(row.device for row in self.rows))
+
+    def one_per_device(self, rows: Sequence[Row]) -> list[Row]:
+        """For tables with a line or column per row: of several devices, each one's largest fraction."""
+        if len(self.devices) == 1:
+            return list(rows)
+        return [row for row in rows if row.memory_fraction == max(row.memory_fraction for row in rows)]
 
     @property
     def columns(self) -> list[str]:

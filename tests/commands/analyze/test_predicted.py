@@ -544,6 +544,48 @@ def test_remedies(run: Run) -> None:
     assert "Remedies, predicted" in outcome.out
 
 
+def test_what_fits_with_a_remedy_is_what_fits_in_the_changed_configuration(run: Run) -> None:
+    argv = (
+        "analyze", *TINY, "--predict", "--device-memory-gb", "4,16", "--fractions", "0.5,0.9", "--modes",
+        "train", "DATA.AUTOBATCH.MAX_BATCH_SIZE=9999",
+    )  # fmt: skip
+    outcome = run(*argv, "--remedies")
+    rows = read_json(outcome)["results"]
+    for key, name in (("TRAIN.AMP=bf16", "bf16"), ("TRAIN.ACCUMULATION_STEPS=2", "accumulation")):
+        changed = read_json(run(*argv, key))["results"]
+        found = [next(each for each in row["remedies"] if each["name"] == name) for row in rows]
+        assert [each["safe_batch_size"] for each in found] == [row["safe_batch_size"] for row in changed]
+        for each, row in zip(found, rows, strict=True):
+            size, memory = each["safe_batch_size"], f"90% of {row['device']}"
+            is_shown = row["memory_fraction"] == 0.9
+            assert bool(re.search(rf"{re.escape(key)} .* {size} in {memory}", outcome.out)) == is_shown
+    table = outcome.out[outcome.out.index("Remedies, predicted") :]
+    for line in re.findall(r"^│ train .*$", table, re.MULTILINE):
+        assert line.count(" MiB") in (0, 2), "before and after in one unit"
+        assert line.count(" GiB ") - line.count("% of ") in (0, 2)
+    assert table.count("Remedies, predicted") == 1
+
+
+def test_sizes_are_written_and_shown_before_the_remedies(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that ends the process during the remedies loses none of the sizes."""
+    argv = ("analyze", *TINY, "--predict", "--gpu", "t4", "--fractions", "0.9", "--modes", "train")
+    seen: list[dict[str, Any]] = []
+
+    def interrupt(*_: object) -> None:
+        seen.append(json.loads(Path("batch_sizes.json").read_text()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("linnaeus.commands.analyze.predict.try_remedies", interrupt)
+    outcome = run(*argv, "--remedies")
+    assert outcome.code == 130
+    (written,) = seen
+    assert written["interrupted"]
+    assert written["results"][0]["safe_batch_size"] > 1
+    assert json.loads(Path("batch_sizes.json").read_text()) == written
+    assert outcome.out.count("Batch sizes, predicted") == outcome.out.count("To paste") == 1
+    assert outcome.out.index("To paste") < outcome.out.index("interrupted; what has been")
+
+
 def test_remedies_that_do_not_apply_say_why(run: Run) -> None:
     argv = ("--gpu", "t4", "--fractions", "0.9", "--max-bs", "1", "--remedies", "OPTIMIZER.NAME=sgd")
     rows = read_json(run("analyze", *WIDE, "--predict", "TRAIN.AMP=bf16", *argv))["results"]
@@ -554,6 +596,15 @@ def test_remedies_that_do_not_apply_say_why(run: Run) -> None:
     assert train["accumulation"] == "a single sample cannot be halved"
     assert train["optimizer"] == "OPTIMIZER.NAME is sgd already"
     assert train["image_size"] == "there is no smaller image to try"
+
+
+def test_reasons_and_lines_of_remedies(run: Run) -> None:
+    argv = ("--gpu", "t4,l4", "--fractions", "0.5,0.9", "--max-bs", "8", "--remedies", "--modes", "train")
+    outcome = run("analyze", *WIDE, "--predict", *argv, "TRAIN.AMP=bf16")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("TRAIN.AMP=bf16:") == 1, "for all devices and fractions"
+    lines = re.findall(r"remedies, train: (\w+)$", outcome.out, re.MULTILINE)
+    assert lines == ["gradient_checkpointing", "accumulation", "optimizer"]
 
 
 # What of a run is in its traces.
