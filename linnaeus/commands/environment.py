@@ -32,7 +32,7 @@ def describe(model_node: Any, search: SizeSearch) -> dict[str, Any]:
 
 def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
     """The settings that memory depends on."""
-    train = search.train
+    train, taxonomy = search.train, search.data.taxonomy
     parameters = list(search.assembly.model.parameters())
     return {
         "memory_limit_gb": search.config.AUTOBATCH.MEMORY_LIMIT_GB,
@@ -41,6 +41,7 @@ def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
         "precision": _precision(parameters, train.AMP),
         "optimizer": type(search.assembly.optimizer).__name__,
         "image_size": None if search.data.img_size is None else list(search.data.img_size),
+        "num_classes": None if taxonomy is None else list(taxonomy.num_classes.values()),
         "gradient_checkpointing": train.GRADIENT_CHECKPOINTING,
         "accumulation_steps": train.ACCUMULATION_STEPS,
         "ema": train.EMA.ENABLED,
@@ -53,9 +54,33 @@ def device_sentence(environment: Mapping[str, Any]) -> str:
     return (
         f"measured on {environment['device']} ({environment['device_name']}) with "
         f"{environment['total_bytes'] / GIB:.1f} GiB{'' if limit is None else f', taken as {limit:g} GiB'}, "
-        f"torch {environment['torch']}; {environment['model']}, {environment['parameters']:,} parameters, "
-        f"{environment['precision']}, {environment['optimizer']}"
+        f"torch {environment['torch']}; {settings_sentence(environment)}"
     )
+
+
+def settings_sentence(environment: Mapping[str, Any]) -> str:
+    """What is run, for people: of `run_settings` all that memory depends on; what is off is left out.
+
+    >>> settings = {"model": "vit", "parameters": 5000, "image_size": [32, 32], "num_classes": [2, 6],
+    ...     "precision": "float32", "optimizer": "SGD", "gradient_checkpointing": True,
+    ...     "accumulation_steps": 1, "ema": True}
+    >>> settings_sentence(settings)
+    'vit, 5,000 parameters, 32×32 pixels, 2 + 6 classes, float32, SGD, gradient checkpointing, EMA'
+    """
+    size, classes = environment["image_size"], environment["num_classes"]
+    num_steps = environment["accumulation_steps"]
+    parts = {
+        environment["model"]: True,
+        f"{environment['parameters']:,} parameters": True,
+        f"{'×'.join(map(str, size or []))} pixels": size is not None,
+        f"{' + '.join(map(str, classes or []))} classes": classes is not None,
+        environment["precision"]: True,
+        environment["optimizer"]: True,
+        "gradient checkpointing": environment["gradient_checkpointing"],
+        f"{num_steps} accumulation steps": num_steps > 1,
+        "EMA": environment["ema"],
+    }
+    return ", ".join(part for part, applies in parts.items() if applies)
 
 
 def driver_version(path: Path = _DRIVER) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import io
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ BLUE, GREEN, VERMILION, PURPLE = "#0072b2", "#009e73", "#d55e00", "#cc79a7"
 SERIES = (BLUE, VERMILION, GREEN, PURPLE, "#e69f00", "#56b4e9")
 """Colours of series, in order."""
 PAGE = Path(__file__).with_name("page.html")
+CHARACTERS_PER_PANEL = 76
+"""Of a title, in the width of one panel."""
 LABELS_APART = 1.3
 """Least factor between two batch sizes that both have a label."""
 _STYLE = {
@@ -109,7 +112,8 @@ def drawing(
 
     with mpl.rc_context(_STYLE):
         figure = Figure((6.4 * num_columns, panel_height * num_rows), layout="constrained")
-        figure.suptitle(title, fontsize=11)
+        lines = textwrap.fill(title, CHARACTERS_PER_PANEL * num_columns, break_on_hyphens=False)
+        figure.suptitle(lines, fontsize=11)
         picture = Picture(figure, figure.subplots(num_rows, num_columns, squeeze=False).tolist())
         yield picture
         if path.suffix.lower() == ".png":

@@ -40,6 +40,7 @@ class Setup:
         world: this process and its device.
         status: told what is being tried.
         console: shows the trials.
+        write: writes the files and shows the figures as they are now, before something that takes long.
     """
 
     config: Config
@@ -47,6 +48,7 @@ class Setup:
     world: World
     status: RankStatus
     console: Console
+    write: Callable[[], None] = lambda: None
 
     def search(self) -> SizeSearch:
         """Build the model and its steps, and the searches of a run with them.
@@ -95,6 +97,15 @@ def run_session(
     """
     console = make_console()
     measurement.interrupted = True
+
+    def write() -> None:
+        measurement.save(options.output)
+        logger.info("figures: %s", options.output.resolve())
+        if options.plot is not None:
+            draw(measurement, options.plot)
+            logger.info("picture: %s", options.plot.resolve())
+        show(measurement, console)
+
     set_up_logging(None, rank=0, console=console)
     try:
         with (
@@ -106,18 +117,14 @@ def run_session(
             set_deterministic(config.TRAIN.DETERMINISTIC)
             seed_all(config.EXPERIMENT.SEED)
             data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
-            measure(Setup(config, data, joined, RankStatus(line.update), console), options, measurement)
+            setup = Setup(config, data, joined, RankStatus(line.update), console, write)
+            measure(setup, options, measurement)
         measurement.interrupted = False
     except KeyboardInterrupt:
         logger.info("interrupted; what has been measured so far is written")
         return EXIT_INTERRUPTED
     finally:
         if measurement.environment:  # otherwise nothing has been measured
-            measurement.save(options.output)
-            logger.info("figures: %s", options.output.resolve())
-            if options.plot is not None:
-                draw(measurement, options.plot)
-                logger.info("picture: %s", options.plot.resolve())
-            show(measurement, console)
+            write()
         close_logging()
     return 0

@@ -4,7 +4,8 @@
 ('h100-80gb', 23.64)
 
 torch sees less than the memory on the card: the driver, and error correction where it is on, keep a part.
-The table has what torch itself says in its messages, where a public report quotes one ("total capacity").
+The table has what torch itself says in its messages, where a public report quotes one ("total capacity");
+elsewhere what `nvidia-smi` says, less 0.6 GiB.
 """
 
 from __future__ import annotations
@@ -22,9 +23,6 @@ CUDA and the code of kernels, cuBLAS and cuDNN. An assumption, not fitted: give 
 
 _LESS_THAN_NVIDIA_SMI = 0.6 * GIB
 """torch sees 0.35 to 0.75 GiB less than `nvidia-smi` says, by the cards of which both are known."""
-
-_SMI = "github.com/modal-labs/modal-client/pull/2797"
-"""Where the figures of `nvidia-smi` come from: H100 81,559 MiB, A10 23,028 MiB, L4 23,034 MiB."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +50,44 @@ GPUS: dict[str, int] = {
     "t4": _gib(14.56),  # github.com/Zheng-Chong/CatVTON/issues/133
     "v100-16gb": _gib(15.75),  # github.com/XuyangBai/TransFusion/issues/49; others say up to 15.78
     "v100-32gb": _gib(31.74),  # github.com/haotian-liu/LLaVA/issues/812
-    "a10": _gib(22.0),  # 23.70 in stanford_alpaca/issues/76, but nvidia-smi says 23,028 MiB: the smaller
-    "l4": _below_nvidia_smi(23_034),  # no figure of torch's: that of nvidia-smi less 0.6 GiB
+    # Those of nvidia-smi for a10, l4 and h100-80gb: github.com/modal-labs/modal-client/pull/2797
+    "a10": _below_nvidia_smi(23_028),  # 23.70 of torch in stanford_alpaca/issues/76 would be more than that
+    "l4": _below_nvidia_smi(23_034),
     "a30": _gib(23.53),  # github.com/google/RB-Modulation/issues/5
     "rtx-3090": _gib(23.70),  # github.com/xiaoxiangAQ/GAS-Net/issues/7
     "rtx-4090": _gib(23.64),  # github.com/ali-vilab/VGen/issues/104
     "rtx-5090": _gib(31.37),  # github.com/Wan-Video/Wan2.1/issues/465
     "a100-40gb": _gib(39.50),  # github.com/TianheWu/CoSeR/issues/10
     "l40s": _gib(44.53),  # github.com/Wan-Video/Wan2.1/issues/205
-    "h100-80gb": _below_nvidia_smi(81_559),  # no figure of torch's: that of nvidia-smi less 0.6 GiB
+    "h100-80gb": _below_nvidia_smi(81_559),
     "a100-80gb": _gib(79.25),  # github.com/wbfwonderful/Vad-R1/issues/11
+    # What nvidia-smi prints for these cards; where that differs by driver, the smaller.
+    "rtx-2080-ti": _below_nvidia_smi(11_264),
+    "rtx-3080-10gb": _below_nvidia_smi(10_240),
+    "rtx-3080-12gb": _below_nvidia_smi(12_288),
+    "rtx-4070": _below_nvidia_smi(12_282),
+    "rtx-4080": _below_nvidia_smi(16_376),
+    "rtx-a5000": _below_nvidia_smi(24_564),
+    "rtx-a6000": _below_nvidia_smi(48_685),  # 49,140 with newer drivers
+    "a40": _below_nvidia_smi(45_634),  # 46,068 with newer drivers
+    "l40": _below_nvidia_smi(46_068),
+    "rtx-6000-ada": _below_nvidia_smi(49_140),
+    "h200": _below_nvidia_smi(143_771),
+    "b200": _below_nvidia_smi(183_359),
 }
 """Bytes that torch sees, by the name that is typed."""
 
-ALIASES = {"h100": "h100-80gb", "3090": "rtx-3090", "4090": "rtx-4090", "5090": "rtx-5090"}
-SEVERAL = {"a100": ("a100-40gb", "a100-80gb"), "v100": ("v100-16gb", "v100-32gb")}
+ALIASES = {
+    "h100": "h100-80gb", "2080ti": "rtx-2080-ti", "3090": "rtx-3090", "4070": "rtx-4070", "4080": "rtx-4080",
+    "4090": "rtx-4090", "5090": "rtx-5090", "a5000": "rtx-a5000", "a6000": "rtx-a6000",
+    "6000ada": "rtx-6000-ada", "rtx6000adageneration": "rtx-6000-ada",
+}  # fmt: skip
+SEVERAL = {
+    "a100": ("a100-40gb", "a100-80gb"),
+    "v100": ("v100-16gb", "v100-32gb"),
+    "3080": ("rtx-3080-10gb", "rtx-3080-12gb"),
+    "rtx3080": ("rtx-3080-10gb", "rtx-3080-12gb"),
+}
 """Names of which there are several sizes."""
 
 
@@ -91,15 +112,21 @@ def smallest_gpu(num_bytes: float) -> Gpu | None:
     return min(enough, key=lambda gpu: gpu.total_bytes, default=None)
 
 
-def device_that_would_do(num_bytes: float) -> str:
+def device_that_would_do(num_bytes: float, note: str = "") -> str:
     """In words: the memory that a device needs, in GiB rounded up, and the smallest GPU of the table with it.
 
     >>> device_that_would_do(24 * GIB)
     'a device of 24.00 GiB would do, such as rtx-5090'
+    >>> device_that_would_do(1000 * GIB, ", with nothing to spare")
+    'a device of 1000.00 GiB would do, with nothing to spare'
+
+    Args:
+        num_bytes: needed.
+        note: what to know of this figure; follows it.
     """
     gpu = smallest_gpu(num_bytes)
     example = "" if gpu is None else f", such as {gpu.name}"
-    return f"a device of {math.ceil(100 * num_bytes / GIB) / 100:.2f} GiB would do{example}"
+    return f"a device of {math.ceil(100 * num_bytes / GIB) / 100:.2f} GiB would do{note}{example}"
 
 
 def _plain(name: str) -> str:

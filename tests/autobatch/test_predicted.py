@@ -288,7 +288,7 @@ def test_when_nothing_fits_the_error_says_what_is_predicted_to() -> None:
         search(loop, total=200 * MIB)
     text = str(caught.value)
     assert "Batch size 1 is predicted to need" in text
-    assert "GiB would do, such as t4, with nothing else on it." in text
+    assert "GiB would do, such as rtx-3080-10gb, with nothing else on it." in text
     needed_gib = float(text.partition("predicted to need ")[2].split()[0])
     assert search(loop, total=int(1.3 * needed_gib * 1024) * MIB, max_batch_size=1).batch_size == 1
 

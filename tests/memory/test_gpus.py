@@ -9,7 +9,9 @@ from linnaeus.memory.gpus import ALIASES, GIB, GPUS, SEVERAL, find_gpu, smallest
 CARD_GIB = {
     "t4": 16, "v100-16gb": 16, "v100-32gb": 32, "a10": 24, "l4": 24, "a30": 24, "rtx-3090": 24,
     "rtx-4090": 24,
-    "rtx-5090": 32, "a100-40gb": 40, "l40s": 48, "h100-80gb": 80, "a100-80gb": 80,
+    "rtx-5090": 32, "a100-40gb": 40, "l40s": 48, "h100-80gb": 80, "a100-80gb": 80, "rtx-2080-ti": 11,
+    "rtx-3080-10gb": 10, "rtx-3080-12gb": 12, "rtx-4070": 12, "rtx-4080": 16, "rtx-a5000": 24,
+    "rtx-a6000": 48, "a40": 48, "l40": 48, "rtx-6000-ada": 48, "h200": 141, "b200": 180,
 }  # fmt: skip
 """What is printed on the card."""
 
@@ -28,6 +30,9 @@ def test_torch_sees_a_little_less_than_the_card_has() -> None:
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("Tesla T4", "t4"),
         ("A100_80GB", "a100-80gb"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA H200", "h200"),
         ("NVIDIA H100 80GB", "h100-80gb"),
     ],
 )
@@ -42,10 +47,15 @@ def test_a_name_of_several_sizes_names_them(name: str) -> None:
         find_gpu(name)
 
 
-@pytest.mark.parametrize("name", ["", "rtx", "a1000", "tpu"])
+@pytest.mark.parametrize("name", ["", "rtx", "a1000", "tpu", "6000", "rtx-6000"])
 def test_unknown_names(name: str) -> None:
     with pytest.raises(KeyError):
         find_gpu(name)
+
+
+def test_an_a10_and_an_l4_are_alike() -> None:
+    """nvidia-smi says nearly the same of both."""
+    assert abs(GPUS["a10"] - GPUS["l4"]) < 0.01 * GIB
 
 
 def test_the_smallest_that_is_enough() -> None:

@@ -18,11 +18,14 @@ class Breakdown(StateBytes):
     """The parts of a peak, in bytes; they add up to it.
 
     Attributes:
+        buckets: those of DistributedDataParallel. The gradients are views of them, and count here instead; in
+            validation they are still held.
         activations: the peak less all other parts: activations, the batch, workspaces of kernels.
         rest: all else that the process holds between steps: runtime and libraries on the CPU, workspaces and
             rounding of the caching allocator on an accelerator.
     """
 
+    buckets: int = 0
     activations: int = 0
     rest: int = 0
 
@@ -31,7 +34,9 @@ class Breakdown(StateBytes):
         return asdict(self)
 
 
-def break_down(mode: Mode, state: StateBytes, *, peak_bytes: int, held_bytes: int) -> Breakdown:
+def break_down(
+    mode: Mode, state: StateBytes, *, peak_bytes: int, held_bytes: int, has_buckets: bool = False
+) -> Breakdown:
     """Split a peak.
 
     >>> parts = break_down("train", StateBytes(100, 4, 0, 100, 200), peak_bytes=1500, held_bytes=600)
@@ -42,15 +47,18 @@ def break_down(mode: Mode, state: StateBytes, *, peak_bytes: int, held_bytes: in
         mode: a training trial allocates the optimizer state; in validation it is there from the start.
         state: counted on the same model.
         peak_bytes: peak of a trial.
-        held_bytes: bytes that the process held between the trials.
+        held_bytes: bytes that the process held between the trials, without buckets.
+        has_buckets: whether the gradients are views of buckets, which then are held all the time.
     """
     resident = state.parameters + state.buffers + state.average
-    gradients = state.gradients if mode == "train" else 0
-    allocated = gradients + (state.optimizer_state if mode == "train" else 0)
+    buckets = state.gradients if has_buckets else 0
+    gradients = state.gradients if mode == "train" and not has_buckets else 0
+    allocated = gradients + buckets + (state.optimizer_state if mode == "train" else 0)
     if mode == "val":
         resident += state.optimizer_state
     return Breakdown(
         **asdict(replace(state, gradients=gradients)),
+        buckets=buckets,
         activations=peak_bytes - held_bytes - allocated,
         rest=held_bytes - resident,
     )

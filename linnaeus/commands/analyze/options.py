@@ -113,24 +113,36 @@ def _fractions(text: str) -> list[float]:
 
 
 def _gpus(text: str) -> list[Gpu]:
-    return [_gpu(name.strip()) for name in text.split(",")]
-
-
-def _gpu(name: str) -> Gpu:
-    try:
-        return find_gpu(name)
-    except KeyError:
-        hint = suggest(name.lower(), GPUS)
-        known = ", ".join(GPUS)
-        raise ValueError(
-            f"{name!r} is not a GPU of the list{hint}; known are {known}; for others give --device-memory-gb"
-        ) from None
+    gpus, unknown, problems = list[Gpu](), list[str](), list[str]()
+    for name in map(str.strip, text.split(",")):
+        try:
+            gpus.append(find_gpu(name))
+        except KeyError:
+            hint = suggest(name.lower(), GPUS).removeprefix("; ")
+            unknown.append(f"{name!r} ({hint})" if hint else repr(name))
+        except ValueError as error:
+            problems.append(str(error))
+    if unknown:
+        names = " and ".join([", ".join(unknown[:-1]), unknown[-1]] if unknown[1:] else unknown)
+        verb = "is not a GPU" if len(unknown) == 1 else "are no GPUs"
+        problems.append(
+            f"{names} {verb} of the list; known are {', '.join(GPUS)}; for others give --device-memory-gb"
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
+    return gpus
 
 
 def _memories(text: str) -> list[Gpu]:
-    sizes = [read_positive("number of GiB", part) for part in text.split(",")]
-    if max(sizes) > MOST_GIB:
-        raise ValueError(f"{max(sizes):g} GiB is more than any device has")
+    sizes, problems = list[float](), list[str]()
+    for part in text.split(","):
+        try:
+            sizes.append(read_positive("number of GiB", part))
+        except ValueError as error:
+            problems.append(str(error))
+    problems += [f"{size:g} GiB is more than any device has" for size in sizes if size > MOST_GIB]
+    if problems:
+        raise ValueError("; ".join(problems))
     return [Gpu(f"{size:g} GiB", int(size * GIB)) for size in sizes]
 
 
@@ -161,9 +173,15 @@ PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val")
 PARSER.switch(
     "--throughput", "time further sizes, and find the smallest within 5 % of the best samples per second"
 )
-PARSER.switch("--remedies", "measure what bf16, gradient checkpointing and accumulation would save")
 PARSER.switch(
-    "--predict", "run nothing, and predict the memory of this machine's GPU, or of those of the next two"
+    "--remedies",
+    "measure what bf16, gradient checkpointing and accumulation would save; with --predict: predict it, and "
+    "what SGD and smaller images would save",
+)
+PARSER.switch(
+    "--predict",
+    "predict the memory of the GPUs named by --gpu or --device-memory-gb, else of this machine's; nothing "
+    "is run",
 )
 PARSER.option("--gpu", "NAME,...", _gpus, f"GPUs that need not be here: {', '.join(GPUS)}")
 PARSER.option("--device-memory-gb", "X,...", _memories, "GPUs by the GiB that torch sees of their memory")

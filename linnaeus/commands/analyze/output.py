@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -15,28 +15,38 @@ from linnaeus.commands.tables import cell
 from linnaeus.memory.device import GIB
 
 _MIB = 1024**2
-_TITLES = {"average": "EMA copy", "optimizer_state": "optimizer state", "rest": "the rest"}
+_TITLES = {
+    "average": "EMA copy", "optimizer_state": "optimizer state", "buckets": "gradient buckets",
+    "rest": "the rest",
+}  # fmt: skip
 
 
 def show(analysis: Analysis, console: Console) -> None:
-    """Print tables of sizes, speeds, parts of the memory and remedies, each with its notes, and the YAML."""
+    """Print tables of sizes, speeds, parts of the memory and remedies, each with its notes, and the YAML.
+
+    Of an analysis whose other figures have been shown, the remedies alone.
+    """
     if not analysis.rows:
         return
+    if not analysis.is_shown:
+        _show_sizes(analysis, console)
+    if any(row.remedies for row in analysis.rows):
+        console.print(remedies_table(analysis))
+        _print(console, "the effects of remedies are in a .json file only, not in .csv or .jsonl")
+
+
+def _show_sizes(analysis: Analysis, console: Console) -> None:
     console.print(results_table(analysis))
     if analysis.has_sizes:  # otherwise the reasons are the command's error
-        _print(console, *analysis.reasons, *_without_margin(analysis))
+        _print(console, *analysis.reasons, *analysis.notes)
     knees = {mode: speeds for mode, speeds in analysis.speeds.items() if speeds.knee is not None}
     if knees:
         console.print(throughput_table(knees))
         _print(console, *(knee_sentence(mode, speeds) for mode, speeds in knees.items()))
     for mode in analysis.speeds:
-        rows = analysis.sorted_rows(mode)
-        if len(analysis.devices) > 1:  # one column for each device is enough
-            rows = [row for row in rows if row.memory_fraction == max(row.memory_fraction for row in rows)]
+        rows = analysis.one_per_device(analysis.sorted_rows(mode))
         if any(row.breakdown for row in rows):
             console.print(breakdown_table(rows))
-    if any(row.remedies for row in analysis.rows):
-        console.print(remedies_table(analysis.sorted_rows()))
     if lines := yaml_lines(analysis):
         _print(console, f"To paste into a configuration:\n\n{lines}")
 
@@ -65,28 +75,22 @@ def _figures(row: Row) -> dict[str, str]:
     """The cells of a row, by column."""
     start = {
         "mode": row.mode,
-        "memory": f"{row.memory_fraction:.0%}",
+        "memory": row.share,
         "batch size": _size(row.batch_size),
     }
     figures = {
         "limited by": row.limited_by or "",
-        "certified": "yes" if row.certified else "no",
         "peak GiB": _gib(row.peak_bytes),
         "budget GiB": _gib(row.budget_bytes),
     }
     if row.predicted is None:
+        limited_by = figures.pop("limited by")
         return {
-            **start, **figures, "samples/s": cell(row.samples_per_s, ".4g"), "trials": str(len(row.trials)),
+            **start, "limited by": limited_by, "certified": "yes" if row.certified else "no", **figures,
+            "samples/s": cell(row.samples_per_s, ".4g"), "trials": str(len(row.trials)),
         }  # fmt: skip
     with_margin = f"with {_percent(row.predicted.margin)} margin"
     return {"device": row.device, **start, with_margin: _size(row.safe_size), **figures}
-
-
-def _without_margin(analysis: Analysis) -> Iterator[str]:
-    """A sentence for each row whose size fits only if the prediction is exact."""
-    for row in analysis.sorted_rows():
-        if row.batch_size is not None and row.safe_size is None:
-            yield f"{row.mode}, {row.memory}: no size fits with the margin"
 
 
 def _size(size: int | None) -> str:
@@ -141,25 +145,41 @@ def breakdown_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def remedies_table(rows: Sequence[Row]) -> Table:
-    """The memory that each remedy saves at each size."""
-    is_predicted = any(row.predicted is not None for row in rows)
+def remedies_table(analysis: Analysis) -> Table:
+    """The memory that each remedy saves at each size; a reason why one does not apply is shown once."""
+    is_predicted = analysis.is_predicted
     table = Table(title=f"Remedies, {'predicted' if is_predicted else 'measured'}", title_justify="left")
-    headings = ["mode", "batch size", "remedy", "before", "after", "saved"]
-    for heading in headings if is_predicted else [*headings, "samples/s"]:
+    last = "then fits with margin" if is_predicted else "samples/s"
+    for heading in ("mode", "batch size", "remedy", "before", "after", "saved", last):
         table.add_column(heading, justify="left" if heading in ("mode", "remedy") else "right")
-    for row in {(row.mode, row.batch_size): row for row in rows}.values():
+    reasons: set[tuple[Mode, str, str | None]] = set()
+    for row in _rows_with_remedies(analysis):
         for remedy in row.remedies:
             keys = " ".join(f"{key}={value}" for key, value in remedy.keys.items())
-            before = "" if remedy.peak_bytes_before is None else _mib(remedy.peak_bytes_before)
-            if remedy.peak_bytes is None:
-                cells = (f"{keys}: {remedy.reason}", before, "", "", "")
-            else:
-                saved = "" if remedy.saved_percent is None else f"{remedy.saved_percent:.1f} %"
-                speed = cell(remedy.samples_per_s, ".4g")
-                cells = (keys, before, _mib(remedy.peak_bytes), saved, speed)
-            table.add_row(row.mode, str(row.batch_size), *(cells[:-1] if is_predicted else cells))
+            before, after = remedy.peak_bytes_before, remedy.peak_bytes
+            start = (row.mode, str(row.batch_size))
+            if after is None:
+                if (shown := (row.mode, keys, remedy.reason)) not in reasons:
+                    reasons.add(shown)
+                    cells = (f"{keys}: {remedy.reason}", "" if before is None else _mib(before), "", "", "")
+                    table.add_row(*start, *cells)
+                continue
+            saved = "" if remedy.saved_percent is None else f"{remedy.saved_percent:.1f} %"
+            unit = max(before or 0, after)
+            gain = cell(remedy.samples_per_s, ".4g")
+            if is_predicted:
+                gain = f"{_size(remedy.safe_batch_size)} in {row.memory}"
+            figures = "" if before is None else _mib(before, unit), _mib(after, unit)
+            table.add_row(*start, keys, *figures, saved, gain)
     return table
+
+
+def _rows_with_remedies(analysis: Analysis) -> list[Row]:
+    """Measured rows of the same size have the same effects; predicted ones differ by what then fits."""
+    rows = analysis.sorted_rows()
+    if analysis.is_predicted:
+        return analysis.one_per_device(rows)
+    return list({(row.mode, row.batch_size): row for row in rows}.values())
 
 
 def yaml_lines(analysis: Analysis) -> str:
@@ -191,8 +211,10 @@ def _gib(num_bytes: int | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / GIB:.3f}"
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / _MIB:.1f} MiB" if num_bytes < 10 * GIB else f"{num_bytes / GIB:.2f} GiB"
+def _mib(num_bytes: int, like: int = 0) -> str:
+    """MiB, or GiB where the number, or another one that stands beside it, is large."""
+    in_mib = max(num_bytes, like) < 10 * GIB
+    return f"{num_bytes / _MIB:.1f} MiB" if in_mib else f"{num_bytes / GIB:.2f} GiB"
 
 
 def _part(num_bytes: int, row: Row) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linnaeus.autobatch.result import Mode
-from linnaeus.commands.analyze.results import Analysis, Row
+from linnaeus.commands.analyze.results import Analysis, Row, limit_words
 from linnaeus.commands.measure import Speeds
 from linnaeus.commands.picture import BLUE, GREEN, VERMILION, Picture, decorate, drawing, mark_size
 from linnaeus.memory.device import GIB
@@ -38,18 +39,21 @@ def save_plot(analysis: Analysis, path: Path) -> None:
             if with_speed:
                 _speed_panel(picture, picture.panels[1][column], mode, speeds)
         with_refused = any(_refused(analysis.sorted_rows(mode)) for mode in modes)
-        _legend(picture.figure, with_refused=with_refused, is_predicted=analysis.is_predicted)
+        _legend(
+            picture.figure, with_refused=with_refused, is_predicted=analysis.is_predicted,
+            num_columns=len(modes),
+            small_print=_small_print(analysis.environment) if analysis.is_predicted else "",
+        )  # fmt: skip
 
 
 def _headline(analysis: Analysis) -> str:
     environment = analysis.environment
     size = "×".join(map(str, environment["image_size"] or []))
-    limit = environment["memory_limit_gb"]
     model = environment["model"] + (f", {size} pixels" if size else "")
     if analysis.is_predicted:
-        device = f"predicted for {', '.join(analysis.devices)}"
-        device += "" if limit is None else f", taken as {limit:g} GiB"
+        device = f"predicted for {', '.join(analysis.devices)}{limit_words(environment)}"
     else:
+        limit = environment["memory_limit_gb"]
         device = f"{environment['device']} with {limit or environment['total_bytes'] / GIB:.3g} GiB"
     return f"{model}, {environment['precision']}, {environment['optimizer']}, {device}"
 
@@ -67,6 +71,7 @@ def _memory_panel(
     unit, name = (GIB, "GiB") if max(heights, default=0) >= GIB else (_MIB, "MiB")
     decorate(axes, f"{mode}: memory", "batch size", f"peak memory ({name})")
     if not heights:
+        axes.text(0.5, 0.5, "no batch size is possible", ha="center", transform=axes.transAxes)
         return
     right = 1.12 * max([size for size, _ in points] + list(refused), default=1)
     _budget_lines(axes, rows, unit, right)
@@ -83,6 +88,7 @@ def _memory_panel(
     for size, budget in refused.items():
         text = f"{mode}, batch size {size}: out of memory"
         picture.point(axes, size, budget / unit, "x", text, color=VERMILION, markersize=7, markeredgewidth=2)
+    _sizes_without_margin(picture, axes, rows, unit, name)
     _chosen_sizes(picture, axes, rows, unit, name)
     low = min(heights) / unit
     axes.set_xlim(0, right)
@@ -123,9 +129,10 @@ LABELS_APART = 0.055
 
 def _budget_label(rows: list[Row]) -> str:
     """Of budgets that are close together: `80%, 90% of rtx-4090`."""
-    by_device: dict[str, list[str]] = {}
+    by_device: dict[str, dict[str, None]] = {}
     for row in reversed(rows):
-        by_device.setdefault(row.device, []).append(f"{row.memory_fraction:.0%}")
+        _, _, limit = row.share.partition(" of ")  # the same for all devices that it bounds
+        by_device.setdefault(limit or row.device, {})[f"{row.memory_fraction:.0%}"] = None
     labels = (", ".join(shares) + (f" of {device}" if device else "") for device, shares in by_device.items())
     return "; ".join(labels)
 
@@ -139,15 +146,36 @@ def _fitted_line(axes: Axes, points: list[tuple[int, int]], unit: int, right: fl
         axes.plot(ends, heights, "-", color=BLUE, alpha=0.8, linewidth=1.6, gid="fitted-line", zorder=3)
 
 
+def _sizes_without_margin(picture: Picture, axes: Axes, rows: list[Row], unit: int, name: str) -> None:
+    """Of predicted rows, the sizes that fit if the prediction is exact: small and hollow."""
+    for row in rows:
+        if row.predicted is not None and row.batch_size is not None and row.peak_bytes is not None:
+            height = row.peak_bytes / unit
+            text = (
+                f"{row.mode}, {row.memory}, without margin: batch size {row.batch_size}, "
+                f"predicted {height:.3f} {name}"
+            )
+            picture.point(
+                axes, row.batch_size, height, "s", text, markerfacecolor="none", markeredgecolor=GREEN,
+                markersize=9, zorder=5,
+            )  # fmt: skip
+
+
+def _chosen_peak(row: Row) -> int:
+    """Peak at the size to configure; 0 without one."""
+    return (row.peak_bytes if row.predicted is None else row.predicted.safe_peak_bytes) or 0
+
+
 def _chosen_sizes(picture: Picture, axes: Axes, rows: list[Row], unit: int, name: str) -> None:
-    chosen = {row.batch_size: row for row in sorted(rows, key=lambda row: row.peak_bytes or 0, reverse=True)}
+    """The sizes to configure: measured ones, or those predicted to fit with the margin."""
+    chosen = {row.safe_size: row for row in sorted(rows, key=_chosen_peak, reverse=True)}
     above, top = inf, max(row.budget_bytes or 0 for row in rows) / unit
     for size, row in chosen.items():
-        if size is None or row.peak_bytes is None:
+        if size is None or not _chosen_peak(row):
             continue
-        fractions = ", ".join(other.memory for other in rows if other.batch_size == size)
+        fractions = ", ".join(other.memory for other in rows if other.safe_size == size)
         speed = "" if row.samples_per_s is None else f", {row.samples_per_s:.4g} samples/s"
-        height = row.peak_bytes / unit
+        height = _chosen_peak(row) / unit
         text = f"{row.mode}, chosen for {fractions}: batch size {size}, {height:.3f} {name}{speed}"
         picture.point(
             axes, size, height, "D", text, markerfacecolor="none", markeredgecolor=GREEN,
@@ -162,7 +190,17 @@ def _chosen_sizes(picture: Picture, axes: Axes, rows: list[Row], unit: int, name
         )  # fmt: skip
 
 
-def _legend(figure: Figure, *, with_refused: bool, is_predicted: bool) -> None:
+def _small_print(environment: Mapping[str, Any]) -> str:
+    """The assumptions of a prediction."""
+    return (
+        f"margin {environment['margin'] - 1:.0%} of the predicted peak, which includes "
+        f"{environment['base_bytes'] / GIB:.2f} GiB beside the allocator ({environment['base']})"
+    )
+
+
+def _legend(
+    figure: Figure, *, with_refused: bool, is_predicted: bool, num_columns: int, small_print: str
+) -> None:
     """One legend below all panels, where it covers no point and no budget line."""
     from matplotlib.lines import Line2D
 
@@ -174,18 +212,25 @@ def _legend(figure: Figure, *, with_refused: bool, is_predicted: bool) -> None:
             "alpha": 0.9,
         },
         "budget": {"color": VERMILION, "linestyle": "--"},
-        "size that fits" if is_predicted else "size chosen": {
+        "size that fits with the margin" if is_predicted else "size chosen": {
             "color": GREEN,
             "marker": "D",
             "markerfacecolor": "none",
             "markeredgewidth": 2,
         },
+        "size that fits without": {"color": GREEN, "marker": "s", "markerfacecolor": "none"},
         "out of memory": {"color": VERMILION, "marker": "x", "markeredgewidth": 2},
     }
     if not with_refused:
         del looks["out of memory"]
+    if not is_predicted:
+        del looks["size that fits without"]
     entries = [Line2D([], [], label=label, **{"linestyle": "", **look}) for label, look in looks.items()]
-    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
+    columns = min(len(entries), 1 + 2 * num_columns)  # as many as one panel's width has room for
+    figure.legend(
+        handles=entries, loc="outside lower center", ncols=columns, frameon=False, fontsize=9,
+        title=small_print or None, title_fontsize=9,
+    )  # fmt: skip
 
 
 def _speed_panel(picture: Picture, axes: Axes, mode: Mode, speeds: Speeds) -> None:

@@ -13,12 +13,12 @@ import torch
 
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.sizes import SizeSearch
-from linnaeus.commands.analyze.breakdown import Breakdown, break_down
+from linnaeus.commands.analyze.fitting import curve, fill, largest_size
 from linnaeus.commands.analyze.options import Options
-from linnaeus.commands.analyze.remedies import Change, Outcome, common_changes, try_remedies, why
-from linnaeus.commands.analyze.results import Analysis, Predicted, Row
-from linnaeus.commands.analyze.traced import META, PredictedStep, build_on_meta, predict_step
-from linnaeus.commands.environment import run_settings
+from linnaeus.commands.analyze.remedies import Change, Outcome, common_changes, show_so_far, try_remedies, why
+from linnaeus.commands.analyze.results import Analysis, Predicted, Row, limit_words
+from linnaeus.commands.analyze.traced import META, build_on_meta, predict_step
+from linnaeus.commands.environment import run_settings, settings_sentence
 from linnaeus.commands.measure import Speeds
 from linnaeus.commands.session import Setup
 from linnaeus.config.instantiate import is_target
@@ -27,15 +27,16 @@ from linnaeus.data.datasets import build_data
 from linnaeus.dist import World, resolve_device
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.memory.device import GIB
-from linnaeus.memory.gpus import ASSUMED_BASE_BYTES, Gpu, device_that_would_do
-from linnaeus.memory.predict import MARGIN, largest_within, measured_base_bytes
+from linnaeus.memory.gpus import ASSUMED_BASE_BYTES, Gpu
+from linnaeus.memory.predict import MARGIN, measured_base_bytes
 from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.analysis")
-ACCURACY = "docs/prediction.md"
-"""Where it is written how good predictions are."""
-CURVE_POINTS = 12
-"""Sizes of the predicted curve of a mode."""
+ACCURACY = (
+    "compared with training steps of timm models in float32 with SGD on a card of 40 GB: median error 1.1 %, "
+    "nine of ten within 5.9 %, 98 % need less than 1.15 times the prediction; see docs/prediction.md"
+)
+"""How good predictions are; the figures are those of that page."""
 ALIGNED_PIXELS = 32
 """A smaller image has the next smaller multiple of this as its side."""
 _PLAIN_OPTIMIZERS = frozenset({"sgd", "nesterov", "momentum"})
@@ -88,12 +89,16 @@ def predict_sizes(setup: Setup, options: Options, target: Target, analysis: Anal
     """Predict the size for every device, mode and fraction.
 
     Raises:
-        ConfigError: a node that cannot be built.
-        LinnaeusError: a step that cannot be traced; the message names the operation.
+        ConfigError: a node that cannot be built, or a step that cannot be traced.
     """
     search = build_on_meta(setup)
     environment = _environment(setup, search, target)
+    environment["not_compared"] = _not_compared(setup.config, environment, options.modes)
     logger.info("%s", _sentence(environment))
+    if environment["not_compared"]:
+        logger.info(
+            "not compared with a GPU: %s; see docs/prediction.md", ", ".join(environment["not_compared"])
+        )
     for mode in options.modes:
         analysis.speeds[mode] = Speeds()
         rows = _rows(mode, options, target)
@@ -104,11 +109,12 @@ def predict_sizes(setup: Setup, options: Options, target: Target, analysis: Anal
             rows = [replace(row, reason=str(error)) for row in rows]
         else:
             for row in rows:
-                _fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
-            analysis.curves[mode] = _curve(step, rows)
+                fill(row, step, setup.config.DATA.AUTOBATCH.MEMORY_LIMIT_GB)
+            analysis.curves[mode] = curve(step, rows)
         analysis.environment = environment  # from now on there is something to write
         analysis.rows += rows
     if options.remedies:
+        show_so_far(setup, analysis)
         del search
         gc.collect()
         try_remedies(setup, analysis, _run(target), _changes)
@@ -121,60 +127,6 @@ def _rows(mode: Mode, options: Options, target: Target) -> list[Row]:
         for gpu in target.gpus
         for fraction in sorted(options.fractions, reverse=True)
     ]
-
-
-def _fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
-    """Find the largest size within the row's fraction of its device."""
-    assert row.predicted is not None
-    prediction, candidates = step.prediction, step.candidates
-    budget_bytes = int(row.memory_fraction * row.predicted.device_bytes)
-    if limit_gb is not None:
-        budget_bytes = min(budget_bytes, prediction.base_bytes + int(row.memory_fraction * limit_gb * GIB))
-    row.budget_bytes = budget_bytes
-    row.batch_size = largest_within(candidates, budget_bytes, prediction.peak_bytes)
-    safe = largest_within(candidates, budget_bytes, prediction.safe_bytes)
-    row.predicted = replace(row.predicted, safe_batch_size=safe)
-    if row.batch_size is None:
-        row.reason = _why_nothing_fits(row, step, limit_gb)
-        return
-    row.limited_by = step.bound if row.batch_size == candidates[len(candidates) - 1] else "memory"
-    row.peak_bytes = prediction.peak_bytes(row.batch_size)
-    row.breakdown = _breakdown(row.peak_bytes, step)
-
-
-def _why_nothing_fits(row: Row, step: PredictedStep, limit_gb: float | None) -> str:
-    assert row.predicted is not None
-    assert row.budget_bytes is not None
-    size, base_bytes = step.candidates[0], step.prediction.base_bytes
-    peak_bytes = step.prediction.peak_bytes(size)
-    is_limited = row.budget_bytes < int(row.memory_fraction * row.predicted.device_bytes)
-    origin, enough = f"{row.memory_fraction:.0%} of {row.device}", ""
-    if is_limited:
-        origin = f"{row.memory_fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB, {limit_gb:g} GiB"
-    else:
-        enough = f"; {device_that_would_do(peak_bytes / row.memory_fraction)}"
-    return (
-        f"prediction ({row.mode}): no batch size fits. The budget is {row.budget_bytes / GIB:.2f} GiB, "
-        f"{origin}; batch size {size} takes {peak_bytes / GIB:.2f} GiB, of which {base_bytes / GIB:.2f} GiB "
-        f"are in use beside the allocator{enough}"
-    )
-
-
-def _breakdown(peak_bytes: int, step: PredictedStep) -> Breakdown:
-    state = step.state
-    resident = state.parameters + state.buffers + state.average
-    if step.mode == "val":
-        resident += state.optimizer_state
-    held_bytes = step.prediction.base_bytes + resident
-    return break_down(step.mode, state, peak_bytes=peak_bytes, held_bytes=held_bytes)
-
-
-def _curve(step: PredictedStep, rows: Sequence[Row]) -> list[tuple[int, int]]:
-    """Predicted peaks at sizes up to the largest one found."""
-    largest = max((row.batch_size for row in rows if row.batch_size is not None), default=0)
-    sizes = {round(largest * part / CURVE_POINTS) for part in range(1, CURVE_POINTS + 1)}
-    sizes = {max(size, step.candidates[0]) for size in sizes if largest}
-    return [(size, step.prediction.peak_bytes(size)) for size in sorted(sizes)]
 
 
 def _environment(setup: Setup, search: SizeSearch, target: Target) -> dict[str, Any]:
@@ -194,19 +146,34 @@ def _environment(setup: Setup, search: SizeSearch, target: Target) -> dict[str, 
     }
 
 
+def _not_compared(config: Config, environment: dict[str, Any], modes: Sequence[Mode]) -> list[str]:
+    """What of the configuration no measurement on a GPU stands behind."""
+    settings = {
+        "a model of your own": is_target(config.MODEL),
+        environment["precision"]: environment["precision"] != "float32",
+        environment["optimizer"]: environment["optimizer"] != "SGD",
+        "gradient checkpointing": environment["gradient_checkpointing"],
+        "accumulation": environment["accumulation_steps"] > 1,
+        "EMA": environment["ema"],
+        "channels-last": config.TRAIN.CHANNELS_LAST,
+        "gradient buckets": environment["world_size"] > 1,
+        "validation": "val" in modes,
+    }
+    return [name for name, applies in settings.items() if applies]
+
+
 def _sentence(environment: dict[str, Any]) -> str:
     devices = ", ".join(
         name if name.endswith("GiB") else f"{name} ({total_bytes / GIB:.2f} GiB)"
         for name, total_bytes in (device.values() for device in environment["devices"])
     )
-    limit, num = environment["memory_limit_gb"], environment["world_size"]
+    num = environment["world_size"]
     processes = "" if num == 1 else f", {counted(num, 'process')}"
     return (
-        f"predicted, not measured, for {devices}{'' if limit is None else f', taken as {limit:g} GiB'}; "
+        f"predicted, not measured, for {devices}{limit_words(environment)}; "
         f"{environment['base_bytes'] / GIB:.2f} GiB in use beside the allocator ({environment['base']}), "
         f"margin {environment['margin'] - 1:.0%}{processes}, torch "
-        f"{environment['torch']}; {environment['model']}, {environment['parameters']:,} parameters, "
-        f"{environment['precision']}, {environment['optimizer']}"
+        f"{environment['torch']}; {settings_sentence(environment)}"
     )
 
 
@@ -221,7 +188,11 @@ def _run(target: Target) -> Callable[[Setup, Mode, Sequence[int]], dict[int, Out
         except Exception as error:  # a user's model may not take every precision
             logger.debug("a remedy failed", exc_info=True)
             return dict.fromkeys(sizes, Outcome(reason=why(error)))
-        return {size: Outcome(step.prediction.peak_bytes(size)) for size in sizes}
+
+        def largest(row: Row) -> int | None:
+            return largest_size(step, row.budget_bytes or 0, step.prediction.safe_bytes)
+
+        return {size: Outcome(step.prediction.peak_bytes(size), largest=largest) for size in sizes}
 
     return run
 

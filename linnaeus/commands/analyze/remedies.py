@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.autobatch.result import Mode
-from linnaeus.commands.analyze.results import Analysis, Remedy
+from linnaeus.commands.analyze.results import Analysis, Remedy, Row
 from linnaeus.commands.session import Setup
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError, LinnaeusError
@@ -45,15 +45,30 @@ class Change:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The peak of a size under one configuration; without a peak the reason says why."""
+    """A size under one configuration.
+
+    Attributes:
+        peak_bytes: its peak; None where there is none.
+        samples_per_s: its speed, where it was timed.
+        reason: why there is no peak.
+        largest: the largest size within the memory of a row, with the margin; None if measured.
+    """
 
     peak_bytes: int | None = None
     samples_per_s: float | None = None
     reason: str | None = None
+    largest: Callable[[Row], int | None] | None = None
 
 
 Run = Callable[[Setup, Mode, Sequence[int]], Mapping[int, Outcome]]
 """Finds the peaks of sizes of a mode under a configuration."""
+
+
+def show_so_far(setup: Setup, analysis: Analysis) -> None:
+    """Write and show the sizes: remedies take longer, and somebody may end the process meanwhile."""
+    if analysis.has_sizes:
+        setup.write()
+        analysis.is_shown = True
 
 
 def measure_remedies(setup: Setup, analysis: Analysis, *, timed: bool) -> None:
@@ -79,17 +94,22 @@ def try_remedies(
         changes: the changes to try.
     """
     for mode in analysis.speeds:
-        sizes = sorted({row.batch_size for row in analysis.sorted_rows(mode) if row.batch_size is not None})
+        peaks = {row.batch_size: row.peak_bytes for row in analysis.sorted_rows(mode)}
+        sizes = sorted(size for size in peaks if size is not None)
         if not sizes:
             continue
-        doing = "predicting" if analysis.is_predicted else "measuring"
-        logger.info("remedies, %s: %s the configuration as it is again", mode, doing)
-        before = run(setup, mode, sizes)
+        if analysis.is_predicted:  # and would be predicted again just so
+            before: Mapping[int, Outcome] = {size: Outcome(peaks[size]) for size in sizes}
+        else:
+            logger.info("remedies, %s: measuring the configuration as it is again", mode)
+            before = run(setup, mode, sizes)
         for change in changes(setup, mode):
             outcomes = _try(setup, change, mode, before, run)
             for row in analysis.sorted_rows(mode):
                 if row.batch_size is not None:
-                    row.remedies.append(outcomes[row.batch_size])
+                    row.remedies.append(
+                        _remedy(row, change, before[row.batch_size], outcomes[row.batch_size])
+                    )
 
 
 def common_changes(setup: Setup, mode: Mode) -> Iterator[Change]:
@@ -114,26 +134,32 @@ def common_changes(setup: Setup, mode: Mode) -> Iterator[Change]:
 
 def _try(
     setup: Setup, change: Change, mode: Mode, before: Mapping[int, Outcome], run: Run
-) -> dict[int, Remedy]:
-    """The effect of one change on each size of a mode."""
+) -> dict[int, Outcome]:
+    """Each size of a mode under one change, by the size without it."""
     after: Mapping[int, Outcome] = {}
     if change.obstacle is None:
         logger.info("remedies, %s: %s", mode, change.name)
+        setup.status.update(f"remedies, {mode}: {change.name}")
         changed = replace(setup, config=_changed(setup.config, change.keys))
         sizes = [size // change.divisor for size in before if size >= change.divisor]
         after = run(changed, mode, sizes)
     skipped = Outcome(reason=change.obstacle or "a single sample cannot be halved")
-    outcomes = {}
-    for size, reference in before.items():
-        measured = after.get(size // change.divisor, skipped)
-        outcomes[size] = Remedy(
-            change.name,
-            change.keys,
-            batch_size=size // change.divisor,
-            peak_bytes_before=reference.peak_bytes,
-            **asdict(measured),
-        )
-    return outcomes
+    return {size: after.get(size // change.divisor, skipped) for size in before}
+
+
+def _remedy(row: Row, change: Change, before: Outcome, after: Outcome) -> Remedy:
+    """The effect of one change on a row's size."""
+    assert row.batch_size is not None
+    return Remedy(
+        change.name,
+        change.keys,
+        batch_size=row.batch_size // change.divisor,
+        peak_bytes_before=before.peak_bytes,
+        peak_bytes=after.peak_bytes,
+        samples_per_s=after.samples_per_s,
+        reason=after.reason,
+        safe_batch_size=None if after.largest is None else after.largest(row),
+    )
 
 
 def _changed(config: Config, keys: Mapping[str, Any]) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from linnaeus.autobatch.search import TrialRecord
 from linnaeus.commands.analyze.breakdown import Breakdown
 from linnaeus.commands.measure import Speeds
 from linnaeus.commands.tables import Measurement
+from linnaeus.memory.device import GIB
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Remedy:
         peak_bytes: peak with the change; None when it was skipped or did not fit.
         samples_per_s: speed with the change.
         reason: why there is no peak.
+        safe_batch_size: with the change, the largest micro-batch size predicted to fit with the margin; None
+            where it was measured, or none fits.
     """
 
     name: str
@@ -34,6 +38,7 @@ class Remedy:
     peak_bytes: int | None = None
     samples_per_s: float | None = None
     reason: str | None = None
+    safe_batch_size: int | None = None
 
     @property
     def saved_bytes(self) -> int | None:
@@ -64,12 +69,16 @@ class Predicted:
         device_bytes: its memory.
         margin: factor on the predicted peak, under which nearly all measured peaks are.
         safe_batch_size: the largest size whose peak times the margin fits; None when there is none.
+        safe_peak_bytes: peak at that size, without the margin.
+        memory_limit_gb: `DATA.AUTOBATCH.MEMORY_LIMIT_GB` where it bounds the budget, else None.
     """
 
     device: str
     device_bytes: int
     margin: float
     safe_batch_size: int | None = None
+    safe_peak_bytes: int | None = None
+    memory_limit_gb: float | None = None
 
     def figures(self) -> dict[str, Any]:
         """The entries that all files have."""
@@ -90,6 +99,7 @@ class Row:
         samples_per_s: speed at that size.
         trials: those run for this row; sizes measured for earlier rows are not repeated.
         reason: why there is no size.
+        notes: sentences on the size for people.
         breakdown: parts of the peak.
         remedies: at that size, with `--remedies`.
         predicted: what a predicted row has beside these; None for a measured one.
@@ -106,6 +116,7 @@ class Row:
     samples_per_s: float | None = None
     trials: tuple[TrialRecord, ...] = ()
     reason: str | None = None
+    notes: list[str] = field(default_factory=list)
     breakdown: Breakdown | None = None
     remedies: list[Remedy] = field(default_factory=list)
     predicted: Predicted | None = None
@@ -116,10 +127,17 @@ class Row:
         return "" if self.predicted is None else self.predicted.device
 
     @property
+    def share(self) -> str:
+        """The part of the memory, for people: `90%`, or `90% of 2 GiB limit` where a limit bounds it."""
+        limit_gb = None if self.predicted is None else self.predicted.memory_limit_gb
+        return f"{self.memory_fraction:.0%}" + ("" if limit_gb is None else f" of {limit_gb:g} GiB limit")
+
+    @property
     def memory(self) -> str:
-        """The part of the memory, for people: `90%`, or `90% of rtx-4090`."""
-        share = f"{self.memory_fraction:.0%}"
-        return f"{share} of {self.device}" if self.device else share
+        """The part and of what: `90%`, `90% of rtx-4090` or `90% of 2 GiB limit on rtx-4090`."""
+        if self.predicted is None:
+            return self.share
+        return f"{self.share} {'of' if self.predicted.memory_limit_gb is None else 'on'} {self.device}"
 
     @property
     def safe_size(self) -> int | None:
@@ -152,6 +170,7 @@ class Row:
             **self.figures(),
             "trials": [trial.as_dict() for trial in self.trials],
             "reason": self.reason,
+            "notes": self.notes,
             "breakdown": self._breakdown(),
             "remedies": [remedy.as_dict() for remedy in self.remedies],
         }
@@ -165,7 +184,20 @@ class Row:
         }
 
 
+def limit_words(environment: Mapping[str, Any]) -> str:
+    """What `DATA.AUTOBATCH.MEMORY_LIMIT_GB` does in a prediction, to follow the names of the devices."""
+    limit_gb = environment["memory_limit_gb"]
+    if limit_gb is None:
+        return ""
+    needed_bytes = limit_gb * GIB + environment["base_bytes"]
+    if all(needed_bytes >= device["total_bytes"] for device in environment["devices"]):
+        return f" (the limit of {limit_gb:g} GiB is above that and bounds nothing)"
+    return f", each process limited to {limit_gb:g} GiB"
+
+
 PARTS = tuple(Breakdown.__dataclass_fields__)
+SETTINGS = ("model", "precision", "optimizer", "image_size", "base_bytes", "base")
+"""What each row of a table says of the environment."""
 
 
 @dataclass
@@ -176,11 +208,13 @@ class Analysis(Measurement):
         rows: in the order measured.
         speeds: of the sizes that were timed, by mode; the knee is known with `--throughput` only.
         curves: predicted peaks, as (batch size, bytes), by mode; empty where sizes were measured.
+        is_shown: whether all but the remedies has been shown.
     """
 
     rows: list[Row] = field(default_factory=list)
     speeds: dict[Mode, Speeds] = field(default_factory=dict)
     curves: dict[Mode, list[tuple[int, int]]] = field(default_factory=dict)
+    is_shown: bool = False
 
     @property
     def is_predicted(self) -> bool:
@@ -191,6 +225,11 @@ class Analysis(Measurement):
     def has_sizes(self) -> bool:
         """Whether any size was found."""
         return any(row.batch_size is not None for row in self.rows)
+
+    @property
+    def notes(self) -> list[str]:
+        """What there is to say of sizes, each once."""
+        return list(dict.fromkeys(note for row in self.sorted_rows() for note in row.notes))
 
     @property
     def reasons(self) -> list[str]:
@@ -214,15 +253,28 @@ class Analysis(Measurement):
         """The devices that predictions are for, in the order asked for; one without a name if measured."""
         return list(dict.fromkeys(row.device for row in self.rows))
 
+    def one_per_device(self, rows: Sequence[Row]) -> list[Row]:
+        """For tables with a line or column per row: of several devices, each one's largest fraction."""
+        if len(self.devices) == 1:
+            return list(rows)
+        return [row for row in rows if row.memory_fraction == max(row.memory_fraction for row in rows)]
+
     @property
     def columns(self) -> list[str]:
         """Columns of the table."""
         rows = self.scalars()
-        return list(rows[0] if rows else Row("train", 1.0).scalars())
+        return list(rows[0] if rows else self._row(Row("train", 1.0)))
 
     def scalars(self) -> list[dict[str, Any]]:
         """One row for each mode and fraction."""
-        return [row.scalars() for row in self.sorted_rows()]
+        return [self._row(row) for row in self.sorted_rows()]
+
+    def _row(self, row: Row) -> dict[str, Any]:
+        """A row, and what it holds for; without lists."""
+        found = {name: self.environment[name] for name in SETTINGS if name in self.environment}
+        if found.get("image_size") is not None:
+            found["image_size"] = "x".join(map(str, found["image_size"]))
+        return {**row.scalars(), "reason": row.reason, **found}
 
     def as_dict(self) -> dict[str, Any]:
         """Content of the JSON file."""

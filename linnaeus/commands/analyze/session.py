@@ -10,7 +10,7 @@ from linnaeus.commands.analyze.options import Options
 from linnaeus.commands.analyze.output import show
 from linnaeus.commands.analyze.plot import save_plot
 from linnaeus.commands.analyze.predict import Target, predict_sizes, target_of, world_of
-from linnaeus.commands.analyze.remedies import measure_remedies
+from linnaeus.commands.analyze.remedies import measure_remedies, show_so_far
 from linnaeus.commands.analyze.results import Analysis
 from linnaeus.commands.session import Setup, run_session
 from linnaeus.config.schema import Config
@@ -47,6 +47,7 @@ def _measure(setup: Setup, options: Options, analysis: Analysis) -> None:
     for mode in options.modes:
         measure_mode(search, mode, options, analysis, setup.status)
     if options.remedies:
+        show_so_far(setup, analysis)
         del search  # the remedies build models of their own
         gc.collect()
         measure_remedies(setup, analysis, timed=options.throughput)

@@ -15,14 +15,23 @@ from linnaeus.autobatch.sizes import SizeSearch, keys
 from linnaeus.commands.analyze.breakdown import counting
 from linnaeus.commands.session import Setup
 from linnaeus.config.instantiate import is_target
-from linnaeus.errors import AutoBatchError, LinnaeusError
+from linnaeus.data.bundle import dataset_length
+from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.memory.predict import Prediction
 from linnaeus.memory.trace import UntraceableError
 from linnaeus.training.state_bytes import StateBytes
+from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.analysis")
 
 META = torch.device("meta")
+CAUSES = (
+    "What commonly needs values: logging or printing of them (`.item()`, f-strings), checks such as "
+    "`torch.isnan(x).any()` in an `if`, `clip_grad_norm_(error_if_nonfinite=True)`, and boolean masks "
+    "(`x[x > 0]`)."
+)
+LARGEST = 1 << 20
+"""No batch is predicted to be larger, unless the bounds allow it."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +43,22 @@ class PredictedStep:
         prediction: its peak at any batch size, the base of the device included.
         state: the tensors that it keeps.
         candidates: the batch sizes that are allowed, ascending.
-        bound: why there is none above them, as in `AutoBatchResult.limited_by`.
+        all_sizes: those that would be allowed without bounds: from the smallest that runs to `LARGEST`.
+        multiple_of: what both are multiples of.
+        bound: why there is none above the candidates, as in `AutoBatchResult.limited_by`.
+        data: the samples of one process, for people.
+        has_buckets: whether the gradients are views of buckets of DistributedDataParallel.
     """
 
     mode: Mode
     prediction: Prediction
     state: StateBytes
     candidates: Candidates
+    all_sizes: Candidates
+    multiple_of: int
     bound: str
+    data: str
+    has_buckets: bool
 
 
 def build_on_meta(setup: Setup) -> SizeSearch:
@@ -76,19 +93,37 @@ def predict_step(search: SizeSearch, mode: Mode, base_bytes: int) -> PredictedSt
 
     Raises:
         AutoBatchError: the bounds leave no size.
-        LinnaeusError: the step cannot be traced; the message names the operation.
+        ConfigError: the step cannot be traced; the message names the operation.
     """
     bound, candidates = _candidates(search, mode)
+    multiple_of = search.config.AUTOBATCH.MULTIPLE_OF
+    largest = max(candidates[len(candidates) - 1], LARGEST)
+    smallest = smallest_size(search.assembly.state, mode, 1, largest)
+    all_sizes = Candidates(smallest, largest, multiple_of)
     try:
         with counting(search.assembly, META) as state:
             prediction = search.predict(mode, base_bytes)
     except UntraceableError as error:
         name = {"train": "training", "val": "validation"}[mode]
-        raise LinnaeusError(
-            f"--predict: the {name} step cannot be traced without a GPU: {error}. Measure it instead: leave "
-            "--predict out on a machine with the GPU"
+        raise ConfigError(
+            f"--predict: the {name} step cannot be traced without a GPU: {error}. {CAUSES} "
+            "Measure it instead: leave --predict out on a machine with the GPU"
         ) from error
-    return PredictedStep(mode, prediction, state, candidates, bound)
+    return PredictedStep(
+        mode, prediction, state, candidates, all_sizes, multiple_of, bound, _samples(search, mode),
+        search.world.is_distributed,
+    )  # fmt: skip
+
+
+def _samples(search: SizeSearch, mode: Mode) -> str:
+    """The samples of one process, for people: `31 samples, 62 / 2 processes`."""
+    dataset, suffix = (search.data.train, "") if mode == "train" else (search.data.val, "_VAL")
+    total, num = dataset_length(dataset), search.world.world_size
+    own = total // num if mode == "train" else -(-total // num)
+    text = counted(own, "sample") + ("" if num == 1 else f", {total} / {num} processes")
+    node = search.config.DATASET
+    is_synthetic = not is_target(node) and node.NAME == "synthetic"
+    return text + (f" (DATA.DATASET.NUM_SAMPLES{suffix})" if is_synthetic else "")
 
 
 def _candidates(search: SizeSearch, mode: Mode) -> tuple[str, Candidates]:

@@ -50,6 +50,7 @@ TINY = (
     f"MODEL._target_={__name__}.Tiny", "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=9999",
     "DATA.DATASET.NUM_CLASSES=[6]", "DATA.IMG_SIZE=64",
 )  # fmt: skip
+ROOT = Path(__file__).parents[3]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -166,12 +167,45 @@ def test_one_prediction_answers_for_several_devices(run: Run) -> None:
     environment = found["environment"]
     expected = {
         "predicted": True, "base_bytes": BASE, "base": "assumed", "margin": MARGIN,
-        "accuracy": "docs/prediction.md", "model": "test_resnet", "world_size": 1,
+        "model": "test_resnet", "world_size": 1,
     }  # fmt: skip
     assert expected.items() <= environment.items()
+    assert environment["not_compared"] == ["AdamW", "validation"]
+    page = (ROOT / "docs/prediction.md").read_text()
+    figures = re.findall(r"[\d.]+(?: %| GB| times)", environment["accuracy"])
+    assert len(figures) == 5
+    for figure in figures:
+        assert figure in page.replace("\n", " ")
     assert environment["devices"][2] == {"name": "4 GiB", "total_bytes": 4 * GIB}
     check_console(outcome.out, found)
     check_picture(Path("sizes.svg"), found)
+
+
+@pytest.mark.parametrize("is_predicted", [True, False])
+def test_the_first_line_says_what_memory_depends_on(run: Run, is_predicted: bool) -> None:
+    plain = (
+        "analyze",
+        *TINY,
+        "--modes",
+        "val",
+        "--max-bs",
+        "4",
+        "--fractions",
+        "0.9",
+        "EXPERIMENT.DEVICE=cpu",
+    )
+    if is_predicted:
+        plain += ("--predict", "--gpu", "t4")
+    on = ("TRAIN.GRADIENT_CHECKPOINTING=True", "TRAIN.ACCUMULATION_STEPS=4", "TRAIN.EMA.ENABLED=True")
+    first, second = (
+        next(line for line in run(*plain, *more).out.splitlines() if "parameters" in line)
+        for more in ([], [*on, "DATA.IMG_SIZE=[32,48]"])
+    )
+    assert "parameters, 64×64 pixels, 6 classes, float32, AdamW" in first
+    for text in ("gradient checkpointing", "accumulation", "EMA"):
+        assert text not in first
+    settings = "float32, AdamW, gradient checkpointing, 4 accumulation steps, EMA"
+    assert f"parameters, 32×48 pixels, 6 classes, {settings}" in second
 
 
 def check_console(text: str, found: dict[str, Any]) -> None:
@@ -180,10 +214,12 @@ def check_console(text: str, found: dict[str, Any]) -> None:
     assert "Batch sizes, predicted" in text
     assert "with 15 % margin" in text
     assert "measured on" not in text
+    assert "not compared with a GPU: AdamW, validation; see docs/prediction.md" in text
+    assert "certified" not in text, "nothing is, where nothing has run"
     for row in found["results"]:
         cells = (
             row["device"], row["mode"], f"{row['memory_fraction']:.0%}", row["batch_size"],
-            row["safe_batch_size"], "memory", "no", f"{row['peak_bytes'] / GIB:.3f}",
+            row["safe_batch_size"], "memory", f"{row['peak_bytes'] / GIB:.3f}",
         )  # fmt: skip
         assert re.search(" +│ +".join(map(str, cells)), text)
     blocks = text.split("To paste into a configuration:")[1].strip().split("\n\n")
@@ -198,12 +234,19 @@ def check_console(text: str, found: dict[str, Any]) -> None:
 def check_picture(path: Path, found: dict[str, Any]) -> None:
     svg = ElementTree.parse(path).getroot()
     labels = {"".join(text.itertext()).strip() for text in svg.iter(f"{SVG}text")}
-    assert {"predicted", "size that fits", "budget", "90% of h100-80gb"} <= labels
+    fits = {"size that fits with the margin", "size that fits without"}
+    assert {"predicted", "budget", "90% of h100-80gb", *fits} <= labels
+    assert any("margin 15%" in label and "0.59 GiB" in label and "(assumed)" in label for label in labels)
     assert not any("measured" in label for label in labels)
     titles = [title.text or "" for title in svg.iter(f"{SVG}title")]
     for row in found["results"]:
-        start = f"{row['mode']}, chosen for {row['memory_fraction']:.0%} of {row['device']}: batch size"
-        assert any(title.startswith(f"{start} {row['batch_size']}, ") for title in titles)
+        memory = f"{row['memory_fraction']:.0%} of {row['device']}"
+        peak = f"{row['safe_peak_bytes'] / GIB:.3f} GiB"
+        size = f"batch size {row['safe_batch_size']}, {peak}"
+        assert f"{row['mode']}, chosen for {memory}: {size}" in titles
+        without = f"{row['mode']}, {memory}, without margin: batch size {row['batch_size']}, predicted "
+        assert f"{without}{row['peak_bytes'] / GIB:.3f} GiB" in titles
+        assert row["safe_peak_bytes"] * MARGIN <= row["budget_bytes"] + 1
 
 
 def test_the_next_size_does_not_fit(run: Run) -> None:
@@ -231,6 +274,23 @@ def test_tables_for_programs(run: Run, ending: str) -> None:
     for row in rows:
         assert int(row["safe_batch_size"]) < int(row["batch_size"])
         assert float(row["margin"]) == MARGIN
+        assert (row["model"].rpartition(".")[2], row["precision"], row["optimizer"]) == (
+            "Growing", "float32", "AdamW"
+        )  # fmt: skip
+        assert (int(row["base_bytes"]), row["base"]) == (BASE, "assumed")
+        assert not row["reason"]
+
+
+def test_a_table_says_why_there_is_no_size(run: Run) -> None:
+    outcome = run(
+        "analyze", *IMAGES, "--predict", "--device-memory-gb", "0.5,8", "--modes", "train", "--fractions",
+        "0.9", "--output", "sizes.csv", "--remedies",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    none, some = csv.DictReader(Path("sizes.csv").read_text().splitlines())
+    assert (none["batch_size"], some["reason"], some["image_size"]) == ("", "", "64x64")
+    assert "no batch size fits" in none["reason"]
+    assert "the effects of remedies are in a .json file only" in outcome.out
 
 
 BOUNDS = [
@@ -256,6 +316,48 @@ def test_sizes_are_multiples_and_a_limit_counts_as_the_memory(run: Run) -> None:
     assert limited["budget_bytes"] == BASE + int(0.8 * 2 * GIB)
     assert limited["peak_bytes"] <= limited["budget_bytes"]
     assert limited["batch_size"] < free["batch_size"] / 5
+    assert (limited["memory_limit_gb"], free["memory_limit_gb"]) == (2, None)
+
+
+def test_a_limit_is_named_where_it_is_what_bounds(run: Run) -> None:
+    outcome = run(
+        "analyze", *GROWING, "--predict", "--gpu", "t4,a30,l4", "--modes", "train", "--fractions", "0.8",
+        "--memory-limit-gb", "16", "--plot", "sizes.svg",
+    )  # fmt: skip
+    rows = read_json(outcome)["results"]
+    assert [row["memory_limit_gb"] for row in rows] == [None, 16, 16]
+    assert "each process limited to 16 GiB" in outcome.out
+    for text in (
+        "# 80% of t4: predicted",
+        "# 80% of 16 GiB limit on a30: predicted",
+        "80% of 16 GiB limit │",
+    ):
+        assert text in outcome.out
+    assert "80% of a30" not in outcome.out
+    svg = ElementTree.parse("sizes.svg").getroot()
+    labels = ["".join(text.itertext()).strip() for text in svg.iter(f"{SVG}text")]
+    assert labels.count("80% of 16 GiB limit") == 1
+    assert "80% of t4" in labels
+
+
+def test_a_limit_above_the_device_bounds_nothing(run: Run) -> None:
+    base = ("analyze", *GROWING, "--predict", "--gpu", "t4", "--modes", "train", "--fractions", "0.8")
+    outcome = run(*base, "--memory-limit-gb", "64")
+    (row,) = read_json(outcome)["results"]
+    assert row["budget_bytes"] == int(0.8 * GPUS["t4"])
+    assert "for t4 (14.56 GiB) (the limit of 64 GiB is above that and bounds nothing)" in outcome.out
+    assert "80% of 64" not in outcome.out
+
+
+def test_which_limit_would_do(run: Run) -> None:
+    argv = ("analyze", *WIDE, "--predict", "--gpu", "t4", "--modes", "train", "--fractions", "0.5")
+    outcome = run(*argv, "--memory-limit-gb", "0.01")
+    assert outcome.code == 3
+    (needed,) = re.findall(r"a limit of (\d+\.\d\d) GiB would do, with the margin of 15 %", outcome.err)
+    (row,) = read_json(run(*argv, "--memory-limit-gb", needed))["results"]
+    assert row["safe_batch_size"] is not None
+    (row,) = read_json(run(*argv, "--memory-limit-gb", f"{float(needed) - 0.01:.2f}"))["results"]
+    assert row["safe_batch_size"] is None
 
 
 def test_bounds_that_leave_no_size(run: Run) -> None:
@@ -278,10 +380,14 @@ def test_where_nothing_fits_the_error_says_which_memory_would_do(run: Run) -> No
     outcome = run(*argv, "--device-memory-gb", "1")
     assert outcome.code == 3
     assert "0.50 GiB, 50% of 1 GiB" in outcome.err
-    assert "such as t4" in outcome.err
-    (needed,) = re.findall(r"a device of (\d+\.\d\d) GiB would do", outcome.err)
-    assert run(*argv, "--device-memory-gb", needed).code == 0
-    assert run(*argv, "--device-memory-gb", f"{float(needed) - 0.01:.2f}").code == 3
+    assert "such as rtx-3080-10gb" in outcome.err
+    (needed,) = re.findall(r"a device of (\d+\.\d\d) GiB would do, with the margin of 15 %", outcome.err)
+    (row,) = read_json(run(*argv, "--device-memory-gb", needed))["results"]
+    assert row["safe_batch_size"] is not None
+    outcome = run(*argv, "--device-memory-gb", f"{float(needed) - 0.01:.2f}")
+    (row,) = read_json(outcome)["results"]
+    assert (row["batch_size"] is not None, row["safe_batch_size"]) == (True, None)
+    assert f"no size fits with the margin; a device of {needed} GiB would do" in outcome.out
 
 
 def test_a_size_that_fits_only_without_the_margin(run: Run) -> None:
@@ -293,6 +399,51 @@ def test_a_size_that_fits_only_without_the_margin(run: Run) -> None:
     assert row["safe_batch_size"] is None
     assert "val, 100% of 0.7 GiB: no size fits with the margin" in outcome.out
     assert "To paste" not in outcome.out
+
+
+def test_the_picture_where_nothing_fits(run: Run) -> None:
+    """It shows how much is missing, and a title that is wider than the panel goes on in a second line."""
+    gpus = ",".join(f"0.{number}" for number in range(30, 50))
+    assert run(
+        "analyze", *IMAGES, "--predict", "--device-memory-gb", gpus, "--modes", "train", "--fractions", "0.5",
+        "--plot", "a.svg",
+    ).code == 3  # fmt: skip
+    svg = ElementTree.parse("a.svg").getroot()
+    titles = [title.text or "" for title in svg.iter(f"{SVG}title")]
+    assert any(re.fullmatch(r"train, batch size 2: predicted \d.*", title) for title in titles)
+    lines = ["".join(text.itertext()).strip() for text in svg.iter(f"{SVG}text")]
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("test_resnet, 64×64 pixels")]
+    assert max(map(len, lines[first : first + 3])) <= 76
+    assert "0.49 GiB" in lines[first + 3] or "0.49 GiB" in lines[first + 2] or "0.49 GiB" in lines[first + 4]
+
+
+def test_gradient_buckets_are_a_part(run: Run) -> None:
+    base = ("analyze", *WIDE, "--predict", "--gpu", "t4", "--fractions", "0.9")
+    one, two = (run(*base, *more) for more in ([], ["--world-size", "2"]))
+    assert "gradient buckets" not in one.out
+    assert "gradient buckets" in two.out
+    plain = {
+        row["mode"]: row["breakdown"] for row in json.loads(Path("batch_sizes.json").read_text())["results"]
+    }
+    for mode in ("train", "val"):
+        assert plain[mode]["buckets"]["bytes"] == pytest.approx(WIDTH, abs=1000)
+        assert plain[mode]["gradients"]["bytes"] == 0, "they are views of the buckets"
+        assert plain[mode]["activations"]["bytes"] < 4 * WIDTH
+
+
+def test_what_limits_a_size_beside_memory(run: Run) -> None:
+    images = [each for each in IMAGES if "MAX_BATCH_SIZE" not in each]
+    outcome = run(
+        "analyze", *images, "--predict", "--gpu", "a30,l4", "--fractions", "0.5,0.9", "--world-size", "3",
+        "DATA.DATASET.NUM_SAMPLES_VAL=64",
+    )  # fmt: skip
+    rows = read_json(outcome)["results"]
+    note = (
+        "val: the dataset limits the batch size: 22 samples, 64 / 3 processes (DATA.DATASET.NUM_SAMPLES_VAL)"
+    )
+    assert outcome.out.count(note) == 1
+    assert [row["notes"] for row in rows if row["mode"] == "val"] == [[note]] * 4
+    assert not any(row["notes"] for row in rows if row["mode"] == "train")
 
 
 def test_a_device_is_needed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +474,14 @@ BAD = [
     (["--device-memory-gb=24"], ["--device-memory-gb: needs --predict"]),
     (["--world-size", "2"], ["--world-size: needs --predict"]),
     (["--predict", "--gpu", "rtx-409"], ["'rtx-409'", "did you mean rtx-4090", *GPUS, "--device-memory-gb"]),
+    (
+        ["--predict", "--gpu", "b20,rtx409,t4,a100,zx"],
+        ["'b20' (did you mean b200?), 'rtx409' (did you mean rtx-4090?) and 'zx' are no GPUs", "two sizes"],
+    ),
+    (
+        ["--predict", "--device-memory-gb", "24GB,-3,8,nan,9e9"],
+        ["'24GB' is not", "'-3' is not", "'nan' is not", "9e+09 GiB is more than any device has"],
+    ),
     (["--predict", "--gpu", "a100"], ["two sizes", "a100-40gb or a100-80gb"]),
     (["--predict", "--gpu", "t4,,l4"], ["--gpu", "''"]),
     (["--predict", "--gpu"], ["--gpu: needs a value"]),
@@ -340,6 +499,7 @@ def test_mistakes(run: Run, tmp_path: Path, argv: list[str], texts: list[str]) -
     assert outcome.code == 2
     for text in texts:
         assert text in outcome.err
+    assert outcome.err.count("known are") <= 1
     assert not list(tmp_path.iterdir())
 
 
@@ -355,9 +515,11 @@ def test_what_cannot_be_traced_is_named(run: Run, tmp_path: Path) -> None:
             "--modes",
             mode,
         )
-        assert outcome.code == 1
+        assert outcome.code == 2
         assert f"the {name} step cannot be traced without a GPU" in outcome.err
         assert "`.item()`" in outcome.err
+        for cause in ("logging", "isnan", "clip_grad_norm_(error_if_nonfinite=True)", "boolean masks"):
+            assert cause in outcome.err
         assert "Measure it instead" in outcome.err
         assert "Traceback" not in outcome.err
     assert not list(tmp_path.iterdir())
@@ -382,6 +544,48 @@ def test_remedies(run: Run) -> None:
     assert "Remedies, predicted" in outcome.out
 
 
+def test_what_fits_with_a_remedy_is_what_fits_in_the_changed_configuration(run: Run) -> None:
+    argv = (
+        "analyze", *TINY, "--predict", "--device-memory-gb", "4,16", "--fractions", "0.5,0.9", "--modes",
+        "train", "DATA.AUTOBATCH.MAX_BATCH_SIZE=9999",
+    )  # fmt: skip
+    outcome = run(*argv, "--remedies")
+    rows = read_json(outcome)["results"]
+    for key, name in (("TRAIN.AMP=bf16", "bf16"), ("TRAIN.ACCUMULATION_STEPS=2", "accumulation")):
+        changed = read_json(run(*argv, key))["results"]
+        found = [next(each for each in row["remedies"] if each["name"] == name) for row in rows]
+        assert [each["safe_batch_size"] for each in found] == [row["safe_batch_size"] for row in changed]
+        for each, row in zip(found, rows, strict=True):
+            size, memory = each["safe_batch_size"], f"90% of {row['device']}"
+            is_shown = row["memory_fraction"] == 0.9
+            assert bool(re.search(rf"{re.escape(key)} .* {size} in {memory}", outcome.out)) == is_shown
+    table = outcome.out[outcome.out.index("Remedies, predicted") :]
+    for line in re.findall(r"^│ train .*$", table, re.MULTILINE):
+        assert line.count(" MiB") in (0, 2), "before and after in one unit"
+        assert line.count(" GiB ") - line.count("% of ") in (0, 2)
+    assert table.count("Remedies, predicted") == 1
+
+
+def test_sizes_are_written_and_shown_before_the_remedies(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that ends the process during the remedies loses none of the sizes."""
+    argv = ("analyze", *TINY, "--predict", "--gpu", "t4", "--fractions", "0.9", "--modes", "train")
+    seen: list[dict[str, Any]] = []
+
+    def interrupt(*_: object) -> None:
+        seen.append(json.loads(Path("batch_sizes.json").read_text()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("linnaeus.commands.analyze.predict.try_remedies", interrupt)
+    outcome = run(*argv, "--remedies")
+    assert outcome.code == 130
+    (written,) = seen
+    assert written["interrupted"]
+    assert written["results"][0]["safe_batch_size"] > 1
+    assert json.loads(Path("batch_sizes.json").read_text()) == written
+    assert outcome.out.count("Batch sizes, predicted") == outcome.out.count("To paste") == 1
+    assert outcome.out.index("To paste") < outcome.out.index("interrupted; what has been")
+
+
 def test_remedies_that_do_not_apply_say_why(run: Run) -> None:
     argv = ("--gpu", "t4", "--fractions", "0.9", "--max-bs", "1", "--remedies", "OPTIMIZER.NAME=sgd")
     rows = read_json(run("analyze", *WIDE, "--predict", "TRAIN.AMP=bf16", *argv))["results"]
@@ -392,6 +596,15 @@ def test_remedies_that_do_not_apply_say_why(run: Run) -> None:
     assert train["accumulation"] == "a single sample cannot be halved"
     assert train["optimizer"] == "OPTIMIZER.NAME is sgd already"
     assert train["image_size"] == "there is no smaller image to try"
+
+
+def test_reasons_and_lines_of_remedies(run: Run) -> None:
+    argv = ("--gpu", "t4,l4", "--fractions", "0.5,0.9", "--max-bs", "8", "--remedies", "--modes", "train")
+    outcome = run("analyze", *WIDE, "--predict", *argv, "TRAIN.AMP=bf16")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("TRAIN.AMP=bf16:") == 1, "for all devices and fractions"
+    lines = re.findall(r"remedies, train: (\w+)$", outcome.out, re.MULTILINE)
+    assert lines == ["gradient_checkpointing", "accumulation", "optimizer"]
 
 
 # What of a run is in its traces.
