@@ -26,7 +26,7 @@ from linnaeus.utils.autobatch import auto_find_batch_size
 
 MIB = 2**20
 WIDTH = 4096
-LARGEST = 512
+LARGEST = 1024
 
 
 class Wide(nn.Module):
@@ -46,7 +46,7 @@ class Wide(nn.Module):
 
 def dataset() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2048, 16, generator=generator)
+    x = torch.randn(4096, 16, generator=generator)
     return TensorDataset(x, (x[:, 0].abs() * 2).long().clamp(max=3))
 
 
