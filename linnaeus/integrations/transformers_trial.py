@@ -16,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from linnaeus.autobatch.contents import Contents
 from linnaeus.rng import rng_state, set_rng_state
 
-_PREPARED = ("forward", "_original_forward")
-"""Attributes that `Accelerator.prepare_model` sets on the model itself for autocast."""
 _LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 """What an accelerator remembers of what it has prepared."""
 
@@ -49,7 +47,8 @@ class Rehearsal:
         with contextlib.ExitStack() as stack:
             stack.callback(set_rng_state, rng_state(trainer.args.device), trainer.args.device)
             stack.callback(_Kept(trainer).restore)
-            stack.callback(_restore_attributes, trainer.model, _attributes(trainer.model, _PREPARED))
+            # Preparing sets attributes of the model itself: `forward` with autocast, and that it is prepared.
+            stack.callback(_replace, vars(trainer.model), dict(vars(trainer.model)))
             stack.callback(vars(accelerator).update, {name: list(vars(accelerator)[name]) for name in _LISTS})
             gradients = accelerator.gradient_state
             stack.callback(gradients._set_sync_gradients, gradients.sync_gradients)
@@ -178,14 +177,9 @@ class _Tensor:
         self._tensor.detach().copy_(self._value)
 
 
-def _attributes(owner: Any, names: Sequence[str]) -> dict[str, Any]:
-    return {name: vars(owner)[name] for name in names if name in vars(owner)}
-
-
-def _restore_attributes(owner: Any, before: dict[str, Any]) -> None:
-    for name in _PREPARED:
-        vars(owner).pop(name, None)
-    vars(owner).update(before)
+def _replace(content: dict[str, Any], before: dict[str, Any]) -> None:
+    content.clear()
+    content.update(before)
 
 
 @contextlib.contextmanager
