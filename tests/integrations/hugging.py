@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
-
 import json
 import logging
 import random
@@ -29,8 +25,8 @@ from transformers import (
 from linnaeus import rng
 
 NUM_SAMPLES, LONGEST, VOCABULARY = 200, 128, 128
-SIZES = dict(n_positions=LONGEST, n_embd=64, n_layer=2, n_head=2, vocab_size=VOCABULARY)
-TOKENS = dict(bos_token_id=0, eos_token_id=1, pad_token_id=2)
+SIZES = {"n_positions": LONGEST, "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY}
+TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 TIMED = ("runtime", "per_second", "_time")
 """Parts of the names in a log that say how long something took."""
 
@@ -41,6 +37,11 @@ for name in ("transformers", "trl", "datasets", "accelerate"):
 def tokens(index: int) -> list[int]:
     """16 to 128 tokens; the longest are few."""
     return [3 + (index + place) % 97 for place in range(16 + index * 37 % (LONGEST - 15))]
+
+
+def text(row: list[int]) -> str:
+    """The words of these tokens."""
+    return "".join(f" w{token}" for token in row)
 
 
 class Text(Dataset[dict[str, Any]]):
@@ -72,22 +73,25 @@ def model(kind: type = GPT2LMHeadModel, **config: Any) -> Any:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of words; the data of the tests is tokenized already."""
-    from tokenizers import Tokenizer, models
+    """A tokenizer of words: `w7` is token 7."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"<bos>": 0, "<eos>": 1, "<pad>": 2, **{f"w{n}": n for n in range(3, VOCABULARY)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")),
+        tokenizer_object=made,
         bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
     )  # fmt: skip
 
 
 def arguments(kind: type = TrainingArguments, **options: Any) -> Any:
     """Three steps on the CPU that write nothing but what they are asked for."""
-    own = dict(
-        output_dir="unused", per_device_train_batch_size=8, use_cpu=True, report_to=[], max_steps=3,
-        logging_steps=1, save_strategy="no", disable_tqdm=True, seed=1, learning_rate=1e-3,
-    )  # fmt: skip
+    own = {
+        "output_dir": "unused", "per_device_train_batch_size": 8, "use_cpu": True, "report_to": [],
+        "max_steps": 3, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "seed": 1,
+        "learning_rate": 1e-3,
+    }  # fmt: skip
     return kind(**{**own, **options})
 
 
@@ -108,17 +112,17 @@ def trl_trainer(name: str, **options: Any) -> Any:
     others = [row[: len(row) // 2 + 4] for row in rows]
     data = {
         "SFT": {"input_ids": rows},
-        "DPO": {"prompt_ids": [row[:8] for row in rows], "chosen_ids": [row[8:] for row in rows],
-                "rejected_ids": others},
+        "DPO": {"prompt": [text(row[:8]) for row in rows], "chosen": [text(row[8:]) for row in rows],
+                "rejected": [text(row) for row in others]},
         "Reward": {"chosen_ids": rows, "rejected_ids": others},
     }[name]  # fmt: skip
     kind, own = getattr(trl, f"{name}Trainer"), {"max_length": LONGEST, "bf16": False}
-    own |= {"gradient_checkpointing": False} if "gradient_checkpointing" not in options else {}
     pretrained = model(GPT2ForSequenceClassification, num_labels=1) if name == "Reward" else model()
     reference = {"ref_model": model()} if name == "DPO" else {}
     return kind(
         pretrained, args=arguments(getattr(trl, f"{name}Config"), **{**own, **options}),
         train_dataset=datasets.Dataset.from_dict(data), processing_class=tokenizer(), **reference,
+        eval_dataset=datasets.Dataset.from_dict(data) if "eval_strategy" in options else None,
     )  # fmt: skip
 
 
@@ -148,7 +152,10 @@ for _name in vars(TrainerCallback):
 
 
 def without_times(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in entry.items() if not any(part in key for part in TIMED)} for entry in log]
+    return [
+        {key: value for key, value in entry.items() if not any(part in key for part in TIMED)}
+        for entry in log
+    ]
 
 
 def outcome(trained: Any, calls: Calls | None = None) -> dict[str, Any]:
