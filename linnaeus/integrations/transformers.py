@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +53,7 @@ def autobatch(
     max_batch_size: int = 512,
     effective_batch_size: int | None = None,
     evaluation: bool | None = None,
+    eval_options: Mapping[str, Any] | None = None,
     length: Length = None,
     samples: Sequence[Any] | None = None,
     eval_samples: Sequence[Any] | None = None,
@@ -75,6 +76,7 @@ def autobatch(
         effective_batch_size: samples per optimizer step of all processes; the size becomes a divisor of it,
             and `gradient_accumulation_steps` follow. By default they stay as they are.
         evaluation: find `per_device_eval_batch_size` too; by default where `eval_strategy` evaluates.
+        eval_options: further or other arguments for the search of evaluation.
         length: where the lengths of samples are, as for `longest`; by default in a column `length`.
         samples, eval_samples: samples to make batches of, in place of the longest of the datasets; they
             repeat where they are too few.
@@ -89,15 +91,17 @@ def autobatch(
     """
     if not hasattr(trainer, _LOOP):
         raise TypeError(f"trainer is {kind_of(trainer)}; it must be a transformers.Trainer")
-    unknown = [name for name in options if name in _OWN or name not in _KNOWN]
+    unknown = [name for name in (*options, *(eval_options or ())) if name not in _KNOWN]
     if unknown:
         raise TypeError(f"autobatch() has no argument {unknown[0]!r}; it takes {', '.join(sorted(_OPTIONS))}")
     options = {
         "target_memory_fraction": target_memory_fraction, "min_batch_size": min_batch_size,
         "max_batch_size": max_batch_size, **options,
     }  # fmt: skip
+    eval_options = {**options, **(eval_options or {})}
     for name in ("min_batch_size", "max_batch_size"):
         check_count(name, options[name])
+        check_count(f"eval_options[{name!r}]", eval_options[name])
     check_supported(trainer)
     world_size = trainer.accelerator.num_processes  # type: ignore[attr-defined]
     if effective_batch_size is not None:
@@ -107,7 +111,8 @@ def autobatch(
                 f"effective_batch_size is {effective_batch_size}; it must be a multiple of the number of "
                 f"processes, {world_size}"
             )
-    search = _Search(trainer, options, effective_batch_size, evaluation, length, samples, eval_samples)
+    by_mode: dict[Mode, dict[str, Any]] = {"train": options, "val": eval_options}
+    search = _Search(trainer, by_mode, effective_batch_size, evaluation, length, samples, eval_samples)
     setattr(trainer, _LOOP, search)
     return trainer
 
@@ -173,7 +178,7 @@ class _Search:
     """Stands in for a trainer's loop: searches, then runs the loop with what was found."""
 
     trainer: Any
-    options: dict[str, Any]
+    options: Mapping[Mode, dict[str, Any]]
     effective_batch_size: int | None
     evaluation: bool | None
     length: Length
@@ -231,7 +236,7 @@ class _Search:
     def _search(self, rehearsal: Rehearsal, mode: Mode, data: TrialData) -> AutoBatchResult:
         trainer, is_training = self.trainer, mode == "train"
         bounds = self._bounds(data, is_training)
-        count = min([self.options["max_batch_size"], *bounds.values()])
+        count = min([self.options[mode]["max_batch_size"], *bounds.values()])
         samples = data.longest(max(count, 1))
         make_batch = rehearsal.batch_maker(
             samples, data.collate, self._num_batches if is_training else lambda size: 1
@@ -243,7 +248,7 @@ class _Search:
             mode=mode,
             device=trainer.args.device,
             bounds=bounds,
-            **self.options,
+            **self.options[mode],
         )
 
     def _bounds(self, data: TrialData, is_training: bool) -> dict[str, int]:

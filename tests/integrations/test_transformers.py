@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from transformers import Trainer
 
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import transformers_data, transformers_trial
-from linnaeus.integrations.transformers import autobatch, size_in_checkpoint
+from linnaeus.integrations.transformers import _OPTIONS, autobatch, size_in_checkpoint
+from tests.forks import ROOT
 from tests.integrations.hugging import Calls, Text, collate, differences, outcome, trainer
 from tests.memory.ledger import limit_with_room_for
 from tests.training.processes import compute
@@ -289,7 +291,7 @@ def test_an_error_of_the_step_is_raised_as_it_is() -> None:
         autobatch(trainer(Broken), **room()).train()
 
 
-class OwnLoader(Trainer):
+class FixedLoader(Trainer):
     def get_train_dataloader(self) -> Any:
         return torch.utils.data.DataLoader(self.train_dataset, batch_size=4, collate_fn=collate)
 
@@ -328,8 +330,8 @@ def test_arguments_are_checked_at_once() -> None:
         autobatch(made, make_batch=3)
     with pytest.raises(ValueError, match="effective_batch_size is 0; it must be at least 1"):
         autobatch(made, effective_batch_size=0)
-    with pytest.raises(AutoBatchError, match="of OwnLoader makes batches of 4"):
-        autobatch(trainer(OwnLoader), **room()).train()
+    with pytest.raises(AutoBatchError, match="of FixedLoader makes batches of 4"):
+        autobatch(trainer(FixedLoader), **room()).train()
     made.args.predict_with_generate = True
     with pytest.raises(AutoBatchError, match="predict_with_generate"):
         autobatch(made, **{**room(), "max_batch_size": 1}, evaluation=True).train()
@@ -364,3 +366,27 @@ def test_on_two_ranks_an_error_of_one_ends_both_with_its_cause(ranks: list[dict[
 def test_on_two_ranks_a_collective_of_ones_own_is_refused(ranks: list[dict[str, Any]]) -> None:
     assert "the step runs a collective, allreduce" in ranks[0]["collective"]
     assert "rank 0: AutoBatch: the step runs a collective, allreduce" in ranks[1]["collective"]
+
+
+# --- the page and the example ---
+
+
+def test_the_example_trains_at_the_size_that_it_finds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main = runpy.run_path(str(ROOT / "examples" / "transformers_tiny.py"))["main"]
+    limit_gb = str(limit_with_room_for(60) / 0.8)
+    found = main(["--steps", "2", "--memory-limit-gb", limit_gb])
+    size = found.args.per_device_train_batch_size
+    assert f"train: batch size {size} (limited by memory)" in capsys.readouterr().out
+    ours = outcome(found)
+    other = main(["--steps", "2", "--batch-size", str(size)])
+    assert differences(ours, outcome(other)) == []
+
+
+def test_the_page_names_each_argument_and_each_refused_trainer() -> None:
+    page = (ROOT / "docs" / "transformers.md").read_text()
+    names = {*_OPTIONS} - {"start", "group", "predict"}
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+    assert [name for name in ("KTOTrainer", "GRPOTrainer", "RLOOTrainer") if f"`{name}`" not in page] == []
