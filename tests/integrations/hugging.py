@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+pytest.importorskip("transformers")
+
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as torch_dist
+
+pytest.importorskip("transformers")
+
 from transformers import Trainer
 
 from linnaeus.integrations.transformers import autobatch

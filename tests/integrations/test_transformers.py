@@ -15,12 +15,13 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import datasets
-from transformers import Trainer
+from transformers import Trainer, ViTConfig, ViTForImageClassification
 
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import transformers_data, transformers_trial
 from linnaeus.integrations.transformers import _OPTIONS, autobatch, size_in_checkpoint
 from tests.forks import ROOT
+from tests.integrations import hugging
 from tests.integrations.hugging import Calls, Text, collate, differences, outcome, trainer
 from tests.memory.ledger import limit_with_room_for
 from tests.training.processes import compute
@@ -244,6 +245,38 @@ def test_stored_lengths_are_used() -> None:
     with pytest.raises(ValueError, match="length is 'words'; the dataset's columns are input_ids, length"):
         transformers_data.training_data(made, "words", None).longest(1)
     assert loader is not None
+
+
+def test_an_image_counts_as_one_size_and_is_not_looked_for() -> None:
+    class Images(Rows):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            self.read.add(index)
+            return {"pixel_values": torch.full((3, 16, 16), float(index)), "labels": index % 3}
+
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=16,
+        patch_size=8, num_labels=3,
+    )  # fmt: skip
+    images = Images()
+    made = Trainer(ViTForImageClassification(config), hugging.arguments(), train_dataset=images)
+    samples = transformers_data.training_data(made, None, None).longest(3)
+    assert [float(sample["pixel_values"][0, 0, 0]) for sample in samples] == [0, 1, 2]
+    assert images.read == {0, 1, 2}
+    autobatch(made, **{**room(), "max_batch_size": 16}).train()
+    assert made.args.per_device_train_batch_size == 16
+
+
+def test_for_an_encoder_and_a_decoder_the_longest_target_joins() -> None:
+    class Pairs(Text):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {**super().__getitem__(index), "labels": [index] * (90 if index == 7 else 5)}
+
+    made = trainer()
+    made.train_dataset = Pairs()
+    made.model.config.is_encoder_decoder = True
+    samples = transformers_data.training_data(made, None, None).longest(3)
+    assert len(samples[0]["labels"]) == 90
+    assert [len(sample["input_ids"]) for sample in samples[1:]] == [128, 128]
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):

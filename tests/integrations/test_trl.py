@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 pytest.importorskip("trl")
 
 import trl

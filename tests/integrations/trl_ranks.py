@@ -5,6 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
+
+pytest.importorskip("trl")
+
 from tests.integrations.hugging import trl_trainer
 from tests.integrations.hugging_ranks import compared, join, room
 
