@@ -114,6 +114,43 @@ def test_training_is_that_of_the_size_given_by_hand(options: dict[str, Any]) -> 
     assert ours["state"][2] == size
 
 
+class WithOptimizer(Recorder):
+    """A trainer with an optimizer and a schedule of one's own."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+
+
+def trained_twice(made: Any) -> dict[str, Any]:
+    made.train()
+    made.args.max_steps = 5
+    made.train()
+    return left_by(made)
+
+
+def with_model_init() -> Any:
+    made = trainer(Recorder, per_device_train_batch_size=4)
+    return Recorder(
+        model_init=lambda: hugging.model(), args=made.args, train_dataset=Text(), data_collator=collate
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: trainer(WithOptimizer, per_device_train_batch_size=4), with_model_init],
+    ids=["an optimizer of one's own", "model_init"],
+)
+def test_trainers_that_are_built_otherwise_train_as_by_hand_time_after_time(make: Callable[[], Any]) -> None:
+    found = make()
+    autobatch(found, max_batch_size=4, min_batch_size=4)
+    ours = trained_twice(found)
+    assert len(found.shapes) == 3 + 5
+    assert found.autobatch_results["train"].batch_size == 4
+    assert differences(ours, trained_twice(make())) == []
+
+
 def leave_the_mark(content: dict[str, Any], before: dict[str, Any]) -> None:
     """Put back all that accelerate has set on a model but one attribute."""
     mark = content["_is_accelerate_prepared"]
@@ -386,7 +423,7 @@ def test_two_ranks_agree_on_the_smaller_size_and_train_as_by_hand(
     assert results[0]["weights"] == results[1]["weights"]
     for result in results:
         assert {size for size, _ in result["shapes"]} == {result["size"]}
-        assert result["limited_by"] == "memory"
+        assert result["limited_by"] == ("memory" if case == "plain" else "max_batch_size")
         assert result["ran"][-1] == result["size"]
 
 
