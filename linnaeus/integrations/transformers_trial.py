@@ -8,7 +8,6 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -127,12 +126,13 @@ class Rehearsal:
             collate: makes a batch.
             num_batches: micro-batches of a step, for a batch size.
         """
-        send: Callable[[Any, torch.device], Any] = _accelerate("utils").send_to_device
-        device = self._accelerator.device
+        operations, device = _accelerate("utils"), self._accelerator.device
 
         def make(size: int) -> list[Any]:
             ahead = collate([copy.copy(sample) for sample in samples[:size]])
-            return [send(copy.deepcopy(ahead), device) for _ in range(num_batches(size))] + [ahead]
+            # Not `copy.deepcopy`, whose tensors a trial on the CPU does not count.
+            copies = (operations.recursively_apply(Tensor.clone, ahead) for _ in range(num_batches(size)))
+            return [operations.send_to_device(each, device) for each in copies] + [ahead]
 
         return make
 

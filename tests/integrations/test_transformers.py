@@ -23,7 +23,7 @@ from linnaeus.integrations.transformers import _OPTIONS, autobatch, size_in_chec
 from tests.forks import ROOT
 from tests.integrations import hugging
 from tests.integrations.hugging import Calls, Text, collate, differences, outcome, trainer
-from tests.memory.ledger import limit_with_room_for
+from tests.memory.ledger import Ledger, limit_with_room_for
 from tests.training.processes import compute
 
 pytestmark = [
@@ -189,6 +189,35 @@ def test_trials_run_the_longest_samples_through_the_trainers_collator() -> None:
     lengths = sorted((len(Text()[index]["input_ids"]) for index in range(len(Text()))), reverse=True)
     assert len(in_search) >= 2 * len(made.autobatch_results["train"].trials) - 4
     assert all(batch == lengths[: len(batch)] for batch in in_search)
+
+
+class LongText(Text):
+    """All samples are as long as the longest."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = super().__getitem__(index)["input_ids"]
+        return {"input_ids": (row * 8)[: hugging.LONGEST]}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bf16": True, "gradient_accumulation_steps": 4}], ids=["plain", "bf16, accumulation"]
+)
+def test_training_takes_no_more_memory_than_a_trial_of_its_size(options: dict[str, Any]) -> None:
+    peaks, steps = [], options.get("gradient_accumulation_steps", 1)
+    for is_trial in (False, True):
+        made = trainer(per_device_train_batch_size=16, **options)
+        made.train_dataset = LongText()
+        with Ledger() as ledger:
+            if not is_trial:
+                made.train()
+            else:
+                with transformers_trial.Rehearsal(made) as rehearsal:
+                    data = transformers_data.training_data(made, None, None)
+                    make = rehearsal.batch_maker(data.longest(16), data.collate, lambda _: steps)
+                    for _ in range(2):
+                        rehearsal.train(make(16))
+        peaks.append(ledger.peak_bytes)
+    assert peaks[0] <= peaks[1] <= 1.002 * peaks[0]
 
 
 @pytest.mark.parametrize(("effective", "at_most"), [(48, 20), (96, 128)])
