@@ -168,10 +168,18 @@ class WithoutUnused(Net):
         del self.never, self.sometimes
 
 
+def halved_allreduce(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+    """A communication hook that training cannot do without."""
+    summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return summed.then(lambda future: future.value()[0] / 4)
+
+
 def training(kind: type[Net], steps_before: int, options: dict[str, Any], search: bool) -> tuple[Any, int]:
     """The tensors after some steps, a search if so wanted, and further steps."""
     torch.manual_seed(0)
-    wrapper = DistributedDataParallel(kind(), **options)
+    wrapper = DistributedDataParallel(kind(), **{name: options[name] for name in options if name != "hook"})
+    if options.get("hook"):
+        wrapper.register_comm_hook(None, halved_allreduce)
     optimizer = torch.optim.AdamW(wrapper.parameters(), lr=1e-2, weight_decay=0.1)
     batches = torch.Generator().manual_seed(dist.get_rank())
 
@@ -207,6 +215,7 @@ WRAPPERS: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "views": (WithoutUnused, {"gradient_as_bucket_view": True}),
     "unused": (Net, {"find_unused_parameters": True}),
     "static": (WithoutUnused, {"static_graph": True}),
+    "static with a hook": (WithoutUnused, {"static_graph": True, "hook": True}),
     "static with unused": (Net, {"static_graph": True, "gradient_as_bucket_view": True}),
 }
 

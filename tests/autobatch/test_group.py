@@ -154,6 +154,7 @@ def wrapped(job: Callable[..., Found]) -> Found:
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_training_after_a_search_is_that_without_one(wrapped: Found, name: str) -> None:
     for found in wrapped:
+        assert "kind" not in found["wrappers"], found["wrappers"]
         cases = {case: facts for case, facts in found["wrappers"].items() if case.rpartition(" ")[0] == name}
         assert cases
         assert all(facts == {"same": True, "size": 16} for facts in cases.values()), cases
