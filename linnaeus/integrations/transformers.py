@@ -1,0 +1,290 @@
+"""AutoBatch for the `Trainer` of Hugging Face's transformers and its subclasses, such as TRL's.
+
+from linnaeus.integrations.transformers import autobatch
+
+autobatch(trainer, target_memory_fraction=0.85).train()
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from linnaeus.autobatch.api import auto_find_batch_size
+from linnaeus.autobatch.arguments import check_count, kind_of
+from linnaeus.autobatch.lengths import Length
+from linnaeus.autobatch.result import AutoBatchResult, Mode
+from linnaeus.batching.stages import split_samples
+from linnaeus.errors import AutoBatchError
+from linnaeus.integrations.transformers_data import TrialData, evaluation_data, training_data
+from linnaeus.integrations.transformers_trial import Rehearsal
+
+AnyTrainer = TypeVar("AnyTrainer")
+
+_LOOP = "_inner_training_loop"
+_OWN = ("step", "make_batch", "state", "mode", "device", "bounds", "start", "group")
+"""Arguments of `auto_find_batch_size` that come from the trainer."""
+_GENERATES = "its steps generate completions, whose length and memory no sample of the dataset shows"
+_REFUSED = {
+    "KTOTrainer": "it pairs the samples of its dataset for one batch size when it is built",
+    "GRPOTrainer": f"{_GENERATES}, and its batch size is tied to num_generations when its config is built",
+    "RLOOTrainer": f"{_GENERATES}, and its batch size is tied to num_generations when its config is built",
+    "OnlineDPOTrainer": _GENERATES,
+    "PPOTrainer": _GENERATES,
+    "GKDTrainer": _GENERATES,
+    "DistillationTrainer": _GENERATES,
+}
+"""Trainers of TRL that cannot be searched, and why."""
+_ACCEPTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "_BaseTrainer", "BaseTrainer")
+
+logger = logging.getLogger("linnaeus.autobatch")
+
+
+def autobatch(
+    trainer: AnyTrainer,
+    target_memory_fraction: float = 0.8,
+    *,
+    min_batch_size: int = 1,
+    max_batch_size: int = 512,
+    effective_batch_size: int | None = None,
+    evaluation: bool | None = None,
+    eval_options: Mapping[str, Any] | None = None,
+    length: Length = None,
+    samples: Sequence[Any] | None = None,
+    eval_samples: Sequence[Any] | None = None,
+    **options: Any,
+) -> AnyTrainer:
+    """Let a trainer find its batch sizes when `train()` is called: `autobatch(trainer).train()`.
+
+    The search runs the trainer's own steps on the longest samples of its own datasets. Training is then bit
+    for bit that of a trainer with `per_device_train_batch_size` set to the size found. Over several processes
+    all agree on the size. A run that is resumed keeps the size in its checkpoint.
+
+    The sizes are written to `trainer.args`, and the results to `trainer.autobatch_results` by their mode,
+    `train` and `val`. The search happens once, in the first `train()`.
+
+    Args:
+        trainer: a `Trainer`, of a subclass of your own or of TRL's `SFTTrainer`, `DPOTrainer` or
+            `RewardTrainer`.
+        target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
+        min_batch_size, max_batch_size: bounds of the sizes per process, inclusive.
+        effective_batch_size: samples per optimizer step of all processes; the size becomes a divisor of it,
+            and `gradient_accumulation_steps` follow. By default they stay as they are.
+        evaluation: find `per_device_eval_batch_size` too; by default where `eval_strategy` evaluates.
+        eval_options: further or other arguments for the search of evaluation.
+        length: where the lengths of samples are, as for `longest`; by default in a column `length`.
+        samples, eval_samples: samples to make batches of, in place of the longest of the datasets; they
+            repeat where they are too few.
+        options: further arguments of `auto_find_batch_size`.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        AutoBatchError: the trainer cannot be searched; in `train()`: no size fits.
+        TypeError, ValueError: an argument of the wrong type or out of its range.
+    """
+    if not hasattr(trainer, _LOOP):
+        raise TypeError(f"trainer is {kind_of(trainer)}; it must be a transformers.Trainer")
+    unknown = [name for name in (*options, *(eval_options or ())) if name not in _KNOWN]
+    if unknown:
+        raise TypeError(f"autobatch() has no argument {unknown[0]!r}; it takes {', '.join(sorted(_OPTIONS))}")
+    options = {
+        "target_memory_fraction": target_memory_fraction, "min_batch_size": min_batch_size,
+        "max_batch_size": max_batch_size, **options,
+    }  # fmt: skip
+    eval_options = {**options, **(eval_options or {})}
+    for name in ("min_batch_size", "max_batch_size"):
+        check_count(name, options[name])
+        check_count(f"eval_options[{name!r}]", eval_options[name])
+    check_supported(trainer)
+    world_size = trainer.accelerator.num_processes  # type: ignore[attr-defined]
+    if effective_batch_size is not None:
+        check_count("effective_batch_size", effective_batch_size)
+        if effective_batch_size % world_size:
+            raise ValueError(
+                f"effective_batch_size is {effective_batch_size}; it must be a multiple of the number of "
+                f"processes, {world_size}"
+            )
+    by_mode: dict[Mode, dict[str, Any]] = {"train": options, "val": eval_options}
+    search = _Search(trainer, by_mode, effective_batch_size, evaluation, length, samples, eval_samples)
+    setattr(trainer, _LOOP, search)
+    return trainer
+
+
+def check_supported(trainer: Any) -> None:
+    """Check that a trainer's batch size can be searched, and that nothing else searches it.
+
+    Raises:
+        AutoBatchError: it cannot; names what is in the way, and why.
+        ValueError: `auto_find_batch_size` is set in its arguments.
+    """
+    args, name = trainer.args, type(trainer).__name__
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "args.auto_find_batch_size is True: it shrinks the batch size after each crash, beside the "
+            "search of autobatch(). Set auto_find_batch_size=False"
+        )
+    for kind in type(trainer).__mro__:
+        if kind.__module__.partition(".")[0] == "trl" and kind.__name__ not in _ACCEPTED:
+            reason = _REFUSED.get(kind.__name__, "of TRL's trainers, SFT, DPO and Reward have been tried")
+            raise AutoBatchError(
+                f"AutoBatch cannot search the batch size of {kind.__name__}: {reason}. Set "
+                "per_device_train_batch_size by hand."
+            )
+    for what, is_there in _unsupported(trainer):
+        if is_there:
+            raise AutoBatchError(
+                f"AutoBatch cannot search the batch size of this {name} with {what}. Set "
+                "per_device_train_batch_size by hand."
+            )
+
+
+def _unsupported(trainer: Any) -> list[tuple[str, bool]]:
+    """What a step on one rank alone cannot do, or its trial would not show; and whether it is there."""
+    args, accelerator = trainer.args, trainer.accelerator
+    optim = str(getattr(args.optim, "value", args.optim))
+    strategy = getattr(args, "train_sampling_strategy", None)
+    sizes = (getattr(trainer, f"get_{kind}_size", lambda: 1)() for kind in ("tp", "cp", "sp"))
+    return [
+        ("DeepSpeed, whose steps communicate between the processes", trainer.is_deepspeed_enabled),
+        ("FSDP, whose steps communicate between the processes", trainer.is_fsdp_enabled),
+        ("tensor, context or sequence parallelism", any(size > 1 for size in sizes)),
+        (
+            "a model sharded when it was loaded",
+            getattr(trainer, "is_distributed_loading_by_transformers", False),
+        ),
+        ("a model on several devices (device_map)", trainer.is_model_parallel),
+        ("DataParallel on several GPUs in one process; start it with torchrun", args.n_gpu > 1),
+        (f"optim={optim!r}, which steps within the backward pass", "layerwise" in optim or "lomo" in optim),
+        (
+            "train_sampling_strategy='batch_rebalance', whose batches vary in size",
+            strategy == "batch_rebalance",
+        ),
+        (
+            "accelerator_config.split_batches over several processes",
+            accelerator.num_processes > 1 and accelerator.split_batches,
+        ),
+    ]
+
+
+@dataclass
+class _Search:
+    """Stands in for a trainer's loop: searches, then runs the loop with what was found."""
+
+    trainer: Any
+    options: Mapping[Mode, dict[str, Any]]
+    effective_batch_size: int | None
+    evaluation: bool | None
+    length: Length
+    samples: Sequence[Any] | None
+    eval_samples: Sequence[Any] | None
+
+    def __call__(self, batch_size: int | None = None, *arguments: Any, **keywords: Any) -> Any:
+        """Run the loop; `batch_size` is what the trainer was built with."""
+        trainer = self.trainer
+        check_supported(trainer)  # arguments may have been set meanwhile
+        checkpoint = arguments[1] if len(arguments) > 1 else keywords.get("resume_from_checkpoint")
+        self._find(checkpoint)
+        del vars(trainer)[_LOOP]
+        return trainer._inner_training_loop(trainer._train_batch_size, *arguments, **keywords)
+
+    def _find(self, checkpoint: str | None) -> None:
+        trainer, args = self.trainer, self.trainer.args
+        results: dict[Mode, AutoBatchResult] = {}
+        size = None if checkpoint is None else size_in_checkpoint(checkpoint)
+        with Rehearsal(trainer) as rehearsal:
+            if size is None:
+                data = training_data(trainer, self.length, self.samples)
+                result = results["train"] = self._search(rehearsal, "train", data)
+                size = result.batch_size
+            accumulation_steps = args.gradient_accumulation_steps
+            if self.effective_batch_size is not None:
+                size, accumulation_steps = self._split(size)
+        trainer._train_batch_size = args.per_device_train_batch_size = size
+        args.gradient_accumulation_steps = accumulation_steps
+        source = "found" if "train" in results else f"of the checkpoint {checkpoint}"
+        logger.info("AutoBatch: per_device_train_batch_size is %d, %s", size, source)
+        if self._evaluates:
+            with Rehearsal(trainer) as rehearsal:
+                data = evaluation_data(trainer, self.length, self.eval_samples)
+                result = results["val"] = self._search(rehearsal, "val", data)
+            args.per_device_eval_batch_size = result.batch_size
+            logger.info("AutoBatch: per_device_eval_batch_size is %d, found", result.batch_size)
+        trainer.autobatch_results = results
+
+    @property
+    def _evaluates(self) -> bool:
+        trainer = self.trainer
+        if self.evaluation is False or trainer.eval_dataset is None:
+            return False
+        strategy = str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy))
+        evaluates = strategy != "no" or trainer.args.eval_on_start
+        generates = getattr(trainer.args, "predict_with_generate", False)
+        if self.evaluation and generates:
+            raise AutoBatchError(
+                "AutoBatch cannot search per_device_eval_batch_size with predict_with_generate, whose memory "
+                "grows with what is generated. Give evaluation=False."
+            )
+        return bool(self.evaluation or (evaluates and not generates))
+
+    def _search(self, rehearsal: Rehearsal, mode: Mode, data: TrialData) -> AutoBatchResult:
+        trainer, is_training = self.trainer, mode == "train"
+        bounds = self._bounds(data, is_training)
+        count = min([self.options[mode]["max_batch_size"], *bounds.values()])
+        samples = data.longest(max(count, 1))
+        make_batch = rehearsal.batch_maker(
+            samples, data.collate, self._num_batches if is_training else lambda size: 1
+        )
+        return auto_find_batch_size(
+            rehearsal.train if is_training else rehearsal.predict,
+            make_batch,
+            state=rehearsal.state,
+            mode=mode,
+            device=trainer.args.device,
+            bounds=bounds,
+            **self.options[mode],
+        )
+
+    def _bounds(self, data: TrialData, is_training: bool) -> dict[str, int]:
+        """What limits the size beside memory: a batch cannot have more samples than there are."""
+        world_size, bounds = self.trainer.accelerator.num_processes, {}
+        if data.num_samples is not None:
+            whole, rest = divmod(data.num_samples, world_size)
+            is_dropped = is_training and self.trainer.args.dataloader_drop_last
+            bounds["dataset"] = whole if is_dropped else whole + bool(rest)
+        if is_training and self.effective_batch_size is not None:
+            bounds["effective_batch"] = self.effective_batch_size // world_size
+        return bounds
+
+    def _num_batches(self, size: int) -> int:
+        """Micro-batches of an optimizer step with this size."""
+        if self.effective_batch_size is None:
+            return int(self.trainer.args.gradient_accumulation_steps)
+        samples_per_process = self.effective_batch_size // int(self.trainer.accelerator.num_processes)
+        return -(-samples_per_process // size)
+
+    def _split(self, size: int) -> tuple[int, int]:
+        """The size and the accumulation steps that make up the effective batch exactly."""
+        assert self.effective_batch_size is not None
+        split = split_samples(self.effective_batch_size // self.trainer.accelerator.num_processes, size)
+        return split.micro_batch_size, split.accumulation_steps
+
+
+def size_in_checkpoint(folder: str) -> int | None:
+    """The batch size per process of a trainer's checkpoint; None where it holds none."""
+    path = Path(folder) / "trainer_state.json"
+    if not path.is_file():
+        return None
+    size = json.loads(path.read_text(encoding="utf-8")).get("train_batch_size")
+    return None if size is None else int(size)
+
+
+_OPTIONS = {*inspect.signature(autobatch).parameters} - {"trainer", "options"}
+_KNOWN = {*inspect.signature(auto_find_batch_size).parameters} - {*_OWN}
+_OPTIONS |= _KNOWN

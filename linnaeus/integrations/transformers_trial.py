@@ -1,0 +1,216 @@
+"""A step of a Hugging Face `Trainer` as a trial runs it: alone on its rank, leaving no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from linnaeus.autobatch.contents import Contents
+from linnaeus.rng import rng_state, set_rng_state
+
+_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
+"""What an accelerator remembers of what it has prepared."""
+
+
+class Rehearsal:
+    """A trainer that can run training and prediction steps before its own loop has prepared anything.
+
+    Use it as a context. On leaving, the trainer's attributes, its model's `forward`, its accelerator and the
+    global random number generators are what they were; parameters are those of the search.
+
+    Args:
+        trainer: within `train()`, before its loop.
+
+    Attributes:
+        state: what a step changes, for `auto_find_batch_size`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._accelerator = trainer.accelerator
+        self._stack = contextlib.ExitStack()
+        self._group: torch_dist.ProcessGroup | None = None
+        self._prepared = self._wrapped = nn.Module()
+        self._between: _Kept | None = None
+        self.state: tuple[Any, ...] = ()
+
+    def __enter__(self) -> Rehearsal:
+        trainer, accelerator = self._trainer, self._accelerator
+        with contextlib.ExitStack() as stack:
+            stack.callback(set_rng_state, rng_state(trainer.args.device), trainer.args.device)
+            stack.callback(_Kept(trainer).restore)
+            # Preparing sets attributes of the model itself: `forward` with autocast, and that it is prepared.
+            stack.callback(_replace, vars(trainer.model), dict(vars(trainer.model)))
+            stack.callback(vars(accelerator).update, {name: list(vars(accelerator)[name]) for name in _LISTS})
+            gradients = accelerator.gradient_state
+            stack.callback(gradients._set_sync_gradients, gradients.sync_gradients)
+            if accelerator.num_processes > 1:
+                self._group = stack.enter_context(_group_of_this_rank())
+                stack.enter_context(_one_process(accelerator))
+            self._prepared = accelerator.prepare_model(trainer.model, evaluation_mode=True)
+            trainer.create_optimizer()
+            trainer.optimizer = accelerator.prepare_optimizer(trainer.optimizer, device_placement=False)
+            self._between = _Kept(trainer)
+            stack.callback(self._forget)
+            self._forget()
+            scaler = [] if accelerator.scaler is None else [accelerator.scaler]
+            self.state = (trainer.model, trainer.optimizer, *scaler, self)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: what a trial changes beside model and optimizer is undone by `load_state_dict`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Undo what a trial has changed in the trainer, and let the next one make its own wrapper."""
+        if self._between is not None:
+            self._between.restore()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._wrapped = self._prepared
+
+    def train(self, batches: Sequence[Any]) -> None:
+        """Run an optimizer step as the trainer's loop does, with the first and the last of its micro-batches.
+
+        Those between allocate what the first has allocated and freed.
+
+        Args:
+            batches: of one step, and one more: the trainer's loader reads ahead.
+        """
+        trainer, accelerator, model = self._trainer, self._accelerator, self._model()
+        num_batches = len(batches) - 1
+        inputs, num_items = trainer.get_batch_samples(iter(batches[:-1]), num_batches, trainer.args.device)
+        trainer.current_gradient_accumulation_steps = num_batches
+        for number in sorted({0, num_batches - 1}):
+            is_last = number == num_batches - 1
+            accelerator.gradient_state._set_sync_gradients(is_last)
+            with contextlib.nullcontext() if is_last else _without_sync(model):
+                trainer.training_step(model, inputs[number], num_items)
+        if trainer.args.max_grad_norm:
+            accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
+        trainer.optimizer.step()
+        model.zero_grad()
+
+    def predict(self, batches: Sequence[Any]) -> None:
+        """Run one prediction step as the trainer's evaluation does.
+
+        Args:
+            batches: the batch, and one more.
+        """
+        trainer = self._trainer
+        self._model()  # with its buckets, which training keeps
+        loss_only = True if trainer.compute_metrics is None else trainer.args.prediction_loss_only
+        _, logits, labels = trainer.prediction_step(self._prepared, batches[0], loss_only)
+        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+            trainer.preprocess_logits_for_metrics(logits, labels)
+
+    def batch_maker(
+        self, samples: Sequence[Any], collate: Callable[[list[Any]], Any], num_batches: Callable[[int], int]
+    ) -> Callable[[int], list[Any]]:
+        """A `make_batch` that makes the batches of one step, and one more, from the first n samples.
+
+        Args:
+            samples: as many as the largest size takes, the longest first.
+            collate: makes a batch.
+            num_batches: micro-batches of a step, for a batch size.
+        """
+        operations, device = _accelerate("utils"), self._accelerator.device
+
+        def make(size: int) -> list[Any]:
+            ahead = collate([copy.copy(sample) for sample in samples[:size]])
+            # Not `copy.deepcopy`, whose tensors a trial on the CPU does not count.
+            copies = (operations.recursively_apply(Tensor.clone, ahead) for _ in range(num_batches(size)))
+            return [operations.send_to_device(each, device) for each in copies] + [ahead]
+
+        return make
+
+    def _model(self) -> nn.Module:
+        """The model as training calls it: over several ranks in a wrapper over this rank alone.
+
+        A trial makes its own wrapper, since the buckets belong to its peak.
+        """
+        if self._group is not None and self._wrapped is self._prepared:
+            handler, index = self._accelerator.ddp_handler, [self._accelerator.local_process_index]
+            is_cpu = self._accelerator.device.type == "cpu"
+            self._wrapped = DistributedDataParallel(
+                self._prepared, device_ids=None if is_cpu else index, process_group=self._group,
+                **({} if handler is None else handler.to_kwargs()),
+            )  # fmt: skip
+        return self._wrapped
+
+
+class _Kept:
+    """The attributes of a trainer and of its collator: plain values, containers and the tensors in them."""
+
+    def __init__(self, trainer: Any) -> None:
+        evaluation = trainer.eval_dataset
+        datasets = [trainer.train_dataset, evaluation]
+        datasets += evaluation.values() if isinstance(evaluation, dict) else []
+        owners = [owner for owner in (trainer, trainer.data_collator) if hasattr(owner, "__dict__")]
+        self._contents = Contents(map(vars, owners), set(map(id, datasets)), _Tensor)
+
+    def restore(self) -> None:
+        self._contents.restore()
+
+
+class _Tensor:
+    """A tensor in an attribute, and its value."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._value = tensor, tensor.detach().clone()
+
+    def restore(self) -> None:
+        if self._tensor.shape != self._value.shape:
+            self._tensor.data = self._value.clone()
+        self._tensor.detach().copy_(self._value)
+
+
+def _replace(content: dict[str, Any], before: dict[str, Any]) -> None:
+    content.clear()
+    content.update(before)
+
+
+@contextlib.contextmanager
+def _group_of_this_rank() -> Iterator[torch_dist.ProcessGroup]:
+    """A process group that no other rank has a part in, not even in making it."""
+    group = torch_dist.new_group([torch_dist.get_rank()], use_local_synchronization=True)
+    assert isinstance(group, torch_dist.ProcessGroup)  # this rank is a member
+    try:
+        yield group
+    finally:
+        torch_dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def _one_process(accelerator: Any) -> Iterator[None]:
+    """Let accelerate take itself for the only process: `gather` and the like return what they are given."""
+    states, kinds = _accelerate("state"), _accelerate("utils").DistributedType
+    shared = [states.PartialState._shared_state, states.AcceleratorState._shared_state]
+    before = [state["distributed_type"] for state in shared]
+    try:
+        for state in shared:
+            state["distributed_type"] = kinds.NO
+        yield
+    finally:
+        for state, kind in zip(shared, before, strict=True):
+            state["distributed_type"] = kind
+
+
+def _without_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+
+
+def _accelerate(name: str) -> Any:
+    return importlib.import_module(f"accelerate.{name}")

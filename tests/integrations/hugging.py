@@ -1,0 +1,198 @@
+"""Small trainers of transformers and TRL that need no download, and what a run of them leaves behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from linnaeus import rng
+
+NUM_SAMPLES, LONGEST, VOCABULARY = 200, 128, 128
+SIZES = {"n_positions": LONGEST, "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY}
+TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+TIMED = ("runtime", "per_second", "_time")
+"""Parts of the names in a log that say how long something took."""
+
+for name in ("transformers", "trl", "datasets", "accelerate"):
+    logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def tokens(index: int) -> list[int]:
+    """16 to 128 tokens; the longest are few."""
+    return [3 + (index + place) % 97 for place in range(16 + index * 37 % (LONGEST - 15))]
+
+
+def text(row: list[int]) -> str:
+    """The words of these tokens."""
+    return "".join(f" w{token}" for token in row)
+
+
+class Text(Dataset[dict[str, Any]]):
+    """Sequences of 16 to 128 tokens."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= NUM_SAMPLES:
+            raise IndexError(index)
+        return {"input_ids": tokens(index)}
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Pads to the longest."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    ids, labels = (torch.full((len(samples), longest), fill) for fill in (2, -100))
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample["input_ids"])] = labels[row, : len(sample["input_ids"])] = torch.tensor(
+            sample["input_ids"]
+        )
+    return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
+
+
+def model(kind: type = GPT2LMHeadModel, **config: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(GPT2Config(**{**SIZES, **TOKENS, **config}))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of words: `w7` is token 7."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<bos>": 0, "<eos>": 1, "<pad>": 2, **{f"w{n}": n for n in range(3, VOCABULARY)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
+    )  # fmt: skip
+
+
+def arguments(kind: type = TrainingArguments, **options: Any) -> Any:
+    """Three steps on the CPU that write nothing but what they are asked for."""
+    own = {
+        "output_dir": "unused", "per_device_train_batch_size": 8, "use_cpu": True, "report_to": [],
+        "max_steps": 3, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "seed": 1,
+        "learning_rate": 1e-3,
+    }  # fmt: skip
+    return kind(**{**own, **options})
+
+
+def trainer(kind: type = Trainer, callbacks: Any = None, **options: Any) -> Any:
+    """A trainer of a small GPT-2 on `Text`."""
+    rng.seed_all(0)
+    data = {"train_dataset": Text(), "eval_dataset": Text(), "data_collator": collate}
+    return kind(model(), arguments(**options), callbacks=callbacks, **data)
+
+
+def trl_trainer(name: str, **options: Any) -> Any:
+    """A trainer of TRL on tokenized data of its own form."""
+    import datasets
+    import trl
+
+    rng.seed_all(0)
+    rows = [tokens(index) for index in range(NUM_SAMPLES)]
+    others = [row[: len(row) // 2 + 4] for row in rows]
+    data = {
+        "SFT": {"input_ids": rows},
+        "DPO": {"prompt": [text(row[:8]) for row in rows], "chosen": [text(row[8:]) for row in rows],
+                "rejected": [text(row) for row in others]},
+        "Reward": {"chosen_ids": rows, "rejected_ids": others},
+    }[name]  # fmt: skip
+    kind, own = getattr(trl, f"{name}Trainer"), {"max_length": LONGEST, "bf16": False}
+    pretrained = model(GPT2ForSequenceClassification, num_labels=1) if name == "Reward" else model()
+    reference = {"ref_model": model()} if name == "DPO" else {}
+    return kind(
+        pretrained, args=arguments(getattr(trl, f"{name}Config"), **{**own, **options}),
+        train_dataset=datasets.Dataset.from_dict(data), processing_class=tokenizer(), **reference,
+        eval_dataset=datasets.Dataset.from_dict(data) if "eval_strategy" in options else None,
+    )  # fmt: skip
+
+
+class Calls(TrainerCallback):
+    """Every call of a callback, with step, sizes and random numbers."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def _note(self, name: str, args: Any, state: Any) -> None:
+        random_state = rng.rng_state(torch.device("cpu"))
+        numbers = [random_state["python"], random_state["numpy"][1].tolist(), random_state["torch"].tolist()]
+        sizes = args.per_device_train_batch_size, args.per_device_eval_batch_size, state.train_batch_size
+        self.seen.append((name, state.global_step, state.max_steps, sizes, hash(str(numbers))))
+
+
+def _watch(name: str) -> Any:
+    def called(self: Calls, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._note(name, args, state)
+
+    return called
+
+
+for _name in vars(TrainerCallback):
+    if _name.startswith("on_") and _name != "on_init_end":
+        setattr(Calls, _name, _watch(_name))
+
+
+def without_times(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in entry.items() if not any(part in key for part in TIMED)}
+        for entry in log
+    ]
+
+
+def outcome(trained: Any, calls: Calls | None = None) -> dict[str, Any]:
+    """All that a run leaves: weights, optimizer, schedule, logs, counts, random numbers and calls."""
+    optimizer = trained.optimizer.state_dict()
+    return {
+        "weights": [value.clone() for value in trained.model.state_dict().values()],
+        "moments": [value for entry in optimizer["state"].values() for value in entry.values()],
+        "groups": json.loads(json.dumps(optimizer["param_groups"], default=str)),
+        "schedule": {key: value for key, value in trained.lr_scheduler.state_dict().items() if key[0] != "_"},
+        "log": without_times(trained.state.log_history),
+        "state": [trained.state.global_step, trained.state.max_steps, trained.state.train_batch_size,
+                  trained.state.epoch, trained.state.total_flos],
+        "random": [random.random(), float(np.random.rand()), torch.rand(3)],
+        "calls": [] if calls is None else calls.seen,
+        "mode": trained.model.training,
+        "attributes": sorted(set(vars(trained)) - {"autobatch_results"}),
+        "model attributes": sorted(vars(trained.model)),
+    }  # fmt: skip
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The names of what is not bit for bit the same."""
+
+    def same(first: Any, second: Any) -> bool:
+        if isinstance(first, list) and isinstance(second, list):
+            return len(first) == len(second) and all(map(same, first, second))
+        if isinstance(first, Tensor):
+            return torch.equal(first, second)
+        return bool(first == second)
+
+    return [name for name in one if not same(one[name], other[name])]
+
+
+def save(folder: str, rank: int, results: dict[str, Any]) -> None:
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
