@@ -19,8 +19,8 @@ PACKAGE = ROOT / "linnaeus"
 
 ORDER = (
     "words", "errors", "files", "rng", "nest", "signals", "control", "config", "batching", "memory", "dist",
-    "console", "log", "tracking", "data", "models", "training", "autobatch", "run", "commands", "main",
-    "train",
+    "console", "log", "tracking", "data", "models", "training", "autobatch", "integrations", "run",
+    "commands", "main", "train",
 )  # fmt: skip
 """A module imports from its own part and from those before it."""
 

@@ -1,0 +1,1 @@
+"""AutoBatch inside of other frameworks; each module needs the framework that it is named after."""
