@@ -330,10 +330,12 @@ class _Search:
         most = self._loaders[mode].most
         if most is not None and callback._make_batch[mode] is None:
             bounds["dataset"] = most
+        least = self._loaders[mode].least
+        options["min_batch_size"] = max(options.get("min_batch_size", 1), least)
         earlier = callback._earlier.get(mode)
         limit = at_most if earlier is None or at_most is not None else self._searched_before(mode, earlier)
         if limit is not None:
-            options["min_batch_size"] = min(options.get("min_batch_size", 1), limit)
+            options["min_batch_size"] = min(options["min_batch_size"], limit)
             options.update(max_batch_size=limit, start=limit, strategy="guided")
             if limit % options.get("multiple_of", 1):
                 options["multiple_of"] = 1

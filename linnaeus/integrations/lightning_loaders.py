@@ -134,7 +134,7 @@ class SizedLoader:
         except Exception as error:
             raise AutoBatchError(
                 f"AutoBatch: the iterable dataset {kind} cannot be copied ({error}), and reading from it "
-                "would take samples from training. Give make_batch, a function that makes a batch of n samples: "
+                "would take samples from training. Give a function that makes a batch of n samples: "
                 "AutoBatch(make_batch=...)"
             ) from None
         samples = list(islice(iter(dataset), POOL_SAMPLES))
@@ -200,6 +200,12 @@ class Loaders:
         is_divided = connector.is_distributed and connector.use_distributed_sampler
         limits = [sized.most(self._trainer.world_size if is_divided else 1) for sized in self.sized]
         return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def least(self) -> int:
+        """The smallest size that leaves two samples to loaders that take a fraction of it."""
+        shares = [sized.share for sized in self.sized if sized.share is not None and sized.share < 1]
+        return math.ceil(2 / min(shares)) if shares else 1
 
     def batch(self, size: int) -> Any:
         """What the loaders of a training step give together: one batch, or the user's structure of them."""

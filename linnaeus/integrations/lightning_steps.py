@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from torch.optim import Optimizer
 
+from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.lightning_loaders import DataState, Library, Loaders
-from linnaeus.rng import rng_state, set_rng_state
 
 
 class TrainStep:
@@ -150,8 +151,8 @@ def rehearsal(library: Library, trainer: Any) -> Iterator[None]:
     """
     strategy, module = trainer.strategy, trainer.lightning_module
     with contextlib.ExitStack() as stack:
-        generators = rng_state(strategy.root_device)
-        stack.callback(set_rng_state, generators, strategy.root_device)
+        # With the generators come the optimizers that the module keeps: those that training uses.
+        stack.callback(Snapshot(_own_optimizers(module), strategy.root_device).restore)
         loops = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
         roots = [module, trainer.datamodule, *(loop._data_source.instance for loop in loops)]
         stack.callback(DataState(roots).restore)
@@ -161,8 +162,8 @@ def rehearsal(library: Library, trainer: Any) -> Iterator[None]:
             stack.callback(_kept(library, part))
         for name in ("optimizers", "lr_scheduler_configs"):
             stack.callback(setattr, strategy, name, [])
-        stack.callback(_forget_loaders, trainer)
-        strategy.setup_optimizers(trainer)
+        with _nothing_fetched(library):
+            strategy.setup_optimizers(trainer)
         _forget_loaders(trainer)
         if module.automatic_optimization:
             strategy.lr_scheduler_configs = []  # a schedule may end before the trials do
@@ -171,13 +172,30 @@ def rehearsal(library: Library, trainer: Any) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _nothing_fetched(library: Library) -> Iterator[None]:
+    """Inside, loaders that are set up are not read: `configure_optimizers` asks for their length only."""
+    fit_loop, fetchers = library("loops.fit_loop"), library("loops.fetchers")
+    before = fit_loop._select_data_fetcher
+    fit_loop._select_data_fetcher = lambda *_: fetchers._DataFetcher()
+    try:
+        yield
+    finally:
+        fit_loop._select_data_fetcher = before
+
+
 def _forget_loaders(trainer: Any) -> None:
-    """Let the next `setup_data` make the loaders anew; workers of those that were made end."""
+    """Forget the loaders that setting up optimizers has made, and end their workers."""
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
         if loop._combined_loader is not None:
             loop._combined_loader.reset()
         loop._combined_loader = loop._data_fetcher = None
     trainer.fit_loop.max_batches = float("inf")
+
+
+def _own_optimizers(module: Any) -> list[Optimizer]:
+    """Optimizers that the module holds in attributes."""
+    return [value for value in vars(module).values() if isinstance(value, Optimizer)]
 
 
 def _hyperparameters(*owners: Any) -> Iterator[dict[str, Any]]:
