@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,6 +248,11 @@ class ControlPlane:
         readers = [f"read/{rank}" for rank in range(self.world_size) if rank not in dead]
         return not self._keys.exist(readers)
 
+    def neighbours(self) -> list[int]:
+        """Process ids of the ranks on this machine that have begun their heartbeat, this one's included."""
+        beats = (self._keys.get(f"beat/{rank}") for rank in range(self.world_size))
+        return [beat.pid for beat in beats if beat is not None and beat.namespace == _namespace() != ""]
+
     def dead_neighbours(self) -> list[tuple[int, str]]:
         """Ranks of this machine whose process has ended without a failure, and what they were doing."""
         dead = []
@@ -256,6 +261,20 @@ class ControlPlane:
             if beat is not None and rank != self.rank and beat.is_dead_neighbour():
                 dead.append((rank, beat.doing))
         return dead
+
+    def check(self) -> None:
+        """Raise the failure of another rank, if there is one: what this rank does is in vain then.
+
+        Raises:
+            LinnaeusError: another rank has failed or died; with its message and exit code.
+        """
+        with contextlib.suppress(torch_dist.DistError):
+            for rank, doing in self.dead_neighbours():
+                self._declare_dead(rank, doing)
+            self._raise_failure()
+
+    def _declare_dead(self, rank: int, doing: str) -> None:
+        self._keys.put_first("failure", Failure(rank, f"its process died ({doing}), so the job ends"))
 
     def _publish(self, value: Any) -> int:
         self._raise_failure()
@@ -292,12 +311,20 @@ class ControlPlane:
                 raise OverdueError(rank, self._doing_of(rank))
             if now - looked > BEAT_S:
                 looked, doing = now, self._doing_of(rank)
+                if self._has_died_before(rank, key):
+                    self._declare_dead(rank, doing)
+                    continue
                 on_wait(rank, doing)
                 if now - reported > (REPORT_S if doing == reported_doing else min(CHANGE_S, REPORT_S)):
                     reported, reported_doing = now, doing
                     logger.info("waiting %.0f s for rank %d: %s", now - started, rank, doing)
             time.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
         return self._keys.get(key)
+
+    def _has_died_before(self, rank: int, key: str) -> bool:
+        """Whether a rank's process has ended, and without a value for this key."""
+        beat: _Beat | None = self._keys.get(f"beat/{rank}")
+        return beat is not None and beat.is_dead_neighbour() and not self._keys.exist([key])
 
     def _doing_of(self, rank: int) -> str:
         beat: _Beat | None = self._keys.get(f"beat/{rank}")
@@ -336,6 +363,7 @@ class _Pulse:
     def stop(self) -> None:
         self._closed.set()
         self._thread.join()
+        self._keys = self._plane._keys  # lets its own connection go
 
     def _run(self) -> None:
         while not self._closed.wait(BEAT_S):
@@ -391,6 +419,21 @@ class _Pulse:
             self._last_counts[rank] = beat.count
             if self._silent_looks[rank] >= SILENCE_LOOKS:
                 self._keys.put_first("failure", Failure(rank, _silence(beat)))
+
+
+def first_difference(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, tuple[Any, Any]]] | None:
+    """The first rank whose facts differ from those of rank 0, and both values of each that does.
+
+    Args:
+        rows: the facts of each rank, by name.
+    """
+    for rank, row in enumerate(rows):
+        different = {
+            name: (value, row.get(name)) for name, value in rows[0].items() if row.get(name) != value
+        }
+        if different:
+            return rank, different
+    return None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.config.schema import DistConfig
-from linnaeus.control import ControlPlane, Failure, agree_on_attempt
+from linnaeus.control import ControlPlane, Failure, agree_on_attempt, first_difference
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.signals import Interrupted, ignore_signals
 
@@ -112,15 +112,14 @@ class World:
         Raises:
             LinnaeusError: a fact differs; on every rank, with the facts, the rank and both values.
         """
-        rows = self.gather(dict(facts))
-        for rank, row in enumerate(rows):
-            different = [name for name in facts if row.get(name) != rows[0].get(name)]
-            if different:
-                listed = "; ".join(f"{name}: {rows[0].get(name)} and {row.get(name)}" for name in different)
-                raise LinnaeusError(
-                    f"ranks 0 and {rank} do not train the same: {listed}. All ranks need the same command, "
-                    "files, environment and version of Linnaeus"
-                )
+        found = first_difference(self.gather(dict(facts)))
+        if found is not None:
+            rank, different = found
+            listed = "; ".join(f"{name}: {main} and {other}" for name, (main, other) in different.items())
+            raise LinnaeusError(
+                f"ranks 0 and {rank} do not train the same: {listed}. All ranks need the same command, "
+                "files, environment and version of Linnaeus"
+            )
 
     def gather_on_host(self, value: Any) -> list[Any] | None:
         """The values of all ranks on rank 0, None on the others; a collective of the host group.

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from torch.distributed import ProcessGroup
 
-from linnaeus.autobatch.arguments import (
-    check_bounds,
-    check_choice,
-    check_count,
-    check_fraction,
-    check_memory_limit,
-    check_number,
-    kind_of,
-)
-from linnaeus.autobatch.find import BatchSizeFinder, listed
+from linnaeus.autobatch.arguments import check_choice, check_functions
+from linnaeus.autobatch.find import listed
+from linnaeus.autobatch.group import joined, members
 from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.optimizers import strangers_refused
 from linnaeus.autobatch.predicted import predict_step
+from linnaeus.autobatch.request import Objective, Request
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.search import STRATEGIES
 from linnaeus.autobatch.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from linnaeus.memory.predict import Prediction
-
-Objective = Literal["memory", "throughput"]
 
 
 def auto_find_batch_size(
@@ -53,6 +44,7 @@ def auto_find_batch_size(
     start: int | None = None,
     observer: SearchObserver | None = None,
     predict: bool = True,
+    group: ProcessGroup | Literal[False] | None = None,
 ) -> AutoBatchResult:
     """Find the largest batch size, or one at most 1 % below it, that runs within a fraction of the memory.
 
@@ -89,49 +81,29 @@ def auto_find_batch_size(
         observer: told what the search does; by default a `SearchLog`, which logs a line for each trial.
         predict: on a CUDA device, start a guided search without `start` at the size that calls of `step` on
             tensors without data predict. Where these fail, the search starts from a small size.
+        group: the ranks that search together; every one of them must call this, with the same arguments. Rank
+            0 of the group searches while the others wait, then all run the size found, and all return the
+            largest that fits on each. So `step` must do without collectives; DistributedDataParallel in
+            `state` does without its own meanwhile. None is the default process group if one is initialised;
+            False searches on this rank alone.
 
     Raises:
         AutoBatchError: no size fits, `state` lacks an optimizer that the step uses, or something in it cannot
-            be restored: parameters without values (`LazyLinear`), too.
+            be restored (parameters without values, `LazyLinear`) or cannot step on one rank alone
+            (FullyShardedDataParallel); another rank has failed, died or not called this.
         TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
-    _check_functions(step, make_batch)
-    if not isinstance(observer, SearchObserver | None):
-        raise TypeError(f"observer is {kind_of(observer)}; it must be a SearchObserver")
-    counts = {
-        "min_batch_size": min_batch_size, "max_batch_size": max_batch_size, "multiple_of": multiple_of,
-        "steps_per_trial": steps_per_trial, "max_trials": max_trials,
-    }  # fmt: skip
-    for name, count in counts.items():
-        check_count(name, count)
-    if max_batch_size < min_batch_size:
-        raise ValueError(
-            f"max_batch_size is {max_batch_size}; it must be at least min_batch_size, {min_batch_size}"
-        )
-    if start is not None:
-        check_count("start", start)
-    check_bounds(bounds)
-    check_fraction(target_memory_fraction)
-    check_memory_limit(memory_limit_gb)
-    check_number("tolerance", tolerance, "in [0, 1)", lambda number: 0 <= number < 1)
-    check_number("timeout_minutes", timeout_minutes, "above 0", lambda number: number > 0)
-    check_choice("mode", mode, get_args(Mode))
-    check_choice("strategy", strategy, STRATEGIES)
-    check_choice("objective", objective, get_args(Objective))
-    state = listed(state)
-    with BatchSizeFinder(
-        step, make_batch, state=state, mode=mode, device=device, min_batch_size=min_batch_size,
-        max_batch_size=max_batch_size, steps_per_trial=steps_per_trial, multiple_of=multiple_of,
-        memory_limit_gb=memory_limit_gb, bounds=bounds, observer=observer,
-        predict=partial(predict_step, step, make_batch, state=state, mode=mode) if predict else None,
-    ) as finder:  # fmt: skip
-        result = finder.find(
-            target_memory_fraction, strategy=strategy, tolerance=tolerance, max_trials=max_trials,
-            timeout_minutes=timeout_minutes, start=start,
-        )  # fmt: skip
-        if objective == "memory":
-            return result
-        return finder.prefer_throughput(result, timeout_minutes=timeout_minutes - result.seconds / 60)
+    request = Request(
+        step, make_batch, state=state, mode=mode, device=device,
+        target_memory_fraction=target_memory_fraction, min_batch_size=min_batch_size,
+        max_batch_size=max_batch_size, steps_per_trial=steps_per_trial, strategy=strategy,
+        tolerance=tolerance, multiple_of=multiple_of, memory_limit_gb=memory_limit_gb, max_trials=max_trials,
+        timeout_minutes=timeout_minutes, objective=objective, bounds=bounds, start=start, observer=observer,
+        predict=predict,
+    )  # fmt: skip
+    with joined(members(group)) as control:
+        request = request.checked()
+        return request.search() if control is None else request.search_together(control)
 
 
 def predict_memory(
@@ -171,7 +143,7 @@ def predict_memory(
         AutoBatchError: the step uses an optimizer that is not in `state`.
         TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
-    _check_functions(step, make_batch)
+    check_functions(step, make_batch)
     check_choice("mode", mode, get_args(Mode))
     state = listed(state)
     snapshot = Snapshot(state, torch.device("cpu"))
@@ -180,9 +152,3 @@ def predict_memory(
             return predict_step(step, make_batch, state=state, mode=mode, base_bytes=None)
     finally:
         snapshot.restore()
-
-
-def _check_functions(step: object, make_batch: object) -> None:
-    for name, function in (("step", step), ("make_batch", make_batch)):
-        if not callable(function):
-            raise TypeError(f"{name} is {kind_of(function)}; it must be a function")

@@ -97,3 +97,14 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
     """
     if value not in tuple(choices):
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+def check_functions(step: Any, make_batch: Any) -> None:
+    """Check that `step` and `make_batch` can be called.
+
+    Raises:
+        TypeError: one of them cannot.
+    """
+    for name, function in (("step", step), ("make_batch", make_batch)):
+        if not callable(function):
+            raise TypeError(f"{name} is {kind_of(function)}; it must be a function")

@@ -80,6 +80,8 @@ class BatchSizeFinder:
         names: what messages call the settings.
         predict: gives the prediction of the step, for searches on CUDA devices to start from; see
             `predict_step`. None searches without one.
+        neighbours: process ids of the ranks on this machine, if the launcher is not torchrun, which says how
+            many there are.
         step, make_batch, and the others: as for `auto_find_batch_size`.
 
     Attributes:
@@ -114,6 +116,7 @@ class BatchSizeFinder:
         observer: SearchObserver | None = None,
         names: Names = ARGUMENTS,
         predict: Callable[[], Prediction] | None = None,
+        neighbours: Sequence[int] = (),
     ) -> None:
         check_choice("mode", mode, get_args(Mode))
         check_memory_limit(memory_limit_gb)
@@ -121,6 +124,7 @@ class BatchSizeFinder:
         state = listed(state)
         self.mode = mode
         self.memory = device_memory(_device(state, device))
+        self.memory.share(neighbours)
         self.trials: list[TrialRecord] = []
         self.budget_bytes = 0
         self._outside_bytes = self._held_at_start = 0  # outside and inside the allocator at the start

@@ -106,7 +106,7 @@ class SearchLog(SearchObserver):
 
     def doing(self, size: int) -> str:
         """Such as `train: trying batch size 128`."""
-        return f"{self.mode}: {_DOING[self.purpose]} batch size {size}"
+        return doing(self.mode, size, self.purpose)
 
     def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
         """Log the result."""
@@ -126,6 +126,11 @@ class SearchLog(SearchObserver):
             logging.INFO if is_new or not timing.samples_per_s else logging.DEBUG,
             "%s, timing: batch size %d: %s", self.mode, timing.batch_size, speed(timing), extra=self.extra,
         )  # fmt: skip
+
+
+def doing(mode: Mode, size: int, purpose: Purpose) -> str:
+    """Such as `train: trying batch size 128`."""
+    return f"{mode}: {_DOING[purpose]} batch size {size}"
 
 
 def gib(num_bytes: int) -> str:

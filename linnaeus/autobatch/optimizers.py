@@ -39,7 +39,7 @@ def strangers_refused(state: Sequence[Any], snapshot: Snapshot) -> Iterator[None
     """
     known = {id(optimizer) for optimizer, _ in snapshot.attributes()}
     tensors = {id(parameter) for part in state for parameter in parameters_of(part)}
-    kinds = {id(kind) for kind in _subclasses(torch.optim.Optimizer)}  # quicker than to ask each object
+    kinds = {id(kind) for kind in subclasses(torch.optim.Optimizer)}  # quicker than to ask each object
     existing = weakref.WeakSet(part for part in gc.get_objects() if id(type(part)) in kinds)
 
     def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -59,7 +59,8 @@ def strangers_refused(state: Sequence[Any], snapshot: Snapshot) -> Iterator[None
         handle.remove()
 
 
-def _subclasses(base: type) -> set[type]:
+def subclasses(base: type) -> set[type]:
+    """A class and all classes derived from it."""
     found = [base]
     for kind in found:
         found += kind.__subclasses__()

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +15,13 @@ from typing import Any, get_args
 from rich.console import Console
 from torch import nn
 
+from linnaeus.autobatch import protocol
 from linnaeus.autobatch.bounds import max_batch_sizes
 from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.autobatch.names import Names
-from linnaeus.autobatch.observer import gib
 from linnaeus.autobatch.predicted import predict_step
 from linnaeus.autobatch.progress import SearchProgress
-from linnaeus.autobatch.protocol import RankStatus, exchange
+from linnaeus.autobatch.protocol import RankStatus, Work, exchange
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.batching.sizes import micro_batches_held
 from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
@@ -196,12 +196,13 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
         if not _setting(search.config.AUTOBATCH, "ENABLED", mode):
             continue
         trained_at = _trained_at(search, found) if mode == "val" else None
-        entry = _exchange(search, mode, partial(_search_on_main, search, mode, trained_at))[0]
-        result = AutoBatchResult.from_dict(mode, entry)
-        size = None
-        while search.world.is_distributed and result.batch_size != size:
-            size = result.batch_size
-            result = run_on_every_rank(search, result, size, trained_at)
+        result = protocol.search_on_main(
+            partial(_exchange, search, mode),
+            search.world.rank,
+            partial(search.run, mode, trained_at=trained_at),
+        )
+        if search.world.is_distributed:
+            result = protocol.agreed(result, partial(run_on_every_rank, search, trained_at=trained_at))
         found[mode] = result
     search.assembly.metrics.reset()
     return found
@@ -222,7 +223,7 @@ def still_fit(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> bool:
         peaks = [trial.peak_bytes or 0 for trial in used if trial.status == "fits"]
         return bool(peaks) and max(peaks) <= memory.budget(result.target_memory_fraction, limit_bytes)
 
-    return all(exchange(search.world, lambda status: all(map(fits, found.values()))))
+    return all(exchange(search.world.control, lambda status: all(map(fits, found.values()))))
 
 
 def _trained_at(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> int:
@@ -245,41 +246,12 @@ def run_on_every_rank(
     """
     search.world.warm_up_collectives()
     mode = result.mode
-    entries = _exchange(search, mode, lambda status: search.run(mode, status, size, trained_at).as_dict())
-    verdicts = [AutoBatchResult.from_dict(mode, entry) for entry in entries]
-    smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
-    before_bytes, own = result.held_bytes, verdicts[0]
-    result = dataclasses.replace(
-        result, trials=(*result.trials, *own.trials), held_bytes=own.held_bytes,
-        budget_bytes=own.budget_bytes, seconds=result.seconds + max(each.seconds for each in verdicts),
-    )  # fmt: skip
-    if smallest.batch_size == size:
-        return dataclasses.replace(result, ran_on_every_rank=(*result.ran_on_every_rank, size))
-    if search.world.is_distributed:
-        rank = verdicts.index(smallest)
-        with log_level(search.config.AUTOBATCH, mode):
-            logger.info(
-                "rank %d fits no more than %d (%s): %s", rank, smallest.batch_size, mode,
-                _why(smallest, before_bytes),
-            )  # fmt: skip
-    return dataclasses.replace(
-        result, batch_size=smallest.batch_size, certified=smallest.certified, within=smallest.within,
-        limited_by=smallest.limited_by,
-    )  # fmt: skip
 
+    def run(status: RankStatus, size: int) -> AutoBatchResult:
+        return search.run(mode, status, size, trained_at)
 
-def _why(verdict: AutoBatchResult, before_bytes: int) -> str:
-    """Why a rank fits no larger size; `before_bytes` is what rank 0 held when it last ran the size."""
-    budget, held, before = map(gib, (verdict.budget_bytes, verdict.held_bytes, before_bytes))
-    failed = [trial for trial in verdict.trials if trial.status != "fits"]
-    reason = f"its budget is {budget} GiB"
-    if failed:
-        trial = min(failed, key=lambda trial: trial.size)
-        ended = "ran out of memory" if trial.peak_bytes is None else f"takes {gib(trial.peak_bytes)} GiB"
-        reason = f"batch size {trial.size} {ended}, the budget is {budget} GiB"
-    return (
-        f"{reason}, and {held} GiB are held before the first sample (by rank 0 the last time: {before} GiB)"
-    )
+    with log_level(search.config.AUTOBATCH, mode):
+        return protocol.run_on_every_rank(partial(_exchange, search, mode), run, result, size)
 
 
 @contextmanager
@@ -293,22 +265,16 @@ def log_level(config: AutoBatchConfig, mode: Mode) -> Iterator[bool]:
         logger.setLevel(before)
 
 
-def _exchange(search: SizeSearch, mode: Mode, work: Callable[[RankStatus], Any]) -> list[Any]:
+def _exchange(search: SizeSearch, mode: Mode, work: Work) -> list[Any]:
     config = search.config.AUTOBATCH
     with (
         log_level(config, mode) as is_shown,
         StatusLine(search.console if is_shown else None) as line,
     ):
-        return exchange(search.world, work, timeout_minutes=config.TIMEOUT_MINUTES, show=line.update)
-
-
-def _search_on_main(
-    search: SizeSearch, mode: Mode, trained_at: int | None, status: RankStatus
-) -> dict[str, Any] | None:
-    if not search.world.is_main:
-        status.update("waiting")
-        return None
-    return search.run(mode, status, trained_at=trained_at).as_dict()
+        return exchange(
+            search.world.control, work, timeout_minutes=config.TIMEOUT_MINUTES, show=line.update,
+            names=keys(mode),
+        )  # fmt: skip
 
 
 class _TrialTrainStep:

@@ -1,1 +1,1 @@
-"""AutoBatch inside of other frameworks; each module needs the framework that it is named after."""
+"""AutoBatch in the training frameworks of others; each module needs the framework that it is named after."""

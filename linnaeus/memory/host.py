@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -52,11 +52,8 @@ class CpuMemory(DeviceMemory):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.total_bytes = min(pool.total_bytes for pool in _pools()) // self._num_ranks
-        for limit in process_limits():
-            if limit.total_bytes < self.total_bytes:
-                self.total_bytes, self.total_name = limit.total_bytes, limit.name
+        self._set_ranks(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._rank_pids: Sequence[int] = ()
         self._tracer = StorageTracer(self._allocated, self._freed)
         self._count_lock = threading.RLock()  # garbage collection frees tensors in any thread
         self._live_bytes = self._peak_bytes = 0  # of the tensors that the tracer has seen
@@ -69,6 +66,20 @@ class CpuMemory(DeviceMemory):
         self.settle()
         self._is_warm = False  # the first steps load libraries and make kernels
 
+    def share(self, pids: Sequence[int]) -> None:
+        """See `DeviceMemory.share`. torchrun says how many there are; other launchers do not."""
+        if len(pids) > 1 and len(pids) >= self._num_ranks:
+            self._rank_pids = tuple(pids)
+            self._set_ranks(len(pids))
+
+    def _set_ranks(self, num_ranks: int) -> None:
+        """Set the number of ranks that divide the memory, and the total that follows from it."""
+        self._num_ranks = num_ranks
+        self.total_bytes, self.total_name = min(pool.total_bytes for pool in _pools()) // num_ranks, ""
+        for limit in process_limits():
+            if limit.total_bytes < self.total_bytes:
+                self.total_bytes, self.total_name = limit.total_bytes, limit.name
+
     def settle(self, excluded_bytes: int = 0) -> None:
         """See `DeviceMemory.settle`."""
         self._base_bytes = held_bytes() - self._live_bytes - excluded_bytes
@@ -80,7 +91,7 @@ class CpuMemory(DeviceMemory):
         `limit_bytes` limits this process alone: what other processes use is not subtracted from it. A limit
         of the system on this process (`ulimit`) counts virtual memory, of which some was never touched.
         """
-        ours = _resident_bytes_of_ranks(self._num_ranks)
+        ours = _resident_bytes_of_ranks(self._num_ranks, self._rank_pids)
         budgets = [
             (fraction * pool.total_bytes - (pool.used_bytes - ours)) / self._num_ranks for pool in _pools()
         ]
@@ -227,14 +238,16 @@ def _address_space_up_to_peak() -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
 
-def _resident_bytes_of_ranks(num_ranks: int) -> int:
-    """Resident set of this process and of its siblings, which under torchrun are the other ranks."""
-    process = psutil.Process()
-    parent = process.parent() if num_ranks > 1 else None
+def _resident_bytes_of_ranks(num_ranks: int, pids: Sequence[int] = ()) -> int:
+    """Resident set of this process and the other ranks: those given, else its siblings, as under torchrun."""
+    if not pids:
+        process = psutil.Process()
+        parent = process.parent() if num_ranks > 1 else None
+        pids = [rank.pid for rank in (parent.children() if parent else [process])]
     total_bytes = 0
-    for rank in parent.children() if parent else [process]:
+    for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
-            total_bytes += rank.memory_info().rss
+            total_bytes += psutil.Process(pid).memory_info().rss
     return total_bytes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -54,6 +54,14 @@ class DeviceMemory(FailedAllocations, Protocol):
     placement_bytes: int = 0
     total_name: str = ""
 
+    def share(self, pids: Sequence[int]) -> None:
+        """Divide the memory by the processes of this machine that train together, where they share it.
+
+        Args:
+            pids: their ids, this process's too.
+        """
+        return None  # mypy takes a method without a statement for an abstract one
+
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """What this process may hold now, given what is in use outside its allocator; may be negative.
 
@@ -68,7 +76,7 @@ class DeviceMemory(FailedAllocations, Protocol):
         Args:
             excluded_bytes: host memory that is not counted.
         """
-        return None  # mypy takes a method without a statement for an abstract one
+        return None
 
     def outside(self) -> int:
         """Memory in use outside this process's allocator: its context and libraries, and other processes."""

@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 from linnaeus import control
 from linnaeus.autobatch import protocol
 from linnaeus.autobatch.protocol import RankStatus, exchange
+from linnaeus.autobatch.sizes import keys
 from linnaeus.control import ControlPlane
 from linnaeus.dist import RankEnded, World, errors_told_first
 from linnaeus.errors import AutoBatchError, ConfigError, LinnaeusError
@@ -37,7 +38,7 @@ def ranks(*works: Work, timeout_minutes: float = 1.0) -> list[Any]:
             with ControlPlane(store, rank, len(works)) as plane:
                 world = World(CPU, rank=rank, world_size=len(works), control=plane)
                 with errors_told_first(world):
-                    return exchange(world, works[rank], timeout_minutes=timeout_minutes)
+                    return exchange(plane, works[rank], timeout_minutes=timeout_minutes, names=keys("train"))
         except RankEnded as ended:
             return ended.code
 
@@ -71,12 +72,12 @@ def test_every_rank_gets_the_results_of_all_in_their_order() -> None:
 
 
 def test_one_process_needs_no_control_plane() -> None:
-    assert exchange(World(CPU), gives(7)) == [7]
+    assert exchange(None, gives(7)) == [7]
 
 
 def test_one_process_gets_its_own_error() -> None:
     with pytest.raises(KeyError), errors_told_first(World(CPU)):
-        exchange(World(CPU), raises(KeyError("a")))
+        exchange(None, raises(KeyError("a")))
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -134,8 +135,7 @@ def test_what_a_rank_does_and_waits_for_can_be_shown(monkeypatch: pytest.MonkeyP
 
     def one(rank: int) -> None:
         with ControlPlane(store, rank, 2) as plane:
-            world = World(CPU, rank=rank, world_size=2, control=plane)
-            exchange(world, [gives(None), until_seen][rank], timeout_minutes=0.5, show=shown[rank].append)
+            exchange(plane, [gives(None), until_seen][rank], timeout_minutes=0.5, show=shown[rank].append)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one, range(2)))

@@ -1,0 +1,196 @@
+"""Steps that one rank runs alone: what wraps a model for several ranks is kept from waiting for the others.
+
+In a search of several ranks, rank 0 steps while the others wait, so that a collective would never end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from linnaeus.autobatch.attributes import parameters_of
+from linnaeus.autobatch.optimizers import subclasses
+from linnaeus.errors import AutoBatchError
+
+T = TypeVar("T")
+
+_SHARDED = {
+    "FullyShardedDataParallel": "gathers its parameters from all ranks in every step",
+    "FSDPModule": "gathers its parameters from all ranks in every step",
+    "DTensor": "is spread over the ranks",
+    "DeepSpeedEngine": "communicates in every step",
+    "ZeroRedundancyOptimizer": "sends its parameters to the other ranks in every step",
+    "DeepSpeedZeroOptimizer": "communicates in every step",
+    "DeepSpeedZeroOptimizer_Stage3": "communicates in every step",
+}
+"""Classes, by name, that no rank can use alone, and why. Their packages need not be installed."""
+
+_REMEDY = "Find the size in a process of its own, with memory_limit_gb for what sharding saves, or give one"
+_FLAGS = ("require_forward_param_sync", "require_backward_grad_sync")
+_HAS_REDUCED = "_static_graph_delay_allreduce_enqueued"
+
+
+def check_silenceable(state: Sequence[Any]) -> None:
+    """Check that one rank can run a step alone with what is in `state`.
+
+    Raises:
+        AutoBatchError: it cannot with one of the objects; names its class.
+    """
+    for part in _parts(state):
+        for kind in type(part).__mro__:
+            if kind.__name__ in _SHARDED:
+                raise AutoBatchError(
+                    f"AutoBatch: {kind.__name__} in state {_SHARDED[kind.__name__]}, but only one rank steps "
+                    f"during a search. {_REMEDY} batch size of your own."
+                )
+    for wrapper in _wrappers(state):
+        has_builtin_hook = wrapper._get_ddp_logging_data().get("comm_hook") and not wrapper._comm_hooks
+        options = {
+            "mixed_precision": wrapper.mixed_precision is not None,
+            "delay_all_reduce_named_params": bool(wrapper._delay_all_reduce_params),
+            "static_graph and a built-in hook": has_builtin_hook and _has_yet_to_learn_its_graph(wrapper),
+        }
+        for option in (name for name, is_used in options.items() if is_used):
+            raise AutoBatchError(
+                f"AutoBatch: DistributedDataParallel with {option} cannot step on one rank alone, as in a "
+                f"search, and train afterwards as without it; leave {option} out, or search before the model "
+                "is wrapped."
+            )
+
+
+def settle_buckets(state: Sequence[Any]) -> None:
+    """Let wrappers do now what they would do in their next forward pass: agree on their buckets.
+
+    A collective of the wrappers' groups: every rank must call this.
+    """
+    for wrapper in _wrappers(state):
+        if wrapper.reducer._rebuild_buckets():
+            wrapper._has_rebuilt_buckets = True
+
+
+@contextlib.contextmanager
+def silenced(state: Sequence[Any]) -> Iterator[None]:
+    """Inside the context, this rank alone can run steps with what is in `state`.
+
+    DistributedDataParallel sends neither buffers nor gradients, and SyncBatchNorm normalises over this rank
+    alone. Afterwards their next step is what it would have been.
+
+    Wrappers are found by their module too, so that `state` may hold a model without its wrapper.
+    """
+    with contextlib.ExitStack() as stack:
+        wrappers = _wrappers(state)
+        for wrapper in wrappers:
+            stack.callback(vars(wrapper).update, {name: vars(wrapper)[name] for name in _FLAGS})
+            stack.callback(_forget_trials, wrapper)
+            vars(wrapper).update(dict.fromkeys(_FLAGS, False))
+            if _has_yet_to_learn_its_graph(wrapper):  # its first backward pass would reduce
+                stack.callback(setattr, wrapper, _HAS_REDUCED, False)
+                setattr(wrapper, _HAS_REDUCED, True)
+        norms = [module for module in _modules([*state, *wrappers]) if isinstance(module, nn.SyncBatchNorm)]
+        if norms:
+            alone = torch_dist.new_group(
+                [torch_dist.get_rank()], backend="gloo", use_local_synchronization=True
+            )
+            stack.callback(torch_dist.destroy_process_group, alone)
+        for norm in norms:
+            stack.callback(setattr, norm, "process_group", norm.process_group)
+            norm.process_group = alone
+        yield
+
+
+def _has_yet_to_learn_its_graph(wrapper: DistributedDataParallel) -> bool:
+    """Whether a wrapper with `static_graph` has run no step yet."""
+    return bool(wrapper.static_graph) and not getattr(wrapper, _HAS_REDUCED)
+
+
+def _forget_trials(wrapper: DistributedDataParallel) -> None:
+    """Undo what the reducer notes in silent steps too: which parameters were used, and that there was a step.
+
+    A reducer of `static_graph` learns the graph in its first backward pass, so that it is made anew.
+    """
+    if _has_yet_to_learn_its_graph(wrapper):
+        parameters, expects_sparse = wrapper._build_params_for_reducer()
+        names = wrapper._build_debug_param_to_name_mapping(parameters)
+        wrapper._ddp_init_helper(parameters, expects_sparse, names, True)
+        wrapper.reducer._set_static_graph()
+        wrapper.logger._set_static_graph()  # type: ignore[union-attr]
+        for hook, hook_state in wrapper._comm_hooks:
+            torch_dist._register_comm_hook(wrapper.reducer, hook_state, hook)
+    elif wrapper.find_unused_parameters and not wrapper.static_graph:
+        wrapper.reducer._reset_state()
+
+
+class CollectivesRefused(TorchDispatchMode):
+    """Inside the mode, a collective of several ranks raises an error instead of waiting for ever."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: `torch.compile` ignores this mode."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        namespace = getattr(func, "namespace", "")
+        if namespace in ("c10d", "_c10d_functional") and _num_ranks(args) > 1:
+            name = str(getattr(func, "_opname", func)).removesuffix("_")
+            raise AutoBatchError(
+                f"AutoBatch: the step runs a collective, {name}, but only one rank steps during a search, so "
+                "that it would wait for the others for ever. Leave reductions and gathers (of losses, of "
+                "metrics) out of the step of the search, and give state the DistributedDataParallel wrapper, "
+                "whose own collectives are switched off."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _num_ranks(args: tuple[Any, ...]) -> int:
+    """The size of the process group among the arguments of a collective; the job's if there is none."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError, TypeError):
+                return int(torch_dist.ProcessGroup.unbox(argument).size())
+    return torch_dist.get_world_size()
+
+
+def refusing_collectives(step: Callable[[Any], T], num_calls: int) -> Callable[[Any], T]:
+    """The step, whose first calls refuse collectives; later calls are not slowed down by looking for them."""
+    calls = iter(range(num_calls))
+
+    def guarded(batch: Any) -> T:
+        mode = contextlib.nullcontext() if next(calls, None) is None else CollectivesRefused()  # type: ignore[no-untyped-call]
+        with mode:
+            return step(batch)
+
+    return guarded
+
+
+def _modules(state: Sequence[Any]) -> list[nn.Module]:
+    return [module for part in state if isinstance(part, nn.Module) for module in part.modules()]
+
+
+def _parts(state: Sequence[Any]) -> list[Any]:
+    """What is in `state`, with the modules and parameters in it and the optimizers inside of wrappers."""
+    inside = [getattr(part, "optimizer", None) for part in state]
+    return [*state, *inside, *_modules(state), *(tensor for part in state for tensor in parameters_of(part))]
+
+
+def _wrappers(state: Sequence[Any]) -> list[DistributedDataParallel]:
+    """The wrappers in `state`, and those of modules in `state`."""
+    modules = _modules(state)
+    found = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    known = {id(module) for module in modules}
+    kinds = {id(kind) for kind in subclasses(DistributedDataParallel)}  # quicker than to ask each object
+    for existing in gc.get_objects():
+        if id(type(existing)) in kinds and id(existing) not in known and id(existing.module) in known:
+            found.append(existing)
+    return found

@@ -1,0 +1,138 @@
+"""`longest`: the samples that make the worst batch."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from linnaeus.autobatch import longest
+from linnaeus.autobatch.lengths import num_values
+
+
+class Rows(Dataset[dict[str, Any]]):
+    """Samples of given lengths, read by index, that remember who was read."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.sizes = lengths
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read.append(index)
+        return {"input_ids": [index] * self.sizes[index], "labels": 0}  # without an end of its own
+
+
+class Columns(Rows):
+    """With the lengths in a column, as `datasets` has it."""
+
+    column_names = ["input_ids", "length"]  # noqa: RUF012
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.sizes if index == "length" else super().__getitem__(index)
+
+
+def indices(samples: list[dict[str, Any]]) -> list[int]:
+    return [sample["input_ids"][0] for sample in samples]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 40))
+def test_it_is_what_sorting_gives_with_or_without_stored_lengths(lengths: list[int], n: int) -> None:
+    ordered = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    expected = [ordered[place % len(ordered)] for place in range(n)]
+    given_lengths: list[Any] = [None, lengths, torch.tensor(lengths), np.array(lengths)]
+    for rows in (Rows(lengths), Columns(lengths)):
+        for length in (*given_lengths, lambda sample: len(sample["input_ids"])):
+            assert indices(longest(rows, n, length=length)) == expected
+
+
+def test_stored_lengths_save_the_reading() -> None:
+    lengths = [3, 9, 1, 7, 5]
+    column, named, sequence = Columns(lengths), Columns(lengths), Rows(lengths)
+    longest(column, 2)
+    longest(named, 2, length="length")
+    longest(sequence, 2, length=lengths)
+    assert column.read == named.read == sequence.read == [1, 3]
+    subset = Subset(Columns(lengths), [4, 0, 3])
+    assert indices(longest(subset, 2)) == [3, 4]
+    assert subset.dataset.read == [3, 4]  # type: ignore[attr-defined]
+
+
+def test_without_them_each_sample_is_read_once_and_few_are_kept() -> None:
+    class Sample(list[int]):
+        """A list that can be referred to weakly."""
+
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = reads = 0
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            nonlocal most, reads
+            for index in range(500):
+                sample = Sample([index] * (index % 100))
+                sample.__class__.__hash__ = object.__hash__  # type: ignore[method-assign]
+                alive.add(sample)
+                reads += 1
+                most = max(most, len(alive))
+                yield sample
+
+    found = longest(Stream(), 4)
+    gc.collect()
+    assert [sample[0] for sample in found] == [99, 199, 299, 399]
+    assert reads == 500
+    assert most <= 4 + 3, "the heap's, and those on their way"
+
+
+def test_global_random_numbers_stay_where_they_were() -> None:
+    class Random(Rows):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            size = int(torch.randint(1, 9, ())) + random.randint(0, 3) + np.random.randint(3)
+            return {"input_ids": [index] * size}
+
+    def draws() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    first = longest(Random([1] * 20), 3)
+    assert longest(Random([1] * 20), 3) == first, "the same again"
+    after = draws()
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    assert draws() == after
+
+
+def test_what_counts_as_the_length() -> None:
+    assert num_values(np.zeros((2, 3))) == 6
+    assert num_values([[1, 2], [3]]) == 3
+    assert num_values(None) == 1
+    assert num_values([]) == 0
+    tensors = TensorDataset(torch.zeros(4, 3))
+    assert len(longest(tensors, 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"n": 0}, "n is 0; it must be at least 1"),
+        ({"length": "tokens"}, "length is 'tokens'; the dataset's columns are ['input_ids', 'length']"),
+        ({"length": [1, 2]}, "length has 2 entries; the dataset has 3 samples"),
+        ({"length": 5}, "length is an int; it must be a column's name, a function or a sequence"),
+        ({"length": lambda sample: "long"}, "length gives 'long'; it must be an integer for each sample"),
+        ({"dataset": []}, "dataset is empty; it must have a sample"),
+        ({"dataset": Rows([1]), "length": "length"}, "the dataset's columns are unknown"),
+    ],
+)
+def test_errors_name_the_argument(arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        longest(**{"dataset": Columns([1, 2, 3]), "n": 1, **arguments})
+    assert error in str(caught.value)
