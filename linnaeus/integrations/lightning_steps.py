@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -263,8 +262,6 @@ def _alone(trainer: Any) -> Iterator[None]:
         yield
         return
     strategy, world_size = trainer.strategy, trainer.world_size
-    before = os.environ.get("LOCAL_WORLD_SIZE")
-    os.environ.setdefault("LOCAL_WORLD_SIZE", str(strategy.num_processes))  # divides the host's memory
     group = torch_dist.new_group([trainer.global_rank], use_local_synchronization=True)
     strategy.all_gather = lambda tensor, *_, **__: torch.stack([tensor] * world_size)
     strategy.own_group = group
@@ -274,8 +271,6 @@ def _alone(trainer: Any) -> Iterator[None]:
     finally:
         del buckets, strategy.all_gather, strategy.own_group
         torch_dist.destroy_process_group(group)
-        if before is None:
-            del os.environ["LOCAL_WORLD_SIZE"]
 
 
 def _bucket_stand_in(trainer: Any) -> torch.Tensor | None:
