@@ -269,7 +269,10 @@ def trainer_for(callbacks: Any = (), **options: Any) -> Trainer:
         "accelerator": "cpu", "devices": 1, "max_epochs": 2, "logger": Recorder(), "log_every_n_steps": 1,
         "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
     }  # fmt: skip
-    return Trainer(callbacks=list(callbacks), **{**quiet, **options})
+    given = {**quiet, **options}
+    if callable(given.get("strategy")):  # a strategy serves one trainer
+        given["strategy"] = given["strategy"]()
+    return Trainer(callbacks=list(callbacks), **given)
 
 
 def outcome(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
