@@ -11,7 +11,6 @@ size found, as it would with that size by hand.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,6 +38,9 @@ except ImportError:
 
 LR_NAMES = ("lr", "learning_rate")
 """Attributes that hold the learning rate, in this order; Lightning's own finder looks for the same."""
+
+_NOT_ALONE = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy")
+"""Strategies, by name, that are kinds of the searchable ones and still cannot be searched."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -137,8 +139,9 @@ class AutoBatch(Callback):  # type: ignore[misc]
         """Let the search run as soon as the strategy has put the module on its device."""
         if stage != "fit":
             return
-        if trainer.fast_dev_run:
-            logger.info("AutoBatch: no search, because fast_dev_run is on")
+        vars(trainer.strategy).pop("_setup_model", None)  # an earlier fit may have ended before its search
+        if trainer.fast_dev_run or trainer.limit_train_batches == 0:
+            logger.info("AutoBatch: no search, because fast_dev_run is on or limit_train_batches is 0")
             return
         library = Library(trainer)
         _check_strategy(library, trainer)
@@ -151,10 +154,6 @@ class AutoBatch(Callback):  # type: ignore[misc]
             return set_up_model(model)
 
         strategy._setup_model = search_first
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Leave nothing on the strategy if `fit` has ended before the search."""
-        vars(trainer.strategy).pop("_setup_model", None)
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes, for checkpoints: a run that is resumed uses them again."""
@@ -232,6 +231,7 @@ class _Search:
         self._loaders: dict[str, Loaders] = {}
         self._follows: dict[str, str] = {}  # the attribute that a mode's loaders follow
         callback_name = callback._names["train"]
+        _check_step(library, module)
         if callback._effective_batch_size is not None:
             _check_effective(callback._effective_batch_size, trainer, module)
         if callback._scale_lr is not None:
@@ -266,9 +266,8 @@ class _Search:
         for mode, loaders in self._loaders.items():
             if not loaders.source.is_module():
                 loaders.source.instance = loaders.rebuilt(sizes[mode])
-        if not self._trainer.fit_loop._data_source.is_module():
-            with contextlib.suppress(AttributeError):  # the module may use its own copy of the size
-                _set(self._module, self._callback._names["train"], plan.train, initial=True)
+        if "train" not in self._follows:  # the module may use its own copy of the size
+            _set(self._module, self._callback._names["train"], plan.train, initial=True)
         if plan.accumulation_steps is not None:
             self._trainer.accumulate_grad_batches = plan.accumulation_steps
         if plan.learning_rate is not None:
@@ -386,11 +385,23 @@ def _check_strategy(library: Library, trainer: Any) -> None:
     strategies = library("strategies")
     strategy = trainer.strategy
     kind = type(strategy)
-    if not isinstance(strategy, strategies.SingleDeviceStrategy | strategies.DDPStrategy):
+    is_known = isinstance(strategy, strategies.SingleDeviceStrategy | strategies.DDPStrategy)
+    if not is_known or any(base.__name__ in _NOT_ALONE for base in kind.__mro__):
         raise AutoBatchError(
             f"AutoBatch: the strategy {kind.__name__} cannot be searched: ranks that hold parts of the model "
             "cannot run a step alone. Use one device or strategy='ddp', or set the batch size by hand"
         )
+
+
+def _check_step(library: Library, module: Any) -> None:
+    is_param = library("utilities.signature_utils").is_param_in_hook_signature
+    for name in ("training_step", "validation_step"):
+        step = getattr(module, name)
+        if is_param(step, "dataloader_iter", explicit=True):
+            raise AutoBatchError(
+                f"AutoBatch: {name} of {type(module).__name__} takes dataloader_iter, and so reads its "
+                "batches by itself; let it take batch"
+            )
 
 
 def _check_effective(effective: int, trainer: Any, module: Any) -> None:
@@ -444,14 +455,16 @@ def _get(module: Any, name: str) -> Any:
 
 def _set(module: Any, name: str, value: Any, *, initial: bool = False) -> None:
     """Set the attribute wherever it is; `initial` for the hyperparameters that loggers write down, too."""
-    holders = _holders(module, name)
-    if not holders:
-        raise AttributeError(name)
-    for holder in holders:
+    for holder in _holders(module, name):
         if isinstance(holder, dict):
             holder[name] = value
-        else:
+            continue
+        try:
             setattr(holder, name, value)
+        except AttributeError as error:
+            raise AutoBatchError(
+                f"AutoBatch: {name} of {type(holder).__name__} cannot be set ({error}); make it an attribute"
+            ) from None
     for owner in (module, getattr(module._trainer, "datamodule", None)) if initial else ():
         before = getattr(owner, "_hparams_initial", None)
         if before is not None and name in before:

@@ -280,7 +280,7 @@ class DataState:
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self._restores: list[Callable[[], object]] = []
-        self._plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._plain: list[tuple[dict[str, Any], set[str], dict[str, Any]]] = []
         seen: set[int] = set()
         waiting = list(roots)
         while waiting and len(seen) < MAX_OBJECTS:
@@ -301,13 +301,16 @@ class DataState:
         elif _is_data_object(value):
             attributes = vars(value)
             plain = {name: held for name, held in attributes.items() if isinstance(held, _PLAIN)}
-            self._plain.append((attributes, plain))
+            self._plain.append((attributes, set(attributes), plain))
             own = ("_modules", "_parameters", "_buffers", "_iterator", "_trainer", "trainer")
             yield from (held for name, held in attributes.items() if name not in own)
 
     def restore(self) -> None:
         """Put all of them back."""
-        for attributes, plain in self._plain:
+        for attributes, names, plain in self._plain:
+            for name in [name for name in attributes if name not in names]:
+                if isinstance(attributes[name], _PLAIN):
+                    del attributes[name]
             attributes.update(plain)
         for restore in self._restores:
             restore()

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.errors import AutoBatchError
@@ -125,10 +126,10 @@ def _call_hooks(library: Library, trainer: Any, *names: str) -> None:
         library("trainer.call")._call_lightning_module_hook(trainer, name)
 
 
-def averages(trainer: Any) -> list[Any]:
+def averages(trainer: Any) -> list[AveragedModel]:
     """The averaged models of the trainer's weight-averaging callbacks."""
     found = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
-    return [average for average in found if average is not None]
+    return [average for average in found if isinstance(average, AveragedModel)]
 
 
 def trial_state(trainer: Any, averages: Sequence[Any]) -> list[Any]:
@@ -197,15 +198,15 @@ def _own_optimizers(module: Any) -> list[Optimizer]:
     return [value for value in vars(module).values() if isinstance(value, Optimizer)]
 
 
-def _hyperparameters(*owners: Any) -> Iterator[dict[str, Any]]:
+def _hyperparameters(*owners: Any) -> Iterator[MutableMapping[str, Any]]:
     for owner in owners:
         for name in ("_hparams", "_hparams_initial"):
             held = getattr(owner, name, None)
-            if isinstance(held, dict):
+            if isinstance(held, MutableMapping):
                 yield held
 
 
-def _refill(holder: dict[str, Any], content: dict[str, Any]) -> None:
+def _refill(holder: MutableMapping[Any, Any], content: Mapping[Any, Any]) -> None:
     holder.clear()
     holder.update(content)
 

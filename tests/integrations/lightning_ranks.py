@@ -138,7 +138,9 @@ def die() -> None:
 
 def unequal() -> dict[str, Any]:
     heavy = partial(Net, mib=1.0)
-    return compared(heavy, nothing, search={**room(120 if RANK == 0 else 60), "max_batch_size": 90, "val": False})
+    return compared(
+        heavy, nothing, search={**room(120 if RANK == 0 else 60), "max_batch_size": 90, "val": False}
+    )
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""Runs of Lightning's trainer for the tests: with AutoBatch, and with the size that it found given by hand."""
+"""Runs of Lightning's trainer for the tests: with AutoBatch, and with the size that it found by hand."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 
 @pytest.mark.parametrize(
-    "name", ["attribute", "loaders", "manual", "collectives", "unused", "views", "static", "effective", "again"]
+    "name",
+    ["attribute", "loaders", "manual", "collectives", "unused", "views", "static", "effective", "again"],
 )
 def test_both_ranks_train_as_with_the_size_by_hand(name: str, found: Ranks) -> None:
     first, second = (ranks[name] for ranks in found)
@@ -72,7 +73,7 @@ def test_an_effective_batch_is_that_of_both_ranks(found: Ranks) -> None:
 def test_the_rank_with_less_memory_decides(found: Ranks) -> None:
     first, second = (ranks["unequal"] for ranks in found)
     assert first["size"] == second["size"]
-    assert 25 <= first["size"] <= 62, "the rank with more would fit about twice as many"
+    assert 20 <= first["size"] <= 40, "the rank with more would fit about twice as many"
     assert first["limited_by"] == second["limited_by"] == "memory"
     assert first["differences"] == second["differences"] == []
 
@@ -89,9 +90,7 @@ def test_a_rank_that_runs_out_of_memory_makes_the_size_smaller(found: Ranks) -> 
         ("nothing fits", 1, "no batch size fits"),
     ],
 )
-def test_an_error_of_one_rank_ends_all_with_the_cause(
-    name: str, rank: int, cause: str, found: Ranks
-) -> None:
+def test_an_error_of_one_rank_ends_all_with_the_cause(name: str, rank: int, cause: str, found: Ranks) -> None:
     own, other = (found[each][name]["error"] for each in (rank, 1 - rank))
     assert cause in own
     assert other.startswith(f"AutoBatchError: rank {rank}: ")
