@@ -158,8 +158,16 @@ def test_a_command_of_several_processes_works(page: str, line: str, desk: Path) 
     assert done.returncode == 0, done.stderr
 
 
+OF_FRAMEWORKS = of_kind("python examples/lightning_")
+"""Tested in `tests/integrations`, because they need frameworks that are not installed here."""
+
+SCRIPTS = [
+    command for command in of_kind("python tools/", "python examples/") if command not in OF_FRAMEWORKS
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "line"), of_kind("python tools/", "python examples/"))
+@pytest.mark.parametrize(("page", "line"), SCRIPTS)
 def test_a_script_works(page: str, line: str, desk: Path) -> None:
     _, script, *argv = tokens_of(line, desk)
     if script.startswith("tools/"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import runpy
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +24,7 @@ from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import lightning_loaders, lightning_steps
 from linnaeus.integrations.lightning import AutoBatch
 from linnaeus.integrations.lightning_steps import _kept
+from tests.forks import ROOT
 from tests.integrations.lightning_runs import (
     CASES,
     Bare,
@@ -326,6 +330,7 @@ def test_what_cannot_be_searched_is_refused_by_name(name: str) -> None:
     [
         ({"max_batchsize": 3}, TypeError, "no option 'max_batchsize'.*max_batch_size"),
         ({"val_options": {"mode": "val"}}, TypeError, "no option 'mode'"),
+        ({"start": 2}, TypeError, "no option 'start'"),
         ({"scale_lr": "cubic", "base_batch_size": 1}, ValueError, "scale_lr is 'cubic'.*'linear', 'sqrt'"),
         ({"scale_lr": "linear"}, ValueError, "needs base_batch_size"),
         ({"effective_batch_size": 0}, ValueError, "effective_batch_size is 0"),
@@ -403,7 +408,7 @@ def test_an_attribute_and_a_hyperparameter_are_both_set() -> None:
     assert module.hparams_initial.batch_size == LARGE
 
 
-def test_a_data_module_comes_before_the_module() -> None:
+def test_both_a_module_and_its_data_module_get_the_size() -> None:
     module, data_module = Net(), Data()
     fit(module, data_module, callbacks=[small(val=False)])
     assert (module.batch_size, data_module.batch_size) == (LARGE, LARGE)
@@ -419,6 +424,20 @@ def test_the_strategies_of_lightning_are_there(strategy: str) -> None:
 def test_an_unknown_strategy_is_refused() -> None:
     with pytest.raises(ValueError, match="strategy is 'ball'; it must be one of 'guided'"):
         fit(Net(), callbacks=[AutoBatch(strategy="ball")])
+
+
+def test_no_trials_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_trials is 0; it must be at least 1"):
+        fit(Net(), callbacks=[AutoBatch(max_trials=0)])
+
+
+def test_each_trial_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "linnaeus.autobatch")
+    callback = small(val=False)
+    fit(Net(), callbacks=[callback])
+    for number, trial in enumerate(callback.results["train"].trials, start=1):
+        assert f"train, trial {number}: batch size {trial.size} fits" in caplog.text
+    assert "AutoBatch: batch size 20 " in caplog.text
 
 
 def test_with_few_trials_the_best_so_far_is_used() -> None:
@@ -503,3 +522,36 @@ def test_the_older_package_name_works_too() -> None:
         enable_progress_bar=False, enable_model_summary=False,
     ).fit(module)  # fmt: skip
     assert module.batch_size == LARGE
+
+
+# --- the page and the example ---
+
+
+def test_each_row_of_the_table_names_tests_that_are_there() -> None:
+    page = (ROOT / "docs" / "lightning.md").read_text()
+    table = page.partition("## Beside Lightning's own finder")[2].partition("## Example")[0]
+    rows = [row.split("|") for row in table.splitlines() if row.startswith("| ")][1:]
+    assert len(rows) > 15
+    here = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("test_lightning*.py")))
+    for *_, named, _ in rows:
+        names = re.findall(r"`([\w.]+)`", named)
+        assert names, named
+        for name in names:
+            begin, _, end = name.partition("...")
+            assert re.search(rf"def {begin}\w*{end}\w*\(" if "..." in name else rf"def {name}\(", here), name
+
+
+def test_the_options_of_the_page_are_those_of_the_callback() -> None:
+    page = (ROOT / "docs" / "lightning.md").read_text()
+    own = set(AutoBatch.__init__.__kwdefaults__ or {})
+    table = page.partition("## Options")[2].partition("## What it refuses")[0]
+    assert own <= set(re.findall(r"`(\w+)`", table))
+
+
+def test_the_example_trains_at_the_size_that_it_finds(capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(ROOT / "examples" / "lightning_digits.py"))["main"]
+    trainer = main(["--epochs", "1", "--accelerator", "cpu", "--max-batch-size", "50"])
+    found, accuracy = capsys.readouterr().out.splitlines()[-2:]
+    assert found.startswith("batch size 50 (limited by max_batch_size): ")
+    assert accuracy.endswith(", 30 steps")
+    assert trainer.train_dataloader.batch_size == 50

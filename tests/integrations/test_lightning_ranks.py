@@ -102,3 +102,14 @@ def test_a_rank_that_is_killed_ends_the_other_with_the_cause(tmp_path: Path) -> 
     ranks, codes, text = run_ranks(tmp_path, [LAST])
     assert codes[1] == -9
     assert "rank 1: its process died" in ranks[0][LAST]["error"], text
+
+
+def test_the_example_trains_on_two_ranks_of_lightnings_own_launcher() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "lightning_digits.py"), "--epochs", "1"]
+    done = subprocess.run(
+        [*command, "--devices", "2", "--accelerator", "cpu", "--effective-batch-size", "200"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2].startswith("batch size 50 (limited by max_batch_size): ")
+    assert done.stdout.splitlines()[-1].endswith(", 8 steps")
