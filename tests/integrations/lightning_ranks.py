@@ -37,6 +37,7 @@ from tests.integrations.lightning_runs import (
 )
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
+NO_VAL = {"val": False}
 RANKS = {"devices": 2, "strategy": "ddp"}
 
 
@@ -144,13 +145,14 @@ def unequal() -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    "attribute": lambda: compared(Net, nothing),
     "loaders": lambda: compared(lambda size: Bare(), both),
-    "manual": lambda: compared(Manual, nothing),
+    "manual": lambda: compared(Manual, nothing, search=NO_VAL),
     "collectives": lambda: compared(Talkative, nothing),
-    "unused": lambda: compared(Partial, nothing, strategy="ddp_find_unused_parameters_true"),
-    "views": lambda: compared(Net, nothing, strategy=partial(DDPStrategy, gradient_as_bucket_view=True)),
-    "static": lambda: compared(Net, nothing, strategy=partial(DDPStrategy, static_graph=True)),
+    "unused": lambda: compared(Partial, nothing, strategy="ddp_find_unused_parameters_true", search=NO_VAL),
+    "views": lambda: compared(
+        Net, nothing, strategy=partial(DDPStrategy, gradient_as_bucket_view=True), search=NO_VAL
+    ),
+    "static": lambda: compared(Net, nothing, strategy=partial(DDPStrategy, static_graph=True), search=NO_VAL),
     "effective": lambda: compared(Net, nothing, search={"effective_batch_size": 48}),
     "unequal": unequal,
     "raises in the search": lambda: failing(on_rank(0, break_down), 8),

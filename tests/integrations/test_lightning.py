@@ -16,7 +16,7 @@ pytest.importorskip("lightning")
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, strategies
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from linnaeus.autobatch import snapshot
@@ -41,6 +41,7 @@ from tests.integrations.lightning_runs import (
     room,
     trainer_for,
 )
+from tests.memory.ledger import Ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, such as those about workers
 
@@ -117,6 +118,69 @@ def test_the_size_found_runs_within_the_limit_and_the_next_does_not() -> None:
     assert result.certified
     assert 25 <= result.batch_size <= 60, "between one and three MiB a sample"
     assert {trial.size for trial in result.trials} >= {result.batch_size, result.batch_size + 1}
+
+
+class Large(Net):
+    """With parameters, gradients and optimizer state that take memory as well."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__(batch_size, mib=1.0)
+        self.layer = torch.nn.Linear(1024, 1024)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) + 1e-3 * self.layer.weight.square().mean()
+
+
+class LargeValidation(Large):
+    """Two MiB for each sample of validation, which has a size of its own."""
+
+    def __init__(self, batch_size: int = 4, val_batch_size: int = 4) -> None:
+        super().__init__(batch_size)
+        self.val_batch_size = val_batch_size
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        ballast = torch.ones(len(batch[0]), 2**18)
+        self.log("val_loss", (ballast * 2).mean())
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(data(200), self.val_batch_size)
+
+
+@pytest.mark.parametrize(
+    ("options", "average"),
+    [({}, False), ({"accumulate_grad_batches": 3}, False), ({"precision": "bf16-mixed"}, True)],
+)
+def test_training_takes_the_memory_that_the_search_measured(options: dict[str, Any], average: bool) -> None:
+    others: Callable[[], list[Callback]] = lambda: [EMAWeightAveraging(decay=0.9)] if average else []
+    fit(Net(mib=1.0))
+    callback = AutoBatch(**room(120), max_batch_size=90, val=False)
+    fit(Large(), callbacks=[*others(), callback], **options)
+    result = callback.results["train"]
+    assert result.limited_by == "memory"
+    taken = {}
+    for size in (result.batch_size, round(result.batch_size * 1.05) + 1):
+        module = Large(size)
+        copied = sum(tensor.nbytes for tensor in module.state_dict().values()) if average else 0
+        with Ledger() as ledger:
+            fit(module, callbacks=others(), limit_val_batches=0, **options)
+        taken[size] = ledger.peak_bytes - copied
+    fits, too_large = taken.values()
+    assert fits == pytest.approx(result.peak_bytes - result.held_bytes, rel=0.005)
+    assert too_large > result.budget_bytes - result.held_bytes
+
+
+def test_validation_takes_the_memory_that_the_search_measured() -> None:
+    fit(LargeValidation())
+    callback = AutoBatch(**room(120), max_batch_size=8, val_options={"max_batch_size": 150})
+    fit(LargeValidation(), callbacks=[callback])
+    result = callback.results["val"]
+    assert result.limited_by == "memory"
+    module = LargeValidation(8, result.batch_size)
+    with Ledger() as ledger:
+        fit(module)
+    # The search counts the optimizer's state, which is there before its trials, as held.
+    state_bytes = 2 * sum(parameter.nbytes for parameter in module.parameters())
+    assert ledger.peak_bytes - state_bytes == pytest.approx(result.peak_bytes - result.held_bytes, rel=0.02)
 
 
 def test_validation_has_its_own_size_where_it_has_its_own_attribute() -> None:
