@@ -263,7 +263,8 @@ def _alone(trainer: Any) -> Iterator[None]:
         yield
         return
     strategy, world_size = trainer.strategy, trainer.world_size
-    group = torch_dist.new_group([trainer.global_rank], use_local_synchronization=True)
+    # NCCL would split its communicator for a group, in which every rank takes part.
+    group = torch_dist.new_group([trainer.global_rank], backend="gloo", use_local_synchronization=True)
     strategy.all_gather = lambda tensor, *_, **__: torch.stack([tensor] * world_size)
     strategy.own_group = group
     buckets = _bucket_stand_in(trainer)

@@ -151,7 +151,9 @@ class LargeValidation(Large):
     [({}, False), ({"accumulate_grad_batches": 3}, False), ({"precision": "bf16-mixed"}, True)],
 )
 def test_training_takes_the_memory_that_the_search_measured(options: dict[str, Any], average: bool) -> None:
-    others: Callable[[], list[Callback]] = lambda: [EMAWeightAveraging(decay=0.9)] if average else []
+    def others() -> list[Callback]:
+        return [EMAWeightAveraging(decay=0.9)] if average else []
+
     fit(Net(mib=1.0))
     callback = AutoBatch(**room(120), max_batch_size=90, val=False)
     fit(Large(), callbacks=[*others(), callback], **options)
