@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 _CPU = torch.device("cpu")
 _MASK = (1 << 64) - 1
+
+
+def numpy() -> Any:
+    """NumPy, if anything in this process has imported it: torch does where it is installed. Else None."""
+    return sys.modules.get("numpy")
 
 
 def seed_all(seed: int) -> None:
@@ -24,7 +29,8 @@ def seed_all(seed: int) -> None:
 def seed_generators(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch on the CPU; other devices are not touched."""
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    if np := numpy():
+        np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
 
 
@@ -43,13 +49,11 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
     It consists of tensors and plain values, so that a checkpoint with it loads with `weights_only`.
     """
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    state = {
-        "python": random.getstate(),
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if np := numpy():
+        kind, keys, *rest = np.random.get_state(legacy=True)
         # torch cannot pickle a tensor of uint32, and gathering the states of all ranks pickles them.
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-    }
+        state["numpy"] = (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)
     if device.type != "cpu":
         state["device"] = torch.get_device_module(device).get_rng_state(device)
     return state
@@ -59,8 +63,9 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     """Restore what `rng_state` returned; the generator of another kind of device is left alone."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    if "numpy" in state and (np := numpy()):
+        kind, keys, *rest = state["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if "device" in state and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(state["device"], device)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -53,10 +55,8 @@ def test_every_part_has_its_place() -> None:
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_point_one_way(path: Path) -> None:
     part = part_of(name_of(path))
-    if part == "utils":
+    if part in ("utils", ""):  # documented import paths
         allowed: tuple[str, ...] = ("autobatch",)
-    elif part == "":
-        allowed = ()
     else:
         allowed = ORDER[: ORDER.index(part)]
     assert own_parts(path) <= set(allowed)
@@ -145,6 +145,47 @@ def loaded_by() -> dict[str, set[str]]:
 @pytest.mark.parametrize("name", UNWANTED)
 def test_importing_one_module_does_not_load(loaded_by: dict[str, set[str]], name: str) -> None:
     assert not loaded_by[name] & UNWANTED[name]
+
+
+SEARCH_ALONE = """
+import json, sys
+from importlib.machinery import PathFinder
+
+class Installed(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in absent else super().find_spec(name, path, target)
+
+absent = set(json.loads(sys.argv[1]))
+sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
+import torch
+before = set(sys.modules)
+from linnaeus import AutoBatchResult, auto_find_batch_size, longest, predict_memory
+from linnaeus.utils.autobatch import auto_find_batch_size as same
+assert same is auto_find_batch_size
+imported = set(sys.modules)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+def step(batch):
+    model(batch).sum().backward()
+    optimizer.step()
+result = auto_find_batch_size(
+    step, lambda n: torch.stack(longest(torch.zeros(3, 8), n)), state=(model, optimizer), max_batch_size=4
+)
+assert result.batch_size == 4
+loaded = {name.split(".")[0] for name in imported - before} - sys.stdlib_module_names - {"linnaeus"}
+print(json.dumps(sorted(loaded)))
+"""
+
+
+def test_the_library_needs_torch_and_psutil_alone() -> None:
+    """A search runs where nothing else of what the framework needs is installed, NumPy neither."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[^\w-]", text)[0] for text in project["dependencies"]} - {"torch", "psutil"}
+    modules = {"hydra-core": "hydra", "scikit-learn": "sklearn", "pillow": "PIL"}
+    absent = sorted({*(modules.get(name, name) for name in needed), "scipy", "pandas", "accelerate"})
+    assert {"rich", "omegaconf", "numpy", "timm", "torchvision"} < set(absent)
+    assert json.loads(output_of(SEARCH_ALONE, json.dumps(absent))) == ["psutil"]
 
 
 IMPORT_ALL = """

@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from linnaeus.autobatch.arguments import kind_of
+from linnaeus.rng import numpy
 
 Restore = Callable[[], Any]
 """Puts an object back and returns it; where that needs a new object, returns the new one."""
@@ -101,7 +101,7 @@ class Attributes:
             return self._restore_of_part(value)
         if isinstance(value, dict | list | tuple | set | deque):
             return self._restore_of_container(value, path)
-        if isinstance(value, np.ndarray):
+        if is_array(value):
             return _after(partial(operator.setitem, value, ..., value.copy()), value)
         generator = restore_of_generator(value)
         if generator is not None:
@@ -140,6 +140,12 @@ class Attributes:
         return lambda: copy.copy(saved)
 
 
+def is_array(value: Any) -> bool:
+    """Whether it is an array of NumPy, which need not be installed."""
+    np = numpy()
+    return np is not None and isinstance(value, np.ndarray)
+
+
 def restore_of_generator(value: Any) -> Restore | None:
     """Puts the state of a random number generator back; None for anything else."""
     state: Any
@@ -148,9 +154,9 @@ def restore_of_generator(value: Any) -> Restore | None:
         state, write = value.getstate(), value.setstate
     elif isinstance(value, torch.Generator):
         state, write = value.get_state().clone(), value.set_state
-    elif isinstance(value, np.random.RandomState):
+    elif (np := numpy()) and isinstance(value, np.random.RandomState):
         state, write = value.get_state(), value.set_state
-    elif isinstance(value, np.random.Generator):
+    elif np and isinstance(value, np.random.Generator):
         state = copy.deepcopy(value.bit_generator.state)
         write = partial(setattr, value.bit_generator, "state")
     else:

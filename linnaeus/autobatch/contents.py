@@ -12,10 +12,9 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
-from linnaeus.autobatch.attributes import Restore, restore_of_generator
+from linnaeus.autobatch.attributes import Restore, is_array, restore_of_generator
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
@@ -90,6 +89,6 @@ def _holds(container: Any, content: Any) -> bool:
 
 
 def _restore_of_array(value: Any) -> Restore | None:
-    if isinstance(value, np.ndarray) and value.flags.writeable:
+    if is_array(value) and value.flags.writeable:
         return partial(operator.setitem, value, ..., value.copy())
     return None

@@ -16,6 +16,13 @@ Group = torch_dist.ProcessGroup | Literal[False] | None
 ARRIVAL_S = 1800.0
 """How long the first ranks wait for the others to call: those may still load their data."""
 
+_CLOSED = "closed"
+"""Key that a search has which a rank did not come to."""
+
+
+class AbsentError(AutoBatchError):
+    """A rank has not called in time."""
+
 
 def members(group: Group) -> torch_dist.ProcessGroup | None:
     """The process group to search with; None where this process searches alone.
@@ -56,14 +63,15 @@ def joined(group: torch_dist.ProcessGroup | None) -> Iterator[ControlPlane | Non
         return
     rank = group.rank()
     store = _store_of(group)
-    number = store.add(f"linnaeus/calls/{rank}", 1)  # the same on every rank, whatever became of the last one
-    store = torch_dist.PrefixStore(f"linnaeus/call/{number}", store)
+    store = torch_dist.PrefixStore(f"linnaeus/{_number(store, rank)}", store)
     with ControlPlane(store, rank, group.size()) as control:
         try:
             yield control
             control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
             control.collect(None)  # rank 0 leaves last: it may host the store
         except BaseException as error:
+            if isinstance(error, AbsentError):
+                store.set(_CLOSED, "")
             cause = _cause(control, error)
             if cause is not None:
                 raise _as_error(cause, group) from None
@@ -73,6 +81,17 @@ def joined(group: torch_dist.ProcessGroup | None) -> Iterator[ControlPlane | Non
                     f"serves it, usually that of rank 0, has ended ({str(error).partition(chr(10))[0]})"
                 ) from error
             raise
+
+
+def _number(store: torch_dist.Store, rank: int) -> int:
+    """The number of this search, the same on every rank, whatever became of earlier ones.
+
+    Each rank counts those that it has come to. One that the others have given up waiting for joins the next.
+    """
+    while True:
+        number = int(store.add(f"linnaeus/searches/{rank}", 1))
+        if not store.check([f"linnaeus/{number}/{_CLOSED}"]):
+            return number
 
 
 def check_equal(control: ControlPlane, facts: Mapping[str, Any]) -> None:
@@ -88,7 +107,7 @@ def check_equal(control: ControlPlane, facts: Mapping[str, Any]) -> None:
     try:
         rows = control.gather(dict(facts), limit_s=ARRIVAL_S)
     except OverdueError as error:
-        raise AutoBatchError(
+        raise AbsentError(
             f"rank {error.rank} has not called auto_find_batch_size within {ARRIVAL_S / 60:.3g} minutes of "
             "this one: every rank of the group must; group=False searches on this rank alone"
         ) from None

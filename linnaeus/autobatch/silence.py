@@ -33,7 +33,6 @@ _SHARDED = {
 }
 """Classes, by name, that no rank can use alone, and why. Their packages need not be installed."""
 
-_REMEDY = "Find the size in a process of its own, with memory_limit_gb for what sharding saves, or give one"
 _FLAGS = ("require_forward_param_sync", "require_backward_grad_sync")
 _HAS_REDUCED = "_static_graph_delay_allreduce_enqueued"
 
@@ -49,7 +48,7 @@ def check_silenceable(state: Sequence[Any]) -> None:
             if kind.__name__ in _SHARDED:
                 raise AutoBatchError(
                     f"AutoBatch: {kind.__name__} in state {_SHARDED[kind.__name__]}, but only one rank steps "
-                    f"during a search. {_REMEDY} batch size of your own."
+                    "during a search. Give a batch size of your own."
                 )
     for wrapper in _wrappers(state):
         has_builtin_hook = wrapper._get_ddp_logging_data().get("comm_hook") and not wrapper._comm_hooks

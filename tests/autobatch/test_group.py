@@ -1,0 +1,222 @@
+"""`auto_find_batch_size` in a process group: real ranks, all cases of one kind in one job."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import forks
+from tests.autobatch.group_ranks import WRAPPERS, spawned
+from tests.conftest import TORCHRUN, free_ports
+from tests.forks import ROOT, Process
+
+pytestmark = pytest.mark.distributed
+
+Found = list[dict[str, Any]]
+"""Of each rank: what each scenario gave."""
+
+PROGRAM = ("-m", "tests.autobatch.group_ranks")
+
+
+def read(folder: Path, num_ranks: int) -> Found:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
+    def run(*scenarios: str, num_ranks: int = 2) -> Found:
+        folder = tmp_path_factory.mktemp("job")
+        command = (*TORCHRUN, f"--nproc_per_node={num_ranks}", *PROGRAM, folder, *scenarios)
+        done = forks.python(*command, cwd=folder, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+        assert done.code == 0, done.err
+        return read(folder, num_ranks)
+
+    return run
+
+
+ERRORS = (
+    "raises_on_main",
+    "raises_on_other",
+    "nothing_fits_on_other",
+    "different_arguments",
+    "wrong_argument",
+)
+
+
+@pytest.fixture(scope="module")
+def together(job: Callable[..., Found]) -> Found:
+    """The scenarios in one job, a good search after each that fails."""
+    names = ["unequal_limits", "slower_than_the_group", "alone"]
+    names += [*ERRORS, "not_called", "good_again", "collective", "what_remains", "bare_model"]
+    return job(*names, "sync_batchnorm", "refused")
+
+
+def test_all_ranks_get_the_size_that_fits_on_each(together: Found) -> None:
+    main, other = (found["unequal_limits"] for found in together)
+    assert main == other
+    assert 15 <= main["size"] <= 20  # 20 samples fit on rank 1, 40 on rank 0
+    assert main["ran"] == [main["size"]]
+
+
+def test_a_search_may_take_longer_than_the_timeout_of_the_group(together: Found) -> None:
+    for found in together:
+        assert found["slower_than_the_group"]["seconds"] > 4
+        assert found["slower_than_the_group"]["size"] == 4
+
+
+def test_a_rank_may_search_alone(together: Found) -> None:
+    assert together[0]["alone"] == {"size": 8, "ran": []}
+
+
+def test_different_arguments_are_one_error_on_all_ranks(together: Found) -> None:
+    for found in together:
+        assert found["different_arguments"]["kind"] == "AutoBatchError"
+        assert "max_batch_size is 8 and 9" in found["different_arguments"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "failing", "kind", "text"),
+    [
+        ("raises_on_main", 0, "KeyError", "'a broken step'"),
+        ("raises_on_other", 1, "KeyError", "'a broken step'"),
+        ("nothing_fits_on_other", 1, "AutoBatchError", "AutoBatch (train): no batch size fits"),
+        ("wrong_argument", 1, "TypeError", "max_batch_size is 'many'; it must be an integer"),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_there_and_named_on_the_others(
+    together: Found, scenario: str, failing: int, kind: str, text: str
+) -> None:
+    own, others = together[failing][scenario], together[1 - failing][scenario]
+    assert own["kind"] == kind
+    assert own["text"].startswith(text)
+    named = own["text"] if kind == "AutoBatchError" else f"{kind}: {own['text']}"
+    assert others == {"kind": "AutoBatchError", "text": f"rank {failing}: {named}"}
+
+
+def test_a_rank_that_does_not_call_is_named(together: Found) -> None:
+    assert "rank 1 has not called auto_find_batch_size" in together[0]["not_called"]["text"]
+
+
+def test_earlier_failures_do_not_reach_later_searches(together: Found) -> None:
+    assert [found["what_remains"] is not None for found in together] == [True, True]
+    for found in together:
+        assert found["good_again"] == {"size": 4, "ran": [4]}
+
+
+def test_a_collective_in_the_step_is_an_error_and_no_hang(together: Found) -> None:
+    for found in together:
+        assert "the step runs a collective, allreduce" in found["collective"]["text"]
+
+
+def test_thread_and_connection_of_a_search_are_gone_afterwards(together: Found) -> None:
+    for found in together:
+        before, after = found["what_remains"]
+        assert after == before
+        assert before[0] == ["MainThread"]
+
+
+def test_a_wrapper_that_state_does_not_hold_is_silent_too(together: Found) -> None:
+    for found in together:
+        assert found["bare_model"] == {"size": 8, "ran": [8]}
+
+
+def test_sync_batchnorm_normalises_over_one_rank_in_a_search(together: Found) -> None:
+    assert [found["sync_batchnorm"] for found in together] == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("FSDP1", "FullyShardedDataParallel"),
+        ("FSDP2", "FSDPModule"),
+        ("DeepSpeed", "DeepSpeedEngine"),
+        ("ZeRO", "ZeroRedundancyOptimizer"),
+        ("hook", "static_graph and a built-in hook"),
+    ],
+)
+def test_what_no_rank_can_step_alone_is_refused_by_name(together: Found, part: str, name: str) -> None:
+    for found in together:
+        assert found["refused"][part]["kind"] == "AutoBatchError"
+        assert name in found["refused"][part]["text"]
+
+
+@pytest.fixture(scope="module")
+def wrapped(job: Callable[..., Found]) -> Found:
+    return job("wrappers", "negative_control")
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_training_after_a_search_is_that_without_one(wrapped: Found, name: str) -> None:
+    for found in wrapped:
+        cases = {case: facts for case, facts in found["wrappers"].items() if case.rpartition(" ")[0] == name}
+        assert cases
+        assert all(facts == {"same": True, "size": 16} for facts in cases.values()), cases
+
+
+def test_without_undoing_the_notes_of_the_reducer_training_differs(wrapped: Found) -> None:
+    for found in wrapped:
+        assert found["negative_control"] == {"unused": False, "static": False}
+
+
+def test_two_groups_search_at_once(job: Callable[..., Found]) -> None:
+    found = [each["subgroups"] for each in job("subgroups", num_ranks=4)]
+    assert found[0]["size"] == found[1]["size"] > found[2]["size"] == found[3]["size"]
+    assert all("process group of other ranks" in each["refused"] for each in found)
+    assert found[2]["error"] == {"kind": "AutoBatchError", "text": "rank 3: KeyError: 'a broken step'"}
+    assert found[3]["error"]["kind"] == "KeyError"
+    assert "error" not in found[0]
+
+
+def ranks_without_a_launcher(folder: Path, scenario: str, **env: str) -> list[Process]:
+    """Two ranks that nothing ends when one of them dies."""
+    (port,) = free_ports(1)
+    started = []
+    for rank in range(2):
+        place = {
+            "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
+            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        with (folder / f"{rank}.txt").open("w") as log:
+            argv = (*PROGRAM, folder, scenario)
+            started.append(forks.start(argv, cwd=folder, env={**place, **env}, stdout=log, stderr=log))
+    return started
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_killed_rank_ends_the_others_with_the_cause(tmp_path: Path, dead: int) -> None:
+    processes = ranks_without_a_launcher(tmp_path, "dies", DIES=str(dead))
+    began = time.monotonic()
+    try:
+        assert processes[dead].wait(60) == -9
+        processes[1 - dead].wait(60)
+    finally:
+        for process in processes:
+            process.kill()
+    found = json.loads((tmp_path / f"{1 - dead}.json").read_text())["dies"]
+    assert found["kind"] == "AutoBatchError"
+    cause = "has ended" if dead == 0 else "rank 1: its process died"  # rank 0 serves the store
+    assert cause in found["text"]
+    assert time.monotonic() - began < 60
+
+
+def test_ranks_of_mp_spawn_search_together(tmp_path: Path) -> None:
+    """Its processes share no parent that says how many they are, and a file is their store."""
+    program = tmp_path / "spawn.py"
+    program.write_text(
+        "import sys\nfrom pathlib import Path\nimport torch.multiprocessing as mp\n"
+        "from tests.autobatch.group_ranks import spawned\n"
+        "if __name__ == '__main__':\n"
+        "    mp.spawn(spawned, (Path(sys.argv[1]), ['unequal_limits']), nprocs=2)\n"
+    )
+    assert callable(spawned)
+    done = forks.python(program, tmp_path, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.code == 0, done.err
+    main, other = (found["unequal_limits"] for found in read(tmp_path, 2))
+    assert main == other
+    assert 15 <= main["size"] <= 20
