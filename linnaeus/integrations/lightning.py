@@ -173,7 +173,7 @@ class AutoBatch(Callback):  # type: ignore[misc]
         plan = self._plan(trainer, module, found)
         self.batch_size, self.val_batch_size = plan.train, plan.val
         search.apply(plan)
-        _log(trainer, plan, self.results)
+        _say(library, plan, self.results)
 
     def _plan(self, trainer: Any, module: Any, found: dict[str, int]) -> _Plan:
         plan = _Plan(found["train"], found.get("val"))
@@ -425,9 +425,8 @@ def _check_effective(effective: int, trainer: Any, module: Any) -> None:
         )
 
 
-def _log(trainer: Any, plan: _Plan, results: Mapping[str, AutoBatchResult]) -> None:
-    if not trainer.is_global_zero:
-        return
+def _say(library: Library, plan: _Plan, results: Mapping[str, AutoBatchResult]) -> None:
+    """Print what was found, as Lightning prints what it does."""
     parts = [f"batch size {plan.train}"]
     if plan.accumulation_steps is not None:
         parts.append(f"accumulate_grad_batches {plan.accumulation_steps}")
@@ -436,7 +435,7 @@ def _log(trainer: Any, plan: _Plan, results: Mapping[str, AutoBatchResult]) -> N
     if plan.learning_rate is not None:
         parts.append(f"learning rate {plan.learning_rate:.6g}")
     seconds = sum(result.seconds for result in results.values())
-    logger.info("AutoBatch: %s (%.1f s)", ", ".join(parts), seconds)
+    library("utilities.rank_zero").rank_zero_info(f"AutoBatch: {', '.join(parts)} ({seconds:.1f} s)")
 
 
 def _holders(module: Any, name: str) -> list[Any]:

@@ -159,8 +159,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "raises in the run": lambda: failing(on_rank(1, break_down), 8),
     "out of memory": lambda: failing(on_rank(1, run_out_of_memory), 9),
     "nothing fits": lambda: failing(on_rank(1, run_out_of_memory), 1),
-    "killed": lambda: failing(on_rank(1, die), 8),
     "again": lambda: compared(Net, nothing),
+    "killed": lambda: failing(on_rank(1, die), 8),
 }
 
 

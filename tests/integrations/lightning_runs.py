@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,14 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from linnaeus import nest
 from linnaeus.memory.device import GIB
@@ -321,6 +328,39 @@ def loader(size: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(data(), size, **options)
 
 
+def stacked(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """A collate function that draws random numbers."""
+    images = torch.stack([image for image, _ in samples])
+    return images + 0.01 * torch.randn(1), torch.tensor([int(label) for _, label in samples])
+
+
+class Loader(DataLoader[Any]):
+    """A loader of the user's own, with an argument of its own."""
+
+    def __init__(self, dataset: Any, factor: float, **options: Any) -> None:
+        self.factor = factor
+        super().__init__(dataset, **options)
+
+    def __iter__(self) -> Any:
+        return ((images * self.factor, labels) for images, labels in super().__iter__())
+
+
+class Picky(Sampler[int]):
+    """Samples in an order of its own, which its generator and its count decide."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(9)
+        self.num_epochs = 0
+
+    def __len__(self) -> int:
+        return 50
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_epochs += 1
+        order = torch.randperm(NUM_SAMPLES, generator=self.generator).tolist()
+        return iter(order[self.num_epochs : self.num_epochs + 50])
+
+
 CASES: dict[str, Case] = {
     "attribute": (Net, lambda size: (), {}),
     "hyperparameter": (InHyperparameters, lambda size: (), {}),
@@ -331,6 +371,19 @@ CASES: dict[str, Case] = {
             loader(size, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(4)),
             DataLoader(data(NUM_VAL), size),
         ),
+        {},
+    ),
+    "weighted": (
+        lambda size: Bare(),
+        lambda size: (
+            loader(size, sampler=WeightedRandomSampler(range(NUM_SAMPLES), 64), collate_fn=stacked),
+        ),
+        {},
+    ),
+    "own sampler": (lambda size: Bare(), lambda size: (loader(size, sampler=Picky()),), {}),
+    "own loader": (
+        lambda size: Bare(),
+        lambda size: (Loader(data(), 0.5, batch_size=size, shuffle=True),),
         {},
     ),
     "workers": (lambda size: Bare(), lambda size: (loader(size, shuffle=True, num_workers=1),), {}),

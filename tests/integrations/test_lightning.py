@@ -220,6 +220,14 @@ def test_a_size_shared_with_validation_fits_in_both(caplog: pytest.LogCaptureFix
     assert "validation fits at batch size" in caplog.text
 
 
+@pytest.mark.usefixtures("few_timed_steps")
+def test_the_size_may_be_chosen_by_speed() -> None:
+    callback = small(val=False, objective="throughput")
+    searched = fit(Net(), callbacks=[callback])
+    assert callback.results["train"].timings
+    assert differences(searched, fit(Net(callback.batch_size or 0))) == []
+
+
 def test_one_more_than_the_samples_is_never_tried() -> None:
     callback = AutoBatch(max_batch_size=500)
     fit(Bare(), loader(4), callbacks=[callback])
