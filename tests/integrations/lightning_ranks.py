@@ -35,6 +35,7 @@ from tests.integrations.lightning_runs import (
     loader,
     room,
 )
+from tests.memory.ledger import Ledger
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 NO_VAL = {"val": False}
@@ -144,6 +145,29 @@ def unequal() -> dict[str, Any]:
     )
 
 
+class Large(Net):
+    """With eight MiB of parameters."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__(batch_size, mib=1.0)
+        self.layer = torch.nn.Linear(1024, 2048)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + sum(1e-3 * parameter.mean() for parameter in self.layer.parameters())
+
+
+def memory() -> dict[str, Any]:
+    """What training takes, and what the search has measured beside what the process held."""
+    callback = AutoBatch(**room(140), max_batch_size=24, val=False)
+    fit(Large(), callbacks=[callback], **RANKS)
+    result, module = callback.results["train"], Large(24)
+    with Ledger() as ledger:
+        fit(module, limit_val_batches=0, num_sanity_val_steps=0, **RANKS)
+    assert result.peak_bytes is not None
+    bucket_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    return {"taken": ledger.peak_bytes - bucket_bytes, "measured": result.peak_bytes - result.held_bytes}
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "loaders": lambda: compared(lambda size: Bare(), both),
     "manual": lambda: compared(Manual, nothing, search=NO_VAL),
@@ -159,6 +183,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "raises in the run": lambda: failing(on_rank(1, break_down), 8),
     "out of memory": lambda: failing(on_rank(1, run_out_of_memory), 9),
     "nothing fits": lambda: failing(on_rank(1, run_out_of_memory), 1),
+    "memory": memory,
     "again": lambda: compared(Net, nothing),
     "killed": lambda: failing(on_rank(1, die), 8),
 }

@@ -313,6 +313,8 @@ class Plain(Net):
 
 def test_a_resumed_run_uses_the_size_of_the_earlier_one(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, max_batch_size=12)
+    saved = torch.load(path, weights_only=True)["callbacks"]["AutoBatch"]
+    assert saved["sizes"] == {"train": 12}
     callback = small(max_batch_size=60)
     resumed = fit(Net(), callbacks=[callback], ckpt=path)
     assert callback.batch_size == 12

@@ -79,6 +79,11 @@ def test_the_rank_with_less_memory_decides(found: Ranks) -> None:
     assert first["differences"] == second["differences"] == []
 
 
+def test_training_takes_the_memory_that_the_search_measured_and_the_buckets(found: Ranks) -> None:
+    for ranks in found:
+        assert ranks["memory"]["taken"] == pytest.approx(ranks["memory"]["measured"], rel=0.005)
+
+
 def test_a_rank_that_runs_out_of_memory_makes_the_size_smaller(found: Ranks) -> None:
     assert [ranks["out of memory"].get("size") for ranks in found] == [8, 8]
 
