@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.arguments import check_choice, check_count
 from linnaeus.batching.scaling import scale_factor
-from linnaeus.batching.stages import Split, split_samples
+from linnaeus.batching.stages import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.lightning_loaders import Library, Loaders
 from linnaeus.integrations.lightning_steps import (
@@ -179,7 +181,7 @@ class AutoBatch(Callback):  # type: ignore[misc]
         plan = _Plan(found["train"], found.get("val"))
         world_size, effective = trainer.world_size, self._effective_batch_size
         if effective is not None:
-            split = self._split(trainer, plan.train)
+            split = _split(effective, world_size, plan.train, _min_samples(module))
             plan.train, plan.accumulation_steps = split.micro_batch_size, split.accumulation_steps
         steps = plan.accumulation_steps or trainer.accumulate_grad_batches
         if self._scale_lr is not None:
@@ -189,10 +191,6 @@ class AutoBatch(Callback):  # type: ignore[misc]
             plan.learning_rate = rate * factor
             self._lrs = rate, plan.learning_rate
         return plan
-
-    def _split(self, trainer: Any, largest: int) -> Split:
-        assert self._effective_batch_size is not None
-        return split_samples(self._effective_batch_size // trainer.world_size, largest)
 
     def _configured_lr(self, module: Any) -> float:
         """The learning rate before any scaling: an earlier `fit` may have left the scaled one."""
@@ -252,6 +250,12 @@ class _Search:
             raise AutoBatchError(
                 f"AutoBatch: train_dataloader gives the same batch size whatever {callback._names['train']} "
                 f"is; let it take the size from self.{callback._names['train']}"
+            )
+        effective, most = callback._effective_batch_size, self._loaders["train"].most
+        if effective is not None and most is not None and effective > most * trainer.world_size:
+            raise AutoBatchError(
+                f"AutoBatch: effective_batch_size is {effective}, above what one epoch holds, "
+                f"{most * trainer.world_size} samples; lower it"
             )
         found = {"train": self._search_train()}
         if callback._val and trainer.enable_validation:
@@ -326,6 +330,7 @@ class _Search:
     ) -> int:  # fmt: skip
         callback = self._callback
         options = dict(callback._options[mode])
+        bounds = {**(options.pop("bounds", None) or {}), **bounds}
         most = self._loaders[mode].most
         if most is not None and callback._make_batch[mode] is None:
             bounds["dataset"] = most
@@ -340,8 +345,7 @@ class _Search:
                 options["multiple_of"] = 1
         result = auto_find_batch_size(
             step, make_batch, state=trial_state(self._trainer, self._averages), mode=mode,
-            device=self._trainer.strategy.root_device, bounds={**options.pop("bounds", {}), **bounds},
-            predict=False, **options,
+            device=self._trainer.strategy.root_device, bounds=bounds, predict=False, **options,
         )  # fmt: skip
         if earlier is not None and at_most is None and result.batch_size < (limit or 0):
             logger.warning(
@@ -360,8 +364,10 @@ class _Search:
         source = (loop if mode == "train" else loop.epoch_loop.val_loop)._data_source
         if not source.is_module():
             return Loaders(self._library, self._trainer, mode, None, name)
-        self._follows[mode] = name
-        return Loaders(self._library, self._trainer, mode, partial(_set, self._module, name), name)
+        loaders = Loaders(self._library, self._trainer, mode, partial(_set, self._module, name), name)
+        if loaders.follow:
+            self._follows[mode] = name
+        return loaders
 
     def _set_size(self, mode: str, size: int) -> None:
         """The module may use the size in its steps; the rehearsal puts it back."""
@@ -423,6 +429,38 @@ def _check_effective(effective: int, trainer: Any, module: Any) -> None:
             f"AutoBatch: effective_batch_size is {effective}, but a GradientAccumulationScheduler sets "
             "accumulate_grad_batches as well; leave one of them out"
         )
+
+
+def _min_samples(module: Any) -> int:
+    """Fewest samples of a micro-batch: BatchNorm needs two."""
+    return 2 if any(isinstance(part, _BatchNorm) for part in module.modules()) else 1
+
+
+def _split(effective: int, world_size: int, largest: int, min_samples: int) -> Split:
+    """The largest micro-batch that fits and divides the part of each process.
+
+    Raises:
+        AutoBatchError: only micro-batches of fewer samples than `min_samples` divide it.
+    """
+    split = split_samples(effective // world_size, largest)
+    few = split.accumulation_steps <= max(MANY_ACCUMULATION_STEPS, -(-split.samples_per_rank // largest))
+    if few and split.micro_batch_size >= min_samples:
+        return split
+
+    def suits(samples: int) -> bool:
+        other = split_samples(samples, largest)
+        return other.accumulation_steps <= MANY_ACCUMULATION_STEPS and other.micro_batch_size >= min_samples
+
+    better = [str(samples * world_size) for samples in nearest(split.samples_per_rank, 2 * effective, suits)]
+    text = (
+        f"effective_batch_size is {effective}, {split.samples_per_rank} for each process, of which {largest} "
+        f"fit at once, and the largest part that divides it is {split.micro_batch_size}; "
+        f"{' or '.join(better) or 'a smaller size'} would do better"
+    )
+    if split.micro_batch_size < min_samples:
+        raise AutoBatchError(f"AutoBatch: {text}, because BatchNorm needs two samples")
+    logger.warning("AutoBatch: %d accumulation steps are slow: %s", split.accumulation_steps, text)
+    return split
 
 
 def _say(library: Library, plan: _Plan, results: Mapping[str, AutoBatchResult]) -> None:

@@ -12,6 +12,7 @@ import torchmetrics
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -239,6 +240,13 @@ class Several(Net):
         return [DataLoader(data(NUM_VAL), self.batch_size), DataLoader(data(8), 8)]
 
 
+class BareSeveral(Several):
+    """The same without loaders."""
+
+    train_dataloader = LightningModule.train_dataloader
+    val_dataloader = LightningModule.val_dataloader
+
+
 class Recorder(Logger):
     """Keeps all that is logged."""
 
@@ -384,6 +392,14 @@ CASES: dict[str, Case] = {
     "own loader": (
         lambda size: Bare(),
         lambda size: (Loader(data(), 0.5, batch_size=size, shuffle=True),),
+        {},
+    ),
+    "combined loaders": (
+        lambda size: BareSeveral(size),
+        lambda size: (
+            CombinedLoader({"all": loader(size), "half": loader(size, shuffle=True)}, "min_size"),
+            [DataLoader(data(NUM_VAL), size), DataLoader(data(40), size)],
+        ),
         {},
     ),
     "workers": (lambda size: Bare(), lambda size: (loader(size, shuffle=True, num_workers=1),), {}),

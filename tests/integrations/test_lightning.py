@@ -194,6 +194,16 @@ def test_validation_has_its_own_size_where_it_has_its_own_attribute() -> None:
     assert callback.results["val"].mode == "val"
 
 
+def test_an_attribute_that_validation_does_not_follow_is_left_alone() -> None:
+    class Fixed(Data):
+        def val_dataloader(self) -> Any:
+            return DataLoader(data(10), 5)
+
+    data_module = Fixed(4, 7)
+    fit(Bare(), data_module, callbacks=[small()])
+    assert (data_module.batch_size, data_module.val_batch_size) == (LARGE, 7)
+
+
 def test_validation_is_left_alone_where_asked() -> None:
     data_module = Data()
     callback = small(val=False)
@@ -268,6 +278,23 @@ def test_the_batch_size_divides_the_effective_batch() -> None:
     callback = small(effective_batch_size=33, val=False)
     searched = fit(Net(), callbacks=[callback])
     assert (callback.batch_size, searched["accumulate"]) == (11, 3)
+
+
+def test_an_effective_batch_that_hardly_divides_is_named_with_better_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(AutoBatchError, match=r"part that divides it is 1; 81 or 84 would .* BatchNorm"):
+        fit(Net(), callbacks=[small(effective_batch_size=83, val=False)])
+    module = Net()
+    module.net[1] = torch.nn.LayerNorm(32)
+    searched = fit(module, callbacks=[small(effective_batch_size=83, val=False)])
+    assert searched["accumulate"] == 83
+    assert "83 accumulation steps are slow" in caplog.text
+
+
+def test_an_effective_batch_above_an_epoch_is_refused() -> None:
+    with pytest.raises(AutoBatchError, match="effective_batch_size is 97, above what one epoch holds, 96"):
+        fit(Net(), callbacks=[small(effective_batch_size=97)])
 
 
 def test_a_second_fit_does_not_scale_the_learning_rate_again() -> None:
