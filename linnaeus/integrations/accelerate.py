@@ -51,8 +51,8 @@ _MOST_PARTS = 100
 """Longer containers among a function's variables are data, and not looked into."""
 _NOT_HERE = {"step", "make_batch", "mode", "start", "predict", "objective"}
 _SPLIT = (
-    "the Accelerator splits the loader's batches, which was not known before the trial: give "
-    "@autobatch(split_batches=True), or create the Accelerator before the function is called"
+    "whether the function's Accelerator splits the loader's batches was not known before the trial, and was "
+    "not what was assumed: give @autobatch(split_batches=True) or False, or create the Accelerator before"
 )
 
 
@@ -220,9 +220,7 @@ class _Trials:
         around = _reached(function, args, kwargs)
         self._state = [*state, *filter(_is_state, around)]
         self._accelerators = _accelerators(around)
-        if split_batches is None:
-            split_batches = any(each.split_batches for each in self._accelerators)
-        self._splits = split_batches
+        self._splits = self._splits_batches(around) if split_batches is None else split_batches
 
     def find(self, start: int, largest: int, search: Mapping[str, Any]) -> int:
         """The size to give to the function.
@@ -284,8 +282,22 @@ class _Trials:
                 "starting_batch_size or max_batch_size"
             )
 
+    def _splits_batches(self, around: Sequence[Any]) -> bool:
+        """What the accelerators say that the function reaches; where it reaches none, those that exist."""
+        reached = [each for each in self._accelerators if any(each is value for value in around)]
+        answers = {bool(each.split_batches) for each in reached or self._accelerators}
+        if len(answers) > 1:
+            raise AutoBatchError(
+                "AutoBatch: of several Accelerators, some split the loader's batches and some do not; give "
+                "@autobatch(split_batches=True) or False"
+            )
+        return True in answers
+
     def _check_accelerators(self) -> None:
-        if not self._splits and any(each.split_batches for each in _accelerators(())):
+        """Check that one that the function has made treats batches as was assumed."""
+        known = {id(each) for each in self._accelerators}
+        made = (each for each in _accelerators(()) if id(each) not in known)
+        if any(bool(each.split_batches) != self._splits for each in made):
             raise AutoBatchError(f"AutoBatch: {_SPLIT}")
 
 

@@ -1,0 +1,131 @@
+"""AutoBatch in training loops with accelerate, in one process and in two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import forks
+from tests.conftest import TORCHRUN
+from tests.forks import ROOT
+from tests.memory.ledger import held_bytes
+
+PROGRAM = ("-m", "tests.integrations.accelerate_ranks")
+SCENARIOS = {
+    1: ("plain", "not_restored", "own_accelerator", "find_first", "prepared_state", "errors"),
+    2: ("plain", "accumulation", "split", "split_unknown", "given_parts", "find_split", "errors"),
+}
+"""By the number of processes."""
+
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
+    """Of each number of processes: what each of these found."""
+    found = {}
+    for num_processes, scenarios in SCENARIOS.items():
+        folder = tmp_path_factory.mktemp("job")
+        launcher = (*TORCHRUN, f"--nproc_per_node={num_processes}") if num_processes > 1 else ()
+        env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = forks.python(*launcher, *PROGRAM, folder, *scenarios, cwd=folder, env=env)
+        assert done.code == 0, done.err
+        files = [folder / f"{rank}.json" for rank in range(num_processes)]
+        found[num_processes] = [json.loads(Path(file).read_text()) for file in files]
+    return found
+
+
+CASES = [
+    (num_processes, name)
+    for num_processes, names in SCENARIOS.items()
+    for name in names
+    if name not in ("not_restored", "split_unknown", "prepared_state", "errors")
+]
+
+
+@pytest.mark.parametrize(("num_processes", "name"), CASES)
+def test_a_run_is_the_one_with_the_size_found_by_hand(
+    jobs: dict[int, list[Found]], num_processes: int, name: str
+) -> None:
+    main, *others = (found[name] for found in jobs[num_processes])
+    assert main["same"], main
+    assert others == [main] * (num_processes - 1)
+    assert 8 < main["size"] < 1024  # found, not a bound
+    share = num_processes if "split" in name else 1
+    assert main["sizes"] == [main["size"] // share]
+
+
+@pytest.mark.parametrize("num_processes", SCENARIOS)
+def test_afterwards_all_processes_are_there_again(jobs: dict[int, list[Found]], num_processes: int) -> None:
+    for found in jobs[num_processes]:
+        for name in SCENARIOS[num_processes]:
+            assert found[f"{name}: processes"] == [num_processes] * 2
+
+
+def test_without_restored_generators_the_run_differs(jobs: dict[int, list[Found]]) -> None:
+    assert not jobs[1][0]["not_restored"]["same"]
+
+
+def test_prepared_objects_are_state_of_the_library(jobs: dict[int, list[Found]]) -> None:
+    found = jobs[1][0]["prepared_state"]
+    assert found["same"]
+    assert found["state"] == 0  # no moments are left
+    assert 8 < found["size"] < 1024
+
+
+def test_batches_that_are_split_unexpectedly_are_an_error(jobs: dict[int, list[Found]]) -> None:
+    for found in jobs[2]:
+        assert "split_batches=True" in found["split_unknown"][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "text"),
+    [
+        ("rule", "ValueError", "reduce_batch_size_fn is given"),
+        ("size given", "TypeError", "call it without"),
+        ("objective", "TypeError", "@autobatch takes no objective"),
+        ("no step", "AutoBatchError", "returned without an optimizer step"),
+        ("sharded", "AutoBatchError", "with FSDP no process can take a step alone"),
+    ],
+)
+@pytest.mark.parametrize("num_processes", SCENARIOS)
+def test_what_cannot_be_searched_is_one_clear_error(
+    jobs: dict[int, list[Found]], num_processes: int, name: str, kind: str, text: str
+) -> None:
+    for found in jobs[num_processes]:
+        assert found["errors"][name][0] == kind
+        assert text in found["errors"][name][1]
+
+
+def test_an_error_of_the_function_is_its_own(jobs: dict[int, list[Found]]) -> None:
+    assert jobs[1][0]["errors"]["broken"] == ["KeyError", "'mine'"]
+    assert [found["errors"]["broken"] for found in jobs[2]] == [
+        ["KeyError", "'mine'"], ["AutoBatchError", "rank 0: KeyError: 'mine'"],
+    ]  # fmt: skip
+
+
+def test_processes_that_are_not_connected_are_told_what_to_do(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from linnaeus.integrations.accelerate import autobatch\n"
+        "@autobatch\n"
+        "def train(batch_size): ...\n"
+        "train()\n"
+    )
+    done = forks.python(program, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"})
+    assert done.code != 0
+    assert "Create the Accelerator before" in done.err
+
+
+def test_the_example_learns_with_the_size_that_it_finds(tmp_path: Path) -> None:
+    limit = str((held_bytes() + 2**28) / 0.8 / 2**30)
+    argv = (ROOT / "examples" / "accelerate_digits.py", "--cpu", "--epochs", "2", "--memory-limit-gb", limit)
+    done = forks.python(*argv, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert [line.split()[0] for line in lines] == ["epoch", "epoch", "trained"]
+    assert float(lines[1].split()[-1]) > 0.5
+    assert 8 < int(lines[2].split()[4]) <= 512
