@@ -293,7 +293,18 @@ class _Search:
             self._set_size("train", size)
             return (make(size) for _ in range(held))
 
-        return self._find("train", step, make_batches, bounds)
+        size = self._find("train", step, make_batches, bounds)
+        while effective is None and (lower := self._without_single_samples(size)) < size:
+            # The size is run, as every one that is found.
+            size = self._find("train", step, make_batches, {**bounds, "last_batch": lower}, start=lower)
+        return size
+
+    def _without_single_samples(self, size: int) -> int:
+        """The largest size up to this one whose last batch is not too small for BatchNorm."""
+        if _min_samples(self._module) == 1:
+            return size
+        sizes = range(size, 1, -1)
+        return next((lower for lower in sizes if not self._loaders["train"].leaves_one(lower)), size)
 
     def _add_validation(self, found: dict[str, int]) -> None:
         """Search validation on its own, or see that it fits at the size that it shares with training."""
@@ -326,7 +337,7 @@ class _Search:
 
     def _find(
         self, mode: Literal["train", "val"], step: Callable[[Any], object], make_batch: Callable[[int], Any],
-        bounds: dict[str, int], at_most: int | None = None,
+        bounds: dict[str, int], at_most: int | None = None, start: int | None = None,
     ) -> int:  # fmt: skip
         callback = self._callback
         options = dict(callback._options[mode])
@@ -345,7 +356,8 @@ class _Search:
                 options["multiple_of"] = 1
         result = auto_find_batch_size(
             step, make_batch, state=trial_state(self._trainer, self._averages), mode=mode,
-            device=self._trainer.strategy.root_device, bounds=bounds, predict=False, **options,
+            device=self._trainer.strategy.root_device, bounds=bounds, predict=False,
+            **{"start": start, **options},
         )  # fmt: skip
         if earlier is not None and at_most is None and result.batch_size < (limit or 0):
             logger.warning(

@@ -85,11 +85,19 @@ class SizedLoader:
         """
         if self.share is None or self.is_iterable:
             return None
+        return max(1, math.floor(self._num_samples(num_ranks) / self.share))
+
+    def last_batch(self, size: int, num_ranks: int) -> int | None:
+        """Samples of the last batch of an epoch on each rank; None where that is not known, or left out."""
+        if self.share is None or self.is_iterable or self.loader.drop_last:
+            return None
+        return self._num_samples(num_ranks) % self.size(size) or self.size(size)
+
+    def _num_samples(self, num_ranks: int) -> int:
+        """Samples of each rank."""
         sampler: Any = self.loader.sampler
         num_samples = len(sampler) if hasattr(sampler, "__len__") else len(self._dataset)
-        if not isinstance(sampler, DistributedSampler):
-            num_samples = -(-num_samples // num_ranks)
-        return max(1, math.floor(num_samples / self.share))
+        return num_samples if isinstance(sampler, DistributedSampler) else -(-num_samples // num_ranks)
 
     def batch(self, size: int) -> Any:
         """A batch of real samples, made as the loader makes it."""
@@ -196,10 +204,19 @@ class Loaders:
     @property
     def most(self) -> int | None:
         """The largest size with a full batch of each loader on each rank; None without a limit."""
+        limits = [sized.most(self._num_ranks) for sized in self.sized]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def leaves_one(self, size: int) -> bool:
+        """Whether the last batch of a loader has a single sample."""
+        return any(sized.last_batch(size, self._num_ranks) == 1 for sized in self.sized)
+
+    @property
+    def _num_ranks(self) -> int:
+        """The ranks that Lightning divides the samples among."""
         connector = self._trainer._accelerator_connector
         is_divided = connector.is_distributed and connector.use_distributed_sampler
-        limits = [sized.most(self._trainer.world_size if is_divided else 1) for sized in self.sized]
-        return min((limit for limit in limits if limit is not None), default=None)
+        return int(self._trainer.world_size) if is_divided else 1
 
     @property
     def least(self) -> int:

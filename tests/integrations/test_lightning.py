@@ -245,6 +245,17 @@ def test_one_more_than_the_samples_is_never_tried() -> None:
     assert callback.results["train"].limited_by == "dataset"
 
 
+def test_no_last_batch_is_left_with_one_sample_where_there_is_batchnorm() -> None:
+    callback = small()
+    searched = fit(Bare(), DataLoader(data(41), 4), callbacks=[callback])
+    assert callback.batch_size == 19
+    assert callback.results["train"].limited_by == "last_batch"
+    assert searched["sizes"][:3] == [19, 19, 3]
+    dropping = small()
+    fit(Bare(), DataLoader(data(41), 4, drop_last=True), callbacks=[dropping])
+    assert dropping.batch_size == LARGE
+
+
 def test_batches_of_trials_may_be_made_by_a_function() -> None:
     sizes: list[int] = []
 
