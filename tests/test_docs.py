@@ -158,7 +158,9 @@ def test_a_command_of_several_processes_works(page: str, line: str, desk: Path) 
     assert done.returncode == 0, done.stderr
 
 
-OF_FRAMEWORKS = of_kind("python examples/transformers_")
+OF_FRAMEWORKS = of_kind(
+    *(f"python examples/{name}_" for name in ("lightning", "transformers", "trl", "accelerate"))
+)
 """Tested in `tests/integrations`, because they need frameworks that are not installed here."""
 
 SCRIPTS = [

@@ -1,0 +1,299 @@
+"""Steps of a Lightning trainer as trials of a search, and a trainer that they leave as it was.
+
+A step is the one that Lightning runs itself, `_TrainingEpochLoop.advance` or
+`_EvaluationLoop._evaluation_step`, on the bare module. What surrounds it is exchanged: callbacks, loggers and
+the profiler see nothing of a trial, and collectives are those of a process group with this rank alone, so
+that the other ranks can wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.errors import AutoBatchError
+from linnaeus.integrations.lightning_loaders import DataState, Library, Loaders
+
+
+class TrainStep:
+    """One optimizer step: `advance` on each of its micro-batches.
+
+    Args:
+        library: the trainer's package.
+        trainer: the trainer, with optimizers.
+        num_batches: micro-batches of a step.
+        averages: averaged models, updated after each optimizer step.
+    """
+
+    def __init__(self, library: Library, trainer: Any, num_batches: int, averages: Sequence[Any]) -> None:
+        self._library = library
+        self._trainer = trainer
+        self._num_batches = num_batches
+        self._averages = averages
+
+    def __call__(self, batches: Iterator[Any]) -> None:
+        """Run the step on batches that are made when they are asked for."""
+        with _own_world(self._trainer):
+            self._run(batches)
+
+    def _run(self, batches: Iterator[Any]) -> None:
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        trainer.training = True
+        loop._results = self._library("trainer.connectors.logger_connector.result")._ResultCollection(True)
+        loop.batch_progress.reset()
+        _call_hooks(self._library, trainer, "on_fit_start", "on_train_start", "on_train_epoch_start")
+        fetcher = _Fetcher(batches)
+        for _ in range(self._num_batches):
+            try:
+                loop.advance(fetcher)
+            except StopIteration:
+                raise AutoBatchError(
+                    "AutoBatch: on_train_batch_start has returned -1, which ends the epoch, so no step can "
+                    "be measured; return it only where trainer.global_step is above 0"
+                ) from None
+        for average in self._averages:
+            average.update_parameters(trainer.lightning_module)
+
+
+class ValidationStep:
+    """One batch of each validation loader, or one batch of all where they are combined.
+
+    Args:
+        library: the trainer's package.
+        trainer: the trainer.
+        loaders: the loaders of validation.
+    """
+
+    def __init__(self, library: Library, trainer: Any, loaders: Loaders) -> None:
+        self._library = library
+        self._trainer = trainer
+        self._loaders = loaders
+
+    def make_batch(self, size: int) -> Iterator[tuple[Any, int]]:
+        """Batches, made when they are asked for, each with the number of its loader."""
+        if self._loaders.combined._mode != "sequential":
+            yield self._loaders.batch(size), 0
+            return
+        for number, sized in enumerate(self._loaders.sized):
+            yield sized.batch(size), number
+
+    @torch.no_grad()
+    def __call__(self, batches: Iterator[tuple[Any, int]]) -> None:
+        """Run validation on the batches."""
+        with _own_world(self._trainer):
+            self._run(batches)
+
+    def _run(self, batches: Iterator[tuple[Any, int]]) -> None:
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop.val_loop
+        trainer.validating = True
+        try:
+            kind = self._library("trainer.connectors.logger_connector.result")._ResultCollection
+            loop._results = kind(False)
+            loop._combined_loader = self._loaders.combined
+            loop._data_fetcher = _Fetcher(iter(()))
+            _call_hooks(self._library, trainer, "on_validation_start", "on_validation_epoch_start")
+            for batch, number in batches:
+                loop._evaluation_step(batch, 0, number, None)
+                del batch
+        finally:
+            trainer.training = True
+
+
+class _Fetcher:
+    """Hands out batches as Lightning's own fetcher does; the last one is never known to be the last."""
+
+    done = False
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __next__(self) -> tuple[Any, int, int]:
+        return next(self._batches), 0, 0
+
+
+def _call_hooks(library: Library, trainer: Any, *names: str) -> None:
+    """Call hooks of the module that come before its first batch: a step may need what they make."""
+    for name in names:
+        library("trainer.call")._call_lightning_module_hook(trainer, name)
+
+
+def averages(trainer: Any) -> list[AveragedModel]:
+    """The averaged models of the trainer's weight-averaging callbacks."""
+    found = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
+    return [average for average in found if isinstance(average, AveragedModel)]
+
+
+def trial_state(trainer: Any, averages: Sequence[Any]) -> list[Any]:
+    """Everything that a step of the trainer changes and a search can put back; inside of `rehearsal`."""
+    strategy = trainer.strategy
+    schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
+    state = [strategy.lightning_module, *strategy.optimizers, *schedulers, *averages]
+    state.append(getattr(trainer.precision_plugin, "scaler", None))
+    return [part for part in state if part is not None]
+
+
+@contextlib.contextmanager
+def rehearsal(library: Library, trainer: Any) -> Iterator[None]:
+    """Inside, the trainer has optimizers and can run steps; afterwards it is what it was.
+
+    What trials do to the module, its optimizers and the global generators, the search itself puts back. This
+    puts back the rest: loops, logged results, hyperparameters, datasets, and the generators once more,
+    because setting up optimizers may load data.
+    """
+    strategy, module = trainer.strategy, trainer.lightning_module
+    with contextlib.ExitStack() as stack:
+        # With the generators come the optimizers that the module keeps: those that training uses.
+        stack.callback(Snapshot(_own_optimizers(module), strategy.root_device).restore)
+        loops = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+        roots = [module, trainer.datamodule, *(loop._data_source.instance for loop in loops)]
+        stack.callback(DataState(roots).restore)
+        for holder in _hyperparameters(module, trainer.datamodule):
+            stack.callback(_refill, holder, dict(holder))
+        for part in _bookkeepers(trainer):
+            stack.callback(_kept(library, part))
+        for name in ("optimizers", "lr_scheduler_configs"):
+            stack.callback(setattr, strategy, name, [])
+        with _nothing_fetched(library):
+            strategy.setup_optimizers(trainer)
+        _forget_loaders(trainer)
+        if module.automatic_optimization:
+            strategy.lr_scheduler_configs = []  # a schedule may end before the trials do
+        stack.enter_context(_unseen(library, trainer))
+        stack.enter_context(_alone(trainer))
+        yield
+
+
+@contextlib.contextmanager
+def _nothing_fetched(library: Library) -> Iterator[None]:
+    """Inside, loaders that are set up are not read: `configure_optimizers` asks for their length only."""
+    fit_loop, fetchers = library("loops.fit_loop"), library("loops.fetchers")
+    before = fit_loop._select_data_fetcher
+    fit_loop._select_data_fetcher = lambda *_: fetchers._DataFetcher()
+    try:
+        yield
+    finally:
+        fit_loop._select_data_fetcher = before
+
+
+def _forget_loaders(trainer: Any) -> None:
+    """Forget the loaders that setting up optimizers has made, and end their workers."""
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
+        if loop._combined_loader is not None:
+            loop._combined_loader.reset()
+        loop._combined_loader = loop._data_fetcher = None
+    trainer.fit_loop.max_batches = float("inf")
+
+
+def _own_optimizers(module: Any) -> list[Optimizer]:
+    """Optimizers that the module holds in attributes."""
+    return [value for value in vars(module).values() if isinstance(value, Optimizer)]
+
+
+def _hyperparameters(*owners: Any) -> Iterator[MutableMapping[str, Any]]:
+    for owner in owners:
+        for name in ("_hparams", "_hparams_initial"):
+            held = getattr(owner, name, None)
+            if isinstance(held, MutableMapping):
+                yield held
+
+
+def _refill(holder: MutableMapping[Any, Any], content: Mapping[Any, Any]) -> None:
+    holder.clear()
+    holder.update(content)
+
+
+def _bookkeepers(trainer: Any) -> list[Any]:
+    """What counts steps and holds logged values."""
+    fit = trainer.fit_loop
+    epoch = fit.epoch_loop
+    loops = [fit, epoch, epoch.automatic_optimization, epoch.manual_optimization, epoch.val_loop]
+    return [*loops, trainer._logger_connector]
+
+
+def _kept(library: Library, part: Any) -> Callable[[], None]:
+    """Puts back the attributes of a loop or a connector, and what its counters count."""
+    progress = library("loops.progress")._BaseProgress
+    counters = {
+        name: (value, copy.deepcopy(value))
+        for name, value in vars(part).items()
+        if isinstance(value, progress | defaultdict)
+    }
+    attributes = {name: value.copy() if type(value) is dict else value for name, value in vars(part).items()}
+
+    def restore() -> None:
+        vars(part).clear()
+        vars(part).update(attributes)
+        for value, before in counters.values():
+            if isinstance(value, defaultdict):
+                _refill(value, before)
+            else:
+                vars(value).update(vars(copy.deepcopy(before)))
+
+    return restore
+
+
+@contextlib.contextmanager
+def _unseen(library: Library, trainer: Any) -> Iterator[None]:
+    """Exchange all that shows a step to others: callbacks, loggers, the profiler; `should_stop` is kept."""
+    loggers = [library("loggers.logger").DummyLogger()] if trainer.loggers else []
+    exchanged = {
+        "callbacks": [], "loggers": loggers, "profiler": library("profilers").PassThroughProfiler(),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches, "should_stop": trainer.should_stop,
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for name, value in exchanged.items():
+            stack.callback(setattr, trainer, name, getattr(trainer, name))
+            setattr(trainer, name, value)
+        yield
+
+
+@contextlib.contextmanager
+def _alone(trainer: Any) -> Iterator[None]:
+    """Let collectives of a step be this rank's own, and take up the memory that DDP will hold."""
+    if trainer.world_size == 1 or not torch_dist.is_initialized():
+        yield
+        return
+    strategy, world_size = trainer.strategy, trainer.world_size
+    # NCCL would split its communicator for a group, in which every rank takes part.
+    group = torch_dist.new_group([trainer.global_rank], backend="gloo", use_local_synchronization=True)
+    strategy.all_gather = lambda tensor, *_, **__: torch.stack([tensor] * world_size)
+    strategy.own_group = group
+    buckets = _bucket_stand_in(trainer)
+    try:
+        yield
+    finally:
+        del buckets, strategy.all_gather, strategy.own_group
+        torch_dist.destroy_process_group(group)
+
+
+def _bucket_stand_in(trainer: Any) -> torch.Tensor | None:
+    """Memory of the size of DDP's buckets, which exist beside the gradients unless these are views."""
+    if trainer.strategy._ddp_kwargs.get("gradient_as_bucket_view"):
+        return None
+    trained = [parameter for parameter in trainer.lightning_module.parameters() if parameter.requires_grad]
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+    return torch.ones(num_bytes, dtype=torch.uint8, device=trainer.strategy.root_device)
+
+
+@contextlib.contextmanager
+def _own_world(trainer: Any) -> Iterator[None]:
+    """Let collectives that name no group use the group of this rank alone, if there are several ranks."""
+    group = vars(trainer.strategy).get("own_group")
+    if group is None:
+        yield
+        return
+    world = torch_dist.group.WORLD
+    torch_dist.GroupMember.WORLD = group
+    try:
+        yield
+    finally:
+        torch_dist.GroupMember.WORLD = world

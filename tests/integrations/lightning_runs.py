@@ -1,0 +1,413 @@
+"""Runs of Lightning's trainer for the tests: with AutoBatch, and with the size that it found by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torchmetrics
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from linnaeus import nest
+from linnaeus.memory.device import GIB
+from tests.memory.ledger import held_bytes
+
+NUM_SAMPLES, NUM_VAL, WIDTH, NUM_CLASSES = 96, 30, 16, 4
+SAMPLE_BYTES = 2**20
+"""About the memory that a training step takes for each sample."""
+
+
+def room(mib: float) -> dict[str, float]:
+    """Options that leave so much above what the process holds."""
+    return {"target_memory_fraction": 0.9, "memory_limit_gb": (held_bytes() + mib * 2**20) / 0.9 / GIB}
+
+
+def data(num_samples: int = NUM_SAMPLES) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(num_samples, WIDTH, generator=generator)
+    return TensorDataset(images, torch.randint(NUM_CLASSES, (num_samples,), generator=generator))
+
+
+class Net(LightningModule):
+    """A small network whose steps take real memory, draw random numbers and log."""
+
+    def __init__(self, batch_size: int = 4, lr: float = 0.05, mib: float = 0.0) -> None:
+        super().__init__()
+        self.save_hyperparameters("lr")
+        self.batch_size = batch_size
+        self.mib = mib
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, NUM_CLASSES)
+        )
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(NUM_CLASSES)
+        self.sizes: list[int] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        scores = self.net(images)
+        self.accuracy(scores, labels)
+        ballast = images.new_ones(len(images), int(self.mib * 2**18)).mul(scores.sum())
+        return nn.functional.cross_entropy(scores, labels) + 0 * ballast.sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch) + 0 * np.random.random() + 0 * random.random()
+        self.log("loss", loss)
+        self.log("loss_epoch", loss, on_step=False, on_epoch=True)
+        self.log("accuracy", self.accuracy)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.sizes.append(len(next(iter(nest.leaves(batch)))))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, total_steps=total)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(), self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(data(NUM_VAL), self.batch_size)
+
+
+class InHyperparameters(Net):
+    """The size is a hyperparameter."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        del self.batch_size
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(), self.hparams.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(data(NUM_VAL), 2 * self.hparams.batch_size)
+
+
+class Bare(Net):
+    """Neither loaders nor a size."""
+
+    train_dataloader = LightningModule.train_dataloader
+    val_dataloader = LightningModule.val_dataloader
+
+    def __init__(self, batch_size: int = 4, mib: float = 0.0) -> None:
+        super().__init__(mib=mib)
+        del self.batch_size
+
+
+class Data(LightningDataModule):
+    """Loaders of a size and one for validation, from a dataset with random numbers and a count of its own."""
+
+    def __init__(self, batch_size: int = 4, val_batch_size: int = 2) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.val_batch_size = val_batch_size
+        self.dataset = Noisy()
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(11)
+        return DataLoader(self.dataset, self.batch_size, shuffle=True, generator=generator)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(data(NUM_VAL), self.val_batch_size)
+
+
+class Noisy(Dataset[Any]):
+    """Samples with noise of a generator that the dataset holds."""
+
+    def __init__(self) -> None:
+        self.data = data()
+        self.generator = np.random.default_rng(5)
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = self.data[index]
+        self.num_read += 1
+        return image + float(self.generator.normal()) + 1e-3 * self.num_read, label
+
+
+class Stream(IterableDataset[Any]):
+    """Samples in an order of its own; it goes on where the last reader stopped."""
+
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self.rest = list(data(num_samples)) * 4
+        self.num_samples = num_samples
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.num_samples):
+            yield self.rest.pop(0)
+
+
+class Manual(Net):
+    """Two optimizers and their schedules, stepped by hand."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__(batch_size)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, schedule in zip(self.optimizers(), self.lr_schedulers(), strict=True):
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            schedule.step()
+            self.log(f"loss_{type(schedule).__name__}", loss)
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.SGD(self.net[0].parameters(), lr=0.1, momentum=0.9)
+        second = torch.optim.Adam(self.net[1:].parameters(), lr=0.01)
+        total = self.trainer.estimated_stepping_batches
+        return [first, second], [
+            torch.optim.lr_scheduler.OneCycleLR(first, 0.1, total_steps=total),
+            torch.optim.lr_scheduler.LinearLR(second, total_iters=5),
+        ]
+
+
+class Needy(Net):
+    """Its steps need what its hooks make, and count in the module and in its optimizer."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__(batch_size)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        self.num_steps = 0
+
+    def on_train_start(self) -> None:
+        self.weights = torch.ones(NUM_CLASSES)
+
+    def on_train_epoch_start(self) -> None:
+        self.losses: list[float] = []
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.batch_size >= len(batch[0])
+        loss = self.loss(batch) * self.weights.mean()
+        self.num_steps += 1
+        self.losses.append(loss.item())
+        return loss * (1 + 1e-3 * self.num_steps) / (1 + self.global_step)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_losses.append(self.loss(batch).item())
+
+    def configure_optimizers(self) -> Any:
+        schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, start_factor=0.5, total_iters=5)
+        return [self.optimizer], [schedule]
+
+
+class Several(Net):
+    """Two training loaders, one of half the size, and two validation loaders, one of a fixed size."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch["all"]) + self.loss(batch["half"])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def train_dataloader(self) -> Any:
+        half = DataLoader(data(40), max(1, self.batch_size // 2), shuffle=True)
+        return {"all": DataLoader(data(), self.batch_size, shuffle=True), "half": half}
+
+    def val_dataloader(self) -> Any:
+        return [DataLoader(data(NUM_VAL), self.batch_size), DataLoader(data(8), 8)]
+
+
+class BareSeveral(Several):
+    """The same without loaders."""
+
+    train_dataloader = LightningModule.train_dataloader
+    val_dataloader = LightningModule.val_dataloader
+
+
+class Recorder(Logger):
+    """Keeps all that is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Any] = []
+
+    @property
+    def name(self) -> str:
+        return "recorder"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params: Any, *args: Any) -> None:
+        self.rows.append(dict(params))
+
+
+def fit(module: LightningModule, *given: Any, callbacks: Any = (), ckpt: Any = None, **options: Any) -> Any:
+    """Train two epochs and describe the outcome: see `outcome`."""
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    trainer = trainer_for(callbacks, **options)
+    datamodule = given[0] if given and isinstance(given[0], LightningDataModule) else None
+    loaders = () if datamodule is not None else given
+    trainer.fit(module, *loaders, datamodule=datamodule, ckpt_path=ckpt, weights_only=False if ckpt else None)
+    return outcome(trainer, module)
+
+
+def trainer_for(callbacks: Any = (), **options: Any) -> Trainer:
+    quiet = {
+        "accelerator": "cpu", "devices": 1, "max_epochs": 2, "logger": Recorder(), "log_every_n_steps": 1,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    }  # fmt: skip
+    given = {**quiet, **options}
+    if callable(given.get("strategy")):  # a strategy serves one trainer
+        given["strategy"] = given["strategy"]()
+    return Trainer(callbacks=list(callbacks), **given)
+
+
+def outcome(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Everything that must be the same with the same size, copied."""
+    schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    found = {
+        "weights": module.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "schedules": [{name: held for name, held in each.items() if "_fn" not in name} for each in schedules],
+        "logs": [getattr(logger, "rows", None) for logger in trainer.loggers],
+        "metrics": dict(trainer.callback_metrics),
+        "progress": trainer.fit_loop.state_dict(),
+        "random numbers": [torch.get_rng_state(), *map(repr, (np.random.get_state(), random.getstate()))],
+        "sizes": getattr(module, "sizes", None),
+        "attributes": {
+            name: held for name, held in vars(module).items() if isinstance(held, bool | int | float | str)
+        },
+        "hyperparameters": dict(module.hparams),
+        "accumulate": trainer.accumulate_grad_batches,
+        "averages": [
+            getattr(each, "_latest_update_step", None)
+            for each in trainer.callbacks
+            if isinstance(each, EMAWeightAveraging)
+        ],
+    }
+    return nest.map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, found)
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """The parts of two outcomes that differ in a bit."""
+    return [name for name in a if not _same(a[name], b[name])]
+
+
+def _same(a: Any, b: Any) -> bool:
+    first, second = list(nest.leaves(a)), list(nest.leaves(b))
+    return repr(nest.map_leaves(lambda _: 0, a)) == repr(nest.map_leaves(lambda _: 0, b)) and all(
+        torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in zip(first, second, strict=True)
+    )
+
+
+Case = tuple[Callable[[int], Any], Callable[[int], tuple[Any, ...]], dict[str, Any]]
+"""The module and what is handed to `fit`, for a batch size, and options of the trainer."""
+
+
+def loader(size: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data(), size, **options)
+
+
+def stacked(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """A collate function that draws random numbers."""
+    images = torch.stack([image for image, _ in samples])
+    return images + 0.01 * torch.randn(1), torch.tensor([int(label) for _, label in samples])
+
+
+class Loader(DataLoader[Any]):
+    """A loader of the user's own, with an argument of its own."""
+
+    def __init__(self, dataset: Any, factor: float, **options: Any) -> None:
+        self.factor = factor
+        super().__init__(dataset, **options)
+
+    def __iter__(self) -> Any:
+        return ((images * self.factor, labels) for images, labels in super().__iter__())
+
+
+class Picky(Sampler[int]):
+    """Samples in an order of its own, which its generator and its count decide."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(9)
+        self.num_epochs = 0
+
+    def __len__(self) -> int:
+        return 50
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_epochs += 1
+        order = torch.randperm(NUM_SAMPLES, generator=self.generator).tolist()
+        return iter(order[self.num_epochs : self.num_epochs + 50])
+
+
+CASES: dict[str, Case] = {
+    "attribute": (Net, lambda size: (), {}),
+    "hyperparameter": (InHyperparameters, lambda size: (), {}),
+    "data module": (lambda size: Bare(), Data, {}),
+    "loaders": (
+        lambda size: Bare(),
+        lambda size: (
+            loader(size, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(4)),
+            DataLoader(data(NUM_VAL), size),
+        ),
+        {},
+    ),
+    "weighted": (
+        lambda size: Bare(),
+        lambda size: (
+            loader(size, sampler=WeightedRandomSampler(range(NUM_SAMPLES), 64), collate_fn=stacked),
+        ),
+        {},
+    ),
+    "own sampler": (lambda size: Bare(), lambda size: (loader(size, sampler=Picky()),), {}),
+    "own loader": (
+        lambda size: Bare(),
+        lambda size: (Loader(data(), 0.5, batch_size=size, shuffle=True),),
+        {},
+    ),
+    "combined loaders": (
+        lambda size: BareSeveral(size),
+        lambda size: (
+            CombinedLoader({"all": loader(size), "half": loader(size, shuffle=True)}, "min_size"),
+            [DataLoader(data(NUM_VAL), size), DataLoader(data(40), size)],
+        ),
+        {},
+    ),
+    "workers": (lambda size: Bare(), lambda size: (loader(size, shuffle=True, num_workers=1),), {}),
+    "stream": (lambda size: Bare(), lambda size: (DataLoader(Stream(), size),), {"max_steps": 6}),
+    "manual": (Manual, lambda size: (), {}),
+    "bf16": (Net, lambda size: (), {"precision": "bf16-mixed"}),
+    "accumulation": (Net, lambda size: (), {"accumulate_grad_batches": 3}),
+    "average": (Net, lambda size: (), {"callbacks": lambda: [EMAWeightAveraging(decay=0.9)]}),
+    "needy": (Needy, lambda size: (), {}),
+    "several loaders": (Several, lambda size: (), {}),
+}
