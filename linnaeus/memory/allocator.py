@@ -192,12 +192,11 @@ class CachingAllocator:
         settings: the allocator's settings.
         device_malloc: takes bytes from the device; False where it has no more. The device is endless without.
         device_free: gives them back.
-        capacity_bytes: the cap on reserved bytes; None without one.
+        allowed_bytes: the cap on reserved bytes, which may be changed later; None without one.
 
     Attributes:
-        allowed_bytes: the cap on reserved bytes; None without one.
-        reserved_bytes: bytes of all segments.
-        allocated_bytes: bytes of all blocks in use.
+        reserved_bytes, peak_reserved_bytes: bytes of all segments, and the most of them since `reset_peaks`.
+        allocated_bytes, peak_allocated_bytes: the same of all blocks in use.
         num_alloc_retries: how often the cache was emptied to serve a request.
         num_ooms: requests refused.
     """
@@ -208,11 +207,11 @@ class CachingAllocator:
         *,
         device_malloc: Callable[[int], bool] = lambda num_bytes: True,
         device_free: Callable[[int], None] = lambda num_bytes: None,
-        capacity_bytes: int | None = None,
+        allowed_bytes: int | None = None,
     ) -> None:
         self.settings = settings
         self._device_malloc, self._device_free = device_malloc, device_free
-        self.allowed_bytes = capacity_bytes
+        self.allowed_bytes = allowed_bytes
         self.reserved_bytes = self.allocated_bytes = 0
         self.peak_reserved_bytes = self.peak_allocated_bytes = 0
         self.num_alloc_retries = self.num_ooms = 0
@@ -227,7 +226,7 @@ class CachingAllocator:
         """
         if self.settings.roundup_power2_divisions:
             size = self.settings.rounded(num_bytes)
-        else:
+        else:  # as `rounded`, without the call: a replay makes thousands of requests
             size = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         pool = self._small if size <= SMALL_BYTES else self._large
         block = self._cached(pool, size)
@@ -236,7 +235,7 @@ class CachingAllocator:
                 self._grown(pool, size) if self.settings.expandable_segments else self._segment(pool, size)
             )
         block.is_free = False
-        if block.size != size and self._is_split(block, size):
+        if block.size != size and self._should_split(block, size):
             self._split(block, size)
         self.allocated_bytes += block.size
         if self.allocated_bytes > self.peak_allocated_bytes:
@@ -381,7 +380,7 @@ class CachingAllocator:
         if last.before is not None:
             last.before.after = None
 
-    def _is_split(self, block: Block, size: int) -> bool:
+    def _should_split(self, block: Block, size: int) -> bool:
         remaining = block.size - size
         if block.pool.is_small or self.settings.expandable_segments:
             return remaining >= MIN_BLOCK_BYTES
@@ -423,7 +422,9 @@ class CachingAllocator:
 
     @property
     def _collects_garbage(self) -> bool:
-        return self.allowed_bytes is not None and self.settings.garbage_collection_threshold > 0
+        settings = self.settings
+        is_on = settings.garbage_collection_threshold > 0 and not settings.expandable_segments
+        return self.allowed_bytes is not None and is_on
 
     def _collect_garbage(self) -> None:
         """Release large blocks that have been idle for longest, until reserved bytes are at the threshold."""
@@ -432,8 +433,6 @@ class CachingAllocator:
         to_reclaim = self.reserved_bytes - int(threshold * self.allowed_bytes)
         pool = self._large
         ages = {block: pool.num_searches - block.idle_since for block in pool.blocks() if block.is_whole}
-        if self.settings.expandable_segments:
-            return
         while to_reclaim > 0 and ages:
             mean_age = sum(ages.values()) / len(ages)
             for block in [block for block, age in ages.items() if age >= mean_age]:

@@ -322,7 +322,7 @@ def test_emptying_the_cache_trims_the_free_end_of_an_expandable_segment() -> Non
 
 
 def test_without_a_device_the_capacity_bounds_what_is_reserved() -> None:
-    allocator = CachingAllocator(capacity_bytes=64 * MIB)
+    allocator = CachingAllocator(allowed_bytes=64 * MIB)
     allocator.allocate(60 * MIB)
     with pytest.raises(Refused):
         allocator.allocate(6 * MIB)

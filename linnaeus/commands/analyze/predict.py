@@ -17,7 +17,7 @@ from linnaeus.commands.analyze.fitting import curve, fill, largest_size
 from linnaeus.commands.analyze.options import Options
 from linnaeus.commands.analyze.remedies import Change, Outcome, common_changes, show_so_far, try_remedies, why
 from linnaeus.commands.analyze.results import Analysis, Predicted, Row, limit_words
-from linnaeus.commands.analyze.traced import META, build_on_meta, predict_step
+from linnaeus.commands.analyze.traced import META, build_on_meta, predicted_step
 from linnaeus.commands.environment import run_settings, settings_sentence
 from linnaeus.commands.measure import Speeds
 from linnaeus.commands.session import Setup
@@ -104,7 +104,7 @@ def predict_sizes(setup: Setup, options: Options, target: Target, analysis: Anal
         rows = _rows(mode, options, target)
         setup.status.update(f"{mode}: tracing the step")
         try:
-            step = predict_step(search, mode, target.base_bytes)
+            step = predicted_step(search, mode, target.base_bytes)
         except AutoBatchError as error:  # the bounds leave no size
             rows = [replace(row, reason=str(error)) for row in rows]
         else:
@@ -184,7 +184,7 @@ def _run(target: Target) -> Callable[[Setup, Mode, Sequence[int]], dict[int, Out
         try:
             config = setup.config  # perhaps with images of another size
             setup = replace(setup, data=build_data(config.DATA, seed=config.EXPERIMENT.SEED))
-            step = predict_step(build_on_meta(setup), mode, target.base_bytes)
+            step = predicted_step(build_on_meta(setup), mode, target.base_bytes)
         except Exception as error:  # a user's model may not take every precision
             logger.debug("a remedy failed", exc_info=True)
             return dict.fromkeys(sizes, Outcome(reason=why(error)))

@@ -83,7 +83,7 @@ def build_on_meta(setup: Setup) -> SizeSearch:
         return setup.search()
 
 
-def predict_step(search: SizeSearch, mode: Mode, base_bytes: int) -> PredictedStep:
+def predicted_step(search: SizeSearch, mode: Mode, base_bytes: int) -> PredictedStep:
     """Trace one step at two batch sizes.
 
     Args:

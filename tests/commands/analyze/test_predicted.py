@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.commands.analyze.options import Options, read
 from linnaeus.commands.analyze.predict import target_of, world_of
-from linnaeus.commands.analyze.traced import PredictedStep, build_on_meta, predict_step
+from linnaeus.commands.analyze.traced import PredictedStep, build_on_meta, predicted_step
 from linnaeus.commands.session import Setup
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
@@ -622,7 +622,7 @@ def predicted(mode: str, *argv: str) -> PredictedStep:
     setup = Setup(config, data, world_of(options), RankStatus(), plain_console()[0])
     search = build_on_meta(setup)
     assert all(parameter.is_meta for parameter in search.assembly.model.parameters())
-    return predict_step(search, mode, BASE)  # type: ignore[arg-type]
+    return predicted_step(search, mode, BASE)  # type: ignore[arg-type]
 
 
 WIDTH = 16 * MIB
