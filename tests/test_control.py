@@ -125,6 +125,28 @@ def test_a_failure_reaches_every_rank_that_waits(rank: int) -> None:
         assert outcomes[other].exit_code == 7
 
 
+def test_a_value_that_a_rank_sent_before_it_failed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes, and the failure after it, between two looks of the rank that waits."""
+    monkeypatch.setattr(control, "FAREWELL_S", 0.0)
+    store = HashStore()
+    with ControlPlane(store, 0, 2) as main, ControlPlane(store, 1, 2) as other:
+        exist, has_failed = main._keys.exist, False
+
+        def exist_before(keys: list[str]) -> bool:
+            nonlocal has_failed
+            found = exist(keys)
+            if keys == ["value/0/1"] and not has_failed:
+                has_failed = True
+                other.collect("sent")
+                fails(other)
+            return found
+
+        monkeypatch.setattr(main._keys, "exist", exist_before)
+        assert main.collect("mine") == ["mine", "sent"]
+        with pytest.raises(LinnaeusError, match="rank 1: this is broken"):
+            main.collect("next")
+
+
 def test_the_first_failure_counts() -> None:
     def both(plane: ControlPlane) -> Failure:
         time.sleep(0.3 * plane.rank)
