@@ -107,7 +107,7 @@ class Request:
         Raises:
             AutoBatchError: no size fits.
         """
-        predict = partial(predict_step, self.step, self.make_batch, state=tuple(self.state), mode=self.mode)
+        predict = partial(predict_step, self.step, self.make_batch, state=self._parts, mode=self.mode)
         with BatchSizeFinder(
             self.step, self.make_batch, state=self.state, mode=self.mode, device=self.device,
             min_batch_size=self.min_batch_size, max_batch_size=self.max_batch_size,
@@ -132,7 +132,7 @@ class Request:
             AutoBatchError: no size fits, or `state` cannot step on one rank alone.
             LinnaeusError: another rank has failed, or its arguments differ; on every rank.
         """
-        state = tuple(self.state)
+        state = self._parts
         check_equal(control, self._shared(), ", ".join(_OF_ONE_RANK))
         request = dataclasses.replace(self, bounds=_lowest(control.gather(dict(self.bounds or {}))))
         check_silenceable(state)
@@ -151,8 +151,13 @@ class Request:
                 lambda status, size: alone._told(status)._at_most(size).search(neighbours),
                 name_of=control.name_of,
             )  # fmt: skip
-            found: AutoBatchResult = protocol.agreed(result, run)
-            return found
+            return protocol.agreed(result, run)
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        """`state`, once checked."""
+        assert isinstance(self.state, tuple)
+        return self.state
 
     def _refusing_collectives(self) -> Request:
         """The same, whose functions refuse collectives in the first trial."""

@@ -342,7 +342,7 @@ class _Trials:
             return self._is_too_long(steps)
         prepared = [
             each
-            for accelerator in {id(each): each for each in _accelerators(self._accelerators)}.values()
+            for accelerator in _accelerators(self._accelerators)  # and those made in the trial
             for each in accelerator._optimizers
             if id(each) not in earlier
         ]
