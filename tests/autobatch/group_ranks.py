@@ -9,6 +9,7 @@ WORLD_SIZE and the address of the store are in the environment.
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import os
 import signal
@@ -23,10 +24,12 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch import silence
+from linnaeus.autobatch.group import of_main, together
 from linnaeus.memory.process import held_bytes
 from linnaeus.utils.autobatch import AutoBatchResult, auto_find_batch_size
 
@@ -98,12 +101,95 @@ def nothing_fits_on_other(rank: int) -> Any:
     return facts(find(memory_limit_gb=0.01 if rank == 1 else limit_gb(32)))
 
 
+def prepares(rank: int) -> Any:
+    """Rank 1 fails before its search, while rank 0 is in it."""
+    with together() as control:
+        assert control is not None
+        if rank == 1:
+            raise OSError("no such data set")
+        return facts(find())
+
+
+def together_twice(rank: int) -> Any:
+    with together() as control:
+        answers = [of_main(control, f"of {rank}")]
+        found = [facts(find(max_batch_size=size))["size"] for size in (4, 8)]
+        with together() as inner:
+            answers.append(of_main(inner, rank))
+            found.append(inner is control)
+    return [*answers, *found]
+
+
+def fails_in_the_second(rank: int) -> Any:
+    with together():
+        find(max_batch_size=4)
+        return raises_on_other(rank)
+
+
+def unequal_bounds(rank: int) -> Any:
+    bounds = ({"dataset": 9, "host": 12}, {"dataset": 7, "own": 20})[rank]
+    result = find(num_samples=64, bounds=bounds)
+    return facts(result) | {"limited_by": result.limited_by}
+
+
 def good_again(rank: int) -> Any:
     return facts(find(max_batch_size=4))
 
 
 def collective(rank: int) -> Any:
     return facts(find(lambda batch: dist.all_reduce(batch)))
+
+
+def collective_in_make_batch(rank: int) -> Any:
+    def make_batch(n: int) -> torch.Tensor:
+        dist.barrier()
+        return samples(n)
+
+    return facts(auto_find_batch_size(lambda batch: None, make_batch, memory_limit_gb=8.0))
+
+
+def functional(rank: int) -> Any:
+    """Functional collectives of all ranks, and of one."""
+    alone = group_of_one(rank)
+
+    def found(group: dist.ProcessGroup) -> Any:
+        def step(batch: torch.Tensor) -> None:
+            functional_collectives.all_reduce(batch, "sum", group).sum()
+
+        return facts(find(step, max_batch_size=4))
+
+    return {"alone": attempt(found, alone), "all": attempt(found, dist.group.WORLD)}
+
+
+def refused_on_one(rank: int) -> Any:
+    """Rank 0 would begin a collective of its wrapper."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8)))
+    model(torch.ones(2, 8)).sum().backward()
+    if rank == 1:
+        model.module.append(DeepSpeedEngine(8, 8))
+    return facts(find(state=(model,), max_batch_size=4))
+
+
+def unequal_wrappers(rank: int) -> Any:
+    """Rank 1 wraps its model once more; then a wrapper that only garbage collection can remove."""
+    alone = group_of_one(rank)
+    model = nn.Linear(8, 8)
+    wrapper = DistributedDataParallel(model)
+    more = [DistributedDataParallel(model, process_group=alone)] if rank == 1 else []
+    outcomes = [attempt(lambda rank: facts(find(state=(model,), max_batch_size=4)), rank)]
+    gc.disable()
+    try:
+        if more:
+            more[0].cycle = more
+            more = []
+        outcomes.append(attempt(lambda rank: facts(find(state=(model,), max_batch_size=4)), rank))
+    finally:
+        gc.enable()
+    return [*outcomes, wrapper.module is model]
+
+
+def group_of_one(rank: int) -> Any:
+    return [dist.new_group([each]) for each in range(2)][rank]
 
 
 def what_remains(rank: int) -> Any:
@@ -121,8 +207,11 @@ def what_remains(rank: int) -> Any:
 def not_called(rank: int) -> Any:
     from linnaeus.autobatch import group
 
-    group.ARRIVAL_S = 1.0
-    return facts(find()) if rank == 0 else None
+    usual, group.ARRIVAL_S = group.ARRIVAL_S, 1.0
+    try:
+        return facts(find()) if rank == 0 else None
+    finally:
+        group.ARRIVAL_S = usual
 
 
 def subgroups(rank: int) -> Any:
@@ -139,10 +228,8 @@ def subgroups(rank: int) -> Any:
         if rank == 3:
             raise KeyError("a broken step")
 
-    try:
-        find(step, group=mine, max_batch_size=4)
-    except Exception as error:
-        found["error"] = describe(error)
+    found["error"] = attempt(lambda rank: facts(find(step, group=mine, max_batch_size=4)), rank)
+    found["different"] = attempt(lambda rank: facts(find(group=mine, max_batch_size=4 + rank)), rank)
     return found | {"refused": refused}
 
 
@@ -240,7 +327,7 @@ def negative_control(rank: int) -> Any:
     silence._forget_trials = lambda wrapper: None
     try:
         outcomes = {name: attempt(lambda name: compared(name, 0), name) for name in ("unused", "static")}
-        return {name: outcome.get("same", False) for name, outcome in outcomes.items()}  # torch may notice
+        return outcomes
     finally:
         silence._forget_trials = undo
 
@@ -310,7 +397,8 @@ def dies(rank: int) -> Any:
 
 
 def describe(error: BaseException) -> dict[str, str]:
-    return {"kind": type(error).__name__, "text": str(error)}
+    kind = next(kind for kind in type(error).__mro__ if not kind.__name__.startswith("_"))
+    return {"kind": kind.__name__, "text": str(error)}
 
 
 def attempt(function: Callable[[Any], Any], argument: Any) -> Any:

@@ -105,7 +105,7 @@ def test_an_error_of_one_rank_ends_all_with_the_cause(name: str, rank: int, caus
 
 
 def test_a_rank_that_is_killed_ends_the_other_with_the_cause(found: Ranks) -> None:
-    assert found[0]["killed"]["error"].startswith("AutoBatchError: rank 1: its process died")
+    assert found[0]["killed"]["error"].startswith("AutoBatchError: AutoBatch: rank 1: its process died")
     assert found[0]["killed"]["seconds"] < 30
 
 
