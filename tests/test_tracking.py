@@ -221,6 +221,7 @@ def test_a_server_that_cannot_be_reached_or_used_means_offline(tmp_path: Path, k
     assert "wandb sync" in outcome.err
 
 
+@pytest.mark.slow
 def test_an_explicit_online_mode_falls_back_too(tmp_path: Path) -> None:
     outcome = record(tmp_path, WANDB_MODE="online", WANDB_API_KEY="short")
     assert recorded(tmp_path)

@@ -113,6 +113,7 @@ def sizes(result: AutoBatchResult) -> list[int]:
 # --- where a search starts ---
 
 
+@pytest.mark.slow
 def test_a_search_starts_near_its_answer() -> None:
     result = search(Loop())
     assert result.certified

@@ -168,6 +168,7 @@ def micro_batch(folder: Path) -> int:
     return int(yaml.safe_load((folder / "config.yaml").read_text())["PLAN"]["MICRO_BATCH"])
 
 
+@pytest.mark.slow
 def test_a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(tmp_path: Path) -> None:
     """Rank 0 tries 18 on its way to 24. 36 samples per rank would be 2 x 18, but rank 1 cannot run 18."""
     options = (
@@ -210,6 +211,7 @@ def test_the_planned_size_of_ranks_with_unequal_memory_has_run_on_all(tmp_path: 
     assert planned in found["ran_on_every_rank"]
 
 
+@pytest.mark.slow
 def test_a_model_with_an_unused_branch_is_tried_as_it_is_trained(tmp_path: Path) -> None:
     model = "MODEL._target_=tests.autobatch.faulty.ModelWithUnusedBranch"
     code, text = job(tmp_path, *TINY, model, "DIST.FIND_UNUSED_PARAMETERS=True")

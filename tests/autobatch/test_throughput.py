@@ -104,6 +104,7 @@ def test_any_curve_ends_with_a_size_that_was_timed(
     assert len(device.asked) <= 6 * (math.log2(largest) + 5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_timed_steps")
 def test_a_run_asks_for_throughput(run: Run, tmp_path: Path) -> None:
     options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=32", "TRAIN.EPOCHS=1")

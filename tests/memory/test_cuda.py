@@ -236,7 +236,8 @@ def find(loop: Loop | Doubling, **arguments: Any) -> AutoBatchResult:
 
 
 @pytest.mark.parametrize(
-    ("fraction", "user_fraction"), [(0.5, 1.0), (0.8, 0.4), pytest.param(0.97, 1.0, marks=pytest.mark.slow)]
+    ("fraction", "user_fraction"),
+    [(0.5, 1.0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.8, 0.4), (0.97, 1.0)))],
 )
 def test_training_reserves_no_more_than_the_search_promised(fraction: float, user_fraction: float) -> None:
     loop = Loop()

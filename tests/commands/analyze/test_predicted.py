@@ -281,6 +281,7 @@ def test_tables_for_programs(run: Run, ending: str) -> None:
         assert not row["reason"]
 
 
+@pytest.mark.slow
 def test_a_table_says_why_there_is_no_size(run: Run) -> None:
     outcome = run(
         "analyze", *IMAGES, "--predict", "--device-memory-gb", "0.5,8", "--modes", "train", "--fractions",

@@ -31,6 +31,7 @@ def marked(found: dict[str, Any], name: str) -> list[int]:
     return [row["batch_size"] for row in found["sizes"] if name in row["marks"]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_timed_steps")
 def test_where_memory_limits(run: Run, tmp_path: Path) -> None:
     outcome = run(
