@@ -67,6 +67,29 @@ def checked_options(
     return dict(options)
 
 
+def options_at_most(options: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    """Options of a search that runs one size, and looks below it only if it does not fit.
+
+    >>> found = options_at_most({"min_batch_size": 8, "multiple_of": 4}, 6)
+    >>> found["start"], found["min_batch_size"], found["multiple_of"]
+    (6, 6, 1)
+
+    Args:
+        options: of the search that was asked for.
+        limit: the size.
+    """
+    multiple_of = options.get("multiple_of", 1)
+    return {
+        **options,
+        "min_batch_size": min(options.get("min_batch_size", 1), limit),
+        "max_batch_size": limit,
+        "start": limit,
+        "multiple_of": multiple_of if limit % multiple_of == 0 else 1,
+        "strategy": "guided",
+        "objective": "memory",
+    }
+
+
 def check_effective_batch(effective_batch_size: int, world_size: int) -> None:
     """Check that every process can take the same part of an effective batch.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch.contents import Contents
+from linnaeus.integrations.common import group_of_this_process, refill
 from linnaeus.rng import rng_state, set_rng_state
 
 _LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
@@ -47,12 +48,12 @@ class Rehearsal:
             stack.callback(set_rng_state, rng_state(trainer.args.device), trainer.args.device)
             stack.callback(_Kept(trainer).restore)
             # Preparing sets attributes of the model itself: `forward` with autocast, and that it is prepared.
-            stack.callback(_replace, vars(trainer.model), dict(vars(trainer.model)))
+            stack.callback(refill, vars(trainer.model), dict(vars(trainer.model)))
             stack.callback(vars(accelerator).update, {name: list(vars(accelerator)[name]) for name in _LISTS})
             gradients = accelerator.gradient_state
             stack.callback(gradients._set_sync_gradients, gradients.sync_gradients)
             if accelerator.num_processes > 1:
-                self._group = stack.enter_context(_group_of_this_rank())
+                self._group = stack.enter_context(group_of_this_process())
                 stack.enter_context(_one_process(accelerator))
             self._prepared = accelerator.prepare_model(trainer.model, evaluation_mode=True)
             trainer.create_optimizer()
@@ -175,22 +176,6 @@ class _Tensor:
         if self._tensor.shape != self._value.shape:
             self._tensor.data = self._value.clone()
         self._tensor.detach().copy_(self._value)
-
-
-def _replace(content: dict[str, Any], before: dict[str, Any]) -> None:
-    content.clear()
-    content.update(before)
-
-
-@contextlib.contextmanager
-def _group_of_this_rank() -> Iterator[torch_dist.ProcessGroup]:
-    """A process group that no other rank has a part in, not even in making it."""
-    group = torch_dist.new_group([torch_dist.get_rank()], use_local_synchronization=True)
-    assert isinstance(group, torch_dist.ProcessGroup)  # this rank is a member
-    try:
-        yield group
-    finally:
-        torch_dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager
