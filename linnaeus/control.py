@@ -70,18 +70,25 @@ class Failure:
     message: str
     exit_code: int = 1
 
-    def as_error(self) -> LinnaeusError:
-        """The error as the other ranks raise it."""
-        error = LinnaeusError(f"rank {self.rank}: {self.message}")
-        error.exit_code = self.exit_code
-        return error
+
+class ForeignFailureError(LinnaeusError):
+    """The failure of another rank, as this one raises it.
+
+    Attributes:
+        failure: of that rank.
+        exit_code: of the process that met it.
+    """
+
+    def __init__(self, failure: Failure, name: int) -> None:
+        self.failure, self.exit_code = failure, failure.exit_code
+        super().__init__(f"rank {name}: {failure.message}")
 
 
 class OverdueError(LinnaeusError):
     """A rank lives but has not sent its value in time.
 
     Attributes:
-        rank: that rank.
+        rank: that rank, by the number that messages give it.
         doing: what it does, by its own account.
     """
 
@@ -102,8 +109,10 @@ class ControlPlane:
         end_process: called with the first failure of the job if this rank does not meet it by itself; None
             never ends it.
         on_orphaned: called when the process that started this one has ended; None does not look.
+        name_of: the number that messages give to a rank, such as that among all ranks of the job.
 
     Attributes:
+        name_of: as given.
         doing: what this rank does; part of its heartbeat.
         is_ending: whether this rank has met a failure and ends by itself.
         on_request: on rank 0, called once with the first request of another rank, in a thread of its own: the
@@ -118,8 +127,10 @@ class ControlPlane:
         *,
         end_process: Callable[[Failure], object] | None = None,
         on_orphaned: Callable[[], object] | None = None,
+        name_of: Callable[[int], int] = lambda rank: rank,
     ) -> None:
         self.rank = rank
+        self.name_of = name_of
         self.world_size = world_size
         self.doing = "starting"
         self.is_ending = False
@@ -161,7 +172,8 @@ class ControlPlane:
         Args:
             value: this rank's.
             limit_s: how long to wait for each of the others; None waits as long as they live.
-            on_wait: called about every second with the rank that this one waits for and what that one does.
+            on_wait: called about every second with the number that messages give to the rank that this one
+                waits for, and with what that one does.
 
         Raises:
             LinnaeusError: another rank has failed; with its message and exit code.
@@ -287,7 +299,7 @@ class ControlPlane:
     def _raise_failure(self) -> None:
         if (failure := self.failure) is not None:
             self._keys.put(f"read/{self.rank}", True)
-            raise failure.as_error()
+            raise ForeignFailureError(failure, self.name_of(failure.rank))
 
     def _forget_before(self, number: int) -> None:
         """Delete what every rank has read: all have sent their value of this exchange after the last one."""
@@ -308,16 +320,17 @@ class ControlPlane:
             self._raise_failure()
             now = time.monotonic()
             if limit_s is not None and now - started > limit_s:
-                raise OverdueError(rank, self._doing_of(rank))
+                raise OverdueError(self.name_of(rank), self._doing_of(rank))
             if now - looked > BEAT_S:
                 looked, doing = now, self._doing_of(rank)
                 if self._has_died_before(rank, key):
                     self._declare_dead(rank, doing)
                     continue
-                on_wait(rank, doing)
+                on_wait(self.name_of(rank), doing)
                 if now - reported > (REPORT_S if doing == reported_doing else min(CHANGE_S, REPORT_S)):
                     reported, reported_doing = now, doing
-                    logger.info("waiting %.0f s for rank %d: %s", now - started, rank, doing)
+                    seconds, name = now - started, self.name_of(rank)
+                    logger.info("waiting %.0f s for rank %d: %s", seconds, name, doing)
             time.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
         return self._keys.get(key)
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from linnaeus.autobatch.arguments import check_choice, check_functions
 from linnaeus.autobatch.find import listed
-from linnaeus.autobatch.group import joined, members
+from linnaeus.autobatch.group import together
 from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.optimizers import strangers_refused
 from linnaeus.autobatch.predicted import predict_step
@@ -79,7 +79,8 @@ def auto_find_batch_size(
         timeout_minutes: deadline of the search; the best size so far is used then.
         objective: `memory` for the largest size that fits, `throughput` for the smallest of those that fit
             whose samples per second come within 5 % of the best.
-        bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}.
+        bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}. The ranks
+            may give different ones: the lowest of each name holds.
         start: a size to try first, such as the answer of an earlier run.
         observer: told what the search does; by default a `SearchLog`, which logs a line for each trial.
         predict: on a CUDA device, start a guided search without `start` at the size that calls of `step` on
@@ -104,7 +105,7 @@ def auto_find_batch_size(
         timeout_minutes=timeout_minutes, objective=objective, bounds=bounds, start=start, observer=observer,
         predict=predict,
     )  # fmt: skip
-    with joined(members(group)) as control:
+    with together(group) as control:
         request = request.checked()
         return request.search() if control is None else request.search_together(control)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as torch_dist
 
-from linnaeus.control import ControlPlane, Failure, OverdueError, first_difference
+from linnaeus.control import ControlPlane, Failure, ForeignFailureError, OverdueError, first_difference
 from linnaeus.errors import AutoBatchError, LinnaeusError
 
 Group = torch_dist.ProcessGroup | Literal[False] | None
@@ -17,7 +18,10 @@ ARRIVAL_S = 1800.0
 """How long the first ranks wait for the others to call: those may still load their data."""
 
 _CLOSED = "closed"
-"""Key that a search has which a rank did not come to."""
+"""Key set when the ranks gave up waiting for a late rank."""
+
+_open: dict[torch_dist.ProcessGroup, ControlPlane] = {}
+"""The control planes of the groups that are together."""
 
 
 class AbsentError(AutoBatchError):
@@ -48,45 +52,113 @@ def members(group: Group) -> torch_dist.ProcessGroup | None:
 
 
 @contextlib.contextmanager
-def joined(group: torch_dist.ProcessGroup | None) -> Iterator[ControlPlane | None]:
-    """The control plane of a group, for one search; None for a process alone.
+def together(group: Group = None) -> Iterator[ControlPlane | None]:
+    """The control plane of a group's ranks; None for a process alone.
 
-    Every rank of the group must enter and leave it. It uses the group's store, under keys of its own for each
-    time, so that neither an earlier failure nor another group has a part in it. On leaving, its thread and
-    its connection are gone. An error of one rank is told to all before it is raised.
+    Every rank of the group must enter and leave it; entering waits until all have. An error of one rank is
+    told to all before it is raised. So what prepares a search belongs inside: searches in it, and the same
+    context entered once more, use the same control plane. Use it in the same order on every rank.
+
+        with together(group) as control:
+            loader = ...  # may raise on one rank
+            checkpoint = of_main(control, newest_checkpoint())
+            result = auto_find_batch_size(step, make_batch, group=group)
+
+    The control plane uses the group's store, under keys of its own for each time, so that neither an earlier
+    failure nor another group has a part in it. On leaving, its thread and its connection are gone.
+
+    Args:
+        group: as for `auto_find_batch_size`.
 
     Raises:
         AutoBatchError: another rank has failed, died or not come; with its message.
+        TypeError, ValueError: see `members`.
     """
-    if group is None:
+    ranks = members(group)
+    if ranks is None:
         yield None
-        return
+    elif ranks in _open:
+        with _telling(_open[ranks]):
+            yield _open[ranks]
+    else:
+        with _joined(ranks) as control:
+            yield control
+
+
+def of_main(control: ControlPlane | None, value: Any) -> Any:
+    """Rank 0's value, on every rank, which must all call this; the value itself without a control plane.
+
+    Raises:
+        LinnaeusError: another rank has failed; with its message.
+    """
+    return value if control is None else control.broadcast(value)
+
+
+@contextlib.contextmanager
+def _joined(group: torch_dist.ProcessGroup) -> Iterator[ControlPlane]:
+    """A new control plane for a group, once all its ranks have come."""
     rank = group.rank()
     store = _store_of(group)
     store = torch_dist.PrefixStore(f"linnaeus/{_number(store, rank)}", store)
-    with ControlPlane(store, rank, group.size()) as control:
+    name_of = partial(torch_dist.get_global_rank, group)
+    with ControlPlane(store, rank, group.size(), name_of=name_of) as control, _telling(control):
+        _wait_for_arrivals(control, store)
+        _open[group] = control
         try:
             yield control
-            control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
-            control.collect(None)  # rank 0 leaves last: it may host the store
-        except BaseException as error:
-            if isinstance(error, AbsentError):
-                store.set(_CLOSED, "")
-            cause = _cause(control, error)
-            if cause is not None:
-                raise _as_error(cause, group) from None
-            if isinstance(error, torch_dist.DistError):
-                raise AutoBatchError(
-                    "AutoBatch: the store of the process group cannot be reached any more: the process that "
-                    f"serves it, usually that of rank 0, has ended ({str(error).partition(chr(10))[0]})"
-                ) from error
-            raise
+        finally:
+            del _open[group]
+        control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
+        control.collect(None)  # rank 0 leaves last: it may host the store
+
+
+def _wait_for_arrivals(control: ControlPlane, store: torch_dist.Store) -> None:
+    try:
+        control.gather(None, limit_s=ARRIVAL_S)
+    except OverdueError as error:
+        store.set(_CLOSED, "")
+        raise AbsentError(
+            f"AutoBatch: rank {error.rank} has not called auto_find_batch_size within {ARRIVAL_S / 60:.3g} "
+            f"minutes of rank {control.name_of(control.rank)}: every rank of the group must; group=False "
+            "searches on this rank alone"
+        ) from None
+
+
+@contextlib.contextmanager
+def _telling(control: ControlPlane) -> Iterator[None]:
+    """Tell all ranks what this one raises, and raise what another rank tells as an `AutoBatchError`."""
+    try:
+        yield
+    except ForeignFailureError as error:
+        ours = AutoBatchError(f"AutoBatch: {error}")
+        ours.exit_code = error.exit_code
+        raise ours from None
+    except BaseException as error:
+        _tell(control, error)
+        if isinstance(error, torch_dist.DistError):
+            raise AutoBatchError(
+                "AutoBatch: the store of the process group cannot be reached any more: the process that "
+                f"serves it, usually that of rank {control.name_of(0)}, has ended "
+                f"({str(error).partition(chr(10))[0]})"
+            ) from error
+        raise
+
+
+def _tell(control: ControlPlane, error: BaseException) -> None:
+    is_known = isinstance(error, LinnaeusError)
+    message = str(error).removeprefix("AutoBatch: ") if is_known else f"{type(error).__name__}: {error}"
+    exit_code = error.exit_code if isinstance(error, LinnaeusError) else 1
+    with contextlib.suppress(torch_dist.DistError):
+        if (
+            control.failure is None
+        ):  # else all know of one: of another rank, or of this one, from further inside
+            control.fail(Failure(control.rank, message, exit_code))
 
 
 def _number(store: torch_dist.Store, rank: int) -> int:
     """The number of this search, the same on every rank, whatever became of earlier ones.
 
-    Each rank counts those that it has come to. One that the others have given up waiting for joins the next.
+    Each rank counts its own calls. A rank that arrives after the others gave up skips the closed search.
     """
     while True:
         number = int(store.add(f"linnaeus/searches/{rank}", 1))
@@ -94,30 +166,31 @@ def _number(store: torch_dist.Store, rank: int) -> int:
             return number
 
 
-def check_equal(control: ControlPlane, facts: Mapping[str, Any]) -> None:
-    """Wait until all ranks have come, and compare facts that must be the same on all of them.
+def check_equal(control: ControlPlane, facts: Mapping[str, Any], may_differ: str) -> None:
+    """Wait for all ranks, and compare facts that must be the same on all of them.
 
     Args:
         control: the ranks.
         facts: values that can be compared and pickled, by their names.
+        may_differ: the arguments that need not be the same, for the message.
 
     Raises:
-        LinnaeusError: a rank has not come, or a fact differs; on every rank.
+        LinnaeusError: a rank has not called in time, or a fact differs; on every rank.
     """
     try:
         rows = control.gather(dict(facts), limit_s=ARRIVAL_S)
     except OverdueError as error:
-        raise AbsentError(
-            f"rank {error.rank} has not called auto_find_batch_size within {ARRIVAL_S / 60:.3g} minutes of "
-            "this one: every rank of the group must; group=False searches on this rank alone"
+        raise AutoBatchError(
+            f"AutoBatch: rank {error.rank} has come, but not begun its search within {ARRIVAL_S / 60:.3g} "
+            f"minutes of rank {control.name_of(control.rank)}"
         ) from None
     found = first_difference(rows)
     if found is not None:
         rank, different = found
         listed = "; ".join(f"{name} is {main!r} and {other!r}" for name, (main, other) in different.items())
         raise AutoBatchError(
-            f"AutoBatch: ranks 0 and {rank} call auto_find_batch_size with different arguments: {listed}. "
-            "Give all ranks the same; memory_limit_gb alone may differ"
+            f"AutoBatch: ranks {control.name_of(0)} and {control.name_of(rank)} call auto_find_batch_size "
+            f"with different arguments: {listed}. Give all ranks the same; only {may_differ} may differ"
         )
 
 
@@ -127,25 +200,3 @@ def _store_of(group: torch_dist.ProcessGroup) -> torch_dist.Store:
     store = torch_dist.distributed_c10d._world.pg_map[group][1]
     assert store is not None
     return store
-
-
-def _cause(control: ControlPlane, error: BaseException) -> Failure | None:
-    """The failure of another rank that an error comes from. If it is this rank's own, all others learn it."""
-    with contextlib.suppress(torch_dist.DistError):
-        failure = control.failure
-        if failure is not None and str(error) == str(failure.as_error()):
-            return failure
-        is_ours = isinstance(error, LinnaeusError)
-        message = str(error) if is_ours else f"{type(error).__name__}: {error}"
-        control.fail(
-            Failure(control.rank, message, error.exit_code if isinstance(error, LinnaeusError) else 1)
-        )
-    return None
-
-
-def _as_error(failure: Failure, group: torch_dist.ProcessGroup) -> AutoBatchError:
-    """The failure of another rank as this one raises it, with the rank's number among all ranks."""
-    rank = torch_dist.get_global_rank(group, failure.rank)
-    error = AutoBatchError(f"rank {rank}: {failure.message}")
-    error.exit_code = failure.exit_code
-    return error

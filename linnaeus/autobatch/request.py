@@ -38,7 +38,7 @@ from linnaeus.control import ControlPlane
 
 Objective = Literal["memory", "throughput"]
 
-_OF_ONE_RANK = ("step", "make_batch", "state", "device", "observer", "memory_limit_gb")
+_OF_ONE_RANK = ("step", "make_batch", "state", "device", "observer", "memory_limit_gb", "bounds")
 """Arguments that may differ between ranks."""
 
 
@@ -132,14 +132,15 @@ class Request:
             LinnaeusError: another rank has failed, or its arguments differ; on every rank.
         """
         state = tuple(self.state)
-        check_equal(control, self._shared())
+        check_equal(control, self._shared(), ", ".join(_OF_ONE_RANK))
+        request = dataclasses.replace(self, bounds=_lowest(control.gather(dict(self.bounds or {}))))
         check_silenceable(state)
         settle_buckets(state)
         neighbours = control.neighbours()
         exchange_all = partial(exchange, control, timeout_minutes=self.timeout_minutes)
         with silenced(state):
             step = refusing_collectives(self.step, self.steps_per_trial)
-            alone = dataclasses.replace(self, step=step)
+            alone = dataclasses.replace(request, step=step)
             result = protocol.search_on_main(
                 exchange_all, control.rank, lambda status: alone._told(status).search(neighbours)
             )
@@ -171,6 +172,15 @@ class Request:
             multiple_of=self.multiple_of if size % self.multiple_of == 0 else 1, strategy="guided",
             objective="memory", predict=False,
         )  # fmt: skip
+
+
+def _lowest(bounds: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Of each upper bound that a rank has, the lowest: it holds for all."""
+    lowest: dict[str, int] = {}
+    for each in bounds:
+        for name, bound in each.items():
+            lowest[name] = min(bound, lowest.get(name, bound))
+    return lowest
 
 
 class _StatusObserver(SearchObserver):

@@ -27,6 +27,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch import silence
+from linnaeus.autobatch.group import of_main, together
 from linnaeus.memory.process import held_bytes
 from linnaeus.utils.autobatch import AutoBatchResult, auto_find_batch_size
 
@@ -98,6 +99,37 @@ def nothing_fits_on_other(rank: int) -> Any:
     return facts(find(memory_limit_gb=0.01 if rank == 1 else limit_gb(32)))
 
 
+def prepares(rank: int) -> Any:
+    """Rank 1 fails before its search, while rank 0 is in it."""
+    with together() as control:
+        assert control is not None
+        if rank == 1:
+            raise OSError("no such data set")
+        return facts(find())
+
+
+def together_twice(rank: int) -> Any:
+    with together() as control:
+        answers = [of_main(control, f"of {rank}")]
+        found = [facts(find(max_batch_size=size))["size"] for size in (4, 8)]
+        with together() as inner:
+            answers.append(of_main(inner, rank))
+            found.append(inner is control)
+    return [*answers, *found]
+
+
+def fails_in_the_second(rank: int) -> Any:
+    with together():
+        find(max_batch_size=4)
+        return raises_on_other(rank)
+
+
+def unequal_bounds(rank: int) -> Any:
+    bounds = ({"dataset": 9, "host": 12}, {"dataset": 7, "own": 20})[rank]
+    result = find(num_samples=64, bounds=bounds)
+    return facts(result) | {"limited_by": result.limited_by}
+
+
 def good_again(rank: int) -> Any:
     return facts(find(max_batch_size=4))
 
@@ -121,8 +153,11 @@ def what_remains(rank: int) -> Any:
 def not_called(rank: int) -> Any:
     from linnaeus.autobatch import group
 
-    group.ARRIVAL_S = 1.0
-    return facts(find()) if rank == 0 else None
+    usual, group.ARRIVAL_S = group.ARRIVAL_S, 1.0
+    try:
+        return facts(find()) if rank == 0 else None
+    finally:
+        group.ARRIVAL_S = usual
 
 
 def subgroups(rank: int) -> Any:
@@ -139,10 +174,8 @@ def subgroups(rank: int) -> Any:
         if rank == 3:
             raise KeyError("a broken step")
 
-    try:
-        find(step, group=mine, max_batch_size=4)
-    except Exception as error:
-        found["error"] = describe(error)
+    found["error"] = attempt(lambda rank: facts(find(step, group=mine, max_batch_size=4)), rank)
+    found["different"] = attempt(lambda rank: facts(find(group=mine, max_batch_size=4 + rank)), rank)
     return found | {"refused": refused}
 
 
@@ -310,7 +343,8 @@ def dies(rank: int) -> Any:
 
 
 def describe(error: BaseException) -> dict[str, str]:
-    return {"kind": type(error).__name__, "text": str(error)}
+    kind = next(kind for kind in type(error).__mro__ if not kind.__name__.startswith("_"))
+    return {"kind": kind.__name__, "text": str(error)}
 
 
 def attempt(function: Callable[[Any], Any], argument: Any) -> Any:

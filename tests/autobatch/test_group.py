@@ -46,13 +46,15 @@ ERRORS = (
     "nothing_fits_on_other",
     "different_arguments",
     "wrong_argument",
+    "prepares",
+    "fails_in_the_second",
 )
 
 
 @pytest.fixture(scope="module")
 def together(job: Callable[..., Found]) -> Found:
     """The scenarios in one job, a good search after each that fails."""
-    names = ["unequal_limits", "slower_than_the_group", "alone"]
+    names = ["unequal_limits", "slower_than_the_group", "alone", "unequal_bounds", "together_twice"]
     names += [*ERRORS, "not_called", "good_again", "collective", "what_remains", "bare_model"]
     return job(*names, "sync_batchnorm", "refused")
 
@@ -68,6 +70,16 @@ def test_a_search_may_take_longer_than_the_timeout_of_the_group(together: Found)
     for found in together:
         assert found["slower_than_the_group"]["seconds"] > 4
         assert found["slower_than_the_group"]["size"] == 4
+
+
+def test_of_bounds_that_differ_the_lowest_holds(together: Found) -> None:
+    for found in together:
+        assert found["unequal_bounds"] == {"size": 7, "ran": [7], "limited_by": "dataset"}
+
+
+def test_searches_in_one_context_share_its_control_plane(together: Found) -> None:
+    for found in together:
+        assert found["together_twice"] == ["of 0", 0, 4, 8, True]
 
 
 def test_a_rank_may_search_alone(together: Found) -> None:
@@ -87,6 +99,8 @@ def test_different_arguments_are_one_error_on_all_ranks(together: Found) -> None
         ("raises_on_other", 1, "KeyError", "'a broken step'"),
         ("nothing_fits_on_other", 1, "AutoBatchError", "AutoBatch (train): no batch size fits"),
         ("wrong_argument", 1, "TypeError", "max_batch_size is 'many'; it must be an integer"),
+        ("prepares", 1, "OSError", "no such data set"),
+        ("fails_in_the_second", 1, "KeyError", "'a broken step'"),
     ],
 )
 def test_an_error_of_one_rank_is_raised_there_and_named_on_the_others(
@@ -96,11 +110,13 @@ def test_an_error_of_one_rank_is_raised_there_and_named_on_the_others(
     assert own["kind"] == kind
     assert own["text"].startswith(text)
     named = own["text"] if kind == "AutoBatchError" else f"{kind}: {own['text']}"
-    assert others == {"kind": "AutoBatchError", "text": f"rank {failing}: {named}"}
+    assert others == {"kind": "AutoBatchError", "text": f"AutoBatch: rank {failing}: {named}"}
 
 
 def test_a_rank_that_does_not_call_is_named(together: Found) -> None:
-    assert "rank 1 has not called auto_find_batch_size" in together[0]["not_called"]["text"]
+    assert together[0]["not_called"]["text"].startswith(
+        "AutoBatch: rank 1 has not called auto_find_batch_size"
+    )
 
 
 def test_earlier_failures_do_not_reach_later_searches(together: Found) -> None:
@@ -169,9 +185,11 @@ def test_two_groups_search_at_once(job: Callable[..., Found]) -> None:
     found = [each["subgroups"] for each in job("subgroups", num_ranks=4)]
     assert found[0]["size"] == found[1]["size"] > found[2]["size"] == found[3]["size"]
     assert all("process group of other ranks" in each["refused"] for each in found)
-    assert found[2]["error"] == {"kind": "AutoBatchError", "text": "rank 3: KeyError: 'a broken step'"}
+    told = {"kind": "AutoBatchError", "text": "AutoBatch: rank 3: KeyError: 'a broken step'"}
+    assert found[2]["error"] == told
     assert found[3]["error"]["kind"] == "KeyError"
-    assert "error" not in found[0]
+    assert found[0]["error"] == {"size": 4, "ran": [4]}
+    assert "ranks 2 and 3 call" in found[3]["different"]["text"]
 
 
 def ranks_without_a_launcher(folder: Path, scenario: str, **env: str) -> list[Process]:
