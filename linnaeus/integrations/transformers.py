@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import kind_of
+from linnaeus.autobatch.group import of_main, together
 from linnaeus.autobatch.lengths import Length
 from linnaeus.autobatch.result import AutoBatchResult, Mode
+from linnaeus.control import ControlPlane
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.common import (
     check_effective_batch,
@@ -188,15 +190,17 @@ class _Search:
     def __call__(self, batch_size: int | None = None, *arguments: Any, **keywords: Any) -> Any:
         """Run the loop; `batch_size` is what the trainer was built with."""
         trainer = self.trainer
-        check_supported(trainer)  # arguments may have been set meanwhile
-        self._find(keywords.get("resume_from_checkpoint"))
+        with together() as control:  # so that an error of one process ends all
+            check_supported(trainer)  # arguments may have been set meanwhile
+            self._find(keywords.get("resume_from_checkpoint"), control)
         del vars(trainer)[_LOOP]
         return trainer._inner_training_loop(trainer._train_batch_size, *arguments, **keywords)
 
-    def _find(self, checkpoint: str | None) -> None:
+    def _find(self, checkpoint: str | None, control: ControlPlane | None) -> None:
         trainer, args = self.trainer, self.trainer.args
         results: dict[Mode, AutoBatchResult] = {}
-        earlier = None if checkpoint is None else size_in_checkpoint(checkpoint)
+        # Not every machine need see the checkpoint's folder.
+        earlier = of_main(control, None if checkpoint is None else size_in_checkpoint(checkpoint))
         with Rehearsal(trainer) as rehearsal:
             data = training_data(trainer, self.length, self.samples)
             results["train"] = self._search(rehearsal, "train", data, earlier)
@@ -232,15 +236,13 @@ class _Search:
         self, rehearsal: Rehearsal, mode: Mode, data: TrialData, earlier: int | None = None
     ) -> AutoBatchResult:
         """Search one mode; where an earlier run has used a size, run this, and search below if it must be."""
-        is_training, bounds = mode == "train", self._bounds(data, mode == "train")
-        limits = {"max_batch_size": self.options[mode]["max_batch_size"], **bounds}
-        lowest = min(limits, key=lambda name: limits[name])
-        most, options = limits[lowest], self.options[mode]
-        if earlier is not None and most >= 1:  # else the search says what is in the way
-            most = min(earlier, most)
-            options = options_at_most(options, most)
+        options, is_training = self.options[mode], mode == "train"
+        if earlier is not None:
+            options = options_at_most(options, min(earlier, options["max_batch_size"]))
+        bounds = self._bounds(data, is_training)
+        most = max(min([options["max_batch_size"], *bounds.values()]), 1)
         make_batch = rehearsal.batch_maker(
-            data.longest(max(most, 1)), data.collate, self._num_batches if is_training else lambda size: 1
+            data.longest(most), data.collate, self._num_batches if is_training else lambda size: 1
         )
         result = auto_find_batch_size(
             rehearsal.train if is_training else rehearsal.predict,
@@ -252,10 +254,11 @@ class _Search:
             **options,
         )
         if earlier is not None and result.batch_size < earlier:
-            reason = "that no longer fits" if result.batch_size < most else f"limited by {lowest}"
+            fits_not = result.limited_by == "memory"
             logger.warning(
                 "AutoBatch: the run that is resumed had batch size %d; going on with %d: %s",
-                earlier, result.batch_size, reason,
+                earlier, result.batch_size,
+                "that no longer fits" if fits_not else f"limited by {result.limited_by}",
             )  # fmt: skip
         return result
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,8 @@ from transformers import Trainer, ViTConfig, ViTForImageClassification
 
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import transformers_data, transformers_trial
-from linnaeus.integrations.transformers import _OPTIONS, autobatch, size_in_checkpoint
+from linnaeus.integrations.common import SET_BY_TRAINER, search_options
+from linnaeus.integrations.transformers import autobatch, size_in_checkpoint
 from tests.forks import ROOT
 from tests.integrations import hugging
 from tests.integrations.hugging import Calls, Text, collate, differences, outcome, trainer
@@ -162,7 +165,7 @@ def leave_the_mark(content: dict[str, Any], before: dict[str, Any]) -> None:
     ("place", "name", "instead", "expected"),
     [
         (transformers_trial, "set_rng_state", lambda *_: None, "random"),
-        (transformers_trial, "_replace", leave_the_mark, "weights"),
+        (transformers_trial, "refill", leave_the_mark, "weights"),
         (transformers_trial._Kept, "restore", lambda *_: None, "shapes"),
     ],
     ids=["random numbers", "the model's attributes", "the trainer's attributes"],
@@ -231,6 +234,18 @@ def test_the_effective_batch_is_made_up_of_the_size_found(effective: int, at_mos
     assert differences(outcome(found), outcome(by_hand(found))) == []
 
 
+def test_an_effective_batch_that_divides_badly_is_warned_of_or_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    search: dict[str, Any] = {"effective_batch_size": 17, "max_batch_size": 4}
+    with caplog.at_level(logging.WARNING, "linnaeus.autobatch"):
+        found = searched(search=search)
+    assert found.args.gradient_accumulation_steps == 17
+    assert "17 accumulation steps are slow: effective_batch_size is 17" in caplog.text
+    with pytest.raises(AutoBatchError, match="would do better, because a batch must have at least 2 samples"):
+        searched(search={**search, "min_batch_size": 2})
+
+
 def test_evaluation_is_searched_where_it_takes_place_or_is_asked_for() -> None:
     small: dict[str, Any] = {"max_batch_size": 6}
     without = searched(search={**small, "evaluation": False}, eval_strategy="steps", eval_steps=3)
@@ -265,14 +280,38 @@ def test_a_resumed_run_keeps_the_size_of_its_checkpoint(tmp_path: Path) -> None:
     ours = left_by(whole)
     resumed = trainer(Recorder, **options)
     autobatch(resumed, **room()).train(resume_from_checkpoint=checkpoint)
-    assert resumed.autobatch_results == {}
-    assert resumed.args.per_device_train_batch_size == 9
+    result = resumed.autobatch_results["train"]
+    assert [trial.size for trial in result.trials] == [9], "it is run once"
+    assert result.batch_size == resumed.args.per_device_train_batch_size == 9
     again = left_by(resumed)
     by_hand = trainer(Recorder, per_device_train_batch_size=9, **options)
     by_hand.train(resume_from_checkpoint=checkpoint)
     assert differences(again, left_by(by_hand)) == []
     assert not {"weights", "schedule"} & {*differences(ours, again)}
     assert size_in_checkpoint(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("search", "reason"),
+    [
+        (lambda: {**room(60), "min_batch_size": 4, "objective": "throughput"}, "that no longer fits"),
+        (lambda: {**room(), "max_batch_size": 7}, "limited by max_batch_size"),
+        (lambda: {**room(), "effective_batch_size": 6}, "limited by effective_batch"),
+    ],
+    ids=["memory", "max_batch_size", "effective_batch"],
+)
+def test_a_resumed_run_whose_size_no_longer_fits_goes_on_with_a_smaller_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, search: Callable[[], dict[str, Any]], reason: str
+) -> None:
+    options = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    trainer(Recorder, per_device_train_batch_size=96, **options).train()
+    resumed = trainer(Recorder, **options)
+    with caplog.at_level(logging.WARNING, "linnaeus.autobatch"):
+        autobatch(resumed, **search()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    size = resumed.args.per_device_train_batch_size
+    assert 1 <= size < 96
+    assert resumed.shapes[0][0] == size
+    assert f"the run that is resumed had batch size 96; going on with {size}: {reason}" in caplog.text
 
 
 class Rows(Text):
@@ -425,8 +464,12 @@ def test_arguments_are_checked_at_once() -> None:
         autobatch([])
     with pytest.raises(TypeError, match="has no argument 'max_size'; it takes "):
         autobatch(made, max_size=3)
-    with pytest.raises(TypeError, match="has no argument 'make_batch'"):
+    with pytest.raises(TypeError, match=r"autobatch\(\) takes no 'make_batch': the integration sets it"):
         autobatch(made, make_batch=3)
+    with pytest.raises(TypeError, match="eval_options has no argument 'length'; it takes max_batch_size, "):
+        autobatch(made, eval_options={"length": "tokens"})
+    with pytest.raises(ValueError, match=r"eval_options\['max_batch_size'\] is 0; it must be at least 1"):
+        autobatch(made, eval_options={"max_batch_size": 0})
     with pytest.raises(ValueError, match="effective_batch_size is 0; it must be at least 1"):
         autobatch(made, effective_batch_size=0)
     with pytest.raises(AutoBatchError, match="of FixedLoader makes batches of 4"):
@@ -459,12 +502,25 @@ def test_two_ranks_agree_on_the_smaller_size_and_train_as_by_hand(
 def test_on_two_ranks_an_error_of_one_ends_both_with_its_cause(ranks: list[dict[str, Any]]) -> None:
     own, told = ranks[1]["broken"], ranks[0]["broken"]
     assert own == "ValueError: rank 1 is broken"
-    assert told == "AutoBatchError: rank 1: ValueError: rank 1 is broken"
+    assert told == "AutoBatchError: AutoBatch: rank 1: ValueError: rank 1 is broken"
+
+
+def test_on_two_ranks_an_error_while_one_prepares_ends_both_with_its_cause(
+    ranks: list[dict[str, Any]],
+) -> None:
+    own, told = ranks[1]["broken data"], ranks[0]["broken data"]
+    assert own == "FileNotFoundError: rank 1 has no data"
+    assert told == "AutoBatchError: AutoBatch: rank 1: FileNotFoundError: rank 1 has no data"
+
+
+def test_on_two_ranks_the_checkpoint_that_rank_0_sees_counts(ranks: list[dict[str, Any]]) -> None:
+    # Tried by rank 0, then by every rank, and used.
+    assert [rank["resumed"] for rank in ranks] == [[5, 5, 5], [5, 5, 5]]
 
 
 def test_on_two_ranks_a_collective_of_ones_own_is_refused(ranks: list[dict[str, Any]]) -> None:
     assert "the step runs a collective, allreduce" in ranks[0]["collective"]
-    assert "rank 0: AutoBatch: the step runs a collective, allreduce" in ranks[1]["collective"]
+    assert "rank 0: the step runs a collective, allreduce" in ranks[1]["collective"]
 
 
 # --- the page and the example ---
@@ -486,6 +542,7 @@ def test_the_example_trains_at_the_size_that_it_finds(
 
 def test_the_page_names_each_argument_and_each_refused_trainer() -> None:
     page = (ROOT / "docs" / "transformers.md").read_text()
-    names = {*_OPTIONS} - {"start", "group", "predict"}
+    own = {*inspect.signature(autobatch).parameters} - {"trainer", "options"}
+    names = own | search_options() | SET_BY_TRAINER
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
     assert [name for name in ("KTOTrainer", "GRPOTrainer", "RLOOTrainer") if f"`{name}`" not in page] == []
