@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import datasets
-from transformers import Trainer, ViTConfig, ViTForImageClassification
+from transformers import Trainer, TrainerCallback, ViTConfig, ViTForImageClassification
 
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import transformers_data, transformers_trial
@@ -179,19 +179,29 @@ def test_what_is_not_put_back_is_noticed(place: Any, name: str, instead: Any, ex
 
 def test_trials_run_the_longest_samples_through_the_trainers_collator() -> None:
     batches: list[list[int]] = []
+    num_in_search: list[int] = []
 
     def watched(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         batches.append([len(sample["input_ids"]) for sample in samples])
         return collate(samples)
 
-    made = trainer()
+    class Begun(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            num_in_search.append(len(batches))
+
+    made = trainer(callbacks=[Begun()])
     made.data_collator = watched
     autobatch(made, **room(), effective_batch_size=None)
     made.train()
-    in_search = [batch for batch in batches if batch == sorted(batch, reverse=True) and batch[0] == 128]
+    in_search, trials = batches[: num_in_search[0]], made.autobatch_results["train"].trials
     lengths = sorted((len(Text()[index]["input_ids"]) for index in range(len(Text()))), reverse=True)
-    assert len(in_search) >= 2 * len(made.autobatch_results["train"].trials) - 4
+    assert len(in_search) >= 2 * len(trials) - 4
+    warm_up = {1}
+    assert {len(batch) for batch in in_search} == {trial.size for trial in trials} | warm_up
     assert all(batch == lengths[: len(batch)] for batch in in_search)
+    in_training = batches[num_in_search[0] :]
+    assert len(in_training) >= 3
+    assert any(batch != lengths[: len(batch)] for batch in in_training)
 
 
 class LongText(Text):
@@ -328,7 +338,6 @@ class Rows(Text):
 def test_stored_lengths_are_used() -> None:
     rows = Rows()
     lengths = [len(Text()[index]["input_ids"]) for index in range(len(rows))]
-    loader = trainer(train_sampling_strategy="sequential").get_train_dataloader()
     made = trainer()
     made.train_dataset = rows
     data = transformers_data.training_data(made, lengths, None)
@@ -349,7 +358,18 @@ def test_stored_lengths_are_used() -> None:
     assert by_function.longest(1)[0]["input_ids"] == table[0]["input_ids"]
     with pytest.raises(ValueError, match="length is 'words'; the dataset's columns are input_ids, length"):
         transformers_data.training_data(made, "words", None).longest(1)
-    assert loader is not None
+
+
+def test_lengths_that_the_sampler_has_read_are_not_read_again() -> None:
+    rows = Rows()
+    lengths = [len(Text()[index]["input_ids"]) for index in range(len(rows))]
+    made = trainer(train_sampling_strategy="group_by_length")
+    made.train_dataset = rows
+    data = transformers_data.training_data(made, None, None)
+    assert rows.read >= {*range(len(rows))}, "the sampler reads them all"
+    rows.read.clear()
+    assert [len(sample["input_ids"]) for sample in data.longest(3)] == sorted(lengths)[:-4:-1]
+    assert len(rows.read) == 3
 
 
 def test_an_image_counts_as_one_size_and_is_not_looked_for() -> None:
