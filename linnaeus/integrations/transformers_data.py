@@ -8,7 +8,7 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 from linnaeus.autobatch.arguments import kind_of
-from linnaeus.autobatch.lengths import STORED, Length, longest, num_values
+from linnaeus.autobatch.lengths import Length, longest, num_values, stored_lengths
 from linnaeus.errors import AutoBatchError
 
 
@@ -28,7 +28,7 @@ class TrialData:
 
 
 def training_data(trainer: Any, length: Length, samples: Sequence[Any] | None) -> TrialData:
-    """The training set's.
+    """Trial data from the training set.
 
     Args:
         trainer: the trainer.
@@ -44,7 +44,10 @@ def training_data(trainer: Any, length: Length, samples: Sequence[Any] | None) -
 
 
 def evaluation_data(trainer: Any, length: Length, samples: Sequence[Any] | None) -> TrialData:
-    """The same of the evaluation set, or of all; a sequence of lengths is that of the training set."""
+    """Trial data from the evaluation set(s).
+
+    A sequence in `length` is ignored: it describes the training set.
+    """
     length = length if callable(length) or isinstance(length, str) else None
     datasets = trainer.eval_dataset
     if isinstance(datasets, dict):
@@ -84,19 +87,10 @@ def _data(
 def _longest_of(trainer: Any, dataset: Any, loader: Any, n: int, length: Length) -> list[Any]:
     """The longest samples as the loader reads them: without the columns that the model does not take."""
     read = loader.dataset
-    if callable(length):
-        length = [length(sample) for sample in dataset]
-    elif isinstance(length, str):
-        columns = getattr(dataset, "column_names", None) or ()
-        if length not in columns:
-            raise ValueError(
-                f"length is {length!r}; the dataset's columns are {', '.join(columns) or 'unknown'}"
-            )
-        length = dataset[length]
-    elif length is None:
-        length = _stored(trainer, dataset, loader)
-    if length is not None:
-        return longest(read, n, length=length)
+    if length is None:
+        length = _known_lengths(trainer, dataset, loader)
+    if length is not None or stored_lengths(dataset) is not None:
+        return longest(dataset, n, length=length, read=read)
     if _is_image(trainer, read[0]):  # a processor gives all images one size
         return [read[index % len(read)] for index in range(n)]
     found = longest(read, n, length=length_of)
@@ -106,12 +100,11 @@ def _longest_of(trainer: Any, dataset: Any, loader: Any, n: int, length: Length)
     return found
 
 
-def _stored(trainer: Any, dataset: Any, loader: Any) -> Length:
-    """Lengths in a column of the dataset, or those that a sampler has read already."""
-    columns = getattr(dataset, "column_names", None) or ()
-    for name in (getattr(trainer.args, "length_column_name", None), *STORED):
-        if name in columns:
-            return dataset[name]  # type: ignore[no-any-return]
+def _known_lengths(trainer: Any, dataset: Any, loader: Any) -> Length:
+    """The column that the trainer's arguments name, or the lengths that a sampler has read already."""
+    column = getattr(trainer.args, "length_column_name", None)
+    if column in (getattr(dataset, "column_names", None) or ()):
+        return str(column)
     sampler, seen = getattr(loader, "batch_sampler", None), 0
     while sampler is not None and seen < 4:
         lengths = getattr(sampler, "lengths", None)
@@ -160,7 +153,11 @@ def _with_columns(sample: Any, columns: Iterable[str] | None) -> Any:
 
 
 def _checked_loader(trainer: Any) -> Any:
-    """The training loader, after a check that it takes its size from where the size found is written."""
+    """The training loader, which uses `_train_batch_size`: that is where the search writes its result.
+
+    Raises:
+        AutoBatchError: it uses another size.
+    """
     args, size = trainer.args, trainer._train_batch_size + 1
     before = trainer._train_batch_size, args.per_device_train_batch_size
     trainer._train_batch_size = args.per_device_train_batch_size = size

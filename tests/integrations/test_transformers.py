@@ -356,7 +356,9 @@ def test_stored_lengths_are_used() -> None:
     )
     by_function = transformers_data.training_data(made, lambda row: -row["length"], None)
     assert by_function.longest(1)[0]["input_ids"] == table[0]["input_ids"]
-    with pytest.raises(ValueError, match="length is 'words'; the dataset's columns are input_ids, length"):
+    with pytest.raises(
+        ValueError, match="length is 'words'; the dataset's columns are 'input_ids', 'length'"
+    ):
         transformers_data.training_data(made, "words", None).longest(1)
 
 
