@@ -207,7 +207,7 @@ class _Search:
         size, accumulation_steps = self._split(results["train"].batch_size)
         trainer._train_batch_size = args.per_device_train_batch_size = size
         args.gradient_accumulation_steps = accumulation_steps
-        source = "found" if earlier is None else f"of the run that is resumed, {earlier}, as far as it fits"
+        source = "as in the run that is resumed" if size == earlier else "found"
         logger.info("AutoBatch: per_device_train_batch_size is %d, %s", size, source)
         if self._evaluates:
             with Rehearsal(trainer) as rehearsal:
