@@ -55,16 +55,18 @@ def longest(dataset: Any, n: int, *, length: Length = None, read: Any = None) ->
             `length` that does not go with the dataset.
     """
     check_count("n", n)
-    stored, source = stored_lengths(dataset, length), dataset if read is None else read
-    if stored is None and read is not None:
-        stored = map(length if callable(length) else num_values, _samples(dataset))
-    if stored is not None:
-        if not hasattr(source, "__getitem__"):
-            raise TypeError(f"dataset is {kind_of(source)}; stored lengths need one that is read by index")
-        order = heapq.nlargest(n, ((_integer(number), -index) for index, number in enumerate(stored)))
-        samples = [source[-negative] for _, negative in order]
-    else:
-        samples = _longest_read(dataset, n, length if callable(length) else num_values)
+    cpu, length_of = torch.device("cpu"), length if callable(length) else num_values
+    random_state = rng_state(cpu)
+    try:
+        stored = stored_lengths(dataset, length)
+        if stored is None and read is not None:
+            stored = map(length_of, _samples(dataset))
+        if stored is None:
+            samples = _longest_read(dataset, n, length_of)
+        else:
+            samples = _longest_stored(dataset if read is None else read, n, stored)
+    finally:
+        set_rng_state(random_state, cpu)
     if not samples:
         raise ValueError("dataset is empty; it must have a sample")
     return list(islice(cycle(samples), n))
@@ -131,6 +133,14 @@ def stored_lengths(dataset: Any, length: Length = None) -> Iterable[Any] | None:
     return next((dataset[name] for name in STORED if name in columns), None)
 
 
+def _longest_stored(dataset: Any, n: int, lengths: Iterable[Any]) -> list[Any]:
+    """The n longest of the samples with these lengths; only they are read."""
+    if not hasattr(dataset, "__getitem__"):
+        raise TypeError(f"dataset is {kind_of(dataset)}; stored lengths need one that is read by index")
+    order = heapq.nlargest(n, ((_integer(number), -index) for index, number in enumerate(lengths)))
+    return [dataset[-negative] for _, negative in order]
+
+
 def _integer(number: Any) -> int:
     if isinstance(number, bool) or not isinstance(number, Integral | torch.Tensor):
         raise TypeError(f"length gives {number!r}; it must be an integer for each sample")
@@ -139,7 +149,7 @@ def _integer(number: Any) -> int:
 
 def _longest_read(dataset: Any, n: int, length: Callable[[Any], int]) -> list[Any]:
     """The n longest of all samples, each of which is read."""
-    started, cpu, count = time.monotonic(), torch.device("cpu"), 0
+    started, count = time.monotonic(), 0
 
     def measured() -> Iterator[tuple[int, Any]]:
         nonlocal count
@@ -147,11 +157,7 @@ def _longest_read(dataset: Any, n: int, length: Callable[[Any], int]) -> list[An
             count += 1
             yield _integer(length(sample)), sample
 
-    random_state = rng_state(cpu)
-    try:
-        found = heapq.nlargest(n, measured(), key=itemgetter(0))
-    finally:
-        set_rng_state(random_state, cpu)
+    found = heapq.nlargest(n, measured(), key=itemgetter(0))
     seconds = time.monotonic() - started
     if seconds > NOTABLE_S:
         logger.info(

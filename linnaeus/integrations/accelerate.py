@@ -258,6 +258,7 @@ class _Trials:
         self._function, self._args, self._kwargs = function, args, kwargs
         self._num_steps = num_steps
         self._has_warned = False
+        self._lacks_samples = False  # for BatchNorm, in a model that the function builds
         around = _reached(function, args, kwargs)
         self._state = [*state, *filter(_is_state, around)]
         self._accelerators = _accelerators(around)
@@ -279,10 +280,19 @@ class _Trials:
         if PartialState._shared_state:
             arguments.setdefault("device", PartialState().device)
         with _group_of_this_process() as alone:
-            result = auto_find_batch_size(
-                functools.partial(self._run, alone), int, state=self._state, steps_per_trial=1,
-                predict=False, **arguments,
-            )  # fmt: skip
+            try:
+                result = auto_find_batch_size(
+                    functools.partial(self._run, alone), int, state=self._state, steps_per_trial=1,
+                    predict=False, **arguments,
+                )  # fmt: skip
+            except AutoBatchError as error:
+                if not self._lacks_samples or "no batch size fits" not in str(error):
+                    raise
+                raise AutoBatchError(
+                    f"{error} In each process, batch size 1 has failed for another reason than memory: "
+                    "BatchNorm needs two samples. Give a min_batch_size, and a largest size, of at least "
+                    f"{2 * share}."
+                ) from None
         logger.info("AutoBatch: %s runs with %d", self._function.__qualname__, result.batch_size * share)
         return result.batch_size * share, result
 
@@ -290,8 +300,7 @@ class _Trials:
         """Call the function until it has taken its steps.
 
         Raises:
-            AutoBatchError: it returned without an optimizer step, in a mode that no rank can run alone, or
-                BatchNorm had no second sample.
+            AutoBatchError: it returned without an optimizer step, or in a mode that no rank can run alone.
         """
         steps: Counter[int] = Counter()
         earlier = {id(each) for accelerator in self._accelerators for each in accelerator._optimizers}
@@ -310,11 +319,8 @@ class _Trials:
             except ValueError as error:
                 if size > 1 or "more than 1 value per channel" not in str(error):
                     raise
-                raise AutoBatchError(
-                    "AutoBatch: BatchNorm needs two samples, and the search has come to a single one in each "
-                    f"process: {error}. Give a min_batch_size of two for each, and a larger "
-                    "starting_batch_size if it is below that"
-                ) from error
+                self._lacks_samples = True
+                raise MemoryError(f"not enough: {error}") from None  # a search goes on, with more samples
             finally:
                 handle.remove()
                 self._check_accelerators()

@@ -144,8 +144,8 @@ def test_an_error_before_the_search_is_told_to_the_others(jobs: dict[int, list[F
 def test_batchnorm_with_a_single_sample_is_an_error_with_a_remedy(jobs: dict[int, list[Found]]) -> None:
     kind, text = jobs[1][0]["single_sample"]
     assert kind == "AutoBatchError"
-    assert "BatchNorm needs two samples" in text
-    assert "min_batch_size" in text
+    assert "no batch size fits" in text
+    assert "for another reason than memory: BatchNorm needs two samples. Give a min_batch_size" in text
 
 
 def test_processes_that_are_not_connected_are_told_what_to_do(tmp_path: Path) -> None:
