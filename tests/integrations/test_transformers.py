@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import logging
 import runpy
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,99 @@ def test_training_is_that_of_the_size_given_by_hand(options: dict[str, Any]) -> 
     assert ours["shapes"][0][0] == size
     assert ("val" in found.autobatch_results) == ("eval_strategy" in options)
     assert ours["state"][2] == size
+
+
+class Logger(Recorder):
+    """A trainer that logs in each micro-batch."""
+
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+        self.log({"size": len(self.shapes)})
+        return super().compute_loss(*arguments, **options)
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_what_a_step_logs_in_a_trial_reaches_no_callback(
+    is_silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_silent:
+        monkeypatch.setattr(transformers_trial, "_silent", lambda trainer: contextlib.nullcontext())
+    runs = []
+    for is_search in (True, False):
+        calls = Calls()
+        made = trainer(Logger, callbacks=[calls], per_device_train_batch_size=4)
+        if is_search:
+            autobatch(made, min_batch_size=4, max_batch_size=4)
+        made.train()
+        runs.append(left_by(made, calls))
+    assert differences(*runs) == ([] if is_silent else ["calls"])
+    logged = [entry["size"] for entry in runs[0]["log"] if "size" in entry]
+    assert logged == [0, 1, 2]
+
+
+class WithModules(Recorder):
+    """A trainer with an average of the model, and another model with an optimizer of its own."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.averages = {"ema": copy.deepcopy(self.model).eval()}
+        self.judge = torch.nn.Linear(1, 1)
+        self.judge_optimizer = torch.optim.Adam(self.judge.parameters(), lr=0.1)
+        self.seen = types.SimpleNamespace(modes=[])  # of a kind that is not put back
+
+    def training_step(self, model: Any, *arguments: Any) -> Any:
+        loss = super().training_step(model, *arguments)
+        ema = self.averages["ema"]
+        self.seen.modes.append(ema.training)
+        for mean, parameter in zip(ema.parameters(), self.model.parameters(), strict=True):
+            mean.data.lerp_(parameter.detach() + 1, 0.1)
+        self.judge(torch.ones(1, 1)).sum().backward()
+        self.judge_optimizer.step()
+        return loss
+
+
+def held_by(made: Any) -> dict[str, Any]:
+    """What a run of `WithModules` leaves."""
+    moments = made.judge_optimizer.state_dict()["state"].values()
+    return {
+        **left_by(made), "ema": [*made.averages["ema"].parameters()],
+        "judge": [*made.judge.parameters()], "moments of the judge": [[*each.values()] for each in moments],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_modules_and_optimizers_of_the_trainer_are_put_back(
+    is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_found:
+        monkeypatch.setattr(
+            transformers_trial, "held_by", lambda made: (torch.nn.ModuleList(), [made.judge_optimizer])
+        )
+    runs = []
+    for is_search in (True, False):
+        made = trainer(WithModules, per_device_train_batch_size=4)
+        if is_search:
+            autobatch(made, min_batch_size=4, max_batch_size=4)
+        made.train()
+        runs.append(held_by(made))
+        assert made.seen.modes.count(False) == len(made.seen.modes) >= (5 if is_search and is_found else 3)
+    assert differences(*runs) == ([] if is_found else ["ema"])
+
+
+def test_an_optimizer_elsewhere_is_refused_with_a_remedy_that_exists() -> None:
+    judge = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(judge.parameters(), lr=0.1)
+
+    class Elsewhere(Trainer):
+        def training_step(self, *arguments: Any) -> Any:
+            judge(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            return super().training_step(*arguments)
+
+    with pytest.raises(
+        AutoBatchError, match=r"uses an optimizer, SGD, .* in an attribute of the trainer"
+    ) as caught:
+        autobatch(trainer(Elsewhere), **room()).train()
+    assert "state=(" not in str(caught.value)
 
 
 class WithOptimizer(Recorder):
