@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from linnaeus.autobatch.api import auto_find_batch_size
-from linnaeus.autobatch.arguments import kind_of
+from linnaeus.autobatch.arguments import check_count, kind_of
 from linnaeus.autobatch.group import of_main, together
 from linnaeus.autobatch.lengths import Length
 from linnaeus.autobatch.result import AutoBatchResult, Mode
+from linnaeus.batching.stages import nearest, split_samples
 from linnaeus.control import ControlPlane
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.common import (
@@ -29,7 +30,7 @@ from linnaeus.integrations.common import (
     search_options,
     split_effective_batch,
 )
-from linnaeus.integrations.transformers_data import TrialData, evaluation_data, training_data
+from linnaeus.integrations.transformers_data import TrialData, check_samples, evaluation_data, training_data
 from linnaeus.integrations.transformers_trial import Rehearsal
 
 AnyTrainer = TypeVar("AnyTrainer")
@@ -96,12 +97,18 @@ def autobatch(
         The trainer.
 
     Raises:
-        AutoBatchError: the trainer cannot be searched, or its processes cannot share `effective_batch_size`;
-            in `train()`: no size fits, or none that fits divides the effective batch.
+        AutoBatchError: the trainer cannot be searched, its processes cannot share `effective_batch_size`, or
+            no size within the bounds divides the part of each; in `train()`: no size fits, none that fits
+            divides the effective batch, an epoch has fewer samples, or no batch can be made of `samples`.
         TypeError, ValueError: an argument of the wrong type or out of its range.
     """
+    if isinstance(trainer, type):
+        raise TypeError(f"trainer is the class {trainer.__name__}; it must be an object of it")
     if not hasattr(trainer, _LOOP):
         raise TypeError(f"trainer is {kind_of(trainer)}; it must be a transformers.Trainer")
+    check_evaluation(trainer, evaluation, eval_options)
+    check_samples("samples", samples)
+    check_samples("eval_samples", eval_samples)
     given = {
         "target_memory_fraction": target_memory_fraction, "min_batch_size": min_batch_size,
         "max_batch_size": max_batch_size, **options,
@@ -110,11 +117,62 @@ def autobatch(
     eval_options = {**options, **checked_options("eval_options", eval_options or {})}
     check_supported(trainer)
     if effective_batch_size is not None:
-        check_effective_batch(effective_batch_size, trainer.accelerator.num_processes)  # type: ignore[attr-defined]
+        world_size = trainer.accelerator.num_processes  # type: ignore[attr-defined]
+        check_effective_batch(effective_batch_size, world_size)
+        _check_divisors(effective_batch_size, world_size, options)
     by_mode: dict[Mode, dict[str, Any]] = {"train": options, "val": eval_options}
     search = _Search(trainer, by_mode, effective_batch_size, evaluation, length, samples, eval_samples)
     setattr(trainer, _LOOP, search)
     return trainer
+
+
+def check_evaluation(trainer: Any, evaluation: Any, eval_options: Any) -> None:
+    """Check what concerns evaluation among the arguments of `autobatch`.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: evaluation is asked for, and the trainer has nothing to evaluate.
+    """
+    if evaluation is not None and not isinstance(evaluation, bool):
+        raise TypeError(f"evaluation is {evaluation!r}; it must be True, False or None")
+    if eval_options is not None and not isinstance(eval_options, Mapping):
+        raise TypeError(
+            f"eval_options is {kind_of(eval_options)}; it must be a dictionary, such as "
+            "{'max_batch_size': 2048}"
+        )
+    if evaluation and trainer.eval_dataset is None:
+        raise ValueError("evaluation is True, but the trainer has no eval_dataset to make batches of")
+
+
+def _check_divisors(effective_batch_size: int, world_size: int, options: Mapping[str, Any]) -> None:
+    """Check that a size that may be found divides each process's part of the effective batch.
+
+    Raises:
+        AutoBatchError: names the bounds, and effective batch sizes that would do.
+    """
+    smallest, largest = int(options["min_batch_size"]), int(options["max_batch_size"])
+    multiple_of = options.get("multiple_of", 1)
+    check_count("multiple_of", multiple_of)
+
+    def suits(samples: int) -> bool:
+        most = min(largest, samples) // multiple_of
+        if samples % multiple_of or not most:
+            return False
+        size: int = split_samples(samples // multiple_of, most).micro_batch_size * multiple_of
+        return size >= smallest
+
+    samples = effective_batch_size // world_size
+    if suits(samples):
+        return
+    sizes = nearest(samples, 2 * samples + largest, suits)
+    better = " or ".join(str(size * world_size) for size in sizes)
+    wanted = f" and is a multiple of {multiple_of}" if multiple_of > 1 else ""
+    reason = f", because a batch must have at least {smallest} samples" if smallest > 1 else ""
+    raise AutoBatchError(
+        f"AutoBatch: effective_batch_size is {effective_batch_size}, {samples} for each process: no size "
+        f"from {smallest} (min_batch_size) to {largest} (max_batch_size) divides that{wanted}; "
+        f"{better or 'other bounds'} would do better{reason}"
+    )
 
 
 def check_supported(trainer: Any) -> None:
@@ -263,13 +321,23 @@ class _Search:
         return result
 
     def _bounds(self, data: TrialData, is_training: bool) -> dict[str, int]:
-        """What limits the size beside memory: a batch cannot have more samples than there are."""
+        """What limits the size beside memory: a batch cannot have more samples than there are.
+
+        Raises:
+            AutoBatchError: the effective batch is larger than an epoch.
+        """
         world_size, bounds = self.trainer.accelerator.num_processes, {}
         if data.num_samples is not None:
             whole, rest = divmod(data.num_samples, world_size)
             is_dropped = is_training and self.trainer.args.dataloader_drop_last
             bounds["dataset"] = whole if is_dropped else whole + bool(rest)
         if is_training and self.effective_batch_size is not None:
+            most = bounds.get("dataset", self.effective_batch_size) * world_size
+            if self.effective_batch_size > most:
+                raise AutoBatchError(
+                    f"AutoBatch: effective_batch_size is {self.effective_batch_size}, above what one epoch "
+                    f"holds, {most} samples; lower it"
+                )
             bounds["effective_batch"] = self.effective_batch_size // world_size
         return bounds
 
@@ -289,7 +357,16 @@ class _Search:
             self.effective_batch_size, trainer.accelerator.num_processes, size,
             max(smallest, min_samples(trainer.model)),
         )  # fmt: skip
-        return split.micro_batch_size, split.accumulation_steps
+        multiple_of = self.options["train"].get("multiple_of", 1)
+        if split.micro_batch_size % multiple_of == 0 or size < multiple_of:
+            return split.micro_batch_size, split.accumulation_steps
+        split = split_samples(split.samples_per_rank // multiple_of, size // multiple_of)
+        if split.micro_batch_size * multiple_of < smallest:
+            raise AutoBatchError(
+                f"AutoBatch: effective_batch_size is {self.effective_batch_size}, and {size} samples fit at "
+                f"once: no size from {smallest} up to that divides it and is a multiple of {multiple_of}"
+            )
+        return split.micro_batch_size * multiple_of, split.accumulation_steps
 
 
 def size_in_checkpoint(folder: str) -> int | None:

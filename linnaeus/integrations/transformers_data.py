@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
@@ -36,7 +37,8 @@ def training_data(trainer: Any, length: Length, samples: Sequence[Any] | None) -
         samples: are taken instead of the longest.
 
     Raises:
-        AutoBatchError: the loader does not have the trainer's batch size, or no length can be known.
+        AutoBatchError: the loader does not have the trainer's batch size, no length can be known, or no batch
+            can be made of `samples`.
     """
     return _data(
         trainer, "train_dataset", [(trainer.train_dataset, _checked_loader(trainer))], length, samples
@@ -63,12 +65,13 @@ def _data(
     collate = pairs[0][1].collate_fn
     sized = [len(loader.dataset) for _, loader in pairs if _is_read_by_index(loader.dataset)]
     num_samples = max(sized) if len(sized) == len(pairs) else None
+    argument = "samples" if name == "train_dataset" else "eval_samples"
     if samples is not None:
         columns = getattr(pairs[0][1].dataset, "column_names", None)
         own = [_with_columns(sample, columns) for sample in samples]
+        _check_batch(argument, own, collate)
         return TrialData(collate, num_samples, lambda n: list(islice(cycle(own), n)))
     if num_samples is None:
-        argument = "samples" if name == "train_dataset" else "eval_samples"
         raise AutoBatchError(
             f"AutoBatch: {name} is {kind_of(pairs[0][0])}, which is not read by index, so that its longest "
             f"samples cannot be known before it has been read to the end. Give some of the longest that may "
@@ -82,6 +85,43 @@ def _data(
         return sorted(chain(*found), key=length_of, reverse=True)[:n]
 
     return TrialData(collate, num_samples, find)
+
+
+def check_samples(name: str, samples: Any) -> None:
+    """Check that it is a sequence of samples, or None.
+
+    Args:
+        name: the argument's name.
+        samples: its value.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it is empty.
+    """
+    if samples is None:
+        return
+    if isinstance(samples, str | bytes | Mapping) or not _is_read_by_index(samples):
+        raise TypeError(
+            f"{name} is {kind_of(samples)}; it must be a list of samples, as the dataset has them"
+        )
+    if not len(samples):
+        raise ValueError(f"{name} is empty; it must hold at least one sample")
+
+
+def _check_batch(name: str, samples: list[Any], collate: Callable[[list[Any]], Any]) -> None:
+    """Check that the collate function makes a batch of each sample; each alone, so that it can be named.
+
+    Raises:
+        AutoBatchError: names the sample and the cause.
+    """
+    for index, sample in enumerate(samples):
+        where = f"AutoBatch: no batch can be made of {name}[{index}]"
+        try:
+            batch = collate([copy.copy(sample)])
+        except Exception as error:
+            raise AutoBatchError(f"{where}: {type(error).__name__}: {error}") from error
+        if isinstance(batch, Mapping) and not batch:
+            raise AutoBatchError(f"{where}: it has nothing that the model takes")
 
 
 def _longest_of(trainer: Any, dataset: Any, loader: Any, n: int, length: Length) -> list[Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import datasets
-from transformers import Trainer, TrainerCallback, ViTConfig, ViTForImageClassification
+from transformers import Trainer, TrainerCallback, ViTConfig, ViTForImageClassification, default_data_collator
 
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import transformers_data, transformers_trial
@@ -352,6 +352,35 @@ def test_an_effective_batch_that_divides_badly_is_warned_of_or_refused(
         searched(search={**search, "min_batch_size": 2})
 
 
+def test_a_divisor_lies_within_the_bounds_or_is_asked_for_at_once() -> None:
+    made = trainer()
+    for search, wanted in [
+        (
+            {"min_batch_size": 20, "max_batch_size": 30},
+            "no size from 20 .* to 30 .* divides that; 63 or 66 would",
+        ),
+        ({"multiple_of": 24}, "divides that and is a multiple of 24; 48 or 72 would do better"),
+    ]:
+        with pytest.raises(AutoBatchError, match=wanted):
+            autobatch(made, effective_batch_size=64, **search)
+    autobatch(made, effective_batch_size=66, min_batch_size=20, max_batch_size=30)
+
+
+def test_the_size_of_an_effective_batch_is_a_multiple_of_what_was_asked_for() -> None:
+    # 30 divides 120 too, and is no multiple of 8.
+    search = {**room(600), "effective_batch_size": 120, "multiple_of": 8, "max_batch_size": 32}
+    found = searched(search=search)
+    assert found.autobatch_results["train"].batch_size == 32
+    assert (found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps) == (24, 5)
+
+
+def test_an_effective_batch_is_no_larger_than_an_epoch() -> None:
+    small: dict[str, Any] = {"min_batch_size": 4, "max_batch_size": 4}
+    with pytest.raises(AutoBatchError, match="is 204, above what one epoch holds, 200 samples; lower it"):
+        searched(search={"effective_batch_size": 204, **small})
+    assert searched(search={"effective_batch_size": 200, **small}).args.gradient_accumulation_steps == 50
+
+
 def test_evaluation_is_searched_where_it_takes_place_or_is_asked_for() -> None:
     small: dict[str, Any] = {"max_batch_size": 6}
     without = searched(search={**small, "evaluation": False}, eval_strategy="steps", eval_steps=3)
@@ -595,6 +624,45 @@ def test_arguments_are_checked_at_once() -> None:
     made.args.predict_with_generate = True
     with pytest.raises(AutoBatchError, match="predict_with_generate"):
         autobatch(made, **{**room(), "max_batch_size": 1}, evaluation=True).train()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"samples": []}, "^samples is empty; it must hold at least one sample"),
+        ({"samples": 3}, "^samples is an int; it must be a list of samples"),
+        ({"samples": {"input_ids": [1]}}, "^samples is a dict; it must be a list of samples"),
+        ({"eval_samples": []}, "^eval_samples is empty"),
+        ({"eval_options": 3}, "^eval_options is an int; it must be a dictionary"),
+        ({"evaluation": "x"}, "^evaluation is 'x'; it must be True, False or None"),
+        ({"evaluation": 1}, "^evaluation is 1; it must be True, False or None"),
+    ],
+)
+def test_a_wrong_argument_is_named_at_once(wrong: dict[str, Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        autobatch(trainer(), **wrong)
+
+
+def test_a_class_and_evaluation_of_nothing_are_refused() -> None:
+    with pytest.raises(TypeError, match="trainer is the class Trainer; it must be an object of it"):
+        autobatch(Trainer)
+    made = trainer()
+    made.eval_dataset = None
+    with pytest.raises(ValueError, match="evaluation is True, but the trainer has no eval_dataset"):
+        autobatch(made, evaluation=True)
+
+
+def test_samples_of_which_no_batch_can_be_made_are_named() -> None:
+    good = {"input_ids": [5, 6, 7]}
+    with pytest.raises(AutoBatchError, match=r"no batch can be made of samples\[1\]: KeyError: 'input_ids'"):
+        autobatch(trainer(), **room(), samples=[good, {"foo": 1}]).train()
+    small = {**room(), "max_batch_size": 2}
+    with pytest.raises(AutoBatchError, match=r"no batch can be made of eval_samples\[0\]: KeyError"):
+        autobatch(trainer(), **small, evaluation=True, eval_samples=[{"foo": 1}]).train()
+    made = trainer()
+    made.data_collator = default_data_collator
+    with pytest.raises(AutoBatchError, match=r"samples\[0\]: it has nothing that the model takes"):
+        autobatch(made, **room(), samples=[{"foo": 1}]).train()
 
 
 @pytest.fixture(scope="module")
