@@ -26,7 +26,7 @@ NOTABLE_S = 5.0
 logger = logging.getLogger("linnaeus.autobatch")
 
 
-def longest(dataset: Any, n: int, *, length: Length = None) -> list[Any]:
+def longest(dataset: Any, n: int, *, length: Length = None, read: Any = None) -> list[Any]:
     """The n longest samples of a dataset, the longest first; of equal ones, those that come first in it.
 
     Where lengths are stored, they are read instead of the samples: in a column `length` or `lengths` of a
@@ -40,24 +40,31 @@ def longest(dataset: Any, n: int, *, length: Length = None) -> list[Any]:
     [{'input_ids': [1, 2]}]
     >>> longest(["ab", "c"], 5)
     ['ab', 'c', 'ab', 'c', 'ab']
+    >>> longest(["ab", "c"], 1, read=["the first", "the second"])
+    ['the first']
 
     Args:
         dataset: samples by index, or to be iterated over (to the end).
         n: how many samples; a dataset with fewer repeats.
         length: where the lengths are: the name of a column, a function of a sample, or one number for each
             sample in the dataset's order. By default a stored column, else `num_values` of each sample.
+        read: the same samples by the same index, in another form: these are given. Lengths are the dataset's.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of its range, an empty dataset, or a
             `length` that does not go with the dataset.
     """
     check_count("n", n)
-    cpu = torch.device("cpu")
+    cpu, length_of = torch.device("cpu"), length if callable(length) else num_values
     random_state = rng_state(cpu)
     try:
-        samples = _longest_stored(dataset, n, length)
-        if samples is None:
-            samples = _longest_read(dataset, n, length if callable(length) else num_values)
+        stored = stored_lengths(dataset, length)
+        if stored is None and read is not None:
+            stored = map(length_of, _samples(dataset))
+        if stored is None:
+            samples = _longest_read(dataset, n, length_of)
+        else:
+            samples = _longest_stored(dataset if read is None else read, n, stored)
     finally:
         set_rng_state(random_state, cpu)
     if not samples:
@@ -90,14 +97,22 @@ def num_values(sample: Any) -> int:
     return 1
 
 
-def _stored_lengths(dataset: Any, length: Length) -> Iterable[Any] | None:
-    """One length for each sample, without a look at the samples; None where there are none."""
+def stored_lengths(dataset: Any, length: Length = None) -> Iterable[Any] | None:
+    """One length for each sample, without a look at the samples; None where there are none.
+
+    Args:
+        dataset, length: as for `longest`.
+
+    Raises:
+        TypeError, ValueError: a `length` that does not go with the dataset.
+    """
     if callable(length):
         return None
     columns = getattr(dataset, "column_names", None)
     if isinstance(length, str):
         if not isinstance(columns, list) or length not in columns:
-            raise ValueError(f"length is {length!r}; the dataset's columns are {columns or 'unknown'}")
+            listed = ", ".join(map(repr, columns)) if isinstance(columns, list) else "unknown"
+            raise ValueError(f"length is {length!r}; the dataset's columns are {listed}")
         return dataset[length]  # type: ignore[no-any-return]
     if length is not None:
         if not hasattr(length, "__len__"):
@@ -108,7 +123,7 @@ def _stored_lengths(dataset: Any, length: Length) -> Iterable[Any] | None:
             raise ValueError(f"length has {len(length)} entries; the dataset has {len(dataset)} samples")
         return length
     if isinstance(dataset, torch.utils.data.Subset):
-        inner = _stored_lengths(dataset.dataset, None)
+        inner = stored_lengths(dataset.dataset, None)
         if inner is None:
             return None
         lengths = list(inner)
@@ -118,14 +133,11 @@ def _stored_lengths(dataset: Any, length: Length) -> Iterable[Any] | None:
     return next((dataset[name] for name in STORED if name in columns), None)
 
 
-def _longest_stored(dataset: Any, n: int, length: Length) -> list[Any] | None:
-    """The n longest by stored lengths, of which only these are read; None where no lengths are stored."""
-    stored = _stored_lengths(dataset, length)
-    if stored is None:
-        return None
+def _longest_stored(dataset: Any, n: int, lengths: Iterable[Any]) -> list[Any]:
+    """The n longest of the samples with these lengths; only they are read."""
     if not hasattr(dataset, "__getitem__"):
         raise TypeError(f"dataset is {kind_of(dataset)}; stored lengths need one that is read by index")
-    order = heapq.nlargest(n, ((_integer(number), -index) for index, number in enumerate(stored)))
+    order = heapq.nlargest(n, ((_integer(number), -index) for index, number in enumerate(lengths)))
     return [dataset[-negative] for _, negative in order]
 
 

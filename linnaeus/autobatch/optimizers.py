@@ -25,6 +25,22 @@ REHEARSED_STEPS = 2
 
 logger = logging.getLogger("linnaeus.autobatch")
 
+
+class StrangerError(AutoBatchError):
+    """A step uses an optimizer that is not in `state`.
+
+    Attributes:
+        optimizer: the name of its type.
+    """
+
+    def __init__(self, optimizer: str, remedy: str = "Add it: state=(model, optimizer, ...)") -> None:
+        self.optimizer = optimizer
+        super().__init__(
+            f"AutoBatch: the step uses an optimizer, {optimizer}, that is not in state, so its state and the "
+            f"parameters it changes would not be restored. {remedy}"
+        )
+
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -35,7 +51,7 @@ def strangers_refused(state: Sequence[Any], snapshot: Snapshot) -> Iterator[None
     An optimizer that a step makes for itself, over tensors of its own, is none of the caller's.
 
     Raises:
-        AutoBatchError: from within the step; it names the optimizer.
+        StrangerError: from within the step; it names the optimizer.
     """
     known = {id(optimizer) for optimizer, _ in snapshot.attributes()}
     tensors = {id(parameter) for part in state for parameter in parameters_of(part)}
@@ -46,11 +62,7 @@ def strangers_refused(state: Sequence[Any], snapshot: Snapshot) -> Iterator[None
         if id(optimizer) in known:
             return
         if optimizer in existing or any(id(parameter) in tensors for parameter in parameters_of(optimizer)):
-            name = type(optimizer).__name__
-            raise AutoBatchError(
-                f"AutoBatch: the step uses an optimizer, {name}, that is not in state, so its state and the "
-                f"parameters it changes would not be restored. Add it: state=(model, optimizer, ...)"
-            )
+            raise StrangerError(type(optimizer).__name__)
 
     handle = register_optimizer_step_pre_hook(refuse)
     try:

@@ -17,14 +17,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.arguments import check_choice, check_count
+from linnaeus.autobatch.group import together
 from linnaeus.batching.scaling import scale_factor
-from linnaeus.batching.stages import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
+from linnaeus.batching.stages import Split
+from linnaeus.control import ControlPlane
 from linnaeus.errors import AutoBatchError
-from linnaeus.integrations.lightning_loaders import Library, Loaders
+from linnaeus.integrations.common import (
+    SET_BY_TRAINER,
+    check_effective_batch,
+    checked_options,
+    min_samples,
+    split_effective_batch,
+)
+from linnaeus.integrations.lightning_loaders import Epoch, Library, Loaders
 from linnaeus.integrations.lightning_steps import (
     TrainStep,
     ValidationStep,
@@ -41,6 +48,9 @@ except ImportError:
 LR_NAMES = ("lr", "learning_rate")
 """Attributes that hold the learning rate, in this order; Lightning's own finder looks for the same."""
 
+REFUSED = SET_BY_TRAINER | {"predict"}
+"""Arguments of `auto_find_batch_size` that are no options here."""
+
 _NOT_ALONE = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy")
 """Strategies, by name, that are kinds of the searchable ones and still cannot be searched."""
 
@@ -49,7 +59,7 @@ logger = logging.getLogger("linnaeus.autobatch")
 
 @dataclass
 class _Plan:
-    """What a run is to use. Sizes are None where nothing was searched."""
+    """What a run is to use. What it leaves alone is None."""
 
     train: int
     val: int | None = None
@@ -109,8 +119,10 @@ class AutoBatch(Callback):  # type: ignore[misc]
         make_val_batch: Callable[[int], Any] | None = None,
         **options: Any,
     ) -> None:
-        for given in (options, val_options or {}):
-            _check_options(given)
+        own = AutoBatch.__init__.__kwdefaults__ or {}
+        sizes = ("min_batch_size", "max_batch_size")
+        checked = checked_options("AutoBatch()", options, own=(*own, *sizes), refused=REFUSED)
+        for_val = checked_options("val_options", val_options or {}, refused=REFUSED)
         for name, count in (
             ("effective_batch_size", effective_batch_size), ("base_batch_size", base_batch_size)
         ):  # fmt: skip
@@ -128,7 +140,7 @@ class AutoBatch(Callback):  # type: ignore[misc]
         self.val_batch_size: int | None = None
         self._names = {"train": batch_arg_name, "val": val_batch_arg_name}
         self._val = val
-        self._options = {"train": dict(options), "val": {**options, **(val_options or {})}}
+        self._options = {"train": checked, "val": {**checked, **for_val}}
         self._effective_batch_size = effective_batch_size
         self._scale_lr = scale_lr
         self._base_batch_size = base_batch_size
@@ -168,29 +180,26 @@ class AutoBatch(Callback):  # type: ignore[misc]
         self._lrs = state_dict["lrs"]
 
     def _find_sizes(self, library: Library, trainer: Any, module: Any) -> None:
-        search = _Search(self, library, trainer, module)
-        with rehearsal(library, trainer):
-            found = search.run()
-        self.results, self._earlier = search.results, {}
-        plan = self._plan(trainer, module, found)
-        self.batch_size, self.val_batch_size = plan.train, plan.val
-        search.apply(plan)
+        with together() as control:  # what one rank raises ends all of them
+            search = _Search(self, control, library, trainer, module)
+            with rehearsal(library, trainer):
+                plan = search.run()
+            self.results, self._earlier = search.results, {}
+            self.batch_size, self.val_batch_size = plan.train, plan.val
+            self._scale(plan, trainer, module)
+            search.apply(plan)
         _say(library, plan, self.results)
 
-    def _plan(self, trainer: Any, module: Any, found: dict[str, int]) -> _Plan:
-        plan = _Plan(found["train"], found.get("val"))
-        world_size, effective = trainer.world_size, self._effective_batch_size
-        if effective is not None:
-            split = _split(effective, world_size, plan.train, _min_samples(module))
-            plan.train, plan.accumulation_steps = split.micro_batch_size, split.accumulation_steps
+    def _scale(self, plan: _Plan, trainer: Any, module: Any) -> None:
+        """Add the learning rate to a plan, if it is to follow."""
+        if self._scale_lr is None:
+            return
+        assert self._base_batch_size is not None
+        rate = self._configured_lr(module)
         steps = plan.accumulation_steps or trainer.accumulate_grad_batches
-        if self._scale_lr is not None:
-            assert self._base_batch_size is not None
-            rate = self._configured_lr(module)
-            factor = scale_factor(self._scale_lr, plan.train * steps * world_size, self._base_batch_size)
-            plan.learning_rate = rate * factor
-            self._lrs = rate, plan.learning_rate
-        return plan
+        effective = plan.train * steps * trainer.world_size
+        plan.learning_rate = rate * scale_factor(self._scale_lr, effective, self._base_batch_size)
+        self._lrs = rate, plan.learning_rate
 
     def _configured_lr(self, module: Any) -> float:
         """The learning rate before any scaling: an earlier `fit` may have left the scaled one."""
@@ -216,51 +225,102 @@ class AutoBatch(Callback):  # type: ignore[misc]
         )
 
 
-class _Search:
-    """The searches of one `fit`."""
+@dataclass(frozen=True)
+class _Facts:
+    """What the sizes depend on besides memory, of one rank; any two ranks may differ.
 
-    def __init__(self, callback: AutoBatch, library: Library, trainer: Any, module: Any) -> None:
+    Attributes:
+        epochs: of each loader, by mode; `val` is missing where it is not searched.
+        earlier: sizes of the run that is resumed, by mode.
+    """
+
+    epochs: dict[str, list[Epoch]]
+    earlier: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a search of a mode runs."""
+
+    mode: Literal["train", "val"]
+    step: Callable[[Any], object]
+    make_batch: Callable[[int], Any]
+
+
+class _Search:
+    """The searches of one `fit`. All that `run` decides follows from what every rank knows."""
+
+    def __init__(
+        self, callback: AutoBatch, control: ControlPlane | None, library: Library, trainer: Any, module: Any
+    ) -> None:
         self.results: dict[str, AutoBatchResult] = {}
         self._callback = callback
+        self._control = control
         self._library = library
         self._trainer = trainer
         self._module = module
         self._averages = averages(trainer)
         self._loaders: dict[str, Loaders] = {}
+        self._epochs: dict[str, list[Epoch]] = {}  # of the loaders of all ranks
+        self._earlier: dict[str, int] = {}
         self._follows: dict[str, str] = {}  # the attribute that a mode's loaders follow
-        callback_name = callback._names["train"]
+        self._has_own_val = not trainer.fit_loop.epoch_loop.val_loop._data_source.is_module() or bool(
+            _holders(module, callback._names["val"])
+        )
+        size_name = callback._names["train"]
         _check_step(library, module)
         if callback._effective_batch_size is not None:
             _check_effective(callback._effective_batch_size, trainer, module)
         if callback._scale_lr is not None:
             callback.lr_name(module)
         is_module = trainer.fit_loop._data_source.is_module()
-        if is_module and not _holders(module, callback_name):
+        if is_module and not _holders(module, size_name):
             raise AutoBatchError(
                 f"AutoBatch: neither {type(module).__name__} nor its data module nor their hparams have "
-                f"{callback_name}. Let train_dataloader take its batch size from such an attribute, name "
+                f"{size_name}. Let train_dataloader take its batch size from such an attribute, name "
                 "another one with batch_arg_name, or hand the loaders to fit"
             )
 
-    def run(self) -> dict[str, int]:
+    def run(self) -> _Plan:
         """The sizes found; inside of `rehearsal`."""
-        callback, trainer = self._callback, self._trainer
-        self._loaders["train"] = self._loaders_of("train", callback._names["train"])
+        self._prepare()
+        effective, val = self._callback._effective_batch_size, None
+        train = self._training()
+        size = self._find(train, self._bounds(effective))
+        if "val" in self._epochs:
+            if self._has_own_val:
+                val = self._find(self._validation(), self._dataset_bound("val", min))
+            else:
+                size = self._fitting_validation(size)
+        if effective is not None:
+            split = self._split(effective, size)
+            return _Plan(split.micro_batch_size, val, split.accumulation_steps)
+        return _Plan(self._without_single_samples(train, size), val)
+
+    def _prepare(self) -> None:
+        """Look at the loaders of both modes, on all ranks."""
+        callback = self._callback
+        name = callback._names["train"]
+        self._loaders["train"] = self._loaders_of("train", name)
         if not self._loaders["train"].follow:
             raise AutoBatchError(
-                f"AutoBatch: train_dataloader gives the same batch size whatever {callback._names['train']} "
-                f"is; let it take the size from self.{callback._names['train']}"
+                f"AutoBatch: train_dataloader gives the same batch size whatever {name} is; let it take the "
+                f"size from self.{name}"
             )
-        effective, most = callback._effective_batch_size, self._loaders["train"].most
-        if effective is not None and most is not None and effective > most * trainer.world_size:
-            raise AutoBatchError(
-                f"AutoBatch: effective_batch_size is {effective}, above what one epoch holds, "
-                f"{most * trainer.world_size} samples; lower it"
+        if callback._val and self._trainer.enable_validation:
+            self._loaders["val"] = self._loaders_of(
+                "val", callback._names["val" if self._has_own_val else "train"]
             )
-        found = {"train": self._search_train()}
-        if callback._val and trainer.enable_validation:
-            self._add_validation(found)
-        return found
+        own = _Facts({mode: loaders.epochs for mode, loaders in self._loaders.items()}, callback._earlier)
+        ranks: list[_Facts] = [own] if self._control is None else self._control.gather(own)
+        self._earlier = ranks[0].earlier
+        self._epochs["train"] = [epoch for rank in ranks for epoch in rank.epochs["train"]]
+        val = [epoch for rank in ranks for epoch in rank.epochs.get("val", ())]
+        if all("val" in rank.epochs for rank in ranks) and any(epoch.share is not None for epoch in val):
+            self._epochs["val"] = val
+        else:
+            self._loaders.pop("val", None)
+            self._follows.pop("val", None)
 
     def apply(self, plan: _Plan) -> None:
         """Set what the plan says on the module, the data module, the loaders and the trainer."""
@@ -277,99 +337,173 @@ class _Search:
         if plan.learning_rate is not None:
             _set(self._module, self._callback.lr_name(self._module), plan.learning_rate, initial=True)
 
-    def _search_train(self) -> int:
+    def _training(self) -> _Work:
+        """An optimizer step; of two micro-batches where gradients are accumulated."""
         callback, trainer = self._callback, self._trainer
-        effective = callback._effective_batch_size
-        bounds = {}
-        if effective is not None:
-            bounds["effective_batch"] = effective // trainer.world_size
-        is_accumulating = trainer.accumulate_grad_batches > 1 or effective is not None
+        is_accumulating = trainer.accumulate_grad_batches > 1 or callback._effective_batch_size is not None
         held = 2 if is_accumulating and self._module.automatic_optimization else 1
         trainer.accumulate_grad_batches = held
-        step = TrainStep(self._library, trainer, held, self._averages)
         make = callback._make_batch["train"] or self._loaders["train"].batch
 
         def make_batches(size: int) -> Any:
             self._set_size("train", size)
             return (make(size) for _ in range(held))
 
-        size = self._find("train", step, make_batches, bounds)
-        while effective is None and (lower := self._without_single_samples(size)) < size:
-            # The size is run, as every one that is found.
-            size = self._find("train", step, make_batches, {**bounds, "last_batch": lower}, start=lower)
-        return size
+        return _Work("train", TrainStep(self._library, trainer, held, self._averages), make_batches)
 
-    def _without_single_samples(self, size: int) -> int:
-        """The largest size up to this one whose last batch is not too small for BatchNorm."""
-        if _min_samples(self._module) == 1:
-            return size
-        sizes = range(size, 1, -1)
-        return next((lower for lower in sizes if not self._loaders["train"].leaves_one(lower)), size)
-
-    def _add_validation(self, found: dict[str, int]) -> None:
-        """Search validation on its own, or see that it fits at the size that it shares with training."""
-        callback = self._callback
-        has_own = not self._trainer.fit_loop.epoch_loop.val_loop._data_source.is_module() or bool(
-            _holders(self._module, callback._names["val"])
-        )
-        loaders = self._loaders_of("val", callback._names["val" if has_own else "train"])
-        if not loaders.follow:
-            return
-        self._loaders["val"] = loaders
-        step = ValidationStep(self._library, self._trainer, loaders)
-        given = callback._make_batch["val"]
+    def _validation(self) -> _Work:
+        """A batch of each loader."""
+        step = ValidationStep(self._library, self._trainer, self._loaders["val"])
+        given = self._callback._make_batch["val"]
 
         def make_batches(size: int) -> Any:
             self._set_size("val", size)
             return iter([(given(size), 0)]) if given is not None else step.make_batch(size)
 
-        if has_own:
-            found["val"] = self._find("val", step, make_batches, {})
-            return
-        fitting = self._find("val", step, make_batches, {}, at_most=found["train"])
-        if fitting < min(found["train"], loaders.most or found["train"]):
-            logger.warning(
-                "AutoBatch: validation fits at batch size %d only, and shares %s with training, which fits "
-                "at %d; give validation an attribute of its own (val_batch_arg_name)",
-                fitting, callback._names["train"], found["train"],
-            )  # fmt: skip
-            found["train"] = fitting
+        return _Work("val", step, make_batches)
 
-    def _find(
-        self, mode: Literal["train", "val"], step: Callable[[Any], object], make_batch: Callable[[int], Any],
-        bounds: dict[str, int], at_most: int | None = None, start: int | None = None,
-    ) -> int:  # fmt: skip
-        callback = self._callback
-        options = dict(callback._options[mode])
-        bounds = {**(options.pop("bounds", None) or {}), **bounds}
-        most = self._loaders[mode].most
-        if most is not None and callback._make_batch[mode] is None:
-            bounds["dataset"] = most
-        least = self._loaders[mode].least
-        options["min_batch_size"] = max(options.get("min_batch_size", 1), least)
-        earlier = callback._earlier.get(mode)
-        limit = at_most if earlier is None or at_most is not None else self._searched_before(mode, earlier)
-        if limit is not None:
-            options["min_batch_size"] = min(options["min_batch_size"], limit)
-            options.update(max_batch_size=limit, start=limit, strategy="guided")
-            if limit % options.get("multiple_of", 1):
-                options["multiple_of"] = 1
-        result = auto_find_batch_size(
-            step, make_batch, state=trial_state(self._trainer, self._averages), mode=mode,
-            device=self._trainer.strategy.root_device, bounds=bounds, predict=False,
-            **{"start": start, **options},
+    def _bounds(self, effective: int | None) -> dict[str, int]:
+        """Upper bounds of the size in training, the same on every rank.
+
+        Raises:
+            AutoBatchError: the effective batch is larger than an epoch.
+        """
+        world_size, most = self._trainer.world_size, self._most("train", min)
+        if effective is None:
+            return self._dataset_bound("train", min)
+        if most is not None and effective > most * world_size:
+            raise AutoBatchError(
+                f"AutoBatch: effective_batch_size is {effective}, above what one epoch holds, "
+                f"{most * world_size} samples; lower it"
+            )
+        return {"effective_batch": effective // world_size, **self._dataset_bound("train", min)}
+
+    def _dataset_bound(self, mode: str, among: Callable[[list[int]], int]) -> dict[str, int]:
+        most = self._most(mode, among)
+        return {} if most is None or self._callback._make_batch[mode] is not None else {"dataset": most}
+
+    def _most(self, mode: str, among: Callable[[list[int]], int]) -> int | None:
+        """The smallest or the largest of the sizes at which a loader of any rank still has a full batch.
+
+        None if there is no such limit: with `max`, if one of the loaders that follow the size has none.
+        """
+        limits = [epoch.most for epoch in self._epochs[mode] if epoch.share is not None]
+        known = [limit for limit in limits if limit is not None]
+        return among(known) if known and (among is min or len(known) == len(limits)) else None
+
+    def _fitting_validation(self, size: int) -> int:
+        """The size of training, or the largest below it with which validation, which shares it, fits."""
+        bound = self._dataset_bound("val", max)  # batches of a larger size do not become larger
+        asked = min(size, *bound.values()) if bound else size
+        fitting = self._at_most(self._validation(), asked, "max_batch_size" if asked == size else "dataset")
+        if fitting == asked:
+            return size
+        logger.warning(
+            "AutoBatch: validation fits at batch size %d only, and shares %s with training, which fits at "
+            "%d; give validation an attribute of its own (val_batch_arg_name)",
+            fitting, self._callback._names["train"], size,
         )  # fmt: skip
-        if earlier is not None and at_most is None and result.batch_size < (limit or 0):
-            logger.warning(
-                "AutoBatch (%s): batch size %d of the run that is resumed no longer fits; going on with %d",
-                mode, earlier, result.batch_size,
-            )  # fmt: skip
-        self.results[mode] = result
-        return result.batch_size
+        return fitting
 
-    def _searched_before(self, mode: str, earlier: int) -> int:
-        """The size of an earlier run, within what is asked for now."""
-        return min(earlier, int(self._callback._options[mode].get("max_batch_size", earlier)))
+    def _split(self, effective: int, size: int) -> Split:
+        """The largest micro-batch up to this size that divides the effective batch and suits BatchNorm."""
+        smallest = max(min(self._smallest("train"), size), min_samples(self._module))
+        try:
+            split = split_effective_batch(effective, self._trainer.world_size, size, smallest)
+            while self._leaves_one(split.micro_batch_size):
+                lower = split.micro_batch_size - 1
+                split = split_effective_batch(effective, self._trainer.world_size, lower, smallest)
+        except AutoBatchError as error:
+            if min_samples(self._module) == 1:
+                raise
+            raise AutoBatchError(
+                f"{error}; BatchNorm needs two, also in the last batch of an epoch unless the loader has "
+                "drop_last=True"
+            ) from None
+        return split
+
+    def _without_single_samples(self, work: _Work, size: int) -> int:
+        """The largest size up to this one that leaves BatchNorm no single sample; it is run."""
+        while (lower := self._suiting_batchnorm(size)) < size:
+            size = self._at_most(work, lower, "last_batch")
+        return size
+
+    def _suiting_batchnorm(self, size: int) -> int:
+        """The largest size up to this one at which no rank's epoch ends with a single sample.
+
+        Raises:
+            AutoBatchError: that is below the smallest that is asked for.
+        """
+        if size == 1 or not self._leaves_one(size):
+            return size
+        smallest = max(min(self._smallest("train"), size), 2)
+        multiple = self._callback._options["train"].get("multiple_of", 1)
+        for lower in range(size - 1, smallest - 1, -1):
+            if (lower < multiple or lower % multiple == 0) and not self._leaves_one(lower):
+                return lower
+        raise AutoBatchError(
+            f"AutoBatch: each batch size from {smallest} to {size} that may be used leaves a single sample "
+            "for the last batch of an epoch, and BatchNorm needs two; give the loader drop_last=True, or "
+            "lower min_batch_size"
+        )
+
+    def _leaves_one(self, size: int) -> bool:
+        """Whether there is BatchNorm, and on some rank the last batch of an epoch has a single sample."""
+        is_needed = min_samples(self._module) > 1
+        return is_needed and any(epoch.last_batch(size) == 1 for epoch in self._epochs["train"])
+
+    def _smallest(self, mode: str) -> int:
+        """The smallest size asked for that leaves two samples to loaders that take a fraction of it."""
+        least = max(epoch.least for epoch in self._epochs[mode])
+        asked: int = self._callback._options[mode].get("min_batch_size", 1)
+        return max(asked, least)
+
+    def _find(self, work: _Work, bounds: dict[str, int]) -> int:
+        """The largest size within the bounds; the size of the run that is resumed if it still fits."""
+        options, earlier = self._callback._options[work.mode], self._earlier.get(work.mode)
+        if earlier is None:
+            return self._search(work, bounds, {"min_batch_size": self._smallest(work.mode)})
+        limits = {"max_batch_size": options.get("max_batch_size", earlier), **bounds}
+        name = min(limits, key=lambda name: limits[name])
+        asked = min(earlier, limits[name])
+        size = self._at_most(work, asked, "max_batch_size")
+        if size < earlier:
+            why = "no longer fits" if asked == earlier else f"is above {name}, {asked}"
+            logger.warning(
+                "AutoBatch (%s): batch size %d of the run that is resumed %s; going on with %d",
+                work.mode, earlier, why, size,
+            )  # fmt: skip
+        return size
+
+    def _at_most(self, work: _Work, size: int, limited_by: str) -> int:
+        """Run a size, and search below it if it does not fit.
+
+        Args:
+            work: what to run.
+            size: at most `max_batch_size`, except in validation.
+            limited_by: what the result reports if the size fits.
+        """
+        options = {
+            "min_batch_size": min(self._smallest(work.mode), size), "max_batch_size": size, "start": size,
+            "strategy": "guided",
+        }  # fmt: skip
+        if size % self._callback._options[work.mode].get("multiple_of", 1):
+            options["multiple_of"] = 1
+        if limited_by != "last_batch":
+            options["objective"] = "memory"  # the size is given, not to be chosen
+        if limited_by == "max_batch_size":
+            return self._search(work, {}, options)
+        # The lower of the two bounds is the one that the result names.
+        return self._search(work, {limited_by: size}, {**options, "max_batch_size": size + 1})
+
+    def _search(self, work: _Work, bounds: dict[str, int], options: dict[str, Any]) -> int:
+        result = auto_find_batch_size(
+            work.step, work.make_batch, state=trial_state(self._trainer, self._averages), mode=work.mode,
+            device=self._trainer.strategy.root_device, bounds=bounds, predict=False,
+            **{**self._callback._options[work.mode], **options},
+        )  # fmt: skip
+        self.results[work.mode] = result
+        return result.batch_size
 
     def _loaders_of(self, mode: str, name: str) -> Loaders:
         loop = self._trainer.fit_loop
@@ -385,18 +519,6 @@ class _Search:
         """The module may use the size in its steps; the rehearsal puts it back."""
         if mode in self._follows:
             _set(self._module, self._follows[mode], size)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse what is no argument of the search, or is set by the callback."""
-    allowed = (auto_find_batch_size.__kwdefaults__ or {}).keys() - {
-        "state", "mode", "device", "start", "predict", "group"
-    }  # fmt: skip
-    unknown = sorted(set(options) - allowed)
-    if unknown:
-        raise TypeError(
-            f"AutoBatch has no option {unknown[0]!r}; its options are {', '.join(sorted(allowed))}"
-        )
 
 
 def _check_strategy(library: Library, trainer: Any) -> None:
@@ -423,11 +545,7 @@ def _check_step(library: Library, module: Any) -> None:
 
 
 def _check_effective(effective: int, trainer: Any, module: Any) -> None:
-    if effective % trainer.world_size:
-        raise AutoBatchError(
-            f"AutoBatch: effective_batch_size is {effective}, which does not divide by {trainer.world_size} "
-            f"processes; {-(-effective // trainer.world_size) * trainer.world_size} would"
-        )
+    check_effective_batch(effective, trainer.world_size)
     if not module.automatic_optimization:
         raise AutoBatchError(
             f"AutoBatch: effective_batch_size is {effective}, but {type(module).__name__} optimizes "
@@ -441,38 +559,6 @@ def _check_effective(effective: int, trainer: Any, module: Any) -> None:
             f"AutoBatch: effective_batch_size is {effective}, but a GradientAccumulationScheduler sets "
             "accumulate_grad_batches as well; leave one of them out"
         )
-
-
-def _min_samples(module: Any) -> int:
-    """Fewest samples of a micro-batch: BatchNorm needs two."""
-    return 2 if any(isinstance(part, _BatchNorm) for part in module.modules()) else 1
-
-
-def _split(effective: int, world_size: int, largest: int, min_samples: int) -> Split:
-    """The largest micro-batch that fits and divides the part of each process.
-
-    Raises:
-        AutoBatchError: only micro-batches of fewer samples than `min_samples` divide it.
-    """
-    split = split_samples(effective // world_size, largest)
-    few = split.accumulation_steps <= max(MANY_ACCUMULATION_STEPS, -(-split.samples_per_rank // largest))
-    if few and split.micro_batch_size >= min_samples:
-        return split
-
-    def suits(samples: int) -> bool:
-        other = split_samples(samples, largest)
-        return other.accumulation_steps <= MANY_ACCUMULATION_STEPS and other.micro_batch_size >= min_samples
-
-    better = [str(samples * world_size) for samples in nearest(split.samples_per_rank, 2 * effective, suits)]
-    text = (
-        f"effective_batch_size is {effective}, {split.samples_per_rank} for each process, of which {largest} "
-        f"fit at once, and the largest part that divides it is {split.micro_batch_size}; "
-        f"{' or '.join(better) or 'a smaller size'} would do better"
-    )
-    if split.micro_batch_size < min_samples:
-        raise AutoBatchError(f"AutoBatch: {text}, because BatchNorm needs two samples")
-    logger.warning("AutoBatch: %d accumulation steps are slow: %s", split.accumulation_steps, text)
-    return split
 
 
 def _say(library: Library, plan: _Plan, results: Mapping[str, AutoBatchResult]) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 from typing import Any
@@ -31,12 +33,15 @@ from linnaeus.errors import AutoBatchError
 PROBES = (4, 8)
 """Sizes with which a `*_dataloader` hook is called, to see which of its loaders follow the attribute."""
 POOL_SAMPLES = 64
-"""Samples that trials make batches from where loading more would change no measured memory."""
+"""Samples that trials make batches from, spread over the dataset, where loading them is not measured. Where
+samples differ in length the longest need not be among them: `make_batch` gives those."""
 MAX_OBJECTS = 10_000
-"""Objects in which generators and counters are looked for."""
+"""Objects in which generators and counters are looked for; a warning says that there are more."""
 
 _LONG = 1000
 _PLAIN = (bool, int, float, str, bytes, type(None))
+
+logger = logging.getLogger("linnaeus.autobatch")
 
 
 class Library:
@@ -52,19 +57,66 @@ class Library:
         return importlib.import_module(f"{self._root}.{name}")
 
 
+@dataclass(frozen=True)
+class Epoch:
+    """What one rank takes of a loader in an epoch; every rank can know that of the others.
+
+    Attributes:
+        share: the loader's batch size divided by the size searched; None if it does not follow that.
+        num_samples: samples of this rank; None where that is not known.
+        keeps_rest: whether the samples left at the end make a smaller batch.
+    """
+
+    share: Fraction | None
+    num_samples: int | None
+    keeps_rest: bool
+
+    @property
+    def most(self) -> int | None:
+        """The largest size with a full batch; None if there is no limit.
+
+        >>> Epoch(Fraction(1, 2), 48, True).most
+        96
+        """
+        if self.share is None or self.num_samples is None:
+            return None
+        return max(1, math.floor(self.num_samples / self.share))
+
+    @property
+    def least(self) -> int:
+        """The smallest size that leaves it two samples, where it takes a fraction of it; else 1."""
+        return 1 if self.share is None or self.share >= 1 else math.ceil(2 / self.share)
+
+    def last_batch(self, size: int) -> int | None:
+        """Samples of the last batch; None where that is not known, or left out.
+
+        >>> Epoch(Fraction(1), 96, True).last_batch(19)
+        1
+        """
+        if self.share is None or self.num_samples is None or not self.keeps_rest:
+            return None
+        part = part_of(size, self.share)
+        return self.num_samples % part or part
+
+
+def part_of(size: int, share: Fraction) -> int:
+    """The batch size of a loader that takes this share of the size searched."""
+    return max(1, int(size * share))
+
+
 class SizedLoader:
     """One loader, and the part of the batch size that it takes.
 
     Args:
         loader: batches samples of a dataset.
         share: its batch size divided by the size searched; None if it does not follow that.
-        on_host: whether loading takes memory of the device that is searched.
+        searches_cpu: whether the memory searched is that of the host, in which samples are loaded.
     """
 
-    def __init__(self, loader: DataLoader[Any], share: Fraction | None, *, on_host: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], share: Fraction | None, *, searches_cpu: bool) -> None:
         self.loader = loader
         self.share = share
-        self._is_fresh = on_host and loader.num_workers == 0 and not self.is_iterable
+        self._is_fresh = searches_cpu and loader.num_workers == 0 and not self.is_iterable
         self._samples: list[Any] = []
 
     @property
@@ -75,23 +127,16 @@ class SizedLoader:
     def size(self, size: int) -> int:
         """Its own batch size."""
         assert self.loader.batch_size is not None
-        return self.loader.batch_size if self.share is None else max(1, int(size * self.share))
+        return self.loader.batch_size if self.share is None else part_of(size, self.share)
 
-    def most(self, num_ranks: int) -> int | None:
-        """The largest size with a full batch on each rank; None if there is no limit.
+    def epoch(self, num_ranks: int) -> Epoch:
+        """What this rank takes of it.
 
         Args:
             num_ranks: the ranks that Lightning divides the samples among.
         """
-        if self.share is None or self.is_iterable:
-            return None
-        return max(1, math.floor(self._num_samples(num_ranks) / self.share))
-
-    def last_batch(self, size: int, num_ranks: int) -> int | None:
-        """Samples of the last batch of an epoch on each rank; None where that is not known, or left out."""
-        if self.share is None or self.is_iterable or self.loader.drop_last:
-            return None
-        return self._num_samples(num_ranks) % self.size(size) or self.size(size)
+        num_samples = None if self.share is None or self.is_iterable else self._num_samples(num_ranks)
+        return Epoch(self.share, num_samples, not self.loader.drop_last)
 
     def _num_samples(self, num_ranks: int) -> int:
         """Samples of each rank."""
@@ -136,9 +181,7 @@ class SizedLoader:
     def _streamed(self) -> list[Any]:
         kind = type(self._dataset).__name__
         try:
-            dataset = copy.deepcopy(
-                self._dataset
-            )  # the samples that training reads are still there afterwards
+            dataset = copy.deepcopy(self._dataset)  # training still gets the samples that trials read
         except Exception as error:
             raise AutoBatchError(
                 f"AutoBatch: the iterable dataset {kind} cannot be copied ({error}), and reading from it "
@@ -158,7 +201,7 @@ class Loaders:
         library: the trainer's package.
         trainer: the trainer.
         mode: `train` or `val`.
-        holder: sets the attribute that the loaders' sizes follow; None for loaders that were handed to `fit`.
+        set_size: sets the attribute that the loaders' sizes follow; None for loaders handed to `fit`.
         name: the attribute's name, for messages.
 
     Raises:
@@ -190,9 +233,9 @@ class Loaders:
                     f"{self.source.name} hook that makes them from self.{name}"
                 )
             shares = [Fraction(1)] * len(sizes)
-        on_host = trainer.strategy.root_device.type == "cpu"
+        searches_cpu = trainer.strategy.root_device.type == "cpu"
         self.sized = [
-            SizedLoader(loader, share, on_host=on_host)
+            SizedLoader(loader, share, searches_cpu=searches_cpu)
             for loader, share in zip(self.combined.flattened, shares, strict=True)
         ]
 
@@ -202,14 +245,9 @@ class Loaders:
         return any(sized.share is not None for sized in self.sized)
 
     @property
-    def most(self) -> int | None:
-        """The largest size with a full batch of each loader on each rank; None without a limit."""
-        limits = [sized.most(self._num_ranks) for sized in self.sized]
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    def leaves_one(self, size: int) -> bool:
-        """Whether the last batch of a loader has a single sample."""
-        return any(sized.last_batch(size, self._num_ranks) == 1 for sized in self.sized)
+    def epochs(self) -> list[Epoch]:
+        """What this rank takes of each."""
+        return [sized.epoch(self._num_ranks) for sized in self.sized]
 
     @property
     def _num_ranks(self) -> int:
@@ -217,12 +255,6 @@ class Loaders:
         connector = self._trainer._accelerator_connector
         is_divided = connector.is_distributed and connector.use_distributed_sampler
         return int(self._trainer.world_size) if is_divided else 1
-
-    @property
-    def least(self) -> int:
-        """The smallest size that leaves two samples to loaders that take a fraction of it."""
-        shares = [sized.share for sized in self.sized if sized.share is not None and sized.share < 1]
-        return math.ceil(2 / min(shares)) if shares else 1
 
     def batch(self, size: int) -> Any:
         """What the loaders of a training step give together: one batch, or the user's structure of them."""
@@ -289,7 +321,8 @@ def _why_unsizable(loader: Any) -> str | None:
 class DataState:
     """Random number generators and counters that datasets, samplers and loaders hold, put back by `restore`.
 
-    Tensors, arrays and long containers are data, and are not looked into.
+    Tensors, arrays and long containers are data, and are not looked into. After `MAX_OBJECTS` objects it
+    stops with a warning.
 
     Args:
         roots: the objects to begin with; what their attributes hold is looked into as well.
@@ -306,6 +339,13 @@ class DataState:
                 continue
             seen.add(id(value))
             waiting.extend(self._inside(value))
+        if waiting:
+            logger.warning(
+                "AutoBatch: the module, the data module and the loaders hold more than %d objects; random "
+                "number generators and counters beyond these are not put back after the search, so training "
+                "may differ from a run with the size by hand",
+                MAX_OBJECTS,
+            )
 
     def _inside(self, value: Any) -> Iterator[Any]:
         restore = restore_of_generator(value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.errors import AutoBatchError
+from linnaeus.integrations.common import refill
 from linnaeus.integrations.lightning_loaders import DataState, Library, Loaders
 
 
@@ -157,7 +158,7 @@ def rehearsal(library: Library, trainer: Any) -> Iterator[None]:
         roots = [module, trainer.datamodule, *(loop._data_source.instance for loop in loops)]
         stack.callback(DataState(roots).restore)
         for holder in _hyperparameters(module, trainer.datamodule):
-            stack.callback(_refill, holder, dict(holder))
+            stack.callback(refill, holder, dict(holder))
         for part in _bookkeepers(trainer):
             stack.callback(_kept(library, part))
         for name in ("optimizers", "lr_scheduler_configs"):
@@ -206,11 +207,6 @@ def _hyperparameters(*owners: Any) -> Iterator[MutableMapping[str, Any]]:
                 yield held
 
 
-def _refill(holder: MutableMapping[Any, Any], content: Mapping[Any, Any]) -> None:
-    holder.clear()
-    holder.update(content)
-
-
 def _bookkeepers(trainer: Any) -> list[Any]:
     """What counts steps and holds logged values."""
     fit = trainer.fit_loop
@@ -234,7 +230,7 @@ def _kept(library: Library, part: Any) -> Callable[[], None]:
         vars(part).update(attributes)
         for value, before in counters.values():
             if isinstance(value, defaultdict):
-                _refill(value, before)
+                refill(value, before)
             else:
                 vars(value).update(vars(copy.deepcopy(before)))
 
@@ -263,16 +259,19 @@ def _alone(trainer: Any) -> Iterator[None]:
         yield
         return
     strategy, world_size = trainer.strategy, trainer.world_size
-    # NCCL would split its communicator for a group, in which every rank takes part.
-    group = torch_dist.new_group([trainer.global_rank], backend="gloo", use_local_synchronization=True)
-    strategy.all_gather = lambda tensor, *_, **__: torch.stack([tensor] * world_size)
-    strategy.own_group = group
-    buckets = _bucket_stand_in(trainer)
-    try:
-        yield
-    finally:
-        del buckets, strategy.all_gather, strategy.own_group
-        torch_dist.destroy_process_group(group)
+    with contextlib.ExitStack() as stack:
+        # NCCL would split its communicator for a group, in which every rank takes part.
+        group = torch_dist.new_group([trainer.global_rank], backend="gloo", use_local_synchronization=True)
+        stack.callback(torch_dist.destroy_process_group, group)
+        strategy.all_gather = lambda tensor, *_, **__: torch.stack([tensor] * world_size)
+        stack.callback(vars(strategy).pop, "all_gather")
+        strategy.own_group = group
+        stack.callback(vars(strategy).pop, "own_group")
+        buckets = _bucket_stand_in(trainer)
+        try:
+            yield
+        finally:
+            del buckets
 
 
 def _bucket_stand_in(trainer: Any) -> torch.Tensor | None:

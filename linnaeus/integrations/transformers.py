@@ -7,7 +7,6 @@ autobatch(trainer, target_memory_fraction=0.85).train()
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,18 +16,28 @@ from typing import Any, TypeVar
 
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import check_count, kind_of
+from linnaeus.autobatch.group import of_main, together
 from linnaeus.autobatch.lengths import Length
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.batching.stages import split_samples
+from linnaeus.batching.stages import nearest, split_samples
+from linnaeus.control import ControlPlane
 from linnaeus.errors import AutoBatchError
-from linnaeus.integrations.transformers_data import TrialData, evaluation_data, training_data
+from linnaeus.integrations.common import (
+    check_effective_batch,
+    checked_options,
+    min_samples,
+    options_at_most,
+    search_options,
+    split_effective_batch,
+)
+from linnaeus.integrations.transformers_data import TrialData, check_samples, evaluation_data, training_data
 from linnaeus.integrations.transformers_trial import Rehearsal
 
 AnyTrainer = TypeVar("AnyTrainer")
 
 _LOOP = "_inner_training_loop"
-_OWN = ("step", "make_batch", "state", "mode", "device", "bounds", "start", "group")
-"""Arguments of `auto_find_batch_size` that come from the trainer."""
+_OWN = ("effective_batch_size", "evaluation", "eval_options", "length", "samples", "eval_samples")
+"""Arguments of `autobatch` that are none of `auto_find_batch_size`."""
 _GENERATES = "its steps generate completions, whose length and memory no sample of the dataset shows"
 _REFUSED = {
     "KTOTrainer": "it pairs the samples of its dataset for one batch size when it is built",
@@ -63,7 +72,8 @@ def autobatch(
 
     The search runs the trainer's own steps on the longest samples of its own datasets. Training is then bit
     for bit that of a trainer with `per_device_train_batch_size` set to the size found. Over several processes
-    all agree on the size. A run that is resumed keeps the size in its checkpoint.
+    all agree on the size. A run that is resumed runs the size in its checkpoint once and keeps it; if it no
+    longer fits, a warning says so, and a smaller one is searched.
 
     The sizes are written to `trainer.args`, and the results to `trainer.autobatch_results` by their mode,
     `train` and `val`. The search happens once, in the first `train()`.
@@ -74,9 +84,10 @@ def autobatch(
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
         min_batch_size, max_batch_size: bounds of the sizes per process, inclusive.
         effective_batch_size: samples per optimizer step of all processes; the size becomes a divisor of it,
-            and `gradient_accumulation_steps` follow. By default they stay as they are.
+            and `gradient_accumulation_steps` follow. By default they stay as they are. No divisor is below
+            `min_batch_size`, or 2 for a model with BatchNorm.
         evaluation: find `per_device_eval_batch_size` too; by default where `eval_strategy` evaluates.
-        eval_options: further or other arguments for the search of evaluation.
+        eval_options: further or other arguments of `auto_find_batch_size`, for the search of evaluation.
         length: where the lengths of samples are, as for `longest`; by default in a column `length`.
         samples, eval_samples: samples to make batches of, in place of the longest of the datasets; they
             repeat where they are too few.
@@ -86,35 +97,82 @@ def autobatch(
         The trainer.
 
     Raises:
-        AutoBatchError: the trainer cannot be searched; in `train()`: no size fits.
+        AutoBatchError: the trainer cannot be searched, its processes cannot share `effective_batch_size`, or
+            no size within the bounds divides the part of each; in `train()`: no size fits, none that fits
+            divides the effective batch, an epoch has fewer samples, or no batch can be made of `samples`.
         TypeError, ValueError: an argument of the wrong type or out of its range.
     """
+    if isinstance(trainer, type):
+        raise TypeError(f"trainer is the class {trainer.__name__}; it must be an object of it")
     if not hasattr(trainer, _LOOP):
         raise TypeError(f"trainer is {kind_of(trainer)}; it must be a transformers.Trainer")
-    unknown = [name for name in (*options, *(eval_options or ())) if name not in _KNOWN]
-    if unknown:
-        raise TypeError(f"autobatch() has no argument {unknown[0]!r}; it takes {', '.join(sorted(_OPTIONS))}")
-    options = {
+    check_evaluation(trainer, evaluation, eval_options)
+    check_samples("samples", samples)
+    check_samples("eval_samples", eval_samples)
+    given = {
         "target_memory_fraction": target_memory_fraction, "min_batch_size": min_batch_size,
         "max_batch_size": max_batch_size, **options,
     }  # fmt: skip
-    eval_options = {**options, **(eval_options or {})}
-    for name in ("min_batch_size", "max_batch_size"):
-        check_count(name, options[name])
-        check_count(f"eval_options[{name!r}]", eval_options[name])
+    options = checked_options("autobatch()", given, own=[*_OWN, *search_options()])
+    eval_options = {**options, **checked_options("eval_options", eval_options or {})}
     check_supported(trainer)
-    world_size = trainer.accelerator.num_processes  # type: ignore[attr-defined]
     if effective_batch_size is not None:
-        check_count("effective_batch_size", effective_batch_size)
-        if effective_batch_size % world_size:
-            raise ValueError(
-                f"effective_batch_size is {effective_batch_size}; it must be a multiple of the number of "
-                f"processes, {world_size}"
-            )
+        world_size = trainer.accelerator.num_processes  # type: ignore[attr-defined]
+        check_effective_batch(effective_batch_size, world_size)
+        _check_divisors(effective_batch_size, world_size, options)
     by_mode: dict[Mode, dict[str, Any]] = {"train": options, "val": eval_options}
     search = _Search(trainer, by_mode, effective_batch_size, evaluation, length, samples, eval_samples)
     setattr(trainer, _LOOP, search)
     return trainer
+
+
+def check_evaluation(trainer: Any, evaluation: Any, eval_options: Any) -> None:
+    """Check what concerns evaluation among the arguments of `autobatch`.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: evaluation is asked for, and the trainer has nothing to evaluate.
+    """
+    if evaluation is not None and not isinstance(evaluation, bool):
+        raise TypeError(f"evaluation is {evaluation!r}; it must be True, False or None")
+    if eval_options is not None and not isinstance(eval_options, Mapping):
+        raise TypeError(
+            f"eval_options is {kind_of(eval_options)}; it must be a dictionary, such as "
+            "{'max_batch_size': 2048}"
+        )
+    if evaluation and trainer.eval_dataset is None:
+        raise ValueError("evaluation is True, but the trainer has no eval_dataset to make batches of")
+
+
+def _check_divisors(effective_batch_size: int, world_size: int, options: Mapping[str, Any]) -> None:
+    """Check that a size that may be found divides each process's part of the effective batch.
+
+    Raises:
+        AutoBatchError: names the bounds, and effective batch sizes that would do.
+    """
+    smallest, largest = int(options["min_batch_size"]), int(options["max_batch_size"])
+    multiple_of = options.get("multiple_of", 1)
+    check_count("multiple_of", multiple_of)
+
+    def suits(samples: int) -> bool:
+        most = min(largest, samples) // multiple_of
+        if samples % multiple_of or not most:
+            return False
+        size: int = split_samples(samples // multiple_of, most).micro_batch_size * multiple_of
+        return size >= smallest
+
+    samples = effective_batch_size // world_size
+    if suits(samples):
+        return
+    sizes = nearest(samples, 2 * samples + largest, suits)
+    better = " or ".join(str(size * world_size) for size in sizes)
+    wanted = f" and is a multiple of {multiple_of}" if multiple_of > 1 else ""
+    reason = f", because a batch must have at least {smallest} samples" if smallest > 1 else ""
+    raise AutoBatchError(
+        f"AutoBatch: effective_batch_size is {effective_batch_size}, {samples} for each process: no size "
+        f"from {smallest} (min_batch_size) to {largest} (max_batch_size) divides that{wanted}; "
+        f"{better or 'other bounds'} would do better{reason}"
+    )
 
 
 def check_supported(trainer: Any) -> None:
@@ -132,7 +190,9 @@ def check_supported(trainer: Any) -> None:
         )
     for kind in type(trainer).__mro__:
         if kind.__module__.partition(".")[0] == "trl" and kind.__name__ not in _ACCEPTED:
-            reason = _REFUSED.get(kind.__name__, "of TRL's trainers, SFT, DPO and Reward have been tried")
+            reason = _REFUSED.get(
+                kind.__name__, "only TRL's SFTTrainer, DPOTrainer and RewardTrainer are supported"
+            )
             raise AutoBatchError(
                 f"AutoBatch cannot search the batch size of {kind.__name__}: {reason}. Set "
                 "per_device_train_batch_size by hand."
@@ -188,34 +248,31 @@ class _Search:
     def __call__(self, batch_size: int | None = None, *arguments: Any, **keywords: Any) -> Any:
         """Run the loop; `batch_size` is what the trainer was built with."""
         trainer = self.trainer
-        check_supported(trainer)  # arguments may have been set meanwhile
-        checkpoint = arguments[1] if len(arguments) > 1 else keywords.get("resume_from_checkpoint")
-        self._find(checkpoint)
+        with together() as control:  # so that an error of one process ends all
+            check_supported(trainer)  # arguments may have been set meanwhile
+            self._find(keywords.get("resume_from_checkpoint"), control)
         del vars(trainer)[_LOOP]
         return trainer._inner_training_loop(trainer._train_batch_size, *arguments, **keywords)
 
-    def _find(self, checkpoint: str | None) -> None:
+    def _find(self, checkpoint: str | None, control: ControlPlane | None) -> None:
         trainer, args = self.trainer, self.trainer.args
         results: dict[Mode, AutoBatchResult] = {}
-        size = None if checkpoint is None else size_in_checkpoint(checkpoint)
+        # Not every machine need see the checkpoint's folder.
+        earlier = of_main(control, None if checkpoint is None else size_in_checkpoint(checkpoint))
         with Rehearsal(trainer) as rehearsal:
-            if size is None:
-                data = training_data(trainer, self.length, self.samples)
-                result = results["train"] = self._search(rehearsal, "train", data)
-                size = result.batch_size
-            accumulation_steps = args.gradient_accumulation_steps
-            if self.effective_batch_size is not None:
-                size, accumulation_steps = self._split(size)
+            data = training_data(trainer, self.length, self.samples)
+            results["train"] = self._search(rehearsal, "train", data, earlier)
+        size, accumulation_steps = self._split(results["train"].batch_size)
         trainer._train_batch_size = args.per_device_train_batch_size = size
         args.gradient_accumulation_steps = accumulation_steps
-        source = "found" if "train" in results else f"of the checkpoint {checkpoint}"
+        source = "as in the run that is resumed" if size == earlier else "found"
         logger.info("AutoBatch: per_device_train_batch_size is %d, %s", size, source)
         if self._evaluates:
             with Rehearsal(trainer) as rehearsal:
                 data = evaluation_data(trainer, self.length, self.eval_samples)
-                result = results["val"] = self._search(rehearsal, "val", data)
-            args.per_device_eval_batch_size = result.batch_size
-            logger.info("AutoBatch: per_device_eval_batch_size is %d, found", result.batch_size)
+                results["val"] = self._search(rehearsal, "val", data)
+            args.per_device_eval_batch_size = results["val"].batch_size
+            logger.info("AutoBatch: per_device_eval_batch_size is %d, found", results["val"].batch_size)
         trainer.autobatch_results = results
 
     @property
@@ -233,32 +290,54 @@ class _Search:
             )
         return bool(self.evaluation or (evaluates and not generates))
 
-    def _search(self, rehearsal: Rehearsal, mode: Mode, data: TrialData) -> AutoBatchResult:
-        trainer, is_training = self.trainer, mode == "train"
+    def _search(
+        self, rehearsal: Rehearsal, mode: Mode, data: TrialData, earlier: int | None = None
+    ) -> AutoBatchResult:
+        """Search one mode; where an earlier run has used a size, run this, and search below if it must be."""
+        options, is_training = self.options[mode], mode == "train"
+        if earlier is not None:
+            options = options_at_most(options, min(earlier, options["max_batch_size"]))
         bounds = self._bounds(data, is_training)
-        count = min([self.options[mode]["max_batch_size"], *bounds.values()])
-        samples = data.longest(max(count, 1))
+        most = max(min([options["max_batch_size"], *bounds.values()]), 1)
         make_batch = rehearsal.batch_maker(
-            samples, data.collate, self._num_batches if is_training else lambda size: 1
+            data.longest(most), data.collate, self._num_batches if is_training else lambda size: 1
         )
-        return auto_find_batch_size(
+        result = auto_find_batch_size(
             rehearsal.train if is_training else rehearsal.predict,
             make_batch,
             state=rehearsal.state,
             mode=mode,
-            device=trainer.args.device,
+            device=self.trainer.args.device,
             bounds=bounds,
-            **self.options[mode],
+            **options,
         )
+        if earlier is not None and result.batch_size < earlier:
+            fits_not = result.limited_by == "memory"
+            logger.warning(
+                "AutoBatch: the run that is resumed had batch size %d; going on with %d: %s",
+                earlier, result.batch_size,
+                "that no longer fits" if fits_not else f"limited by {result.limited_by}",
+            )  # fmt: skip
+        return result
 
     def _bounds(self, data: TrialData, is_training: bool) -> dict[str, int]:
-        """What limits the size beside memory: a batch cannot have more samples than there are."""
+        """What limits the size beside memory: a batch cannot have more samples than there are.
+
+        Raises:
+            AutoBatchError: the effective batch is larger than an epoch.
+        """
         world_size, bounds = self.trainer.accelerator.num_processes, {}
         if data.num_samples is not None:
             whole, rest = divmod(data.num_samples, world_size)
             is_dropped = is_training and self.trainer.args.dataloader_drop_last
             bounds["dataset"] = whole if is_dropped else whole + bool(rest)
         if is_training and self.effective_batch_size is not None:
+            most = bounds.get("dataset", self.effective_batch_size) * world_size
+            if self.effective_batch_size > most:
+                raise AutoBatchError(
+                    f"AutoBatch: effective_batch_size is {self.effective_batch_size}, above what one epoch "
+                    f"holds, {most} samples; lower it"
+                )
             bounds["effective_batch"] = self.effective_batch_size // world_size
         return bounds
 
@@ -271,9 +350,23 @@ class _Search:
 
     def _split(self, size: int) -> tuple[int, int]:
         """The size and the accumulation steps that make up the effective batch exactly."""
-        assert self.effective_batch_size is not None
-        split = split_samples(self.effective_batch_size // self.trainer.accelerator.num_processes, size)
-        return split.micro_batch_size, split.accumulation_steps
+        trainer, smallest = self.trainer, min(self.options["train"]["min_batch_size"], size)
+        if self.effective_batch_size is None:
+            return size, int(trainer.args.gradient_accumulation_steps)
+        split = split_effective_batch(
+            self.effective_batch_size, trainer.accelerator.num_processes, size,
+            max(smallest, min_samples(trainer.model)),
+        )  # fmt: skip
+        multiple_of = self.options["train"].get("multiple_of", 1)
+        if split.micro_batch_size % multiple_of == 0 or size < multiple_of:
+            return split.micro_batch_size, split.accumulation_steps
+        split = split_samples(split.samples_per_rank // multiple_of, size // multiple_of)
+        if split.micro_batch_size * multiple_of < smallest:
+            raise AutoBatchError(
+                f"AutoBatch: effective_batch_size is {self.effective_batch_size}, and {size} samples fit at "
+                f"once: no size from {smallest} up to that divides it and is a multiple of {multiple_of}"
+            )
+        return split.micro_batch_size * multiple_of, split.accumulation_steps
 
 
 def size_in_checkpoint(folder: str) -> int | None:
@@ -283,8 +376,3 @@ def size_in_checkpoint(folder: str) -> int | None:
         return None
     size = json.loads(path.read_text(encoding="utf-8")).get("train_batch_size")
     return None if size is None else int(size)
-
-
-_OPTIONS = {*inspect.signature(autobatch).parameters} - {"trainer", "options"}
-_KNOWN = {*inspect.signature(auto_find_batch_size).parameters} - {*_OWN}
-_OPTIONS |= _KNOWN

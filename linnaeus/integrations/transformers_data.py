@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any
 
 from linnaeus.autobatch.arguments import kind_of
-from linnaeus.autobatch.lengths import STORED, Length, longest, num_values
+from linnaeus.autobatch.lengths import Length, longest, num_values, stored_lengths
 from linnaeus.errors import AutoBatchError
 
 
@@ -28,7 +29,7 @@ class TrialData:
 
 
 def training_data(trainer: Any, length: Length, samples: Sequence[Any] | None) -> TrialData:
-    """The training set's.
+    """Trial data from the training set.
 
     Args:
         trainer: the trainer.
@@ -36,7 +37,8 @@ def training_data(trainer: Any, length: Length, samples: Sequence[Any] | None) -
         samples: are taken instead of the longest.
 
     Raises:
-        AutoBatchError: the loader does not have the trainer's batch size, or no length can be known.
+        AutoBatchError: the loader does not have the trainer's batch size, no length can be known, or no batch
+            can be made of `samples`.
     """
     return _data(
         trainer, "train_dataset", [(trainer.train_dataset, _checked_loader(trainer))], length, samples
@@ -44,7 +46,10 @@ def training_data(trainer: Any, length: Length, samples: Sequence[Any] | None) -
 
 
 def evaluation_data(trainer: Any, length: Length, samples: Sequence[Any] | None) -> TrialData:
-    """The same of the evaluation set, or of all; a sequence of lengths is that of the training set."""
+    """Trial data from the evaluation set(s).
+
+    A sequence in `length` is ignored: it describes the training set.
+    """
     length = length if callable(length) or isinstance(length, str) else None
     datasets = trainer.eval_dataset
     if isinstance(datasets, dict):
@@ -60,12 +65,13 @@ def _data(
     collate = pairs[0][1].collate_fn
     sized = [len(loader.dataset) for _, loader in pairs if _is_read_by_index(loader.dataset)]
     num_samples = max(sized) if len(sized) == len(pairs) else None
+    argument = "samples" if name == "train_dataset" else "eval_samples"
     if samples is not None:
         columns = getattr(pairs[0][1].dataset, "column_names", None)
         own = [_with_columns(sample, columns) for sample in samples]
+        _check_batch(argument, own, collate)
         return TrialData(collate, num_samples, lambda n: list(islice(cycle(own), n)))
     if num_samples is None:
-        argument = "samples" if name == "train_dataset" else "eval_samples"
         raise AutoBatchError(
             f"AutoBatch: {name} is {kind_of(pairs[0][0])}, which is not read by index, so that its longest "
             f"samples cannot be known before it has been read to the end. Give some of the longest that may "
@@ -81,22 +87,50 @@ def _data(
     return TrialData(collate, num_samples, find)
 
 
+def check_samples(name: str, samples: Any) -> None:
+    """Check that it is a sequence of samples, or None.
+
+    Args:
+        name: the argument's name.
+        samples: its value.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it is empty.
+    """
+    if samples is None:
+        return
+    if isinstance(samples, str | bytes | Mapping) or not _is_read_by_index(samples):
+        raise TypeError(
+            f"{name} is {kind_of(samples)}; it must be a list of samples, as the dataset has them"
+        )
+    if not len(samples):
+        raise ValueError(f"{name} is empty; it must hold at least one sample")
+
+
+def _check_batch(name: str, samples: list[Any], collate: Callable[[list[Any]], Any]) -> None:
+    """Check that the collate function makes a batch of each sample; each alone, so that it can be named.
+
+    Raises:
+        AutoBatchError: names the sample and the cause.
+    """
+    for index, sample in enumerate(samples):
+        where = f"AutoBatch: no batch can be made of {name}[{index}]"
+        try:
+            batch = collate([copy.copy(sample)])
+        except Exception as error:
+            raise AutoBatchError(f"{where}: {type(error).__name__}: {error}") from error
+        if isinstance(batch, Mapping) and not batch:
+            raise AutoBatchError(f"{where}: it has nothing that the model takes")
+
+
 def _longest_of(trainer: Any, dataset: Any, loader: Any, n: int, length: Length) -> list[Any]:
     """The longest samples as the loader reads them: without the columns that the model does not take."""
     read = loader.dataset
-    if callable(length):
-        length = [length(sample) for sample in dataset]
-    elif isinstance(length, str):
-        columns = getattr(dataset, "column_names", None) or ()
-        if length not in columns:
-            raise ValueError(
-                f"length is {length!r}; the dataset's columns are {', '.join(columns) or 'unknown'}"
-            )
-        length = dataset[length]
-    elif length is None:
-        length = _stored(trainer, dataset, loader)
-    if length is not None:
-        return longest(read, n, length=length)
+    if length is None:
+        length = _known_lengths(trainer, dataset, loader)
+    if length is not None or stored_lengths(dataset) is not None:
+        return longest(dataset, n, length=length, read=read)
     if _is_image(trainer, read[0]):  # a processor gives all images one size
         return [read[index % len(read)] for index in range(n)]
     found = longest(read, n, length=length_of)
@@ -106,12 +140,11 @@ def _longest_of(trainer: Any, dataset: Any, loader: Any, n: int, length: Length)
     return found
 
 
-def _stored(trainer: Any, dataset: Any, loader: Any) -> Length:
-    """Lengths in a column of the dataset, or those that a sampler has read already."""
-    columns = getattr(dataset, "column_names", None) or ()
-    for name in (getattr(trainer.args, "length_column_name", None), *STORED):
-        if name in columns:
-            return dataset[name]  # type: ignore[no-any-return]
+def _known_lengths(trainer: Any, dataset: Any, loader: Any) -> Length:
+    """The column that the trainer's arguments name, or the lengths that a sampler has read already."""
+    column = getattr(trainer.args, "length_column_name", None)
+    if column in (getattr(dataset, "column_names", None) or ()):
+        return str(column)
     sampler, seen = getattr(loader, "batch_sampler", None), 0
     while sampler is not None and seen < 4:
         lengths = getattr(sampler, "lengths", None)
@@ -160,7 +193,11 @@ def _with_columns(sample: Any, columns: Iterable[str] | None) -> Any:
 
 
 def _checked_loader(trainer: Any) -> Any:
-    """The training loader, after a check that it takes its size from where the size found is written."""
+    """The training loader, which uses `_train_batch_size`: that is where the search writes its result.
+
+    Raises:
+        AutoBatchError: it uses another size.
+    """
     args, size = trainer.args, trainer._train_batch_size + 1
     before = trainer._train_batch_size, args.per_device_train_batch_size
     trainer._train_batch_size = args.per_device_train_batch_size = size

@@ -8,11 +8,14 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch.contents import Contents
+from linnaeus.autobatch.optimizers import StrangerError
+from linnaeus.integrations.common import group_of_this_process, refill
 from linnaeus.rng import rng_state, set_rng_state
 
 _LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
@@ -23,7 +26,8 @@ class Rehearsal:
     """A trainer that can run training and prediction steps before its own loop has prepared anything.
 
     Use it as a context. On leaving, the trainer's attributes, its model's `forward`, its accelerator and the
-    global random number generators are what they were; parameters are those of the search.
+    global random number generators are what they were; parameters are those of the search. Inside, nothing is
+    logged and no callback is called.
 
     Args:
         trainer: within `train()`, before its loop.
@@ -39,29 +43,33 @@ class Rehearsal:
         self._group: torch_dist.ProcessGroup | None = None
         self._prepared = self._wrapped = nn.Module()
         self._between: _Kept | None = None
+        self._modes: list[tuple[nn.Module, bool]] = []
         self.state: tuple[Any, ...] = ()
 
     def __enter__(self) -> Rehearsal:
         trainer, accelerator = self._trainer, self._accelerator
         with contextlib.ExitStack() as stack:
             stack.callback(set_rng_state, rng_state(trainer.args.device), trainer.args.device)
+            stack.enter_context(_silent(trainer))
             stack.callback(_Kept(trainer).restore)
             # Preparing sets attributes of the model itself: `forward` with autocast, and that it is prepared.
-            stack.callback(_replace, vars(trainer.model), dict(vars(trainer.model)))
+            stack.callback(refill, vars(trainer.model), dict(vars(trainer.model)))
             stack.callback(vars(accelerator).update, {name: list(vars(accelerator)[name]) for name in _LISTS})
             gradients = accelerator.gradient_state
             stack.callback(gradients._set_sync_gradients, gradients.sync_gradients)
             if accelerator.num_processes > 1:
-                self._group = stack.enter_context(_group_of_this_rank())
+                self._group = stack.enter_context(group_of_this_process())
                 stack.enter_context(_one_process(accelerator))
             self._prepared = accelerator.prepare_model(trainer.model, evaluation_mode=True)
             trainer.create_optimizer()
+            modules, optimizers = held_by(trainer)
+            self._modes = [(module, module.training) for module in modules.modules()]
             trainer.optimizer = accelerator.prepare_optimizer(trainer.optimizer, device_placement=False)
             self._between = _Kept(trainer)
             stack.callback(self._forget)
             self._forget()
             scaler = [] if accelerator.scaler is None else [accelerator.scaler]
-            self.state = (trainer.model, trainer.optimizer, *scaler, self)
+            self.state = (trainer.model, trainer.optimizer, modules, *optimizers, *scaler, self)
             self._stack = stack.pop_all()
         return self
 
@@ -90,6 +98,7 @@ class Rehearsal:
             batches: of one step, and one more: the trainer's loader reads ahead.
         """
         trainer, accelerator, model = self._trainer, self._accelerator, self._model()
+        self._set_modes()
         num_batches = len(batches) - 1
         inputs, num_items = trainer.get_batch_samples(iter(batches[:-1]), num_batches, trainer.args.device)
         trainer.current_gradient_accumulation_steps = num_batches
@@ -97,11 +106,23 @@ class Rehearsal:
             is_last = number == num_batches - 1
             accelerator.gradient_state._set_sync_gradients(is_last)
             with contextlib.nullcontext() if is_last else _without_sync(model):
-                trainer.training_step(model, inputs[number], num_items)
+                self._training_step(model, inputs[number], num_items)
         if trainer.args.max_grad_norm:
             accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()
         model.zero_grad()
+
+    def _training_step(self, model: nn.Module, inputs: Any, num_items: Any) -> None:
+        try:
+            self._trainer.training_step(model, inputs, num_items)
+        except StrangerError as error:
+            remedy = "Keep it in an attribute of the trainer, from before train() or from create_optimizer()"
+            raise StrangerError(error.optimizer, remedy) from None
+
+    def _set_modes(self) -> None:
+        """Give the modules beside the model their own modes: a search has put all in that of the model."""
+        for module, is_training in self._modes:
+            module.training = is_training
 
     def predict(self, batches: Sequence[Any]) -> None:
         """Run one prediction step as the trainer's evaluation does.
@@ -110,6 +131,7 @@ class Rehearsal:
             batches: the batch, and one more.
         """
         trainer = self._trainer
+        self._set_modes()
         self._model()  # with its buckets, which training keeps
         loss_only = True if trainer.compute_metrics is None else trainer.args.prediction_loss_only
         _, logits, labels = trainer.prediction_step(self._prepared, batches[0], loss_only)
@@ -151,15 +173,47 @@ class Rehearsal:
         return self._wrapped
 
 
+def held_by(trainer: Any) -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
+    """The modules and optimizers among a trainer's attributes, also in containers there.
+
+    Without its model and its optimizer. The modules are one list, so that ranks may hold different ones.
+    """
+    known = [*_datasets(trainer), trainer.optimizer, trainer.model_wrapped, *trainer.model.modules()]
+    seen = set(map(id, known))
+    modules: list[nn.Module] = []
+    optimizers: list[torch.optim.Optimizer] = []
+    waiting: list[Any] = [vars(trainer)]
+    for value in waiting:
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            modules.append(value)
+        elif isinstance(value, torch.optim.Optimizer):
+            optimizers.append(value)
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+    return nn.ModuleList(modules), optimizers
+
+
+def _datasets(trainer: Any) -> list[Any]:
+    evaluation = trainer.eval_dataset
+    inside = evaluation.values() if isinstance(evaluation, dict) else []
+    return [trainer.train_dataset, evaluation, *inside]
+
+
 class _Kept:
-    """The attributes of a trainer and of its collator: plain values, containers and the tensors in them."""
+    """What a trainer, its collator, its state and its control hold in attributes.
+
+    That is: plain values, containers and the tensors in them.
+    """
 
     def __init__(self, trainer: Any) -> None:
-        evaluation = trainer.eval_dataset
-        datasets = [trainer.train_dataset, evaluation]
-        datasets += evaluation.values() if isinstance(evaluation, dict) else []
-        owners = [owner for owner in (trainer, trainer.data_collator) if hasattr(owner, "__dict__")]
-        self._contents = Contents(map(vars, owners), set(map(id, datasets)), _Tensor)
+        parts = (trainer, trainer.data_collator, trainer.state, trainer.control)
+        owners = [owner for owner in parts if hasattr(owner, "__dict__")]
+        self._contents = Contents(map(vars, owners), set(map(id, _datasets(trainer))), _Tensor)
 
     def restore(self) -> None:
         self._contents.restore()
@@ -177,20 +231,27 @@ class _Tensor:
         self._tensor.detach().copy_(self._value)
 
 
-def _replace(content: dict[str, Any], before: dict[str, Any]) -> None:
-    content.clear()
-    content.update(before)
-
-
 @contextlib.contextmanager
-def _group_of_this_rank() -> Iterator[torch_dist.ProcessGroup]:
-    """A process group that no other rank has a part in, not even in making it."""
-    group = torch_dist.new_group([torch_dist.get_rank()], use_local_synchronization=True)
-    assert isinstance(group, torch_dist.ProcessGroup)  # this rank is a member
+def _silent(trainer: Any) -> Iterator[None]:
+    """Let `log` of a trainer do nothing, and call no callback for any event."""
+
+    def log(*arguments: Any, **options: Any) -> None:
+        return None
+
+    def call_event(event: str, args: Any, state: Any, control: Any, **options: Any) -> Any:
+        return control
+
+    places = [(vars(trainer), "log", log), (vars(trainer.callback_handler), "call_event", call_event)]
+    before = [attributes.get(name) for attributes, name, _ in places]
+    for attributes, name, function in places:
+        attributes[name] = function
     try:
-        yield group
+        yield
     finally:
-        torch_dist.destroy_process_group(group)
+        for (attributes, name, _), own in zip(places, before, strict=True):
+            del attributes[name]
+            if own is not None:
+                attributes[name] = own
 
 
 @contextlib.contextmanager

@@ -112,6 +112,13 @@ def test_global_random_numbers_stay_where_they_were(length: Any) -> None:
     assert draws() == after
 
 
+@pytest.mark.parametrize("length", [None, lambda row: len(row["input_ids"]), [3, 9, 4]])
+def test_samples_are_given_in_the_form_asked_for(length: Any) -> None:
+    dataset, read = Rows([3, 9, 4]), ["first", "second", "third"]
+    assert longest(dataset, 2, length=length, read=read) == ["second", "third"]
+    assert dataset.read == ([] if isinstance(length, list) else [0, 1, 2])
+
+
 def test_what_counts_as_the_length() -> None:
     assert num_values(np.zeros((2, 3))) == 6
     assert num_values([[1, 2], [3]]) == 3
@@ -125,7 +132,7 @@ def test_what_counts_as_the_length() -> None:
     ("arguments", "error"),
     [
         ({"n": 0}, "n is 0; it must be at least 1"),
-        ({"length": "tokens"}, "length is 'tokens'; the dataset's columns are ['input_ids', 'length']"),
+        ({"length": "tokens"}, "length is 'tokens'; the dataset's columns are 'input_ids', 'length'"),
         ({"length": [1, 2]}, "length has 2 entries; the dataset has 3 samples"),
         ({"length": 5}, "length is an int; it must be a column's name, a function or a sequence"),
         ({"length": lambda sample: "long"}, "length gives 'long'; it must be an integer for each sample"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -192,7 +191,3 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
         return bool(first == second)
 
     return [name for name in one if not same(one[name], other[name])]
-
-
-def save(folder: str, rank: int, results: dict[str, Any]) -> None:
-    torch.save(results, Path(folder) / f"rank{rank}.pt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("transformers")
 
 from transformers import Trainer
 
+from linnaeus.autobatch.group import together
 from linnaeus.integrations.transformers import autobatch
 from tests.integrations.hugging import differences, outcome, trainer
 from tests.memory.ledger import limit_with_room_for
@@ -46,6 +48,15 @@ class Collective(Trainer):
     def compute_loss(self, *arguments: Any, **options: Any) -> Any:
         torch_dist.all_reduce(torch.ones(1))
         return super().compute_loss(*arguments, **options)
+
+
+class BrokenData(Trainer):
+    """Cannot make its loader on rank 1, before any search."""
+
+    def get_train_dataloader(self) -> Any:
+        if torch_dist.get_rank() == 1:
+            raise FileNotFoundError("rank 1 has no data")
+        return super().get_train_dataloader()
 
 
 def join(rank: int, folder: str) -> None:
@@ -93,6 +104,20 @@ def failure(kind: type, rank: int) -> str:
     return ""
 
 
+def resumed(rank: int, folder: str) -> list[int]:
+    """The sizes tried and used where rank 0 alone sees a checkpoint with batch size 5."""
+    checkpoint = Path(folder) / f"checkpoint of rank {rank}"
+    checkpoint.mkdir()
+    if rank == 0:
+        (checkpoint / "trainer_state.json").write_text('{"train_batch_size": 5}')
+    made = trainer()
+    autobatch(made, max_batch_size=6)
+    search = vars(made)["_inner_training_loop"]
+    with together() as control:
+        search._find(str(checkpoint), control)
+    return [*(trial.size for trial in made.autobatch_results["train"].trials), made._train_batch_size]
+
+
 def work(rank: int, folder: str) -> dict[str, Any]:
     """Trainers of transformers."""
     join(rank, folder)
@@ -102,5 +127,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
         "plain": compared(lambda **own: trainer(Recorder, **own), rank, room(rank)),
         "mixed": compared(lambda **own: trainer(Recorder, **{**mixed, **own}), rank, few),
         "broken": failure(Broken, rank),
+        "broken data": failure(BrokenData, rank),
+        "resumed": resumed(rank, folder),
         "collective": failure(Collective, rank),
     }

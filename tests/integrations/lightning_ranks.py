@@ -23,6 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from linnaeus.integrations import lightning_steps
 from linnaeus.integrations.lightning import AutoBatch
 from tests.integrations.lightning_runs import (
     NUM_VAL,
@@ -34,6 +35,7 @@ from tests.integrations.lightning_runs import (
     fit,
     loader,
     room,
+    trainer_for,
 )
 from tests.memory.ledger import Ledger
 
@@ -104,10 +106,10 @@ def both(size: int) -> tuple[Any, ...]:
     return loader(size, shuffle=True), DataLoader(data(NUM_VAL), size)
 
 
-def failing(fault: Callable[[], object], at: int) -> dict[str, Any]:
+def failing(fault: Callable[[], object], at: int, module: type[Net] = Net) -> dict[str, Any]:
     """The error of a search in which this rank meets a fault when it tries a size of at least `at`."""
 
-    class Faulty(Net):
+    class Faulty(module):  # type: ignore[misc, valid-type]
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if len(batch[0]) >= at:
                 fault()
@@ -145,6 +147,48 @@ def unequal() -> dict[str, Any]:
     )
 
 
+def uneven(lengths: tuple[int, int], *, val_lengths: tuple[int, int] | None = None) -> dict[str, Any]:
+    """Each rank has data of its own, of another length."""
+
+    def given(size: int) -> tuple[Any, ...]:
+        loaders = (DataLoader(data(lengths[RANK]), size),)
+        return loaders if val_lengths is None else (*loaders, DataLoader(data(val_lengths[RANK]), size))
+
+    return compared(
+        lambda size: Bare(), given, search={"val": val_lengths is not None}, use_distributed_sampler=False,
+        limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=0,
+    )  # fmt: skip
+
+
+def unprepared() -> dict[str, Any]:
+    """The error where rank 1 cannot make its loaders."""
+
+    class NoData(Net):
+        def train_dataloader(self) -> Any:
+            if RANK == 1:
+                break_down()
+            return super().train_dataloader()
+
+    return failing(lambda: None, 1, NoData)
+
+
+def without_room_for_buckets() -> dict[str, Any]:
+    """The error where the memory of DDP's buckets is not there, and what is left on the strategy then."""
+    trainer = trainer_for([AutoBatch(max_batch_size=12)], **RANKS)
+    before, lightning_steps._bucket_stand_in = lightning_steps._bucket_stand_in, lambda _: run_out_of_memory()
+    groups = []
+    destroy = torch_dist.destroy_process_group
+    torch_dist.destroy_process_group = lambda group=None: (groups.append(group), destroy(group))[0]
+    try:
+        trainer.fit(Net())
+    except Exception as error:
+        left = sorted({"all_gather", "own_group"} & set(vars(trainer.strategy)))
+        return {"error": type(error).__name__, "left": left, "destroyed": len(groups)}
+    finally:
+        lightning_steps._bucket_stand_in, torch_dist.destroy_process_group = before, destroy
+    return {"error": None}
+
+
 class Large(Net):
     """With eight MiB of parameters."""
 
@@ -179,6 +223,10 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "static": lambda: compared(Net, nothing, strategy=partial(DDPStrategy, static_graph=True), search=NO_VAL),
     "effective": lambda: compared(Net, nothing, search={"effective_batch_size": 48}),
     "unequal": unequal,
+    "uneven data": lambda: uneven((37, 45)),
+    "little data": lambda: uneven((96, 9), val_lengths=(30, 5)),
+    "unprepared": unprepared,
+    "no room for buckets": without_room_for_buckets,
     "raises in the search": lambda: failing(on_rank(0, break_down), 8),
     "raises in the run": lambda: failing(on_rank(1, break_down), 8),
     "out of memory": lambda: failing(on_rank(1, run_out_of_memory), 9),

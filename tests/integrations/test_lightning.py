@@ -256,6 +256,65 @@ def test_no_last_batch_is_left_with_one_sample_where_there_is_batchnorm() -> Non
     assert dropping.batch_size == LARGE
 
 
+def test_a_size_that_validation_lowers_leaves_no_last_batch_of_one_sample() -> None:
+    class Nineteen(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if len(batch[0]) > 19:
+                raise torch.OutOfMemoryError("out of memory")
+            super().validation_step(batch, batch_idx)
+
+    callback = small()
+    searched = fit(Nineteen(), callbacks=[callback])
+    assert callback.results["val"].batch_size == 19
+    assert 96 % 19 == 1
+    assert callback.batch_size == 18
+    assert 18 in {trial.size for trial in callback.results["train"].trials}
+    assert set(searched["sizes"]) == {18, 96 % 18}
+
+
+def test_a_size_below_the_smallest_asked_for_is_refused_and_not_used() -> None:
+    with pytest.raises(AutoBatchError, match=r"each batch size from 20 to 20 .* drop_last=True"):
+        fit(Bare(), DataLoader(data(41), 4), callbacks=[small(min_batch_size=20)])
+    callback = small(min_batch_size=19)
+    fit(Bare(), DataLoader(data(41), 4), callbacks=[callback])
+    assert callback.batch_size == 19
+
+
+def test_the_parts_of_an_effective_batch_leave_no_last_batch_of_one_sample() -> None:
+    callback = small(effective_batch_size=76, val=False)
+    searched = fit(Net(), callbacks=[callback])
+    assert (callback.batch_size, searched["accumulate"]) == (4, 19), "19 would leave one sample of 96"
+    with pytest.raises(AutoBatchError, match=r"effective_batch_size is 19.* BatchNorm .*last batch"):
+        fit(Net(), callbacks=[small(effective_batch_size=19, val=False)])
+    module = Net()
+    module.net[1] = torch.nn.LayerNorm(32)
+    callback = small(effective_batch_size=19, val=False)
+    fit(module, callbacks=[callback])
+    assert callback.batch_size == 19
+
+
+def test_a_part_of_an_effective_batch_below_the_smallest_asked_for_is_refused() -> None:
+    with pytest.raises(AutoBatchError, match=r"effective_batch_size is 33.* at least 12 samples"):
+        fit(Net(), callbacks=[small(effective_batch_size=33, min_batch_size=12, val=False)])
+
+
+class Lengths(Net):
+    """Two loaders of validation, of 5 and of 30 samples, of which 12 fit at once."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if len(batch[0]) > 12:
+            raise torch.OutOfMemoryError("out of memory")
+
+    def val_dataloader(self) -> Any:
+        return [DataLoader(data(5), self.batch_size), DataLoader(data(30), self.batch_size)]
+
+
+def test_a_shared_size_fits_in_the_longest_loader_of_validation() -> None:
+    callback = small()
+    fit(Lengths(), callbacks=[callback])
+    assert callback.batch_size == 12
+
+
 def test_batches_of_trials_may_be_made_by_a_function() -> None:
     sizes: list[int] = []
 
@@ -372,6 +431,26 @@ def test_a_size_of_the_earlier_run_that_no_longer_fits_is_replaced(
     assert "batch size 60 of the run that is resumed no longer fits" in caplog.text
 
 
+@pytest.mark.usefixtures("few_timed_steps")
+def test_the_size_of_the_earlier_run_is_kept_whatever_is_fastest(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, max_batch_size=12)
+    callback = small(objective="throughput", val=False)
+    fit(Net(), callbacks=[callback], ckpt=path)
+    assert callback.batch_size == 12
+    assert callback.results["train"].timings == ()
+
+
+def test_a_size_of_the_earlier_run_that_is_no_longer_allowed_is_not_said_not_to_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = checkpoint(tmp_path, Plain(), max_batch_size=12)
+    fit(Plain(), callbacks=[small(max_batch_size=8)], ckpt=path)
+    assert (
+        "batch size 12 of the run that is resumed is above max_batch_size, 8; going on with 8" in caplog.text
+    )
+    assert "no longer fits" not in caplog.text
+
+
 def test_a_resumed_run_does_not_scale_the_learning_rate_again(tmp_path: Path) -> None:
     scaling = {"scale_lr": "linear", "base_batch_size": 10}
     path = checkpoint(tmp_path, **scaling)
@@ -442,9 +521,12 @@ def test_what_cannot_be_searched_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"max_batchsize": 3}, TypeError, "no option 'max_batchsize'.*max_batch_size"),
-        ({"val_options": {"mode": "val"}}, TypeError, "no option 'mode'"),
-        ({"start": 2}, TypeError, "no option 'start'"),
+        ({"max_batchsize": 3}, TypeError, "no argument 'max_batchsize'; it takes .*max_batch_size.* val,"),
+        ({"val_options": {"mode": "val"}}, TypeError, "val_options takes no 'mode'"),
+        ({"val_options": {"max_size": 3}}, TypeError, "val_options has no argument 'max_size'"),
+        ({"start": 2}, TypeError, "takes no 'start'"),
+        ({"bounds": {"dataset": 2}}, TypeError, "takes no 'bounds'"),
+        ({"predict": True}, TypeError, "takes no 'predict'"),
         ({"scale_lr": "cubic", "base_batch_size": 1}, ValueError, "scale_lr is 'cubic'.*'linear', 'sqrt'"),
         ({"scale_lr": "linear"}, ValueError, "needs base_batch_size"),
         ({"effective_batch_size": 0}, ValueError, "effective_batch_size is 0"),
@@ -636,6 +718,16 @@ def test_the_older_package_name_works_too() -> None:
         enable_progress_bar=False, enable_model_summary=False,
     ).fit(module)  # fmt: skip
     assert module.batch_size == LARGE
+
+
+def test_generators_that_are_not_looked_for_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(Bare(), Data(), callbacks=[small(val=False)])
+    assert "are not put back" not in caplog.text
+    monkeypatch.setattr(lightning_loaders, "MAX_OBJECTS", 3)
+    fit(Bare(), Data(), callbacks=[small(val=False)])
+    assert "hold more than 3 objects; random number generators" in caplog.text
 
 
 # --- the page and the example ---

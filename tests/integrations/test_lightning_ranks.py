@@ -79,6 +79,26 @@ def test_the_rank_with_less_memory_decides(found: Ranks) -> None:
     assert first["differences"] == second["differences"] == []
 
 
+def test_ranks_with_data_of_their_own_agree_on_a_size_that_leaves_none_a_single_sample(found: Ranks) -> None:
+    assert (37 % 12, 45 % 11) == (1, 1)
+    for ranks in found:
+        assert (ranks["uneven data"]["size"], ranks["uneven data"]["limited_by"]) == (10, "last_batch")
+        assert ranks["uneven data"]["differences"] == []
+
+
+def test_the_rank_with_the_least_data_bounds_the_size(found: Ranks) -> None:
+    for ranks in found:
+        assert (ranks["little data"]["size"], ranks["little data"]["limited_by"]) == (9, "dataset")
+        assert ranks["little data"]["differences"] == []
+
+
+def test_nothing_is_left_where_the_buckets_find_no_room(found: Ranks) -> None:
+    for ranks in found:
+        assert ranks["no room for buckets"]["error"] in ("OutOfMemoryError", "AutoBatchError")
+        assert ranks["no room for buckets"]["left"] == []
+        assert ranks["no room for buckets"]["destroyed"] == 1
+
+
 def test_training_takes_the_memory_that_the_search_measured_and_the_buckets(found: Ranks) -> None:
     for ranks in found:
         assert ranks["memory"]["taken"] == pytest.approx(ranks["memory"]["measured"], rel=0.005)
@@ -94,6 +114,7 @@ def test_a_rank_that_runs_out_of_memory_makes_the_size_smaller(found: Ranks) -> 
         ("raises in the search", 0, "ZeroDivisionError: a bad sample"),
         ("raises in the run", 1, "ZeroDivisionError: a bad sample"),
         ("nothing fits", 1, "no batch size fits"),
+        ("unprepared", 1, "ZeroDivisionError: a bad sample"),
     ],
 )
 def test_an_error_of_one_rank_ends_all_with_the_cause(name: str, rank: int, cause: str, found: Ranks) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import inspect
+import logging
 import runpy
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +20,12 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import datasets
-from transformers import Trainer, ViTConfig, ViTForImageClassification
+from transformers import Trainer, TrainerCallback, ViTConfig, ViTForImageClassification, default_data_collator
 
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import transformers_data, transformers_trial
-from linnaeus.integrations.transformers import _OPTIONS, autobatch, size_in_checkpoint
+from linnaeus.integrations.common import SET_BY_TRAINER, search_options
+from linnaeus.integrations.transformers import autobatch, size_in_checkpoint
 from tests.forks import ROOT
 from tests.integrations import hugging
 from tests.integrations.hugging import Calls, Text, collate, differences, outcome, trainer
@@ -114,6 +120,99 @@ def test_training_is_that_of_the_size_given_by_hand(options: dict[str, Any]) -> 
     assert ours["state"][2] == size
 
 
+class Logger(Recorder):
+    """A trainer that logs in each micro-batch."""
+
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+        self.log({"size": len(self.shapes)})
+        return super().compute_loss(*arguments, **options)
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+def test_what_a_step_logs_in_a_trial_reaches_no_callback(
+    is_silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_silent:
+        monkeypatch.setattr(transformers_trial, "_silent", lambda trainer: contextlib.nullcontext())
+    runs = []
+    for is_search in (True, False):
+        calls = Calls()
+        made = trainer(Logger, callbacks=[calls], per_device_train_batch_size=4)
+        if is_search:
+            autobatch(made, min_batch_size=4, max_batch_size=4)
+        made.train()
+        runs.append(left_by(made, calls))
+    assert differences(*runs) == ([] if is_silent else ["calls"])
+    logged = [entry["size"] for entry in runs[0]["log"] if "size" in entry]
+    assert logged == [0, 1, 2]
+
+
+class WithModules(Recorder):
+    """A trainer with an average of the model, and another model with an optimizer of its own."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.averages = {"ema": copy.deepcopy(self.model).eval()}
+        self.judge = torch.nn.Linear(1, 1)
+        self.judge_optimizer = torch.optim.Adam(self.judge.parameters(), lr=0.1)
+        self.seen = types.SimpleNamespace(modes=[])  # of a kind that is not put back
+
+    def training_step(self, model: Any, *arguments: Any) -> Any:
+        loss = super().training_step(model, *arguments)
+        ema = self.averages["ema"]
+        self.seen.modes.append(ema.training)
+        for mean, parameter in zip(ema.parameters(), self.model.parameters(), strict=True):
+            mean.data.lerp_(parameter.detach() + 1, 0.1)
+        self.judge(torch.ones(1, 1)).sum().backward()
+        self.judge_optimizer.step()
+        return loss
+
+
+def held_by(made: Any) -> dict[str, Any]:
+    """What a run of `WithModules` leaves."""
+    moments = made.judge_optimizer.state_dict()["state"].values()
+    return {
+        **left_by(made), "ema": [*made.averages["ema"].parameters()],
+        "judge": [*made.judge.parameters()], "moments of the judge": [[*each.values()] for each in moments],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_modules_and_optimizers_of_the_trainer_are_put_back(
+    is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_found:
+        monkeypatch.setattr(
+            transformers_trial, "held_by", lambda made: (torch.nn.ModuleList(), [made.judge_optimizer])
+        )
+    runs = []
+    for is_search in (True, False):
+        made = trainer(WithModules, per_device_train_batch_size=4)
+        if is_search:
+            autobatch(made, min_batch_size=4, max_batch_size=4)
+        made.train()
+        runs.append(held_by(made))
+        assert made.seen.modes.count(False) == len(made.seen.modes) >= (5 if is_search and is_found else 3)
+    assert differences(*runs) == ([] if is_found else ["ema"])
+
+
+def test_an_optimizer_elsewhere_is_refused_with_a_remedy_that_exists() -> None:
+    judge = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(judge.parameters(), lr=0.1)
+
+    class Elsewhere(Trainer):
+        def training_step(self, *arguments: Any) -> Any:
+            judge(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            return super().training_step(*arguments)
+
+    with pytest.raises(
+        AutoBatchError, match=r"uses an optimizer, SGD, .* in an attribute of the trainer"
+    ) as caught:
+        autobatch(trainer(Elsewhere), **room()).train()
+    assert "state=(" not in str(caught.value)
+
+
 class WithOptimizer(Recorder):
     """A trainer with an optimizer and a schedule of one's own."""
 
@@ -162,7 +261,7 @@ def leave_the_mark(content: dict[str, Any], before: dict[str, Any]) -> None:
     ("place", "name", "instead", "expected"),
     [
         (transformers_trial, "set_rng_state", lambda *_: None, "random"),
-        (transformers_trial, "_replace", leave_the_mark, "weights"),
+        (transformers_trial, "refill", leave_the_mark, "weights"),
         (transformers_trial._Kept, "restore", lambda *_: None, "shapes"),
     ],
     ids=["random numbers", "the model's attributes", "the trainer's attributes"],
@@ -176,19 +275,29 @@ def test_what_is_not_put_back_is_noticed(place: Any, name: str, instead: Any, ex
 
 def test_trials_run_the_longest_samples_through_the_trainers_collator() -> None:
     batches: list[list[int]] = []
+    num_in_search: list[int] = []
 
     def watched(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         batches.append([len(sample["input_ids"]) for sample in samples])
         return collate(samples)
 
-    made = trainer()
+    class Begun(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            num_in_search.append(len(batches))
+
+    made = trainer(callbacks=[Begun()])
     made.data_collator = watched
     autobatch(made, **room(), effective_batch_size=None)
     made.train()
-    in_search = [batch for batch in batches if batch == sorted(batch, reverse=True) and batch[0] == 128]
+    in_search, trials = batches[: num_in_search[0]], made.autobatch_results["train"].trials
     lengths = sorted((len(Text()[index]["input_ids"]) for index in range(len(Text()))), reverse=True)
-    assert len(in_search) >= 2 * len(made.autobatch_results["train"].trials) - 4
+    assert len(in_search) >= 2 * len(trials) - 4
+    warm_up = {1}
+    assert {len(batch) for batch in in_search} == {trial.size for trial in trials} | warm_up
     assert all(batch == lengths[: len(batch)] for batch in in_search)
+    in_training = batches[num_in_search[0] :]
+    assert len(in_training) >= 3
+    assert any(batch != lengths[: len(batch)] for batch in in_training)
 
 
 class LongText(Text):
@@ -231,6 +340,47 @@ def test_the_effective_batch_is_made_up_of_the_size_found(effective: int, at_mos
     assert differences(outcome(found), outcome(by_hand(found))) == []
 
 
+def test_an_effective_batch_that_divides_badly_is_warned_of_or_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    search: dict[str, Any] = {"effective_batch_size": 17, "max_batch_size": 4}
+    with caplog.at_level(logging.WARNING, "linnaeus.autobatch"):
+        found = searched(search=search)
+    assert found.args.gradient_accumulation_steps == 17
+    assert "17 accumulation steps are slow: effective_batch_size is 17" in caplog.text
+    with pytest.raises(AutoBatchError, match="would do better, because a batch must have at least 2 samples"):
+        searched(search={**search, "min_batch_size": 2})
+
+
+def test_a_divisor_lies_within_the_bounds_or_is_asked_for_at_once() -> None:
+    made = trainer()
+    for search, wanted in [
+        (
+            {"min_batch_size": 20, "max_batch_size": 30},
+            "no size from 20 .* to 30 .* divides that; 63 or 66 would",
+        ),
+        ({"multiple_of": 24}, "divides that and is a multiple of 24; 48 or 72 would do better"),
+    ]:
+        with pytest.raises(AutoBatchError, match=wanted):
+            autobatch(made, effective_batch_size=64, **search)
+    autobatch(made, effective_batch_size=66, min_batch_size=20, max_batch_size=30)
+
+
+def test_the_size_of_an_effective_batch_is_a_multiple_of_what_was_asked_for() -> None:
+    # 30 divides 120 too, and is no multiple of 8.
+    search = {**room(600), "effective_batch_size": 120, "multiple_of": 8, "max_batch_size": 32}
+    found = searched(search=search)
+    assert found.autobatch_results["train"].batch_size == 32
+    assert (found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps) == (24, 5)
+
+
+def test_an_effective_batch_is_no_larger_than_an_epoch() -> None:
+    small: dict[str, Any] = {"min_batch_size": 4, "max_batch_size": 4}
+    with pytest.raises(AutoBatchError, match="is 204, above what one epoch holds, 200 samples; lower it"):
+        searched(search={"effective_batch_size": 204, **small})
+    assert searched(search={"effective_batch_size": 200, **small}).args.gradient_accumulation_steps == 50
+
+
 def test_evaluation_is_searched_where_it_takes_place_or_is_asked_for() -> None:
     small: dict[str, Any] = {"max_batch_size": 6}
     without = searched(search={**small, "evaluation": False}, eval_strategy="steps", eval_steps=3)
@@ -265,14 +415,38 @@ def test_a_resumed_run_keeps_the_size_of_its_checkpoint(tmp_path: Path) -> None:
     ours = left_by(whole)
     resumed = trainer(Recorder, **options)
     autobatch(resumed, **room()).train(resume_from_checkpoint=checkpoint)
-    assert resumed.autobatch_results == {}
-    assert resumed.args.per_device_train_batch_size == 9
+    result = resumed.autobatch_results["train"]
+    assert [trial.size for trial in result.trials] == [9], "it is run once"
+    assert result.batch_size == resumed.args.per_device_train_batch_size == 9
     again = left_by(resumed)
     by_hand = trainer(Recorder, per_device_train_batch_size=9, **options)
     by_hand.train(resume_from_checkpoint=checkpoint)
     assert differences(again, left_by(by_hand)) == []
     assert not {"weights", "schedule"} & {*differences(ours, again)}
     assert size_in_checkpoint(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("search", "reason"),
+    [
+        (lambda: {**room(60), "min_batch_size": 4, "objective": "throughput"}, "that no longer fits"),
+        (lambda: {**room(), "max_batch_size": 7}, "limited by max_batch_size"),
+        (lambda: {**room(), "effective_batch_size": 6}, "limited by effective_batch"),
+    ],
+    ids=["memory", "max_batch_size", "effective_batch"],
+)
+def test_a_resumed_run_whose_size_no_longer_fits_goes_on_with_a_smaller_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, search: Callable[[], dict[str, Any]], reason: str
+) -> None:
+    options = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    trainer(Recorder, per_device_train_batch_size=96, **options).train()
+    resumed = trainer(Recorder, **options)
+    with caplog.at_level(logging.WARNING, "linnaeus.autobatch"):
+        autobatch(resumed, **search()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    size = resumed.args.per_device_train_batch_size
+    assert 1 <= size < 96
+    assert resumed.shapes[0][0] == size
+    assert f"the run that is resumed had batch size 96; going on with {size}: {reason}" in caplog.text
 
 
 class Rows(Text):
@@ -289,7 +463,6 @@ class Rows(Text):
 def test_stored_lengths_are_used() -> None:
     rows = Rows()
     lengths = [len(Text()[index]["input_ids"]) for index in range(len(rows))]
-    loader = trainer(train_sampling_strategy="sequential").get_train_dataloader()
     made = trainer()
     made.train_dataset = rows
     data = transformers_data.training_data(made, lengths, None)
@@ -308,9 +481,22 @@ def test_stored_lengths_are_used() -> None:
     )
     by_function = transformers_data.training_data(made, lambda row: -row["length"], None)
     assert by_function.longest(1)[0]["input_ids"] == table[0]["input_ids"]
-    with pytest.raises(ValueError, match="length is 'words'; the dataset's columns are input_ids, length"):
+    with pytest.raises(
+        ValueError, match="length is 'words'; the dataset's columns are 'input_ids', 'length'"
+    ):
         transformers_data.training_data(made, "words", None).longest(1)
-    assert loader is not None
+
+
+def test_lengths_that_the_sampler_has_read_are_not_read_again() -> None:
+    rows = Rows()
+    lengths = [len(Text()[index]["input_ids"]) for index in range(len(rows))]
+    made = trainer(train_sampling_strategy="group_by_length")
+    made.train_dataset = rows
+    data = transformers_data.training_data(made, None, None)
+    assert rows.read >= {*range(len(rows))}, "the sampler reads them all"
+    rows.read.clear()
+    assert [len(sample["input_ids"]) for sample in data.longest(3)] == sorted(lengths)[:-4:-1]
+    assert len(rows.read) == 3
 
 
 def test_an_image_counts_as_one_size_and_is_not_looked_for() -> None:
@@ -425,8 +611,12 @@ def test_arguments_are_checked_at_once() -> None:
         autobatch([])
     with pytest.raises(TypeError, match="has no argument 'max_size'; it takes "):
         autobatch(made, max_size=3)
-    with pytest.raises(TypeError, match="has no argument 'make_batch'"):
+    with pytest.raises(TypeError, match=r"autobatch\(\) takes no 'make_batch': the integration sets it"):
         autobatch(made, make_batch=3)
+    with pytest.raises(TypeError, match="eval_options has no argument 'length'; it takes max_batch_size, "):
+        autobatch(made, eval_options={"length": "tokens"})
+    with pytest.raises(ValueError, match=r"eval_options\['max_batch_size'\] is 0; it must be at least 1"):
+        autobatch(made, eval_options={"max_batch_size": 0})
     with pytest.raises(ValueError, match="effective_batch_size is 0; it must be at least 1"):
         autobatch(made, effective_batch_size=0)
     with pytest.raises(AutoBatchError, match="of FixedLoader makes batches of 4"):
@@ -434,6 +624,45 @@ def test_arguments_are_checked_at_once() -> None:
     made.args.predict_with_generate = True
     with pytest.raises(AutoBatchError, match="predict_with_generate"):
         autobatch(made, **{**room(), "max_batch_size": 1}, evaluation=True).train()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"samples": []}, "^samples is empty; it must hold at least one sample"),
+        ({"samples": 3}, "^samples is an int; it must be a list of samples"),
+        ({"samples": {"input_ids": [1]}}, "^samples is a dict; it must be a list of samples"),
+        ({"eval_samples": []}, "^eval_samples is empty"),
+        ({"eval_options": 3}, "^eval_options is an int; it must be a dictionary"),
+        ({"evaluation": "x"}, "^evaluation is 'x'; it must be True, False or None"),
+        ({"evaluation": 1}, "^evaluation is 1; it must be True, False or None"),
+    ],
+)
+def test_a_wrong_argument_is_named_at_once(wrong: dict[str, Any], error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        autobatch(trainer(), **wrong)
+
+
+def test_a_class_and_evaluation_of_nothing_are_refused() -> None:
+    with pytest.raises(TypeError, match="trainer is the class Trainer; it must be an object of it"):
+        autobatch(Trainer)
+    made = trainer()
+    made.eval_dataset = None
+    with pytest.raises(ValueError, match="evaluation is True, but the trainer has no eval_dataset"):
+        autobatch(made, evaluation=True)
+
+
+def test_samples_of_which_no_batch_can_be_made_are_named() -> None:
+    good = {"input_ids": [5, 6, 7]}
+    with pytest.raises(AutoBatchError, match=r"no batch can be made of samples\[1\]: KeyError: 'input_ids'"):
+        autobatch(trainer(), **room(), samples=[good, {"foo": 1}]).train()
+    small = {**room(), "max_batch_size": 2}
+    with pytest.raises(AutoBatchError, match=r"no batch can be made of eval_samples\[0\]: KeyError"):
+        autobatch(trainer(), **small, evaluation=True, eval_samples=[{"foo": 1}]).train()
+    made = trainer()
+    made.data_collator = default_data_collator
+    with pytest.raises(AutoBatchError, match=r"samples\[0\]: it has nothing that the model takes"):
+        autobatch(made, **room(), samples=[{"foo": 1}]).train()
 
 
 @pytest.fixture(scope="module")
@@ -462,6 +691,19 @@ def test_on_two_ranks_an_error_of_one_ends_both_with_its_cause(ranks: list[dict[
     assert told == "AutoBatchError: AutoBatch: rank 1: ValueError: rank 1 is broken"
 
 
+def test_on_two_ranks_an_error_while_one_prepares_ends_both_with_its_cause(
+    ranks: list[dict[str, Any]],
+) -> None:
+    own, told = ranks[1]["broken data"], ranks[0]["broken data"]
+    assert own == "FileNotFoundError: rank 1 has no data"
+    assert told == "AutoBatchError: AutoBatch: rank 1: FileNotFoundError: rank 1 has no data"
+
+
+def test_on_two_ranks_the_checkpoint_that_rank_0_sees_counts(ranks: list[dict[str, Any]]) -> None:
+    # Tried by rank 0, then by every rank, and used.
+    assert [rank["resumed"] for rank in ranks] == [[5, 5, 5], [5, 5, 5]]
+
+
 def test_on_two_ranks_a_collective_of_ones_own_is_refused(ranks: list[dict[str, Any]]) -> None:
     assert "the step runs a collective, allreduce" in ranks[0]["collective"]
     assert "AutoBatch: rank 0: the step runs a collective, allreduce" in ranks[1]["collective"]
@@ -486,6 +728,7 @@ def test_the_example_trains_at_the_size_that_it_finds(
 
 def test_the_page_names_each_argument_and_each_refused_trainer() -> None:
     page = (ROOT / "docs" / "transformers.md").read_text()
-    names = {*_OPTIONS} - {"start", "group", "predict"}
+    own = {*inspect.signature(autobatch).parameters} - {"trainer", "options"}
+    names = own | search_options() | SET_BY_TRAINER
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
     assert [name for name in ("KTOTrainer", "GRPOTrainer", "RLOOTrainer") if f"`{name}`" not in page] == []
