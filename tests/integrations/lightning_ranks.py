@@ -169,6 +169,9 @@ def unprepared() -> dict[str, Any]:
                 break_down()
             return super().train_dataloader()
 
+        def configure_optimizers(self) -> Any:  # estimated_stepping_batches has a barrier of Lightning's own
+            return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
     return failing(lambda: None, 1, NoData)
 
 

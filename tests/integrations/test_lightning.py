@@ -294,7 +294,7 @@ def test_the_parts_of_an_effective_batch_leave_no_last_batch_of_one_sample() -> 
 
 
 def test_a_part_of_an_effective_batch_below_the_smallest_asked_for_is_refused() -> None:
-    with pytest.raises(AutoBatchError, match="effective_batch_size is 33.* at least 12 samples"):
+    with pytest.raises(AutoBatchError, match=r"effective_batch_size is 33.* at least 12 samples"):
         fit(Net(), callbacks=[small(effective_batch_size=33, min_batch_size=12, val=False)])
 
 
