@@ -122,13 +122,13 @@ def test_a_rank_that_runs_out_of_memory_makes_the_size_smaller(found: Ranks) -> 
 def test_an_error_of_one_rank_ends_all_with_the_cause(name: str, rank: int, cause: str, found: Ranks) -> None:
     own, other = (found[each][name]["error"] for each in (rank, 1 - rank))
     assert cause in own
-    assert other.startswith(f"AutoBatchError: rank {rank}: ")
+    assert other.startswith(f"AutoBatchError: AutoBatch: rank {rank}: ")
     assert cause in other
     assert max(ranks[name]["seconds"] for ranks in found) < 20
 
 
 def test_a_rank_that_is_killed_ends_the_other_with_the_cause(found: Ranks) -> None:
-    assert found[0]["killed"]["error"].startswith("AutoBatchError: rank 1: its process died")
+    assert found[0]["killed"]["error"].startswith("AutoBatchError: AutoBatch: rank 1: its process died")
     assert found[0]["killed"]["seconds"] < 30
 
 
