@@ -80,8 +80,8 @@ def main(argv: list[str] | None = None) -> int:
         return torch.cat(right).float().mean().item()
 
     train()
-    accelerator.print(f"trained with batch size {train.result} per process")
-    return train.result
+    accelerator.print(f"trained with batch size {train.batch_size} per process")
+    return train.batch_size
 
 
 if __name__ == "__main__":

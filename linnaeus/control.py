@@ -263,7 +263,7 @@ class ControlPlane:
     def neighbours(self) -> list[int]:
         """Process ids of the ranks on this machine that have begun their heartbeat, this one's included."""
         beats = (self._keys.get(f"beat/{rank}") for rank in range(self.world_size))
-        return [beat.pid for beat in beats if beat is not None and beat.namespace == _namespace() != ""]
+        return [beat.pid for beat in beats if beat is not None and beat.is_on_this_machine()]
 
     def dead_neighbours(self) -> list[tuple[int, str]]:
         """Ranks of this machine whose process has ended without a failure, and what they were doing."""
@@ -316,8 +316,12 @@ class ControlPlane:
         key = f"value/{number}/{rank}"
         started = looked = reported = time.monotonic()
         reported_doing = ""
-        while not self._keys.exist([key]):
-            self._raise_failure()
+        while True:
+            has_failed = self.failure is not None  # read first: what a rank has sent before it failed counts
+            if self._keys.exist([key]):
+                return self._keys.get(key)
+            if has_failed:
+                self._raise_failure()
             now = time.monotonic()
             if limit_s is not None and now - started > limit_s:
                 raise OverdueError(self.name_of(rank), self._doing_of(rank))
@@ -332,7 +336,6 @@ class ControlPlane:
                     seconds, name = now - started, self.name_of(rank)
                     logger.info("waiting %.0f s for rank %d: %s", seconds, name, doing)
             time.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
-        return self._keys.get(key)
 
     def _has_died_before(self, rank: int, key: str) -> bool:
         """Whether a rank's process has ended, and without a value for this key."""
@@ -458,8 +461,11 @@ class _Beat:
     namespace: str
     pid: int
 
+    def is_on_this_machine(self) -> bool:
+        return self.namespace == _namespace() != ""
+
     def is_dead_neighbour(self) -> bool:
-        if not self.namespace or self.namespace != _namespace():
+        if not self.is_on_this_machine():
             return False
         try:
             return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE

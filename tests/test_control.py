@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from linnaeus import control
-from linnaeus.control import ControlPlane, Failure, OverdueError, agree_on_attempt
+from linnaeus.control import ControlPlane, Failure, ForeignFailureError, OverdueError, agree_on_attempt
 from linnaeus.errors import LinnaeusError
 
 Work = Callable[[ControlPlane], Any]
@@ -123,6 +123,43 @@ def test_a_failure_reaches_every_rank_that_waits(rank: int) -> None:
         assert isinstance(outcomes[other], LinnaeusError)
         assert str(outcomes[other]) == f"rank {rank}: this is broken"
         assert outcomes[other].exit_code == 7
+
+
+def test_messages_call_a_rank_by_its_name() -> None:
+    """A group's ranks 0 and 1 may be the job's 2 and 3."""
+    store = HashStore()
+    with (
+        ControlPlane(store, 0, 2, name_of=lambda rank: rank + 2) as main,
+        ControlPlane(store, 1, 2, name_of=lambda rank: rank + 2) as other,
+    ):
+        with pytest.raises(OverdueError, match="rank 3 is overdue"):
+            main.gather(0, limit_s=0.05)
+        other.fail(Failure(1, "this is broken", 7))
+        with pytest.raises(ForeignFailureError, match="rank 3: this is broken") as caught:
+            main.check()
+    assert (caught.value.failure, caught.value.exit_code) == (Failure(1, "this is broken", 7), 7)
+
+
+def test_a_value_that_a_rank_sent_before_it_failed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes, and the failure after it, between two looks of the rank that waits."""
+    monkeypatch.setattr(control, "FAREWELL_S", 0.0)
+    store = HashStore()
+    with ControlPlane(store, 0, 2) as main, ControlPlane(store, 1, 2) as other:
+        exist, has_failed = main._keys.exist, False
+
+        def exist_before(keys: list[str]) -> bool:
+            nonlocal has_failed
+            found = exist(keys)
+            if keys == ["value/0/1"] and not has_failed:
+                has_failed = True
+                other.collect("sent")
+                fails(other)
+            return found
+
+        monkeypatch.setattr(main._keys, "exist", exist_before)
+        assert main.collect("mine") == ["mine", "sent"]
+        with pytest.raises(LinnaeusError, match="rank 1: this is broken"):
+            main.collect("next")
 
 
 def test_the_first_failure_counts() -> None:

@@ -79,8 +79,8 @@ def auto_find_batch_size(
         timeout_minutes: deadline of the search; the best size so far is used then.
         objective: `memory` for the largest size that fits, `throughput` for the smallest of those that fit
             whose samples per second come within 5 % of the best.
-        bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}. The ranks
-            may give different ones: the lowest of each name holds.
+        bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}. They
+            may differ between ranks: the lowest of each name holds.
         start: a size to try first, such as the answer of an earlier run.
         observer: told what the search does; by default a `SearchLog`, which logs a line for each trial.
         predict: on a CUDA device, start a guided search without `start` at the size that calls of `step` on

@@ -80,8 +80,7 @@ class BatchSizeFinder:
         names: what messages call the settings.
         predict: gives the prediction of the step, for searches on CUDA devices to start from; see
             `predict_step`. None searches without one.
-        neighbours: process ids of the ranks on this machine, if the launcher is not torchrun, which says how
-            many there are.
+        neighbours: process ids of all ranks on this machine; needed where LOCAL_WORLD_SIZE is not set.
         step, make_batch, and the others: as for `auto_find_batch_size`.
 
     Attributes:

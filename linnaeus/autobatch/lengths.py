@@ -52,14 +52,14 @@ def longest(dataset: Any, n: int, *, length: Length = None) -> list[Any]:
             `length` that does not go with the dataset.
     """
     check_count("n", n)
-    stored = _stored_lengths(dataset, length)
-    if stored is not None:
-        if not hasattr(dataset, "__getitem__"):
-            raise TypeError(f"dataset is {kind_of(dataset)}; stored lengths need one that is read by index")
-        order = heapq.nlargest(n, ((_integer(number), -index) for index, number in enumerate(stored)))
-        samples = [dataset[-negative] for _, negative in order]
-    else:
-        samples = _longest_read(dataset, n, length if callable(length) else num_values)
+    cpu = torch.device("cpu")
+    random_state = rng_state(cpu)
+    try:
+        samples = _longest_stored(dataset, n, length)
+        if samples is None:
+            samples = _longest_read(dataset, n, length if callable(length) else num_values)
+    finally:
+        set_rng_state(random_state, cpu)
     if not samples:
         raise ValueError("dataset is empty; it must have a sample")
     return list(islice(cycle(samples), n))
@@ -118,6 +118,17 @@ def _stored_lengths(dataset: Any, length: Length) -> Iterable[Any] | None:
     return next((dataset[name] for name in STORED if name in columns), None)
 
 
+def _longest_stored(dataset: Any, n: int, length: Length) -> list[Any] | None:
+    """The n longest by stored lengths, of which only these are read; None where no lengths are stored."""
+    stored = _stored_lengths(dataset, length)
+    if stored is None:
+        return None
+    if not hasattr(dataset, "__getitem__"):
+        raise TypeError(f"dataset is {kind_of(dataset)}; stored lengths need one that is read by index")
+    order = heapq.nlargest(n, ((_integer(number), -index) for index, number in enumerate(stored)))
+    return [dataset[-negative] for _, negative in order]
+
+
 def _integer(number: Any) -> int:
     if isinstance(number, bool) or not isinstance(number, Integral | torch.Tensor):
         raise TypeError(f"length gives {number!r}; it must be an integer for each sample")
@@ -126,7 +137,7 @@ def _integer(number: Any) -> int:
 
 def _longest_read(dataset: Any, n: int, length: Callable[[Any], int]) -> list[Any]:
     """The n longest of all samples, each of which is read."""
-    started, cpu, count = time.monotonic(), torch.device("cpu"), 0
+    started, count = time.monotonic(), 0
 
     def measured() -> Iterator[tuple[int, Any]]:
         nonlocal count
@@ -134,11 +145,7 @@ def _longest_read(dataset: Any, n: int, length: Callable[[Any], int]) -> list[An
             count += 1
             yield _integer(length(sample)), sample
 
-    random_state = rng_state(cpu)
-    try:
-        found = heapq.nlargest(n, measured(), key=itemgetter(0))
-    finally:
-        set_rng_state(random_state, cpu)
+    found = heapq.nlargest(n, measured(), key=itemgetter(0))
     seconds = time.monotonic() - started
     if seconds > NOTABLE_S:
         logger.info(

@@ -1,7 +1,7 @@
 """Every rank does its own work and gets the results of all, while none waits in a collective.
 
-A search of several ranks is three steps of this: rank 0 searches, all run the size that it found, and if it
-does not fit everywhere, all run the size of the rank where the least fits, until one fits on all.
+A search of several ranks consists of such exchanges: rank 0 searches, all run the size that it found, and if
+it does not fit everywhere, all run the size of the rank where the least fits, until one fits on all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RankStatus:
 Work = Callable[[RankStatus], Any]
 """What a rank does in an exchange."""
 Exchange = Callable[[Work], list[Any]]
-"""`exchange` with all but the work."""
+"""`exchange` with every argument bound except `work`."""
 
 
 def exchange(
@@ -83,7 +83,7 @@ def exchange(
         return [result]
     status.update("waiting")
     if control.rank != 0:  # rank 0 logs to the user's console
-        logger.info("waiting for rank 0 and the others")
+        logger.info("waiting for rank %d and the others", control.name_of(0))
     try:
         return control.gather(result, limit_s=timeout_minutes * 60 + GRACE_S, on_wait=tell_waiting)
     except OverdueError as error:
@@ -135,6 +135,7 @@ def run_on_every_rank(
     run: Callable[[RankStatus, int], AutoBatchResult],
     result: AutoBatchResult,
     size: int,
+    name_of: Callable[[int], int] = lambda rank: rank,
 ) -> AutoBatchResult:
     """Run the size found, or one below it, on every rank. Every rank must call this.
 
@@ -145,6 +146,7 @@ def run_on_every_rank(
         run: runs a size on this rank, and searches below it if it does not fit.
         result: of the search; the same on every rank.
         size: to run.
+        name_of: the number that messages give to a rank.
 
     Returns:
         The result with the new trials of rank 0. If the size fits on every rank, it is among those that ran
@@ -164,8 +166,8 @@ def run_on_every_rank(
         return dataclasses.replace(result, ran_on_every_rank=(*result.ran_on_every_rank, size))
     if len(verdicts) > 1:
         logger.info(
-            "rank %d fits no more than %d (%s): %s", verdicts.index(smallest), smallest.batch_size,
-            result.mode, _why(smallest, before_bytes),
+            "rank %d fits no more than %d (%s): %s", name_of(verdicts.index(smallest)),
+            smallest.batch_size, result.mode, _why(smallest, before_bytes),
         )  # fmt: skip
     return dataclasses.replace(
         result, batch_size=smallest.batch_size, certified=smallest.certified, within=smallest.within,

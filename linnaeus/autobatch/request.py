@@ -30,6 +30,7 @@ from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
 from linnaeus.autobatch.search import STRATEGIES, TrialRecord
 from linnaeus.autobatch.silence import (
     check_silenceable,
+    layout,
     refusing_collectives,
     settle_buckets,
     silenced,
@@ -106,7 +107,7 @@ class Request:
         Raises:
             AutoBatchError: no size fits.
         """
-        predict = partial(predict_step, self.step, self.make_batch, state=tuple(self.state), mode=self.mode)
+        predict = partial(predict_step, self.step, self.make_batch, state=self._parts, mode=self.mode)
         with BatchSizeFinder(
             self.step, self.make_batch, state=self.state, mode=self.mode, device=self.device,
             min_batch_size=self.min_batch_size, max_batch_size=self.max_batch_size,
@@ -131,25 +132,38 @@ class Request:
             AutoBatchError: no size fits, or `state` cannot step on one rank alone.
             LinnaeusError: another rank has failed, or its arguments differ; on every rank.
         """
-        state = tuple(self.state)
+        state = self._parts
         check_equal(control, self._shared(), ", ".join(_OF_ONE_RANK))
         request = dataclasses.replace(self, bounds=_lowest(control.gather(dict(self.bounds or {}))))
         check_silenceable(state)
+        # Also tells every rank, before the collectives of the next line, that none has refused its state.
+        check_equal(control, {"DistributedDataParallel of state": layout(state)}, ", ".join(_OF_ONE_RANK))
         settle_buckets(state)
         neighbours = control.neighbours()
         exchange_all = partial(exchange, control, timeout_minutes=self.timeout_minutes)
         with silenced(state):
-            step = refusing_collectives(self.step, self.steps_per_trial)
-            alone = dataclasses.replace(request, step=step)
+            alone = request._refusing_collectives()
             result = protocol.search_on_main(
                 exchange_all, control.rank, lambda status: alone._told(status).search(neighbours)
             )
             run = partial(
                 protocol.run_on_every_rank, exchange_all,
                 lambda status, size: alone._told(status)._at_most(size).search(neighbours),
+                name_of=control.name_of,
             )  # fmt: skip
-            found: AutoBatchResult = protocol.agreed(result, run)
-            return found
+            return protocol.agreed(result, run)
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        """`state`, once checked."""
+        assert isinstance(self.state, tuple)
+        return self.state
+
+    def _refusing_collectives(self) -> Request:
+        """The same, whose functions refuse collectives in the first trial."""
+        step = refusing_collectives(self.step, self.steps_per_trial, "the step")
+        make_batch = refusing_collectives(self.make_batch, self.steps_per_trial, "make_batch")
+        return dataclasses.replace(self, step=step, make_batch=make_batch)
 
     def _shared(self) -> dict[str, Any]:
         """What must be the same on every rank."""

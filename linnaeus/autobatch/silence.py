@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.optimizers import subclasses
 from linnaeus.errors import AutoBatchError
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 _SHARDED = {
@@ -65,10 +67,19 @@ def check_silenceable(state: Sequence[Any]) -> None:
             )
 
 
-def settle_buckets(state: Sequence[Any]) -> None:
-    """Let wrappers do now what they would do in their next forward pass: agree on their buckets.
+def layout(state: Sequence[Any]) -> list[str]:
+    """What `settle_buckets` goes through, in its order: every rank must have the same.
 
-    A collective of the wrappers' groups: every rank must call this.
+    Wrappers that nothing uses any more are gone afterwards: one rank might still have them, another not.
+    """
+    gc.collect()
+    return [_described(wrapper) for wrapper in _wrappers(state)]
+
+
+def settle_buckets(state: Sequence[Any]) -> None:
+    """Rebuild DDP's buckets now; otherwise the next forward pass would, with a collective.
+
+    A collective of the wrappers' groups: every rank must call this, with the same `layout`.
     """
     for wrapper in _wrappers(state):
         if wrapper.reducer._rebuild_buckets():
@@ -88,6 +99,7 @@ def silenced(state: Sequence[Any]) -> Iterator[None]:
         wrappers = _wrappers(state)
         for wrapper in wrappers:
             stack.callback(vars(wrapper).update, {name: vars(wrapper)[name] for name in _FLAGS})
+            # Callbacks run last to first: it must run after _HAS_REDUCED is reset.
             stack.callback(_forget_trials, wrapper)
             vars(wrapper).update(dict.fromkeys(_FLAGS, False))
             if _has_yet_to_learn_its_graph(wrapper):  # its first backward pass would reduce
@@ -128,7 +140,15 @@ def _forget_trials(wrapper: DistributedDataParallel) -> None:
 
 
 class CollectivesRefused(TorchDispatchMode):
-    """Inside the mode, a collective of several ranks raises an error instead of waiting for ever."""
+    """Inside the mode, a collective of several ranks raises an error instead of waiting for ever.
+
+    Args:
+        where: what runs inside, for the message.
+    """
+
+    def __init__(self, where: str = "the step") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._where = where
 
     supports_higher_order_operators = True
 
@@ -140,35 +160,49 @@ class CollectivesRefused(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        namespace = getattr(func, "namespace", "")
-        if namespace in ("c10d", "_c10d_functional") and _num_ranks(args) > 1:
+        if _num_ranks(getattr(func, "namespace", ""), args) > 1:
             name = str(getattr(func, "_opname", func)).removesuffix("_")
             raise AutoBatchError(
-                f"AutoBatch: the step runs a collective, {name}, but only one rank steps during a search, so "
-                "that it would wait for the others for ever. Leave reductions and gathers (of losses, of "
-                "metrics) out of the step of the search, and give state the DistributedDataParallel wrapper, "
-                "whose own collectives are switched off."
+                f"AutoBatch: {self._where} runs a collective, {name}, but only one rank steps during a "
+                "search, so that it would wait for the others for ever. Leave reductions and gathers (of "
+                f"losses, of metrics) out of {self._where} of the search, and give state the "
+                "DistributedDataParallel wrapper, whose own collectives are switched off."
             )
         return func(*args, **(kwargs or {}))
 
 
-def _num_ranks(args: tuple[Any, ...]) -> int:
-    """The size of the process group among the arguments of a collective; the job's if there is none."""
+def _num_ranks(namespace: str, args: tuple[Any, ...]) -> int:
+    """How many ranks an operator waits for: the size of the process group among its arguments.
+
+    Functional collectives name their group; those of their operators that name none wait for no rank. Any
+    other collective without a group is one of all ranks.
+    """
+    is_functional = namespace.startswith("_c10d_functional")
+    if not is_functional and namespace != "c10d":
+        return 1
     for argument in args:
-        if isinstance(argument, torch.ScriptObject):
-            with contextlib.suppress(RuntimeError, TypeError):
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
+            if isinstance(argument, torch.ScriptObject):
                 return int(torch_dist.ProcessGroup.unbox(argument).size())
-    return torch_dist.get_world_size()
+            if is_functional and isinstance(argument, str):  # the name of a reduction is no group's
+                named: Any = argument
+                return int(torch_dist.distributed_c10d._resolve_process_group(named).size())
+    return 1 if is_functional else torch_dist.get_world_size()
 
 
-def refusing_collectives(step: Callable[[Any], T], num_calls: int) -> Callable[[Any], T]:
-    """The step, whose first calls refuse collectives; later calls are not slowed down by looking for them."""
+def refusing_collectives(function: Callable[[A], T], num_calls: int, where: str) -> Callable[[A], T]:
+    """The function, whose first calls refuse collectives; looking for them would slow down all.
+
+    Args:
+        function: the step, or what makes its batch.
+        num_calls: how many calls refuse them; later ones are not seen.
+        where: what the message calls the function.
+    """
     calls = iter(range(num_calls))
 
-    def guarded(batch: Any) -> T:
-        mode = contextlib.nullcontext() if next(calls, None) is None else CollectivesRefused()  # type: ignore[no-untyped-call]
-        with mode:
-            return step(batch)
+    def guarded(argument: A) -> T:
+        with contextlib.nullcontext() if next(calls, None) is None else CollectivesRefused(where):
+            return function(argument)
 
     return guarded
 
@@ -184,12 +218,21 @@ def _parts(state: Sequence[Any]) -> list[Any]:
 
 
 def _wrappers(state: Sequence[Any]) -> list[DistributedDataParallel]:
-    """The wrappers in `state`, and those of modules in `state`."""
+    """The wrappers in `state`, and those of modules in `state` in the order of these modules."""
     modules = _modules(state)
     found = [module for module in modules if isinstance(module, DistributedDataParallel)]
-    known = {id(module) for module in modules}
+    places = {id(module): place for place, module in enumerate(modules)}
     kinds = {id(kind) for kind in subclasses(DistributedDataParallel)}  # quicker than to ask each object
-    for existing in gc.get_objects():
-        if id(type(existing)) in kinds and id(existing) not in known and id(existing.module) in known:
-            found.append(existing)
-    return found
+    outside = [
+        existing
+        for existing in gc.get_objects()
+        if id(type(existing)) in kinds and id(existing) not in places and id(existing.module) in places
+    ]
+    return [*found, *sorted(outside, key=lambda wrapper: places[id(wrapper.module)])]
+
+
+def _described(wrapper: DistributedDataParallel) -> str:
+    """A wrapper, as other ranks can compare it with theirs."""
+    shapes = [tuple(parameter.shape) for parameter in wrapper.module.parameters()]
+    digest = zlib.crc32(repr(shapes).encode())
+    return f"{type(wrapper.module).__name__} with {len(shapes)} parameters (shapes {digest:08x})"

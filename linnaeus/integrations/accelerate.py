@@ -17,6 +17,7 @@ import functools
 import gc
 import inspect
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,8 +35,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import default_collate
 
 from linnaeus.autobatch.api import auto_find_batch_size
-from linnaeus.autobatch.arguments import check_count, kind_of
+from linnaeus.autobatch.arguments import check_bounds, check_count, kind_of
 from linnaeus.autobatch.attributes import is_optimizer, restore_of_generator
+from linnaeus.autobatch.group import together
 from linnaeus.autobatch.optimizers import subclasses
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.trial import release_frames
@@ -49,11 +51,10 @@ _STATES = (PartialState, AcceleratorState, GradientState)
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 _MOST_PARTS = 100
 """Longer containers among a function's variables are data, and not looked into."""
+_MOST_STEPS = 10
+"""A trial waits for an optimizer until another one has taken so many times `steps_per_trial` steps."""
 _NOT_HERE = {"step", "make_batch", "mode", "start", "predict", "objective"}
-_SPLIT = (
-    "whether the function's Accelerator splits the loader's batches was not known before the trial, and was "
-    "not what was assumed: give @autobatch(split_batches=True) or False, or create the Accelerator before"
-)
+_NOT_AFTER_PREPARE = {"step", "make_batch", "mode", "device"}
 
 
 @overload
@@ -84,16 +85,22 @@ def autobatch(
     """Call a training function with the largest batch size that fits, found before it runs.
 
     Each trial calls the function with a size and the caller's arguments, and stops it after `steps_per_trial`
-    optimizer steps, or when it returns. What it does until then happens: files, logs, trackers. Afterwards
-    random number generators, `state`, and the accelerators that exist are what they were, and the function
-    runs once more, with the size found. That size is the attribute `result` of the decorated function.
+    steps of every optimizer, or when it returns. What it does until then happens: files, logs, trackers.
+    Afterwards random number generators, `state`, and the accelerators that exist are what they were, and the
+    function runs once more, with the size found.
+
+    The decorated function has the attributes `batch_size`, the size found, and `result`, its
+    `AutoBatchResult`; both are None before the first call. Where batches are split, all sizes given here and
+    `batch_size` are those of all processes together, and the sizes in `result` those of one process.
 
     Args:
         function: gets the batch size, as it gives it to its loader, as its first argument.
         starting_batch_size: the size tried first, and the largest unless `max_batch_size` is given.
         reduce_batch_size_fn: refused; a search does not shrink sizes by a rule.
         max_batch_size: the largest size tried.
-        steps_per_trial: optimizer steps that a trial runs.
+        steps_per_trial: steps that every optimizer takes in a trial: those that the function prepares, and
+            those in `state` and among its variables. One that has not when another has taken ten times as
+            many is not waited for.
         state: what the function changes and has not built itself, as for `auto_find_batch_size`. Models,
             optimizers, schedulers and generators among its arguments, in its closure and in the global
             variables that it uses are found without this.
@@ -131,18 +138,20 @@ def autobatch(
             )
     if taken := _NOT_HERE & search.keys():
         raise TypeError(f"@autobatch takes no {', '.join(sorted(taken))}: a trial is a call of the function")
-    start = starting_batch_size
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal start
-        _check_call(function, args)
-        trials = _Trials(function, args, kwargs, steps_per_trial, state, split_batches)
-        found = trials.find(start, max_batch_size or starting_batch_size, search)
-        start = run.result = found
-        return function(found, *args, **kwargs)
+        sizes = {
+            "start": run.batch_size or starting_batch_size,
+            "max_batch_size": max_batch_size or starting_batch_size,
+        }
+        with together(search.get("group")):
+            _check_call(function, args)
+            trials = _Trials(function, args, kwargs, steps_per_trial, state, split_batches)
+            run.batch_size, run.result = trials.find({**search, **sizes})
+        return function(run.batch_size, *args, **kwargs)
 
     run: Any = functools.wraps(function)(call)
-    run.result = None
+    run.batch_size = run.result = None
     return run
 
 
@@ -171,7 +180,8 @@ def find_batch_size(
             as `longest(dataset, 512)`.
         collate_fn: the loader's.
         state: what else a step changes, as for `auto_find_batch_size`.
-        search: further arguments of `auto_find_batch_size`.
+        search: further arguments of `auto_find_batch_size`. If the accelerator splits batches, sizes are
+            those of all processes together.
 
     Returns:
         The `batch_size` of the loader: for all processes together if the accelerator splits batches, else for
@@ -182,6 +192,8 @@ def find_batch_size(
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"accelerator is {kind_of(accelerator)}; it must be an accelerate.Accelerator")
+    if taken := _NOT_AFTER_PREPARE & search.keys():
+        raise TypeError(f"find_batch_size takes no {', '.join(sorted(taken))}: it makes its own")
     num_batches = min(accelerator.gradient_accumulation_steps, 2)
 
     def make_batch(size: int) -> list[Any]:
@@ -195,12 +207,40 @@ def find_batch_size(
         optimizer.zero_grad()
 
     parts = [model, optimizer, accelerator.scaler, *state]
-    with _restored_accelerate([accelerator]):
+    share = accelerator.num_processes if accelerator.split_batches else 1
+    with together(search.get("group")), _restored_accelerate([accelerator]):
         result = auto_find_batch_size(
             step, make_batch, state=[part for part in parts if part is not None], device=accelerator.device,
-            **search,
+            **_of_one_process(search, share),
         )  # fmt: skip
-    return result.batch_size * (accelerator.num_processes if accelerator.split_batches else 1)
+    return result.batch_size * share
+
+
+def _of_one_process(search: Mapping[str, Any], share: int) -> dict[str, Any]:
+    """The arguments of a search in sizes of one process, of which so many share a batch.
+
+    Raises:
+        TypeError, ValueError: a size of the wrong type or out of its range, or none that can be shared.
+    """
+    if share == 1:
+        return dict(search)
+    sizes = {"min_batch_size": 1, "max_batch_size": 512, "multiple_of": 1, **search}
+    for name in ("min_batch_size", "max_batch_size", "multiple_of"):
+        check_count(name, sizes[name])
+    check_bounds(sizes.get("bounds"))
+    smallest, largest = -(-sizes["min_batch_size"] // share), sizes["max_batch_size"] // share
+    if largest < smallest:
+        raise ValueError(
+            f"no batch size from min_batch_size, {sizes['min_batch_size']}, to max_batch_size, "
+            f"{sizes['max_batch_size']}, is a multiple of the {share} processes that share it (split_batches)"
+        )
+    sizes["min_batch_size"], sizes["max_batch_size"] = smallest, largest
+    sizes["multiple_of"] //= math.gcd(sizes["multiple_of"], share)
+    if sizes.get("bounds") is not None:
+        sizes["bounds"] = {name: bound // share for name, bound in sizes["bounds"].items()}
+    if sizes.get("start") is not None:
+        sizes["start"] = max(sizes["start"] // share, 1)
+    return sizes
 
 
 class _Trials:
@@ -217,37 +257,44 @@ class _Trials:
     ) -> None:
         self._function, self._args, self._kwargs = function, args, kwargs
         self._num_steps = num_steps
+        self._has_warned = False
+        self._lacks_samples = False  # for BatchNorm, in a model that the function builds
         around = _reached(function, args, kwargs)
         self._state = [*state, *filter(_is_state, around)]
         self._accelerators = _accelerators(around)
         self._splits = self._splits_batches(around) if split_batches is None else split_batches
 
-    def find(self, start: int, largest: int, search: Mapping[str, Any]) -> int:
-        """The size to give to the function.
+    def find(self, search: Mapping[str, Any]) -> tuple[int, AutoBatchResult]:
+        """The size to give to the function, and the result of the search, in sizes of one process.
+
+        Args:
+            search: arguments of `auto_find_batch_size`, in sizes as the function gets them.
 
         Raises:
             AutoBatchError: see `autobatch`.
         """
         _check_processes()
-        ranks = PartialState().num_processes if PartialState._shared_state else 1
-        factor = ranks if self._splits else 1
-        smallest = int(search.get("min_batch_size", 1))
-        if largest < factor:
-            raise ValueError(
-                f"the largest batch size is {largest}, but with split_batches each of {ranks} processes "
-                "needs a sample; raise starting_batch_size"
-            )
-        arguments = dict(search)
+        num_processes = PartialState().num_processes if PartialState._shared_state else 1
+        share = num_processes if self._splits else 1
+        arguments = _of_one_process(search, share)
         if PartialState._shared_state:
             arguments.setdefault("device", PartialState().device)
-        arguments |= {"min_batch_size": max(smallest // factor, 1), "max_batch_size": largest // factor}
         with _group_of_this_process() as alone:
-            result: AutoBatchResult = auto_find_batch_size(
-                functools.partial(self._run, alone), int, state=self._state, steps_per_trial=1,
-                start=max(start // factor, 1), predict=False, **arguments,
-            )  # fmt: skip
-        logger.info("AutoBatch: %s runs with %d", self._function.__qualname__, result.batch_size * factor)
-        return result.batch_size * factor
+            try:
+                result = auto_find_batch_size(
+                    functools.partial(self._run, alone), int, state=self._state, steps_per_trial=1,
+                    predict=False, **arguments,
+                )  # fmt: skip
+            except AutoBatchError as error:
+                if not self._lacks_samples or "no batch size fits" not in str(error):
+                    raise
+                raise AutoBatchError(
+                    f"{error} In each process, batch size 1 has failed for another reason than memory: "
+                    "BatchNorm needs two samples. Give a min_batch_size, and a largest size, of at least "
+                    f"{2 * share}."
+                ) from None
+        logger.info("AutoBatch: %s runs with %d", self._function.__qualname__, result.batch_size * share)
+        return result.batch_size * share, result
 
     def _run(self, alone: torch_dist.ProcessGroup | None, size: int) -> None:
         """Call the function until it has taken its steps.
@@ -256,10 +303,11 @@ class _Trials:
             AutoBatchError: it returned without an optimizer step, or in a mode that no rank can run alone.
         """
         steps: Counter[int] = Counter()
+        earlier = {id(each) for accelerator in self._accelerators for each in accelerator._optimizers}
 
         def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
             steps[id(optimizer)] += 1
-            if min(steps.values()) >= self._num_steps or max(steps.values()) > self._num_steps:
+            if self._has_enough(steps, earlier):
                 raise _EnoughSteps
 
         with _restored_accelerate(self._accelerators), _one_process(alone):
@@ -271,7 +319,8 @@ class _Trials:
             except ValueError as error:
                 if size > 1 or "more than 1 value per channel" not in str(error):
                     raise
-                raise MemoryError(f"not enough: {error}") from None  # BatchNorm needs two samples
+                self._lacks_samples = True
+                raise MemoryError(f"not enough: {error}") from None  # a search goes on, with more samples
             finally:
                 handle.remove()
                 self._check_accelerators()
@@ -281,6 +330,36 @@ class _Trials:
                 "nothing was measured: its dataset may have fewer samples than a batch. Lower "
                 "starting_batch_size or max_batch_size"
             )
+
+    def _has_enough(self, steps: Counter[int], earlier: set[int]) -> bool:
+        """Whether a trial has measured a step of every optimizer.
+
+        Args:
+            steps: that each optimizer has taken, by its id.
+            earlier: ids of those that were prepared before the trial, perhaps for something else.
+        """
+        if min(steps.values()) < self._num_steps:
+            return self._is_too_long(steps)
+        prepared = [
+            each
+            for accelerator in _accelerators(self._accelerators)  # and those made in the trial
+            for each in accelerator._optimizers
+            if id(each) not in earlier
+        ]
+        known = map(_unwrapped, filter(is_optimizer, [*self._state, *prepared]))
+        is_complete = all(steps[id(optimizer)] >= self._num_steps for optimizer in known)
+        return is_complete or self._is_too_long(steps)
+
+    def _is_too_long(self, steps: Counter[int]) -> bool:
+        is_too_long = max(steps.values()) >= _MOST_STEPS * self._num_steps
+        if is_too_long and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "AutoBatch: an optimizer of %s has taken less than %d steps when another one had taken %d; "
+                "trials may not measure its steps", self._function.__qualname__, self._num_steps,
+                max(steps.values()),
+            )  # fmt: skip
+        return is_too_long
 
     def _splits_batches(self, around: Sequence[Any]) -> bool:
         """What the accelerators say that the function reaches; where it reaches none, those that exist."""
@@ -298,7 +377,17 @@ class _Trials:
         known = {id(each) for each in self._accelerators}
         made = (each for each in _accelerators(()) if id(each) not in known)
         if any(bool(each.split_batches) != self._splits for each in made):
-            raise AutoBatchError(f"AutoBatch: {_SPLIT}")
+            raise AutoBatchError(
+                f"AutoBatch: The function's Accelerator has split_batches={not self._splits}, but the search "
+                f"assumed {self._splits}. Pass @autobatch(split_batches={not self._splits})"
+            )
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer that steps: accelerate's wrappers hold another."""
+    while is_optimizer(inner := getattr(optimizer, "optimizer", None)):
+        optimizer = inner
+    return optimizer
 
 
 class _EnoughSteps(BaseException):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import forks
-from tests.autobatch.group_ranks import WRAPPERS, spawned
+from tests.autobatch.group_ranks import WRAPPERS
 from tests.conftest import TORCHRUN, free_ports
 from tests.forks import ROOT, Process
 
@@ -47,16 +47,33 @@ ERRORS = (
     "different_arguments",
     "wrong_argument",
     "prepares",
+)
+LONGER = (
+    "slower_than_the_group",
+    "together_twice",
     "fails_in_the_second",
+    "not_called",
+    "collective_in_make_batch",
+    "functional",
+    "refused_on_one",
+    "unequal_wrappers",
+    "bare_model",
+    "sync_batchnorm",
+    "refused",
 )
 
 
 @pytest.fixture(scope="module")
 def together(job: Callable[..., Found]) -> Found:
-    """The scenarios in one job, a good search after each that fails."""
-    names = ["unequal_limits", "slower_than_the_group", "alone", "unequal_bounds", "together_twice"]
-    names += [*ERRORS, "not_called", "good_again", "collective", "what_remains", "bare_model"]
-    return job(*names, "sync_batchnorm", "refused")
+    """The scenarios in one job, a good search after those that fail."""
+    return job(
+        "unequal_limits", "unequal_bounds", "alone", *ERRORS, "collective", "good_again", "what_remains"
+    )
+
+
+@pytest.fixture(scope="module")
+def longer(job: Callable[..., Found]) -> Found:
+    return job(*LONGER)
 
 
 def test_all_ranks_get_the_size_that_fits_on_each(together: Found) -> None:
@@ -66,8 +83,9 @@ def test_all_ranks_get_the_size_that_fits_on_each(together: Found) -> None:
     assert main["ran"] == [main["size"]]
 
 
-def test_a_search_may_take_longer_than_the_timeout_of_the_group(together: Found) -> None:
-    for found in together:
+@pytest.mark.slow
+def test_a_search_may_take_longer_than_the_timeout_of_the_group(longer: Found) -> None:
+    for found in longer:
         assert found["slower_than_the_group"]["seconds"] > 4
         assert found["slower_than_the_group"]["size"] == 4
 
@@ -77,8 +95,9 @@ def test_of_bounds_that_differ_the_lowest_holds(together: Found) -> None:
         assert found["unequal_bounds"] == {"size": 7, "ran": [7], "limited_by": "dataset"}
 
 
-def test_searches_in_one_context_share_its_control_plane(together: Found) -> None:
-    for found in together:
+@pytest.mark.slow
+def test_searches_in_one_context_share_its_control_plane(longer: Found) -> None:
+    for found in longer:
         assert found["together_twice"] == ["of 0", 0, 4, 8, True]
 
 
@@ -100,7 +119,6 @@ def test_different_arguments_are_one_error_on_all_ranks(together: Found) -> None
         ("nothing_fits_on_other", 1, "AutoBatchError", "AutoBatch (train): no batch size fits"),
         ("wrong_argument", 1, "TypeError", "max_batch_size is 'many'; it must be an integer"),
         ("prepares", 1, "OSError", "no such data set"),
-        ("fails_in_the_second", 1, "KeyError", "'a broken step'"),
     ],
 )
 def test_an_error_of_one_rank_is_raised_there_and_named_on_the_others(
@@ -113,16 +131,49 @@ def test_an_error_of_one_rank_is_raised_there_and_named_on_the_others(
     assert others == {"kind": "AutoBatchError", "text": f"AutoBatch: rank {failing}: {named}"}
 
 
-def test_a_rank_that_does_not_call_is_named(together: Found) -> None:
-    assert together[0]["not_called"]["text"].startswith(
-        "AutoBatch: rank 1 has not called auto_find_batch_size"
-    )
+@pytest.mark.slow
+def test_a_rank_that_does_not_call_is_named(longer: Found) -> None:
+    assert longer[0]["not_called"]["text"].startswith("AutoBatch: rank 1 has not called auto_find_batch_size")
 
 
 def test_earlier_failures_do_not_reach_later_searches(together: Found) -> None:
-    assert [found["what_remains"] is not None for found in together] == [True, True]
     for found in together:
         assert found["good_again"] == {"size": 4, "ran": [4]}
+
+
+@pytest.mark.slow
+def test_an_error_of_a_later_search_in_one_context_is_told_too(longer: Found) -> None:
+    other, own = (found["fails_in_the_second"] for found in longer)
+    assert own == {"kind": "KeyError", "text": "'a broken step'"}
+    assert other == {"kind": "AutoBatchError", "text": "AutoBatch: rank 1: KeyError: 'a broken step'"}
+
+
+@pytest.mark.slow
+def test_a_collective_in_make_batch_is_an_error_too(longer: Found) -> None:
+    for found in longer:
+        assert "make_batch runs a collective, barrier" in found["collective_in_make_batch"]["text"]
+
+
+@pytest.mark.slow
+def test_of_functional_collectives_only_those_of_several_ranks_are_refused(longer: Found) -> None:
+    for found in longer:
+        assert found["functional"]["alone"] == {"size": 4, "ran": [4]}
+        assert "the step runs a collective, all_reduce" in found["functional"]["all"]["text"]
+
+
+@pytest.mark.slow
+def test_state_that_one_rank_refuses_is_named_before_any_collective(longer: Found) -> None:
+    other, own = (found["refused_on_one"]["text"] for found in longer)
+    assert own.startswith("AutoBatch: DeepSpeedEngine in state")
+    assert other == own.replace("AutoBatch: ", "AutoBatch: rank 1: ", 1)
+
+
+@pytest.mark.slow
+def test_wrappers_that_only_one_rank_has_are_an_error_unless_they_are_garbage(longer: Found) -> None:
+    for found in longer:
+        different, same, _ = found["unequal_wrappers"]
+        assert "DistributedDataParallel of state is ['Linear with 2 parameters" in different["text"]
+        assert same == {"size": 4, "ran": [4]}
 
 
 def test_a_collective_in_the_step_is_an_error_and_no_hang(together: Found) -> None:
@@ -137,15 +188,18 @@ def test_thread_and_connection_of_a_search_are_gone_afterwards(together: Found) 
         assert before[0] == ["MainThread"]
 
 
-def test_a_wrapper_that_state_does_not_hold_is_silent_too(together: Found) -> None:
-    for found in together:
+@pytest.mark.slow
+def test_a_wrapper_that_state_does_not_hold_is_silent_too(longer: Found) -> None:
+    for found in longer:
         assert found["bare_model"] == {"size": 8, "ran": [8]}
 
 
-def test_sync_batchnorm_normalises_over_one_rank_in_a_search(together: Found) -> None:
-    assert [found["sync_batchnorm"] for found in together] == [[1, 2], [1, 2]]
+@pytest.mark.slow
+def test_sync_batchnorm_normalises_over_one_rank_in_a_search(longer: Found) -> None:
+    assert [found["sync_batchnorm"] for found in longer] == [[1, 2], [1, 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "name"),
     [
@@ -156,8 +210,8 @@ def test_sync_batchnorm_normalises_over_one_rank_in_a_search(together: Found) ->
         ("hook", "static_graph and a built-in hook"),
     ],
 )
-def test_what_no_rank_can_step_alone_is_refused_by_name(together: Found, part: str, name: str) -> None:
-    for found in together:
+def test_what_no_rank_can_step_alone_is_refused_by_name(longer: Found, part: str, name: str) -> None:
+    for found in longer:
         assert found["refused"][part]["kind"] == "AutoBatchError"
         assert name in found["refused"][part]["text"]
 
@@ -167,6 +221,7 @@ def wrapped(job: Callable[..., Found]) -> Found:
     return job("wrappers", "negative_control")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_training_after_a_search_is_that_without_one(wrapped: Found, name: str) -> None:
     for found in wrapped:
@@ -176,11 +231,15 @@ def test_training_after_a_search_is_that_without_one(wrapped: Found, name: str) 
         assert all(facts == {"same": True, "size": 16} for facts in cases.values()), cases
 
 
+@pytest.mark.slow
 def test_without_undoing_the_notes_of_the_reducer_training_differs(wrapped: Found) -> None:
     for found in wrapped:
-        assert found["negative_control"] == {"unused": False, "static": False}
+        unused, static = (found["negative_control"][name] for name in ("unused", "static"))
+        assert static == {"same": False, "size": 16}
+        assert unused.get("same") is False or "gradient which is undefined" in unused["text"]  # torch notices
 
 
+@pytest.mark.slow
 def test_two_groups_search_at_once(job: Callable[..., Found]) -> None:
     found = [each["subgroups"] for each in job("subgroups", num_ranks=4)]
     assert found[0]["size"] == found[1]["size"] > found[2]["size"] == found[3]["size"]
@@ -207,7 +266,7 @@ def ranks_without_a_launcher(folder: Path, scenario: str, **env: str) -> list[Pr
     return started
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_others_with_the_cause(tmp_path: Path, dead: int) -> None:
     processes = ranks_without_a_launcher(tmp_path, "dies", DIES=str(dead))
     began = time.monotonic()
@@ -224,6 +283,7 @@ def test_a_killed_rank_ends_the_others_with_the_cause(tmp_path: Path, dead: int)
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.slow
 def test_ranks_of_mp_spawn_search_together(tmp_path: Path) -> None:
     """Its processes share no parent that says how many they are, and a file is their store."""
     program = tmp_path / "spawn.py"
@@ -233,7 +293,6 @@ def test_ranks_of_mp_spawn_search_together(tmp_path: Path) -> None:
         "if __name__ == '__main__':\n"
         "    mp.spawn(spawned, (Path(sys.argv[1]), ['unequal_limits']), nprocs=2)\n"
     )
-    assert callable(spawned)
     done = forks.python(program, tmp_path, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.code == 0, done.err
     main, other = (found["unequal_limits"] for found in read(tmp_path, 2))

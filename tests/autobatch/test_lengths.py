@@ -94,7 +94,8 @@ def test_without_them_each_sample_is_read_once_and_few_are_kept() -> None:
     assert most <= 4 + 3, "the heap's, and those on their way"
 
 
-def test_global_random_numbers_stay_where_they_were() -> None:
+@pytest.mark.parametrize("length", [None, [1, 3, 2] + [1] * 17, lambda sample: len(sample["input_ids"])])
+def test_global_random_numbers_stay_where_they_were(length: Any) -> None:
     class Random(Rows):
         def __getitem__(self, index: int) -> dict[str, Any]:
             size = int(torch.randint(1, 9, ())) + random.randint(0, 3) + np.random.randint(3)
@@ -104,8 +105,8 @@ def test_global_random_numbers_stay_where_they_were() -> None:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
-    first = longest(Random([1] * 20), 3)
-    assert longest(Random([1] * 20), 3) == first, "the same again"
+    first = longest(Random([1] * 20), 3, length=length)
+    assert longest(Random([1] * 20), 3, length=length) == first, "the same again"
     after = draws()
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     assert draws() == after

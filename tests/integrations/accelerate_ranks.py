@@ -120,7 +120,7 @@ def decorated(accelerator: Accelerator, **options: Any) -> tuple[int, dict[str, 
         return train(accelerator, batch_size)
 
     found = loop()
-    return loop.result, found  # type: ignore[attr-defined]
+    return loop.batch_size, found  # type: ignore[attr-defined]
 
 
 def plain() -> Any:
@@ -166,7 +166,7 @@ def given_parts() -> Any:
             return train(accelerator, batch_size, *built)
 
         found = loop(*parts())
-        return loop.result, found  # type: ignore[attr-defined]
+        return loop.batch_size, found  # type: ignore[attr-defined]
 
     return compared({}, run)
 
@@ -180,7 +180,7 @@ def own_accelerator() -> Any:
             return train(Accelerator(cpu=True), batch_size)
 
         found = loop()
-        return loop.result, found  # type: ignore[attr-defined]
+        return loop.batch_size, found  # type: ignore[attr-defined]
 
     return compared({}, run)
 
@@ -234,6 +234,120 @@ def prepared_state() -> Any:
         "same": all(map(torch.equal, after, before)),
         "state": len(optimizer.state),
     }
+
+
+def gan() -> Any:
+    """Optimizer steps of each trial: five of the critic for each of the generator."""
+    accelerator, trials = fresh(), []
+
+    @autobatch(starting_batch_size=4, memory_limit_gb=8.0)
+    def loop(batch_size: int) -> None:
+        models = nn.Linear(4, 4), nn.Linear(4, 4)
+        critic, generator = (torch.optim.Adam(model.parameters()) for model in models)
+        prepared = accelerator.prepare(*models, critic, generator)
+        counts = {"critic": 0, "generator": 0}
+        trials.append(counts)
+        for number in range(60):
+            which = "generator" if number % 6 == 5 else "critic"
+            model, optimizer = (prepared[1], prepared[3]) if number % 6 == 5 else (prepared[0], prepared[2])
+            accelerator.backward(model(torch.ones(batch_size, 4)).sum())
+            counts[which] += 1  # its step may be the last
+            optimizer.step()
+            optimizer.zero_grad()
+
+    loop()
+    return trials
+
+
+def never_steps() -> Any:
+    """One of two optimizers takes no step."""
+    accelerator, trials = fresh(), []
+
+    @autobatch(starting_batch_size=4, memory_limit_gb=8.0)
+    def loop(batch_size: int) -> None:
+        model, idle = nn.Linear(4, 4), nn.Linear(4, 4)
+        optimizers = [torch.optim.Adam(part.parameters()) for part in (model, idle)]
+        model, optimizer, _ = accelerator.prepare(model, *optimizers)
+        trials.append(0)
+        for _ in range(100):
+            accelerator.backward(model(torch.ones(batch_size, 4)).sum())
+            trials[-1] += 1
+            optimizer.step()
+
+    loop()
+    return trials
+
+
+def smallest(function: Callable[[int], object], **options: Any) -> Any:
+    """The sizes that a function was called with, and what the search returned."""
+    sizes: list[int] = []
+    accelerator = fresh(dataloader_config=DataLoaderConfiguration(split_batches=True))
+
+    @autobatch(split_batches=True, memory_limit_gb=8.0, **options)
+    def loop(batch_size: int) -> None:
+        sizes.append(batch_size)
+        model = nn.Linear(4, 4)
+        optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
+        for _ in range(3):
+            function(batch_size)
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+
+    loop()
+    kinds = [loop.batch_size, loop.result.batch_size]  # type: ignore[attr-defined]
+    return {"tried": sizes[:-1], "found": kinds, "ran": sizes[-1]}
+
+
+def no_room_above(limit: int) -> Callable[[int], None]:
+    """Raises an error in trials with more samples than so many of both processes together."""
+
+    def function(batch_size: int) -> None:
+        if PartialState().num_processes == 1 and 2 * batch_size > limit:
+            raise MemoryError("not enough")
+
+    return function
+
+
+def split_sizes() -> Any:
+    """Sizes of all processes together."""
+    return {
+        "least": attempt(
+            lambda: smallest(no_room_above(5), starting_batch_size=32, min_batch_size=5, tolerance=0)
+        ),
+        "multiple": smallest(no_room_above(11), starting_batch_size=30, multiple_of=6, tolerance=0),
+        "bound": smallest(no_room_above(99), starting_batch_size=32, bounds={"dataset": 12}),
+        "none between": attempt(lambda: smallest(print, starting_batch_size=7, min_batch_size=7)),
+        "found by hand": attempt(split_by_hand),
+    }
+
+
+def split_by_hand() -> Any:
+    accelerator = fresh(dataloader_config=DataLoaderConfiguration(split_batches=True))
+    model = nn.Linear(16, 4)
+    prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    return find_batch_size(accelerator, *prepared, loss_of, dataset(), max_batch_size=64, memory_limit_gb=8.0)
+
+
+def one_fails_before() -> Any:
+    """A process fails before its search begins."""
+    accelerator = fresh()
+
+    @autobatch(starting_batch_size=4, memory_limit_gb=8.0)
+    def loop(batch_size: int) -> None:
+        train(accelerator, batch_size)
+
+    return attempt(lambda: loop(*[1, 2][: accelerator.process_index * 2]))
+
+
+def single_sample() -> Any:
+    """The function builds a model with BatchNorm, and the search comes to one sample."""
+    accelerator = fresh()
+
+    @autobatch(starting_batch_size=1, memory_limit_gb=8.0)
+    def loop(batch_size: int) -> None:
+        train(accelerator, batch_size)
+
+    return attempt(lambda: loop())
 
 
 def attempt(function: Callable[[], Any]) -> Any:

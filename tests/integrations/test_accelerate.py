@@ -15,9 +15,15 @@ from tests.memory.ledger import held_bytes
 
 PROGRAM = ("-m", "tests.integrations.accelerate_ranks")
 SCENARIOS = {
-    1: ("plain", "not_restored", "own_accelerator", "find_first", "prepared_state", "errors"),
-    2: ("plain", "accumulation", "split", "split_unknown", "given_parts", "find_split", "errors"),
-}
+    1: (
+        "plain", "not_restored", "own_accelerator", "find_first", "prepared_state", "errors", "gan",
+        "never_steps", "single_sample",
+    ),
+    2: (
+        "plain", "accumulation", "split", "split_unknown", "given_parts", "find_split", "errors",
+        "split_sizes", "one_fails_before",
+    ),
+}  # fmt: skip
 """By the number of processes."""
 
 Found = dict[str, Any]
@@ -38,11 +44,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
     return found
 
 
+RUNS = ("plain", "own_accelerator", "find_first", "accumulation", "split", "given_parts", "find_split")
 CASES = [
-    (num_processes, name)
-    for num_processes, names in SCENARIOS.items()
-    for name in names
-    if name not in ("not_restored", "split_unknown", "prepared_state", "errors")
+    (num_processes, name) for num_processes, names in SCENARIOS.items() for name in names if name in RUNS
 ]
 
 
@@ -103,8 +107,45 @@ def test_what_cannot_be_searched_is_one_clear_error(
 def test_an_error_of_the_function_is_its_own(jobs: dict[int, list[Found]]) -> None:
     assert jobs[1][0]["errors"]["broken"] == ["KeyError", "'mine'"]
     assert [found["errors"]["broken"] for found in jobs[2]] == [
-        ["KeyError", "'mine'"], ["AutoBatchError", "rank 0: KeyError: 'mine'"],
+        ["KeyError", "'mine'"], ["AutoBatchError", "AutoBatch: rank 0: KeyError: 'mine'"],
     ]  # fmt: skip
+
+
+def test_a_trial_lasts_until_every_optimizer_has_stepped(jobs: dict[int, list[Found]]) -> None:
+    *trials, run = jobs[1][0]["gan"]
+    assert run == {"critic": 50, "generator": 10}
+    assert trials
+    assert all(trial == {"critic": 10, "generator": 2} for trial in trials)
+
+
+def test_an_optimizer_that_never_steps_is_not_waited_for(jobs: dict[int, list[Found]]) -> None:
+    *trials, run = jobs[1][0]["never_steps"]
+    assert run == 100
+    assert trials
+    assert all(num_steps == 20 for num_steps in trials)
+
+
+def test_of_split_batches_all_sizes_are_those_of_all_processes(jobs: dict[int, list[Found]]) -> None:
+    for found in (each["split_sizes"] for each in jobs[2]):
+        assert "no batch size fits" in found["least"][1]
+        assert found["multiple"]["found"] == [6, 3]
+        assert found["multiple"]["ran"] == 6
+        assert found["bound"]["found"] == [12, 6]
+        assert "no batch size from min_batch_size, 7, to max_batch_size, 7" in found["none between"][1]
+        assert found["found by hand"] == 64  # max_batch_size
+
+
+def test_an_error_before_the_search_is_told_to_the_others(jobs: dict[int, list[Found]]) -> None:
+    other, failed = (found["one_fails_before"] for found in jobs[2])
+    assert failed[0] == "TypeError"
+    assert other == ["AutoBatchError", f"AutoBatch: rank 1: TypeError: {failed[1]}"]
+
+
+def test_batchnorm_with_a_single_sample_is_an_error_with_a_remedy(jobs: dict[int, list[Found]]) -> None:
+    kind, text = jobs[1][0]["single_sample"]
+    assert kind == "AutoBatchError"
+    assert "no batch size fits" in text
+    assert "for another reason than memory: BatchNorm needs two samples. Give a min_batch_size" in text
 
 
 def test_processes_that_are_not_connected_are_told_what_to_do(tmp_path: Path) -> None:

@@ -459,12 +459,12 @@ def test_two_ranks_agree_on_the_smaller_size_and_train_as_by_hand(
 def test_on_two_ranks_an_error_of_one_ends_both_with_its_cause(ranks: list[dict[str, Any]]) -> None:
     own, told = ranks[1]["broken"], ranks[0]["broken"]
     assert own == "ValueError: rank 1 is broken"
-    assert told == "AutoBatchError: rank 1: ValueError: rank 1 is broken"
+    assert told == "AutoBatchError: AutoBatch: rank 1: ValueError: rank 1 is broken"
 
 
 def test_on_two_ranks_a_collective_of_ones_own_is_refused(ranks: list[dict[str, Any]]) -> None:
     assert "the step runs a collective, allreduce" in ranks[0]["collective"]
-    assert "rank 0: AutoBatch: the step runs a collective, allreduce" in ranks[1]["collective"]
+    assert "AutoBatch: rank 0: the step runs a collective, allreduce" in ranks[1]["collective"]
 
 
 # --- the page and the example ---
