@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import check_count
+from linnaeus.autobatch.request import Request
 from linnaeus.batching.stages import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
 from linnaeus.errors import AutoBatchError
 
@@ -67,6 +68,23 @@ def checked_options(
     return dict(options)
 
 
+def check_values(options: Mapping[str, Any]) -> None:
+    """Check the values of options, as the search that they are for will.
+
+    Args:
+        options: by the names of arguments of `auto_find_batch_size`, after `checked_options`.
+
+    Raises:
+        TypeError, ValueError: a value of the wrong type, or out of its range.
+    """
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(auto_find_batch_size).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name != "group"
+    }
+    Request(int, int, **{**defaults, **options}).checked()
+
+
 def options_at_most(options: Mapping[str, Any], limit: int) -> dict[str, Any]:
     """Options of a search that runs one size, and looks below it only if it does not fit.
 
@@ -110,8 +128,49 @@ def min_samples(module: nn.Module) -> int:
     return 2 if any(isinstance(part, _BatchNorm) for part in module.modules()) else 1
 
 
+def check_divisors(
+    effective_batch_size: int, world_size: int, largest: int, smallest: int = 1, multiple_of: int = 1
+) -> None:
+    """Check that some micro-batch that is asked for divides the part of each process; memory aside.
+
+    Args:
+        effective_batch_size: samples per optimizer step of all processes, a multiple of their number.
+        world_size: number of processes.
+        largest, smallest: most and fewest samples of a micro-batch, inclusive.
+        multiple_of: micro-batches from here on are multiples of it.
+
+    Raises:
+        AutoBatchError: there is none.
+    """
+
+    def suits(samples: int) -> bool:
+        split = _split_in_multiples(samples, largest, multiple_of)
+        return split is not None and split.micro_batch_size >= smallest
+
+    part = effective_batch_size // world_size
+    if suits(part):
+        return
+    kind = f" is a multiple of {multiple_of} and" if multiple_of > 1 else ""
+    better = " or ".join(str(samples * world_size) for samples in nearest(part, 2 * part + largest, suits))
+    raise AutoBatchError(
+        f"AutoBatch: effective_batch_size is {effective_batch_size}, {part} for each process, and no divisor "
+        f"of {part}{kind} has at least {smallest} samples and at most {largest}, the bounds of the search; "
+        f"{better or 'another size'} would do"
+    )
+
+
+def _split_in_multiples(samples_per_rank: int, largest: int, multiple_of: int) -> Split | None:
+    """As `split_samples`, with a multiple of this unless `largest` is below it; None if there is none."""
+    if largest < multiple_of:
+        return split_samples(samples_per_rank, largest)
+    if samples_per_rank % multiple_of:
+        return None
+    split = split_samples(samples_per_rank // multiple_of, largest // multiple_of)
+    return Split(split.micro_batch_size * multiple_of, split.accumulation_steps)
+
+
 def split_effective_batch(
-    effective_batch_size: int, world_size: int, largest: int, smallest: int = 1
+    effective_batch_size: int, world_size: int, largest: int, smallest: int = 1, multiple_of: int = 1
 ) -> Split:
     """Split an effective batch with the largest micro-batch that fits and divides the part of each process.
 
@@ -125,17 +184,24 @@ def split_effective_batch(
         world_size: number of processes.
         largest: most samples of a micro-batch that fit.
         smallest: fewest samples that a micro-batch may have.
+        multiple_of: the micro-batch is a multiple of it, unless `largest` is below it.
 
     Raises:
-        AutoBatchError: only micro-batches of fewer samples than `smallest` divide the part of each process.
+        AutoBatchError: only micro-batches of fewer samples than `smallest`, or none that are multiples,
+            divide the part of each process.
     """
-    split = split_samples(effective_batch_size // world_size, largest)
+    split = _split_in_multiples(effective_batch_size // world_size, largest, multiple_of)
+    if split is None:
+        check_divisors(effective_batch_size, world_size, largest, smallest, multiple_of)
+    assert split is not None  # or the check has raised
     few = split.accumulation_steps <= max(MANY_ACCUMULATION_STEPS, -(-split.samples_per_rank // largest))
     if few and split.micro_batch_size >= smallest:
         return split
 
     def suits(samples: int) -> bool:
-        other = split_samples(samples, largest)
+        other = _split_in_multiples(samples, largest, multiple_of)
+        if other is None:
+            return False
         return other.accumulation_steps <= MANY_ACCUMULATION_STEPS and other.micro_batch_size >= smallest
 
     sizes = nearest(split.samples_per_rank, 2 * effective_batch_size, suits)

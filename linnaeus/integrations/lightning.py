@@ -11,6 +11,7 @@ size found, as it would with that size by hand.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from functools import partial
 from typing import Any, Literal
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
-from linnaeus.autobatch.arguments import check_choice, check_count
+from linnaeus.autobatch.arguments import check_choice, check_count, kind_of
 from linnaeus.autobatch.group import together
 from linnaeus.batching.scaling import scale_factor
 from linnaeus.batching.stages import Split
@@ -26,7 +27,9 @@ from linnaeus.control import ControlPlane
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.common import (
     SET_BY_TRAINER,
+    check_divisors,
     check_effective_batch,
+    check_values,
     checked_options,
     min_samples,
     split_effective_batch,
@@ -119,6 +122,15 @@ class AutoBatch(Callback):  # type: ignore[misc]
         make_val_batch: Callable[[int], Any] | None = None,
         **options: Any,
     ) -> None:
+        names = {"batch_arg_name": batch_arg_name, "val_batch_arg_name": val_batch_arg_name}
+        functions = {"make_batch": make_batch, "make_val_batch": make_val_batch}
+        _check_types(names, str, "text, the name of an attribute")
+        _check_types({"lr_arg_name": lr_arg_name}, str | None, "text, the name of an attribute")
+        _check_types({"val": val}, bool, "True or False")
+        _check_types({"val_options": val_options}, Mapping | None, "a dictionary of options")
+        _check_types(functions, Callable | None, "a function that makes a batch of n samples")
+        if val_options and not val:
+            raise ValueError("val_options is given, but val is False: validation is not searched")
         own = AutoBatch.__init__.__kwdefaults__ or {}
         sizes = ("min_batch_size", "max_batch_size")
         checked = checked_options("AutoBatch()", options, own=(*own, *sizes), refused=REFUSED)
@@ -128,6 +140,11 @@ class AutoBatch(Callback):  # type: ignore[misc]
         ):  # fmt: skip
             if count is not None:
                 check_count(name, count)
+        check_values(checked)
+        if for_val:
+            _check_values_of_val({**checked, **for_val})
+        if scale_lr is None and base_batch_size is not None:
+            raise ValueError("base_batch_size is given, but scale_lr, which it is for, is not")
         if scale_lr is not None:
             check_choice("scale_lr", scale_lr, ("linear", "sqrt"))
             if base_batch_size is None:
@@ -225,6 +242,25 @@ class AutoBatch(Callback):  # type: ignore[misc]
         )
 
 
+def _check_types(arguments: Mapping[str, Any], kind: Any, allowed: str) -> None:
+    """Check arguments by name.
+
+    Raises:
+        TypeError: one is not of this kind.
+    """
+    for name, value in arguments.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is {kind_of(value)}; it must be {allowed}")
+
+
+def _check_values_of_val(options: Mapping[str, Any]) -> None:
+    """Check the values of options of validation, together with those of training that hold there too."""
+    try:
+        check_values(options)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"val_options: {error}") from None
+
+
 @dataclass(frozen=True)
 class _Facts:
     """What the sizes depend on besides memory, of one rank; any two ranks may differ.
@@ -260,6 +296,7 @@ class _Search:
         self._trainer = trainer
         self._module = module
         self._averages = averages(trainer)
+        self._options = {mode: dict(options) for mode, options in callback._options.items()}
         self._loaders: dict[str, Loaders] = {}
         self._epochs: dict[str, list[Epoch]] = {}  # of the loaders of all ranks
         self._earlier: dict[str, int] = {}
@@ -294,8 +331,21 @@ class _Search:
                 size = self._fitting_validation(size)
         if effective is not None:
             split = self._split(effective, size)
-            return _Plan(split.micro_batch_size, val, split.accumulation_steps)
-        return _Plan(self._without_single_samples(train, size), val)
+            plan = _Plan(split.micro_batch_size, val, split.accumulation_steps)
+        else:
+            plan = _Plan(self._without_single_samples(train, size), val)
+        self._check_loaders(plan)
+        return plan
+
+    def _check_loaders(self, plan: _Plan) -> None:
+        """Check that hooks make loaders of the sizes that were measured.
+
+        Validation that shares its size with training may take less of it, such as all of a small dataset.
+        """
+        self._loaders["train"].check(plan.train, may_be_smaller=False)
+        if "val" in self._loaders:
+            size = plan.train if plan.val is None else plan.val
+            self._loaders["val"].check(size, may_be_smaller=plan.val is None)
 
     def _prepare(self) -> None:
         """Look at the loaders of both modes, on all ranks."""
@@ -321,6 +371,9 @@ class _Search:
         else:
             self._loaders.pop("val", None)
             self._follows.pop("val", None)
+        if "val" in self._epochs and not self._has_own_val:  # the limit of validation holds for both
+            sizes = [_largest(self._options[mode]) for mode in ("train", "val")]
+            self._options["train"]["max_batch_size"] = min(sizes)
 
     def apply(self, plan: _Plan) -> None:
         """Set what the plan says on the module, the data module, the loaders and the trainer."""
@@ -376,6 +429,9 @@ class _Search:
                 f"AutoBatch: effective_batch_size is {effective}, above what one epoch holds, "
                 f"{most * world_size} samples; lower it"
             )
+        options, largest = self._options["train"], _largest(self._options["train"])
+        smallest = min(self._smallest("train"), largest)
+        check_divisors(effective, world_size, largest, smallest, options.get("multiple_of", 1))
         return {"effective_batch": effective // world_size, **self._dataset_bound("train", min)}
 
     def _dataset_bound(self, mode: str, among: Callable[[list[int]], int]) -> dict[str, int]:
@@ -408,11 +464,13 @@ class _Search:
     def _split(self, effective: int, size: int) -> Split:
         """The largest micro-batch up to this size that divides the effective batch and suits BatchNorm."""
         smallest = max(min(self._smallest("train"), size), min_samples(self._module))
+        world_size = self._trainer.world_size
+        multiple_of = self._options["train"].get("multiple_of", 1)
         try:
-            split = split_effective_batch(effective, self._trainer.world_size, size, smallest)
+            split = split_effective_batch(effective, world_size, size, smallest, multiple_of)
             while self._leaves_one(split.micro_batch_size):
                 lower = split.micro_batch_size - 1
-                split = split_effective_batch(effective, self._trainer.world_size, lower, smallest)
+                split = split_effective_batch(effective, world_size, lower, smallest, multiple_of)
         except AutoBatchError as error:
             if min_samples(self._module) == 1:
                 raise
@@ -437,7 +495,7 @@ class _Search:
         if size == 1 or not self._leaves_one(size):
             return size
         smallest = max(min(self._smallest("train"), size), 2)
-        multiple = self._callback._options["train"].get("multiple_of", 1)
+        multiple = self._options["train"].get("multiple_of", 1)
         for lower in range(size - 1, smallest - 1, -1):
             if (lower < multiple or lower % multiple == 0) and not self._leaves_one(lower):
                 return lower
@@ -455,12 +513,12 @@ class _Search:
     def _smallest(self, mode: str) -> int:
         """The smallest size asked for that leaves two samples to loaders that take a fraction of it."""
         least = max(epoch.least for epoch in self._epochs[mode])
-        asked: int = self._callback._options[mode].get("min_batch_size", 1)
+        asked: int = self._options[mode].get("min_batch_size", 1)
         return max(asked, least)
 
     def _find(self, work: _Work, bounds: dict[str, int]) -> int:
         """The largest size within the bounds; the size of the run that is resumed if it still fits."""
-        options, earlier = self._callback._options[work.mode], self._earlier.get(work.mode)
+        options, earlier = self._options[work.mode], self._earlier.get(work.mode)
         if earlier is None:
             return self._search(work, bounds, {"min_batch_size": self._smallest(work.mode)})
         limits = {"max_batch_size": options.get("max_batch_size", earlier), **bounds}
@@ -487,7 +545,7 @@ class _Search:
             "min_batch_size": min(self._smallest(work.mode), size), "max_batch_size": size, "start": size,
             "strategy": "guided",
         }  # fmt: skip
-        if size % self._callback._options[work.mode].get("multiple_of", 1):
+        if size % self._options[work.mode].get("multiple_of", 1):
             options["multiple_of"] = 1
         if limited_by != "last_batch":
             options["objective"] = "memory"  # the size is given, not to be chosen
@@ -500,7 +558,7 @@ class _Search:
         result = auto_find_batch_size(
             work.step, work.make_batch, state=trial_state(self._trainer, self._averages), mode=work.mode,
             device=self._trainer.strategy.root_device, bounds=bounds, predict=False,
-            **{**self._callback._options[work.mode], **options},
+            **{**self._options[work.mode], **options},
         )  # fmt: skip
         self.results[work.mode] = result
         return result.batch_size
@@ -519,6 +577,12 @@ class _Search:
         """The module may use the size in its steps; the rehearsal puts it back."""
         if mode in self._follows:
             _set(self._module, self._follows[mode], size)
+
+
+def _largest(options: Mapping[str, Any]) -> int:
+    """The largest size that a search with these options tries."""
+    default = inspect.signature(auto_find_batch_size).parameters["max_batch_size"].default
+    return int(options.get("max_batch_size", default))
 
 
 def _check_strategy(library: Library, trainer: Any) -> None:

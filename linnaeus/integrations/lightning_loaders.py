@@ -214,6 +214,8 @@ class Loaders:
         self._library = library
         self._trainer = trainer
         self._mode = mode
+        self._set_size = set_size
+        self._name = name
         loop = trainer.fit_loop if mode == "train" else trainer.fit_loop.epoch_loop.val_loop
         self.source = loop._data_source
         self._where = f"{self.source.name}() of {type(self.source.instance).__name__}"
@@ -261,6 +263,29 @@ class Loaders:
         unflatten = self._library("utilities.combined_loader").tree_unflatten
         return unflatten([sized.batch(size) for sized in self.sized], self.combined._spec)
 
+    def check(self, size: int, *, may_be_smaller: bool) -> None:
+        """Check that loaders made by a hook have, at the size found, the sizes that were measured.
+
+        Args:
+            size: what was found.
+            may_be_smaller: whether a loader may have fewer samples than were measured.
+
+        Raises:
+            AutoBatchError: one has another size: the hook limits or rounds what it takes.
+        """
+        if self._set_size is None:
+            return
+        self._set_size(size)
+        for sized, given in zip(self.sized, self._sizes(self._request()), strict=True):
+            expected = sized.size(size)
+            if given == expected or (may_be_smaller and given < expected):
+                continue
+            raise AutoBatchError(
+                f"AutoBatch: {self._where} gives a loader of batch size {given} where {self._name} is "
+                f"{size}, not of {expected} as at {PROBES[0]} and {PROBES[1]}: it is neither proportional "
+                "nor fixed. Take the size as it is, and limit the search instead, such as with max_batch_size"
+            )
+
     def rebuilt(self, size: int) -> Any:
         """The loaders handed to `fit`, with this size and else the same, in their structure."""
         data = self._library("utilities.data")
@@ -305,9 +330,10 @@ def _why_unsizable(loader: Any) -> str | None:
     kind = type(loader).__name__
     if not isinstance(loader, DataLoader):
         return f"{kind} is no DataLoader, so its batch size cannot be set; wrap its dataset in a DataLoader"
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+    sampler = loader.batch_sampler
+    if sampler is not None and (loader.batch_size is None or type(sampler) is not BatchSampler):
         return (
-            f"the {kind} has a batch sampler of its own, {type(loader.batch_sampler).__name__}, whose batch "
+            f"the {kind} has a batch sampler of its own, {type(sampler).__name__}, whose batch "
             "size cannot be set; give a sampler and a batch size in its place"
         )
     if loader.batch_size is None:

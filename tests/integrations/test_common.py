@@ -11,7 +11,9 @@ from linnaeus.batching.stages import Split
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.common import (
     SET_BY_TRAINER,
+    check_divisors,
     check_effective_batch,
+    check_values,
     checked_options,
     group_of_this_process,
     min_samples,
@@ -72,6 +74,25 @@ def test_a_split_into_too_few_samples_is_refused() -> None:
         split_effective_batch(257, 1, 40, smallest=2)
     assert min_samples(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))) == 2
     assert min_samples(nn.Linear(2, 2)) == 1
+
+
+def test_a_split_keeps_to_multiples() -> None:
+    assert split_effective_batch(96, 2, 40, multiple_of=12) == Split(24, 2)
+    assert split_effective_batch(96, 2, 40, multiple_of=16) == Split(16, 3)
+    assert split_effective_batch(96, 2, 7, multiple_of=32) == Split(6, 8), "sizes below it are exact"
+    with pytest.raises(AutoBatchError, match=r"no divisor of 48 is a multiple of 32.*; 64 or 128 would do"):
+        split_effective_batch(96, 2, 40, multiple_of=32)
+    check_divisors(96, 2, 40, 24)
+    with pytest.raises(AutoBatchError, match=r"no divisor of 48 has at least 25 samples and at most 40"):
+        check_divisors(96, 2, 40, 25)
+
+
+def test_values_of_options_are_checked_as_by_the_search() -> None:
+    check_values({"tolerance": 0.1, "memory_limit_gb": None})
+    with pytest.raises(ValueError, match="tolerance is 2"):
+        check_values({"tolerance": 2})
+    with pytest.raises(ValueError, match="max_batch_size is 512; it must be at least min_batch_size, 600"):
+        check_values({"min_batch_size": 600})
 
 
 def test_a_container_is_refilled_in_place() -> None:

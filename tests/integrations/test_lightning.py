@@ -27,6 +27,7 @@ from linnaeus.integrations.lightning_steps import _kept
 from tests.forks import ROOT
 from tests.integrations.lightning_runs import (
     CASES,
+    NUM_VAL,
     Bare,
     Case,
     Data,
@@ -298,6 +299,42 @@ def test_a_part_of_an_effective_batch_below_the_smallest_asked_for_is_refused() 
         fit(Net(), callbacks=[small(effective_batch_size=33, min_batch_size=12, val=False)])
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_batch_size": 33, "max_batch_size": 50}, r"no divisor of 64 has at least 33 .* at most 50"),
+        (
+            {"multiple_of": 24, "max_batch_size": 50},
+            r"no divisor of 64 is a multiple of 24.*; 48 or 72 would",
+        ),
+    ],
+)
+def test_an_effective_batch_without_a_divisor_within_the_bounds_is_refused_before_the_search(
+    options: dict[str, int], message: str
+) -> None:
+    callback, module = small(effective_batch_size=64, val=False, **options), Net()
+    with pytest.raises(AutoBatchError, match=f"effective_batch_size is 64.*{message}"):
+        fit(module, callbacks=[callback])
+    assert callback.results == {}
+    callback = small(effective_batch_size=72, val=False, **options)
+    searched = fit(Net(), callbacks=[callback])
+    sizes = {"min_batch_size": (36, 2), "multiple_of": (24, 3)}
+    assert (callback.batch_size, searched["accumulate"]) == sizes[next(iter(options))]
+
+
+@pytest.mark.parametrize("effective_batch_size", [None, 64])
+def test_a_limit_of_validation_holds_for_training_where_they_share_the_size(
+    effective_batch_size: int | None,
+) -> None:
+    options = {"val_options": {"max_batch_size": 16}, "effective_batch_size": effective_batch_size}
+    callback, module = small(**options), Net()
+    fit(module, callbacks=[callback])
+    assert callback.batch_size == module.batch_size == callback.results["val"].batch_size == 16
+    callback = small(val_options={"max_batch_size": 2048})
+    fit(Net(), callbacks=[callback])
+    assert callback.batch_size == LARGE, "a larger limit of validation is none of training"
+
+
 class Lengths(Net):
     """Two loaders of validation, of 5 and of 30 samples, of which 12 fit at once."""
 
@@ -337,7 +374,8 @@ def test_batches_of_trials_may_be_made_by_a_function() -> None:
 def test_accumulation_and_the_learning_rate_follow_the_effective_batch(
     rule: Literal["linear", "sqrt"] | None, rate: float
 ) -> None:
-    callback = small(effective_batch_size=60, scale_lr=rule, base_batch_size=20)
+    base = None if rule is None else 20
+    callback = small(effective_batch_size=60, scale_lr=rule, base_batch_size=base)
     searched = fit(Net(), callbacks=[callback])
     by_hand = fit(Net(LARGE, lr=rate), accumulate_grad_batches=3)
     assert searched["accumulate"] == 3
@@ -473,6 +511,21 @@ class Odd(Net):
         return loader(self.batch_size + 1)
 
 
+class Capped(Net):
+    def train_dataloader(self) -> Any:
+        return loader(min(16, self.batch_size))
+
+
+class CappedValidation(Net):
+    def val_dataloader(self) -> Any:
+        return DataLoader(data(NUM_VAL), min(16, self.batch_size))
+
+
+class Growing(Net):
+    def val_dataloader(self) -> Any:
+        return DataLoader(data(NUM_VAL), self.batch_size + (self.batch_size > 16))
+
+
 class Iterating(Net):
     def training_step(self, dataloader_iter: Any) -> Any:
         return self.loss(next(dataloader_iter)[0])
@@ -491,6 +544,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any], dic
     ),
     "a fixed size": (Fixed, (), {}, {}, r"the same batch size whatever batch_size is"),
     "an odd size": (Odd, (), {}, {}, r"of batch size 5 where the attribute is 4, and of 9"),
+    "a limited size": (
+        Capped, (), {}, {}, r"of batch size 16 where batch_size is 20, not of 20 .*neither proportional",
+    ),
+    "a growing size": (Growing, (), {}, {}, r"val_dataloader.* of batch size 21 where batch_size is 20"),
+    "a plain batch sampler": (
+        Bare, (DataLoader(data(), batch_sampler=BatchSampler(SequentialSampler(data()), 4, False)),), {}, {},
+        r"has a batch sampler of its own, BatchSampler",
+    ),
     "a batch sampler": (
         Bare, (DataLoader(data(), batch_sampler=batch_sampler()),), {}, {}, r"batch sampler .*, OfMyOwn",
     ),
@@ -530,6 +591,19 @@ def test_what_cannot_be_searched_is_refused_by_name(name: str) -> None:
         ({"scale_lr": "cubic", "base_batch_size": 1}, ValueError, "scale_lr is 'cubic'.*'linear', 'sqrt'"),
         ({"scale_lr": "linear"}, ValueError, "needs base_batch_size"),
         ({"effective_batch_size": 0}, ValueError, "effective_batch_size is 0"),
+        ({"val_options": 3}, TypeError, "val_options is an int; it must be a dictionary"),
+        ({"make_batch": 3}, TypeError, "^make_batch is an int; it must be a function"),
+        ({"make_val_batch": 3}, TypeError, "^make_val_batch is an int; it must be a function"),
+        ({"batch_arg_name": 3}, TypeError, "^batch_arg_name is an int; it must be text"),
+        ({"val_batch_arg_name": None}, TypeError, "val_batch_arg_name is None; it must be text"),
+        ({"lr_arg_name": 3}, TypeError, "lr_arg_name is an int; it must be text"),
+        ({"val": 3}, TypeError, "val is an int; it must be True or False"),
+        ({"base_batch_size": 3}, ValueError, "base_batch_size is given, but scale_lr"),
+        ({"val": False, "val_options": {"tolerance": 0.1}}, ValueError, "val_options is given, but val is"),
+        ({"target_memory_fraction": "x"}, TypeError, "^target_memory_fraction is 'x'"),
+        ({"max_batch_size": 4, "min_batch_size": 5}, ValueError, "max_batch_size is 4; .* min_batch_size, 5"),
+        ({"val_options": {"tolerance": 1}}, ValueError, "val_options: tolerance is 1"),
+        ({"min_batch_size": 5, "val_options": {"max_batch_size": 4}}, ValueError, "val_options: max_batch"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -543,6 +617,18 @@ def test_a_strategy_whose_ranks_cannot_step_alone_is_refused(name: str) -> None:
     trainer._accelerator_connector.strategy = getattr(strategies, name)()
     with pytest.raises(AutoBatchError, match=f"the strategy {name} cannot be searched"):
         small().setup(trainer, Net(), "fit")
+
+
+def test_validation_may_take_less_of_a_shared_size() -> None:
+    callback = small()
+    fit(CappedValidation(), callbacks=[callback])
+    assert callback.batch_size == LARGE
+
+
+def test_a_limited_loader_is_searched_within_its_limit() -> None:
+    callback, module = small(max_batch_size=16), Capped()
+    searched = fit(module, callbacks=[callback])
+    assert callback.batch_size == module.batch_size == max(searched["sizes"]) == 16
 
 
 def test_a_size_that_cannot_be_set_is_refused() -> None:
