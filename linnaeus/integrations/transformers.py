@@ -19,10 +19,11 @@ from linnaeus.autobatch.arguments import check_count, kind_of
 from linnaeus.autobatch.group import of_main, together
 from linnaeus.autobatch.lengths import Length
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.batching.stages import nearest, split_samples
+from linnaeus.batching.stages import split_samples
 from linnaeus.control import ControlPlane
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.common import (
+    check_divisors,
     check_effective_batch,
     checked_options,
     min_samples,
@@ -119,7 +120,11 @@ def autobatch(
     if effective_batch_size is not None:
         world_size = trainer.accelerator.num_processes  # type: ignore[attr-defined]
         check_effective_batch(effective_batch_size, world_size)
-        _check_divisors(effective_batch_size, world_size, options)
+        check_count("multiple_of", options.get("multiple_of", 1))
+        check_divisors(
+            effective_batch_size, world_size, options["max_batch_size"], options["min_batch_size"],
+            options.get("multiple_of", 1),
+        )  # fmt: skip
     by_mode: dict[Mode, dict[str, Any]] = {"train": options, "val": eval_options}
     search = _Search(trainer, by_mode, effective_batch_size, evaluation, length, samples, eval_samples)
     setattr(trainer, _LOOP, search)
@@ -142,37 +147,6 @@ def check_evaluation(trainer: Any, evaluation: Any, eval_options: Any) -> None:
         )
     if evaluation and trainer.eval_dataset is None:
         raise ValueError("evaluation is True, but the trainer has no eval_dataset to make batches of")
-
-
-def _check_divisors(effective_batch_size: int, world_size: int, options: Mapping[str, Any]) -> None:
-    """Check that a size that may be found divides each process's part of the effective batch.
-
-    Raises:
-        AutoBatchError: names the bounds, and effective batch sizes that would do.
-    """
-    smallest, largest = int(options["min_batch_size"]), int(options["max_batch_size"])
-    multiple_of = options.get("multiple_of", 1)
-    check_count("multiple_of", multiple_of)
-
-    def suits(samples: int) -> bool:
-        most = min(largest, samples) // multiple_of
-        if samples % multiple_of or not most:
-            return False
-        size: int = split_samples(samples // multiple_of, most).micro_batch_size * multiple_of
-        return size >= smallest
-
-    samples = effective_batch_size // world_size
-    if suits(samples):
-        return
-    sizes = nearest(samples, 2 * samples + largest, suits)
-    better = " or ".join(str(size * world_size) for size in sizes)
-    wanted = f" and is a multiple of {multiple_of}" if multiple_of > 1 else ""
-    reason = f", because a batch must have at least {smallest} samples" if smallest > 1 else ""
-    raise AutoBatchError(
-        f"AutoBatch: effective_batch_size is {effective_batch_size}, {samples} for each process: no size "
-        f"from {smallest} (min_batch_size) to {largest} (max_batch_size) divides that{wanted}; "
-        f"{better or 'other bounds'} would do better{reason}"
-    )
 
 
 def check_supported(trainer: Any) -> None:

@@ -133,11 +133,20 @@ def _eligible(nest: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(nest) if _is_eligible(leaf)]
 
 
+KNOWN_TORCH = "2.15"
+"""The newest torch that traces were tried with; below it, what torch 2.8 needs is done."""
+
+
 def _half_to_float(fused: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Softmax that reads a 16-bit tensor and writes float32, without a copy of its input."""
 
     def run(x: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        return fused(x, -1 if dim is None else dim, True)
+        dim = -1 if dim is None else dim
+        if (
+            x.dtype != torch.half and torch.__version__ < KNOWN_TORCH
+        ):  # 2.8 has it for float16 alone on `meta`
+            return fused(x.float(), dim, False)
+        return fused(x, dim, True)
 
     return run
 

@@ -348,7 +348,9 @@ def test_an_effective_batch_that_divides_badly_is_warned_of_or_refused(
         found = searched(search=search)
     assert found.args.gradient_accumulation_steps == 17
     assert "17 accumulation steps are slow: effective_batch_size is 17" in caplog.text
-    with pytest.raises(AutoBatchError, match="would do better, because a batch must have at least 2 samples"):
+    with pytest.raises(
+        AutoBatchError, match="no divisor of 17 has at least 2 samples and at most 4, .* would do"
+    ):
         searched(search={**search, "min_batch_size": 2})
 
 
@@ -357,9 +359,9 @@ def test_a_divisor_lies_within_the_bounds_or_is_asked_for_at_once() -> None:
     for search, wanted in [
         (
             {"min_batch_size": 20, "max_batch_size": 30},
-            "no size from 20 .* to 30 .* divides that; 63 or 66 would",
+            r"no divisor of 64 has at least 20 samples and at most 30, .*; 63 or 66 would",
         ),
-        ({"multiple_of": 24}, "divides that and is a multiple of 24; 48 or 72 would do better"),
+        ({"multiple_of": 24}, "no divisor of 64 is a multiple of 24 .*; 48 or 72 would do"),
     ]:
         with pytest.raises(AutoBatchError, match=wanted):
             autobatch(made, effective_batch_size=64, **search)
