@@ -349,7 +349,7 @@ def test_an_effective_batch_that_divides_badly_is_warned_of_or_refused(
     assert found.args.gradient_accumulation_steps == 17
     assert "17 accumulation steps are slow: effective_batch_size is 17" in caplog.text
     with pytest.raises(
-        AutoBatchError, match="no divisor of 17 has at least 2 samples and at most 4, .* would do"
+        AutoBatchError, match=r"no divisor of 17 has at least 2 samples and at most 4, .* would do"
     ):
         searched(search={**search, "min_batch_size": 2})
 
