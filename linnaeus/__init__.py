@@ -1,23 +1,28 @@
 """Linnaeus: config-driven PyTorch training that finds the largest memory-safe batch size before it starts.
 
 The search is a library too: `from linnaeus import auto_find_batch_size, predict_memory, longest`. It needs
-torch and psutil alone.
+torch and psutil alone. `load_run` reads a trained run back.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size, longest, predict_memory
+    from linnaeus.inference.trained import load_run
 
 __version__ = "0.1.0"
 
-__all__ = ["AutoBatchResult", "auto_find_batch_size", "longest", "predict_memory"]
+__all__ = ["AutoBatchResult", "auto_find_batch_size", "load_run", "longest", "predict_memory"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the library, and torch with it, on first use: reading a configuration needs neither."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "load_run":
+        from linnaeus.inference.trained import load_run
+
+        return load_run
     from linnaeus import autobatch
 
     return getattr(autobatch, name)

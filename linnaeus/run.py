@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +23,9 @@ from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.dist import World, errors_told_first, join, wrap
+from linnaeus.files import write_text_atomically
 from linnaeus.log import MetricsFile, open_run_folder
+from linnaeus.models.spec import MODEL_FILE, ModelSpec
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest
 from linnaeus.tracking import start_tracking
@@ -80,6 +83,7 @@ def run(config: Config) -> FitResult:
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
         loaders = stack.enter_context(_loaders(config, data, plan, world))
         train_step = _train_step(config, assembly, plan, world)
+        spec = ModelSpec.of(config.MODEL, data).as_dict()
 
         folder.begin()  # all that can fail because of the configuration has been done
         tracker = stack.enter_context(
@@ -93,6 +97,7 @@ def run(config: Config) -> FitResult:
             report_searches(sized.found, world.device, path / "autobatch.json", tracker)
             report_plan(plan, train, config.OPTIMIZER)
             save_config(config, path / "config.yaml", plan.as_dict())
+            write_text_atomically(path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n")
         metrics_file = stack.enter_context(
             MetricsFile(
                 path / "metrics.jsonl",
@@ -114,7 +119,7 @@ def run(config: Config) -> FitResult:
             tracker=tracker,
             progress_bar=ProgressBar(folder.console if world.is_main else None),
             stop=StopAgreement(world, stop),
-            checkpoint_extras={"config": _resumed_nodes(config), **sized.as_dict()},
+            checkpoint_extras={"config": _resumed_nodes(config), "model_spec": spec, **sized.as_dict()},
             size_origins=sized.origins(config.DATA),
         )  # fmt: skip
         folder.has_trained = lambda: trainer.progress.step > progress.step

@@ -44,7 +44,7 @@ def test_files_of_a_run(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "small"
     names = {path.name for path in folder.iterdir()}
     assert names == {
-        "config.yaml", "autobatch.json", "metrics.jsonl", "result.json", "checkpoints", "logs",
+        "config.yaml", "model.json", "autobatch.json", "metrics.jsonl", "result.json", "checkpoints", "logs",
     }  # fmt: skip
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"last.pt", "previous.pt", "best.pt"}
 

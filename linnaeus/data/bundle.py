@@ -9,7 +9,8 @@ from typing import Any
 from torch.utils.data import Dataset, default_collate
 
 from linnaeus.data.batch import Batch
-from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.data.taxonomy import LabelIndex, Taxonomy
+from linnaeus.data.transforms import Preprocessing
 from linnaeus.errors import DataError
 
 Collate = Callable[[list[Any]], Batch]
@@ -34,6 +35,8 @@ class DataBundle:
         img_size: height and width of an input, in pixels; None where inputs are not images.
         collate: turns a list of samples into a `Batch`.
         report: sentences for the user about what was found, held out or left out.
+        preprocessing: how an image becomes an input in validation; None where the dataset gives tensors.
+        index: gives the labels of class names; None where there is no more to it than the taxonomy's names.
     """
 
     train: Dataset[Any]
@@ -43,6 +46,8 @@ class DataBundle:
     img_size: tuple[int, int] | None
     collate: Collate
     report: list[str] = field(default_factory=list)
+    preprocessing: Preprocessing | None = None
+    index: LabelIndex | None = None
 
 
 def collate_pairs(samples: list[Any]) -> Batch:

@@ -10,7 +10,7 @@ from linnaeus.config.schema import DataConfig
 from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
 from linnaeus.data.split import stratified_split
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.data.transforms import Transform, build_transforms
+from linnaeus.data.transforms import Transform, build_transforms, preprocessing_of
 
 SHAPES = ("straight", "curved", "looped")
 """Classes of the coarse level: how a digit is drawn."""
@@ -64,4 +64,5 @@ def build_digits(config: DataConfig) -> DataBundle:
         for rows, transform in zip(split, build_transforms(config.AUGMENT, size, 1), strict=True)
     )
     report = [f"digits: {len(train)} training and {len(val)} validation samples"]
-    return DataBundle(train, val, TAXONOMY, 1, size, collate_pairs, report)
+    preprocessing = preprocessing_of(config.AUGMENT, size, 1)
+    return DataBundle(train, val, TAXONOMY, 1, size, collate_pairs, report, preprocessing)

@@ -20,7 +20,7 @@ from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.image import find_damage, load_image
 from linnaeus.data.split import stratified_split
 from linnaeus.data.taxonomy import LabelIndex, Lineage, Taxonomy, UnknownClassError
-from linnaeus.data.transforms import Transform, build_transforms
+from linnaeus.data.transforms import Transform, build_transforms, preprocessing_of
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.words import counted
 
@@ -133,7 +133,10 @@ def build_files(
             _report_empty_classes(targets, index.taxonomy, report)
         datasets.append(ImageFiles(listing.root, listing.paths, targets, channels, transform))
     report.insert(0, f"{train.source}: {len(datasets[0])} training and {len(datasets[1])} validation samples")
-    return DataBundle(datasets[0], datasets[1], index.taxonomy, channels, size, collate_pairs, report)
+    return DataBundle(
+        datasets[0], datasets[1], index.taxonomy, channels, size, collate_pairs, report,
+        preprocessing=preprocessing_of(config.AUGMENT, size, channels), index=index,
+    )  # fmt: skip
 
 
 def several(names: Sequence[str]) -> str:

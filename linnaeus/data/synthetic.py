@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.data.transforms import Transform, build_transforms
+from linnaeus.data.transforms import Transform, build_transforms, preprocessing_of
 from linnaeus.errors import ConfigError
 from linnaeus.rng import derive_seed
 
@@ -93,7 +93,10 @@ def build_synthetic(config: DataConfig) -> DataBundle:
     train = SyntheticImages(dataset.NUM_SAMPLES, counts, shape, transform, split=0)
     val = SyntheticImages(dataset.NUM_SAMPLES_VAL, counts, shape, transform_val, split=1)
     report = [f"synthetic: {len(train)} training and {len(val)} validation samples"]
-    return DataBundle(train, val, _taxonomy(dataset), dataset.CHANNELS, size, collate_pairs, report)
+    return DataBundle(
+        train, val, _taxonomy(dataset), dataset.CHANNELS, size, collate_pairs, report,
+        preprocessing_of(config.AUGMENT, size, dataset.CHANNELS),
+    )  # fmt: skip
 
 
 def _taxonomy(dataset: DatasetConfig) -> Taxonomy:

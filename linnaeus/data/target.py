@@ -18,7 +18,7 @@ from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs, da
 from linnaeus.data.image import to_tensor
 from linnaeus.data.target_labels import attribute_of, describe, find_taxonomy, naming_errors, target_row
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.data.transforms import Transform, build_transforms
+from linnaeus.data.transforms import Transform, build_transforms, preprocessing_of
 from linnaeus.errors import DataError
 from linnaeus.rng import preserved_generators, seed_generators
 
@@ -119,6 +119,9 @@ def build_target(config: DataConfig, *, seed: int) -> DataBundle:
     collate: Collate = UserCollate(collate_fn, name, taxonomy) if raw else collate_pairs
     train, val = (UserDataset(part, name, taxonomy, raw=raw) for part in parts.values())
     in_chans, img_size = _prepare_images(train, val, collate, config)
+    preprocessing = None
+    if train.transform is not None and in_chans is not None and img_size is not None:
+        preprocessing = preprocessing_of(config.AUGMENT, img_size, in_chans)
     report = [f"{name}: {len(train)} training and {len(val)} validation samples"]
     if train.transform is None and config.IMG_SIZE is not None:
         report.append(f"{name}: gives tensors, which pass as they are: no DATA.IMG_SIZE and no DATA.AUGMENT")
@@ -126,7 +129,7 @@ def build_target(config: DataConfig, *, seed: int) -> DataBundle:
         report.append(f"{name}: reads its own images, so DATA.ON_BAD_IMAGE skip has no effect")
     if taxonomy is None:
         report.append(f"{name}: no `taxonomy`, `classes` or `num_classes`; targets are passed on as they are")
-    return DataBundle(train, val, taxonomy, in_chans, img_size, collate, report)
+    return DataBundle(train, val, taxonomy, in_chans, img_size, collate, report, preprocessing)
 
 
 def _instantiate(node: Mapping[str, Any], name: str, split: str, seed: int) -> Any:

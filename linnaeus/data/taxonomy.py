@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from linnaeus.errors import DataError
 
@@ -97,6 +98,48 @@ class LabelIndex:
     taxonomy: Taxonomy
     lookup: tuple[Mapping[tuple[int, str], int], ...]
     columns: tuple[int, ...]
+
+    @classmethod
+    def of(cls, taxonomy: Taxonomy) -> LabelIndex:
+        """The index of a taxonomy whose classes go by their display names."""
+        parents = [(UNKNOWN,) * len(taxonomy.levels[0].classes), *taxonomy.parents]
+        lookup = tuple(
+            {key: label for label, key in enumerate(zip(row, level.classes, strict=True))}
+            for row, level in zip(parents, taxonomy.levels, strict=True)
+        )
+        return cls(taxonomy, lookup, tuple(range(len(lookup))))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a file; `from_dict` reads them.
+
+        `lookup` and `columns` are left out where classes go by their display names.
+        """
+        rows: list[tuple[int, ...] | None] = [None, *self.taxonomy.parents]
+        levels = [
+            {"name": level.name, "classes": list(level.classes)}
+            | ({} if row is None else {"parents": list(row)})
+            for level, row in zip(self.taxonomy.levels, rows, strict=True)
+        ]
+        if self == LabelIndex.of(self.taxonomy):
+            return {"levels": levels}
+        lookup = [[list(key) for key in table] for table in self.lookup]
+        return {"levels": levels, "lookup": lookup, "columns": list(self.columns)}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> LabelIndex:
+        """What `as_dict` returned."""
+        levels = content["levels"]
+        taxonomy = Taxonomy(
+            tuple(Level(level["name"], tuple(level["classes"])) for level in levels),
+            tuple(tuple(level["parents"]) for level in levels[1:]),
+        )
+        if "lookup" not in content:
+            return cls.of(taxonomy)
+        lookup = tuple(
+            {(parent, name): label for label, (parent, name) in enumerate(table)}
+            for table in content["lookup"]
+        )
+        return cls(taxonomy, lookup, tuple(content["columns"]))
 
     def encode(self, lineage: Lineage) -> tuple[int, ...]:
         """Labels of a lineage, one per level of the taxonomy.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,52 @@ class CoverAndCrop(nn.Module):
         return image
 
 
+@dataclass(frozen=True)
+class Preprocessing:
+    """How an image becomes the input of a model, without augmentation.
+
+    Attributes:
+        channels: channels of the image and of the input, 1 (grey) or 3 (RGB) for files.
+        size: height and width of the input, in pixels.
+        crop_fraction: fraction of the resized image's side that the centre crop keeps, in (0, 1].
+        mean, std: of each channel, on the 0-1 scale.
+    """
+
+    channels: int
+    size: tuple[int, int]
+    crop_fraction: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def transform(self) -> Transform:
+        """The pipeline of validation and prediction."""
+        pipeline: Transform = v2.Compose([CoverAndCrop(self.size, self.crop_fraction), *self.normalise()])
+        return pipeline
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Preprocessing:
+        """From plain values by attribute, as they stand in a file."""
+        height, width = content["size"]
+        return cls(
+            content["channels"], (height, width), content["crop_fraction"], tuple(content["mean"]),
+            tuple(content["std"]),
+        )  # fmt: skip
+
+    def normalise(self) -> list[Any]:
+        """The steps from uint8 to a normalised float32 image."""
+        normalise = v2.Normalize(list(self.mean), list(self.std), inplace=True)
+        return [v2.ToDtype(torch.float32, scale=True), normalise]
+
+
+def preprocessing_of(augment: AugmentConfig, size: tuple[int, int], channels: int) -> Preprocessing:
+    """What validation does with an image; arguments and errors as for `build_transforms`."""
+    augment = _for_grey(augment) if channels == 1 else augment
+    _check_channels(augment, channels)
+    mean = augment.MEAN if augment.MEAN is not None else [0.5] * channels
+    std = augment.STD if augment.STD is not None else [0.5] * channels
+    return Preprocessing(channels, size, augment.CROP_FRACTION, tuple(mean), tuple(std))
+
+
 def build_transforms(
     augment: AugmentConfig, size: tuple[int, int], channels: int
 ) -> tuple[Transform, Transform]:
@@ -68,14 +114,10 @@ def build_transforms(
     Raises:
         ConfigError: settings that do not fit the number of channels; the message names each key.
     """
-    augment = _for_grey(augment) if channels == 1 else augment
-    _check_channels(augment, channels)
-    mean = augment.MEAN if augment.MEAN is not None else [0.5] * channels
-    std = augment.STD if augment.STD is not None else [0.5] * channels
-    normalised = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std, inplace=True)]
+    preprocessing = preprocessing_of(augment, size, channels)
     erased = [v2.RandomErasing(augment.ERASING, inplace=True)] if augment.ERASING else []
-    train = v2.Compose([*_augmentation(augment, size), *normalised, *erased])
-    return train, v2.Compose([CoverAndCrop(size, augment.CROP_FRACTION), *normalised])
+    train = v2.Compose([*_augmentation(augment, size), *preprocessing.normalise(), *erased])
+    return train, preprocessing.transform()
 
 
 def _for_grey(augment: AugmentConfig) -> AugmentConfig:

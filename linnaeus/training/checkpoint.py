@@ -425,6 +425,7 @@ ENTRIES: dict[str, Check] = {
     "searched_for": (lambda value: isinstance(value, str), "a text"),
     "autobatch": (_is_dict_of_dicts, "a dictionary of dictionaries"),
     "config": (_is_dict_of_dicts, "a dictionary of nodes"),
+    "model_spec": (_is_dict, "the description of a model"),
     "plan": (_is_dict, "a dictionary"),
     "noise_scale": (_is_noise_scale, "the state of a noise scale"),
     "micro_batch_limit": (

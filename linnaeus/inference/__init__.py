@@ -1,0 +1,1 @@
+"""Trained runs in use: what evaluation, prediction and export start from."""

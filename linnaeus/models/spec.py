@@ -1,0 +1,113 @@
+"""What a trained model needs to be used elsewhere, beside its weights: part of each checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from linnaeus.config.instantiate import is_target
+from linnaeus.config.schema import ModelConfig
+from linnaeus.data.bundle import DataBundle
+from linnaeus.data.taxonomy import LabelIndex, Taxonomy
+from linnaeus.data.transforms import Preprocessing
+from linnaeus.models.build import build_model
+from linnaeus.rng import preserved_generators
+
+MODEL_FILE = "model.json"
+"""Name of the file in a run's folder that shows its `ModelSpec` to people and to other programs."""
+
+_WEIGHTS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path")
+"""Arguments of `timm.create_model` that load weights."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model without its weights: how to build it, what it takes and what its outputs mean.
+
+    Attributes:
+        node: the MODEL node as plain values.
+        index: the classes and the labels of their names; None where the dataset declared no classes.
+        in_chans: channels of an input; None where inputs are not images.
+        img_size: height and width of an input, in pixels; None where inputs are not images.
+        preprocessing: how an image file becomes an input; None where the dataset gave tensors.
+    """
+
+    node: Mapping[str, Any]
+    index: LabelIndex | None
+    in_chans: int | None
+    img_size: tuple[int, int] | None
+    preprocessing: Preprocessing | None
+
+    @classmethod
+    def of(cls, node: Any, data: DataBundle) -> ModelSpec:
+        """The spec of a run's model.
+
+        Args:
+            node: the MODEL node.
+            data: the run's data.
+        """
+        plain = dict(node) if is_target(node) else dataclasses.asdict(node)
+        index = data.index
+        if index is None and data.taxonomy is not None:
+            index = LabelIndex.of(data.taxonomy)
+        return cls(plain, index, data.in_chans, data.img_size, data.preprocessing)
+
+    @property
+    def taxonomy(self) -> Taxonomy | None:
+        """Levels and classes; None where the dataset declared none."""
+        return None if self.index is None else self.index.taxonomy
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint or a JSON file; `from_dict` reads them."""
+        preprocessing = None if self.preprocessing is None else _plain(dataclasses.asdict(self.preprocessing))
+        return {
+            "model": dict(self.node),
+            "taxonomy": None if self.index is None else self.index.as_dict(),
+            "in_chans": self.in_chans,
+            "img_size": None if self.img_size is None else list(self.img_size),
+            "preprocessing": preprocessing,
+        }
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> ModelSpec:
+        """What `as_dict` returned.
+
+        Raises:
+            LookupError, TypeError, ValueError, DataError: it is something else.
+        """
+        preprocessing, taxonomy, size = content["preprocessing"], content["taxonomy"], content["img_size"]
+        return cls(
+            node=content["model"],
+            index=None if taxonomy is None else LabelIndex.from_dict(taxonomy),
+            in_chans=content["in_chans"],
+            img_size=None if size is None else (size[0], size[1]),
+            preprocessing=None if preprocessing is None else Preprocessing.from_dict(preprocessing),
+        )
+
+    def build(self) -> nn.Module:
+        """The network on the CPU, with random weights; the global random generators stay as they are.
+
+        Raises:
+            ConfigError: it cannot be built, such as a user's own module that is not there.
+        """
+        with preserved_generators():
+            return build_model(
+                self._node_without_weights(), taxonomy=self.taxonomy, in_chans=self.in_chans,
+                img_size=self.img_size,
+            )  # fmt: skip
+
+    def _node_without_weights(self) -> Any:
+        if is_target(self.node):
+            return self.node
+        known = {field.name for field in dataclasses.fields(ModelConfig)}
+        node = {name: value for name, value in self.node.items() if name in known}
+        arguments = {name: value for name, value in node["KWARGS"].items() if name not in _WEIGHTS}
+        return ModelConfig(**(node | {"WEIGHTS": None, "KWARGS": arguments}))
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
