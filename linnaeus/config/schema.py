@@ -266,12 +266,17 @@ class DataConfig:
 
 @dataclass
 class ModelConfig:
-    """The network: a timm backbone with one linear head per taxonomic rank."""
+    """The network: a timm backbone with a head for all taxonomic ranks."""
 
     NAME: str = key("resnet10t", "name of any timm model", check=_one_name)
     WEIGHTS: str | None = key(
         None, "local file with backbone weights (.pt, .pth or .safetensors); null is random weights"
     )
+    HEAD: str = key(
+        "independent", "`independent` has a linear layer for each taxonomic rank; `marginal` has one over the "
+        "finest classes, and the probability of a coarser class is the sum over the classes below it",
+        choices=("independent", "marginal"),
+    )  # fmt: skip
     DROP_RATE: float = key(0.0, "probability of dropout before the heads", ge=0, lt=1)
     DROP_PATH_RATE: float = key(0.0, "probability of stochastic depth, for models that have it", ge=0, lt=1)
     KWARGS: dict[str, Any] = key(dict, "further arguments of `timm.create_model`")
