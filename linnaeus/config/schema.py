@@ -150,6 +150,13 @@ class DatasetConfig:
     )
     NUM_SAMPLES: int = key(1024, "training samples of `synthetic`", gt=0)
     NUM_SAMPLES_VAL: int = key(256, "validation samples of `synthetic`", gt=0)
+    NOISE: float = key(
+        64.0, "standard deviation of the noise in the images of `synthetic`, on the 0-255 scale", ge=0
+    )
+    UNKNOWN_FRACTION: float = key(
+        0.0, "fraction of the training samples of `digits` and `synthetic` whose label is known down to a "
+        "random rank above the finest only", ge=0, lt=1,
+    )  # fmt: skip
 
 
 @dataclass
