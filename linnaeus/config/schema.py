@@ -280,8 +280,8 @@ class ModelConfig:
         None, "local file with backbone weights (.pt, .pth or .safetensors); null is random weights"
     )
     HEAD: str = key(
-        "independent", "`independent` has a linear layer for each taxonomic rank; `marginal` has one over the "
-        "finest classes, and the probability of a coarser class is the sum over the classes below it",
+        "independent", "`independent` has a linear layer for each taxonomic rank; `marginal` has one over "
+        "the finest classes, and the probability of a coarser class is the sum over the classes below it",
         choices=("independent", "marginal"),
     )  # fmt: skip
     DROP_RATE: float = key(0.0, "probability of dropout before the heads", ge=0, lt=1)

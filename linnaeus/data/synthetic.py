@@ -113,8 +113,8 @@ def _taxonomy(dataset: DatasetConfig) -> Taxonomy:
         problems.append(f"DATA.DATASET.RANKS: {len(names)} names for {len(counts)} entries of NUM_CLASSES")
     if dataset.UNKNOWN_FRACTION and len(counts) == 1:
         problems.append(
-            f"DATA.DATASET.UNKNOWN_FRACTION: {dataset.UNKNOWN_FRACTION} leaves labels known at a coarser rank "
-            "only; with one rank in NUM_CLASSES there is none, so set it 0"
+            f"DATA.DATASET.UNKNOWN_FRACTION: {dataset.UNKNOWN_FRACTION} keeps the labels of a coarser rank, "
+            "and NUM_CLASSES has one rank only; set it 0, or add a rank"
         )
     if problems:
         raise ConfigError(problems)

@@ -13,7 +13,7 @@ from linnaeus.data.taxonomy import UNKNOWN
 
 
 class MarginalHead(nn.Module):
-    """One linear layer over the leaves of the taxonomy; each class has the probability of all leaves below it.
+    """One linear layer over the leaves of the taxonomy; a class has the probability of all leaves below it.
 
     With a softmax over the leaves, p(class) = sum of p(child) over its children holds at every level, and a
     label of a coarse class alone trains all leaves below it. A leaf is a class without children: every class
