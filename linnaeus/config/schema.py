@@ -150,6 +150,13 @@ class DatasetConfig:
     )
     NUM_SAMPLES: int = key(1024, "training samples of `synthetic`", gt=0)
     NUM_SAMPLES_VAL: int = key(256, "validation samples of `synthetic`", gt=0)
+    NOISE: float = key(
+        64.0, "standard deviation of the noise in the images of `synthetic`, on the 0-255 scale", ge=0
+    )
+    UNKNOWN_FRACTION: float = key(
+        0.0, "fraction of the training samples of `digits` and `synthetic` whose label is known down to a "
+        "random rank above the finest only", ge=0, lt=1,
+    )  # fmt: skip
 
 
 @dataclass
@@ -266,12 +273,17 @@ class DataConfig:
 
 @dataclass
 class ModelConfig:
-    """The network: a timm backbone with one linear head per taxonomic rank."""
+    """The network: a timm backbone with a head for all taxonomic ranks."""
 
     NAME: str = key("resnet10t", "name of any timm model", check=_one_name)
     WEIGHTS: str | None = key(
         None, "local file with backbone weights (.pt, .pth or .safetensors); null is random weights"
     )
+    HEAD: str = key(
+        "independent", "`independent` has a linear layer for each taxonomic rank; `marginal` has one over "
+        "the finest classes, and the probability of a coarser class is the sum over the classes below it",
+        choices=("independent", "marginal"),
+    )  # fmt: skip
     DROP_RATE: float = key(0.0, "probability of dropout before the heads", ge=0, lt=1)
     DROP_PATH_RATE: float = key(0.0, "probability of stochastic depth, for models that have it", ge=0, lt=1)
     KWARGS: dict[str, Any] = key(dict, "further arguments of `timm.create_model`")

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.config.instantiate import call_target, is_target
 from linnaeus.config.schema import ModelConfig
-from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.models.hierarchical import HierarchicalClassifier
 
@@ -44,7 +44,10 @@ def build_model(
         )
     backbone = _backbone(node, in_chans, img_size)
     num_features = _probe(node.NAME, backbone, in_chans, img_size)
-    return HierarchicalClassifier(backbone, num_features, list(taxonomy.num_classes.values()), node.DROP_RATE)
+    parents = _known_parents(taxonomy) if node.HEAD == "marginal" else None
+    return HierarchicalClassifier(
+        backbone, num_features, list(taxonomy.num_classes.values()), node.DROP_RATE, parents
+    )
 
 
 def set_gradient_checkpointing(model: nn.Module) -> None:
@@ -72,6 +75,18 @@ def has_gradient_checkpointing(model: nn.Module) -> bool:
     target: Any = getattr(model, "backbone", model)
     target.set_grad_checkpointing(False)
     return True
+
+
+def _known_parents(taxonomy: Taxonomy) -> tuple[tuple[int, ...], ...]:
+    """The parents, of which each level must know at least one."""
+    for above, level, row in zip(taxonomy.levels, taxonomy.levels[1:], taxonomy.parents, strict=False):
+        if max(row) == UNKNOWN:
+            raise ConfigError(
+                f"MODEL.HEAD: 'marginal' adds up classes under their parents, but no class of rank "
+                f"{level.name!r} has a known parent in rank {above.name!r}; give the dataset a `taxonomy` "
+                "with `parents`, order its ranks from coarse to fine, or set MODEL.HEAD independent"
+            )
+    return taxonomy.parents
 
 
 def _custom_model(

@@ -14,6 +14,7 @@ from torch import nn
 
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.sizes import micro_batches_held
+from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import TrainConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.dist import World
@@ -40,6 +41,21 @@ def check_train_config(config: TrainConfig, world: World) -> None:
             "TRAIN.SYNC_BATCHNORM: True, but SyncBatchNorm needs an accelerator; set it False on the CPU"
         )
     check_noise_scale(config.NOISE_SCALE, world.world_size * micro_batches_held(config))
+
+
+def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:
+    """Check that the built-in loss suits what the model gives.
+
+    Raises:
+        ConfigError: a loss with a sigmoid, on a model that gives log-probabilities.
+    """
+    if is_target(loss_node) or loss_node.NAME == "cross_entropy":
+        return
+    if getattr(model, "gives_log_probabilities", False):
+        raise ConfigError(
+            f"LOSS.NAME: {loss_node.NAME!r} needs logits, but MODEL.HEAD 'marginal' gives log-probabilities; "
+            "set LOSS.NAME cross_entropy or MODEL.HEAD independent"
+        )
 
 
 @dataclass(frozen=True)
@@ -87,6 +103,7 @@ def assemble(
     """
     device, taxonomy = world.device, data.taxonomy
     model = build_model(model_node, taxonomy=taxonomy, in_chans=data.in_chans, img_size=data.img_size)
+    check_loss_takes_outputs(loss_node, model)
     if config.GRADIENT_CHECKPOINTING:
         set_gradient_checkpointing(model)
     memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format

@@ -19,9 +19,11 @@ from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.losses import TaxonomicCrossEntropy
 
 
-def assembled(loss_node: Any = None, model_name: str = "test_resnet", **changes: Any) -> Assembly:
+def assembled(
+    loss_node: Any = None, model_name: str = "test_resnet", head: str = "independent", **changes: Any
+) -> Assembly:
     torch.manual_seed(0)
-    model, loss = ModelConfig(NAME=model_name), loss_node or LossConfig()
+    model, loss = ModelConfig(NAME=model_name, HEAD=head), loss_node or LossConfig()
     nothing = TensorDataset(torch.empty(0))
     data = DataBundle(nothing, nothing, TAXONOMY, in_chans=1, img_size=(32, 32), collate=collate_pairs)
     return assemble(model, loss, OptimizerConfig(), TrainConfig(**changes), data, World(torch.device("cpu")))
@@ -141,3 +143,22 @@ def test_a_validation_pass_fills_the_metrics() -> None:
 def test_a_node_that_cannot_be_built_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"MODEL.NAME: 'test_resnt'"):
         assembled(model_name="test_resnt")
+
+
+def test_a_loss_with_a_sigmoid_gets_no_log_probabilities() -> None:
+    with pytest.raises(ConfigError, match=r"LOSS.NAME: 'bce' needs logits, but MODEL.HEAD 'marginal'"):
+        assembled(LossConfig(NAME="bce"), head="marginal")
+    assembled(LossConfig(), head="marginal")
+    assembled({"_target_": f"{__name__}.MarginLoss"}, head="marginal")
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_a_marginal_head_trains_and_validates(amp: str) -> None:
+    parts = assembled(head="marginal", AMP=amp, EMA=EmaConfig(ENABLED=True))
+    losses = [float(parts.train_step([make_batch()]).detach()) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    parts.model.eval()
+    parts.validation_step(make_batch())
+    values = parts.metrics.compute(World(torch.device("cpu")))
+    assert values is not None
+    assert 0 <= values["consistent"] <= 1
