@@ -28,6 +28,10 @@ _CHANGED_BY = {
 """For each choice of TRAIN.RESUME_WITH, the keys of OPTIMIZER that may change; those of SCHEDULE all may."""
 
 
+_TAKEN_WHERE_NULL = ("DATA.AUGMENT.MEAN", "DATA.AUGMENT.STD")
+"""Keys whose null takes the checkpoint's value; see `linnaeus.models.normalisation`."""
+
+
 class Change(NamedTuple):
     """A key whose value in the checkpoint is not that of this configuration, both as text."""
 
@@ -101,7 +105,11 @@ def find_checkpoint(
         if world.is_main:
             _say_starting_fresh(checkpoints.folder.parent, name)
         return None
-    changes = changes_of(checkpoint.content.get("config", {}), nodes)
+    changes = [
+        change
+        for change in changes_of(checkpoint.content.get("config", {}), nodes)
+        if change.key not in _TAKEN_WHERE_NULL or change.now != repr(None)
+    ]
     check_changes(changes, resume_with)
     checkpoint.changes = [str(change) for change in changes if not _is_fixed(change)]
     return checkpoint
