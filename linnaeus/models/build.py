@@ -57,6 +57,9 @@ def build_model(
         )
     _check_keys(node)
     source = find_source(node.NAME)
+    is_pretrained = node.PRETRAINED and load_weights
+    if is_pretrained:
+        check_weights_exist(source, node.KWARGS.get("cache_dir"))
     create = _creator(node, source, in_chans, img_size)
     before = torch.get_rng_state()
     backbone = _created(node, create)
@@ -68,7 +71,7 @@ def build_model(
     saved = read_weights(node.WEIGHTS) if node.WEIGHTS is not None and load_weights else None
     if saved is not None:
         backbone = load_backbone(saved, node.NAME, backbone, create_again)
-    elif node.PRETRAINED and load_weights:
+    elif is_pretrained:
         backbone = _pretrained(source, backbone, create_again)
     num_features = _probe(node.NAME, backbone, in_chans, img_size)
     num_classes = list(taxonomy.num_classes.values())
@@ -78,7 +81,7 @@ def build_model(
         num_tensors = sum(not _is_of(name, new, taxonomy) for name in model.state_dict())
         note = f" ({saved.note})" if saved.note else ""
         say(f"weights: {num_tensors} tensors of {saved.path}{note}{_new_heads(new)}")
-    elif node.PRETRAINED and load_weights:
+    elif is_pretrained:
         say(f"weights: {source.origin}{_new_heads(new)}")
     else:
         hint = f" ({node.NAME} names weights that only MODEL.PRETRAINED True loads)" if source.has_tag else ""
@@ -159,7 +162,6 @@ def _created(config: ModelConfig, create: Callable[..., nn.Module]) -> nn.Module
 
 def _pretrained(source: Source, untrained: nn.Module, create: Callable[..., nn.Module]) -> nn.Module:
     """The backbone with timm's weights, which timm adapts to the channels and the size of the images."""
-    check_weights_exist(source)
     try:
         backbone = create(pretrained=True)
     except Exception as error:  # of the hub's client, of files, of shapes

@@ -68,17 +68,21 @@ class Freezing:
         return self._unfreeze_epoch is not None
 
     @property
+    def num_values(self) -> int:
+        """Numbers in the parameters to hold."""
+        return sum(p.numel() for name, p in self._model.named_parameters() if name in self._names)
+
+    @property
     def sentence(self) -> str | None:
         """What is frozen, for people; None if nothing is."""
         if not self._names:
             return None
         parameters = dict(self._model.named_parameters())
-        num_values = sum(parameters[name].numel() for name in self._names)
         total = sum(parameter.numel() for parameter in parameters.values())
         until = "" if self._unfreeze_epoch is None else f", until epoch {self._unfreeze_epoch} begins"
         return (
             f"frozen: {len(self._names)} of {len(parameters)} parameters "
-            f"({num_values:,} of {total:,} values){until}"
+            f"({self.num_values:,} of {total:,} values){until}"
         )
 
     def _set(self, *, held: bool) -> None:

@@ -110,7 +110,7 @@ def _tags(architecture: str) -> str:
     if names:
         return f"there are weights for {', '.join(names)}"
     close = difflib.get_close_matches(architecture, timm.list_models(pretrained=True), n=3, cutoff=0.3)
-    return f"it has no weights for {architecture!r}; it has some for {', '.join(close)}"
+    return f"there are none for {architecture!r}, but for {', '.join(close)}"
 
 
 def _description(name: str, file: Path) -> dict[str, Any]:
@@ -126,8 +126,12 @@ def _description(name: str, file: Path) -> dict[str, Any]:
     return content
 
 
-def check_weights_exist(source: Source) -> None:
+def check_weights_exist(source: Source, cache_dir: str | None = None) -> None:
     """Check that pretrained weights can be had, before timm tries for minutes.
+
+    Args:
+        source: the model.
+        cache_dir: folder of downloaded files; None is the usual one.
 
     Raises:
         ConfigError: there are none, or the server that has them cannot be reached.
@@ -135,31 +139,34 @@ def check_weights_exist(source: Source) -> None:
     if source.kind == _FOLDER:
         return
     if source.kind == _HUB:
-        _check_hub(source.name.partition(":")[2], _WEIGHT_FILES)
+        _check_hub(source.name.partition(":")[2], _WEIGHT_FILES, cache_dir)
         return
     cfg = source.cfg
     if not timm.models.is_model_pretrained(source.name):
         raise ConfigError(
-            f"MODEL.PRETRAINED: True, but timm has no weights named {source.name!r}: "
+            f"MODEL.PRETRAINED: True, but timm has no weights for {source.name!r}; "
             f"{_tags(source.architecture)}"
         )
     if cfg.get("file"):
         return
     if cfg.get("hf_hub_id"):
         filename = cfg.get("hf_hub_filename")
-        _check_hub(str(cfg["hf_hub_id"]), (str(filename),) if filename else _WEIGHT_FILES)
+        _check_hub(str(cfg["hf_hub_id"]), (str(filename),) if filename else _WEIGHT_FILES, cache_dir)
     else:
-        _check_url(str(cfg["url"]))
+        _check_url(str(cfg["url"]), cache_dir)
 
 
-def _check_hub(place: str, filenames: tuple[str, ...]) -> None:
+def _check_hub(
+    place: str, filenames: tuple[str, ...], cache_dir: str | None, key: str = "MODEL.PRETRAINED"
+) -> None:
     """Check that a model of the hub has one of the files, in the cache or on the server."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError
 
     model, _, revision = place.partition("@")
     version = revision or None
-    if any(isinstance(try_to_load_from_cache(model, name, revision=version), str) for name in filenames):
+    cached = (try_to_load_from_cache(model, name, cache_dir, revision=version) for name in filenames)
+    if any(isinstance(file, str) for file in cached):
         return
     for number, name in enumerate(filenames, start=1):
         try:
@@ -167,9 +174,9 @@ def _check_hub(place: str, filenames: tuple[str, ...]) -> None:
             return
         except EntryNotFoundError as error:
             if number == len(filenames):
-                raise _unreachable(f"hub {model}", error) from error
+                raise _unreachable(f"hub {model}", error, key) from error
         except Exception as error:  # of the client, and of the network library below it
-            raise _unreachable(f"hub {model}", error) from error
+            raise _unreachable(f"hub {model}", error, key) from error
 
 
 def _hub_file(place: str, filename: str, key: str) -> Path:
@@ -183,16 +190,17 @@ def _hub_file(place: str, filename: str, key: str) -> Path:
         raise ConfigError(f"{key}: {_HUB}:{place}: {error}") from error
     if isinstance(cached, str):
         return Path(cached)
-    _check_hub(place, (filename,))
+    _check_hub(place, (filename,), None, key)
     try:
         return Path(hf_hub_download(model, filename, revision=revision or None))
     except Exception as error:
         raise _unreachable(f"hub {model}", error, key) from error
 
 
-def _check_url(url: str) -> None:
+def _check_url(url: str, cache_dir: str | None) -> None:
     """Check that a file can be downloaded, unless it is in the cache of torch.hub."""
-    if (Path(torch.hub.get_dir()) / "checkpoints" / PurePosixPath(url).name).is_file():
+    folder = Path(torch.hub.get_dir()) / "checkpoints" if cache_dir is None else Path(cache_dir)
+    if (folder / PurePosixPath(url).name).is_file():
         return
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=PROBE_S):
