@@ -8,6 +8,7 @@ from typing import Any
 
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import DataConfig
+from linnaeus.errors import ConfigError
 from linnaeus.models.source import find_source
 from linnaeus.models.weights import saved_config
 
@@ -31,7 +32,7 @@ def with_normalisation(
         The DATA node, and a note if the values given differ from those of the weights; else None.
 
     Raises:
-        ConfigError: the weights are not there.
+        ConfigError: timm has no such model.
     """
     theirs = _of_weights(model_node) if saved is None else saved.get("DATA", {}).get("AUGMENT", {})
     given = {key: getattr(data.AUGMENT, key) for key in _KEYS}
@@ -57,7 +58,11 @@ def _of_weights(node: Any) -> Mapping[str, Any]:
         return {key: cfg.get(key.lower()) for key in _KEYS}
     if node.WEIGHTS is None:
         return {}
-    augment: Mapping[str, Any] = saved_config(node.WEIGHTS).get("DATA", {}).get("AUGMENT", {})
+    try:
+        nodes = saved_config(node.WEIGHTS)
+    except ConfigError:  # there is no such file, as building the model says, if it needs it
+        return {}
+    augment: Mapping[str, Any] = nodes.get("DATA", {}).get("AUGMENT", {})
     return augment
 
 
