@@ -14,6 +14,7 @@ from torch import nn
 
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.sizes import micro_batches_held
+from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import TrainConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.dist import World
@@ -163,9 +164,11 @@ def plan_facts(
     learning_rate, weight_decay = peak_values(assembly.optimizer)
     with assembly.freezing.lifted(only_if=assembly.freezing.ends_within(config.EPOCHS)):
         batchnorm = batchnorm_kind(assembly.model)
+        is_kept = "backbone" in getattr(assembly.model, "always_eval", ())  # training cannot forget it
     if batchnorm == "local" and config.SYNC_BATCHNORM and world_size > 1:
         batchnorm = "synchronised"
-    is_dict = isinstance(model_node, dict)
+    is_own = is_target(model_node)
+    names_weights = model_node.get("pretrained") if is_own else model_node.WEIGHTS or model_node.PRETRAINED
     return Facts(
         max_micro_batch_size=max_micro_batch_size,
         world_size=world_size,
@@ -173,7 +176,6 @@ def plan_facts(
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         batchnorm=batchnorm,
-        pretrained=bool(
-            model_node.get("pretrained") if is_dict else model_node.WEIGHTS or model_node.PRETRAINED
-        ),
+        pretrained=bool(names_weights) and not is_kept,
+        pretrained_key="MODEL.WEIGHTS" if is_own or model_node.WEIGHTS else "MODEL.PRETRAINED",
     )

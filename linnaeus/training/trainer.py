@@ -235,9 +235,9 @@ class Trainer:
         self.world.update(f"unfreezing before epoch {self.progress.epoch + 1}")
         self._use(self.assembly.model)
         gc.collect()  # frees the old wrapper with its hooks on the parameters
+        empty_cache(self.world.device)  # AutoBatch measured this training without the other's cached blocks
         self.assembly.freezing.lift()
         self._use(self.wrap(self.assembly.model))
-        empty_cache(self.world.device)  # AutoBatch measured this training without the other's cached blocks
         logger.info("epoch %d: what was frozen trains from now on", self.progress.epoch + 1)
 
     def _use(self, model: nn.Module) -> None:
