@@ -17,7 +17,13 @@ from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.source import Source, check_weights_exist, find_source, unusable
-from linnaeus.models.weights import load_backbone, load_heads, missing_tensors, read_weights
+from linnaeus.models.weights import (
+    SavedWeights,
+    load_backbone,
+    load_heads,
+    missing_tensors,
+    read_weights,
+)
 
 _OTHER_KEYS = {"pretrained": "MODEL.PRETRAINED", "checkpoint_path": "MODEL.WEIGHTS"}
 """Arguments of `timm.create_model` that have a key of their own."""
@@ -55,34 +61,18 @@ def build_model(
             "MODEL: a timm model needs a dataset of images with class labels; "
             "give the dataset `classes` (or `num_classes`), or name your own model in MODEL._target_"
         )
-    _check_keys(node)
-    source = find_source(node.NAME)
-    is_pretrained = node.PRETRAINED and load_weights
-    if is_pretrained:
-        check_weights_exist(source, node.KWARGS.get("cache_dir"))
-    create = _creator(node, source, in_chans, img_size)
-    before = torch.get_rng_state()
-    backbone = _created(node, create)
-
-    def create_again(**more: Any) -> nn.Module:
-        torch.set_rng_state(before)
-        return create(**more)
-
-    saved = read_weights(node.WEIGHTS) if node.WEIGHTS is not None and load_weights else None
-    if saved is not None:
-        backbone = load_backbone(saved, node.NAME, backbone, create_again)
-    elif is_pretrained:
-        backbone = _pretrained(source, backbone, create_again)
+    backbone, source, saved = _backbone(node, in_chans, img_size, load_weights)
     num_features = _probe(node.NAME, backbone, in_chans, img_size)
     num_classes = list(taxonomy.num_classes.values())
     model = HierarchicalClassifier(backbone, num_features, num_classes, node.DROP_RATE)
     new = list(taxonomy.num_classes) if saved is None else load_heads(model, saved, taxonomy)
+    heads = f"; new: head{'s' * (len(new) > 1)} of {', '.join(new)}" if new else ""
     if saved is not None:
         num_tensors = sum(not _is_of(name, new, taxonomy) for name in model.state_dict())
         note = f" ({saved.note})" if saved.note else ""
-        say(f"weights: {num_tensors} tensors of {saved.path}{note}{_new_heads(new)}")
-    elif is_pretrained:
-        say(f"weights: {source.origin}{_new_heads(new)}")
+        say(f"weights: {num_tensors} tensors of {saved.path}{note}{heads}")
+    elif node.PRETRAINED and load_weights:
+        say(f"weights: {source.origin}{heads}")
     else:
         hint = f" ({node.NAME} names weights that only MODEL.PRETRAINED True loads)" if source.has_tag else ""
         say(f"weights: random{hint}")
@@ -128,6 +118,30 @@ def _custom_model(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"MODEL: {node['_target_']} gave a {type(model).__name__}, not an nn.Module")
     return model
+
+
+def _backbone(
+    node: ModelConfig, in_chans: int, img_size: tuple[int, int], load_weights: bool
+) -> tuple[nn.Module, Source, SavedWeights | None]:
+    """The backbone, where timm has it from, and what was read from a file; None where nothing was."""
+    _check_keys(node)
+    source = find_source(node.NAME)
+    if node.PRETRAINED and load_weights:
+        check_weights_exist(source, node.KWARGS.get("cache_dir"))
+    create = _creator(node, source, in_chans, img_size)
+    before = torch.get_rng_state()
+    backbone = _created(node, create)
+
+    def create_again(**more: Any) -> nn.Module:
+        torch.set_rng_state(before)
+        return create(**more)
+
+    if not load_weights:
+        return backbone, source, None
+    if node.WEIGHTS is not None:
+        saved = read_weights(node.WEIGHTS)
+        return load_backbone(saved, node.NAME, backbone, create_again), source, saved
+    return _pretrained(source, backbone, create_again) if node.PRETRAINED else backbone, source, None
 
 
 def _check_keys(node: ModelConfig) -> None:
@@ -176,10 +190,6 @@ def _is_of(name: str, levels: list[str], taxonomy: Taxonomy) -> bool:
     """Whether a tensor of the model belongs to the head of one of the levels."""
     part, _, rest = name.partition(".")
     return part == "heads" and list(taxonomy.num_classes)[int(rest.partition(".")[0])] in levels
-
-
-def _new_heads(levels: list[str]) -> str:
-    return f"; new: head{'s' * (len(levels) > 1)} of {', '.join(levels)}" if levels else ""
 
 
 def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, int]) -> int:
