@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 import yaml
 from PIL import Image
 
@@ -24,6 +26,7 @@ SMALLER = (
     "DATA.AUTOBATCH.MEMORY_LIMIT_GB=null",  # the process of the tests may hold more than an example's limit
 )  # fmt: skip
 SMALL_MODEL = ("MODEL.NAME=test_resnet",)
+PRETRAINED_MODEL = ("MODEL.NAME=local-dir:hub",)  # stands in for the hub
 
 EXPERIMENT = """\
 DATA:
@@ -89,8 +92,21 @@ def test_every_command_has_a_test() -> None:
     assert len(of_kind("python -m linnaeus.train")) >= 5
 
 
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model as the hub has it, and the checkpoint of a run."""
+    path = tmp_path_factory.mktemp("pretrained")
+    source = timm.create_model("test_resnet")
+    timm.models.save_for_hf(source, path / "hub")
+    (path / "birds/checkpoints").mkdir(parents=True)
+    state = {f"backbone.{name}": tensor for name, tensor in source.state_dict().items()}
+    progress = {"epoch": 12, "samples": 0, "step": 12}
+    torch.save({"progress": progress, "state": {"model": state}}, path / "birds/checkpoints/best.pt")
+    return path
+
+
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def desk(tmp_path: Path, pretrained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the commands speak of."""
     (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
     (tmp_path / "my_package.py").write_text(MY_PACKAGE)
@@ -106,6 +122,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 Image.new("RGB", (40, 40), (number * 40, 90, len(species) * 10)).save(
                     folder / f"{number}.jpg"
                 )
+    (tmp_path / "hub").symlink_to(pretrained / "hub")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/birds").symlink_to(pretrained / "birds")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
@@ -121,7 +140,9 @@ def smaller(tokens: list[str]) -> list[str]:
     if "--help" in tokens or "--print-config" in tokens:
         return tokens
     own_model = any(token.startswith("MODEL._target_") for token in tokens)
-    return [*tokens, *SMALLER, *(() if own_model else SMALL_MODEL)]
+    is_pretrained = "MODEL.PRETRAINED=True" in tokens
+    model = () if own_model else PRETRAINED_MODEL if is_pretrained else SMALL_MODEL
+    return [*tokens, *SMALLER, *model]
 
 
 SWEEPS = of_kind("linnaeus sweep ")

@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -127,7 +127,7 @@ class SizeSearch:
 
         # The finder measures what training has left when validation is searched.
         predict = partial(self.predict, mode, with_training=mode == "train")
-        with log_level(config, mode), BatchSizeFinder(
+        with self._all_that_will_train(), log_level(config, mode), BatchSizeFinder(
             train_step if mode == "train" else self._validate,
             partial(self._batches, spec, num_batches=num_batches),
             state=self.assembly.state,
@@ -174,16 +174,22 @@ class SizeSearch:
         def validate(size: int) -> None:
             validation_step(next(alone._batches(specs["val"], size, num_batches=1)))
 
-        return predict_step(
-            train if mode == "train" else validate,
-            int,  # both make their own batches, one at a time: they take the size
-            state=self.assembly.state,
-            mode=mode,
-            train_once=partial(train, _SAMPLES_BEFORE) if with_training else None,
-            # Those of the wrapper that `linnaeus.dist.wrap` makes.
-            buckets=Buckets(as_view=True) if self.world.is_distributed and with_training else None,
-            base_bytes=base_bytes,
-        )
+        with self._all_that_will_train():
+            return predict_step(
+                train if mode == "train" else validate,
+                int,  # both make their own batches, one at a time: they take the size
+                state=self.assembly.state,
+                mode=mode,
+                train_once=partial(train, _SAMPLES_BEFORE) if with_training else None,
+                # Those of the wrapper that `linnaeus.dist.wrap` makes.
+                buckets=Buckets(as_view=True) if self.world.is_distributed and with_training else None,
+                base_bytes=base_bytes,
+            )
+
+    def _all_that_will_train(self) -> AbstractContextManager[None]:
+        """Inside the context all trains that does in the last epoch, which needs the most memory."""
+        freezing = self.assembly.freezing
+        return freezing.lifted(only_if=freezing.ends_within(self.train.EPOCHS))
 
     def _batches(self, spec: BatchSpec, size: int, *, num_batches: int) -> Iterator[Batch]:
         """Makes each batch when it is asked for: as in training, only one exists at a time."""

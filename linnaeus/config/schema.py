@@ -78,6 +78,13 @@ def _not_empty(value: list[Any] | None) -> str | None:
     return "must have at least one element" if value == [] else None
 
 
+def _freeze(value: Any) -> str | None:
+    patterns = value if isinstance(value, list) else [value]
+    if patterns and all(isinstance(pattern, str) and pattern.strip() for pattern in patterns):
+        return None
+    return "must be none, backbone, or patterns of parameter names such as backbone.layer1.*"
+
+
 def _crop_scale(value: list[float]) -> str | None:
     return None if len(value) == 2 and value[0] <= value[1] else "must be [low, high] with low <= high"
 
@@ -178,10 +185,13 @@ class AugmentConfig:
         1.0, "fraction of the resized image's side that the centre crop of validation keeps", gt=0, le=1
     )
     MEAN: list[float] | None = key(
-        None, "mean of each channel, on the 0-1 scale; null is 0.5 for each; for grey images, three values "
-        "here and in STD become one"
+        None, "mean of each channel, on the 0-1 scale; null is that of the pretrained weights, else 0.5 for "
+        "each; for grey images, three values here and in STD become one"
     )  # fmt: skip
-    STD: list[float] | None = key(None, "standard deviation of each channel; null is 0.5 for each", gt=0)
+    STD: list[float] | None = key(
+        None, "standard deviation of each channel; null is that of the pretrained weights, else 0.5 for each",
+        gt=0,
+    )  # fmt: skip
 
 
 @dataclass
@@ -275,14 +285,25 @@ class DataConfig:
 class ModelConfig:
     """The network: a timm backbone with a head for all taxonomic ranks."""
 
-    NAME: str = key("resnet10t", "name of any timm model", check=_one_name)
-    WEIGHTS: str | None = key(
-        None, "local file with backbone weights (.pt, .pth or .safetensors); null is random weights"
+    NAME: str = key(
+        "resnet10t", "name of any timm model, with the tag of its weights or not; `hf-hub:OWNER/MODEL` is "
+        "one of the Hugging Face hub, `local-dir:FOLDER` one in a folder", check=_one_name,
+    )  # fmt: skip
+    PRETRAINED: bool = key(
+        False, "start from the pretrained weights that NAME has in timm, on the hub or in its folder"
     )
     HEAD: str = key(
         "independent", "`independent` has a linear layer for each taxonomic rank; `marginal` has one over "
         "the finest classes, and the probability of a coarser class is the sum over the classes below it",
         choices=("independent", "marginal"),
+    )  # fmt: skip
+    WEIGHTS: str | None = key(
+        None, "start from the weights of another run (its folder), of one of its checkpoints, or of a file "
+        "(.pt, .pth or .safetensors); null is random weights, unless PRETRAINED",
+    )  # fmt: skip
+    FREEZE: Any = key(
+        "none", "what does not train: `none`, `backbone`, or patterns of parameter names such as "
+        "`backbone.layer1.*` (one, or a list)", check=_freeze,
     )  # fmt: skip
     DROP_RATE: float = key(0.0, "probability of dropout before the heads", ge=0, lt=1)
     DROP_PATH_RATE: float = key(0.0, "probability of stochastic depth, for models that have it", ge=0, lt=1)
@@ -318,6 +339,11 @@ class OptimizerConfig:
     BASE_BATCH_SIZE: int = key(
         256, "effective batch size that LR and WEIGHT_DECAY are meant for", unit="samples", ge=1
     )
+    LAYER_DECAY: float | None = key(
+        None, "learning rate of a layer as a fraction of that of the layer behind it; the heads have LR; "
+        "null is the same rate for all", gt=0, le=1,
+    )  # fmt: skip
+    HEAD_LR_SCALE: float = key(1.0, "learning rate of the heads as a multiple of LR", gt=0)
     KWARGS: dict[str, Any] = key(dict, "further arguments of the optimizer")
 
 
@@ -385,6 +411,10 @@ class TrainConfig:
     """The training loop and the training step."""
 
     EPOCHS: int = key(12, "passes over the training data", ge=1)
+    UNFREEZE_EPOCH: int | None = key(
+        None, "the first epoch, counted from 1, in which what MODEL.FREEZE holds still trains too; null "
+        "keeps it frozen", ge=1,
+    )  # fmt: skip
     EFFECTIVE_BATCH_SIZE: int | None = key(
         None, "samples per optimizer step over all processes, from which micro-batch size and accumulation "
         "steps follow; null is DATA.BATCH_SIZE x processes x ACCUMULATION_STEPS", unit="samples", ge=1,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from timm.models._manipulate import group_with_matcher
 from torch import Tensor, nn
 
 from linnaeus.models.marginal import MarginalHead
+
+_BACKBONE = "backbone."
+_HEADS = "~"  # a name that no backbone's matcher knows: timm's place for a classifier
 
 
 class LinearHeads(nn.ModuleList):
@@ -36,6 +41,9 @@ class HierarchicalClassifier(nn.Module):
         num_classes: number of classes of each level, coarse to fine.
         drop_rate: probability of dropout on the features before the head.
         parents: of a `Taxonomy`, for a `MarginalHead`; None is `LinearHeads`.
+
+    Attributes:
+        always_eval: names of the submodules that stay in eval mode, since they are frozen.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class HierarchicalClassifier(nn.Module):
             if parents is None
             else MarginalHead(num_features, num_classes, parents)
         )
+        self.always_eval: tuple[str, ...] = ()
 
     @property
     def gives_log_probabilities(self) -> bool:
@@ -64,3 +73,36 @@ class HierarchicalClassifier(nn.Module):
         """Logits or log-probabilities [B, num_classes[r]] of each level r, coarse to fine."""
         outputs: tuple[Tensor, ...] = self.heads(self.dropout(self.backbone(images)))
         return outputs
+
+    def train(self, mode: bool = True) -> HierarchicalClassifier:
+        """Set the mode of all submodules but those of `always_eval`."""
+        super().train(mode)
+        for name in self.always_eval:
+            self.get_submodule(name).eval()
+        return self
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that timm's optimizers do not decay, beside biases and norms: the backbone's own."""
+        names: Callable[[], set[str]] = getattr(self.backbone, "no_weight_decay", set)
+        return {f"{_BACKBONE}{name}" for name in names()}
+
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
+        """The layer of each parameter, from the first to the last, for timm's layer-wise learning rates.
+
+        The heads are in the last layer, where timm has its own classifier.
+
+        Args:
+            coarse: whether a stage counts as one layer.
+
+        Raises:
+            AttributeError: the backbone does not say what its layers are.
+        """
+        matcher: Any = self.backbone.group_matcher(coarse=coarse)  # type: ignore[operator]
+        names = [*(name for name, _ in self.backbone.named_parameters()), _HEADS]
+        layers = group_with_matcher(((name, None) for name in names), matcher, reverse=True)
+
+        def layer_of(name: str) -> int:
+            is_inside = name.startswith(_BACKBONE)
+            return int(layers[name.removeprefix(_BACKBONE) if is_inside else _HEADS])
+
+        return layer_of

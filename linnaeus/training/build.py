@@ -20,6 +20,7 @@ from linnaeus.data.bundle import DataBundle
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
+from linnaeus.models.freeze import Freezing, build_freezing
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import build_loss
 from linnaeus.training.metrics import ClassificationMetrics
@@ -65,6 +66,8 @@ class Assembly:
     Attributes:
         model: the module that is trained, without DistributedDataParallel.
         ema: average of its weights, used by validation; None without EMA.
+        freezing: what does not train, or not yet.
+        weights: one line that says which weights the model started with.
     """
 
     model: nn.Module
@@ -75,6 +78,8 @@ class Assembly:
     metrics: ClassificationMetrics
     train_step: TrainStep
     validation_step: ValidationStep
+    freezing: Freezing
+    weights: str
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -89,6 +94,8 @@ def assemble(
     config: TrainConfig,
     data: DataBundle,
     world: World,
+    *,
+    load_weights: bool = True,
 ) -> Assembly:
     """Build everything that a step needs.
 
@@ -97,13 +104,20 @@ def assemble(
         config: the TRAIN node.
         data: its taxonomy and the shape of its inputs decide the model's outputs and inputs.
         world: the processes and the device of training.
+        load_weights: whether to load the weights that MODEL names; not where a checkpoint replaces them.
 
     Raises:
         ConfigError: a node that cannot be built.
     """
     device, taxonomy = world.device, data.taxonomy
-    model = build_model(model_node, taxonomy=taxonomy, in_chans=data.in_chans, img_size=data.img_size)
+    said: list[str] = []
+    model = build_model(
+        model_node, taxonomy=taxonomy, in_chans=data.in_chans, img_size=data.img_size,
+        load_weights=load_weights, say=said.append,
+    )  # fmt: skip
     check_loss_takes_outputs(loss_node, model)
+    freezing = build_freezing(model_node, model, config.UNFREEZE_EPOCH)
+    freezing.hold()
     if config.GRADIENT_CHECKPOINTING:
         set_gradient_checkpointing(model)
     memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
@@ -111,7 +125,8 @@ def assemble(
     if config.COMPILE:
         model.compile()
     criterion = build_loss(loss_node, taxonomy, device).to(device)
-    optimizer = build_optimizer(optimizer_node, model)
+    with freezing.lifted(only_if=freezing.keeps_optimizer_state):
+        optimizer = build_optimizer(optimizer_node, model)
     ema = Ema(model, config.EMA.DECAY) if config.EMA.ENABLED else None
     metrics = ClassificationMetrics(taxonomy).to(device)
     scaler = torch.amp.GradScaler(device.type, enabled=config.AMP == "fp16")
@@ -141,6 +156,8 @@ def assemble(
             precision=precision,
             update_metrics=metrics.update,
         ),
+        freezing=freezing,
+        weights=said[0],
     )
 
 
@@ -161,10 +178,13 @@ def plan_facts(
         max_micro_batch_size, world_size, num_samples: as in `Facts`.
     """
     learning_rate, weight_decay = peak_values(assembly.optimizer)
-    batchnorm = batchnorm_kind(assembly.model)
+    with assembly.freezing.lifted(only_if=assembly.freezing.ends_within(config.EPOCHS)):
+        batchnorm = batchnorm_kind(assembly.model)
+        is_kept = "backbone" in getattr(assembly.model, "always_eval", ())  # training cannot forget it
     if batchnorm == "local" and config.SYNC_BATCHNORM and world_size > 1:
         batchnorm = "synchronised"
-    is_dict = isinstance(model_node, dict)
+    is_own = is_target(model_node)
+    names_weights = model_node.get("pretrained") if is_own else model_node.WEIGHTS or model_node.PRETRAINED
     return Facts(
         max_micro_batch_size=max_micro_batch_size,
         world_size=world_size,
@@ -172,5 +192,6 @@ def plan_facts(
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         batchnorm=batchnorm,
-        pretrained=bool(model_node.get("pretrained") if is_dict else model_node.WEIGHTS),
+        pretrained=bool(names_weights) and not is_kept,
+        pretrained_key="MODEL.WEIGHTS" if is_own or model_node.WEIGHTS else "MODEL.PRETRAINED",
     )

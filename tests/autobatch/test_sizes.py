@@ -31,6 +31,7 @@ from linnaeus.dist import World
 from linnaeus.memory.device import device_memory
 from linnaeus.rng import seed_all
 from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.state_bytes import StateBytes, state_bytes
 from tests import forks
 from tests.conftest import SMALL, Run
 
@@ -172,6 +173,49 @@ def test_under_a_limit_the_validation_size_is_kept_only_if_it_still_fits(peak_by
     assert planned.batch_sizes == {"train": 12, "val": 7 if peak_bytes == 1 else 5}
     shapes = {shape[0] for shape in SEEN["shapes"]}
     assert max(shapes, default=0) == (0 if peak_bytes == 1 else 6)  # the training step before validation
+
+
+# --- what is frozen ---
+
+FREEZE = ("MODEL.FREEZE=backbone", "TRAIN.EPOCHS=2")
+LATER = {
+    "trains": ("TRAIN.EPOCHS=2",),
+    "frozen": FREEZE,
+    "unfrozen in the run": (*FREEZE, "TRAIN.UNFREEZE_EPOCH=2"),
+}
+
+
+def memory_of(*options: str) -> dict[str, Any]:
+    """Bytes at one size: as predicted, as measured, and those of the tensors that training keeps."""
+    search, assembly = prepared(
+        *SMALL, "DATA.IMG_SIZE=64", "DATA.DATASET.NUM_SAMPLES=96", "DATA.AUTOBATCH.MIN_BATCH_SIZE=64",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=64", "TRAIN.EMA.ENABLED=True", *options,
+    )  # fmt: skip
+    kept: list[StateBytes] = []
+    assembly.optimizer.register_step_post_hook(lambda *_: kept.append(state_bytes(assembly, CPU)))
+    before = {name: parameter.requires_grad for name, parameter in assembly.model.named_parameters()}
+    predicted = search.predict("train").reserved_bytes(64)
+    kept.clear()
+    trial = search.run("train", RankStatus()).trials[0]
+    now = {name: parameter.requires_grad for name, parameter in assembly.model.named_parameters()}
+    assert now == before
+    assert not assembly.optimizer.state
+    return {"predicted": predicted, "kept": kept[-1], "measured": trial.peak_bytes}
+
+
+def test_what_is_frozen_needs_no_memory_unless_it_trains_by_the_last_epoch() -> None:
+    found = {name: memory_of(*options) for name, options in LATER.items()}
+    assert found["unfrozen in the run"]["predicted"] == found["trains"]["predicted"]
+    assert found["unfrozen in the run"]["kept"] == found["trains"]["kept"]
+    frozen = found["frozen"]
+    assert frozen["predicted"] < 0.6 * found["trains"]["predicted"]
+    assert frozen["measured"] + 20 * 2**20 < found["trains"]["measured"]
+    heads_bytes = 4 * (2 + 6) * (96 + 1)
+    assert frozen["kept"].gradients == heads_bytes
+    assert frozen["kept"].optimizer_state == pytest.approx(2 * heads_bytes, abs=50)
+    assert frozen["kept"].parameters == found["trains"]["kept"].parameters
+    measured = found["unfrozen in the run"]["measured"]
+    assert measured == pytest.approx(found["trains"]["measured"], abs=10 * 2**20)
 
 
 # --- bounds ---
