@@ -21,6 +21,7 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
+from linnaeus.data.mixing import mixed_epochs
 from linnaeus.dist import World, errors_told_first, join, wrap
 from linnaeus.log import MetricsFile, open_run_folder
 from linnaeus.rng import seed_all, set_deterministic
@@ -58,6 +59,7 @@ def run(config: Config) -> FitResult:
     ):
         world.check_equal(fingerprint.of_configuration(dataclasses.asdict(config)))
         check_train_config(train, world)
+        mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
         folder = stack.enter_context(open_run_folder(path, world, keep=train.AUTO_RESUME))
         checkpoints = stack.enter_context(_checkpoints(path, train, world))
         checkpoint = _checkpoint_to_resume(config, checkpoints, world)
@@ -151,7 +153,7 @@ def _resumed_nodes(config: Config) -> dict[str, Any]:
         SCHEDULE=config.SCHEDULE,
         EXPERIMENT={"SEED": config.EXPERIMENT.SEED},
         TRAIN=_chosen(train, "AMP", "CLIP_GRAD_NORM", "EMA", "SYNC_BATCHNORM", "DISTRIBUTE_BN"),
-        DATA=_chosen(data, "DATASET", "AUGMENT", "IMG_SIZE", "CHANNELS"),
+        DATA=_chosen(data, "DATASET", "AUGMENT", "SAMPLER", "IMG_SIZE", "CHANNELS"),
     )
 
 
@@ -196,6 +198,7 @@ def _loaders(config: Config, data: DataBundle, plan: BatchPlan, world: World) ->
         data, sizes=plan.micro_batches, batch_size_val=config.DATA.BATCH_SIZE_VAL,
         data_config=config.DATA, seed=config.EXPERIMENT.SEED, rank=world.rank, world_size=world.world_size,
         device=world.device, local_world_size=world.local_world_size,
+        mixed_epochs=mixed_epochs(config.DATA.AUGMENT, config.TRAIN.EPOCHS),
     )  # fmt: skip
 
 
