@@ -11,7 +11,6 @@ from linnaeus.autobatch.result import Mode
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.loader import num_workers
-from linnaeus.data.mixing import MIXING_COPIES
 from linnaeus.dist import World
 from linnaeus.memory.host import available_host_bytes
 
@@ -41,7 +40,7 @@ def max_batch_sizes(
     samples_per_rank = length // world.world_size if mode == "train" else -(-length // world.world_size)
     pinned = config.PIN_MEMORY and world.device.type == "cuda"
     workers = num_workers(config, world.local_world_size)
-    num_copies = MIXING_COPIES if mode == "train" and data.mixing is not None else 0
+    num_copies = data.mixing.num_copies if mode == "train" and data.mixing is not None else 0
     num_batches = num_host_batches(workers, config.PREFETCH_FACTOR, num_copies)
     bytes_per_rank = HOST_MEMORY_FRACTION * _available_bytes(workers) / world.local_world_size
     return {
@@ -59,7 +58,7 @@ def num_host_batches(workers: int, prefetch_factor: int, num_copies: int = 0) ->
     Args:
         workers: loader processes.
         prefetch_factor: DATA.PREFETCH_FACTOR.
-        num_copies: further copies that making a batch holds for a while, such as `MIXING_COPIES`.
+        num_copies: further copies that making a batch holds for a while, such as `Mixing.num_copies`.
 
     >>> num_host_batches(0, 2), num_host_batches(4, 2), num_host_batches(4, 2, num_copies=2)
     (3, 17, 25)

@@ -11,7 +11,7 @@ from linnaeus.data.imagefolder import build_imagefolder
 from linnaeus.data.manifest import build_manifest
 from linnaeus.data.mixing import build_mixing
 from linnaeus.data.synthetic import build_synthetic
-from linnaeus.data.target import build_target
+from linnaeus.data.target import UserCollate, build_target
 from linnaeus.rng import preserved_generators
 
 _BUILT_IN: dict[str, Callable[[DataConfig], DataBundle]] = {
@@ -40,7 +40,9 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = on_this_
         DataError: files, folders or labels that cannot be used; an error in a user's dataset.
     """
     data = _build(data_config, seed, on_main)
-    data.mixing = build_mixing(data_config.AUGMENT, data.taxonomy)
+    # A user's collate function may give a batch that it keeps.
+    is_fresh = not isinstance(data.collate, UserCollate)
+    data.mixing = build_mixing(data_config.AUGMENT, data.taxonomy, in_place=is_fresh)
     if data.mixing is not None and isinstance(data_config.DATASET, Mapping):
         with preserved_generators():
             data.mixing.soften(data.collate([data.train[0]]))  # an error must show now, not in training

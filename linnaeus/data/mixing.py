@@ -22,10 +22,6 @@ from linnaeus.errors import ConfigError, DataError
 KEYS = ("MIXUP", "CUTMIX")
 """The keys of `DATA.AUGMENT` that switch mixing on."""
 
-MIXING_COPIES = 2
-"""Copies of a batch that mixing holds beside it: the batch shifted by one sample, and a product with a weight
-(Mixup) or the result (CutMix). Counted in torchvision's `MixUp` and `CutMix`."""
-
 
 class Mixing:
     """Mixes each sample of a batch with the one before it, and the first with the last.
@@ -37,10 +33,14 @@ class Mixing:
         mixup: alpha of Mixup (Zhang et al. 2018, arXiv:1710.09412); 0 is off.
         cutmix: alpha of CutMix (Yun et al. 2019, arXiv:1905.04899); 0 is off. With both, each batch takes
             one of them with equal probability.
+        in_place: write the mixed images over the batch; otherwise over a copy.
     """
 
-    def __init__(self, num_classes: Sequence[int], mixup: float, cutmix: float) -> None:
+    def __init__(
+        self, num_classes: Sequence[int], mixup: float, cutmix: float, *, in_place: bool = True
+    ) -> None:
         self.num_classes = tuple(num_classes)
+        self.in_place = in_place
         kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
         self.transforms = [kind(alpha=alpha) for kind, alpha in kinds if alpha > 0]
 
@@ -71,6 +71,11 @@ class Mixing:
             )
         return Batch(inputs, soft_targets(targets, self.num_classes))
 
+    @property
+    def num_copies(self) -> int:
+        """Copies of a batch of images that mixing holds beside it."""
+        return 0 if self.in_place else 1
+
     def softly(self, collate: Callable[[list[Any]], Batch]) -> Callable[[list[Any]], Batch]:
         """A collate function whose batches are softened."""
         return lambda samples: self.soften(collate(samples))
@@ -80,11 +85,33 @@ class Mixing:
         return self.mix(self.soften(batch))
 
     def mix(self, batch: Batch) -> Batch:
-        """Mix what `soften` returned; a batch of one sample stays as it is."""
-        if len(batch.targets) == 1:
+        """Mix what `soften` returned; a batch of one sample stays as it is.
+
+        torchvision draws the parts and rectangles. Its own kernels would hold two more batches of images and
+        take three to five times as long, most of it for fresh memory; see `benchmarks/loader.py`.
+        """
+        images, targets = batch
+        if len(targets) == 1:
             return batch
         which = int(torch.randint(len(self.transforms), ())) if len(self.transforms) > 1 else 0
-        return Batch(*self.transforms[which](*batch))
+        drawn = self.transforms[which].make_params([images])
+        if not self.in_place:
+            images = images.clone()
+        if "box" in drawn:
+            part, (left, top, right, bottom) = drawn["lam_adjusted"], drawn["box"]
+            _write_over(images[..., top:bottom, left:right], lambda box, other: box.copy_(other))
+        else:
+            part = drawn["lam"]
+            _write_over(images, lambda image, other: image.mul_(part).add_(other, alpha=1 - part))
+        return Batch(images, targets * part + targets.roll(1, 0) * (1 - part))
+
+
+def _write_over(images: Tensor, write: Callable[[Tensor, Tensor], object]) -> None:
+    """Call `write(image, the one before it)` for each image, which may change the first of both in place."""
+    last = images[-1].clone()
+    for index in range(len(images) - 1, 0, -1):  # from the end, so that the one before is still as it was
+        write(images[index], images[index - 1])
+    write(images[0], last)
 
 
 def soft_targets(labels: Tensor, num_classes: Sequence[int]) -> Tensor:
@@ -114,12 +141,15 @@ def one_hot(labels: Tensor, num_classes: int) -> Tensor:
     return labels.unsqueeze(1) == torch.arange(num_classes, device=labels.device)
 
 
-def build_mixing(augment: AugmentConfig, taxonomy: Taxonomy | None) -> Mixing | None:
+def build_mixing(
+    augment: AugmentConfig, taxonomy: Taxonomy | None, *, in_place: bool = True
+) -> Mixing | None:
     """What `DATA.AUGMENT` asks for; None where both keys are 0.
 
     Args:
         augment: the node.
         taxonomy: classes of the labels; None where the dataset declares none.
+        in_place: whether a collated batch is nobody else's.
 
     Raises:
         ConfigError: mixing is on, and there are no classes.
@@ -132,7 +162,7 @@ def build_mixing(augment: AugmentConfig, taxonomy: Taxonomy | None) -> Mixing | 
             f"{_named(used)}: mixed labels need classes, which the dataset does not declare; give it "
             f"`taxonomy`, `classes` or `num_classes`, or set {_named(used)} to 0"
         )
-    return Mixing(list(taxonomy.num_classes.values()), augment.MIXUP, augment.CUTMIX)
+    return Mixing(list(taxonomy.num_classes.values()), augment.MIXUP, augment.CUTMIX, in_place=in_place)
 
 
 def is_mixing(augment: AugmentConfig) -> bool:

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.transforms import v2
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
-from linnaeus.data.mixing import MIXING_COPIES, Mixing, mixed_epochs, soft_targets
+from linnaeus.data.mixing import Mixing, mixed_epochs, soft_targets
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.rng import seed_all
 from tests.memory.ledger import Ledger
@@ -31,7 +32,7 @@ ALPHAS = [(0.4, 0.0), (0.0, 1.0), (0.4, 1.0)]
 def test_mixup_blends_images_and_labels_of_all_ranks_alike(num_samples: int) -> None:
     images, labels = IMAGES[:num_samples], LABELS[:num_samples]
     seed_all(3)
-    mixed, soft = Mixing(COUNTS, 0.8, 0.0)(Batch(images, labels))
+    mixed, soft = Mixing(COUNTS, 0.8, 0.0)(Batch(images.clone(), labels))
     # The part of the first image, from the images alone.
     part = ((mixed - images.roll(1, 0))[0] / (images - images.roll(1, 0))[0]).median()
     assert 0.05 < part < 0.95
@@ -42,7 +43,7 @@ def test_mixup_blends_images_and_labels_of_all_ranks_alike(num_samples: int) -> 
 
 def test_cutmix_weights_the_labels_by_the_pixels() -> None:
     seed_all(1)
-    mixed, soft = Mixing(COUNTS, 0.0, 1.0)(Batch(IMAGES, LABELS))
+    mixed, soft = Mixing(COUNTS, 0.0, 1.0)(Batch(IMAGES.clone(), LABELS))
     kept = (mixed == IMAGES).all(dim=1)
     pasted = (mixed == IMAGES.roll(1, 0)).all(dim=1)
     assert (kept ^ pasted).all()
@@ -51,11 +52,32 @@ def test_cutmix_weights_the_labels_by_the_pixels() -> None:
     torch.testing.assert_close(soft, part * SOFT + (1 - part) * SOFT.roll(1, 0))
 
 
+@pytest.mark.parametrize(
+    ("ours", "other"), [((0.4, 0.0), v2.MixUp(alpha=0.4)), ((0.0, 0.7), v2.CutMix(alpha=0.7))]
+)
+def test_the_batch_is_that_of_torchvision(ours: tuple[float, float], other: Any) -> None:
+    for seed in range(5):
+        seed_all(seed)
+        images, soft = Mixing(COUNTS, *ours)(Batch(IMAGES.clone(), LABELS))
+        seed_all(seed)
+        expected, expected_soft = other(IMAGES, SOFT)
+        torch.testing.assert_close(images, expected)
+        torch.testing.assert_close(soft, expected_soft)
+        assert not torch.allclose(images, IMAGES)
+
+
+def test_a_batch_that_a_user_keeps_is_not_written_over() -> None:
+    for in_place in (True, False):
+        images = IMAGES.clone()
+        Mixing(COUNTS, 0.4, 0.0, in_place=in_place)(Batch(images, LABELS))
+        assert torch.equal(images, IMAGES) != in_place
+
+
 def test_an_unknown_label_is_a_row_of_zeros_and_has_only_its_part_when_mixed() -> None:
     assert SOFT[2].tolist() == [0] * 5
     assert SOFT[1].tolist() == [0, 1, 0, 0, 0]
     seed_all(3)
-    soft = Mixing(COUNTS, 0.8, 0.0)(Batch(IMAGES, LABELS)).targets
+    soft = Mixing(COUNTS, 0.8, 0.0)(Batch(IMAGES.clone(), LABELS)).targets
     sums = soft[:, 2:].sum(dim=1)  # of the finer rank: known, unknown, unknown, known, known
     assert sums[2] == 0
     assert 0 < sums[1] < 1
@@ -74,7 +96,7 @@ def test_with_both_each_batch_takes_one() -> None:
     seed_all(0)
     kinds = []
     for _ in range(40):
-        mixed = mixing(Batch(IMAGES, LABELS)).inputs
+        mixed = mixing(Batch(IMAGES.clone(), LABELS)).inputs
         kinds.append(bool(((mixed == IMAGES) | (mixed == IMAGES.roll(1, 0))).all()))
     assert 8 < sum(kinds) < 32
 
@@ -154,14 +176,17 @@ def test_a_spec_makes_batches_of_the_mixed_form_without_collating(alphas: tuple[
 
 
 @pytest.mark.parametrize("alphas", ALPHAS[:2])
-def test_mixing_holds_the_copies_that_the_bound_of_host_memory_counts(alphas: tuple[float, float]) -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_mixing_holds_the_copies_that_the_bound_of_host_memory_counts(
+    alphas: tuple[float, float], in_place: bool
+) -> None:
     batch = Batch(torch.rand(64, 3, 32, 32), torch.zeros(64, 2, dtype=torch.int64))
-    mixing = Mixing(COUNTS, *alphas)
+    mixing = Mixing(COUNTS, *alphas, in_place=in_place)
     batch = mixing.soften(batch)
     with Ledger() as ledger:
         mixing.mix(batch)
         copies = ledger.peak_bytes / batch.inputs.nbytes
-    assert MIXING_COPIES - 0.05 < copies < MIXING_COPIES + 0.05
+    assert mixing.num_copies <= copies < mixing.num_copies + 0.03  # an image and the labels
 
 
 # --- what cannot be mixed ---
