@@ -21,7 +21,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_wor
 
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
-from linnaeus.data.bundle import Collate, DataBundle, dataset_length, training_targets
+from linnaeus.data.bundle import Collate, DataBundle, collate_pairs, dataset_length, training_targets
+from linnaeus.data.files import ImageFiles
 from linnaeus.data.mixing import Mixing
 from linnaeus.data.sampler import (
     BalancedSampler,
@@ -104,11 +105,15 @@ class SeededBatches(Dataset[Any]):
             return error
 
     def _read(self, keys: list[SampleKey]) -> Batch:
+        dataset, read, collate = self.dataset, self.dataset.__getitem__, self.collate
+        by_batch = dataset.by_batch if isinstance(dataset, ImageFiles) else None
+        if by_batch is not None and collate is collate_pairs:
+            read, collate = by_batch.read, by_batch.collate
         samples = []
         for epoch, index, *draw in keys:
             seed_generators(derive_seed(self.seed, epoch, index, *draw))
-            samples.append(self.dataset[index])
-        batch = self.collate(samples)
+            samples.append(read(index))
+        batch = collate(samples)
         if self.mixing is None or keys[0][0] >= self.mixed_epochs:
             return batch
         return self.mixing(batch)

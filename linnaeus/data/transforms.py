@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +53,50 @@ class CoverAndCrop(nn.Module):
         return image
 
 
+class Normalise(nn.Module):
+    """Computes what `v2.ToDtype(torch.float32, scale=True)` and `v2.Normalize` do, bit for bit.
+
+    Args:
+        mean, std: of each channel, on the 0-1 scale.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.mean = torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1)
+        self.std = torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """uint8 [C, height, width] to float32 of the same shape."""
+        return self.write(image, torch.empty(image.shape, dtype=torch.float32))
+
+    def write(self, image: Tensor, result: Tensor) -> Tensor:
+        """Write what `forward` returns into a tensor."""
+        return result.copy_(image).mul_(1 / 255).sub_(self.mean).div_(self.std)
+
+
+class Pipeline(nn.Module):
+    """Steps on uint8 pixels, then normalisation, then erasing.
+
+    Args:
+        pixels: transforms of uint8 [C, any, any], the last of which gives the final size.
+        normalise: makes them float32.
+        erasing: applied to the normalised image; None does nothing.
+    """
+
+    def __init__(
+        self, pixels: Sequence[nn.Module], normalise: Normalise, erasing: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.pixels = nn.Sequential(*pixels)
+        self.normalise = normalise
+        self.erasing = erasing
+
+    def forward(self, image: Tensor) -> Tensor:
+        """uint8 [C, any, any] to float32 [C, height, width]."""
+        image = self.normalise(self.pixels(image))
+        return image if self.erasing is None else self.erasing(image)
+
+
 class ThroughPillow(nn.Module):
     """Applies a transform to a tensor as to a Pillow image.
 
@@ -96,10 +140,10 @@ def build_transforms(
     _check_channels(augment, channels)
     mean = augment.MEAN if augment.MEAN is not None else [0.5] * channels
     std = augment.STD if augment.STD is not None else [0.5] * channels
-    normalised = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std, inplace=True)]
-    erased = [v2.RandomErasing(augment.ERASING, inplace=True)] if augment.ERASING else []
-    train = v2.Compose([*_augmentation(augment, size), *normalised, *erased])
-    return train, v2.Compose([CoverAndCrop(size, augment.CROP_FRACTION), *normalised])
+    normalise = Normalise(mean, std)
+    erasing = v2.RandomErasing(augment.ERASING, inplace=True) if augment.ERASING else None
+    train = Pipeline(_augmentation(augment, size), normalise, erasing)
+    return train, Pipeline([CoverAndCrop(size, augment.CROP_FRACTION)], normalise)
 
 
 def _for_grey(augment: AugmentConfig) -> AugmentConfig:

@@ -56,6 +56,7 @@ def test_cutmix_weights_the_labels_by_the_pixels() -> None:
     ("ours", "other"), [((0.4, 0.0), v2.MixUp(alpha=0.4)), ((0.0, 0.7), v2.CutMix(alpha=0.7))]
 )
 def test_the_batch_is_that_of_torchvision(ours: tuple[float, float], other: Any) -> None:
+    changed = []
     for seed in range(5):
         seed_all(seed)
         images, soft = Mixing(COUNTS, *ours)(Batch(IMAGES.clone(), LABELS))
@@ -63,7 +64,8 @@ def test_the_batch_is_that_of_torchvision(ours: tuple[float, float], other: Any)
         expected, expected_soft = other(IMAGES, SOFT)
         torch.testing.assert_close(images, expected)
         torch.testing.assert_close(soft, expected_soft)
-        assert not torch.allclose(images, IMAGES)
+        changed.append(not torch.allclose(images, IMAGES))
+    assert sum(changed) > 2  # a rectangle may be empty
 
 
 def test_a_batch_that_a_user_keeps_is_not_written_over() -> None:

@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import AugmentConfig
-from linnaeus.data.transforms import CoverAndCrop, ThroughPillow, Transform, build_transforms
+from linnaeus.data.transforms import CoverAndCrop, Normalise, ThroughPillow, Transform, build_transforms
 from linnaeus.errors import ConfigError
 
 IMAGE = torch.randint(0, 256, (3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -76,6 +76,13 @@ def test_normalisation() -> None:
         [1.0, 0.5, 2.0]
     ).view(3, 1, 1)
     torch.testing.assert_close(pipeline(IMAGE), expected)
+
+
+def test_normalisation_is_that_of_torchvision_bit_for_bit() -> None:
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    expected = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])(IMAGE)
+    assert torch.equal(Normalise(mean, std)(IMAGE), expected)
+    assert not torch.equal(Normalise(mean, mean)(IMAGE), expected)
 
 
 def test_the_image_that_comes_in_is_not_changed() -> None:
