@@ -9,10 +9,9 @@ All three read the same generated folder of JPEG files, and make normalised floa
   its collate function, as in torchvision's guide;
 * timm's: `create_dataset`, `create_loader` (with its prefetcher on the CPU) and `FastCollateMixup`.
 
-They take turns of a few batches each, in this process or with as many workers for each, so that the load of
-the machine affects all alike. In this process the time is that of its CPU. The result is the median, over
-turns, of the ratio of speeds: above 1, ours is faster. The goal: at least 1 for cropping and flipping, with
-RandAugment, and with Mixup.
+They take turns of a few batches each in this process, without workers, so that the load of the machine affects
+all alike; the time is that of the CPU. The result is the median, over turns, of the ratio of speeds: above 1,
+ours is faster. The goal: at least 1 for cropping and flipping, with RandAugment, and with Mixup.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,20 +61,17 @@ CASES: dict[str, Case] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--images", type=int, default=256, help="files in the folder")
-    parser.add_argument("--turns", type=int, default=15, help="turns of each loader")
+    parser.add_argument("--turns", type=int, default=9, help="turns of each loader")
     parser.add_argument("--batches", type=int, default=2, help="batches in one turn")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--img-size", type=int, default=224)
-    parser.add_argument("--workers", type=int, default=0, help="processes of each loader")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")  # about many workers
     print(f"$ python benchmarks/loader.py {' '.join(sys.argv[1:])}".rstrip())
     print(
         f"torch {torch.__version__}, torchvision {torchvision.__version__}, timm {timm.__version__}, "
         f"Pillow {PIL.__version__}, Python {platform.python_version()}; {arguments.turns} turns of "
-        f"{arguments.batches} x {arguments.batch_size} images of {arguments.img_size} pixels, "
-        f"{arguments.workers} workers"
+        f"{arguments.batches} x {arguments.batch_size} images of {arguments.img_size} pixels"
     )
     print(f"{'images/s':18s} {'ours':>8s} {'torchvision':>12s} {'timm':>8s}   ours/torchvision   ours/timm")
     with tempfile.TemporaryDirectory() as folder:
@@ -95,19 +90,18 @@ def measure(folder: Path, case: Case, arguments: argparse.Namespace) -> list[lis
         seconds = [0.0] * len(made)
         for position in range(len(made)):  # another one begins each turn
             which = (position + number) % len(made)
-            clock = time.perf_counter if arguments.workers else time.process_time
-            seconds[which] = timed(made[which], arguments.batches, clock)
+            seconds[which] = timed(made[which], arguments.batches)
         turns.append(seconds)
     for loader in made:
         loader.close()  # type: ignore[attr-defined]
     return turns[1:]  # the first warms up
 
 
-def timed(loader: Loader, num_batches: int, clock: Callable[[], float]) -> float:
-    started = clock()
+def timed(loader: Loader, num_batches: int) -> float:
+    started = time.process_time()
     for _ in range(num_batches):
         next(loader)
-    return clock() - started
+    return time.process_time() - started
 
 
 def report(name: str, turns: list[list[float]], arguments: argparse.Namespace) -> None:
@@ -140,7 +134,7 @@ def ours(folder: Path, case: Case, arguments: argparse.Namespace) -> Loader:
         "DATA.DATASET.NAME=imagefolder", f"DATA.DATASET.ROOT={folder}", f"DATA.IMG_SIZE={arguments.img_size}",
         f"DATA.AUGMENT.CROP_SCALE={list(SCALE)}", "DATA.AUGMENT.HFLIP=0.5", f"DATA.AUGMENT.MEAN={MEAN}",
         f"DATA.AUGMENT.STD={STD}", f"DATA.AUGMENT.POLICY={'randaugment' if policy else 'none'}",
-        f"DATA.AUGMENT.MIXUP={1.0 if mixup else 0.0}", f"DATA.NUM_WORKERS={arguments.workers}",
+        f"DATA.AUGMENT.MIXUP={1.0 if mixup else 0.0}", "DATA.NUM_WORKERS=0",
     ]).config  # fmt: skip
     with build_loaders(
         build_data(config.DATA, seed=0), sizes=lambda epoch, skip: iter([size] * (arguments.images // size)),
@@ -168,7 +162,7 @@ def torchvisions(folder: Path, case: Case, arguments: argparse.Namespace) -> Loa
 
     loader = DataLoader(
         ImageFolder(str(folder / "train"), transform), arguments.batch_size, shuffle=True, drop_last=True,
-        collate_fn=collate, num_workers=arguments.workers, persistent_workers=arguments.workers > 0,
+        collate_fn=collate,
     )  # fmt: skip
     while True:
         yield from loader
@@ -184,8 +178,8 @@ def timms(folder: Path, case: Case, arguments: argparse.Namespace) -> Loader:
         create_dataset("", str(folder), split="train"), input_size=(3, size, size),
         batch_size=arguments.batch_size, is_training=True, use_prefetcher=True, scale=SCALE, hflip=0.5,
         color_jitter=None, auto_augment=TIMM_POLICY if policy else None, interpolation="bilinear", mean=MEAN,
-        std=STD, num_workers=arguments.workers, collate_fn=collate, device=torch.device("cpu"),
-        pin_memory=False, persistent_workers=arguments.workers > 0,
+        std=STD, num_workers=0, collate_fn=collate, device=torch.device("cpu"), pin_memory=False,
+        persistent_workers=False,
     )  # fmt: skip
     while True:
         yield from loader

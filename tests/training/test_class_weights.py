@@ -47,7 +47,7 @@ def test_weights_of_a_file_have_the_mean_1_over_the_samples(tmp_path: Path, name
     ("name", "text", "message"),
     [
         ("w.yaml", "family:\n  dgos: 3\n", r"line 2: rank 'family' has no class 'dgos'; did you mean 'dogs'"),
-        ("w.yaml", "famly:\n  dogs: 3\n", r"line 2: no taxonomic rank 'famly'; did you mean 'family'"),
+        ("w.yaml", "familie:\n  dogs: 3\n", r"line 2: no taxonomic rank 'familie'; did you mean 'family'"),
         ("w.yaml", "family:\n  dogs: many\n", r"line 2: class 'dogs' .* has the weight 'many'; it must"),
         ("w.yaml", "family:\n  dogs: -1\n", r"must be a number of 0 or more"),
         ("w.yaml", "family:\n  dogs: 1\n  dogs: 2\n", r"line 3: .*dogs. .* a weight already .*line 2"),

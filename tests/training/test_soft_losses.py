@@ -109,6 +109,14 @@ def test_extreme_logits_in_half_precision_stay_finite(kind: str) -> None:
         assert all(grad.isfinite().all() for grad in torch.autograd.grad(value, outputs))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_read_no_value_so_they_can_be_traced(kind: str) -> None:
+    loss = built(kind, weighted=True, LABEL_SMOOTHING=0.1).to("meta")
+    outputs = tuple(part.to("meta") for part in logits())
+    for targets in (TARGETS, soft_targets(TARGETS, COUNTS)):
+        assert loss(outputs, targets.to("meta")).device.type == "meta"
+
+
 # --- against other libraries ---
 
 KNOWN = torch.tensor([[1], [2], [0], [3], [1]])
