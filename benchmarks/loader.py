@@ -9,9 +9,9 @@ All three read the same generated folder of JPEG files, and make normalised floa
   its collate function, as in torchvision's guide;
 * timm's: `create_dataset`, `create_loader` (with its prefetcher on the CPU) and `FastCollateMixup`.
 
-They take turns of a few batches each in this process, without workers, so that the load of the machine affects
-all alike; the time is that of the CPU. The result is the median, over turns, of the ratio of speeds: above 1,
-ours is faster. The goal: at least 1 for cropping and flipping, with RandAugment, and with Mixup.
+They take turns of a few batches each in this process, without workers, so that the load of the machine
+affects all alike; the time is that of the CPU. The result is the median, over turns, of the ratio of speeds:
+above 1, ours is faster. The goal: at least 1 for cropping and flipping, with RandAugment, and with Mixup.
 """
 
 from __future__ import annotations
