@@ -25,6 +25,7 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
+from linnaeus.data.mixing import mixed_epochs
 from linnaeus.dist import World, errors_told_first, join, wrap
 from linnaeus.files import write_text_atomically
 from linnaeus.log import MetricsFile, open_run_folder
@@ -67,6 +68,7 @@ def run(config: Config) -> FitResult:
     ):
         world.check_equal(fingerprint.of_configuration(dataclasses.asdict(config)))
         check_train_config(train, world)
+        mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
         folder = stack.enter_context(open_run_folder(path, world, keep=train.AUTO_RESUME))
         checkpoints = stack.enter_context(_checkpoints(path, train, world))
         checkpoint = _checkpoint_to_resume(config, checkpoints, world)
@@ -172,7 +174,7 @@ def _resumed_nodes(config: Config) -> dict[str, Any]:
         TRAIN=_chosen(
             train, "AMP", "CLIP_GRAD_NORM", "EMA", "SYNC_BATCHNORM", "DISTRIBUTE_BN", "UNFREEZE_EPOCH"
         ),
-        DATA=_chosen(data, "DATASET", "AUGMENT", "IMG_SIZE", "CHANNELS"),
+        DATA=_chosen(data, "DATASET", "AUGMENT", "SAMPLER", "IMG_SIZE", "CHANNELS"),
     )
 
 
@@ -217,6 +219,7 @@ def _loaders(config: Config, data: DataBundle, plan: BatchPlan, world: World) ->
         data, sizes=plan.micro_batches, batch_size_val=config.DATA.BATCH_SIZE_VAL,
         data_config=config.DATA, seed=config.EXPERIMENT.SEED, rank=world.rank, world_size=world.world_size,
         device=world.device, local_world_size=world.local_world_size,
+        mixed_epochs=mixed_epochs(config.DATA.AUGMENT, config.TRAIN.EPOCHS),
     )  # fmt: skip
 
 

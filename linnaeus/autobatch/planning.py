@@ -25,7 +25,7 @@ _IRRELEVANT = {
         *("CHECKPOINT_EVERY_MINUTES", "KEEP_CHECKPOINTS", "AUTO_RESUME", "RESUME_WITH", "DISTRIBUTE_BN"),
         "ON_OUT_OF_MEMORY",
     ),
-    "DATA": ("BATCH_SIZE", "BATCH_SIZE_VAL"),
+    "DATA": ("BATCH_SIZE", "BATCH_SIZE_VAL", "SAMPLER"),
 }  # fmt: skip
 
 logger = logging.getLogger("linnaeus.run")

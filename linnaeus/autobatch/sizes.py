@@ -201,10 +201,14 @@ class SizeSearch:
 
     def spec(self, mode: Mode) -> BatchSpec:
         """What a mode's batches look like."""
-        dataset = self.data.train if mode == "train" else self.data.val
-        return BatchSpec.from_dataset(
-            dataset, self.data.collate, self.config.AUTOBATCH.NUM_SPEC_SAMPLES, self.seed
-        )
+        data, num_samples = self.data, self.config.AUTOBATCH.NUM_SPEC_SAMPLES
+        if mode == "val":
+            return BatchSpec.from_dataset(data.val, data.collate, num_samples, self.seed)
+        if data.mixing is None:
+            return BatchSpec.from_dataset(data.train, data.collate, num_samples, self.seed)
+        # Mixed batches have the shapes and types of soft ones, which can be filled on the device.
+        soft = data.mixing.softly(data.collate)
+        return BatchSpec.from_dataset(data.train, soft, num_samples, self.seed, data.mixing.mix)
 
     def _validate(self, batches: Iterator[Batch]) -> None:
         self.assembly.validation_step(next(batches))

@@ -20,6 +20,9 @@ PLUGGABLE = ("MODEL", "DATA.DATASET", "LOSS", "OPTIMIZER")
 STRATEGIES = ("guided", "binary", "power", "binsearch")
 """Names of the search strategies. They are those of `linnaeus.autobatch.search`; a test compares the two."""
 
+WEIGHT_FILES = (".csv", ".json", ".yaml", ".yml")
+"""Endings of the files that LOSS.CLASS_WEIGHTS takes."""
+
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -87,6 +90,12 @@ def _freeze(value: Any) -> str | None:
 
 def _crop_scale(value: list[float]) -> str | None:
     return None if len(value) == 2 and value[0] <= value[1] else "must be [low, high] with low <= high"
+
+
+def _weights_source(value: str | None) -> str | None:
+    if value is None or value == "balanced" or PurePath(value).suffix.lower() in WEIGHT_FILES:
+        return None
+    return f"must be `balanced` or a file with the ending {', '.join(WEIGHT_FILES)}"
 
 
 def _milestones(value: list[list[int]]) -> str | None:
@@ -181,6 +190,16 @@ class AugmentConfig:
         "none", "torchvision's automatic policy", choices=("none", "randaugment", "trivialaugment")
     )
     ERASING: float = key(0.0, "probability that a random rectangle is erased", ge=0, le=1)
+    MIXUP: float = key(
+        0.0, "alpha of Mixup, which blends pairs of images of a micro-batch; 0 is off. Where CUTMIX is on "
+        "too, each batch takes one of both at random", ge=0,
+    )  # fmt: skip
+    CUTMIX: float = key(
+        0.0, "alpha of CutMix, which pastes a rectangle of another image of the micro-batch; 0 is off", ge=0
+    )
+    MIX_OFF_EPOCHS: int = key(
+        0, "last epochs, which are trained without MIXUP and CUTMIX", unit="epochs", ge=0
+    )
     CROP_FRACTION: float = key(
         1.0, "fraction of the resized image's side that the centre crop of validation keeps", gt=0, le=1
     )
@@ -277,6 +296,10 @@ class DataConfig:
         "raise", "a damaged or missing image is an error (`raise`), or is left out after a check of all "
         "files (`skip`)", choices=("raise", "skip"),
     )  # fmt: skip
+    SAMPLER: str = key(
+        "shuffle", "training samples of an epoch: `shuffle` takes each once; `balanced` draws as many, with "
+        "replacement, each class of the finest taxonomic rank equally often", choices=("shuffle", "balanced"),
+    )  # fmt: skip
     AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and normalisation")
     AUTOBATCH: AutoBatchConfig = key(AutoBatchConfig, "the batch-size search")
 
@@ -312,10 +335,18 @@ class ModelConfig:
 
 @dataclass
 class LossConfig:
-    """Cross-entropy per taxonomic rank, averaged over the samples; an unknown label adds 0."""
+    """The loss of each taxonomic rank, averaged over the samples; an unknown label adds 0."""
 
-    NAME: str = key("cross_entropy", "kind of loss", choices=("cross_entropy",))
+    NAME: str = key(
+        "cross_entropy", "kind of loss: `cross_entropy`, `bce` (binary cross-entropy, a mean over the "
+        "classes) or `focal` (of the softmax's probabilities)", choices=("cross_entropy", "bce", "focal"),
+    )  # fmt: skip
     LABEL_SMOOTHING: float = key(0.0, "label smoothing", ge=0, lt=1)
+    FOCAL_GAMMA: float = key(2.0, "exponent of `focal`; 0 is cross-entropy", ge=0)
+    CLASS_WEIGHTS: str | None = key(
+        None, "`balanced` weights each class by the inverse of its training samples; a file (.csv, .json, "
+        ".yaml) gives weights by class name; null is 1 each", check=_weights_source,
+    )  # fmt: skip
     RANK_WEIGHTS: list[float] | None = key(
         None, "weight of each taxonomic rank, coarse to fine; null is 1 each", ge=0
     )

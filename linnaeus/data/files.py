@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -13,14 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from linnaeus.config.schema import DataConfig
+from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.image import find_damage, load_image
 from linnaeus.data.split import stratified_split
 from linnaeus.data.taxonomy import LabelIndex, Lineage, Taxonomy, UnknownClassError
-from linnaeus.data.transforms import Transform, build_transforms, preprocessing_of
+from linnaeus.data.transforms import Pipeline, Transform, build_transforms, preprocessing_of
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.words import counted
 
@@ -88,9 +90,50 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.transform(self._load(index)), self.targets[index]
+
+    @property
+    def by_batch(self) -> ByBatch | None:
+        """Leaves the normalisation to the batch; None where a step follows it, or it is not known."""
+        transform = self.transform
+        if not isinstance(transform, Pipeline) or transform.erasing is not None:
+            return None
+        return ByBatch(lambda index: (transform.pixels(self._load(index)), self.targets[index]), transform)
+
+    def _load(self, index: int) -> Tensor:
         path = os.path.join(self.root, os.fsdecode(self.paths[index]))  # noqa: PTH118 (hot path)
-        image = load_image(path, self.channels)
-        return self.transform(image), self.targets[index]
+        return load_image(path, self.channels)
+
+
+@dataclass(frozen=True)
+class ByBatch:
+    """Makes the batches of `collate_pairs`, bit for bit, but writes normalised images into place.
+
+    That spares a float copy of each image, which costs as much as cropping it; see `benchmarks/loader.py`.
+
+    Attributes:
+        read: gives pixels, uint8 [C, height, width], and labels [R] of a sample.
+        transform: normalises the pixels.
+    """
+
+    read: Callable[[int], tuple[Tensor, Tensor]]
+    transform: Pipeline
+
+    def collate(self, samples: list[tuple[Tensor, Tensor]]) -> Batch:
+        """The batch of samples that `read` gave."""
+        images, targets = zip(*samples, strict=True)
+        inputs = _empty_batch((len(images), *images[0].shape))
+        for image, place in zip(images, inputs, strict=True):
+            self.transform.normalise.write(image, place)
+        return Batch(inputs, default_collate(list(targets)))
+
+
+def _empty_batch(shape: Sequence[int]) -> Tensor:
+    """A float32 tensor; in a worker process in shared memory, as torch's own collate function does it."""
+    if get_worker_info() is None:
+        return torch.empty(*shape)
+    storage = torch.UntypedStorage._new_shared(4 * math.prod(shape))
+    return torch.empty(0).set_(storage).view(*shape)
 
 
 def build_files(

@@ -56,6 +56,12 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return self.num_samples
 
+    @property
+    def targets(self) -> Tensor:
+        """Labels [N, R] of all samples, int64."""
+        rows = [labels_of(finest, self.num_classes) for finest in range(self.num_classes[-1])]
+        return torch.tensor(rows)[torch.arange(self.num_samples) % self.num_classes[-1]]
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < self.num_samples:
             raise IndexError(index)

@@ -16,7 +16,14 @@ from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs, dataset_length
 from linnaeus.data.image import to_tensor
-from linnaeus.data.target_labels import attribute_of, describe, find_taxonomy, naming_errors, target_row
+from linnaeus.data.target_labels import (
+    all_targets,
+    attribute_of,
+    describe,
+    find_taxonomy,
+    naming_errors,
+    target_row,
+)
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.data.transforms import Transform, build_transforms, preprocessing_of
 from linnaeus.errors import DataError
@@ -46,6 +53,17 @@ class UserDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return dataset_length(self.dataset)
+
+    @property
+    def targets(self) -> Tensor | None:
+        """Labels [N, R] of all samples, from the dataset's own `targets`; None where it has none.
+
+        Raises:
+            DataError: they are of another form, or not one for each sample.
+        """
+        if self.taxonomy is None:
+            return None
+        return all_targets(self.dataset, self.taxonomy, self.name)
 
     def __getitem__(self, index: int) -> Any:
         with naming_errors(f"{self.name}: sample {index}"):

@@ -16,13 +16,14 @@ from linnaeus.batching.facts import Facts
 from linnaeus.batching.sizes import micro_batches_held
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import TrainConfig
-from linnaeus.data.bundle import DataBundle
+from linnaeus.data.bundle import DataBundle, training_targets
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
 from linnaeus.models.freeze import Freezing, build_freezing
+from linnaeus.training.class_weights import class_weights
 from linnaeus.training.ema import Ema
-from linnaeus.training.losses import build_loss
+from linnaeus.training.losses import SingleRank, build_loss
 from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, peak_values
@@ -124,7 +125,7 @@ def assemble(
     model = model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     if config.COMPILE:
         model.compile()
-    criterion = build_loss(loss_node, taxonomy, device).to(device)
+    criterion = _build_criterion(loss_node, data, device)
     with freezing.lifted(only_if=freezing.keeps_optimizer_state):
         optimizer = build_optimizer(optimizer_node, model)
     ema = Ema(model, config.EMA.DECAY) if config.EMA.ENABLED else None
@@ -159,6 +160,18 @@ def assemble(
         freezing=freezing,
         weights=said[0],
     )
+
+
+def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Module:
+    """The loss, on its device, with weights of classes where `LOSS.CLASS_WEIGHTS` asks for them."""
+    weights, taxonomy = None, data.taxonomy
+    if not is_target(node) and node.CLASS_WEIGHTS is not None and taxonomy is not None:
+        targets = training_targets(data, f"LOSS.CLASS_WEIGHTS {node.CLASS_WEIGHTS}")
+        weights = class_weights(node.CLASS_WEIGHTS, taxonomy, targets)
+    criterion = build_loss(node, taxonomy, device, weights).to(device)
+    if isinstance(criterion, SingleRank) and taxonomy is not None and data.mixing is not None:
+        criterion.check_takes_both(len(taxonomy.levels[0].classes), device)
+    return criterion
 
 
 def plan_facts(

@@ -33,7 +33,8 @@ from linnaeus.rng import seed_all
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.state_bytes import StateBytes, state_bytes
 from tests import forks
-from tests.conftest import SMALL, Run
+from tests.autobatch.bits import bits
+from tests.conftest import SMALL, Run, weights
 
 CPU = torch.device("cpu")
 ON = "DATA.AUTOBATCH.ENABLED=True"
@@ -429,6 +430,47 @@ def test_a_batch_of_a_trial_holds_what_the_loader_would_collate() -> None:
     assert torch.equal(loaded.targets, expected.targets)
     loaded.inputs.zero_()
     assert torch.equal(spec.load(7).inputs, expected.inputs)
+
+
+# --- mixed batches ---
+
+MIXED = ("DATA.AUGMENT.MIXUP=0.4", "DATA.AUGMENT.CUTMIX=1.0", "LOSS.LABEL_SMOOTHING=0.1")
+
+
+def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
+    search, assembly = prepared(*BARE, *MIXED, OWN_MODEL, "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
+    seen: dict[bool, set[tuple[torch.dtype, int]]] = {True: set(), False: set()}
+    assembly.criterion.register_forward_hook(
+        lambda module, arguments, _: seen[torch.is_grad_enabled()].add(
+            (arguments[1].dtype, arguments[1].shape[1])
+        )
+    )
+    find_sizes(search)
+    assert seen == {True: {(torch.float32, 2 + 6)}, False: {(torch.int64, 2)}}
+    # On devices, and where nothing is run, batches are made and not collated.
+    for mode, form in (("train", (torch.float32, 8)), ("val", (torch.int64, 2))):
+        targets = search.spec(mode).make(5, "meta").targets  # type: ignore[arg-type]
+        assert (targets.dtype, targets.shape[1]) == form
+    prediction = search.predict("train")
+    assert prediction.reserved_bytes(2048) > prediction.reserved_bytes(8)
+
+
+def test_training_on_mixed_batches_is_that_with_the_size_set_by_hand(run: Run, tmp_path: Path) -> None:
+    options = (*BARE, *MIXED, OWN_MODEL, "TRAIN.EPOCHS=2", "DATA.AUGMENT.MIX_OFF_EPOCHS=1")
+    runs = {
+        "found": (*options, ON, "DATA.AUTOBATCH.MAX_BATCH_SIZE=16"),
+        "by_hand": (*options, "DATA.BATCH_SIZE=16", "DATA.BATCH_SIZE_VAL=31"),
+        "plain": (*options, "DATA.BATCH_SIZE=16", "DATA.AUGMENT.MIXUP=0", "DATA.AUGMENT.CUTMIX=0"),
+    }
+    trained = {}
+    for name, argv in runs.items():
+        outcome = run(*argv, f"EXPERIMENT.NAME={name}")
+        assert outcome.code == 0, outcome.err
+        trained[name] = bits(weights(tmp_path / "runs" / name))
+    found = json.loads((tmp_path / "runs/found/autobatch.json").read_text())
+    assert found["train"]["batch_size"] == 16
+    assert trained["found"] == trained["by_hand"]
+    assert trained["plain"] != trained["by_hand"]
 
 
 # --- errors ---
