@@ -101,7 +101,7 @@ def assemble(
     if config.SYNC_BATCHNORM and world.is_distributed:
         # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
         timm.layers.convert_sync_batchnorm(model)
-    precision = Precision(device, _AUTOCAST[config.AMP], channels_last=config.CHANNELS_LAST)
+    precision = build_precision(config, device)
     return Assembly(
         model=model,
         criterion=criterion,
@@ -125,6 +125,11 @@ def assemble(
             update_metrics=metrics.update,
         ),
     )
+
+
+def build_precision(config: TrainConfig, device: torch.device) -> Precision:
+    """Number format and memory format of the steps, from the TRAIN node."""
+    return Precision(device, _AUTOCAST[config.AMP], channels_last=config.CHANNELS_LAST)
 
 
 def plan_facts(
