@@ -243,7 +243,7 @@ def find_evaluation_size(search: SizeSearch) -> AutoBatchResult:
 
 def _find(search: SizeSearch, mode: Mode, trained_at: int | None) -> AutoBatchResult:
     """Search one mode on rank 0, then run the size found on every rank; see `SizeSearch.run`."""
-    result = protocol.search_on_main(
+    result: AutoBatchResult = protocol.search_on_main(
         partial(_exchange, search, mode),
         search.world.rank,
         partial(search.run, mode, trained_at=trained_at),

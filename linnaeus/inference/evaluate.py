@@ -88,7 +88,7 @@ def assemble_evaluation(
     """
     device, taxonomy = trained.device, trained.spec.taxonomy
     memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
-    model = trained.model.to(memory_format=memory_format)  # type: ignore[call-overload]
+    model = trained.model.to(memory_format=memory_format)
     model.requires_grad_(False)
     if config.COMPILE:
         model.compile()
@@ -113,7 +113,7 @@ def assemble_evaluation(
     return assembly, metrics
 
 
-def with_other_size(trained: TrainedRun, preprocessing: Preprocessing) -> None:
+def check_takes_size(trained: TrainedRun, preprocessing: Preprocessing) -> None:
     """Check that the model takes images of another size than those of training.
 
     Raises:
@@ -193,8 +193,8 @@ def evaluated_preprocessing(
     if preprocessing is None:
         if changes:
             raise ConfigError(
-                "DATA.IMG_SIZE and DATA.AUGMENT.CROP_FRACTION: the dataset of the run gave tensors, which pass "
-                "as they are; leave both out"
+                "DATA.IMG_SIZE and DATA.AUGMENT.CROP_FRACTION: the dataset of the run gave tensors, which "
+                "pass as they are; leave both out"
             )
         return None
     return dataclasses.replace(preprocessing, **changes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,18 +12,19 @@ from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.inference.tally import LevelCounts
 
 
-class Confusion(NamedTuple):
+@dataclass(frozen=True)
+class Confusion:
     """Samples of one class that were taken for another one.
 
     Attributes:
         true, predicted: names of the classes.
-        count: number of samples.
+        samples: how many.
         share: as a fraction of the samples of the true class.
     """
 
     true: str
     predicted: str
-    count: int
+    samples: int
     share: float
 
 

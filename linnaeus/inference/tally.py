@@ -128,7 +128,7 @@ class Tally:
         self._on_host[level] = []
 
     def collect(self, world: World) -> list[LevelCounts] | None:
-        """The counts of all processes on rank 0, None on the others, in one collective. All must call this."""
+        """The counts of all processes on rank 0, None elsewhere; a collective, which all must call."""
         self._flush()
         for level, waiting in enumerate(self._on_host):
             if waiting:

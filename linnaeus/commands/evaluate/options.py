@@ -1,4 +1,4 @@
-"""The command line of `linnaeus evaluate`. Imports torch only to read the configuration of a lone checkpoint."""
+"""The command line of `linnaeus evaluate`. Imports torch only where a lone checkpoint has to be read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from linnaeus.files import CHECKPOINTS
 DESCRIPTION = """\
 Evaluates a trained run on labelled data, with its classes, its preprocessing and its validation step.
 
-RUN is a run's folder, or one of its checkpoints. Without overrides its own validation data is evaluated, which
-gives the figures that training has logged; DATA.DATASET names other data, whose classes are found by name.
+RUN is a run's folder, or one of its checkpoints. Without overrides its own validation data is evaluated,
+which gives the figures that training has logged. DATA.DATASET names other data; its classes are found by name.
 """
 DETAILS = """\
 Keys that can be set are those of the data (DATA.DATASET, DATA.IMG_SIZE, DATA.BATCH_SIZE_VAL, the loader's,
@@ -34,8 +34,8 @@ examples:
   linnaeus evaluate runs/birds DATA.AUTOBATCH.ENABLED_VAL=True TRAIN.AMP=bf16 --plot birds.html
   torchrun --nproc_per_node=4 -m linnaeus.main evaluate runs/birds
 
-exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of memory, 130 interrupted (nothing
-is written), 1 anything else
+exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of memory, 130 interrupted
+(nothing is written), 1 anything else
 """
 
 _FREE = (
@@ -196,11 +196,8 @@ PARSER.option(
     "--output", "DIR/PREFIX", _read_output,
     "beginning of the names of the files; default RUN/evaluations/<checkpoint>[_<data>]",
 )  # fmt: skip
-PARSER.option(
-    "--plot", "FILE", read_plot, "picture: .png, .svg or .html by its ending; default <output>.png"
-)
+PARSER.option("--plot", "FILE", read_plot, "picture: .png, .svg or .html by its ending; default <output>.png")
 PARSER.option(
     "--unknown", "error|skip", _read_unknown,
     "samples of classes that the run does not know are an error, or are left out and counted; default error",
 )  # fmt: skip
-
