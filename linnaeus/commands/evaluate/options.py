@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ DESCRIPTION = """\
 Evaluates a trained run on labelled data, with its classes, its preprocessing and its validation step.
 
 RUN is a run's folder, or one of its checkpoints. Without overrides its own validation data is evaluated,
-which gives the figures that training has logged. DATA.DATASET names other data; its classes are found by name.
+which gives the figures that training has logged. DATA.DATASET names other data, whose classes are matched by
+name.
 """
 DETAILS = """\
 Keys that can be set are those of the data (DATA.DATASET, DATA.IMG_SIZE, DATA.BATCH_SIZE_VAL, the loader's,
@@ -100,7 +102,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, RunConfig]:
     loaded = load_config([*base, *_NOT_SEARCHED, *_other_kind(line, own), *tokens], below)
     if loaded.print_config:
         return loaded.text()
-    check_files(_files(options))
+    _check_files(options)
     return options, RunConfig(own, loaded.config)
 
 
@@ -166,12 +168,19 @@ def _other_kind(line: CommandLine, own: Config) -> list[str]:
     return ["~DATA.DATASET"] if name is not None and name != own_name else []
 
 
-def _files(options: Options) -> dict[str, Path | None]:
+def _check_files(options: Options) -> None:
+    """Make the folder of the files, and make sure that they can be written.
+
+    Raises:
+        ConfigError: names each file that cannot be written.
+    """
     output = options.output
-    return {
-        "--output": None if output is None else output.with_name(f"{output.name}.json"),
-        "--plot": options.plot,
-    }
+    if output is not None and not output.is_dir():
+        with suppress(OSError):  # the check says why
+            output.parent.mkdir(parents=True, exist_ok=True)
+        check_files({"--output": output.with_name(f"{output.name}.json"), "--plot": options.plot})
+    else:
+        check_files({"--plot": options.plot})
 
 
 def _read_output(text: str) -> Path:
