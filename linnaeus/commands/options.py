@@ -53,6 +53,7 @@ class CommandParser(argparse.ArgumentParser):
             allow_abbrev=False,
             exit_on_error=False,
         )
+        self.takes_run = takes_run
         self._keys: dict[str, Sequence[str]] = {}
         # These are in the help only: `load_config` reads them.
         self.add_argument("-h", "--help", action="store_true", help="print this text and exit")

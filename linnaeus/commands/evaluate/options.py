@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linnaeus.commands.options import CommandParser, check_files, read_plot
 from linnaeus.config.keys import KEYS, dotted
-from linnaeus.config.load import load_config, settings_of
 from linnaeus.config.overrides import CommandLine, parse_command_line
 from linnaeus.config.schema import Config
-from linnaeus.config.settings import Setting, from_overrides
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.files import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from linnaeus.config.settings import Setting
 
 DESCRIPTION = """\
 Evaluates a trained run on labelled data, with its classes, its preprocessing and its validation step.
@@ -88,6 +89,9 @@ def read(argv: Sequence[str]) -> str | tuple[Options, RunConfig]:
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
+    # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
+    from linnaeus.config.load import load_config
+
     options = Options()
     rest, problems = PARSER.take(argv, options)
     if {"-h", "--help"}.intersection(rest):
@@ -119,6 +123,8 @@ def _take_run(tokens: Sequence[str], options: Options) -> list[str]:
 
 def _not_taken(line: CommandLine) -> list[str]:
     """What the command line has that an evaluation does not take, as one sentence each."""
+    from linnaeus.config.settings import from_overrides
+
     named = [*dict.fromkeys(name for name, _ in line.sources), *line.presets, *line.left_out]
     problems = [
         f"{name}: files and presets have no effect, as the configuration is the run's; set keys instead"
@@ -143,6 +149,8 @@ def _base(options: Options) -> tuple[list[str], list[Setting]]:
     if file.is_file():
         return ["--cfg", str(file)], []
     content, name = _content(options)
+    from linnaeus.config.load import settings_of
+
     nodes = content.get("config")
     if not isinstance(nodes, Mapping):
         raise ConfigError(f"{name}: holds no configuration, so it cannot be evaluated")
