@@ -75,7 +75,7 @@ def _reliability(picture: Picture, axes: Axes, level: LevelFigures) -> None:
 
 
 def _matrix(picture: Picture, axes: Axes, level: LevelFigures) -> None:
-    """The confusion matrix as fractions of each true class."""
+    """The confusion matrix: numbers of samples, coloured by their share of the true class."""
     import numpy as np
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -90,7 +90,8 @@ def _matrix(picture: Picture, axes: Axes, level: LevelFigures) -> None:
     decorate(axes, f"{level.level.name}: top-1 {level.top1:.4f}", "predicted class", "true class")
     axes.grid(visible=False)
     colours = LinearSegmentedColormap.from_list("share", [(0, 0.447, 0.698, 0), (0, 0.447, 0.698, 1)])
-    axes.imshow(shares, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    # The root of a share, so that rare confusions can be seen.
+    axes.imshow(shares**0.5, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     size = 10 if count <= MOST_WITH_COUNTS else 7
     is_long = count * max(map(len, names)) > MOST_CHARACTERS
     rotation: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
@@ -101,7 +102,7 @@ def _matrix(picture: Picture, axes: Axes, level: LevelFigures) -> None:
         if count <= MOST_WITH_COUNTS:
             axes.text(
                 column, row, f"{number:,}", ha="center", va="center", fontsize=9,
-                color="white" if share > 0.4 else INK, zorder=5,
+                color="white" if share > 0.25 else INK, zorder=5,
             )  # fmt: skip
         text = f"{level.level.classes[row]} taken for {level.level.classes[column]}: {number} ({share:.1%})"
         picture.point(axes, column, row, "s", text, color=BLUE, alpha=0, markersize=6)

@@ -209,6 +209,35 @@ def test_another_image_size_is_an_evaluation_of_its_own(run: Run, birds: Path) -
     assert "DATA.IMG_SIZE: this model takes no images of 2x2 pixels" in outcome.err
 
 
+def test_running_out_of_memory_names_the_keys(run: Run, tmp_path: Path) -> None:
+    hungry = [*FILES, "MODEL._target_=tests.commands.evaluate.tiny.HungryNet", "DATA.DATASET.ROOT=birds"]
+    write_images(tmp_path / "birds", FOLDERS, 10)
+    assert run(*hungry, "DATA.BATCH_SIZE=8", "DATA.BATCH_SIZE_VAL=8").code == 0
+    evaluate = ["evaluate", "runs/tiny", "DATA.DATASET.VAL=."]
+    outcome = run(*evaluate, "DATA.BATCH_SIZE_VAL=40")
+    assert outcome.code == 3
+    assert "out of memory in the evaluation, with batches of 40" in outcome.err
+    assert "DATA.BATCH_SIZE_VAL below 40, DATA.AUTOBATCH.ENABLED_VAL True" in outcome.err
+    assert not list((tmp_path / "runs/tiny/evaluations").iterdir())
+    outcome = run(*evaluate, "DATA.AUTOBATCH.ENABLED_VAL=True")
+    assert outcome.code == 0, outcome.err
+    [path] = (tmp_path / "runs/tiny/evaluations").glob("*.json")
+    assert content_of(path)["settings"]["batch_size_val"] == 30
+
+
+def test_a_run_without_classes_has_a_loss(run: Run, tmp_path: Path) -> None:
+    nodes = {"DATA.DATASET": "tests.commands.evaluate.tiny.Pairs", "LOSS": "torch.nn.MSELoss"}
+    targets = [f"{node}._target_={name}" for node, name in nodes.items()]
+    model = ["MODEL._target_=torch.nn.Linear", "MODEL.in_features=3", "MODEL.out_features=3"]
+    assert run(*TINY, *model, *targets, "DATA.BATCH_SIZE=4").code == 0
+    outcome = run("evaluate", "runs/tiny", "--checkpoint", "last")
+    assert outcome.code == 0, outcome.err
+    assert "as logged" in outcome.out
+    found = content_of(tmp_path / "runs/tiny/evaluations/last.json")
+    assert found["metrics"] == logged(tmp_path / "runs/tiny")
+    assert (found["levels"], found["classes"]) == ({}, [])
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
