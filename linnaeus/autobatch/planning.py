@@ -49,10 +49,7 @@ class PlannedSizes:
 
     def origins(self, data: DataConfig) -> dict[str, SizeOrigin]:
         """Where the batch sizes of training and validation come from; `data` holds those in use."""
-        return {
-            mode: _found_origin(self.found[mode]) if mode in self.found else _configured_origin(mode, data)
-            for mode in get_args(Mode)
-        }
+        return {mode: size_origin(mode, data, self.found.get(mode)) for mode in get_args(Mode)}
 
     @property
     def batch_sizes(self) -> dict[str, int]:
@@ -68,6 +65,17 @@ class PlannedSizes:
 
 _SUFFIXES: dict[Mode, str] = {"train": "", "val": "_VAL"}
 _NAMES: dict[Mode, str] = {"train": "training", "val": "validation"}
+
+
+def size_origin(mode: Mode, data: DataConfig, found: AutoBatchResult | None) -> SizeOrigin:
+    """Where a batch size comes from.
+
+    Args:
+        mode: of the size.
+        data: holds the sizes in use.
+        found: what AutoBatch found for the mode; None where it did not search.
+    """
+    return _configured_origin(mode, data) if found is None else _found_origin(found)
 
 
 def _found_origin(result: AutoBatchResult) -> SizeOrigin:

@@ -236,17 +236,31 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
     for mode in get_args(Mode):
         if not _setting(search.config.AUTOBATCH, "ENABLED", mode):
             continue
-        trained_at = _trained_at(search, found) if mode == "val" else None
-        result = protocol.search_on_main(
-            partial(_exchange, search, mode),
-            search.world.rank,
-            partial(search.run, mode, trained_at=trained_at),
-        )
-        if search.world.is_distributed:
-            result = protocol.agreed(result, partial(run_on_every_rank, search, trained_at=trained_at))
-        found[mode] = result
+        found[mode] = _find(search, mode, _trained_at(search, found) if mode == "val" else None)
     search.assembly.metrics.reset()
     return found
+
+
+def find_evaluation_size(search: SizeSearch) -> AutoBatchResult:
+    """Search for the validation size where nothing is trained. Every rank must call this.
+
+    Raises:
+        LinnaeusError: the same on every rank; see `exchange`.
+    """
+    search.world.warm_up_collectives()
+    return _find(search, "val", None)
+
+
+def _find(search: SizeSearch, mode: Mode, trained_at: int | None) -> AutoBatchResult:
+    """Search one mode on rank 0, then run the size found on every rank; see `SizeSearch.run`."""
+    result: AutoBatchResult = protocol.search_on_main(
+        partial(_exchange, search, mode),
+        search.world.rank,
+        partial(search.run, mode, trained_at=trained_at),
+    )
+    if search.world.is_distributed:
+        result = protocol.agreed(result, partial(run_on_every_rank, search, trained_at=trained_at))
+    return result
 
 
 def still_fit(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> bool:

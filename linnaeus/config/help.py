@@ -20,6 +20,7 @@ commands (linnaeus COMMAND --help):
   analyze         memory, batch size and speed before a run
   plan            time, learning rate and warnings of a few batch sizes that fit
   sweep           a run for each combination of values, compared
+  evaluate        a trained run on labelled data: accuracy per rank and class, confusions, calibration
 
 options:
   --cfg FILE      read a YAML file; it needs only the keys that differ from the defaults, and may begin with a

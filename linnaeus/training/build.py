@@ -51,12 +51,12 @@ def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:
     Raises:
         ConfigError: a loss with a sigmoid, on a model that gives log-probabilities.
     """
-    if is_target(loss_node) or loss_node.NAME == "cross_entropy":
+    if is_target(loss_node) or loss_node.NAME != "bce":
         return
     if getattr(model, "gives_log_probabilities", False):
         raise ConfigError(
             f"LOSS.NAME: {loss_node.NAME!r} needs logits, but MODEL.HEAD 'marginal' gives log-probabilities; "
-            "set LOSS.NAME cross_entropy or MODEL.HEAD independent"
+            "set LOSS.NAME cross_entropy or focal, or MODEL.HEAD independent"
         )
 
 
@@ -134,7 +134,7 @@ def assemble(
     if config.SYNC_BATCHNORM and world.is_distributed:
         # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
         timm.layers.convert_sync_batchnorm(model)
-    precision = Precision(device, _AUTOCAST[config.AMP], channels_last=config.CHANNELS_LAST)
+    precision = build_precision(config, device)
     return Assembly(
         model=model,
         criterion=criterion,
@@ -172,6 +172,11 @@ def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Mo
     if isinstance(criterion, SingleRank) and taxonomy is not None and data.mixing is not None:
         criterion.check_takes_both(len(taxonomy.levels[0].classes), device)
     return criterion
+
+
+def build_precision(config: TrainConfig, device: torch.device) -> Precision:
+    """Number format and memory format of the steps, from the TRAIN node."""
+    return Precision(device, _AUTOCAST[config.AMP], channels_last=config.CHANNELS_LAST)
 
 
 def plan_facts(

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from linnaeus import commands
 from linnaeus.commands.completion import SHELLS
+from linnaeus.commands.options import CommandParser
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, TARGET, Key, dotted, strip_optional
-from linnaeus.config.overrides import LONG_NAMES, OPTIONS
+from linnaeus.config.overrides import LONG_NAMES, OPTIONS, SOURCES
 from linnaeus.config.presets import FOLDER, expanded, files_of
 
 Candidates = dict[str, str]
@@ -24,7 +25,7 @@ FILES: Candidates = {":files": ""}
 TRAIN = "train"
 _FLAGS = (*OPTIONS, "--multirun", "--install-completion", "--show-completion")
 _FILE_FLAGS = ("--cfg", "--config-dir")
-_FILE_METAVARS = ("FILE", "DIR", "FOLDER")
+_FILE_METAVARS = ("FILE", "DIR", "FOLDER", "DIR/PREFIX")
 _PREFIXES = ("++", "+", "~")
 _NAMES: dict[str, Key | None] = {dotted(path): key for path, key in KEYS.items()} | {
     f"{dotted(path)}.{TARGET}": None for path in sorted(PLUGGABLE_PATHS)
@@ -45,6 +46,8 @@ def complete(words: Sequence[str]) -> Candidates:
     command = before[0] if before and before[0] in names else TRAIN
     if before and (found := _after_option(command, before[-1], word, before)) is not None:
         return found
+    if _takes_run(command) and len(before) == 1 and not word.startswith("-"):
+        return FILES
     if before and before[-1] in _NAMES:
         values = _values(_NAMES[before[-1]])
         return values if values is FILES else _starting(values, word)
@@ -82,16 +85,27 @@ def _starting(candidates: Candidates, word: str) -> Candidates:
 # Options.
 
 
+def _takes_run(command: str) -> bool:
+    """Whether the first word after the command is the folder of a run."""
+    parser = _parser(command)
+    return parser is not None and parser.takes_run
+
+
+def _parser(command: str) -> CommandParser | None:
+    if command == TRAIN:
+        return None
+    return getattr(import_module(f"{commands.__name__}.{command}.options"), "PARSER", None)
+
+
 def _actions(command: str) -> Iterator[argparse.Action]:
     """The options of a command beside those that all have."""
-    if command != TRAIN:
-        parser = getattr(import_module(f"{commands.__name__}.{command}.options"), "PARSER", None)
-        yield from getattr(parser, "_actions", ())
+    yield from getattr(_parser(command), "_actions", ())
 
 
 def _options(command: str) -> Candidates:
     own = {name: action.help or "" for action in _actions(command) for name in action.option_strings}
-    return dict.fromkeys(_FLAGS if command == TRAIN else OPTIONS, "") | own
+    flags = _FLAGS if command == TRAIN else OPTIONS
+    return {name: "" for name in flags if not (_takes_run(command) and name in SOURCES)} | own
 
 
 def _option(command: str, word: str, before: Sequence[str]) -> Candidates:
@@ -114,7 +128,10 @@ def _after_option(command: str, option: str, word: str, before: Sequence[str]) -
         return _starting(dict.fromkeys(SHELLS, ""), word)
     for action in _actions(command):
         if option in action.option_strings and action.nargs != 0:
-            return FILES if action.metavar in _FILE_METAVARS else {}
+            if action.metavar in _FILE_METAVARS:
+                return FILES
+            choices = str(action.metavar).split("|")
+            return _starting(dict.fromkeys(choices, ""), word) if len(choices) > 1 else {}
     return None
 
 
