@@ -26,7 +26,8 @@ from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, peak_values
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
 
-_AUTOCAST = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Number format of the forward pass by the value of `TRAIN.AMP`; None for no autocast."""
 
 
 def check_train_config(config: TrainConfig, world: World) -> None:
@@ -101,7 +102,7 @@ def assemble(
     if config.SYNC_BATCHNORM and world.is_distributed:
         # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
         timm.layers.convert_sync_batchnorm(model)
-    precision = Precision(device, _AUTOCAST[config.AMP], channels_last=config.CHANNELS_LAST)
+    precision = Precision(device, AUTOCAST_DTYPES[config.AMP], channels_last=config.CHANNELS_LAST)
     return Assembly(
         model=model,
         criterion=criterion,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from linnaeus.data.image import EXTENSIONS, find_damage, load_image
+from linnaeus.data.endings import EXTENSIONS
+from linnaeus.data.image import find_damage, load_image
 from linnaeus.errors import DataError
 
 WriteImage = Callable[..., Path]
