@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Generator, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -65,7 +65,7 @@ class Predictor:
         interpreter = Interpreter(self.taxonomy, top=self.top, path=self.path)
         self._interpreter = interpreter.to(self.precision.device)
 
-    def run(self, images: Iterable[ImageLike | Unreadable]) -> Iterator[Prediction | Unreadable]:
+    def run(self, images: Iterable[ImageLike | Unreadable]) -> Generator[Prediction | Unreadable, None, None]:
         """Predictions, and the images that cannot be read, in the order of the images.
 
         Of images and inputs, about two batches are held at a time.

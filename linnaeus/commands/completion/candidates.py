@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from linnaeus import commands
 from linnaeus.commands.completion import SHELLS
@@ -50,6 +51,8 @@ def complete(words: Sequence[str]) -> Candidates:
         return values if values is FILES else _starting(values, word)
     if word.startswith("-"):
         return _option(command, word, before)
+    if not _takes_overrides(command):
+        return FILES
     if "=" in word:
         return _assignment(
             word, before, is_sweep=command == "sweep" or bool({"-m", "--multirun"} & {*before})
@@ -82,15 +85,25 @@ def _starting(candidates: Candidates, word: str) -> Candidates:
 # Options.
 
 
+def _parser(command: str) -> Any:
+    return getattr(import_module(f"{commands.__name__}.{command}.options"), "PARSER", None)
+
+
+def _takes_overrides(command: str) -> bool:
+    """Whether keys and presets may follow a command; others take names of files."""
+    return command == TRAIN or getattr(_parser(command), "takes_overrides", True)
+
+
 def _actions(command: str) -> Iterator[argparse.Action]:
     """The options of a command beside those that all have."""
     if command != TRAIN:
-        parser = getattr(import_module(f"{commands.__name__}.{command}.options"), "PARSER", None)
-        yield from getattr(parser, "_actions", ())
+        yield from getattr(_parser(command), "_actions", ())
 
 
 def _options(command: str) -> Candidates:
     own = {name: action.help or "" for action in _actions(command) for name in action.option_strings}
+    if not _takes_overrides(command):
+        return own
     return dict.fromkeys(_FLAGS if command == TRAIN else OPTIONS, "") | own
 
 
@@ -114,8 +127,15 @@ def _after_option(command: str, option: str, word: str, before: Sequence[str]) -
         return _starting(dict.fromkeys(SHELLS, ""), word)
     for action in _actions(command):
         if option in action.option_strings and action.nargs != 0:
-            return FILES if action.metavar in _FILE_METAVARS else {}
+            return FILES if action.metavar in _FILE_METAVARS else _choices(action, word)
     return None
+
+
+def _choices(action: argparse.Action, word: str) -> Candidates:
+    """The values that the option's metavar lists, such as `best|last|FILE`; where none fits, a file may."""
+    parts = str(action.metavar).split("|")
+    found = _starting(dict.fromkeys([part for part in parts if not part.isupper()], ""), word)
+    return found or (FILES if set(parts) & set(_FILE_METAVARS) else {})
 
 
 # Keys, presets and their values.
