@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from linnaeus.data.taxonomy import Taxonomy
@@ -24,6 +26,9 @@ from linnaeus.models.spec import ModelSpec
 from linnaeus.training.build import AUTOCAST_DTYPES
 from linnaeus.training.checkpoint import CheckpointFolder, load_checkpoint
 from linnaeus.training.step import Precision
+
+if TYPE_CHECKING:
+    from linnaeus.inference.export.run import Exported
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,6 +128,20 @@ class TrainedRun:
             assert predictor.batch_size is not None
             self._found["batch_size"] = predictor.batch_size
 
+    def export(
+        self,
+        format: str,
+        output: str | Path | None = None,
+        *,
+        outputs: str = "probabilities",
+        level: str | None = None,
+        images: Iterable[str] = (),
+    ) -> Exported:
+        """Write the model for other programs; see `linnaeus.inference.export.run.export_run`."""
+        from linnaeus.inference.export.run import export_run  # which imports this module
+
+        return export_run(self, format, output, outputs=outputs, level=level, images=images)
+
     def predictor(
         self,
         *,
@@ -160,7 +179,7 @@ def load_run(
     """Read a trained run.
 
     Args:
-        path: the run's folder, or one of its checkpoints.
+        path: the run's folder, one of its checkpoints, or a safetensors file that `export` has written.
         checkpoint: `best`, `last`, or a file, which may be named by its name within `checkpoints/`.
         device: torch device that the model goes to; `auto` prefers an accelerator.
 
@@ -169,6 +188,8 @@ def load_run(
         ConfigError: the model cannot be built, or there is no such device.
     """
     target = _device(str(device))
+    if Path(path).suffix == ".safetensors":
+        return _load_exported(Path(path).expanduser(), target)
     file = find_checkpoint_file(Path(path).expanduser(), checkpoint)
     content = load_checkpoint(file)
     state = content.pop("state", {})
@@ -181,6 +202,26 @@ def load_run(
         file, folder if is_run else None, spec, model.to(target).eval(), target, content,
         state.get("criterion", {}),
     )  # fmt: skip
+
+
+def _load_exported(file: Path, device: torch.device) -> TrainedRun:
+    """A run from the safetensors file that `export` has written."""
+    try:
+        with safe_open(file, "pt") as tensors:
+            metadata = tensors.metadata() or {}
+            weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if "linnaeus" not in metadata:
+        raise CheckpointError(
+            f"{file} does not say what its model takes: `linnaeus export --format safetensors` has not "
+            "written it"
+        )
+    content = {"model_spec": json.loads(metadata["linnaeus"])["spec"]}
+    spec = _spec(content, file)
+    model = spec.build()
+    _load_weights(model, {"model": weights}, file)
+    return TrainedRun(file, None, spec, model.to(device).eval(), device, content, {})
 
 
 def _device(name: str) -> torch.device:
