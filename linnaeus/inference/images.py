@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,13 +22,12 @@ ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray[Any, Any] | Tensor
 """A file, a Pillow image, an array [H, W] or [H, W, C] of uint8, or a tensor [C, H, W] (see `Reader`)."""
 
 
-def each(images: ImageLike | Iterable[ImageLike]) -> Iterator[ImageLike]:
+def each(images: ImageLike | Iterable[ImageLike]) -> Iterable[ImageLike]:
     """One image, or those of an iterable; an array or a tensor with a batch dimension is an iterable."""
-    if isinstance(images, np.ndarray | Tensor):
-        return iter([images] if images.ndim <= 3 else images)
-    if isinstance(images, str | os.PathLike | Image.Image):
-        return iter([images])
-    return iter(images)
+    is_batch = isinstance(images, np.ndarray | Tensor) and images.ndim > 3
+    if isinstance(images, str | os.PathLike | Image.Image | np.ndarray | Tensor) and not is_batch:
+        return [images]
+    return images  # type: ignore[return-value]
 
 
 class Reader:

@@ -48,7 +48,7 @@ class Predictor:
         batch_size: images in a batch; None looks for the largest that fits. Afterwards, the size in use: it
             is halved where memory runs out.
         num_workers: threads that load images; 0 loads them between the batches.
-        was_searched: whether the batch size is the result of a search.
+        is_largest: whether the batch size is the result of a search that the number of images did not bound.
     """
 
     model: nn.Module
@@ -59,11 +59,15 @@ class Predictor:
     path: bool = False
     batch_size: int | None = None
     num_workers: int = 0
-    was_searched: bool = field(default=False, init=False)
+    is_largest: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         interpreter = Interpreter(self.taxonomy, top=self.top, path=self.path)
         self._interpreter = interpreter.to(self.precision.device)
+
+    @property
+    def _most(self) -> int:
+        return MAX_BATCH_SIZE_CPU if self.precision.device.type == "cpu" else MAX_BATCH_SIZE
 
     def run(self, images: Iterable[ImageLike | Unreadable]) -> Generator[Prediction | Unreadable, None, None]:
         """Predictions, and the images that cannot be read, in the order of the images.
@@ -99,7 +103,7 @@ class Predictor:
         self, images: Iterable[ImageLike | Unreadable]
     ) -> tuple[Iterable[ImageLike | Unreadable], int]:
         """The images, and the largest useful batch: their number, where that is small."""
-        most = MAX_BATCH_SIZE_CPU if self.precision.device.type == "cpu" else MAX_BATCH_SIZE
+        most = self._most
         if isinstance(images, Sized):
             return images, max(1, min(most, len(images)))
         rest = iter(images)
@@ -147,7 +151,7 @@ class Predictor:
             self._forward, make_batch, state=(self.model,), mode="val", device=self.precision.device,
             max_batch_size=limit, tolerance=0.1, group=False,
         )  # fmt: skip
-        self.was_searched = True
+        self.is_largest = result.batch_size < limit or limit == self._most
         return result.batch_size
 
     def _is_channels_last(self, batch: Tensor) -> bool:

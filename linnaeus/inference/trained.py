@@ -118,14 +118,13 @@ class TrainedRun:
         batch_size: int | None = None,
     ) -> Iterator[Prediction]:
         """What `predict` returns, one by one; of the images about two batches are held at a time."""
-        predictor = self.predictor(top=top, path=path, batch_size=batch_size or self._found.get("batch_size"))
-        images = each(images)
-        for found in predictor.run(images):
+        size = self._found.get("batch_size") if batch_size is None else batch_size
+        predictor = self.predictor(top=top, path=path, batch_size=size)
+        for found in predictor.run(each(images)):
             if isinstance(found, Unreadable):
                 raise DataError(f"{found.source} cannot be predicted: {found.reason}")
             yield found
-        if batch_size is None and predictor.was_searched:
-            assert predictor.batch_size is not None
+        if predictor.is_largest and predictor.batch_size is not None:
             self._found["batch_size"] = predictor.batch_size
 
     def export(

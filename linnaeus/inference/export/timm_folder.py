@@ -95,9 +95,10 @@ def _arguments(run: TrainedRun) -> tuple[str, dict[str, Any]]:
     return name.partition(".")[0], arguments
 
 
-def _state(run: TrainedRun, model: nn.Module, head: nn.Linear) -> dict[str, Tensor]:
+def _state(run: TrainedRun, model: Any, head: nn.Linear) -> dict[str, Tensor]:
     """The tensors of timm's model: its own from the backbone, and the head as the classifier."""
-    own = run.model.backbone.state_dict()  # type: ignore[union-attr, operator]
+    backbone: Any = run.model.backbone
+    own: dict[str, Tensor] = backbone.state_dict()
     classifier = model.get_classifier()
     prefix = next((f"{name}." for name, module in model.named_modules() if module is classifier), None)
     if not isinstance(classifier, nn.Linear) or prefix is None or classifier.bias is None:
