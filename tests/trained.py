@@ -75,7 +75,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             if not tensor.is_floating_point():
                 continue
             noise = torch.randn(tensor.shape, generator=generator)
-            if name.startswith("heads."):
+            if name.startswith(("heads.", "layers.species")):
                 tensor.copy_(noise)
             elif tensor.ndim == 1:
                 tensor.add_(0.1 * noise.abs())

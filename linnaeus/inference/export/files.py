@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,12 @@ def write_onnx(program: ExportedProgram, description: dict[str, Any], file: Path
         LinnaeusError: the model has an operation that ONNX does not have.
     """
     names = [level["name"] for level in description["levels"]]
+    unusual = [f"linnaeus_output_{position}" for position in range(len(names))]
     try:
         with _quiet():
             exported = torch.onnx.export(
                 program, dynamo=True, input_names=[description["input"]["name"]], verbose=False,
-                output_names=names or None,
+                output_names=unusual or None,
             )  # fmt: skip
     except Exception as error:  # whatever the exporter meets
         reason = str(error).strip().partition("\n")[0]
@@ -75,8 +77,22 @@ def write_onnx(program: ExportedProgram, description: dict[str, Any], file: Path
             "safetensors may do"
         ) from error
     assert exported is not None
+    _name_outputs(exported.model.graph, names)
     exported.model.metadata_props[KEY] = json.dumps(description, ensure_ascii=False)
     exported.save(file)
+
+
+def _name_outputs(graph: Any, names: list[str]) -> None:
+    """Give the outputs of an ONNX graph their names, and values inside it that have one of them another."""
+    values = [value for node in graph for value in node.outputs]
+    taken = {value.name for value in values} | {*names}
+    for value in values:
+        if value.name in names:
+            new = next(f"{value.name}_{n}" for n in count(1) if f"{value.name}_{n}" not in taken)
+            taken.add(new)
+            value.name = new
+    for value, name in zip(graph.outputs, names or [value.name for value in graph.outputs], strict=True):
+        value.name = name
 
 
 def read_onnx(file: Path) -> Model:

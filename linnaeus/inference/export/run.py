@@ -73,6 +73,8 @@ def export_run(
     if level is not None and format != "timm":
         raise ConfigError("--level: only timm takes a single rank; other formats hold all of them")
     path = default_output(run, format) if output is None else Path(output)
+    if ENDINGS[format] and path.suffix != ENDINGS[format]:
+        raise ConfigError(f"--output: {path}: the name of a {format} file ends in {ENDINGS[format]}")
     if format == "onnx":
         files.check_onnx_is_there()
     chosen = timm_folder.check_level(run, level) if format == "timm" else ""
