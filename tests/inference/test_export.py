@@ -68,17 +68,6 @@ def test_safetensors(birds: TrainedRun, inputs: torch.Tensor, tmp_path: Path) ->
     assert repr(again.predict(inputs[0].clamp(0, 1))) == repr(birds.predict(inputs[0].clamp(0, 1)))
 
 
-def test_torch_export(birds: TrainedRun, inputs: torch.Tensor, tmp_path: Path) -> None:
-    exported = birds.export("torch-export", tmp_path / "birds.pt2")
-    extra = {"linnaeus.json": ""}
-    module = torch.export.load(exported.path, extra_files=extra).module()
-    check_description(json.loads(extra["linnaeus.json"]), "probabilities")
-    for batch in (inputs, inputs[:1]):
-        found = module(batch)
-        for name, expected in probabilities(birds, batch).items():
-            assert torch.allclose(found[name], expected, rtol=1e-4)
-
-
 def onnx_outputs(path: Path, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession(path)
@@ -87,16 +76,39 @@ def onnx_outputs(path: Path, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     return dict(zip(names, map(torch.from_numpy, session.run(None, {image: batch.numpy()})), strict=True))
 
 
-def test_onnx(birds: TrainedRun, inputs: torch.Tensor, tmp_path: Path) -> None:
+def program_outputs(path: Path, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.export.load(path).module()(batch)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext", "test_efficientnet"])
+def test_networks_of_timm_as_computations(name: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", name)
+    onnx, program = run.export("onnx").path, run.export("torch-export").path
+    for batch in (torch.randn(3, 3, 32, 32), torch.randn(1, 3, 32, 32)):
+        expected = probabilities(run, batch)
+        for found in (onnx_outputs(onnx, batch), program_outputs(program, batch)):
+            assert list(found) == list(expected)
+            assert all(torch.allclose(found[level], expected[level], rtol=1e-3) for level in expected)
+
+
+def test_what_computations_say_about_themselves(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
-    exported = birds.export("onnx", tmp_path / "birds.onnx")
-    metadata = onnxruntime.InferenceSession(exported.path).get_modelmeta().custom_metadata_map
+    run = flat_run(tmp_path / "run", size=(32, 32))
+    path = run.export("onnx", tmp_path / "out" / "birds.onnx").path
+    metadata = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
     check_description(json.loads(metadata["linnaeus"]), "probabilities")
-    for batch in (inputs, inputs[:1]):
-        found, expected = onnx_outputs(exported.path, batch), probabilities(birds, batch)
-        assert list(found) == list(expected)
-        assert all(torch.allclose(found[name], expected[name], rtol=1e-3) for name in expected)
-    assert [path.name for path in tmp_path.iterdir()] == ["birds.onnx"]
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["birds.onnx"]
+    batch = torch.rand(1, 3, 32, 32)
+    with torch.no_grad():
+        expected = {level: logits.softmax(1) for level, logits in run.model(batch).items()}
+    path = run.export("torch-export", outputs="probabilities").path
+    extra = {"linnaeus.json": ""}
+    torch.export.load(path, extra_files=extra)
+    check_description(json.loads(extra["linnaeus.json"]), "probabilities")
+    found = program_outputs(path, batch)
+    assert all(torch.allclose(found[level], expected[level]) for level in expected)
 
 
 BIAS = ("heads.1.bias", "layers.species.bias")
@@ -156,7 +168,7 @@ class Flat(nn.Module):
 
 def flat_run(folder: Path, **spec: Any) -> TrainedRun:
     """A tiny model, for what does not depend on the architecture."""
-    return run_of(folder, node={"_target_": f"{__name__}.Flat"}, size=(4, 4), **spec)
+    return run_of(folder, **{"node": {"_target_": f"{__name__}.Flat"}, "size": (4, 4), **spec})
 
 
 class Untraceable(Flat):
@@ -206,7 +218,9 @@ def test_logits_and_names_that_clash_with_the_files_own(tmp_path: Path) -> None:
     assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in names)
 
 
-@pytest.mark.parametrize("format", ["safetensors", "onnx", "torch-export", "timm"])
+@pytest.mark.parametrize(
+    "format", ["safetensors", pytest.param("onnx", marks=pytest.mark.slow), "torch-export", "timm"]
+)
 def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
     birds: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
