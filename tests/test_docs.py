@@ -16,7 +16,7 @@ from PIL import Image
 from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
 from tests.conftest import Run
-from tests.trained import picture, save_run, spec_of
+from tests.trained import PLAIN, picture, save_run, spec_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -146,7 +146,7 @@ def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: R
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a run and photos."""
-    save_run(tmp_path / "runs" / "birds", spec_of())
+    save_run(tmp_path / "runs" / "birds", spec_of(taxonomy=PLAIN))
     (tmp_path / "photos").mkdir()
     for number in range(2):
         picture(number, (64, 48)).save(tmp_path / "photos" / f"{number}.jpg")

@@ -23,6 +23,10 @@ BIRDS = Taxonomy(
     ),
     ((0, 0, 1, 1, 0),),
 )
+PLAIN = Taxonomy(
+    (Level("order", ("Passeriformes", "Piciformes")), Level("species", ("corax", "major", "viridis"))),
+    ((0, 0, 1),),
+)
 ONE_RANK = Taxonomy((Level("class", ("cat", "dog", "eel")),))
 
 
