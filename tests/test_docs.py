@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 import subprocess
@@ -170,9 +172,7 @@ def test_the_page_about_prediction_shows_what_python_gives(
 
 
 @pytest.mark.slow
-def test_exports_work_and_are_used_without_linnaeus(
-    trained: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exports_work_and_are_used_without_linnaeus(trained: Path, run: Run) -> None:
     """The programs on the page are run as they stand, and name the run's best classes."""
     pytest.importorskip("onnxruntime")
     for _, line in EXPORTS:
@@ -185,9 +185,10 @@ def test_exports_work_and_are_used_without_linnaeus(
     best = {level: classes[0] for level, classes in prediction.levels.items()}
     for program in programs:
         assert "linnaeus" not in "".join(re.findall(r"^(?:import|from) .*$", program, re.M))
-        capsys.readouterr()
-        exec(compile(program, "export.md", "exec"), {})
-        found = dict(line.split(" ", 1) for line in capsys.readouterr().out.strip().splitlines())
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(program, "export.md", "exec"), {})
+        found = dict(line.split(" ", 1) for line in printed.getvalue().strip().splitlines())
         assert set(found) <= set(best)
         for level, shown in found.items():
             name, _, probability = shown.rpartition(" ")
