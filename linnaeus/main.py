@@ -29,6 +29,8 @@ COMMANDS = {
     "plan": "sizes are timed on one device in one process (see --world-size)",
     "sweep": "a sweep starts a process for each run by itself",
     "evaluate": "",
+    "predict": "prediction runs on one device in one process",
+    "export": "an export is written by one process",
 }
 """The commands, each with the reason why torchrun cannot run it; empty where it can."""
 MULTIRUN = ("-m", "--multirun")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 import shutil
@@ -16,8 +18,10 @@ import torch
 import yaml
 from PIL import Image
 
+from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
 from tests.conftest import Run
+from tests.trained import PLAIN, picture, save_run, spec_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -156,8 +160,11 @@ def smaller(tokens: list[str]) -> list[str]:
 
 
 SWEEPS = of_kind("linnaeus sweep ")
+PREDICTIONS, EXPORTS = of_kind("linnaeus predict "), of_kind("linnaeus export ")
 OF_ONE_PROCESS = [
-    command for command in of_kind("python -m linnaeus.train", "linnaeus ") if command not in SWEEPS
+    command
+    for command in of_kind("python -m linnaeus.train", "linnaeus ")
+    if command not in (*SWEEPS, *PREDICTIONS, *EXPORTS)
 ]
 
 
@@ -169,6 +176,56 @@ def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: R
         train_birds(desk)
     outcome = run(*smaller(argv))
     assert outcome.code == 0, outcome.err
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run and photos."""
+    save_run(tmp_path / "runs" / "birds", spec_of(taxonomy=PLAIN))
+    (tmp_path / "photos").mkdir()
+    for number in range(2):
+        picture(number, (64, 48)).save(tmp_path / "photos" / f"{number}.jpg")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("page", "line"), PREDICTIONS)
+def test_a_prediction_works(page: str, line: str, trained: Path, run: Run) -> None:
+    outcome = run(*shlex.split(line)[1:], "--device", "cpu")
+    assert outcome.code == 0, outcome.err
+    assert "2 images predicted" in outcome.err
+
+
+def test_the_page_about_prediction_shows_what_python_gives(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/predict.md").read_text(), re.M | re.S)
+    exec(compile(program, "predict.md", "exec"), {})
+    assert re.findall(r"^photos/[01].jpg \('.+', 0\.\d+\) \w+ > .+ %", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.slow
+def test_exports_work_and_are_used_without_linnaeus(trained: Path, run: Run) -> None:
+    """The programs on the page are run as they stand, and name the run's best classes."""
+    pytest.importorskip("onnxruntime")
+    for _, line in EXPORTS:
+        outcome = run(*shlex.split(line)[1:])
+        assert outcome.code == 0, outcome.err
+    text = (ROOT / "docs/export.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    assert len(programs) == 3
+    (prediction,) = load_run("runs/birds", device="cpu").predict("photos/0.jpg", top=1)
+    best = {level: classes[0] for level, classes in prediction.levels.items()}
+    for program in programs:
+        assert "linnaeus" not in "".join(re.findall(r"^(?:import|from) .*$", program, re.M))
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(program, "export.md", "exec"), {})
+        found = dict(line.split(" ", 1) for line in printed.getvalue().strip().splitlines())
+        assert set(found) <= set(best)
+        for level, shown in found.items():
+            name, _, probability = shown.rpartition(" ")
+            assert (name, float(probability)) == (best[level][0], pytest.approx(best[level][1], rel=0.05))
 
 
 @pytest.mark.slow

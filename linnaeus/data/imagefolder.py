@@ -9,8 +9,8 @@ from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
+from linnaeus.data.endings import EXTENSIONS
 from linnaeus.data.files import Listing, Part, build_files, hold_out, several
-from linnaeus.data.image import EXTENSIONS
 from linnaeus.data.taxonomy import LabelIndex, Lineage, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
 

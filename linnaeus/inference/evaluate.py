@@ -20,6 +20,7 @@ from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError
 from linnaeus.inference.tally import LevelCounts, Tally
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.memory.device import failed_allocations
+from linnaeus.models.freeze import Freezing
 from linnaeus.training.build import Assembly, build_precision
 from linnaeus.training.losses import build_loss
 from linnaeus.training.metrics import ClassificationMetrics
@@ -109,6 +110,7 @@ def assemble_evaluation(
         metrics=metrics.logged,
         train_step=TrainStep(model, criterion, optimizer, scaler, precision),
         validation_step=ValidationStep(model, criterion, precision, metrics.update),
+        freezing=Freezing(model), weights=str(trained.checkpoint),
     )  # fmt: skip
     return assembly, metrics
 

@@ -29,7 +29,8 @@ from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, peak_values
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
 
-_AUTOCAST = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Number format of the forward pass by the value of `TRAIN.AMP`; None for no autocast."""
 
 
 def check_train_config(config: TrainConfig, world: World) -> None:
@@ -176,7 +177,7 @@ def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Mo
 
 def build_precision(config: TrainConfig, device: torch.device) -> Precision:
     """Number format and memory format of the steps, from the TRAIN node."""
-    return Precision(device, _AUTOCAST[config.AMP], channels_last=config.CHANNELS_LAST)
+    return Precision(device, AUTOCAST_DTYPES[config.AMP], channels_last=config.CHANNELS_LAST)
 
 
 def plan_facts(

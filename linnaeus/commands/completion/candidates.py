@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from linnaeus import commands
 from linnaeus.commands.completion import SHELLS
-from linnaeus.commands.options import CommandParser
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, TARGET, Key, dotted, strip_optional
 from linnaeus.config.overrides import LONG_NAMES, OPTIONS, SOURCES
 from linnaeus.config.presets import FOLDER, expanded, files_of
@@ -53,6 +53,8 @@ def complete(words: Sequence[str]) -> Candidates:
         return values if values is FILES else _starting(values, word)
     if word.startswith("-"):
         return _option(command, word, before)
+    if not _takes_overrides(command):
+        return FILES
     if "=" in word:
         return _assignment(
             word, before, is_sweep=command == "sweep" or bool({"-m", "--multirun"} & {*before})
@@ -86,12 +88,16 @@ def _starting(candidates: Candidates, word: str) -> Candidates:
 
 
 def _takes_run(command: str) -> bool:
-    """Whether the first word after the command is the folder of a run."""
-    parser = _parser(command)
-    return parser is not None and parser.takes_run
+    """Whether the first word after the command is the folder of a run, and keys may follow it."""
+    return bool(getattr(_parser(command), "takes_run", False))
 
 
-def _parser(command: str) -> CommandParser | None:
+def _takes_overrides(command: str) -> bool:
+    """Whether keys and presets may follow a command; others take names of files."""
+    return command == TRAIN or getattr(_parser(command), "takes_overrides", True)
+
+
+def _parser(command: str) -> Any:
     if command == TRAIN:
         return None
     return getattr(import_module(f"{commands.__name__}.{command}.options"), "PARSER", None)
@@ -104,6 +110,8 @@ def _actions(command: str) -> Iterator[argparse.Action]:
 
 def _options(command: str) -> Candidates:
     own = {name: action.help or "" for action in _actions(command) for name in action.option_strings}
+    if not _takes_overrides(command):
+        return own
     flags = _FLAGS if command == TRAIN else OPTIONS
     return {name: "" for name in flags if not (_takes_run(command) and name in SOURCES)} | own
 
@@ -128,11 +136,15 @@ def _after_option(command: str, option: str, word: str, before: Sequence[str]) -
         return _starting(dict.fromkeys(SHELLS, ""), word)
     for action in _actions(command):
         if option in action.option_strings and action.nargs != 0:
-            if action.metavar in _FILE_METAVARS:
-                return FILES
-            choices = str(action.metavar).split("|")
-            return _starting(dict.fromkeys(choices, ""), word) if len(choices) > 1 else {}
+            return FILES if action.metavar in _FILE_METAVARS else _choices(action, word)
     return None
+
+
+def _choices(action: argparse.Action, word: str) -> Candidates:
+    """The values that the option's metavar lists, such as `best|last|FILE`; where none fits, a file may."""
+    parts = str(action.metavar).split("|")
+    found = _starting(dict.fromkeys([part for part in parts if not part.isupper()], ""), word)
+    return found or (FILES if set(parts) & set(_FILE_METAVARS) else {})
 
 
 # Keys, presets and their values.
