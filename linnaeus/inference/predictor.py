@@ -21,6 +21,7 @@ from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Interpreter, Prediction, Scores
 from linnaeus.inference.read_ahead import read_ahead
 from linnaeus.memory.oom import is_out_of_memory
+from linnaeus.training.losses import gives_log_probabilities
 from linnaeus.training.step import Precision
 
 FEW = 32
@@ -62,7 +63,9 @@ class Predictor:
     is_largest: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        interpreter = Interpreter(self.taxonomy, top=self.top, path=self.path)
+        interpreter = Interpreter(
+            self.taxonomy, top=self.top, path=self.path, are_logs=gives_log_probabilities(self.model)
+        )
         self._interpreter = interpreter.to(self.precision.device)
 
     @property

@@ -16,7 +16,7 @@ from torch import nn
 
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.dist import resolve_device
-from linnaeus.errors import CheckpointError, ConfigError, DataError
+from linnaeus.errors import CheckpointError, ConfigError, DataError, first_detail
 from linnaeus.inference.images import ImageLike, Reader, each
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Prediction
@@ -286,8 +286,7 @@ def _load_weights(model: nn.Module, state: Mapping[str, Any], file: Path) -> Non
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        reason = str(error).partition("\n")[2].partition("\n")[0].strip()
-        raise CheckpointError(f"{file}: its weights do not fit its model: {reason}") from error
+        raise CheckpointError(f"{file}: its weights do not fit its model: {first_detail(error)}") from error
 
 
 def _is_channels_last(config: Path) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from linnaeus import nest
 from linnaeus.dist import World
-from linnaeus.errors import CheckpointError
+from linnaeus.errors import CheckpointError, first_line
 from linnaeus.files import link_or_copy, why_not_written, write_atomically
 from linnaeus.memory.device import empty_cache
 from linnaeus.training.ema import Ema
@@ -90,7 +90,7 @@ class TrainingState:
                     _with_own_values(content, target) if part.name == "optimizer" else content
                 )
             except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-                reason = _misfit(target, content, changes) or str(error).partition("\n")[0]
+                reason = _misfit(target, content, changes) or first_line(error)
                 raise CheckpointError(
                     f"the checkpoint's {part.name} does not fit this configuration: {reason}. {REMEDY}"
                 ) from error
@@ -344,9 +344,8 @@ def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch reports damage with many kinds of exceptions
-        reason = str(error).partition("\n")[0]
         raise CheckpointError(
-            f"{path} is damaged or no checkpoint ({type(error).__name__}: {reason})"
+            f"{path} is damaged or no checkpoint ({type(error).__name__}: {first_line(error)})"
         ) from error
     if not isinstance(content, dict) or "progress" not in content:
         raise CheckpointError(f"{path} is no checkpoint of Linnaeus")

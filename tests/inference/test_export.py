@@ -13,7 +13,7 @@ import timm
 import torch
 from torch import nn
 
-from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.errors import ConfigError, DataError, LinnaeusError
 from linnaeus.inference.export import files
 from linnaeus.inference.export import run as export_module
@@ -109,6 +109,23 @@ def test_what_computations_say_about_themselves(tmp_path: Path) -> None:
     check_description(json.loads(extra["linnaeus.json"]), "probabilities")
     found = program_outputs(path, batch)
     assert all(torch.allclose(found[level], expected[level]) for level in expected)
+
+
+def test_a_marginal_head_as_a_computation(tmp_path: Path) -> None:
+    """Its outputs are log-probabilities already, which do not add up to 1 where a parent is unknown."""
+    taxonomy = Taxonomy(BIRDS.levels, ((0, 0, 1, UNKNOWN, 0),))
+    run = run_of(tmp_path / "run", taxonomy=taxonomy, HEAD="marginal")
+    batch = torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        expected = dict(zip(run.classes, run.model(batch), strict=True))
+    found = program_outputs(run.export("torch-export").path, batch)
+    assert all(torch.allclose(found[level], logs.exp(), rtol=1e-3) for level, logs in expected.items())
+    assert not torch.allclose(found["order"], expected["order"].softmax(1), rtol=1e-2)
+    logs = run.export("torch-export", outputs="logits").path
+    assert torch.allclose(program_outputs(logs, batch)["order"], expected["order"], atol=1e-3)
+    extra = {"linnaeus.json": ""}
+    torch.export.load(logs, extra_files=extra)
+    assert json.loads(extra["linnaeus.json"])["outputs"] == "log-probabilities"
 
 
 BIAS = ("heads.1.bias", "layers.species.bias")

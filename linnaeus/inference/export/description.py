@@ -19,7 +19,7 @@ def describe(run: TrainedRun, outputs: str | None) -> dict[str, Any]:
 
     Args:
         run: the run.
-        outputs: `probabilities` or `logits`; None where the file holds weights alone.
+        outputs: `probabilities`, `logits` or `log-probabilities`; None where the file holds weights alone.
     """
     spec = run.spec
     preprocessing = spec.preprocessing

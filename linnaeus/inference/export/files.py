@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.errors import ConfigError, LinnaeusError, first_line
 from linnaeus.inference.export.check import Model
 from linnaeus.inference.export.description import KEY
 
@@ -70,7 +70,7 @@ def write_onnx(program: ExportedProgram, description: dict[str, Any], file: Path
                 output_names=unusual or None,
             )  # fmt: skip
     except Exception as error:  # whatever the exporter meets
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise LinnaeusError(
             f"the model cannot be exported to ONNX ({type(error).__name__}: {reason}); --format "
             "torch-export or "
