@@ -20,9 +20,8 @@ class ConsistentPath:
 
     Attributes:
         classes: the class of each level, coarse to fine.
-        probability: the product of the probabilities that the levels give these classes; of log-probabilities
-        that add up from level to level (MODEL.HEAD marginal), the probability of the finest class, which
-        holds that of the classes above it.
+        probability: the product of the probabilities that the levels give these classes; with
+            MODEL.HEAD marginal, the probability of the finest class, which includes the ones above it.
         differs: whether some level on its own gives another class more probability.
     """
 
@@ -41,8 +40,8 @@ class Prediction:
 
     Attributes:
         source: the path, or the position of an image that came without one.
-        levels: for each level, coarse to fine, the most probable classes with their probabilities, best
-        first.
+        levels: for each level, coarse to fine, the most probable classes with their probabilities, the best
+            one first.
         path: the most probable consistent path; None where it was not asked for.
     """
 
@@ -229,8 +228,8 @@ def log_probabilities_per_level(outputs: Any, taxonomy: Taxonomy, *, are_logs: b
         log = log_probabilities(logits, are_logs=are_logs)
         if bool(log.isnan().any()):
             raise LinnaeusError(
-                f"the model's outputs for rank {level.name!r} are not finite: its weights are not, or "
-                "its number format (TRAIN.AMP) overflows"
+                f"the model's outputs for rank {level.name!r} are not finite: its weights are not, or its "
+                "number format (TRAIN.AMP) overflows"
             )
         logs.append(log)
     return logs

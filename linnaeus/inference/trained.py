@@ -17,7 +17,8 @@ from torch import nn
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.dist import resolve_device
 from linnaeus.errors import CheckpointError, ConfigError, DataError, first_detail
-from linnaeus.inference.images import ImageLike, Reader, each
+from linnaeus.files import CHECKPOINTS
+from linnaeus.inference.images import ImageLike, Reader, as_iterable
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Prediction
 from linnaeus.inference.predictor import Predictor
@@ -52,7 +53,7 @@ class TrainedRun:
     device: torch.device
     content: Mapping[str, Any]
     criterion_state: Mapping[str, Any]
-    _found: dict[str, int] = field(default_factory=dict, init=False, compare=False)
+    _batch_size_found: int | None = field(default=None, init=False, compare=False)
 
     def __repr__(self) -> str:
         classes = ", ".join(f"{level} ({len(names)} classes)" for level, names in self.classes.items())
@@ -118,14 +119,15 @@ class TrainedRun:
         batch_size: int | None = None,
     ) -> Iterator[Prediction]:
         """What `predict` returns, one by one; of the images about two batches are held at a time."""
-        size = self._found.get("batch_size") if batch_size is None else batch_size
+        size = self._batch_size_found if batch_size is None else batch_size
         predictor = self.predictor(top=top, path=path, batch_size=size)
-        for found in predictor.run(each(images)):
+        for found in predictor.run(as_iterable(images)):
             if isinstance(found, Unreadable):
                 raise DataError(f"{found.source} cannot be predicted: {found.reason}")
             yield found
         if predictor.is_largest and predictor.batch_size is not None:
-            self._found["batch_size"] = predictor.batch_size
+            # Only remembered, so that the class stays frozen for others.
+            object.__setattr__(self, "_batch_size_found", predictor.batch_size)
 
     def export(
         self,
@@ -196,7 +198,7 @@ def load_run(
     model = spec.build()
     _load_weights(model, state, file)
     folder = file.parent.parent
-    is_run = file.parent.name == "checkpoints" and (folder / "config.yaml").is_file()
+    is_run = file.parent.name == CHECKPOINTS and (folder / "config.yaml").is_file()
     return TrainedRun(
         file, folder if is_run else None, spec, model.to(target).eval(), target, content,
         state.get("criterion", {}),
@@ -245,21 +247,21 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
         return path
     if not path.is_dir():
         raise CheckpointError(f"there is no run {path}{_runs_like(path)}")
-    folder = CheckpointFolder(path / "checkpoints")
+    folder = CheckpointFolder(path / CHECKPOINTS)
     by_name = {"best": [folder.best], "last": [folder.pending, folder.last, folder.previous]}
-    named = [path / "checkpoints" / checkpoint, path / checkpoint, Path(checkpoint).expanduser()]
+    named = [path / CHECKPOINTS / checkpoint, path / checkpoint, Path(checkpoint).expanduser()]
     for file in by_name.get(str(checkpoint), named):
         if file.is_file():
             return file
     found = sorted(file.name for file in folder.folder.glob("*.pt"))
     if not found:
-        raise CheckpointError(f"{path} has no checkpoints; name the folder of a run (with `checkpoints/`)")
+        raise CheckpointError(f"{path} has no checkpoints; name the folder of a run (with `{CHECKPOINTS}/`)")
     raise CheckpointError(f"{path} has no checkpoint {str(checkpoint)!r}; it has {', '.join(found)}")
 
 
 def _runs_like(path: Path) -> str:
     try:
-        names = [entry.name for entry in path.parent.iterdir() if (entry / "checkpoints").is_dir()]
+        names = [entry.name for entry in path.parent.iterdir() if (entry / CHECKPOINTS).is_dir()]
     except OSError:
         return ""
     close = get_close_matches(path.name, names, 1)

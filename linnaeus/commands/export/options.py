@@ -31,7 +31,7 @@ examples:
   linnaeus export runs/birds --format timm --output birds_timm --level species
   linnaeus export runs/birds --format torch-export --images photos/
 
-exit codes: 0 done, 1 it cannot be exported so, or gives other outputs, 2 option, 130 interrupted
+exit codes: 0 done, 1 it cannot be exported so, or gives other outputs, 2 option, 130 Ctrl-C, 143 SIGTERM
 """
 
 

@@ -16,7 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from linnaeus.commands.predict.options import Options
 from linnaeus.commands.predict.output import open_writer, printable
-from linnaeus.console import is_interactive
+from linnaeus.console import is_interactive, make_console
 from linnaeus.inference.paths import STDIN, Unreadable, walk
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.log import close_logging, set_up_logging
@@ -37,9 +37,7 @@ def run(options: Options) -> int:
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        console = Console(stderr=True, highlight=False, width=max(console.width, 120))
+    console = make_console(stderr=True)
     set_up_logging(None, rank=0, console=console)
     try:
         with StopRequest().listening():

@@ -70,11 +70,9 @@ def write_onnx(program: ExportedProgram, description: dict[str, Any], file: Path
                 output_names=unusual or None,
             )  # fmt: skip
     except Exception as error:  # whatever the exporter meets
-        reason = first_line(error)
         raise LinnaeusError(
-            f"the model cannot be exported to ONNX ({type(error).__name__}: {reason}); --format "
-            "torch-export or "
-            "safetensors may do"
+            f"the model cannot be exported to ONNX ({type(error).__name__}: {first_line(error)}); "
+            "--format torch-export or safetensors may do"
         ) from error
     assert exported is not None
     _name_outputs(exported.model.graph, names)
