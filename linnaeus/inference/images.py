@@ -26,11 +26,17 @@ _Source = TypeVar("_Source")
 
 
 def as_iterable(images: ImageLike | Iterable[ImageLike]) -> Iterable[ImageLike]:
-    """One image, or those of an iterable; an array or a tensor with a batch dimension is an iterable."""
+    """One image, or those of an iterable; an array or a tensor with a batch dimension is an iterable.
+
+    Raises:
+        TypeError: it is neither.
+    """
     is_batch = isinstance(images, np.ndarray | Tensor) and images.ndim > 3
     if isinstance(images, str | os.PathLike | Image.Image | np.ndarray | Tensor) and not is_batch:
         return [images]
-    return images  # type: ignore[return-value]
+    if not isinstance(images, Iterable):
+        raise TypeError(f"images must be an image or an iterable of images, not {images!r:.100}")
+    return images
 
 
 class Reader:
@@ -50,6 +56,10 @@ class Reader:
         self._transform: Transform | None = None
         if spec.preprocessing is not None:
             self._transform = spec.preprocessing.transform()
+
+    def __repr__(self) -> str:
+        preprocessing = self._spec.preprocessing
+        return f"Reader({'of tensors as they are' if preprocessing is None else preprocessing})"
 
     @torch.no_grad()
     def __call__(self, image: ImageLike) -> Tensor:

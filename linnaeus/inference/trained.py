@@ -16,7 +16,7 @@ from torch import nn
 
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.dist import resolve_device
-from linnaeus.errors import CheckpointError, ConfigError, DataError, first_detail
+from linnaeus.errors import CheckpointError, ConfigError, DataError, first_detail, first_line
 from linnaeus.files import CHECKPOINTS
 from linnaeus.inference.images import ImageLike, Reader, as_iterable
 from linnaeus.inference.paths import Unreadable
@@ -27,6 +27,7 @@ from linnaeus.models.spec import ModelSpec
 from linnaeus.training.build import AUTOCAST_DTYPES
 from linnaeus.training.checkpoint import CheckpointFolder, load_checkpoint
 from linnaeus.training.step import Precision
+from linnaeus.words import counted
 
 if TYPE_CHECKING:
     from linnaeus.inference.export.run import Exported
@@ -66,6 +67,18 @@ class TrainedRun:
         return f"TrainedRun({str(self.checkpoint)!r}, {name}{size}, {classes or 'no classes'}, {self.device})"
 
     @property
+    def description(self) -> str:
+        """Checkpoint, model, input, classes and device, in one sentence."""
+        spec = self.spec
+        name = spec.node.get("NAME") or spec.node.get("_target_")
+        size = ""
+        if spec.img_size is not None:
+            size = f" on {spec.in_chans} x {' x '.join(map(str, spec.img_size))} inputs"
+        ranks = [f"{counted(len(names), 'class')} of {level}" for level, names in self.classes.items()]
+        classes = ", ".join(ranks) or "no classes"
+        return f"{self.checkpoint}: {name}{size}, {classes}, on {self.device}"
+
+    @property
     def taxonomy(self) -> Taxonomy | None:
         """Levels, classes and parents; None where the dataset declared no classes."""
         return self.spec.taxonomy
@@ -83,9 +96,21 @@ class TrainedRun:
     @property
     def precision(self) -> Precision:
         """Number format and memory format of the forward pass, those of the run's validation."""
-        amp = self.content.get("config", {}).get("TRAIN", {}).get("AMP", "off")
-        channels_last = self.folder is not None and _is_channels_last(self.folder / "config.yaml")
-        return Precision(self.device, AUTOCAST_DTYPES[amp], channels_last)
+        return Precision(self.device, AUTOCAST_DTYPES[self.amp], self.is_channels_last)
+
+    @property
+    def amp(self) -> str:
+        """The value of TRAIN.AMP."""
+        own: str = self.content.get("config", {}).get("TRAIN", {}).get("AMP", "off")
+        return own
+
+    @property
+    def is_channels_last(self) -> bool:
+        """The value of TRAIN.CHANNELS_LAST, as far as it is known."""
+        if self.folder is not None:
+            return _is_channels_last(self.folder / "config.yaml")
+        own: bool = self.content.get("config", {}).get("TRAIN", {}).get("CHANNELS_LAST", False)
+        return own
 
     def predict(
         self,
@@ -106,6 +131,7 @@ class TrainedRun:
 
         Raises:
             DataError: an image cannot be read, or the run has no classes.
+            TypeError, ValueError: an argument that cannot be used.
             AutoBatchError, OutOfMemoryError: not even one image fits.
         """
         return list(self.stream(images, top=top, path=path, batch_size=batch_size))
@@ -158,10 +184,14 @@ class TrainedRun:
 
         Raises:
             DataError: the run has no classes.
-            ValueError: `top` or `batch_size` is below 1.
+            TypeError, ValueError: `top` or `batch_size` is no whole number of at least 1.
         """
         for name, value in (("top", top), ("batch_size", batch_size)):
-            if value is not None and value < 1:
+            if value is None and name == "batch_size":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a whole number, not {value!r}")
+            if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.taxonomy is None:
             raise DataError(
@@ -192,7 +222,15 @@ def load_run(
     if Path(path).suffix == ".safetensors":
         return _load_exported(Path(path).expanduser(), target)
     file = find_checkpoint_file(Path(path).expanduser(), checkpoint)
-    content = load_checkpoint(file)
+    try:
+        content = load_checkpoint(file)
+    except CheckpointError as error:
+        if file != Path(path).expanduser():
+            raise
+        raise CheckpointError(
+            f"{error}; what can be loaded is the folder of a run, one of its checkpoints, or a file of "
+            "`linnaeus export --format safetensors`"
+        ) from error
     state = content.pop("state", {})
     spec = _spec(content, file)
     model = spec.build()
@@ -218,11 +256,27 @@ def _load_exported(file: Path, device: torch.device) -> TrainedRun:
             f"{file} does not say what its model takes: `linnaeus export --format safetensors` has not "
             "written it"
         )
-    content = {"model_spec": json.loads(metadata["linnaeus"])["spec"]}
+    content = _exported_content(metadata["linnaeus"], file)
     spec = _spec(content, file)
     model = spec.build()
     _load_weights(model, {"model": weights}, file)
     return TrainedRun(file, None, spec, model.to(device).eval(), device, content, {})
+
+
+def _exported_content(text: str, file: Path) -> dict[str, Any]:
+    """The entries of a checkpoint that the description in a safetensors file holds."""
+    try:
+        description = json.loads(text)
+        precision = {"AMP": "off", "CHANNELS_LAST": False} | description.get("precision", {})
+        content = {"model_spec": description["spec"], "config": {"TRAIN": precision}}
+        if precision["AMP"] not in AUTOCAST_DTYPES or not isinstance(precision["CHANNELS_LAST"], bool):
+            raise ValueError(f"precision {precision}")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file}: its entry `linnaeus` is not what `linnaeus export --format safetensors` writes "
+            f"({type(error).__name__}: {first_line(error)})"
+        ) from error
+    return content
 
 
 def _device(name: str) -> torch.device:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import re
 import threading
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -344,15 +346,27 @@ def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch reports damage with many kinds of exceptions
-        raise CheckpointError(
-            f"{path} is damaged or no checkpoint ({type(error).__name__}: {first_line(error)})"
-        ) from error
+        raise CheckpointError(f"{path} {_why_not_loaded(path, error)}") from error
     if not isinstance(content, dict) or "progress" not in content:
-        raise CheckpointError(f"{path} is no checkpoint of Linnaeus")
+        is_state = isinstance(content, dict) and any(isinstance(value, Tensor) for value in content.values())
+        what = ": it holds weights alone, with which MODEL.WEIGHTS starts a run" if is_state else ""
+        raise CheckpointError(f"{path} is no checkpoint of Linnaeus{what}")
     problem = next(_problems(content), None)
     if problem is not None:
         raise CheckpointError(f"{path} is no checkpoint that can be used: {problem}")
     return content
+
+
+def _why_not_loaded(path: Path, error: Exception) -> str:
+    """Why a checkpoint cannot be loaded; torch's own messages advise to trust the file."""
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+        return f"cannot be read: {error.strerror}"
+    if not zipfile.is_zipfile(path):
+        return "is damaged or no checkpoint: it is no whole zip archive, as torch writes them"
+    if isinstance(error, pickle.UnpicklingError):
+        return "is damaged or no checkpoint of Linnaeus: it holds more than tensors and plain values"
+    text = "".join(char for char in first_line(error) if char.isprintable())
+    return f"is damaged or no checkpoint ({type(error).__name__}: {text})"
 
 
 def _problems(content: Mapping[str, Any]) -> Iterator[str]:

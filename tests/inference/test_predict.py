@@ -17,6 +17,7 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.files import ImageFiles
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.errors import DataError, LinnaeusError, OutOfMemoryError
+from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Interpreter, log_probabilities_per_level
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.rng import rng_state
@@ -114,6 +115,44 @@ def test_what_is_no_image_is_named(birds: TrainedRun, image: Any, message: str) 
         birds.predict(image)
 
 
+@pytest.mark.parametrize(
+    ("error", "is_of_the_image"),
+    [
+        (RuntimeError("Input and output sizes should be greater than 0"), True),
+        (ZeroDivisionError("division by zero"), True),
+        (ValueError("empty"), True),
+        (TypeError("a fault of the program"), False),
+        (AttributeError("a fault of the program"), False),
+        (torch.OutOfMemoryError("out of memory"), False),
+    ],
+)
+def test_a_fault_of_the_program_is_no_unreadable_image(
+    birds: TrainedRun, monkeypatch: pytest.MonkeyPatch, error: Exception, is_of_the_image: bool
+) -> None:
+    predictor = birds.predictor(batch_size=2, num_workers=0)
+
+    def transform(_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(predictor.reader, "_transform", transform)
+    if is_of_the_image:
+        (found,) = predictor.run([picture(0)])
+        assert isinstance(found, Unreadable)
+        assert found.reason == f"40x52 pixels cannot be resized and cropped: {error}"
+    else:
+        with pytest.raises(type(error)):
+            list(predictor.run([picture(0)]))
+
+
+def test_a_pillow_image_is_decoded_late(birds: TrainedRun, photos: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "cut.png").write_bytes(photos[0].read_bytes()[:300])
+    with (
+        Image.open(tmp_path / "cut.png") as image,
+        pytest.raises(DataError, match="image 0 cannot be predicted"),
+    ):
+        birds.predict(image)
+
+
 def test_top_and_texts(birds: TrainedRun, photos: list[Path]) -> None:
     (found,) = birds.predict(photos[0], top=2, path=True)
     assert {level: len(classes) for level, classes in found.levels.items()} == {"order": 2, "species": 2}
@@ -121,9 +160,17 @@ def test_top_and_texts(birds: TrainedRun, photos: list[Path]) -> None:
     assert repr(found).startswith(f"Prediction('{photos[0]}', order: ")
     assert " %" in repr(found)
     assert len(birds.predict(photos[0], top=9)[0].levels["species"]) == 5
-    for arguments in ({"top": 0}, {"batch_size": 0}):
+    wrong: dict[str, Any]
+    for wrong in ({"top": 0}, {"batch_size": 0}):
         with pytest.raises(ValueError, match="at least 1, not 0"):
-            birds.predict(photos[0], **arguments)
+            birds.predict(photos[0], **wrong)
+    for wrong in ({"top": "5"}, {"top": 1.5}, {"top": True}, {"top": None}, {"batch_size": 2.5}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(TypeError, match=f"^{name} must be a whole number, not {value!r}"):
+            birds.predict(photos[0], **wrong)
+    for nothing in (None, 5):
+        with pytest.raises(TypeError, match=f"images must be an image or an iterable .*, not {nothing}"):
+            birds.predict(nothing)  # type: ignore[arg-type]
     assert birds.predict([]) == []
 
 

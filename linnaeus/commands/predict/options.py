@@ -85,7 +85,14 @@ def read(argv: Sequence[str]) -> str | tuple[Options]:
             problems.append("IMAGES: - stands there twice, but standard input can be read once")
     refuse(problems)
     check_files({"--output": options.output})
+    if options.output is not None:
+        check_files({"--output": skipped_name(options.output)})
     return (options,)
+
+
+def skipped_name(output: Path) -> Path:
+    """The table of the images that could not be read, beside the predictions."""
+    return output.with_name(f"{output.name}.skipped.csv")
 
 
 def _read_workers(text: str) -> int:
