@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -251,3 +252,12 @@ def test_odd_values_of_floats(tmp_path: Path) -> None:
     values = np.array([[np.nan, np.inf, -1.0, 0.5]], dtype=np.float32)
     Image.fromarray(values).save(tmp_path / "a.tif")
     assert load_image(tmp_path / "a.tif", 1).flatten().tolist() == [0, 0, 0, 128]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(DataError, match=r"pipe.png: it is a pipe, a socket or a device, and no file"):
+        load_image(tmp_path / "pipe.png", 3)
+    assert find_damage(tmp_path / "pipe.png") == "it is a pipe, a socket or a device, and no file"
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    assert find_damage(tmp_path / "loop.png") == "Too many levels of symbolic links"
