@@ -231,7 +231,11 @@ ODD: dict[str, tuple[Callable[[Path], Any], np.ndarray, float]] = {
     "rotated.png": (rotated, RGB, 0),
     "1-bit.png": (lambda p: save(p, Image.fromarray(BITS).convert("1")), np.stack([BITS] * 3, axis=2), 0),
     "1-bit.tif": (lambda p: save(p, Image.fromarray(BITS).convert("1")), np.stack([BITS] * 3, axis=2), 0),
-    "progressive.jpg": (lambda p: save(p, Image.fromarray(RGB), progressive=True, quality=100), RGB, 6),
+    "progressive.jpg": (
+        lambda p: save(p, Image.fromarray(RGB), progressive=True, quality=100, subsampling=0),
+        RGB,
+        6,
+    ),
     "lossless.webp": (lambda p: save(p, Image.fromarray(RGB), lossless=True), RGB, 0),
 }
 """By the name of the file: what writes it, the plain form, and the mean difference that is allowed.

@@ -23,8 +23,8 @@ formats:
   timm            a folder for timm.create_model("local-dir:FOLDER", pretrained=True), with the head of a rank
 
 ONNX and torch.export files take images [B, C, H, W], normalised, with any B, and give probabilities [B,
-classes] for each rank, by its name. The check uses --images, else images of the run's validation, else
-noise, and says which. Where the outputs differ, this is an error and nothing is written.
+classes] for each rank, by its name. The check uses --images, else images of the run's dataset, else noise,
+and says which. Where the outputs differ, this is an error and nothing is written.
 
 examples:
   linnaeus export runs/birds --format onnx --output birds.onnx

@@ -62,7 +62,7 @@ def export_run(
         outputs: `probabilities` or `logits`, for ONNX and torch.export; in place of logits, a marginal head
             gives log-probabilities.
         level: whose head becomes timm's classifier; None is the finest.
-        images: files, folders and patterns to check the result on; none takes the run's validation data.
+        images: files, folders and patterns to check the result on; none takes some of the run's dataset.
 
     Raises:
         ConfigError: an argument that cannot be used, or a package that is missing.
@@ -76,7 +76,7 @@ def export_run(
         raise ConfigError("--level: only timm takes a single rank; other formats hold all of them")
     path = default_output(run, format) if output is None else Path(output)
     if ENDINGS[format] and path.suffix != ENDINGS[format]:
-        raise ConfigError(f"--output: {path}: the name of a {format} file ends in {ENDINGS[format]}")
+        raise ConfigError(f"--output: {path}: the name of such a file ends in {ENDINGS[format]}")
     if format == "onnx":
         files.check_onnx_is_there()
     chosen = timm_folder.check_level(run, level) if format == "timm" else ""
