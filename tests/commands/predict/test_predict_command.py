@@ -169,6 +169,8 @@ def test_all_problems_of_a_command_line_are_told_at_once(desk: Path) -> None:
         read(["runs/birds"])
     with pytest.raises(ConfigError, match="RUN: name the folder"):
         read([])
+    with pytest.raises(ConfigError, match=r"-x.png: no such option; give a file of this name as ./-x.png"):
+        read(["runs/birds", "photos", "-x.png"])
     (options,) = read(["--", "runs/birds", "photos"])
     assert isinstance(options, Options)
     assert (options.run, options.images) == ("runs/birds", ["photos"])
