@@ -183,8 +183,10 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a run and photos."""
     save_run(tmp_path / "runs" / "birds", spec_of(taxonomy=PLAIN))
     (tmp_path / "photos").mkdir()
+    turned = Image.Exif()
+    turned[0x0112] = 6  # the programs on a page must turn the photo too
     for number in range(2):
-        picture(number, (64, 48)).save(tmp_path / "photos" / f"{number}.jpg")
+        picture(number, (64, 48)).save(tmp_path / "photos" / f"{number}.jpg", exif=turned)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

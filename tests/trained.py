@@ -55,9 +55,13 @@ def spec_of(
 def save_run(folder: Path, spec: ModelSpec, *, seed: int = 0, **content: Any) -> Path:
     """Write a run's folder with `best.pt` and `last.pt`, whose weights differ; gives the folder."""
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.yaml").write_text("EXPERIMENT: {NAME: birds}\n")
+    (folder / "config.yaml").write_text(
+        "EXPERIMENT: {NAME: birds}\nDATA: {DATASET: {NAME: imagefolder, ROOT: nowhere}}\n"
+    )
     for name, offset in (("best.pt", 0), ("last.pt", 1)):
-        model = spec.build()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + offset)
+            model = spec.build()
         randomise(model, seed + offset)
         save_checkpoint(folder / "checkpoints" / name, spec, {"model": model.state_dict()}, **content)
     return folder

@@ -16,15 +16,15 @@ from linnaeus.config.schema import TrainConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.dist import World
-from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError
+from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError, first_detail, first_line
 from linnaeus.inference.tally import LevelCounts, Tally
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.memory.device import failed_allocations
 from linnaeus.models.freeze import Freezing
 from linnaeus.training.build import Assembly, build_precision
-from linnaeus.training.losses import build_loss
+from linnaeus.training.losses import build_loss, gives_log_probabilities
 from linnaeus.training.metrics import ClassificationMetrics
-from linnaeus.training.out_of_memory import SizeOrigin, first_line, validation_remedies
+from linnaeus.training.out_of_memory import SizeOrigin, validation_remedies
 from linnaeus.training.step import TrainStep, ValidationStep
 
 logger = logging.getLogger("linnaeus.evaluate")
@@ -97,11 +97,11 @@ def assemble_evaluation(
     try:
         criterion.load_state_dict(dict(trained.criterion_state))
     except RuntimeError as error:
-        reason = str(error).partition("\n")[2].partition("\n")[0].strip()
         raise CheckpointError(
-            f"{trained.checkpoint}: the state of its loss does not fit LOSS: {reason}"
+            f"{trained.checkpoint}: the state of its loss does not fit LOSS: {first_detail(error)}"
         ) from error
-    metrics = EvaluationMetrics(ClassificationMetrics(taxonomy).to(device), Tally(taxonomy))
+    tally = Tally(taxonomy, are_logs=gives_log_probabilities(model))
+    metrics = EvaluationMetrics(ClassificationMetrics(taxonomy).to(device), tally)
     precision = build_precision(config, device)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros((), device=device), requires_grad=False)])
     scaler = torch.amp.GradScaler(device.type, enabled=False)

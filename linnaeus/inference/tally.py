@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.dist import World
-from linnaeus.training.losses import logits_per_level
+from linnaeus.training.losses import log_probabilities, logits_per_level
 
 NUM_BINS = 15
 """Bins of equal width over the confidences 0 to 1."""
@@ -67,9 +67,11 @@ class Tally:
 
     Args:
         taxonomy: levels of the labels; None counts nothing.
+        are_logs: whether the model gives log-probabilities, and not logits.
     """
 
-    def __init__(self, taxonomy: Taxonomy | None) -> None:
+    def __init__(self, taxonomy: Taxonomy | None, *, are_logs: bool = False) -> None:
+        self._are_logs = are_logs
         self.level_names: Sequence[str] = () if taxonomy is None else taxonomy.names
         self._num_classes = [] if taxonomy is None else list(taxonomy.num_classes.values())
         self.reset()
@@ -93,7 +95,7 @@ class Tally:
         labels, values = [], []
         for level, logits in enumerate(logits_per_level(outputs, self.level_names)):
             known = targets[:, level].clamp_min(0)
-            log_p = logits.float().log_softmax(dim=1)
+            log_p = log_probabilities(logits, are_logs=self._are_logs)
             predicted = logits.argmax(dim=1)
             chosen = torch.stack([predicted, known], dim=1)
             values.append(log_p.gather(1, chosen))

@@ -23,7 +23,7 @@ from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_chec
 from linnaeus.models.freeze import Freezing, build_freezing
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.ema import Ema
-from linnaeus.training.losses import SingleRank, build_loss
+from linnaeus.training.losses import SingleRank, build_loss, gives_log_probabilities
 from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, peak_values
@@ -54,7 +54,7 @@ def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:
     """
     if is_target(loss_node) or loss_node.NAME != "bce":
         return
-    if getattr(model, "gives_log_probabilities", False):
+    if gives_log_probabilities(model):
         raise ConfigError(
             f"LOSS.NAME: {loss_node.NAME!r} needs logits, but MODEL.HEAD 'marginal' gives log-probabilities; "
             "set LOSS.NAME cross_entropy or focal, or MODEL.HEAD independent"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from linnaeus.config.instantiate import call_target, is_target
 from linnaeus.data.mixing import one_hot
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
-from linnaeus.errors import ConfigError
+from linnaeus.errors import ConfigError, first_line
 
 _LIBRARIES = ("torch", "torchvision", "timm")
 _WITH_CLASS_WEIGHTS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
@@ -50,6 +50,26 @@ def logits_per_level(outputs: Any, level_names: Sequence[str]) -> tuple[Tensor, 
             f"MODEL: it gives {len(outputs)} outputs for {len(level_names)} ranks {list(level_names)}"
         )
     return tuple(outputs)
+
+
+def gives_log_probabilities(model: nn.Module) -> bool:
+    """Whether a model's outputs are log-probabilities, as with `MarginalHead`, and not logits."""
+    return bool(getattr(model, "gives_log_probabilities", False))
+
+
+def log_probabilities(outputs: Tensor, *, are_logs: bool) -> Tensor:
+    """Logarithms of the probabilities [B, C] of one level, float32.
+
+    >>> outputs = torch.tensor([[0.6, 0.3]]).log()
+    >>> log_probabilities(outputs, are_logs=True).exp(), log_probabilities(outputs, are_logs=False).exp()
+    (tensor([[0.6000, 0.3000]]), tensor([[0.6667, 0.3333]]))
+
+    Args:
+        outputs: of a model, [B, C].
+        are_logs: `gives_log_probabilities` of the model. Its outputs stay what they are: those of a level may
+            add up to less than 1, and a softmax would make them add up to 1.
+    """
+    return outputs.float() if are_logs else outputs.float().log_softmax(dim=1)
 
 
 class TaxonomicLoss(nn.Module):
@@ -260,7 +280,7 @@ class SingleRank(nn.Module):
                 raise ConfigError(
                     f"LOSS: {type(self.loss).__name__} does not take {what} of classes. With "
                     "DATA.AUGMENT.MIXUP or CUTMIX a loss gets probabilities [batch, classes] in training and "
-                    f"labels [batch] in validation: choose LOSS.NAME, or set both to 0 ({_first_line(error)})"
+                    f"labels [batch] in validation: choose LOSS.NAME, or set both to 0 ({first_line(error)})"
                 ) from error
 
 
@@ -334,10 +354,6 @@ def _custom_loss(
             f"{level_name!r}"
         )
     return SingleRank(loss, level_name)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _is_of_a_library(loss: nn.Module) -> bool:

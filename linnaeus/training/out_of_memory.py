@@ -30,11 +30,6 @@ _NAMES = {
 _NOTABLE_BYTES = GIB // 100
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its kind where it has none."""
-    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-
-
 @dataclass(frozen=True)
 class SizeOrigin:
     """Where the batch size of training or of validation comes from.

@@ -100,6 +100,17 @@ def test_a_certain_prediction_is_in_the_last_bin() -> None:
     assert counts[0].bins[0].sum() == 2
 
 
+@pytest.mark.parametrize(("are_logs", "expected"), [(True, 0.6), (False, 0.75)])
+def test_log_probabilities_are_counted_as_they_are(are_logs: bool, expected: float) -> None:
+    """Those of a marginal head need not add up to 1; a softmax would make 0.75 of 0.6."""
+    tally = Tally(Taxonomy((Level("class", ("a", "b")),)), are_logs=are_logs)
+    tally.update(torch.tensor([[0.6, 0.2]]).log(), torch.tensor([[0]]))
+    counts = tally.collect(WORLD)
+    assert counts is not None
+    assert float(counts[0].bins[1].sum()) == pytest.approx(expected)
+    assert counts[0].cross_entropy == pytest.approx(-math.log(expected))
+
+
 def test_a_level_without_a_label_has_no_figures() -> None:
     logits = tuple(torch.randn(4, count) for count in COUNTS)
     found = figures([(logits, torch.tensor([[0, -1, 1]] * 4))])[1]
