@@ -119,7 +119,7 @@ def assemble(
     )  # fmt: skip
     check_loss_takes_outputs(loss_node, model)
     freezing = build_freezing(model_node, model, config.UNFREEZE_EPOCH)
-    freezing.hold()
+    freezing.freeze()
     if config.GRADIENT_CHECKPOINTING:
         set_gradient_checkpointing(model)
     memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
@@ -127,7 +127,7 @@ def assemble(
     if config.COMPILE:
         model.compile()
     criterion = _build_criterion(loss_node, data, device)
-    with freezing.lifted(only_if=freezing.keeps_optimizer_state):
+    with freezing.unfrozen(only_if=freezing.keeps_optimizer_state):
         optimizer = build_optimizer(optimizer_node, model)
     ema = Ema(model, config.EMA.DECAY) if config.EMA.ENABLED else None
     metrics = ClassificationMetrics(taxonomy).to(device)
@@ -197,7 +197,7 @@ def plan_facts(
         max_micro_batch_size, world_size, num_samples: as in `Facts`.
     """
     learning_rate, weight_decay = peak_values(assembly.optimizer)
-    with assembly.freezing.lifted(only_if=assembly.freezing.ends_within(config.EPOCHS)):
+    with assembly.freezing.unfrozen(only_if=assembly.freezing.ends_within(config.EPOCHS)):
         batchnorm = batchnorm_kind(assembly.model)
         is_kept = "backbone" in getattr(assembly.model, "always_eval", ())  # training cannot forget it
     if batchnorm == "local" and config.SYNC_BATCHNORM and world_size > 1:

@@ -166,10 +166,10 @@ class TaxonomicBinaryCrossEntropy(TaxonomicLoss):
         parts = _probabilities(target, logits)
         if class_weights is not None:
             parts = parts * class_weights
-        # 1 for a known label, 0 for an unknown one, between them where a known and an unknown one are mixed.
-        known = parts.sum(dim=1, keepdim=True)
-        binary = smoothed(parts, self.label_smoothing) / known.clamp_min(torch.finfo(known.dtype).tiny)
-        total = functional.binary_cross_entropy_with_logits(logits, binary, weight=known, reduction="sum")
+        # The class weight of a known label, 0 for an unknown one, between them where two samples are mixed.
+        sample_weight = parts.sum(dim=1, keepdim=True)
+        binary = smoothed(parts, self.label_smoothing) / sample_weight.clamp_min(torch.finfo(parts.dtype).tiny)
+        total = functional.binary_cross_entropy_with_logits(logits, binary, weight=sample_weight, reduction="sum")
         return total / logits.shape[1]
 
 
