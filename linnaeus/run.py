@@ -25,7 +25,7 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import mixed_epochs
 from linnaeus.dist import World, errors_told_first, join, wrap
-from linnaeus.files import write_text_atomically
+from linnaeus.files import CHECKPOINTS, write_text_atomically
 from linnaeus.log import MetricsFile, open_run_folder
 from linnaeus.models.normalisation import with_normalisation
 from linnaeus.models.spec import MODEL_FILE, ModelSpec
@@ -148,7 +148,7 @@ def run(config: Config) -> FitResult:
 
 def _checkpoints(path: Path, train: TrainConfig, world: World) -> CheckpointFolder:
     is_background = world.device.type != "cpu"  # on the CPU the copy would take memory that AutoBatch counts
-    return CheckpointFolder(path / "checkpoints", keep=train.KEEP_CHECKPOINTS, background=is_background)
+    return CheckpointFolder(path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS, background=is_background)
 
 
 def _checkpoint_to_resume(config: Config, checkpoints: CheckpointFolder, world: World) -> Checkpoint | None:

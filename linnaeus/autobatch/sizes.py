@@ -201,14 +201,14 @@ class SizeSearch:
 
     def spec(self, mode: Mode) -> BatchSpec:
         """What a mode's batches look like."""
-        data, num_samples = self.data, self.config.AUTOBATCH.NUM_SPEC_SAMPLES
-        if mode == "val":
-            return BatchSpec.from_dataset(data.val, data.collate, num_samples, self.seed)
-        if data.mixing is None:
-            return BatchSpec.from_dataset(data.train, data.collate, num_samples, self.seed)
-        # Mixed batches have the shapes and types of soft ones, which can be filled on the device.
-        soft = data.mixing.softly(data.collate)
-        return BatchSpec.from_dataset(data.train, soft, num_samples, self.seed, data.mixing.mix)
+        data = self.data
+        dataset, collate, mix = data.train if mode == "train" else data.val, data.collate, None
+        if mode == "train" and data.mixing is not None:
+            # Mixed batches have the shapes and types of soft ones, which can be filled on the device.
+            collate, mix = data.mixing.soft_collate(collate), data.mixing.mix
+        return BatchSpec.from_dataset(
+            dataset, collate, self.config.AUTOBATCH.NUM_SPEC_SAMPLES, self.seed, mix
+        )
 
     def _validate(self, batches: Iterator[Batch]) -> None:
         self.assembly.validation_step(next(batches))

@@ -76,7 +76,7 @@ class Mixing:
         """Copies of a batch of images that mixing holds beside it."""
         return 0 if self.in_place else 1
 
-    def softly(self, collate: Callable[[list[Any]], Batch]) -> Callable[[list[Any]], Batch]:
+    def soft_collate(self, collate: Callable[[list[Any]], Batch]) -> Callable[[list[Any]], Batch]:
         """A collate function whose batches are softened."""
         return lambda samples: self.soften(collate(samples))
 

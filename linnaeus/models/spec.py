@@ -99,10 +99,11 @@ class ModelSpec:
             ConfigError: it cannot be built, such as a user's own module that is not there.
         """
         with preserved_generators():
-            return build_model(
+            model, _ = build_model(
                 self._node_without_weights(), taxonomy=self.taxonomy, in_chans=self.in_chans,
                 img_size=self.img_size,
             )  # fmt: skip
+        return model
 
     def _node_without_weights(self) -> Any:
         if is_target(self.node):

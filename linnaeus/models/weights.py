@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.errors import ConfigError
+from linnaeus.files import checkpoint_file
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.marginal import MarginalHead
 
@@ -53,13 +54,11 @@ def read_weights(value: str) -> SavedWeights:
     if not is_checkpoint(content):
         return _split(path, _tensors(path, _unpacked(content)))
     state, progress = content["state"], content["progress"]
-    average = state.get("ema")
-    source = average["module"] if average else state.get("model", {})
     samples = ", within an epoch" if progress.get("samples") else ""
-    note = f"epoch {progress.get('epoch')}{samples}{', EMA' if average else ''}"
+    note = f"epoch {progress.get('epoch')}{samples}{', EMA' if state.get('ema') else ''}"
     levels = content.get("model_spec", {}).get("taxonomy", {}).get("levels")
     classes = None if levels is None else {level["name"]: list(level["classes"]) for level in levels}
-    return _split(path, _tensors(path, source), note, classes)
+    return _split(path, _tensors(path, saved_weights(state)), note, classes)
 
 
 def find_file(value: str) -> Path:
@@ -73,9 +72,9 @@ def find_file(value: str) -> Path:
         return path
     if not path.is_dir():
         raise ConfigError(f"MODEL.WEIGHTS: {value!r} is not a file, nor the folder of a run")
-    for name in ("best.pt", "last.pt"):
-        if (path / "checkpoints" / name).is_file():
-            return path / "checkpoints" / name
+    found = checkpoint_file(path, "best") or checkpoint_file(path, "last")
+    if found is not None:
+        return found
     hint = (
         f"; it holds a model of timm: MODEL.NAME local-dir:{value} MODEL.PRETRAINED True"
         if (path / "config.json").is_file()
@@ -102,6 +101,13 @@ def saved_config(value: str) -> Mapping[str, Any]:
         return {}
     nodes = content.get("config", {}) if is_checkpoint(content) else {}
     return nodes if isinstance(nodes, dict) else {}
+
+
+def saved_weights(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The weights to use of a checkpoint's `state`: the average where the run kept one; empty without any."""
+    average = state.get("ema")
+    weights: Mapping[str, Any] = average["module"] if average else state.get("model") or {}
+    return weights
 
 
 def is_checkpoint(content: Any) -> bool:

@@ -112,10 +112,9 @@ def assemble(
         ConfigError: a node that cannot be built.
     """
     device, taxonomy = world.device, data.taxonomy
-    said: list[str] = []
-    model = build_model(
+    model, weights = build_model(
         model_node, taxonomy=taxonomy, in_chans=data.in_chans, img_size=data.img_size,
-        load_weights=load_weights, say=said.append,
+        load_weights=load_weights,
     )  # fmt: skip
     check_loss_takes_outputs(loss_node, model)
     freezing = build_freezing(model_node, model, config.UNFREEZE_EPOCH)
@@ -159,7 +158,7 @@ def assemble(
             update_metrics=metrics.update,
         ),
         freezing=freezing,
-        weights=said[0],
+        weights=weights,
     )
 
 

@@ -168,8 +168,12 @@ class TaxonomicBinaryCrossEntropy(TaxonomicLoss):
             parts = parts * class_weights
         # The class weight of a known label, 0 for an unknown one, between them where two samples are mixed.
         sample_weight = parts.sum(dim=1, keepdim=True)
-        binary = smoothed(parts, self.label_smoothing) / sample_weight.clamp_min(torch.finfo(parts.dtype).tiny)
-        total = functional.binary_cross_entropy_with_logits(logits, binary, weight=sample_weight, reduction="sum")
+        binary = smoothed(parts, self.label_smoothing) / sample_weight.clamp_min(
+            torch.finfo(parts.dtype).tiny
+        )
+        total = functional.binary_cross_entropy_with_logits(
+            logits, binary, weight=sample_weight, reduction="sum"
+        )
         return total / logits.shape[1]
 
 

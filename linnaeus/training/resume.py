@@ -111,7 +111,9 @@ def find_checkpoint(
             _say_starting_fresh(checkpoints.folder.parent, name)
         return None
     changes = [
-        change for change in changes_of(checkpoint.content.get("config", {}), nodes) if not _changes_nothing(change)
+        change
+        for change in changes_of(checkpoint.content.get("config", {}), nodes)
+        if not _changes_nothing(change)
     ]
     check_changes(changes, resume_with)
     checkpoint.changes = [str(change) for change in changes if not _is_fixed(change)]

@@ -29,14 +29,12 @@ def built(
     taxonomy: Taxonomy = BEFORE, seed: int = 0, in_chans: int = 3, **keys: Any
 ) -> tuple[HierarchicalClassifier, str]:
     """A model, and the line about its weights."""
-    lines: list[str] = []
     torch.manual_seed(seed)
-    model = build_model(
-        ModelConfig(NAME="test_resnet", **keys), taxonomy=taxonomy, in_chans=in_chans, img_size=(32, 32),
-        say=lines.append,
-    )  # fmt: skip
+    model, line = build_model(
+        ModelConfig(NAME="test_resnet", **keys), taxonomy=taxonomy, in_chans=in_chans, img_size=(32, 32)
+    )
     assert isinstance(model, HierarchicalClassifier)
-    return model, lines[0]
+    return model, line
 
 
 def source_model(seed: int = 7, in_chans: int = 3) -> HierarchicalClassifier:
@@ -70,6 +68,9 @@ def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path: Path, i
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
     last, best = source_model(1, in_chans), source_model(2, in_chans)
+    torch.save(checkpoint(last), folder / "previous.pt")  # all that a run killed while saving may have
+    _, line = built(in_chans=in_chans, WEIGHTS=str(folder.parent))
+    assert line == f"weights: 94 tensors of {folder / 'previous.pt'} (epoch 12)"
     torch.save(checkpoint(last), folder / "last.pt")
     model, line = built(in_chans=in_chans, WEIGHTS=str(folder.parent))
     assert_backbone_is(model, last)
