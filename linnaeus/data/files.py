@@ -131,7 +131,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 class ByBatch:
     """Makes the batches of `collate_pairs`, bit for bit, but writes normalised images into place.
 
-    That spares a float copy of each image, which costs as much as cropping it; see `benchmarks/loader.py`.
+    That spares a float copy of each image.
 
     Attributes:
         read: gives pixels, uint8 [C, height, width], and labels [R] of a sample.

@@ -87,8 +87,8 @@ class Mixing:
     def mix(self, batch: Batch) -> Batch:
         """Mix what `soften` returned; a batch of one sample stays as it is.
 
-        torchvision draws the parts and rectangles. Its own kernels would hold two more batches of images and
-        take three to five times as long, most of it for fresh memory; see `benchmarks/loader.py`.
+        torchvision draws the parts and rectangles. Its own kernels would hold two more batches of images, and
+        fresh memory takes time.
         """
         images, targets = batch
         if len(targets) == 1:

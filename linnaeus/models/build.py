@@ -72,7 +72,8 @@ def build_model(
     else:
         hint = f" ({node.NAME} names weights that only MODEL.PRETRAINED True loads)" if source.has_tag else ""
         return model, f"weights: random{hint}"
-    heads = f"; new: head{'s' * (len(new) > 1)} of {', '.join(new)}" if new else ""
+    is_one = len(new) == 1 or node.HEAD == "marginal"
+    heads = f"; new: head{'' if is_one else 's'} of {', '.join(new)}" if new else ""
     return model, f"weights: {loaded}{heads}"
 
 

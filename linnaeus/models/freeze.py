@@ -104,14 +104,15 @@ def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> F
         unfreeze_epoch: TRAIN.UNFREEZE_EPOCH.
 
     Raises:
-        ConfigError: a pattern matches nothing, everything is frozen, or nothing where it is to be unfrozen.
+        ConfigError: a pattern matches nothing, everything is frozen, or a model of one's own is to be
+            unfrozen.
     """
     patterns = [] if is_target(node) or node.FREEZE in (None, "none") else node.FREEZE
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    if unfreeze_epoch is not None and not patterns:
+    if unfreeze_epoch is not None and is_target(node):
         raise ConfigError(
-            f"TRAIN.UNFREEZE_EPOCH: {unfreeze_epoch}, but nothing is frozen (MODEL.FREEZE none"
-            f"{', and a model of your own has no such key' if is_target(node) else ''}); set it to null"
+            f"TRAIN.UNFREEZE_EPOCH: {unfreeze_epoch}, but nothing is frozen (MODEL.FREEZE none, and a model "
+            "of your own has no such key); set it to null"
         )
     names = [name for name, _ in model.named_parameters()]
     frozen = frozenset(name for pattern in patterns for name in _matching(pattern, names))
@@ -127,10 +128,19 @@ def _matching(pattern: str, names: list[str]) -> list[str]:
         return found
     meant = [f"{pattern}.*", f"backbone.{pattern}", f"backbone.{pattern}.*"]
     close = [glob for glob in meant if any(fnmatchcase(name, glob) for name in names)]
+    close = close or difflib.get_close_matches(pattern, _globs(names), n=3)
     close = close or difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
     raise ConfigError(
         f"MODEL.FREEZE: {pattern!r} matches no parameter of the model; did you mean {', '.join(close)}?"
     )
+
+
+def _globs(names: list[str]) -> list[str]:
+    """Patterns for the parameters of each module, by the names of all parameters."""
+    modules = dict.fromkeys(
+        name.rsplit(".", depth)[0] for name in names for depth in range(name.count("."), 0, -1)
+    )
+    return ["backbone", *(f"{module}.*" for module in modules)]
 
 
 def _whole_modules(module: nn.Module, names: frozenset[str], path: str = "") -> Iterator[str]:

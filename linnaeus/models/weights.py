@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +129,8 @@ def _read(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damage shows in many kinds of exceptions
         reason = str(error).strip().partition("\n")[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch's own text is about its options
+            reason = "not written by torch.save, or it holds more than tensors and plain values"
         raise ConfigError(
             f"MODEL.WEIGHTS: {str(path)!r} cannot be read as tensors ({type(error).__name__}: {reason:.150})"
             "; save a state dict with torch.save or safetensors"
@@ -196,7 +201,8 @@ def load_backbone(
     problem = f"MODEL.WEIGHTS: {str(saved.path)!r} does not load into {name!r}: "
     overlay = {"state_dict": dict(saved.backbone), "source": None, "custom_load": False}
     try:
-        backbone = create(pretrained=True, pretrained_cfg_overlay=overlay)
+        with _quiet_timm():
+            backbone = create(pretrained=True, pretrained_cfg_overlay=overlay)
     except Exception as error:  # timm's filters raise what they meet in files that are not theirs
         raise ConfigError(problem + _misfit(saved.backbone, own, error)) from error
     for cfg in (backbone.pretrained_cfg, backbone.default_cfg):  # or every copy of the model would copy them
@@ -205,6 +211,18 @@ def load_backbone(
     if missed:
         raise ConfigError(problem + _not_in_file(missed, saved.backbone))
     return backbone
+
+
+@contextmanager
+def _quiet_timm() -> Iterator[None]:
+    """Without timm's warning of names that do not fit, of which our own error or line says more."""
+    timm_logger = logging.getLogger("timm")
+    before = timm_logger.level
+    timm_logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        timm_logger.setLevel(before)
 
 
 def missing_tensors(

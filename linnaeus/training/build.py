@@ -169,8 +169,9 @@ def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Mo
         targets = training_targets(data, f"LOSS.CLASS_WEIGHTS {node.CLASS_WEIGHTS}")
         weights = class_weights(node.CLASS_WEIGHTS, taxonomy, targets)
     criterion = build_loss(node, taxonomy, device, weights).to(device)
-    if isinstance(criterion, SingleRank) and taxonomy is not None and data.mixing is not None:
-        criterion.check_takes_both(len(taxonomy.levels[0].classes), device)
+    if isinstance(criterion, SingleRank) and taxonomy is not None:
+        num_classes = len(taxonomy.levels[0].classes)
+        criterion.check_takes_targets(num_classes, device, mixes=data.mixing is not None)
     return criterion
 
 

@@ -22,12 +22,12 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
-from linnaeus.errors import LinnaeusError
+from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.log import MetricsFile
 from linnaeus.memory.device import empty_cache, failed_allocations
 from linnaeus.rng import rng_state
 from linnaeus.tracking import Tracker
-from linnaeus.training.batchnorm import distribute_batchnorm
+from linnaeus.training.batchnorm import TOO_FEW_FOR_BATCHNORM, distribute_batchnorm
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.loss_meter import LossMeter
@@ -294,12 +294,22 @@ class Trainer:
                 self._num_images += stage.effective_batch_size
                 self._set_lr()
         except Exception as error:
+            if TOO_FEW_FOR_BATCHNORM in str(error):
+                raise self._too_few_for_batchnorm() from error
             if not self._memory.refused(error):
                 raise
             limit, text = self._recovery.limit_after(error, self.progress.step + 1, stage, self.plan)
             self._take_smaller(limit, text, stage)
             return None
         return loss
+
+    def _too_few_for_batchnorm(self) -> ConfigError:
+        origin = self.size_origins.get("train")
+        return ConfigError(
+            f"{'DATA.BATCH_SIZE' if origin is None else origin.key}: BatchNorm cannot train on a micro-batch "
+            "of one sample, in which a channel has one value; take 2 or more, or a model without BatchNorm "
+            "(MODEL.NAME)"
+        )
 
     def _isolated(self, function: Callable[[], T]) -> T:
         """Call the function; in a thread that a failure cannot leave unusable, if others may follow one."""

@@ -65,6 +65,8 @@ def test_the_line_says_which_weights_there_are(folder: Path) -> None:
         said(NAME=f"local-dir:{folder}", PRETRAINED=True)
         == f"weights: local-dir:{folder} (test_resnet){heads}"
     )
+    one_head = said(NAME=f"local-dir:{folder}", PRETRAINED=True, HEAD="marginal")
+    assert one_head.endswith("; new: head of family, species")
     assert said(NAME="test_resnet") == "weights: random"
     for name in (f"local-dir:{folder}", "test_resnet.r160_in1k"):
         assert (
