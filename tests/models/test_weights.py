@@ -166,6 +166,21 @@ def test_tensors_that_the_file_lacks_are_noticed(tmp_path: Path, part: str) -> N
         built(WEIGHTS=str(tmp_path / "a.pth"))
 
 
+def test_tensors_without_a_place_are_no_warning_of_timms(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = timm.create_model("test_resnet").state_dict()
+    renamed = {f"other.{name}" if name.startswith("layer4") else name: t for name, t in state.items()}
+    torch.save(renamed, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match=r"not in the file, such as 'layer4"):
+        built(WEIGHTS=str(tmp_path / "a.pt"))
+    assert [record for record in caplog.records if record.name.startswith("timm")] == []
+    timm.create_model("test_resnet", num_classes=0, pretrained=True, pretrained_cfg_overlay={
+        "state_dict": {**state, "other.weight": torch.zeros(1)}, "source": None, "custom_load": False,
+    })  # fmt: skip
+    assert any("Unexpected keys" in record.message for record in caplog.records)  # else it is as loud as ever
+
+
 def test_only_tensors_are_read(tmp_path: Path) -> None:
     torch.save({"state": nn.Linear(1, 1)}, tmp_path / "a.pth")
     with pytest.raises(ConfigError, match=r"cannot be read as tensors \(UnpicklingError.*save a state dict"):
