@@ -112,7 +112,7 @@ def search_key(
     content: dict[str, Any] = {
         name: node if isinstance(node, dict) else dataclasses.asdict(node) for name, node in nodes.items()
     }
-    if train.UNFREEZE_EPOCH is not None:  # what is frozen trains in the end, or in later epochs only
+    if train.UNFREEZE_EPOCH is not None:  # only whether unfreezing happens within this run affects memory
         content["TRAIN"]["UNFREEZE_EPOCH"] = train.UNFREEZE_EPOCH <= train.EPOCHS
     for name, keys in _IRRELEVANT.items():
         for key in keys:

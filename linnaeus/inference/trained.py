@@ -17,15 +17,16 @@ from torch import nn
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.dist import resolve_device
 from linnaeus.errors import CheckpointError, ConfigError, DataError, first_detail, first_line
-from linnaeus.files import CHECKPOINTS
+from linnaeus.files import CHECKPOINTS, checkpoint_file
 from linnaeus.inference.images import ImageLike, Reader, as_iterable
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Prediction
 from linnaeus.inference.predictor import Predictor
 from linnaeus.inference.read_ahead import default_workers
 from linnaeus.models.spec import ModelSpec
+from linnaeus.models.weights import saved_weights
 from linnaeus.training.build import AUTOCAST_DTYPES
-from linnaeus.training.checkpoint import CheckpointFolder, load_checkpoint
+from linnaeus.training.checkpoint import load_checkpoint
 from linnaeus.training.step import Precision
 from linnaeus.words import counted
 
@@ -301,13 +302,14 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
         return path
     if not path.is_dir():
         raise CheckpointError(f"there is no run {path}{_runs_like(path)}")
-    folder = CheckpointFolder(path / CHECKPOINTS)
-    by_name = {"best": [folder.best], "last": [folder.pending, folder.last, folder.previous]}
-    named = [path / CHECKPOINTS / checkpoint, path / checkpoint, Path(checkpoint).expanduser()]
-    for file in by_name.get(str(checkpoint), named):
-        if file.is_file():
+    if str(checkpoint) in ("best", "last"):
+        named = [checkpoint_file(path, str(checkpoint))]
+    else:
+        named = [path / CHECKPOINTS / checkpoint, path / checkpoint, Path(checkpoint).expanduser()]
+    for file in named:
+        if file is not None and file.is_file():
             return file
-    found = sorted(file.name for file in folder.folder.glob("*.pt"))
+    found = sorted(file.name for file in (path / CHECKPOINTS).glob("*.pt"))
     if not found:
         raise CheckpointError(f"{path} has no checkpoints; name the folder of a run (with `{CHECKPOINTS}/`)")
     raise CheckpointError(f"{path} has no checkpoint {str(checkpoint)!r}; it has {', '.join(found)}")
@@ -335,8 +337,7 @@ def _spec(content: Mapping[str, Any], file: Path) -> ModelSpec:
 
 
 def _load_weights(model: nn.Module, state: Mapping[str, Any], file: Path) -> None:
-    average = state.get("ema")
-    weights = average["module"] if average else state.get("model")
+    weights = saved_weights(state)
     if not weights:
         raise CheckpointError(f"{file} holds no weights")
     try:
