@@ -20,6 +20,7 @@ from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError
 from linnaeus.inference.tally import LevelCounts, Tally
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.memory.device import failed_allocations
+from linnaeus.memory.oom import is_out_of_memory
 from linnaeus.models.freeze import Freezing
 from linnaeus.training.build import Assembly, build_precision
 from linnaeus.training.losses import build_loss
@@ -120,6 +121,7 @@ def check_takes_size(trained: TrainedRun, preprocessing: Preprocessing) -> None:
 
     Raises:
         ConfigError: it does not.
+        OutOfMemoryError: not even one such image fits into memory.
     """
     if trained.spec.preprocessing is None or trained.spec.preprocessing.size == preprocessing.size:
         return
@@ -129,6 +131,11 @@ def check_takes_size(trained: TrainedRun, preprocessing: Preprocessing) -> None:
         with torch.no_grad():
             trained.model(image)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(
+                f"DATA.IMG_SIZE: out of memory with a single image of {height}x{width} pixels: "
+                f"{first_line(error)}; choose smaller images"
+            ) from error
         before = "x".join(map(str, trained.spec.preprocessing.size))
         raise ConfigError(
             f"DATA.IMG_SIZE: this model takes no images of {height}x{width} pixels, only those of its "
