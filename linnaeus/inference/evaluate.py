@@ -38,12 +38,12 @@ class Outcome:
     Attributes:
         metrics: those that training logs, computed as there; equal on all processes.
         levels: the counts of each level, on rank 0; None on the others.
-        seconds: of the pass over the data.
+        duration_s: of the pass over the data.
     """
 
     metrics: dict[str, float]
     levels: list[LevelCounts] | None
-    seconds: float
+    duration_s: float
 
 
 class EvaluationMetrics:

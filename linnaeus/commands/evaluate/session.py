@@ -139,7 +139,7 @@ def _evaluate(session: _Session) -> None:
         levels=figures_of(taxonomy, outcome.levels),
         distance=None if taxonomy is None else distance_of_mistakes(taxonomy, outcome.levels[-1]),
         logged=_logged(session, config, outcome, data),
-        seconds=outcome.seconds,
+        duration_s=outcome.duration_s,
         notes=data.bundle.report,
     )  # fmt: skip
     _write(evaluation, output, session)
@@ -377,5 +377,5 @@ def _write(evaluation: Evaluation, output: Path, session: _Session) -> None:
         save_plot(evaluation, picture)
         written.append(picture)
     show(evaluation, session.console)
-    logger.info("%.1f samples/s", evaluation.data["samples"] / max(evaluation.seconds, 1e-9))
+    logger.info("%.1f samples/s", evaluation.data["samples"] / max(evaluation.duration_s, 1e-9))
     logger.info("written: %s", ", ".join(map(str, written)))

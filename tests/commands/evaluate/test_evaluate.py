@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from linnaeus.commands.evaluate.results import Logged
 from tests.commands.evaluate.conftest import DIGITS, TINY, write_images
 from tests.conftest import TORCHRUN, Run
 from tests.forks import ROOT, python
@@ -38,7 +39,7 @@ def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(run: Run
     evaluate = ["evaluate", "runs/tiny", "--checkpoint", "last"]
     outcome = run(*evaluate)
     assert outcome.code == 0, outcome.err
-    assert "as logged: every figure" in outcome.out
+    assert "same figures as in training, to the last digit" in outcome.out
     path = tmp_path / "runs/tiny/evaluations/last.json"
     found = content_of(path)
     assert found["metrics"] == logged(tmp_path / "runs/tiny")
@@ -52,21 +53,34 @@ def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(run: Run
     content["state"]["ema"]["module"]["heads.1.bias"][3] += 5
     torch.save(content, checkpoint)
     outcome = run(*evaluate)
-    assert "other figures than logged, although data, sizes and device are the run's" in outcome.out
+    assert "figures differ from training, although data, sizes and device are the run's" in outcome.out
     changed = content_of(path)["logged"]
     assert not changed["same"]
     assert "top1/digit" in changed["unequal"]
     assert "top1/shape" not in changed["unequal"]
 
 
+def test_a_figure_that_only_one_of_both_has_is_a_difference() -> None:
+    """Figures that are not a number on both sides are not."""
+    nan = float("nan")
+    same = Logged.of({"loss": 1.5, "top1/a": nan}, {"loss": 1.5, "top1/a": nan}, [])
+    assert same.sentence({}) == "same figures as in training, to the last digit"
+    metrics = {"loss": 1.5, "top1/a": 0.5}
+    other = Logged.of({"loss": 1.5, "consistent": 1.0}, metrics, ["TRAIN.AMP off (bf16 in the run)"])
+    assert other.unequal == ["consistent", "top1/a"]
+    assert other.sentence(metrics) == (
+        "figures differ from training with TRAIN.AMP off (bf16 in the run): "
+        "consistent absent (1 in training), top1/a 0.5 (absent in training)"
+    )
+
+
 def test_without_an_average_and_with_other_settings(run: Run, tmp_path: Path) -> None:
     assert run(*DIGITS).code == 0
     evaluate = ["evaluate", "runs/tiny/checkpoints/last.pt"]
-    assert "as logged: every figure" in run(*evaluate).out
+    assert "same figures as in training, to the last digit" in run(*evaluate).out
     outcome = run(*evaluate, "DATA.BATCH_SIZE_VAL=70", "TRAIN.AMP=bf16")
-    assert (
-        "other figures than logged with DATA.BATCH_SIZE_VAL 70 (61 in the run), TRAIN.AMP bf16" in outcome.out
-    )
+    with_settings = "with DATA.BATCH_SIZE_VAL 70 (61 in the run), TRAIN.AMP bf16"
+    assert f"figures differ from training {with_settings}" in outcome.out
 
 
 RANKS = """
@@ -110,7 +124,7 @@ def birds(run: Run, tmp_path: Path) -> Path:
 def test_held_out_samples_are_found_again(run: Run, birds: Path, tmp_path: Path) -> None:
     outcome = run("evaluate", "runs/tiny", "--checkpoint", "last")
     assert outcome.code == 0, outcome.err
-    assert "as logged" in outcome.out
+    assert "same figures as in training" in outcome.out
     found = content_of(birds / "evaluations/last.json")
     assert found["metrics"] == logged(birds)
     assert (found["data"]["part"], found["data"]["samples"]) == ("samples held out of training", 7)
@@ -128,7 +142,7 @@ def test_other_data_needs_no_training_data(run: Run, birds: Path, tmp_path: Path
     outcome = run("evaluate", "runs/tiny", "DATA.DATASET.ROOT=new", "--plot", "p.html")
     assert outcome.code == 0, outcome.err
     assert "no level1 there" in outcome.out
-    assert "logged" not in outcome.out
+    assert "figures" not in outcome.out
     found = content_of(birds / "evaluations/best_new_val.json")
     samples = {row["class"]: row["samples"] for row in found["classes"]}
     assert samples == {"cats": 3, "dogs": 3, "lion": 0, "lynx": 3, "fox": 0, "wolf": 3}
@@ -189,8 +203,8 @@ def test_unknown_classes_are_an_error_or_left_out(run: Run, birds: Path, tmp_pat
     assert run(*command, "--unknown", "skip").code == 0
     found = content_of(birds / "evaluations/best_test.json")
     assert (found["data"]["samples"], found["data"]["left_out"]) == (5, 2)
-    unknown = {name: level["unknown"] for name, level in found["levels"].items()}
-    assert unknown == {"level1": 0, "level2": 1}
+    unlabelled = {name: level["unlabelled"] for name, level in found["levels"].items()}
+    assert unlabelled == {"level1": 0, "level2": 1}
 
 
 def test_no_evaluation_replaces_one_of_other_data(run: Run, birds: Path, tmp_path: Path) -> None:
@@ -269,7 +283,7 @@ def test_a_run_without_classes_has_a_loss(run: Run, tmp_path: Path) -> None:
     assert run(*TINY, *model, *targets, "DATA.BATCH_SIZE=4").code == 0
     outcome = run("evaluate", "runs/tiny", "--checkpoint", "last")
     assert outcome.code == 0, outcome.err
-    assert "as logged" in outcome.out
+    assert "same figures as in training" in outcome.out
     found = content_of(tmp_path / "runs/tiny/evaluations/last.json")
     assert found["metrics"] == logged(tmp_path / "runs/tiny")
     assert (found["levels"], found["classes"]) == ({}, [])
