@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -39,11 +38,25 @@ class Figures(ABC):
         write_text_atomically(path, text)
 
     def _csv(self) -> str:
-        file = io.StringIO()
-        writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+        rows = _Rows()
+        writer = csv.DictWriter(rows, self.columns, lineterminator="\r\n")
         writer.writeheader()
         writer.writerows(self.scalars())
-        return file.getvalue()
+        return "".join(rows.lines)
+
+
+class _Rows:
+    """Lines that end in `\\n`, of a writer that ends them in `\\r\\n`.
+
+    The writer quotes text that holds one of its own line endings only; readers end a line at either.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def write(self, row: str) -> None:
+        """Add a line."""
+        self.lines.append(row.removesuffix("\r\n") + "\n")
 
 
 def cell(value: float | None, form: str) -> str:

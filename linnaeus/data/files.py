@@ -64,6 +64,10 @@ class Listing:
         return self.places[position] if self.places else str(self.root / self.paths[position])
 
 
+ALL_SAMPLES = "all samples, as there is no validation split"
+"""The kind of a `Part` that is the whole dataset."""
+
+
 @dataclass(frozen=True)
 class Part:
     """The files of a dataset that a trained model is to be evaluated on.
@@ -250,7 +254,7 @@ def encode(listing: Listing, index: LabelIndex) -> tuple[Tensor, dict[str, list[
 
 def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> tuple[str, str]:
     """The number of unknown classes, and the first few with the place of their first sample."""
-    count = f"{len(unknown)} class{'es' if len(unknown) > 1 else ''}"
+    count = counted(len(unknown), "class")
     places = {name: listing.place(positions[0]) for name, positions in unknown.items()}
     return count, several([f"{name} (first in {place})" for name, place in places.items()])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
 from linnaeus.data.endings import EXTENSIONS
-from linnaeus.data.files import Listing, Part, build_files, hold_out, several
+from linnaeus.data.files import ALL_SAMPLES, Listing, Part, build_files, hold_out, several
 from linnaeus.data.taxonomy import LabelIndex, Lineage, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
 
@@ -42,7 +42,9 @@ def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
             f"{train_folder}"
         )
     index = _index(train, dataset.RANKS, inat)
-    remedy = "leave it out with DATA.DATASET.RANKS" if inat else "leave out that level of folders"
+    remedy = "add the folders of other classes"
+    if len(index.taxonomy.levels) > 1:
+        remedy = "leave it out with DATA.DATASET.RANKS" if inat else "leave out that level of folders"
     require_classes(index.taxonomy, str(train_folder), remedy)
     return build_files(train, val, index, config, on_main)
 
@@ -68,8 +70,7 @@ def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> Part:
     listing, inat = _read(folder, dataset)
     names = INAT_RANKS if inat else None
     if not is_own:
-        whole = f"{folder}: no validation split, so all of it is evaluated"
-        return Part(listing, names, "all samples", (whole,))
+        return Part(listing, names, ALL_SAMPLES)
     report: list[str] = []
     _, held_out = hold_out(listing, dataset.VAL_FRACTION, report)
     index = _index(listing, dataset.RANKS, inat)
@@ -136,7 +137,11 @@ def _are_splits(subfolders: set[str]) -> bool:
 
 def _subfolders(root: Path) -> set[str]:
     try:
-        return {entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")}
+        return {
+            entry.name
+            for entry in os.scandir(root)
+            if _kind(entry) == "folder" and not entry.name.startswith(".")
+        }
     except OSError as error:
         raise DataError(f"DATA.DATASET.ROOT: cannot read folder {root}: {error.strerror}") from error
 
@@ -160,11 +165,17 @@ def _scan(folder: Path, *, need_all: bool = True) -> list[tuple[tuple[str, ...],
             entries = sorted(os.scandir(path), key=lambda entry: entry.name)
         except OSError as error:
             raise DataError(f"cannot read folder {path}: {error.strerror}") from error
-        entries = [entry for entry in entries if not entry.name.startswith(".")]
-        folders = [entry.name for entry in entries if entry.is_dir()]
-        for entry in entries:
-            if os.path.splitext(entry.name)[1].lower() in EXTENSIONS and not entry.is_dir():  # noqa: PTH122
-                found.append((names, "/".join((*names, entry.name))))
+        kinds = {entry.name: _kind(entry) for entry in entries if not entry.name.startswith(".")}
+        folders = [name for name, kind in kinds.items() if kind == "folder"]
+        for name, kind in kinds.items():
+            if kind == "folder" or os.path.splitext(name)[1].lower() not in EXTENSIONS:  # noqa: PTH122
+                continue
+            if kind == "special":
+                raise DataError(
+                    f"{path / name}: not a file but a pipe, a socket or a device, which cannot be read as an "
+                    "image; remove it"
+                )
+            found.append((names, "/".join((*names, name))))
         for name in folders:
             visit(path / name, (*names, name), above | {real})
         if len(found) == num_before and not folders:
@@ -179,13 +190,31 @@ def _scan(folder: Path, *, need_all: bool = True) -> list[tuple[tuple[str, ...],
     return found
 
 
+def _kind(entry: os.DirEntry[str]) -> str:
+    """`folder`, `file`, or `special` for a pipe, a socket or a device, which would block when it is opened.
+
+    A link that leads nowhere, or to itself, is a file: reading it says why it cannot be.
+    """
+    try:
+        if entry.is_dir():
+            return "folder"
+        if entry.is_file():
+            return "file"
+        entry.stat()  # fails for a link that leads nowhere
+    except OSError:
+        return "file"
+    return "special"
+
+
 def _check_depth(folder: Path, found: list[tuple[tuple[str, ...], str]]) -> None:
     """Check that all images lie in the same number of nested class folders, at least one."""
     depths = Counter(len(names) for names, _ in found)
     usual = depths.most_common(1)[0][0]
     for names, path in found:
         if not names:
-            raise DataError(f"{folder / path}: an image outside of any class folder")
+            raise DataError(
+                f"{folder / path}: an image outside of any class folder; move it into the folder of its class"
+            )
         if len(names) != usual:
             raise DataError(
                 f"{folder.joinpath(*names)}: images {len(names)} folders deep, but {usual} deep elsewhere; "

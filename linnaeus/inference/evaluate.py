@@ -16,7 +16,7 @@ from linnaeus.config.schema import TrainConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.dist import World
-from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError
+from linnaeus.errors import CheckpointError, ConfigError, LinnaeusError, OutOfMemoryError
 from linnaeus.inference.tally import LevelCounts, Tally
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.memory.device import failed_allocations
@@ -27,6 +27,7 @@ from linnaeus.training.losses import build_loss
 from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.out_of_memory import SizeOrigin, first_line, validation_remedies
 from linnaeus.training.step import TrainStep, ValidationStep
+from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.evaluate")
 
@@ -164,6 +165,7 @@ def evaluate(
     Raises:
         DataError: a sample cannot be read.
         OutOfMemoryError: a batch does not fit.
+        LinnaeusError: the model's outputs are not finite (on rank 0, which has the counts).
     """
     memory = failed_allocations(world.device)
     step.model.eval()
@@ -185,6 +187,13 @@ def evaluate(
     values = metrics.logged.compute(world)
     assert values is not None  # no process breaks off
     levels = metrics.tally.collect(world)
+    for name, counts in zip(metrics.tally.level_names, levels or (), strict=False):
+        if counts.num_not_finite:
+            raise LinnaeusError(
+                f"the model's outputs for rank {name!r} are not finite, for "
+                f"{counted(counts.num_not_finite, 'sample')}: its weights are not, or its number format "
+                "(TRAIN.AMP) overflows"
+            )
     return Outcome(values, levels, time.perf_counter() - started)
 
 

@@ -37,6 +37,7 @@ class LevelCounts:
         bins: [3, NUM_BINS], float64: samples, sum of confidences and correct ones in each bin of confidence.
         cross_entropy: sum over the samples of the negative log-probability of their class.
         num_unlabelled: samples without a label at this level, which count nowhere else.
+        num_not_finite: samples, with or without a label, whose outputs hold NaN or infinity.
     """
 
     num_classes: int
@@ -45,6 +46,7 @@ class LevelCounts:
     bins: Tensor = field(default_factory=lambda: torch.zeros(3, NUM_BINS, dtype=torch.float64))
     cross_entropy: float = 0.0
     num_unlabelled: int = 0
+    num_not_finite: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -57,6 +59,7 @@ class LevelCounts:
         self.bins += other.bins
         self.cross_entropy += other.cross_entropy
         self.num_unlabelled += other.num_unlabelled
+        self.num_not_finite += other.num_not_finite
 
     def _count(self, pairs: Tensor, counts: Tensor) -> None:
         self.pairs, positions = torch.unique(pairs, return_inverse=True)
@@ -115,6 +118,7 @@ class Tally:
             known = targets[:, level] != UNKNOWN
             true, predicted = targets[known, level], predictions[known, level]
             counts.num_unlabelled += int((~known).sum())
+            counts.num_not_finite += int(log_p[:, level, 0].isnan().sum())
             counts.cross_entropy -= float(log_p[known, level, 1].sum())
             counts.bins += _binned(log_p[known, level, 0].exp(), true == predicted)
             waiting = self._on_host[level]

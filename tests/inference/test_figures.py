@@ -99,6 +99,16 @@ def test_a_certain_prediction_is_in_the_last_bin() -> None:
     assert counts[0].bins[0].sum() == 2
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_outputs_that_are_not_finite_are_counted(value: float) -> None:
+    """With or without a label."""
+    tally = Tally(Taxonomy((Level("class", ("a", "b")),)))
+    tally.update(torch.tensor([[value, 0.0], [3.0, 0.0], [0.0, value]]), torch.tensor([[0], [0], [-1]]))
+    counts = tally.collect(WORLD)
+    assert counts is not None
+    assert counts[0].num_not_finite == 2
+
+
 def test_a_level_without_a_label_has_no_figures() -> None:
     logits = tuple(torch.randn(4, count) for count in COUNTS)
     found = figures([(logits, torch.tensor([[0, -1, 1]] * 4))])[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import platform
 import re
 import time
@@ -32,7 +33,7 @@ from linnaeus.config.schema import Config
 from linnaeus.console import ProgressBar, make_console
 from linnaeus.data.bundle import as_size, dataset_length
 from linnaeus.data.evaluation import EvaluationData, Request, build_evaluation_data
-from linnaeus.data.loader import build_loaders
+from linnaeus.data.loader import build_val_loader
 from linnaeus.dist import RankEnded, World, errors_told_first, join
 from linnaeus.errors import ConfigError
 from linnaeus.inference.evaluate import (
@@ -181,18 +182,16 @@ def _measure(session: _Session, data: EvaluationData) -> tuple[Config, Outcome]:
         config = with_batch_sizes(config, val=found.batch_size)
         logger.info("AutoBatch: DATA.BATCH_SIZE_VAL %d", found.batch_size)
     size = config.DATA.BATCH_SIZE_VAL
-    loaders = build_loaders(
-        data.bundle, sizes=lambda epoch, skip: iter(()), batch_size_val=size, data_config=config.DATA,
-        seed=config.EXPERIMENT.SEED, rank=world.rank, world_size=world.world_size, device=world.device,
-        local_world_size=world.local_world_size,
+    loader = build_val_loader(
+        data.bundle, batch_size=size, data_config=config.DATA, seed=config.EXPERIMENT.SEED, rank=world.rank,
+        world_size=world.world_size, device=world.device, local_world_size=world.local_world_size,
     )  # fmt: skip
-    num_samples = dataset_length(data.bundle.val)
-    num_batches = len(range(0, len(range(world.rank, num_samples, world.world_size)), size))
+    num_samples = len(range(world.rank, dataset_length(data.bundle.val), world.world_size))
     world.update("evaluating")
-    with closing(loaders), ProgressBar(session.console if world.is_main else None) as bar:
-        bar.start("evaluating", num_batches)
+    with closing(loader), ProgressBar(session.console if world.is_main else None) as bar:
+        bar.start("evaluating", math.ceil(num_samples / size))
         outcome = evaluate(
-            assembly.validation_step, metrics, loaders.val, world,
+            assembly.validation_step, metrics, loader, world,
             size_origin("val", config.DATA, found), _progress(bar),
         )  # fmt: skip
     return config, outcome

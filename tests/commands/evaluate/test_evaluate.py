@@ -74,6 +74,18 @@ def test_a_figure_that_only_one_of_both_has_is_a_difference() -> None:
     )
 
 
+def test_outputs_that_are_not_finite_are_no_figures(run: Run, tmp_path: Path) -> None:
+    assert run(*DIGITS).code == 0
+    checkpoint = tmp_path / "runs/tiny/checkpoints/last.pt"
+    content = torch.load(checkpoint, weights_only=True)
+    content["state"]["model"]["heads.1.bias"][3] = float("nan")
+    torch.save(content, checkpoint)
+    outcome = run("evaluate", "runs/tiny", "--checkpoint", "last")
+    assert outcome.code == 1
+    assert "outputs for rank 'digit' are not finite, for " in outcome.err
+    assert not list((tmp_path / "runs/tiny/evaluations").iterdir())
+
+
 def test_without_an_average_and_with_other_settings(run: Run, tmp_path: Path) -> None:
     assert run(*DIGITS).code == 0
     evaluate = ["evaluate", "runs/tiny/checkpoints/last.pt"]
@@ -185,6 +197,15 @@ def test_a_dataset_of_another_kind_begins_with_the_defaults(
     outcome = run("evaluate", "runs/tiny", *typed, "--print-config")
     assert outcome.code == 0, outcome.err
     assert (argument in outcome.out) == kept
+
+
+def test_a_run_with_a_balanced_sampler_needs_no_training_labels(run: Run, tmp_path: Path) -> None:
+    """A class that the data does not have has no samples to draw, which is nothing to an evaluation."""
+    write_images(tmp_path / "birds", FOLDERS, 6)
+    assert run(*FILES, "DATA.DATASET.ROOT=birds", "DATA.SAMPLER=balanced", "DATA.BATCH_SIZE=4").code == 0
+    target = "DATA.DATASET._target_=tests.commands.evaluate.tiny.Wolves"
+    outcome = run("evaluate", "runs/tiny", target)
+    assert outcome.code == 0, outcome.err
 
 
 def test_unknown_classes_are_an_error_or_left_out(run: Run, birds: Path, tmp_path: Path) -> None:
