@@ -167,11 +167,13 @@ class Distance:
     Attributes:
         mean_over_mistakes: mean over the mistakes; None without any.
         mean_over_samples: mean over all samples, where a correct one is 0.
+        num_mistakes: mistakes that are counted.
         num_left_out: mistakes with an unknown ancestor, which are left out of both.
     """
 
     mean_over_mistakes: float | None
     mean_over_samples: float | None
+    num_mistakes: int
     num_left_out: int
 
 
@@ -192,6 +194,7 @@ def distance_of_mistakes(taxonomy: Taxonomy, finest: LevelCounts) -> Distance | 
     return Distance(
         total / num_mistakes if num_mistakes else None,
         total / num_known if num_known else None,
+        num_mistakes,
         int(counts[~is_known].sum()),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -55,8 +56,6 @@ HEADS = {"heads.0.weight", "heads.0.bias", "heads.1.weight", "heads.1.bias"}
 def test_patterns_choose_parameters_and_whole_modules_stay_in_eval(
     freeze: Any, names: set[str], modules: set[str]
 ) -> None:
-    from fnmatch import fnmatchcase
-
     model = make_model()
     everything = trainable(model)
     freezing = frozen(model, freeze)

@@ -80,13 +80,18 @@ def notes(evaluation: Evaluation) -> list[str]:
     metrics, distance = evaluation.metrics, evaluation.distance
     found = [f"loss {metrics['loss']:.4f}"]
     if "consistent" in metrics:
-        found[0] += f"; {metrics['consistent']:.2%} of the samples have ranks that agree with the taxonomy"
+        found[0] += (
+            f"; of the samples whose predicted classes have known parents, {metrics['consistent']:.2%} agree "
+            "with the taxonomy"
+        )
     if distance is not None and distance.mean_over_mistakes is not None:
         found.append(
-            "mean distance of a mistake to the lowest common ancestor: "
+            f"mean distance of {counted(distance.num_mistakes, 'mistake')} to the lowest common ancestor: "
             f"{distance.mean_over_mistakes:.3f} ranks ({distance.mean_over_samples:.3f} over all samples, "
             "correct ones as 0)"
         )
+        if distance.num_left_out:
+            found[-1] += f"; {counted(distance.num_left_out, 'mistake')} with an unknown ancestor left out"
     if evaluation.logged is not None:
         found.append(evaluation.logged.sentence(metrics))
     return found

@@ -115,6 +115,7 @@ class Evaluation(Figures):
             else {
                 "mean_over_mistakes": distance.mean_over_mistakes,
                 "mean_over_samples": distance.mean_over_samples,
+                "num_mistakes": distance.num_mistakes,
                 "num_left_out": distance.num_left_out,
             },
             "levels": {level.level.name: self._level(level) for level in self.levels},
