@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from difflib import get_close_matches
 from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
@@ -86,7 +87,7 @@ def _evaluation_split(dataset: DatasetConfig, is_own: bool) -> Path | None:
     if dataset.VAL is not None:
         folder = root / dataset.VAL
         if not folder.is_dir():
-            raise DataError(f"DATA.DATASET.VAL: there is no folder {folder}")
+            raise DataError(f"DATA.DATASET.VAL: there is no folder {folder}{_folders_like(folder)}")
         return folder
     names = _VAL_NAMES if is_own else (*_VAL_NAMES, "test")
     has_splits = _are_splits(subfolders) or (not is_own and bool(subfolders) and subfolders <= _SPLIT_NAMES)
@@ -124,7 +125,7 @@ def _split_folders(dataset: DatasetConfig) -> tuple[Path, Path | None]:
         val = next((root / name for name in _VAL_NAMES if name in subfolders and root / name != train), None)
     for key, folder in (("TRAIN", train), ("VAL", val)):
         if folder is not None and not folder.is_dir():
-            raise DataError(f"DATA.DATASET.{key}: there is no folder {folder}")
+            raise DataError(f"DATA.DATASET.{key}: there is no folder {folder}{_folders_like(folder)}")
     return train, val
 
 
@@ -143,7 +144,21 @@ def _subfolders(root: Path) -> set[str]:
             if _kind(entry) == "folder" and not entry.name.startswith(".")
         }
     except OSError as error:
-        raise DataError(f"DATA.DATASET.ROOT: cannot read folder {root}: {error.strerror}") from error
+        raise DataError(
+            f"DATA.DATASET.ROOT: cannot read folder {root}: {error.strerror}{_folders_like(root)}"
+        ) from error
+
+
+def _folders_like(missing: Path) -> str:
+    """`; did you mean X?` for the folder beside a missing one whose name is most like it."""
+    if missing.exists():
+        return ""
+    try:
+        names = [entry.name for entry in os.scandir(missing.parent) if _kind(entry) == "folder"]
+    except OSError:
+        return ""
+    close = get_close_matches(missing.name, names, 1)
+    return f"; did you mean {missing.parent / close[0]}?" if close else ""
 
 
 def _scan(folder: Path, *, need_all: bool = True) -> list[tuple[tuple[str, ...], str]]:

@@ -157,6 +157,9 @@ def test_a_class_folder_without_image_is_named(nested: Path) -> None:
 def test_a_missing_empty_or_unset_root(tmp_path: Path, nested: Path) -> None:
     fails(r"DATA\.DATASET\.ROOT", None, error=ConfigError)
     assert str(tmp_path / "nowhere") in fails(r"DATA\.DATASET\.ROOT: cannot read", tmp_path / "nowhere")
+    assert fails("cannot read", tmp_path / "image").endswith(f"; did you mean {nested}?")
+    assert "did you mean" not in fails("cannot read", tmp_path / "nowhere")
+    fails(r"VAL: there is no folder .*; did you mean .*/Plantae\?", nested, TRAIN=".", VAL="plantae")
     (tmp_path / "file").write_text("x")
     fails(r"DATA\.DATASET\.ROOT: cannot read", tmp_path / "file")
     (tmp_path / "empty").mkdir()
