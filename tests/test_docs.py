@@ -144,6 +144,12 @@ def train_birds(desk: Path) -> None:
     assert cli([*options, *SMALLER, *SMALL_MODEL]) == 0
 
 
+def train_what_is_evaluated(line: str, desk: Path) -> None:
+    """Train the run of a command that evaluates one; nothing for another command."""
+    if "evaluate" in shlex.split(line):
+        train_birds(desk)
+
+
 def tokens_of(line: str, desk: Path) -> list[str]:
     line = line.replace("/data/", f"{desk}/").replace("NUM_SAMPLES=2000", "NUM_SAMPLES=64")
     return shlex.split(line.replace("configs/", f"{ROOT}/configs/"))
@@ -172,8 +178,7 @@ OF_ONE_PROCESS = [
 def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: Run) -> None:
     tokens = tokens_of(line, desk)
     argv = tokens[3:] if tokens[0] == "python" else tokens[1:]
-    if "evaluate" in argv:
-        train_birds(desk)
+    train_what_is_evaluated(line, desk)
     outcome = run(*smaller(argv))
     assert outcome.code == 0, outcome.err
 
@@ -245,8 +250,7 @@ def test_a_sweep_works(page: str, line: str, desk: Path, run: Run, monkeypatch: 
 @pytest.mark.parametrize(("page", "line"), of_kind("torchrun"))
 def test_a_command_of_several_processes_works(page: str, line: str, desk: Path) -> None:
     tokens = re.sub(r"--nproc_per_node=\d+", "--standalone --nproc_per_node=2", line)
-    if "evaluate" in tokens:
-        train_birds(desk)
+    train_what_is_evaluated(line, desk)
     command = [sys.executable, "-m", "torch.distributed.run", *smaller(tokens_of(tokens, desk)[1:])]
     done = subprocess.run(command, cwd=desk, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

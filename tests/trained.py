@@ -92,7 +92,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 def write_images(folder: Path, number: int, size: tuple[int, int] = (40, 52)) -> list[Path]:
-    """PNG files of coloured blocks, `0.png` and so on."""
+    """PNG files of coloured blocks, `000.png` and so on."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{position:03}.png" for position in range(number)]
     for position, path in enumerate(paths):

@@ -9,6 +9,12 @@ from linnaeus.commands.options import CommandParser
 from linnaeus.config.keys import suggest
 from linnaeus.errors import ConfigError
 
+CHECKPOINT_OPTION = (
+    "--checkpoint", "best|last|FILE", str,
+    "checkpoint of the run: best (the default), last, or a file; RUN itself where that is a checkpoint",
+)  # fmt: skip
+"""Arguments of `CommandParser.option`."""
+
 
 class RunCommandParser(CommandParser):
     """The options of a command that takes no configuration, and its help.
@@ -52,12 +58,7 @@ class RunCommandParser(CommandParser):
 
     def add_run_options(self) -> None:
         """Add the options that say which weights to use, and where."""
-        self.option(
-            "--checkpoint",
-            "best|last|FILE",
-            str,
-            "checkpoint of the run: best (the default), last, or a file",
-        )
+        self.option(*CHECKPOINT_OPTION)
         self.option("--device", "DEVICE", str, "auto, cpu, cuda, cuda:1, ...")
 
 

@@ -64,6 +64,10 @@ class Listing:
         return self.places[position] if self.places else str(self.root / self.paths[position])
 
 
+ALL_SAMPLES = "all samples, as there is no validation split"
+"""The kind of a `Part` that is the whole dataset."""
+
+
 @dataclass(frozen=True)
 class Part:
     """The files of a dataset that a trained model is to be evaluated on.
