@@ -38,7 +38,7 @@ from linnaeus.training.checkpoint import Checkpoint, CheckpointFolder, TrainingS
 from linnaeus.training.noise_scale import build_probe
 from linnaeus.training.notes import settings_sentence, settings_without_effect
 from linnaeus.training.optim import scale_values
-from linnaeus.training.report import RESULT, report_plan, report_result, save_result
+from linnaeus.training.report import RESULT, report_plan, report_result, report_start, save_result
 from linnaeus.training.resume import find_checkpoint, is_finished, plain_nodes
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.stop import StopAgreement
@@ -88,12 +88,8 @@ def run(config: Config) -> FitResult:
                 return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
         if world.is_main:
             weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
-            for sentence in filter(
-                None, (*data.report, weights, assembly.freezing.sentence, note, settings_sentence(config))
-            ):
-                logger.info("%s", sentence)
-            for sentence in settings_without_effect(config):
-                logger.warning("warning: %s", sentence)
+            sentences = (*data.report, weights, assembly.freezing.sentence, note, settings_sentence(config))
+            report_start(sentences, settings_without_effect(config))
         sized = _find_sizes(config, data, assembly, world, checkpoint, folder.console)
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)

@@ -75,6 +75,7 @@ class FitResult:
         training_s: seconds of training without validation, including those before the run was resumed.
         noise_scale: the gradient noise scale in samples; None where it is not known.
         stop_signal: the signal that has stopped the run, with a checkpoint; 0 where it is complete.
+        headline: name of the metric that decides which checkpoint is best.
     """
 
     metrics: dict[str, float]
@@ -82,6 +83,7 @@ class FitResult:
     training_s: float
     noise_scale: float | None = None
     stop_signal: int = 0
+    headline: str = "loss"
 
 
 @dataclass
@@ -205,7 +207,14 @@ class Trainer:
             self.progress.seconds,
             noise_scale=self._noise_scale,
             stop_signal=self.stop.stop_signal,
+            headline=self._headline,
         )
+
+    @property
+    def _headline(self) -> str:
+        if not self.progress.metrics:  # stopped before the first validation
+            return "loss"
+        return headline(self.progress.metrics, self.assembly.criterion)[0].removeprefix("-")
 
     @property
     def _noise_scale(self) -> float | None:
@@ -408,7 +417,7 @@ class Trainer:
         self._write("val", values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         logger.info("epoch %d/%d  %s  (%.1f s)", self.progress.epoch, self.plan.num_epochs, shown, seconds)
-        _, value = headline(values)
+        _, value = headline(values, self.assembly.criterion)
         if math.isnan(value) or (self.progress.best is not None and value <= self.progress.best):
             return False
         self.progress.best = value
