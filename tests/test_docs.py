@@ -162,7 +162,8 @@ def smaller(tokens: list[str]) -> list[str]:
     own_model = any(token.startswith("MODEL._target_") for token in tokens)
     is_pretrained = "MODEL.PRETRAINED=True" in tokens
     model = () if own_model else PRETRAINED_MODEL if is_pretrained else SMALL_MODEL
-    return [*tokens, *SMALLER, *model]
+    steps = () if "--cfg" in tokens else ("DATA.BATCH_SIZE=64",)  # the default data are all the digits
+    return [*tokens, *SMALLER, *steps, *model]
 
 
 SWEEPS = of_kind("linnaeus sweep ")

@@ -112,6 +112,7 @@ def test_what_computations_say_about_themselves(tmp_path: Path) -> None:
     assert all(torch.allclose(found[level], expected[level]) for level in expected)
 
 
+@pytest.mark.slow
 def test_a_marginal_head_as_a_computation(tmp_path: Path) -> None:
     """Its outputs are log-probabilities already, which do not add up to 1 where a parent is unknown."""
     taxonomy = Taxonomy(BIRDS.levels, ((0, 0, 1, UNKNOWN, 0),))

@@ -86,6 +86,7 @@ def test_outputs_that_are_not_finite_are_no_figures(run: Run, tmp_path: Path) ->
     assert not list((tmp_path / "runs/tiny/evaluations").iterdir())
 
 
+@pytest.mark.slow
 def test_without_an_average_and_with_other_settings(run: Run, tmp_path: Path) -> None:
     assert run(*DIGITS).code == 0
     evaluate = ["evaluate", "runs/tiny/checkpoints/last.pt"]
@@ -228,6 +229,7 @@ def test_unknown_classes_are_an_error_or_left_out(run: Run, birds: Path, tmp_pat
     assert unlabelled == {"level1": 0, "level2": 1}
 
 
+@pytest.mark.slow
 def test_no_evaluation_replaces_one_of_other_data(run: Run, birds: Path, tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 2)):
         write_images(tmp_path / name / "test" / "val", FOLDERS, 1, seed)
