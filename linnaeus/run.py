@@ -31,7 +31,7 @@ from linnaeus.models.normalisation import with_normalisation
 from linnaeus.models.spec import MODEL_FILE, ModelSpec
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest
-from linnaeus.tracking import start_tracking
+from linnaeus.tracking import Tracker, start_tracking
 from linnaeus.training import fingerprint
 from linnaeus.training.build import Assembly, assemble, check_train_config, plan_facts
 from linnaeus.training.checkpoint import Checkpoint, CheckpointFolder, TrainingState
@@ -98,34 +98,18 @@ def run(config: Config) -> FitResult:
         spec = ModelSpec.of(config.MODEL, data).as_dict()
 
         folder.begin()  # all that can fail because of the configuration has been done
-        tracker = stack.enter_context(
-            start_tracking(
-                experiment.WANDB, name=experiment.NAME, folder=path / "logs", resume=checkpoint is not None,
-                config={**dataclasses.asdict(config), "PLAN": plan.as_dict()}, enabled=world.is_main,
-            )
-        )  # fmt: skip
+        tracker = stack.enter_context(_tracker(config, plan, path, world, resume=checkpoint is not None))
         if world.is_main:
             (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
             report_searches(sized.found, world.device, path / "autobatch.json", tracker)
             report_plan(plan, train, config.OPTIMIZER)
-            save_config(config, path / "config.yaml", plan.as_dict())
-            write_text_atomically(path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n")
-        metrics_file = stack.enter_context(
-            MetricsFile(
-                path / "metrics.jsonl",
-                enabled=world.is_main,
-                last_step=progress.step,
-                within_epoch=progress.samples > 0,
-            )
-        )
+            _save_description(config, plan, spec, path)
+        metrics_file = stack.enter_context(_metrics_file(path, progress, world))
         trainer = Trainer(
             train, plan, world, assembly,
             loaders=loaders,
             train_step=dataclasses.replace(assembly.train_step, probe=probe),
-            schedule=Schedule(
-                config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps,
-                warmup_steps=plan.warmup_steps, batch_size_lr_factor=plan.batch_size_lr_factor,
-            ),
+            schedule=_schedule(config, assembly, plan),
             checkpoints=checkpoints,
             metrics_file=metrics_file,
             tracker=tracker,
@@ -145,6 +129,33 @@ def run(config: Config) -> FitResult:
         if world.is_main and not result.stop_signal:
             save_result(result, plan, path / RESULT)
         return result
+
+
+def _save_description(config: Config, plan: BatchPlan, spec: dict[str, Any], path: Path) -> None:
+    """Write what the run is: its configuration with its plan, and what its checkpoints need to be used."""
+    save_config(config, path / "config.yaml", plan.as_dict())
+    write_text_atomically(path / MODEL_FILE, json.dumps(spec, indent=1, ensure_ascii=False) + "\n")
+
+
+def _metrics_file(path: Path, progress: TrainingProgress, world: World) -> MetricsFile:
+    return MetricsFile(
+        path / "metrics.jsonl", enabled=world.is_main,
+        last_step=progress.step, within_epoch=progress.samples > 0,
+    )  # fmt: skip
+
+
+def _tracker(config: Config, plan: BatchPlan, path: Path, world: World, *, resume: bool) -> Tracker:
+    return start_tracking(
+        config.EXPERIMENT.WANDB, name=config.EXPERIMENT.NAME, folder=path / "logs", resume=resume,
+        config={**dataclasses.asdict(config), "PLAN": plan.as_dict()}, enabled=world.is_main,
+    )  # fmt: skip
+
+
+def _schedule(config: Config, assembly: Assembly, plan: BatchPlan) -> Schedule:
+    return Schedule(
+        config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps,
+        warmup_steps=plan.warmup_steps, batch_size_lr_factor=plan.batch_size_lr_factor,
+    )  # fmt: skip
 
 
 def _checkpoints(path: Path, train: TrainConfig, world: World) -> CheckpointFolder:

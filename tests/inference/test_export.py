@@ -69,6 +69,18 @@ def test_safetensors(birds: TrainedRun, inputs: torch.Tensor, tmp_path: Path) ->
     assert repr(again.predict(inputs[0].clamp(0, 1))) == repr(birds.predict(inputs[0].clamp(0, 1)))
 
 
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_safetensors_keep_the_number_format(inputs: torch.Tensor, tmp_path: Path, amp: str) -> None:
+    folder = save_run(tmp_path / "run", spec_of(), config={"TRAIN": {"AMP": amp}})
+    run = load_run(folder, device="cpu")
+    again = load_run(run.export("safetensors", tmp_path / "run.safetensors").path, device="cpu")
+    assert again.amp == amp
+    image = inputs[0].clamp(0, 1)
+    assert repr(again.predict(image)) == repr(run.predict(image))
+    other = load_run(save_run(tmp_path / "other", spec_of(), config={"TRAIN": {"AMP": "off"}}), device="cpu")
+    assert (repr(again.predict(image)) == repr(other.predict(image))) == (amp == "off")
+
+
 def onnx_outputs(path: Path, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession(path)
