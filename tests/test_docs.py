@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SMALLER = (
     "EXPERIMENT.DEVICE=cpu", "TRAIN.EPOCHS=1", "DATA.IMG_SIZE=32", "DATA.BATCH_SIZE=4", "DATA.NUM_WORKERS=1",
-    "DATA.AUTOBATCH.MAX_BATCH_SIZE=16",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE=64",
     "DATA.AUTOBATCH.MEMORY_LIMIT_GB=null",  # the process of the tests may hold more than an example's limit
 )  # fmt: skip
 SMALL_MODEL = ("MODEL.NAME=test_resnet",)

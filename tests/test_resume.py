@@ -501,7 +501,7 @@ def test_a_finished_run_without_its_result_writes_it(run: Run, tmp_path: Path) -
     ("crash", "at_step", "samples"),
     [
         (crashed("train", 75), 8, 64),
-        (crashed("train", 170), 20, 64),
+        pytest.param(crashed("train", 170), 20, 64, marks=pytest.mark.slow),
         (crashed("val", 1), 12, 96),  # all steps of the epoch are done, and its validation is not
         (crashed("val", 120), 24, 96),
     ],

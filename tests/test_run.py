@@ -210,6 +210,7 @@ def test_grey_photographs_with_the_preset(run: Run, tmp_path: Path) -> None:
     assert "workers" not in outcome.out + outcome.err
 
 
+@pytest.mark.slow
 def test_a_loss_of_torch_with_class_weights(run: Run, tmp_path: Path) -> None:
     outcome = run(
         *SMALL, "DATA.DATASET.NUM_CLASSES=[3]", "LOSS._target_=torch.nn.CrossEntropyLoss",

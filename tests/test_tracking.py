@@ -182,6 +182,7 @@ def test_the_summary_holds_the_sizes_and_the_final_figures(
     assert [entry.exit_code for entry in of_kind(run, "exit")] == [0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_id_and_a_new_one_does_not(tmp_path: Path) -> None:
     for resume in (False, True, False):
         record(tmp_path, resume=resume)
@@ -191,6 +192,7 @@ def test_a_resumed_run_keeps_its_id_and_a_new_one_does_not(tmp_path: Path) -> No
     assert (tmp_path / "logs" / "wandb_run_id").read_text() == ids[2]
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_processes_ends_the_record_but_not_the_run(tmp_path: Path) -> None:
     assert LATE in PROGRAM
     outcome = record(tmp_path, program=PROGRAM.replace(LATE, END_CHILDREN + LATE))

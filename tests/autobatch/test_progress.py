@@ -161,7 +161,9 @@ def test_where_no_terminal_is_a_run_prints_one_line_a_trial(run: Run, tmp_path: 
     assert logging.getLogger("linnaeus.autobatch").level == logging.NOTSET
 
 
-@pytest.mark.parametrize(("silent", "loud"), [("LOG_LEVEL_VAL", "train"), ("LOG_LEVEL", "val")])
+@pytest.mark.parametrize(
+    ("silent", "loud"), [("LOG_LEVEL_VAL", "train"), pytest.param("LOG_LEVEL", "val", marks=pytest.mark.slow)]
+)
 def test_a_mode_at_warning_shows_no_trial_and_the_level_ends_with_the_search(
     run: Run, silent: str, loud: str
 ) -> None:

@@ -331,7 +331,9 @@ def test_when_nothing_fits_the_run_ends_with_code_3_and_no_traceback(run: Run, t
 # --- which modes ---
 
 
-@pytest.mark.parametrize(("train", "val"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("train", "val"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow), (False, False)]
+)
 def test_only_the_modes_asked_for_are_searched(run: Run, tmp_path: Path, train: bool, val: bool) -> None:
     outcome = run(
         *SMALL, f"DATA.AUTOBATCH.ENABLED={train}", f"DATA.AUTOBATCH.ENABLED_VAL={val}", "TRAIN.EPOCHS=1",

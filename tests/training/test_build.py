@@ -127,7 +127,7 @@ def test_gradient_checkpointing_is_switched_on_in_the_backbone() -> None:
     torch.testing.assert_close(on.train_step([make_batch()]), off.train_step([make_batch()]))
 
 
-@pytest.mark.parametrize("compile_model", [True, False])
+@pytest.mark.parametrize("compile_model", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_compile_is_a_switch_that_keeps_the_names_of_the_weights(compile_model: bool) -> None:
     parts = assembled(COMPILE=compile_model, EMA=EmaConfig(ENABLED=True))
     assert (parts.model._compiled_call_impl is not None) is compile_model

@@ -213,7 +213,12 @@ def assert_same_states(a: Path, b: Path) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
-    "options", [(), ("DATA.NUM_WORKERS=1",), ("TRAIN.CLIP_GRAD_NORM=0.1", "TRAIN.AMP=fp16")]
+    "options",
+    [
+        (),
+        pytest.param(("DATA.NUM_WORKERS=1",), marks=pytest.mark.slow),
+        ("TRAIN.CLIP_GRAD_NORM=0.1", "TRAIN.AMP=fp16"),
+    ],
 )
 def test_from_the_first_step_on_it_is_the_run_with_smaller_micro_batches(
     run: Run, tmp_path: Path, where: str, options: tuple[str, ...]
@@ -224,7 +229,7 @@ def test_from_the_first_step_on_it_is_the_run_with_smaller_micro_batches(
     assert curve(tmp_path / "runs/plain") == curve(tmp_path / "runs/smaller")
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 def test_later_it_goes_on_as_a_run_resumed_with_smaller_micro_batches(
     run: Run, tmp_path: Path, where: str
 ) -> None:

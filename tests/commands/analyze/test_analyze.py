@@ -206,6 +206,7 @@ def test_one_row_per_mode_and_fraction(run: Run, tmp_path: Path, ending: str) ->
     )
 
 
+@pytest.mark.slow
 def test_pandas_reads_the_rows(run: Run, tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     for ending in ("csv", "jsonl"):
@@ -251,7 +252,7 @@ def check_speeds_on_console(text: str, knee: int, timed: dict[int, float]) -> No
 
 
 @pytest.mark.usefixtures("few_timed_steps")
-@pytest.mark.parametrize("ending", ["png", "svg"])
+@pytest.mark.parametrize("ending", ["png", pytest.param("svg", marks=pytest.mark.slow)])
 def test_throughput_and_pictures(run: Run, tmp_path: Path, ending: str) -> None:
     outcome = run(
         "analyze", *SMALL, "--fractions", "0.9", "--max-bs", "20", "--modes", "train", "--throughput",

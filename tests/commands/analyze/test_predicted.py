@@ -682,6 +682,7 @@ STEPS = [
     (["TRAIN.COMPILE=True", "TRAIN.DETERMINISTIC=True"], 1.0, 1.0),
     (["DATA.IMG_SIZE=128"], 3.0, 8.0),
 ]  # fmt: skip
+QUICK = ("TRAIN.AMP=bf16", "TRAIN.GRADIENT_CHECKPOINTING=True", "TRAIN.ACCUMULATION_STEPS=2")
 
 
 VIT = (*IMAGES, "MODEL.NAME=test_vit")
@@ -694,7 +695,10 @@ def plain_bytes() -> int:
     return num_bytes
 
 
-@pytest.mark.parametrize(("argv", "least", "most"), STEPS, ids=[row[0][0] for row in STEPS])
+@pytest.mark.parametrize(
+    ("argv", "least", "most"),
+    [pytest.param(*row, id=row[0][0], marks=() if row[0][0] in QUICK else pytest.mark.slow) for row in STEPS],
+)
 def test_the_step_is_that_of_the_configuration(
     plain_bytes: int, argv: list[str], least: float, most: float
 ) -> None:

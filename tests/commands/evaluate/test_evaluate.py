@@ -255,6 +255,7 @@ def test_a_lone_checkpoint_holds_what_it_needs(run: Run, birds: Path, tmp_path: 
     assert content_of(tmp_path / "evaluations/model.json")["metrics"] == expected
 
 
+@pytest.mark.slow
 def test_autobatch_finds_the_size_where_it_is_asked_to(run: Run, tmp_path: Path) -> None:
     """It evaluates as the same size set by hand; without, a run with AutoBatch keeps the size it found."""
     assert run(*DIGITS).code == 0
