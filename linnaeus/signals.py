@@ -21,6 +21,16 @@ def ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Let signals wait until the end of the context; processes that start inside let them wait for ever."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Interrupted(KeyboardInterrupt):
     """This process was asked to stop at once: nothing is to be saved, or Ctrl-C came twice.
 

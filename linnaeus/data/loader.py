@@ -34,6 +34,7 @@ from linnaeus.data.sampler import (
 )
 from linnaeus.errors import DataError
 from linnaeus.rng import derive_seed, preserved_generators, seed_generators
+from linnaeus.signals import SIGNALS, blocked
 
 logger = logging.getLogger("linnaeus.data")
 MOST_WORKERS = 4
@@ -153,7 +154,8 @@ class BatchLoader:
         """
         if self._loader is None:
             raise RuntimeError("this loader is closed")
-        return _Batches(iter(self._loader))
+        with blocked():  # a launcher's signal must not end a worker that cannot leave it to this process yet
+            return _Batches(iter(self._loader))
 
     def close(self) -> None:
         """End the worker processes; the loader cannot be used afterwards. Closing twice is fine."""
@@ -337,6 +339,7 @@ def _start_worker(closing: Event, _: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end_if_closing)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # `BatchLoader.__iter__` has blocked them
     sys.excepthook = _print_unless_disconnected
 
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import random
 import signal
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice, repeat
 from pathlib import Path
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
+from linnaeus.data import loader as loader_module
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.datasets import build_data
@@ -359,6 +363,27 @@ def describe_worker(index: int) -> Tensor:
     info = get_worker_info()
     ignores = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     return torch.tensor([torch.get_num_threads(), ignores, info.id if info else -1])
+
+
+SLOW_START = {"seconds": 0.0}
+os.register_at_fork(after_in_child=lambda: time.sleep(SLOW_START["seconds"]))
+
+
+@pytest.mark.parametrize("is_blocked", [True, False])
+def test_a_signal_to_a_worker_that_is_starting_does_not_end_it(
+    is_blocked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SLOW_START, "seconds", 0.5)
+    if not is_blocked:
+        monkeypatch.setattr(loader_module, "blocked", nullcontext)
+    with loaders(bundle_of(Calls(8, process_id)), 1) as made:
+        batches = iter(made.train)
+        os.kill(multiprocessing.active_children()[-1].pid, signal.SIGTERM)
+        if is_blocked:
+            assert len(list(batches)) > 0
+        else:
+            with pytest.raises(DataError, match="a loader process died"):
+                list(batches)
 
 
 def test_workers_stay_between_epochs_and_end_when_closed() -> None:
