@@ -1,0 +1,102 @@
+"""Which runs go on, and ending them, whichever process has started them and by whichever launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from linnaeus.errors import EXIT_INTERRUPTED
+from linnaeus.launchers import slurm
+from linnaeus.launchers.interface import Job
+from linnaeus.launchers.outcome import Outcome, read_outcome
+from linnaeus.launchers.record import is_locked, read_record
+
+START_S = 10.0
+"""A process that has just been started says within this time who it is."""
+
+
+def going(folders: Iterable[Path]) -> dict[Path, Job]:
+    """The runs that go on or wait in a queue, by their folders."""
+    found: dict[Path, Job] = {}
+    on_slurm: dict[Path, str] = {}
+    for folder in folders:
+        record = read_record(folder)
+        if record is None or _has_ended_well(folder):
+            continue
+        if record["launcher"] == "slurm":
+            on_slurm[folder] = record["id"]
+        elif is_locked(folder):
+            found[folder] = Job("running", _local_name(record), slot=record["slot"])
+    if on_slurm:
+        queue = slurm.queue()
+        for folder, job_id in on_slurm.items():
+            job = slurm.unknown(job_id, queue) if isinstance(queue, str) else queue.get(job_id)
+            if job is not None:
+                found[folder] = job
+    return found
+
+
+def lost(folder: Path) -> Outcome | None:
+    """The outcome of a run that has been started and does not go on, but has not left one.
+
+    Its process or its machine was killed, or its job was cancelled before it began. None for a run that
+    nobody has started.
+    """
+    record = read_record(folder)
+    if record is None:
+        return None
+    if record["launcher"] == "slurm":
+        return Outcome(EXIT_INTERRUPTED, 0.0, slurm.why_gone(record["id"]))
+    return Outcome(EXIT_INTERRUPTED, 0.0, f"{_local_name(record)} has ended without a word: it was killed")
+
+
+def cancel(folders: Collection[Path]) -> None:
+    """Ask runs to save a checkpoint and end; local ones that are asked again end at once.
+
+    Raises:
+        LinnaeusError: SLURM refuses, or does not answer.
+    """
+    records = [(folder, record) for folder in folders if (record := read_record(folder)) is not None]
+    if ids := [record["id"] for _, record in records if record["launcher"] == "slurm"]:
+        slurm.cancel(ids)
+    for folder, record in records:
+        if record["launcher"] == "local":
+            _cancel_local(folder)
+
+
+def _cancel_local(folder: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while is_locked(folder) and time.monotonic() < deadline:
+        record = read_record(folder) or {}
+        for name in ("supervisor", "child"):  # the training alone where its supervisor has been killed
+            if name in record and _lives(*record[name]):
+                with suppress(ProcessLookupError):
+                    os.kill(int(record[name][0]), signal.SIGINT)
+                return
+        time.sleep(0.05)  # it has just been started
+
+
+def _lives(pid: int, created: float) -> bool:
+    """Whether this process still is the one that began at that time."""
+    try:
+        process = psutil.Process(int(pid))
+        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _has_ended_well(folder: Path) -> bool:
+    outcome = read_outcome(folder)
+    return outcome is not None and outcome.finished
+
+
+def _local_name(record: dict[str, Any]) -> str:
+    pid = int(record.get("supervisor", [0])[0])
+    return f"process {pid} on {record['host']}" if pid else f"a process on {record['host']}"

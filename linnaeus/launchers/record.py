@@ -1,0 +1,84 @@
+"""`job.json` in a run's folder: who runs it.
+
+The process of a local run keeps the file locked as long as it lives. So does the training that it has started,
+which may outlive it. The lock tells other processes, also of other machines on a shared file system, that the
+run goes on; a number of a process could be another's by now.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from linnaeus.files import write_text_atomically
+
+RECORD = "job.json"
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """Who runs the run of a folder, or has run it; None where nobody has."""
+    try:
+        content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def write_slurm_record(folder: Path, job_id: str) -> None:
+    """Note the job of SLURM that runs the run.
+
+    Raises:
+        LinnaeusError, OSError: see `write_text_atomically`.
+    """
+    write_text_atomically(folder / RECORD, json.dumps({"launcher": "slurm", "id": job_id}) + "\n")
+
+
+def forget_record(folder: Path) -> None:
+    """Delete the record of an earlier job, before the next one begins."""
+    with suppress(FileNotFoundError):
+        (folder / RECORD).unlink()
+
+
+def open_locked(folder: Path, content: dict[str, Any]) -> int:
+    """Make the record of a local run and lock it.
+
+    Returns:
+        A descriptor; the record is locked until all processes that inherit it have ended.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    forget_record(folder)
+    descriptor = os.open(folder / RECORD, os.O_RDWR | os.O_CREAT, 0o666)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    rewrite(descriptor, content)
+    return descriptor
+
+
+def rewrite(descriptor: int, content: dict[str, Any]) -> None:
+    """Replace the content of a record in its place: a new file would not be locked."""
+    text = (json.dumps(content) + "\n").encode()
+    os.pwrite(descriptor, text, 0)
+    os.ftruncate(descriptor, len(text))
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process that has inherited the record's lock lives."""
+    try:
+        descriptor = os.open(folder / RECORD, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,240 @@
+"""Runs on SLURM: one job, or an array of jobs, submitted through submitit; the queue, and cancelling.
+
+submitit writes the job script, submits it and hands `slurm_job.SlurmJob` to the job as a pickle. Its own look at
+the jobs is not used: it needs `sacct`, which clusters without accounting do not have.
+"""
+
+from __future__ import annotations
+
+import getpass
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.launchers.interface import Job, Launcher, Task
+from linnaeus.launchers.record import forget_record, write_slurm_record
+from linnaeus.launchers.slurm_job import SlurmJob
+
+Options = Mapping[str, str | None]
+"""Options of sbatch by their long names without dashes; None for those without a value."""
+
+GRACE_S = 180
+"""A job is told so many seconds before the end of its time that it is to save a checkpoint."""
+REFUSED = {
+    "array": "a sweep makes the array; --jobs N limits how many of its runs go on at once",
+    "ntasks": "each node has one task, which starts a process for each GPU; give nodes=N gpus-per-node=N",
+    "ntasks-per-node": "each node has one task, which starts a process for each GPU; give gpus-per-node=N",
+    "chdir": "the paths in a configuration begin in the current folder; change to the other one first",
+    "wrap": "the job's script is made from the command line",
+    "test-only": "use --dry-run",
+    "parsable": "the number of the job is printed anyway",
+    "wait": "a sweep waits for its jobs",
+}
+"""Options that would take the place of what the job's script is made for, each with what to do."""
+COMMAND_TIMEOUT_S = 120
+"""SLURM's commands wait this long for a busy controller by themselves."""
+
+
+def problems_with(options: Options) -> list[str]:
+    """One sentence for each option that cannot be given; sbatch judges the rest."""
+    problems = [f"--slurm {name}: {REFUSED[name]}" for name in options if name in REFUSED]
+    signal = options.get("signal", "B:")
+    if not (signal or "").startswith("B:"):
+        problems.append(
+            f"--slurm signal={signal}: would end the ranks without a checkpoint; write signal=B:USR1@SECONDS, "
+            "which tells the job's script"
+        )
+    return problems
+
+
+class Slurm(Launcher):
+    """Jobs with the same resources.
+
+    Args:
+        folder: for the scripts, pickles and logs of the jobs; all nodes see it.
+        options: of sbatch.
+        name: of the jobs.
+        limit: how many jobs of an array may run at once; None for all.
+        describe: what a job executes, for people who read its script.
+    """
+
+    poll_s = 5.0
+
+    def __init__(
+        self, folder: Path, options: Options, name: str, *, limit: int | None = None, describe: str = ""
+    ) -> None:
+        self.folder = folder.resolve()
+        self.limit = limit
+        self._options = options
+        self._name = name
+        self._describe = describe
+
+    def room(self, going: Collection[Job]) -> int:
+        """No bound: SLURM has the queue."""
+        return 1_000_000
+
+    def script(self, num_jobs: int) -> str:
+        """The script of one job, or of an array of several.
+
+        Raises:
+            ConfigError: submitit is not installed.
+        """
+        slurm = _submitit().slurm.slurm
+        command = f"{_python()} -u -m submitit.core._submit {shlex.quote(str(self.folder))}"
+        count = {"map_count": num_jobs} if num_jobs > 1 else {}
+        text: str = slurm._make_sbatch_string(command, self.folder, **self._parameters(num_jobs), **count)
+        return text
+
+    def check(self, num_jobs: int) -> None:
+        """Let sbatch judge the script, without submitting it.
+
+        Raises:
+            ConfigError: there is no SLURM here, or what sbatch says against an option.
+        """
+        text = self.script(num_jobs)
+        if shutil.which("sbatch") is None:
+            raise ConfigError(
+                "--launcher slurm: there is no sbatch here; run this on a login node of the cluster, or use "
+                "--dry-run to see the script"
+            )
+        with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
+            file.write(text)
+            file.flush()
+            done = _call("sbatch", "--test-only", file.name)
+        if done.returncode != 0:
+            said = "; ".join(line.removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip())
+            raise ConfigError(f"--slurm: sbatch refuses the job: {said.replace(file.name, 'the script')}")
+
+    def submit(self, tasks: Sequence[Task], going: Collection[Job] = ()) -> None:
+        """Submit runs of a sweep, several as an array, and note the job of each.
+
+        Raises:
+            LinnaeusError: sbatch has refused them.
+        """
+        for task in tasks:
+            forget_record(task.folder)
+        ids = self.submit_jobs([SlurmJob(task.words, str(task.folder.resolve())) for task in tasks])
+        for task, job_id in zip(tasks, ids, strict=True):
+            write_slurm_record(task.folder, job_id)
+
+    def submit_jobs(self, jobs: Sequence[SlurmJob]) -> list[str]:
+        """Submit jobs, several as an array; returns their numbers.
+
+        Raises:
+            LinnaeusError: sbatch has refused them.
+        """
+        submitit = _submitit()
+        executor = submitit.SlurmExecutor(self.folder, python=_python())
+        executor.update_parameters(**self._parameters(len(jobs)))
+        try:
+            return [job.job_id for job in executor.submit_array(jobs)]
+        except submitit.core.utils.FailedJobError as error:
+            raise LinnaeusError(f"sbatch has refused the job: {error}") from error
+
+    def log(self, job_id: str) -> str:
+        """The file with the output of a job."""
+        default = f"{self.folder}/%j.out"
+        return (self._options.get("output") or default).replace("%j", job_id).replace("%A_%a", job_id)
+
+    def _parameters(self, num_jobs: int) -> dict[str, Any]:
+        """Parameters of submitit; options of sbatch go by the names that they have in Python there."""
+        ours = {
+            "ntasks_per_node": 1,  # one torchrun
+            "requeue": True,
+            "signal": f"B:USR1@{GRACE_S}",  # to the script's process, which is ours
+            "output": f"{self.folder}/{'%A_%a' if num_jobs > 1 else '%j'}.out",
+        }
+        given = {name.replace("-", "_"): True if value is None else value for name, value in self._options.items()}
+        return {
+            "job_name": self._name,
+            "time": None,  # submitit's default is five minutes; None leaves it to the partition
+            "wckey": None,
+            "use_srun": False,  # the job itself calls it
+            "stderr_to_stdout": True,
+            "array_parallelism": self.limit or num_jobs,
+            "setup": [f"# {line}" for line in self._describe.splitlines()],
+            "additional_parameters": {**ours, **given},
+        }
+
+
+def _python() -> str:
+    """Starts submitit in the place of the script's shell: signals to the script are then for it."""
+    return f"exec {shlex.quote(sys.executable)}"
+
+
+def _submitit() -> Any:
+    """The module submitit.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import submitit
+    except ImportError:
+        raise ConfigError(
+            "--launcher slurm: needs submitit, which is not installed: pip install 'linnaeus[sweep]'"
+        ) from None
+    return submitit
+
+
+def queue() -> dict[str, Job] | str:
+    """This user's jobs that SLURM has not ended, by their numbers; or why it does not answer."""
+    if shutil.which("squeue") is None:
+        return "there is no squeue here"
+    done = _call("squeue", "--noheader", "--array", f"--user={getpass.getuser()}", "--format=%i|%T|%r")
+    if done.returncode != 0:
+        return done.stderr.strip() or "squeue fails"
+    found = {}
+    for line in done.stdout.splitlines():
+        number, state, reason = line.strip().split("|", 2)
+        is_running = state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
+        why = "" if is_running or reason == "None" else reason
+        found[number] = Job("running" if is_running else "pending", _title(number), why)
+    return found
+
+
+def unknown(job_id: str, why: str) -> Job:
+    """A job that SLURM says nothing of."""
+    return Job("unknown", _title(job_id), why)
+
+
+def why_gone(job_id: str) -> str:
+    """Why a job is no longer in the queue although its run has not ended, as far as SLURM knows."""
+    done = _call("scontrol", "--oneliner", "show", "job", job_id)
+    words = dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
+    state = words.get("JobState")
+    if state is None:
+        return f"{_title(job_id)} has ended without a word: cancelled, or killed with its node"
+    return f"{_title(job_id)} has ended as {state} (SLURM's reason: {words.get('Reason', 'None')})"
+
+
+def cancel(job_ids: Sequence[str]) -> None:
+    """End jobs; those that run are given time for a checkpoint, `KillWait` seconds, 30 by default.
+
+    Raises:
+        LinnaeusError: SLURM refuses, or does not answer.
+    """
+    done = _call("scancel", *job_ids)
+    if done.returncode != 0:
+        raise LinnaeusError(f"scancel {' '.join(job_ids)}: {done.stderr.strip()}")
+
+
+def _title(job_id: str) -> str:
+    return f"SLURM job {job_id}"
+
+
+def _call(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of SLURM; one that does not answer in time has failed."""
+    try:
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+            timeout=COMMAND_TIMEOUT_S,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))

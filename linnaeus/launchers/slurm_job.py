@@ -1,0 +1,181 @@
+"""What a job of SLURM does: torchrun over its nodes, a checkpoint before it has to go, and back into the queue."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from linnaeus.launchers.outcome import read_outcome
+from linnaeus.launchers.record import read_record, write_slurm_record
+from linnaeus.launchers.supervise import Child, Supervisor, run_to_end
+
+CONTROLLER_S = 600
+"""A controller that restarts is waited for so long."""
+RETRY_S = 5.0
+RESUME = "TRAIN.AUTO_RESUME=True"
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """The content of a job; submitit calls it in the process of the job's script, on the first node.
+
+    Attributes:
+        words: what follows `python -m linnaeus.main`.
+        folder: of a sweep's run, which keeps the output and how the run ended; None leaves both to SLURM.
+        with_torchrun: whether to start a process for each GPU of each node; else one process in all.
+        resumed_in: folder of the run of `train`; when the job has been queued again it goes on there. None for
+            words that say so themselves, or cannot be resumed.
+    """
+
+    words: tuple[str, ...]
+    folder: str | None = None
+    with_torchrun: bool = True
+    resumed_in: str | None = None
+
+    def __call__(self) -> None:
+        """Run to the end or until the job has to go; the exit code of the job is that of the run.
+
+        Raises:
+            SystemExit: always.
+        """
+        if self.folder is not None and not _takes(Path(self.folder)):
+            raise SystemExit(0)
+        supervisor = Supervisor(_pass_on, (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT))
+        has_to_go = functools.partial(_has_to_go, supervisor, time.strftime("%Y-%m-%dT%H:%M:%S"))
+        with supervisor.listening():
+            code = self._run(supervisor, has_to_go)
+            if code != 0 and has_to_go():
+                print(f"queued again: the run goes on from its checkpoint (it ended with {code})", flush=True)
+                _scontrol("requeue", os.environ["SLURM_JOB_ID"])
+            raise SystemExit(code)
+
+    def command(self, env: Mapping[str, str], port: int) -> list[str]:
+        """What the job executes.
+
+        Args:
+            env: that of the job.
+            port: free on the first node.
+
+        >>> env = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8", "SLURMD_NODENAME": "n1"}
+        >>> " ".join(SlurmJob(("--cfg", "a.yaml")).command(env, 1234)[4:])  # doctest: +NORMALIZE_WHITESPACE
+        '-u -m torch.distributed.run --nnodes=4 --nproc-per-node=8 --rdzv-id=7 --rdzv-backend=c10d
+         --rdzv-endpoint=n1:1234 -m linnaeus.main --cfg a.yaml'
+        """
+        nodes = int(env.get("SLURM_NNODES") or 1) if self.with_torchrun else 1
+        srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", sys.executable, "-u"]
+        if not self.with_torchrun:
+            return [*srun, "-m", "linnaeus.main", *self.words]
+        rendezvous = [f"--rdzv-id={env['SLURM_JOB_ID']}", "--rdzv-backend=c10d"]
+        head = env.get("SLURMD_NODENAME") or socket.gethostname()
+        return [
+            *srun, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={_per_node(env)}",
+            *rendezvous, f"--rdzv-endpoint={head}:{port}", "-m", "linnaeus.main", *self.words,
+        ]  # fmt: skip
+
+    def describe(self) -> str:
+        """The command in shell words, for people who read the job's script."""
+        env = {"SLURM_JOB_ID": "ID", "SLURM_NNODES": "1", "SLURMD_NODENAME": "FIRST_NODE"}
+        text = shlex.join(self.command(env, 0)).replace(":0 ", ":FREE_PORT ")
+        for name in ("nodes", "ntasks", "nnodes"):
+            text = text.replace(f"--{name}=1 ", f"--{name}=NODES ")
+        return text.replace("per-node=1 ", "per-node=GPUS_OF_A_NODE_OR_1 ")
+
+    def _run(self, supervisor: Supervisor, has_to_go: Callable[[], bool]) -> int:
+        env = _environment(os.environ)
+        with socket.socket() as free:  # one of its own, because jobs may share the node
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        if self.folder is not None:
+            command = self.command(env, port)
+            outcome = run_to_end(Path(self.folder), command, supervisor, env=env, was_stopped=has_to_go)
+            return outcome.exit_code if outcome.exit_code != 0 or outcome.finished else 1
+        child = subprocess.Popen([*self.command(env, port), *self._resume(env)], env=env, start_new_session=True)
+        return supervisor.wait(child)
+
+    def _resume(self, env: Mapping[str, str]) -> list[str]:
+        """Goes on with the run that this job has begun, and with no earlier one of the same name."""
+        if self.resumed_in is None:
+            return []
+        mark = Path(os.environ["SUBMITIT_FOLDER"]) / f"{env['SLURM_JOB_ID']}.began"
+        if env.get("SLURM_RESTART_COUNT", "0") == "0" or not mark.exists():
+            mark.touch()
+            return []
+        written = Path(self.resumed_in) / "config.yaml"
+        has_begun = written.exists() and written.stat().st_mtime >= mark.stat().st_mtime
+        return [RESUME] if has_begun else []
+
+
+def _takes(folder: Path) -> bool:
+    """Whether this job is to run the run of a folder: it has not ended well, and no other job has it."""
+    own = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        own = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    outcome, record = read_outcome(folder), read_record(folder)
+    if outcome is not None and outcome.finished:
+        print(f"{folder}: the run has ended well before")
+        return False
+    if record is None:  # whoever has submitted the job was killed before the note was made
+        write_slurm_record(folder, own)
+    elif record.get("id") != own:
+        print(f"{folder}: the run belongs to another job: {record}")
+        return False
+    return True
+
+
+def _per_node(env: Mapping[str, str]) -> int:
+    """Processes of a node: one for each of its GPUs, and one without any."""
+    return max(int(env.get("SLURM_GPUS_ON_NODE") or 1), 1)
+
+
+def _environment(given: Mapping[str, str]) -> dict[str, str]:
+    """The environment of srun: all CPU cores of the job, divided among the processes of a node."""
+    env = dict(given)
+    if cores := env.get("SLURM_CPUS_PER_TASK"):
+        env.setdefault("SRUN_CPUS_PER_TASK", cores)  # srun does not take it from the job
+    per_task = int(cores or env.get("SLURM_CPUS_ON_NODE") or 1)
+    env.setdefault("OMP_NUM_THREADS", str(max(per_task // _per_node(env), 1)))
+    return env
+
+
+def _pass_on(number: int, child: Child) -> None:
+    """The time is nearly over: SIGTERM to torchrun and its ranks, which save a checkpoint.
+
+    With SIGTERM SLURM ends the job; it has sent that to them itself.
+    """
+    if number != signal.SIGTERM:
+        subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], check=False)
+
+
+def _has_to_go(supervisor: Supervisor, began: str) -> bool:
+    """Whether the time of the job is nearly over, or another job has taken its place since it began.
+
+    For the other job SLURM sends SIGTERM to torchrun alone, and does not queue a job again that ends by itself.
+    """
+    if signal.SIGUSR1 in supervisor.received:
+        return True
+    shown = _scontrol("--oneliner", "show", "job", os.environ["SLURM_JOB_ID"])
+    found = re.search(r"\bPreemptTime=(\d{4}-\S+)", shown)
+    return found is not None and found[1] >= began
+
+
+def _scontrol(*words: str) -> str:
+    """What `scontrol` prints; a controller that restarts is waited for."""
+    deadline = time.monotonic() + CONTROLLER_S
+    while True:
+        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+        if done.returncode == 0 or time.monotonic() > deadline:
+            return done.stdout
+        print(done.stderr.strip(), file=sys.stderr, flush=True)
+        if "Unable to contact" not in done.stderr and "connect" not in done.stderr.lower():
+            return done.stdout
+        time.sleep(RETRY_S)
