@@ -19,7 +19,6 @@ from linnaeus.errors import LinnaeusError
 from linnaeus.launchers.interface import Job, Launcher, Task
 from linnaeus.launchers.record import open_locked
 
-
 Thing = TypeVar("Thing")
 
 
@@ -124,7 +123,7 @@ class Local(Launcher):
         share = self.shares[slot]
         record = {
             "launcher": "local", "host": socket.gethostname(), "slot": slot, "cores": share.cores,
-            "command": share.command(task.words), "env": share.env(),
+            "command": share.command(task.words), "env": share.env(), "seconds": task.seconds,
         }  # fmt: skip
         try:
             descriptor = open_locked(task.folder, record)

@@ -1,4 +1,4 @@
-"""The options that say where runs run: `--launcher`, `--jobs`, `--slurm` and `--dry-run`. Imports no torch."""
+"""The options that say where runs run: `--launcher`, `--jobs`, `--slurm`, `--dry-run`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, cast
 
 from linnaeus.config.presets import available, expanded
@@ -14,7 +15,7 @@ LauncherName = Literal["local", "slurm"]
 LAUNCHERS = ("local", "slurm")
 HELP = {
     "--launcher": ("NAME", "where to run: local, this machine (default), or slurm"),
-    "--slurm": ("KEY=VALUE ...", "options of sbatch: --slurm partition=gpu gpus-per-node=4 time=4:00:00 exclusive"),
+    "--slurm": ("KEY=VALUE ...", "options of sbatch, such as partition=gpu time=4:00:00 exclusive"),
     "--dry-run": (None, "print the job script, and submit nothing"),
 }
 """These options for the help: what stands for their value, None without one, and what they do."""
@@ -41,8 +42,8 @@ class LaunchOptions:
 def take(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
     """Take these options out of a command line.
 
-    The options of sbatch end at the first word that cannot be one: a key, which is upper case, another option,
-    or a group of presets, such as `model=resnet50`.
+    The options of sbatch end at the first word that cannot be one: a key, which is upper case, another
+    option, or a group of presets, such as `model=resnet50`.
 
     >>> options, rest, _ = take(["--launcher", "slurm", "--slurm", "nodes=2", "exclusive", "TRAIN.EPOCHS=2"])
     >>> options.slurm, rest
@@ -106,7 +107,7 @@ def _take_sbatch(tokens: deque[str], found: dict[str, str | None], groups: set[s
 def _groups(argv: Sequence[str]) -> set[str]:
     """The groups of presets, those of the user's folders included."""
     names = set(available())
-    for token, following in zip(argv, [*argv[1:], ""], strict=True):
+    for token, following in pairwise([*argv, ""]):
         name, has_value, value = token.partition("=")
         if name in ("--config-dir", "-cd"):
             names |= set(available(expanded(value if has_value else following)))

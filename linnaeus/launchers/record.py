@@ -1,8 +1,8 @@
 """`job.json` in a run's folder: who runs it.
 
-The process of a local run keeps the file locked as long as it lives. So does the training that it has started,
-which may outlive it. The lock tells other processes, also of other machines on a shared file system, that the
-run goes on; a number of a process could be another's by now.
+The process of a local run keeps the file locked as long as it lives. So does the training that it has
+started, which may outlive it. The lock tells other processes, also of other machines on a shared file system,
+that the run goes on; a number of a process could be another's by now.
 """
 
 from __future__ import annotations

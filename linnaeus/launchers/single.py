@@ -1,4 +1,4 @@
-"""One command as one job of SLURM: `linnaeus train --launcher slurm ...`, so that nobody writes a job script."""
+"""One command as one job of SLURM: `linnaeus train --launcher slurm`. Nobody writes a job script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = "slurm"
 
 
 def submit(
-    options: LaunchOptions, command: str, words: Sequence[str], *, with_torchrun: bool, resumed_in: Path | None
+    options: LaunchOptions, command: str, words: Sequence[str], with_torchrun: bool, resumed_in: Path | None
 ) -> str:
     """Submit a command whose words have been checked.
 

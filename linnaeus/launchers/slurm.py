@@ -1,7 +1,7 @@
 """Runs on SLURM: one job, or an array of jobs, submitted through submitit; the queue, and cancelling.
 
-submitit writes the job script, submits it and hands `slurm_job.SlurmJob` to the job as a pickle. Its own look at
-the jobs is not used: it needs `sacct`, which clusters without accounting do not have.
+submitit writes the job script, submits it and hands `slurm_job.SlurmJob` to the job as a pickle. Its own look
+at the jobs is not used: it needs `sacct`, which clusters without accounting do not have.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def problems_with(options: Options) -> list[str]:
     signal = options.get("signal", "B:")
     if not (signal or "").startswith("B:"):
         problems.append(
-            f"--slurm signal={signal}: would end the ranks without a checkpoint; write signal=B:USR1@SECONDS, "
-            "which tells the job's script"
+            f"--slurm signal={signal}: would end the ranks without a checkpoint; write "
+            "signal=B:USR1@SECONDS, which tells the job's script"
         )
     return problems
 
@@ -108,8 +108,9 @@ class Slurm(Launcher):
             file.flush()
             done = _call("sbatch", "--test-only", file.name)
         if done.returncode != 0:
-            said = "; ".join(line.removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip())
-            raise ConfigError(f"--slurm: sbatch refuses the job: {said.replace(file.name, 'the script')}")
+            lines = done.stderr.replace(file.name, "the script").splitlines()
+            said = "; ".join(line.removeprefix("sbatch: ") for line in lines if line.strip())
+            raise ConfigError(f"--slurm: sbatch refuses the job: {said}")
 
     def submit(self, tasks: Sequence[Task], going: Collection[Job] = ()) -> None:
         """Submit runs of a sweep, several as an array, and note the job of each.
@@ -119,7 +120,9 @@ class Slurm(Launcher):
         """
         for task in tasks:
             forget_record(task.folder)
-        ids = self.submit_jobs([SlurmJob(task.words, str(task.folder.resolve())) for task in tasks])
+        ids = self.submit_jobs(
+            [SlurmJob(task.words, str(task.folder.resolve()), task.seconds) for task in tasks]
+        )
         for task, job_id in zip(tasks, ids, strict=True):
             write_slurm_record(task.folder, job_id)
 
@@ -150,7 +153,9 @@ class Slurm(Launcher):
             "signal": f"B:USR1@{GRACE_S}",  # to the script's process, which is ours
             "output": f"{self.folder}/{'%A_%a' if num_jobs > 1 else '%j'}.out",
         }
-        given = {name.replace("-", "_"): True if value is None else value for name, value in self._options.items()}
+        given = {
+            name.replace("-", "_"): True if value is None else value for name, value in self._options.items()
+        }
         return {
             "job_name": self._name,
             "time": None,  # submitit's default is five minutes; None leaves it to the partition

@@ -1,4 +1,4 @@
-"""What a job of SLURM does: torchrun over its nodes, a checkpoint before it has to go, and back into the queue."""
+"""What a job of SLURM does: torchrun over its nodes, a checkpoint in time, and back into the queue."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ class SlurmJob:
     Attributes:
         words: what follows `python -m linnaeus.main`.
         folder: of a sweep's run, which keeps the output and how the run ended; None leaves both to SLURM.
+        seconds: what earlier processes of that run have taken.
         with_torchrun: whether to start a process for each GPU of each node; else one process in all.
-        resumed_in: folder of the run of `train`; when the job has been queued again it goes on there. None for
-            words that say so themselves, or cannot be resumed.
+        resumed_in: folder of the run of `train`; when the job has been queued again it goes on there. None
+            for words that say so themselves, or cannot be resumed.
     """
 
     words: tuple[str, ...]
     folder: str | None = None
+    seconds: float = 0.0
     with_torchrun: bool = True
     resumed_in: str | None = None
 
@@ -66,10 +68,11 @@ class SlurmJob:
             env: that of the job.
             port: free on the first node.
 
-        >>> env = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8", "SLURMD_NODENAME": "n1"}
-        >>> " ".join(SlurmJob(("--cfg", "a.yaml")).command(env, 1234)[4:])  # doctest: +NORMALIZE_WHITESPACE
-        '-u -m torch.distributed.run --nnodes=4 --nproc-per-node=8 --rdzv-id=7 --rdzv-backend=c10d
-         --rdzv-endpoint=n1:1234 -m linnaeus.main --cfg a.yaml'
+        >>> env = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8"}
+        >>> words = SlurmJob(("--cfg", "a.yaml")).command({**env, "SLURMD_NODENAME": "n1"}, 1234)
+        >>> print(*words[:3], *words[6:], sep=" ")  # doctest: +NORMALIZE_WHITESPACE
+        srun --nodes=4 --ntasks=4 torch.distributed.run --nnodes=4 --nproc-per-node=8 --rdzv-id=7
+        --rdzv-backend=c10d --rdzv-endpoint=n1:1234 -m linnaeus.main --cfg a.yaml
         """
         nodes = int(env.get("SLURM_NNODES") or 1) if self.with_torchrun else 1
         srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", sys.executable, "-u"]
@@ -97,9 +100,12 @@ class SlurmJob:
             port = free.getsockname()[1]
         if self.folder is not None:
             command = self.command(env, port)
-            outcome = run_to_end(Path(self.folder), command, supervisor, env=env, was_stopped=has_to_go)
+            outcome = run_to_end(
+                Path(self.folder), command, supervisor, env=env, seconds=self.seconds, was_stopped=has_to_go
+            )
             return outcome.exit_code if outcome.exit_code != 0 or outcome.finished else 1
-        child = subprocess.Popen([*self.command(env, port), *self._resume(env)], env=env, start_new_session=True)
+        command = [*self.command(env, port), *self._resume(env)]
+        child = subprocess.Popen(command, env=env, start_new_session=True)
         return supervisor.wait(child)
 
     def _resume(self, env: Mapping[str, str]) -> list[str]:
@@ -159,7 +165,8 @@ def _pass_on(number: int, child: Child) -> None:
 def _has_to_go(supervisor: Supervisor, began: str) -> bool:
     """Whether the time of the job is nearly over, or another job has taken its place since it began.
 
-    For the other job SLURM sends SIGTERM to torchrun alone, and does not queue a job again that ends by itself.
+    For the other job SLURM sends SIGTERM to torchrun alone, and does not queue a job again that ends by
+    itself.
     """
     if signal.SIGUSR1 in supervisor.received:
         return True

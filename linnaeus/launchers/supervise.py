@@ -1,7 +1,7 @@
 """A run under supervision: started, passed the signals to stop, and its end written to its folder.
 
-`python -m linnaeus.launchers.supervise FOLDER DESCRIPTOR` is the process of a local run. It does not depend on
-the sweep that has started it, which may end earlier.
+`python -m linnaeus.launchers.supervise FOLDER DESCRIPTOR` is the process of a local run. It does not depend
+on the sweep that has started it, which may end earlier.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def run_to_end(
     supervisor: Supervisor,
     *,
     env: Mapping[str, str],
+    seconds: float = 0.0,
     started: Callable[[Child], object] = lambda _: None,
     was_stopped: Callable[[], bool] = lambda: False,
     pass_fds: Sequence[int] = (),
@@ -89,6 +90,7 @@ def run_to_end(
         command: what to execute.
         supervisor: passes signals on; a run that they stop counts as interrupted, whatever its exit code.
         env: the environment.
+        seconds: what earlier processes of the run have taken, unless its outcome says so.
         started: called with the process.
         was_stopped: asked of a run that has failed: whether somebody else has stopped it.
         pass_fds: descriptors that the process inherits.
@@ -110,7 +112,7 @@ def run_to_end(
         exit_code = supervisor.wait(child)
     if exit_code != 0 and (supervisor.received or was_stopped()):
         exit_code = EXIT_INTERRUPTED  # torchrun ends with 1, and a run that was stopped early by the signal
-    seconds = time.monotonic() - began + (0 if earlier is None else earlier.seconds)
+    seconds = time.monotonic() - began + (seconds if earlier is None else earlier.seconds)
     outcome = outcome_of(folder, exit_code, seconds, begin)
     save_outcome(folder, outcome)
     return outcome
@@ -127,7 +129,14 @@ def kill(child: Child) -> None:
 
 def _stop_or_kill(supervisor: Callable[[], Supervisor]) -> Callable[[int, Child], object]:
     """The first signal is passed on as Ctrl-C, with which the run saves a checkpoint; the next one kills."""
-    return lambda _, child: child.send_signal(signal.SIGINT) if len(supervisor().received) < 2 else kill(child)
+
+    def react(_: int, child: Child) -> None:
+        if len(supervisor().received) == 1:
+            child.send_signal(signal.SIGINT)
+        else:
+            kill(child)
+
+    return react
 
 
 def main(folder: Path, descriptor: int) -> int:
@@ -146,6 +155,7 @@ def main(folder: Path, descriptor: int) -> int:
             record["command"],
             supervisor,
             env={**os.environ, **record["env"]},
+            seconds=record["seconds"],
             started=lambda child: rewrite(descriptor, {**record, "child": identity(child.pid)}),
             pass_fds=[descriptor],
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,14 @@ from linnaeus.commands.options import CommandParser, check_files, read_plot
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, RUN_FILES
+from linnaeus.launchers.options import LaunchOptions, take
 
 if TYPE_CHECKING:
     from linnaeus.commands.sweep.grid import Combination
 
 DESCRIPTION = """\
-Trains once for each combination of values, one run after another, and compares their results.
+Trains once for each combination of values and compares the results: one run after another, several at once
+on this machine, or as jobs of SLURM.
 
 A key with several values is swept; there is one run for each combination:
   KEY=a,b,c                    these values
@@ -32,26 +34,40 @@ not stop the others. Called again, a sweep skips the runs that have finished wit
 resumes those that were interrupted, and repeats those that failed. The figures are in sweep.json and
 sweep.csv beside the runs.
 
+With --jobs N, N runs go on at once and each has its share of the GPUs and CPU cores; a run with several GPUs
+has a process for each. With --launcher slurm the runs are an array of jobs, at most N at once. The runs do
+not depend on the sweep: the same command joins what goes on, from any shell, and --status only looks. Ctrl-C
+ends local runs with a checkpoint (twice: at once), and asks before it cancels jobs.
+
 examples:
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,64,128
+  linnaeus sweep --cfg my_exp.yaml --jobs 4 'EXPERIMENT.SEED=range(0,8)'
+  linnaeus sweep --cfg my_exp.yaml OPTIMIZER.LR=1e-3,2e-3 --launcher slurm --slurm gpus-per-node=4 time=4:00
+  linnaeus sweep --status runs/my_exp
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,128 OPTIMIZER.LR=1e-3,2e-3 --plot sweep.html
   linnaeus sweep --cfg my_exp.yaml model=resnet18,vit_tiny 'EXPERIMENT.SEED=range(0,3)'
 
-exit codes: 0 all runs ended well, 1 some failed, 2 configuration or option, 130 interrupted
+exit codes: 0 all runs ended well, 1 some did not, 2 configuration or option, 130 interrupted
 """
 
 
 @dataclass
 class Options:
-    """What is compared, and where the picture goes.
+    """What is compared, where the picture goes, and where the runs run.
 
     Attributes:
         metric: name of a validation metric; None for the one that decides which checkpoint is best.
         plot: picture; None for `sweep.png` beside the runs.
+        status: only show what is known of the runs.
+        folder: of the sweep to show, where it is named instead of its command line.
+        launch: where the runs run.
     """
 
     metric: str | None = None
     plot: Path | None = None
+    status: bool = False
+    folder: Path = Path()
+    launch: LaunchOptions = field(default_factory=LaunchOptions)
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,8 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
     """Read the tokens after `sweep`, and check every combination as a configuration.
 
     Returns:
-        A text to print, or the arguments of the session's `run`: the runs are in their order.
+        A text to print, or the arguments of the session's `run`: the runs are in their order. There are none
+        for `--status FOLDER`.
 
     Raises:
         ConfigError: lists everything that is wrong, or the folder is that of a run. A problem that only some
@@ -86,8 +103,12 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
     from linnaeus.commands.sweep.grid import read_grid
     from linnaeus.config.load import load_config, to_yaml
 
-    options = Options()
-    rest, problems = PARSER.take(argv, options)
+    launch, others, problems = take(argv)
+    options = Options(launch=launch)
+    rest, more = PARSER.take(others, options)
+    problems += more
+    if options.status and len(rest) == 1 and "=" not in rest[0] and not rest[0].startswith("-"):
+        return _named(options, Path(rest[0]), problems), []
     grid = read_grid(rest)
     if grid.line.show_help:
         return PARSER.format_help()
@@ -107,6 +128,8 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
         raise ConfigError(problems)
     if grid.line.print_config:
         return "---\n".join(f"# {run.combination.title}\n{to_yaml(run.config)}" for run in runs)
+    if options.status:
+        return options, runs
     check_files({"--plot": options.plot})
     folder = runs[0].folder.parent
     if any((folder / name).exists() for name in (*RUN_FILES, CHECKPOINTS)):
@@ -115,6 +138,19 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
             "own: give the sweep another name"
         )
     return options, runs
+
+
+def _named(options: Options, folder: Path, problems: list[str]) -> Options:
+    """The options with the folder of `--status FOLDER`.
+
+    Raises:
+        ConfigError: there is no sweep in the folder, or another option is wrong.
+    """
+    if not (folder / "sweep.json").exists():
+        problems.append(f"--status: {folder} is not the folder of a sweep: it has no sweep.json")
+    if problems:
+        raise ConfigError(problems)
+    return dataclasses.replace(options, folder=folder)
 
 
 def _placed(config: Config, combination: Combination) -> Config:
@@ -142,3 +178,7 @@ PARSER.option(
     "--plot", "FILE", read_plot,
     "picture: .png, .svg or .html by its ending; default sweep.png beside the runs",
 )  # fmt: skip
+PARSER.option(
+    "--jobs", "N", int, "how many runs go on at once; default: one on this machine, all on SLURM",
+)  # fmt: skip
+PARSER.switch("--status", "show how far the runs are; the folder of a sweep may be all that follows")

@@ -29,6 +29,6 @@ def results_table(sweep: Sweep) -> Table:
             cell(row.value(sweep.metric), ".4f"),
             cell(result.get("training_s"), ".1f"),
             cell(result.get("images_per_s"), ".0f"),
-            row.status,
+            f"{row.status} ({row.job.reason})" if row.job is not None and row.job.reason else row.status,
         )
     return table

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from linnaeus.commands.sweep.folder import Outcome
 from linnaeus.commands.tables import Figures
+from linnaeus.launchers.interface import Job
+from linnaeus.launchers.outcome import Outcome
 
-RunStatus = Literal["finished", "failed", "interrupted", "not run"]
+RunStatus = Literal["finished", "failed", "interrupted", "running", "pending", "unknown", "not run"]
 PLANNED = ("effective_batch", "learning_rate", "warmup_steps", "total_steps")
 """Figures of a run's batch plan."""
 SEED = "EXPERIMENT.SEED"
@@ -25,13 +26,13 @@ class Row:
         values: the text of each swept key's value.
         folder: where its files are.
         outcome: how its process ended; None before it has.
-        stopped: whether it was ended because the sweep was.
+        job: who runs it; None while nobody does.
     """
 
     values: dict[str, str]
     folder: Path
     outcome: Outcome | None = None
-    stopped: bool = False
+    job: Job | None = None
 
     @property
     def title(self) -> str:
@@ -41,11 +42,13 @@ class Row:
     @property
     def status(self) -> RunStatus:
         """How far the run has come."""
+        if self.job is not None:
+            return self.job.kind
         if self.outcome is None:
             return "not run"
         if self.outcome.finished:
             return "finished"
-        return "interrupted" if self.stopped else "failed"
+        return "interrupted" if self.outcome.was_stopped else "failed"
 
     @property
     def result(self) -> Mapping[str, Any]:
@@ -70,7 +73,7 @@ class Row:
             "images_per_s": self.result.get("images_per_s"),
             "seconds": None if outcome is None else outcome.seconds,
             "folder": str(self.folder),
-            "reason": None if outcome is None else outcome.reason,
+            "reason": self.job.reason or None if self.job else outcome and outcome.reason,
         }
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,24 +1,34 @@
-"""One sweep, from its runs to its files."""
+"""One sweep, from its runs to its files; and a look at one that another process has started."""
 
 from __future__ import annotations
 
+import json
 import logging
-import time
+import os
+import shlex
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
 from rich.console import Console
 
-from linnaeus.commands.sweep.folder import OUTPUT, Outcome, prepare, read_result, save_outcome
+from linnaeus.commands.sweep.folder import is_asked, locked
 from linnaeus.commands.sweep.options import Options, PlannedRun
 from linnaeus.commands.sweep.output import results_table
 from linnaeus.commands.sweep.plot import save_plot
-from linnaeus.commands.sweep.process import Stop, last_line, locked, reason_of, run_in_child
 from linnaeus.commands.sweep.results import Row, Sweep
-from linnaeus.console import StatusLine, make_console
+from linnaeus.commands.sweep.watch import Stop, Watch, words_of
+from linnaeus.console import make_console
 from linnaeus.errors import EXIT_INTERRUPTED
+from linnaeus.launchers.interface import Launcher
+from linnaeus.launchers.jobs import going, lost
+from linnaeus.launchers.local import Local, Share, divide, visible_gpus
+from linnaeus.launchers.outcome import OUTPUT, last_line, read_outcome
+from linnaeus.launchers.slurm import Slurm
+from linnaeus.launchers.slurm_job import SlurmJob
 from linnaeus.log import close_logging, set_up_logging
+from linnaeus.words import counted
 
 EXIT_SOME_FAILED = 1
 logger = logging.getLogger("linnaeus.sweep")
@@ -28,67 +38,106 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
     """Run the runs that have not finished, write the files and show the table.
 
     Returns:
-        The exit code: 0 all ended well, 1 some failed, 130 interrupted.
+        The exit code: 0 all ended well, 1 some did not, 130 interrupted.
 
     Raises:
-        ConfigError: the folder cannot be written to, or another sweep uses it.
+        ConfigError: the folder cannot be written to, another sweep uses it, or sbatch refuses an option.
     """
-    folder = runs[0].folder.parent
     console = make_console()
+    if options.status:
+        return _show_status(options, runs, console)
+    folder = runs[0].folder.parent
+    if options.launch.dry_run:
+        console.print(_dry_run(options, runs), markup=False, soft_wrap=True, end="")
+        return 0
     sweep = Sweep([Row(run.combination.values, run.folder) for run in runs], options.metric)
     stop = Stop()
     set_up_logging(None, rank=0, console=console)
     try:
-        with locked(folder) as lock, stop.listening():
-            for number, (planned, row) in enumerate(zip(runs, sweep.rows, strict=True), start=1):
-                if stop.requested:
-                    break
-                title = f"run {number} of {len(runs)}, {row.title}"
-                _train(planned, row, title, sweep.wanted_metric, stop, lock, console)
-                _save(sweep, folder)
-            _report(sweep, folder, options.plot or folder / "sweep.png", console)
+        launcher = _launcher(options, runs)
+        with stop.listening(), ExitStack() as lock:
+            _sign(lock.enter_context(locked(folder)))
+            watch = Watch(sweep, runs, launcher, stop, console, lambda: _save(sweep, folder))
+            if isinstance(launcher, Slurm):
+                if not watch.nothing_to_start:
+                    launcher.check(len(runs))
+                watch.when_started = lock.close  # the queue is SLURM's: any process may watch it
+            watch.to_the_end()
+        _report(sweep, folder, options.plot or folder / "sweep.png", console)
     finally:
         close_logging()
     if stop.requested:
         return EXIT_INTERRUPTED
-    return EXIT_SOME_FAILED if sweep.with_status("failed") else 0
+    return 0 if len(sweep.with_status("finished")) == len(sweep.rows) else EXIT_SOME_FAILED
 
 
-def _train(
-    planned: PlannedRun, row: Row, title: str, metric: str | None, stop: Stop, lock: IO[str], console: Console
-) -> None:
-    """Train one run to its end, unless an earlier sweep has done so."""
-    folder = planned.folder
-    earlier = prepare(folder, planned.config)
-    if earlier is not None and earlier.finished:
-        row.outcome = earlier
-        logger.info("%s: has ended well before%s", title, _figure(row, metric))
-        return
-    logger.info("%s: %s; output in %s", title, "going on" if earlier else "started", folder / OUTPUT)
-    began = time.monotonic()
-    with StatusLine(console) as line:
-        line.update(lambda: f"{title}: {last_line(folder)}")
-        exit_code = run_in_child(folder, stop, lock)
-    if stop.requested and exit_code != 0:
-        exit_code = EXIT_INTERRUPTED  # a run that was stopped may also end by the signal
-    seconds = time.monotonic() - began + (earlier.seconds if earlier is not None else 0)
-    result = read_result(folder) if exit_code == 0 else None
-    reason = reason_of(folder, exit_code)
-    if exit_code == 0 and result is None:
-        reason = "ended without result.json"
-    row.outcome = Outcome(exit_code, round(seconds, 3), reason, result)
-    row.stopped = stop.requested and not row.outcome.finished
-    save_outcome(folder, row.outcome)
-    if row.outcome.finished:
-        logger.info("%s: done in %.1f s%s", title, row.outcome.seconds, _figure(row, metric))
-    elif not row.stopped:
-        logger.info("%s: failed (exit code %d): %s", title, exit_code, row.outcome.reason)
+def _sign(lock: IO[str]) -> None:
+    """Write into the lock of the sweep's folder who holds it."""
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
 
 
-def _figure(row: Row, metric: str | None) -> str:
-    name = Sweep([row], metric).metric
-    value = row.value(name)
-    return "" if value is None else f", {name} {value:.4f}"
+def _launcher(options: Options, runs: Sequence[PlannedRun]) -> Launcher:
+    launch = options.launch
+    if launch.launcher == "slurm":
+        folder = runs[0].folder.parent
+        describe = SlurmJob(words_of(Path("RUN"))).describe()
+        names = "\n".join(f"  {number}: {run.combination.title}" for number, run in enumerate(runs))
+        return Slurm(
+            folder / "slurm", launch.slurm, folder.name, limit=launch.jobs,
+            describe=f"Each job: {describe}\nRuns, but for those that have ended well:\n{names}",
+        )  # fmt: skip
+    if launch.jobs is None:
+        return Local([Share()])
+    is_cpu = all(run.config.EXPERIMENT.DEVICE == "cpu" for run in runs)
+    gpus = [] if is_cpu else visible_gpus()
+    cores = sorted(os.sched_getaffinity(0)) if launch.jobs > 1 else []
+    shares = divide(launch.jobs, gpus, cores)
+    logger.info("%s at once, each with its share: %s", counted(launch.jobs, "run"), _listed(shares))
+    if 0 < len(gpus) < launch.jobs:
+        logger.warning(
+            "--jobs: %d runs share %s; what one takes is not free for the others, so give AutoBatch a limit "
+            "(DATA.AUTOBATCH.MEMORY_LIMIT_GB) or start fewer", launch.jobs, counted(len(gpus), "GPU"),
+        )  # fmt: skip
+    return Local(shares)
+
+
+def _listed(shares: Sequence[Share]) -> str:
+    return " | ".join(map(str, shares))
+
+
+def _dry_run(options: Options, runs: Sequence[PlannedRun]) -> str:
+    """What would be started."""
+    launcher = _launcher(options, runs)
+    if isinstance(launcher, Slurm):
+        return launcher.script(len(runs))
+    assert isinstance(launcher, Local)
+    lines = []
+    for number, planned in enumerate(runs):
+        share = launcher.shares[number % len(launcher.shares)]
+        env = [f"{name}={value}" for name, value in share.env().items()]
+        lines.append(shlex.join([*env, *share.command(words_of(planned.folder))]))
+    return "\n".join(lines) + "\n"
+
+
+def _show_status(options: Options, runs: Sequence[PlannedRun], console: Console) -> int:
+    """Show the table of a sweep as it is now; changes nothing."""
+    if runs:
+        sweep = Sweep([Row(run.combination.values, run.folder) for run in runs], options.metric)
+        known = [row for row, run in zip(sweep.rows, runs, strict=True) if is_asked(run.folder, run.config)]
+    else:
+        written = json.loads((options.folder / "sweep.json").read_text(encoding="utf-8"))
+        folders = [options.folder / Path(entry["folder"]).name for entry in written["runs"]]
+        rows = [Row(entry["values"], path) for entry, path in zip(written["runs"], folders, strict=True)]
+        sweep = Sweep(rows, options.metric)
+        known = sweep.rows
+    jobs = going(row.folder for row in known)
+    for row in known:
+        row.job = jobs.get(row.folder)
+        row.outcome = None if row.job is not None else read_outcome(row.folder) or lost(row.folder)
+    _show(sweep, console)
+    return 0
 
 
 def _save(sweep: Sweep, folder: Path) -> None:
@@ -102,10 +151,22 @@ def _report(sweep: Sweep, folder: Path, plot: Path, console: Console) -> None:
     save_plot(sweep, plot)
     if sweep.wanted_metric is not None and sweep.metrics and sweep.wanted_metric not in sweep.metrics:
         logger.warning("--metric: no run has %s; there are %s", sweep.wanted_metric, ", ".join(sweep.metrics))
-    console.print(results_table(sweep))
-    for row in sweep.with_status("failed"):
-        reason = row.outcome.reason if row.outcome is not None else ""
-        console.print(f"failed: {row.title}: {reason} ({row.folder / OUTPUT})", markup=False, soft_wrap=True)
+    _show(sweep, console)
     logger.info("figures: %s and sweep.csv; picture: %s", folder.resolve() / "sweep.json", plot.resolve())
+    if left := sweep.with_status("pending", "running", "unknown"):
+        logger.info("%s left to go on; linnaeus sweep --status %s", counted(len(left), "run"), folder)
     if len(sweep.with_status("finished", "failed")) < len(sweep.rows):
         logger.info("interrupted; the same command goes on")
+
+
+def _show(sweep: Sweep, console: Console) -> None:
+    """The table, and a line for each run that goes on or has not ended well."""
+    console.print(results_table(sweep))
+    for row in sweep.rows:
+        text = ""
+        if row.job is not None:
+            text = ": ".join(part for part in (row.job.name, row.job.reason, last_line(row.folder)) if part)
+        elif row.outcome is not None and row.outcome.reason is not None:
+            text = f"{row.outcome.reason} ({row.folder / OUTPUT})"
+        if text:
+            console.print(f"{row.status}: {row.title}: {text}", markup=False, soft_wrap=True)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from linnaeus.commands.sweep.folder import Outcome, prepare, read_outcome, save_outcome
-from linnaeus.commands.sweep.process import locked
+from linnaeus.commands.sweep.folder import locked, prepare
 from linnaeus.commands.sweep.results import Row, Sweep, series_of
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
+from linnaeus.launchers.outcome import Outcome, read_outcome, save_outcome
 
 
 def result(batch_size: int, top1: float = 0.5, **more: Any) -> dict[str, Any]:

@@ -21,8 +21,7 @@ import yaml
 from PIL import Image
 from torch.utils.data import Dataset
 
-from linnaeus.commands.sweep.folder import OUTPUT
-from linnaeus.commands.sweep.process import last_line
+from linnaeus.launchers.outcome import OUTPUT, last_line
 from tests.conftest import SMALL, Child, Run
 from tests.forks import ROOT
 
