@@ -15,7 +15,7 @@ import psutil
 from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.launchers import slurm
 from linnaeus.launchers.interface import Job
-from linnaeus.launchers.outcome import Outcome, read_outcome
+from linnaeus.launchers.outcome import OUTCOME, Outcome, read_outcome
 from linnaeus.launchers.record import is_locked, read_record
 
 START_S = 10.0
@@ -71,6 +71,13 @@ def cancel(folders: Collection[Path]) -> None:
             _cancel_local(folder)
 
 
+def cancel_command(folders: Collection[Path]) -> str:
+    """How to cancel jobs of SLURM by hand, arrays as a whole; empty where none of the runs has one."""
+    records = (read_record(folder) or {} for folder in folders)
+    ids = dict.fromkeys(record["id"].partition("_")[0] for record in records if "id" in record)
+    return f"scancel {' '.join(ids)}" if ids else ""
+
+
 def _cancel_local(folder: Path) -> None:
     deadline = time.monotonic() + START_S
     while is_locked(folder) and time.monotonic() < deadline:
@@ -93,6 +100,9 @@ def _lives(pid: int, created: float) -> bool:
 
 
 def _has_ended_well(folder: Path) -> bool:
+    """Whether whoever supervises the run says so; `result.json` alone is written before the process ends."""
+    if not (folder / OUTCOME).exists():
+        return False
     outcome = read_outcome(folder)
     return outcome is not None and outcome.finished
 

@@ -26,6 +26,7 @@ from tests.conftest import free_ports
 from tests.forks import Outcome
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
+CONTROLLER = ("slurmctld", "-D", "-i")
 GRACE_S = 20
 """Time between a preempted job's first signal and its end."""
 
@@ -129,6 +130,17 @@ class Cluster:
             assert time.monotonic() < deadline, shown
             time.sleep(0.2)
 
+    def stop_controller(self) -> None:
+        """End the controller; jobs go on."""
+        (daemon,) = [one for one in self._daemons if one.args == CONTROLLER]
+        daemon.send_signal(signal.SIGTERM)
+        daemon.wait(30)
+        self._daemons.remove(daemon)
+
+    def start_controller(self) -> None:
+        """Start the controller, with the state that an earlier one has left."""
+        self._launch(*CONTROLLER)
+
     def _start(self) -> None:
         for name in ("state", "spool"):
             (self.folder / name).mkdir()
@@ -149,7 +161,7 @@ class Cluster:
         munge = [f"--{name}={self.folder}/munge.{name.partition('-')[0]}" for name in files]
         self._launch("munged", "--foreground", "--force", "--num-threads=2", *munge)
         self._await((self.folder / "munge.socket").exists)
-        self._launch("slurmctld", "-D", "-i")
+        self.start_controller()
         self._launch("slurmd", "-D")
         self._await(lambda: "idle" in self.try_call("sinfo", "--noheader", "--format=%T").out)
 
@@ -159,8 +171,8 @@ class Cluster:
         with (self.folder / f"{command[0]}.txt").open("wb") as log:
             self._daemons.append(
                 subprocess.Popen(
-                    [program, *command[1:]], env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    start_new_session=True,
+                    command, executable=program, env=self.env, stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=log, start_new_session=True,
                 )
             )  # fmt: skip
 

@@ -22,7 +22,7 @@ from linnaeus.commands.sweep.watch import Stop, Watch, words_of
 from linnaeus.console import make_console
 from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.launchers.interface import Launcher
-from linnaeus.launchers.jobs import going, lost
+from linnaeus.launchers.jobs import cancel_command, going, lost
 from linnaeus.launchers.local import Local, Share, divide, visible_gpus
 from linnaeus.launchers.outcome import OUTPUT, last_line, read_outcome
 from linnaeus.launchers.slurm import Slurm
@@ -154,8 +154,11 @@ def _report(sweep: Sweep, folder: Path, plot: Path, console: Console) -> None:
     _show(sweep, console)
     logger.info("figures: %s and sweep.csv; picture: %s", folder.resolve() / "sweep.json", plot.resolve())
     if left := sweep.with_status("pending", "running", "unknown"):
-        logger.info("%s left to go on; linnaeus sweep --status %s", counted(len(left), "run"), folder)
-    if len(sweep.with_status("finished", "failed")) < len(sweep.rows):
+        logger.info(
+            "%s left to go on; the same command joins, linnaeus sweep --status %s looks, and %s cancels",
+            counted(len(left), "run"), shlex.quote(str(folder)), cancel_command([row.folder for row in left]),
+        )  # fmt: skip
+    elif len(sweep.with_status("finished", "failed")) < len(sweep.rows):
         logger.info("interrupted; the same command goes on")
 
 

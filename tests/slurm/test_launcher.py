@@ -1,0 +1,125 @@
+"""Sweeps and single commands as jobs of a real SLURM."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import wait_until
+from tests.slurm import cluster
+from tests.slurm.cluster import Cluster
+from tests.slurm.test_job import ENV, EXPERIMENT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.distributed,
+    pytest.mark.skipif(
+        not all(map(shutil.which, cluster.PROGRAMS)), reason="needs slurmctld, slurmd, slurm-client and munge"
+    ),
+    pytest.mark.timeout(900),
+]
+
+LINNAEUS = (sys.executable, "-m", "linnaeus.main")
+SWEEP = ("sweep", "--cfg", "my_exp.yaml", "EXPERIMENT.SEED=range(0,8)", "TRAIN.EPOCHS=8")
+ON_SLURM = ("--launcher", "slurm", "--jobs", "2", "--slurm", "cpus-per-task=1", "time=30")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("slurm"), **ENV) as running:
+        yield running
+
+
+class Shell:
+    """A command in a process of its own, as typed on a login node."""
+
+    def __init__(self, slurm: Cluster, folder: Path, *argv: str) -> None:
+        self.log = folder / "shell.txt"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*LINNAEUS, *argv],
+                cwd=folder,
+                env=slurm.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def end(self, number: signal.Signals | None = None, timeout: float = 600) -> int:
+        if number is not None:
+            self.process.send_signal(number)
+        return self.process.wait(timeout)
+
+
+def entries(folder: Path) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = json.loads((folder / "sweep.json").read_text())["runs"]
+    return runs
+
+
+def test_a_sweep_goes_on_through_preemption_leaving_and_a_restart_of_the_controller(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
+    sweep = tmp_path / "runs/small"
+    folders = [sweep / f"EXPERIMENT.SEED={seed}" for seed in range(8)]
+
+    shell = Shell(slurm, tmp_path, *SWEEP, *ON_SLURM)
+    for folder in folders[:2]:
+        wait_until((folder / "metrics.jsonl").exists, log=shell.log)
+    (array,) = {job.partition("_")[0] for job in queue(slurm)}
+    urgent = slurm.call("sbatch", "--parsable", "--partition=high", "--ntasks=1", "--wrap=true")
+    slurm.wait_for(urgent, "JobState", "COMPLETED")
+
+    assert shell.end(signal.SIGINT) == 130
+    assert "8 runs left to go on" in shell.log.read_text()
+    assert "scancel" in shell.log.read_text()
+    assert len(queue(slurm)) == 8, "nobody has asked to cancel"
+
+    again = Shell(slurm, tmp_path, *SWEEP, *ON_SLURM)
+    wait_until(lambda: again.log.read_text().count("goes on, SLURM job") == 8, log=again.log)
+    slurm.stop_controller()
+    status = slurm.try_call(*LINNAEUS, "sweep", "--status", "runs/small", cwd=tmp_path)
+    assert status.code == 0, status
+    assert status.out.count("unknown") >= 8, status.out
+    time.sleep(8)  # the sweep looks once more at least
+    assert again.process.poll() is None, again.log.read_text()
+    slurm.start_controller()
+    (tmp_path / "quick").touch()
+    assert again.end() == 0, again.log.read_text()
+
+    jobs = {slurm.show(f"{array}_{number}")["Restarts"] for number in range(8)}
+    assert jobs == {"0", "1"}, "one was preempted, and queued again"
+    assert not queue(slurm)
+    assert {entry["status"] for entry in entries(sweep)} == {"finished"}
+    assert all(validations_of(folder) == [6 * epoch for epoch in range(1, 9)] for folder in folders)
+
+    local = slurm.try_call(*LINNAEUS, *SWEEP, "EXPERIMENT.NAME=here", "--jobs", "2", cwd=tmp_path)
+    assert local.code == 0, local
+    undisturbed = entries(tmp_path / "runs/here")
+    assert [entry["metrics"] for entry in entries(sweep)] == [entry["metrics"] for entry in undisturbed]
+    assert table(again.log.read_text()) == table(local.out)
+
+
+def queue(slurm: Cluster) -> list[str]:
+    """The jobs that have not ended."""
+    return slurm.call("squeue", "--noheader", "--array", "--format=%i").split()
+
+
+def validations_of(folder: Path) -> list[int]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if line["split"] == "val"]
+
+
+def table(text: str) -> list[list[str]]:
+    """The rows of the printed table, without the columns of times."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line[:1] == "│"]
+    return [[*row[:5], row[-1]] for row in rows]
