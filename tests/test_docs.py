@@ -124,9 +124,16 @@ def smaller(tokens: list[str]) -> list[str]:
     return [*tokens, *SMALLER, *(() if own_model else SMALL_MODEL)]
 
 
-SWEEPS = of_kind("linnaeus sweep ")
+ON_SLURM = [command for command in of_kind("linnaeus ") if "--launcher slurm" in command[1]]
+SWEEPS = [
+    command
+    for command in of_kind("linnaeus sweep ")
+    if command not in ON_SLURM and "--status" not in command[1]  # tests/commands/sweep looks at one
+]
 OF_ONE_PROCESS = [
-    command for command in of_kind("python -m linnaeus.train", "linnaeus ") if command not in SWEEPS
+    command
+    for command in of_kind("python -m linnaeus.train", "linnaeus ")
+    if command not in (*SWEEPS, *ON_SLURM) and "--status" not in command[1]
 ]
 
 
@@ -136,6 +143,16 @@ def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: R
     argv = tokens[3:] if tokens[0] == "python" else tokens[1:]
     outcome = run(*smaller(argv))
     assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.parametrize(("page", "line"), ON_SLURM)
+def test_a_command_for_slurm_makes_a_script(page: str, line: str, desk: Path, run: Run) -> None:
+    """The tests in tests/slurm run such scripts."""
+    argv = tokens_of(line, desk)[1:]
+    outcome = run(*argv, *([] if "--dry-run" in argv else ["--dry-run"]))
+    assert outcome.code == 0, outcome.err
+    first = argv[argv.index("--slurm") + 1]
+    assert f"#SBATCH --{first}\n" in outcome.out
 
 
 @pytest.mark.slow
