@@ -48,7 +48,7 @@ def test_a_group_of_ones_own_is_no_option_of_sbatch(tmp_path: Path) -> None:
 
 BAD = [
     ("train --launcher slrum", "--launcher: 'slrum' is none; there are local and slurm"),
-    ("sweep --launcher", "--launcher: '' is none"),
+    ("sweep --launcher=", "--launcher: '' is none"),
     ("sweep --jobs 0", "--jobs: '0' is not a whole number of at least 1"),
     ("train --jobs 2", "--jobs: is for linnaeus sweep"),
     ("train --slurm nodes=2", "--slurm: is for --launcher slurm, which is not given"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +20,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.slurm import cluster
 from tests.slurm.cluster import Cluster
-from tests.slurm.test_job import ENV, EXPERIMENT
+from tests.slurm.test_job import ENV, EXPERIMENT, validations
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,14 +45,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 class Shell:
     """A command in a process of its own, as typed on a login node."""
 
-    def __init__(self, slurm: Cluster, folder: Path, *argv: str) -> None:
+    def __init__(self, slurm: Cluster, folder: Path, *argv: str, stdin: int = subprocess.DEVNULL) -> None:
         self.log = folder / "shell.txt"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*LINNAEUS, *argv],
                 cwd=folder,
                 env=slurm.env,
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=log,
                 stderr=log,
             )
@@ -100,13 +103,91 @@ def test_a_sweep_goes_on_through_preemption_leaving_and_a_restart_of_the_control
     assert jobs == {"0", "1"}, "one was preempted, and queued again"
     assert not queue(slurm)
     assert {entry["status"] for entry in entries(sweep)} == {"finished"}
-    assert all(validations_of(folder) == [6 * epoch for epoch in range(1, 9)] for folder in folders)
+    assert all(validations_of(folder) == [12 * epoch for epoch in range(1, 9)] for folder in folders)
 
     local = slurm.try_call(*LINNAEUS, *SWEEP, "EXPERIMENT.NAME=here", "--jobs", "2", cwd=tmp_path)
     assert local.code == 0, local
     undisturbed = entries(tmp_path / "runs/here")
     assert [entry["metrics"] for entry in entries(sweep)] == [entry["metrics"] for entry in undisturbed]
     assert table(again.log.read_text()) == table(local.out)
+
+
+def test_a_single_run_goes_on_when_its_time_is_nearly_over(slurm: Cluster, tmp_path: Path) -> None:
+    """Two processes, in a folder where another run has been."""
+    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
+    (tmp_path / "runs/small").mkdir(parents=True)
+    (tmp_path / "runs/small/config.yaml").write_text("of an earlier run")
+    words = ("train", "--cfg", "my_exp.yaml", "TRAIN.EPOCHS=8")
+    resources = ("gpus-per-node=2", "cpus-per-task=2", "time=30")
+    said = slurm.call(*LINNAEUS, *words, "--launcher", "slurm", "--slurm", *resources, cwd=tmp_path)
+    (job,) = re.findall(
+        r"submitted as SLURM job (\d+): linnaeus train --cfg my_exp.yaml TRAIN.EPOCHS=8\n", said
+    )
+    (log,) = re.findall(r"^log: +(\S+)$", said, re.MULTILINE)
+    assert f"cancel: scancel {job}" in said
+    output = Path(log)
+    wait_until(lambda: len(validations(tmp_path)) > 1)
+    slurm.call("scancel", "--batch", "--signal=USR1", job)  # what SLURM does then
+    slurm.wait_for(job, "Restarts", "1")
+    (tmp_path / "quick").touch()
+    slurm.wait_for(job, "JobState", "COMPLETED", timeout_s=300)
+    text = output.read_text()
+    assert text.count("queued again: the run goes on") == 1, text
+    assert text.count("resumed after") == 1, text
+    assert "x 2 processes" in text
+    assert validations(tmp_path) == [6 * epoch for epoch in range(1, 9)]
+    earlier = [path.read_text() for path in (tmp_path / "runs").glob("small.*/config.yaml")]
+    assert earlier == ["of an earlier run"]
+
+
+def test_a_run_that_fails_is_not_queued_again_and_gives_its_reason(slurm: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
+    (tmp_path / "quick").touch()
+    argv = ("sweep", "--cfg", "my_exp.yaml", "MODEL._target_=tests.slurm.slow.Linear,tests.slurm.slow.Curve")
+    shell = Shell(slurm, tmp_path, *argv, "TRAIN.EPOCHS=1", *ON_SLURM)
+    assert shell.end() == 1, shell.log.read_text()
+    good, bad = entries(tmp_path / "runs/small")
+    assert (good["status"], bad["status"]) == ("finished", "failed")
+    assert "Curve" in bad["reason"], bad
+    record = json.loads((tmp_path / bad["folder"] / "job.json").read_text())
+    slurm.wait_for(record["id"], "JobState", "FAILED")
+    assert slurm.show(record["id"])["Restarts"] == "0"
+
+
+@pytest.mark.parametrize("command", ["train", "sweep"])
+def test_sbatch_judges_its_options_before_anything_is_done(
+    slurm: Cluster, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
+    argv = (command, "--cfg", "my_exp.yaml", *(["EXPERIMENT.SEED=1,2"] if command == "sweep" else []))
+    for option, message in (
+        ("partition=nowhere", "invalid partition"),
+        ("gpu-count=4", "unrecognized option"),
+    ):
+        refused = slurm.try_call(*LINNAEUS, *argv, "--launcher", "slurm", "--slurm", option, cwd=tmp_path)
+        assert refused.code == 2, refused
+        assert "--slurm: sbatch refuses the job: " in refused.err
+        assert message in refused.err
+    assert not queue(slurm)
+    assert not [*tmp_path.rglob("asked.yaml")], "no folder of a run was made"
+
+
+def test_ctrl_c_in_a_terminal_asks_before_it_cancels(slurm: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
+    terminal, keyboard = pty.openpty()
+    shell = Shell(slurm, tmp_path, *SWEEP[:3], "EXPERIMENT.SEED=0,1,2", *ON_SLURM, stdin=keyboard)
+    runs = [tmp_path / f"runs/small/EXPERIMENT.SEED={seed}" for seed in range(3)]
+    wait_until((runs[0] / "checkpoints/last.pt").exists, log=shell.log)
+    shell.process.send_signal(signal.SIGINT)
+    wait_until(lambda: "cancel 3 jobs? [y/N]" in shell.log.read_text(), log=shell.log)
+    assert len(queue(slurm)) == 3
+    os.write(terminal, b"y\n")
+    assert shell.end() == 130, shell.log.read_text()
+    os.close(terminal)
+    os.close(keyboard)
+    wait_until(lambda: not queue(slurm))
+    assert {entry["status"] for entry in entries(tmp_path / "runs/small")} == {"interrupted"}
+    assert "saving a checkpoint" in (runs[0] / "logs/output.txt").read_text()
 
 
 def queue(slurm: Cluster) -> list[str]:
