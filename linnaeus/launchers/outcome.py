@@ -95,6 +95,8 @@ def reason_of(folder: Path, exit_code: int, begin: int = 0) -> str | None:
         name = signal.Signals(-exit_code).name
         return f"ended by {name}" + (", often for lack of host memory" if name == "SIGKILL" else "")
     lines = _last_lines(folder, begin)
+    if exit_code - 128 in SIGNALS:
+        return next((line for line in reversed(lines) if "stopped by SIG" in line), "stopped before it began")
     own = next((number for number, line in enumerate(lines) if _TORCHRUN.match(line)), len(lines))
     last = _last(lines[:own] or lines).removeprefix("- ")
     short = last if len(last) <= REASON_LETTERS else f"{last[:REASON_LETTERS]}..."

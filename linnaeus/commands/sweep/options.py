@@ -8,14 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linnaeus.commands.options import CommandParser, check_files, read_plot
+from linnaeus.commands.options import CommandParser, check_files, read_count, read_plot
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, RUN_FILES
 from linnaeus.launchers.options import LaunchOptions, take
 
 if TYPE_CHECKING:
-    from linnaeus.commands.sweep.grid import Combination
+    from linnaeus.commands.sweep.grid import Combination, Grid
+    from linnaeus.commands.sweep.search import SearchPlan
+    from linnaeus.commands.sweep.space import Space
+
+WARMUP_PART = 4
+"""A search ends no run in the first epochs: so many-th part of all."""
 
 DESCRIPTION = """\
 Trains once for each combination of values and compares the results: one run after another, several at once
@@ -25,6 +30,7 @@ A key with several values is swept; there is one run for each combination:
   KEY=a,b,c                    these values
   KEY=range(start,stop[,step]) start, start + step, ... below stop
   KEY=[a,b]  KEY='a,b'         one value: a list, a text
+  KEY=interval(low,high)       with --search optuna: any value between them
 This is Hydra's grammar, with choice(), sort(), shuffle() and tag() too. Lists work for presets: model=a,b
 """
 DETAILS = """\
@@ -43,6 +49,7 @@ examples:
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,64,128
   linnaeus sweep --cfg my_exp.yaml --jobs 4 'EXPERIMENT.SEED=range(0,8)'
   linnaeus sweep --cfg my_exp.yaml OPTIMIZER.LR=1e-3,2e-3 --launcher slurm --slurm gpus-per-node=4 time=4:00
+  linnaeus sweep --cfg my_exp.yaml --search optuna --trials 40 OPTIMIZER.LR='interval(1e-4,1e-1)'
   linnaeus sweep --status runs/my_exp
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,128 OPTIMIZER.LR=1e-3,2e-3 --plot sweep.html
   linnaeus sweep --cfg my_exp.yaml model=resnet18,vit_tiny 'EXPERIMENT.SEED=range(0,3)'
@@ -61,6 +68,10 @@ class Options:
         status: only show what is known of the runs.
         folder: of the sweep to show, where it is named instead of its command line.
         launch: where the runs run.
+        search: name of what chooses the runs, in place of a grid.
+        trials: how many runs a search has.
+        no_prune: whether a search lets all runs end.
+        plan: what to search, from the options and the keys.
     """
 
     metric: str | None = None
@@ -68,6 +79,14 @@ class Options:
     status: bool = False
     folder: Path = Path()
     launch: LaunchOptions = field(default_factory=LaunchOptions)
+    search: str | None = None
+    trials: int | None = None
+    no_prune: bool = False
+    plan: SearchPlan | None = None
+
+    def only_for_search(self) -> list[str]:
+        """The options given that say something of a search."""
+        return ["--trials"] * (self.trials is not None) + ["--no-prune"] * self.no_prune
 
 
 @dataclass(frozen=True)
@@ -101,7 +120,8 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
     """
     # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
     from linnaeus.commands.sweep.grid import read_grid
-    from linnaeus.config.load import load_config, to_yaml
+    from linnaeus.commands.sweep.space import Space, read_space
+    from linnaeus.config.load import to_yaml
 
     launch, others, problems = take(argv)
     options = Options(launch=launch)
@@ -109,35 +129,83 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
     problems += more
     if options.status and len(rest) == 1 and "=" not in rest[0] and not rest[0].startswith("-"):
         return _named(options, Path(rest[0]), problems), []
-    grid = read_grid(rest)
-    if grid.line.show_help:
+    if options.search is None:
+        problems += [f"{name}: is for --search optuna" for name in options.only_for_search()]
+        grid = read_grid(rest)
+        found: Grid | Space = grid
+        points = grid.combinations
+    else:
+        found = space = read_space(rest)
+        points = list(space.corners()) if space.axes else []
+        if options.trials is None:
+            problems.append("--trials: say how many runs the search may have, such as --trials 40")
+    if found.line.show_help:
         return PARSER.format_help()
-    problems += grid.line.problems + grid.problems
-    runs = []
-    combinations_with: dict[str, list[Combination]] = {}
-    for combination in grid.combinations:
-        try:
-            runs.append(PlannedRun(combination, _placed(load_config(combination.argv).config, combination)))
-        except ConfigError as error:
-            for problem in error.problems:
-                combinations_with.setdefault(problem, []).append(combination)
-    for problem, combinations in combinations_with.items():
-        is_everywhere = len(combinations) == len(grid.combinations)
-        problems.append(problem if is_everywhere else f"{problem} with {combinations[0].title}")
+    problems += found.line.problems + found.problems
+    runs = _planned(points, problems)
     if problems:
         raise ConfigError(problems)
-    if grid.line.print_config:
+    if found.line.print_config:
         return "---\n".join(f"# {run.combination.title}\n{to_yaml(run.config)}" for run in runs)
-    if options.status:
-        return options, runs
-    check_files({"--plot": options.plot})
     folder = runs[0].folder.parent
+    if isinstance(found, Space):
+        options.plan = _search_plan(options, found, runs[0].config)
+    if options.status:
+        return (options, runs) if options.plan is None else (_named(options, folder, []), [])
+    check_files({"--plot": options.plot})
     if any((folder / name).exists() for name in (*RUN_FILES, CHECKPOINTS)):
         raise ConfigError(
             f"EXPERIMENT.NAME: {folder} is the folder of a run, and a sweep keeps its runs in one of its "
             "own: give the sweep another name"
         )
     return options, runs
+
+
+def plan_run(combination: Combination) -> PlannedRun:
+    """The run of a combination.
+
+    Raises:
+        ConfigError: lists everything that is wrong with its configuration.
+    """
+    from linnaeus.config.load import load_config
+
+    return PlannedRun(combination, _placed(load_config(combination.argv).config, combination))
+
+
+def _planned(combinations: Sequence[Combination], problems: list[str]) -> list[PlannedRun]:
+    """The runs of combinations; what is wrong with some only names one of them."""
+    runs = []
+    combinations_with: dict[str, list[Combination]] = {}
+    for combination in combinations:
+        try:
+            runs.append(plan_run(combination))
+        except ConfigError as error:
+            for problem in error.problems:
+                combinations_with.setdefault(problem, []).append(combination)
+    for problem, wrong in combinations_with.items():
+        is_everywhere = len(wrong) == len(combinations)
+        problems.append(problem if is_everywhere else f"{problem} with {wrong[0].title}")
+    return runs
+
+
+def _search_plan(options: Options, space: Space, config: Config) -> SearchPlan:
+    from linnaeus.commands.sweep.search import SearchPlan
+
+    return SearchPlan(
+        space=space,
+        num_trials=options.trials or 0,
+        plan=plan_run,
+        seed=config.EXPERIMENT.SEED,
+        metric=options.metric,
+        prune=not options.no_prune,
+        warmup_epochs=max(config.TRAIN.EPOCHS // WARMUP_PART, 1),
+    )
+
+
+def _read_search(text: str) -> str:
+    if text != "optuna":
+        raise ValueError(f"{text!r} is none; there is optuna")
+    return text
 
 
 def _named(options: Options, folder: Path, problems: list[str]) -> Options:
@@ -181,4 +249,10 @@ PARSER.option(
 PARSER.option(
     "--jobs", "N", int, "how many runs go on at once; default: one on this machine, all on SLURM",
 )  # fmt: skip
+PARSER.option(
+    "--search", "NAME", _read_search,
+    "optuna: choose the values of each run by the results of those before, in place of all combinations",
+)  # fmt: skip
+PARSER.option("--trials", "N", read_count, "runs of a search in all")
+PARSER.switch("--no-prune", "let a search's runs end even if they are worse than the median of the others")
 PARSER.switch("--status", "show how far the runs are; the folder of a sweep may be all that follows")

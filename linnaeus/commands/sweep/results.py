@@ -11,7 +11,7 @@ from linnaeus.commands.tables import Figures
 from linnaeus.launchers.interface import Job
 from linnaeus.launchers.outcome import Outcome
 
-RunStatus = Literal["finished", "failed", "interrupted", "running", "pending", "unknown", "not run"]
+RunStatus = Literal["finished", "failed", "interrupted", "pruned", "running", "pending", "unknown", "not run"]
 PLANNED = ("effective_batch", "learning_rate", "warmup_steps", "total_steps")
 """Figures of a run's batch plan."""
 SEED = "EXPERIMENT.SEED"
@@ -27,12 +27,14 @@ class Row:
         folder: where its files are.
         outcome: how its process ended; None before it has.
         job: who runs it; None while nobody does.
+        pruned: whether a search has ended it before its end.
     """
 
     values: dict[str, str]
     folder: Path
     outcome: Outcome | None = None
     job: Job | None = None
+    pruned: bool = False
 
     @property
     def title(self) -> str:
@@ -48,6 +50,8 @@ class Row:
             return "not run"
         if self.outcome.finished:
             return "finished"
+        if self.pruned:
+            return "pruned"
         return "interrupted" if self.outcome.was_stopped else "failed"
 
     @property

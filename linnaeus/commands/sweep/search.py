@@ -114,7 +114,7 @@ class Search:
         return True
 
     def prunes(self, folder: Path) -> bool:
-        """Look at the validations of a run that goes on; returns whether it is to end, the first time only."""
+        """Look at the validations of a run; returns whether it is to end, the first time only."""
         frozen = self._study.get_trials(deepcopy=False)[self._numbers[folder][0]]
         if not self._plan.prune or frozen.state.is_finished() or frozen.user_attrs.get(PRUNED):
             return False
@@ -176,8 +176,8 @@ class Search:
         asked = hashlib.sha256(own.encode()).hexdigest()
         if study.user_attrs.setdefault("asked", asked) != asked:
             raise ConfigError(
-                f"EXPERIMENT.NAME: {path} is the study of a search with other keys, values or metric; give this "
-                "one another name"
+                f"EXPERIMENT.NAME: {path} is the study of a search with other keys, values or metric; give "
+                "this one another name"
             )
         study.set_user_attr("asked", asked)
         return study

@@ -18,6 +18,7 @@ from linnaeus.commands.sweep.options import Options, PlannedRun
 from linnaeus.commands.sweep.output import results_table
 from linnaeus.commands.sweep.plot import save_plot
 from linnaeus.commands.sweep.results import Row, Sweep
+from linnaeus.commands.sweep.search import JOBS_ON_SLURM, Search
 from linnaeus.commands.sweep.watch import Stop, Watch, words_of
 from linnaeus.console import make_console
 from linnaeus.errors import EXIT_INTERRUPTED
@@ -50,25 +51,37 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
     if options.launch.dry_run:
         console.print(_dry_run(options, runs), markup=False, soft_wrap=True, end="")
         return 0
-    sweep = Sweep([Row(run.combination.values, run.folder) for run in runs], options.metric)
+    sweep = Sweep([], options.metric)
     stop = Stop()
     set_up_logging(None, rank=0, console=console)
     try:
         launcher = _launcher(options, runs)
         with stop.listening(), ExitStack() as lock:
             _sign(lock.enter_context(locked(folder)))
-            watch = Watch(sweep, runs, launcher, stop, console, lambda: _save(sweep, folder))
+            search = None if options.plan is None else Search(folder, options.plan)
+            watch = Watch(
+                sweep, runs if search is None else search.earlier(), launcher, stop, console,
+                lambda: _save(sweep, folder), search, _num_at_once(options),
+            )  # fmt: skip
             if isinstance(launcher, Slurm):
                 if not watch.nothing_to_start:
-                    launcher.check(len(runs))
+                    launcher.check(len(runs) if search is None else 1)
                 watch.when_started = lock.close  # the queue is SLURM's: any process may watch it
             watch.to_the_end()
-        _report(sweep, folder, options.plot or folder / "sweep.png", console)
+        if sweep.rows:
+            _report(sweep, folder, options.plot or folder / "sweep.png", console)
+        if search is not None and (best := search.best()) is not None:
+            logger.info("best: %s", best)
     finally:
         close_logging()
     if stop.requested:
         return EXIT_INTERRUPTED
-    return 0 if len(sweep.with_status("finished")) == len(sweep.rows) else EXIT_SOME_FAILED
+    return 0 if len(sweep.with_status("finished", "pruned")) == len(sweep.rows) else EXIT_SOME_FAILED
+
+
+def _num_at_once(options: Options) -> int:
+    """How many runs of a search go on at once."""
+    return options.launch.jobs or (JOBS_ON_SLURM if options.launch.launcher == "slurm" else 1)
 
 
 def _sign(lock: IO[str]) -> None:
@@ -84,6 +97,8 @@ def _launcher(options: Options, runs: Sequence[PlannedRun]) -> Launcher:
         folder = runs[0].folder.parent
         describe = SlurmJob(words_of(Path("RUN"))).describe()
         names = "\n".join(f"  {number}: {run.combination.title}" for number, run in enumerate(runs))
+        if options.plan is not None:
+            names = f"  up to {options.plan.num_trials}, one after another as the search asks for them"
         return Slurm(
             folder / "slurm", launch.slurm, folder.name, limit=launch.jobs,
             describe=f"Each job: {describe}\nRuns, but for those that have ended well:\n{names}",
@@ -111,7 +126,7 @@ def _dry_run(options: Options, runs: Sequence[PlannedRun]) -> str:
     """What would be started."""
     launcher = _launcher(options, runs)
     if isinstance(launcher, Slurm):
-        return launcher.script(len(runs))
+        return launcher.script(len(runs) if options.plan is None else 1)
     assert isinstance(launcher, Local)
     lines = []
     for number, planned in enumerate(runs):
@@ -132,6 +147,8 @@ def _show_status(options: Options, runs: Sequence[PlannedRun], console: Console)
         rows = [Row(entry["values"], path) for entry, path in zip(written["runs"], folders, strict=True)]
         sweep = Sweep(rows, options.metric)
         known = sweep.rows
+        for row, entry in zip(rows, written["runs"], strict=True):
+            row.pruned = entry["status"] == "pruned"
     jobs = going(row.folder for row in known)
     for row in known:
         row.job = jobs.get(row.folder)
@@ -141,7 +158,7 @@ def _show_status(options: Options, runs: Sequence[PlannedRun], console: Console)
 
 
 def _save(sweep: Sweep, folder: Path) -> None:
-    for name in ("sweep.json", "sweep.csv"):
+    for name in ("sweep.json", "sweep.csv") if sweep.rows else ():
         sweep.save(folder / name)
 
 
@@ -158,7 +175,7 @@ def _report(sweep: Sweep, folder: Path, plot: Path, console: Console) -> None:
             "%s left to go on; the same command joins, linnaeus sweep --status %s looks, and %s cancels",
             counted(len(left), "run"), shlex.quote(str(folder)), cancel_command([row.folder for row in left]),
         )  # fmt: skip
-    elif len(sweep.with_status("finished", "failed")) < len(sweep.rows):
+    elif len(sweep.with_status("finished", "failed", "pruned")) < len(sweep.rows):
         logger.info("interrupted; the same command goes on")
 
 
@@ -169,7 +186,7 @@ def _show(sweep: Sweep, console: Console) -> None:
         text = ""
         if row.job is not None:
             text = ": ".join(part for part in (row.job.name, row.job.reason, last_line(row.folder)) if part)
-        elif row.outcome is not None and row.outcome.reason is not None:
+        elif row.outcome is not None and row.outcome.reason is not None and not row.pruned:
             text = f"{row.outcome.reason} ({row.folder / OUTPUT})"
         if text:
             console.print(f"{row.status}: {row.title}: {text}", markup=False, soft_wrap=True)

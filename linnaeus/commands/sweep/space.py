@@ -134,7 +134,7 @@ def _interval(key: str, text: str, value: IntervalSweep) -> Axis:
         raise ValueError(f"{text!r}: the first end of an interval is to be below the second")
     is_log = "log" in value.tags or ("linear" not in value.tags and low > 0 and high / low >= LOG_RATIO)
     if is_log and low <= 0:
-        raise ValueError(f"{text!r}: there is no logarithm of {low:g}; begin above 0, or leave out tag(log, ...)")
+        raise ValueError(f"{text!r}: tag(log, ...) needs ends above 0")
     is_whole = isinstance(value.start, int) or _is_whole(key)
     axis = Axis(key, low, high, is_log=is_log, is_whole=is_whole)
     return replace(axis, low=math.ceil(low), high=math.floor(high)) if is_whole else axis

@@ -17,6 +17,7 @@ from rich.console import Console
 from linnaeus.commands.sweep.folder import ASKED, ended_well, is_asked, prepare
 from linnaeus.commands.sweep.options import PlannedRun
 from linnaeus.commands.sweep.results import Row, Sweep
+from linnaeus.commands.sweep.search import Search
 from linnaeus.console import StatusLine
 from linnaeus.errors import ConfigError
 from linnaeus.launchers.interface import Job, Launcher, Task
@@ -74,6 +75,8 @@ class Watch:
         stop: says when to end.
         console: shows which runs go on.
         save: writes the figures; called whenever a row has changed.
+        search: adds runs while there is room; None for those of a grid alone.
+        limit: how many runs of a search go on at once, beside what the launcher has room for.
 
     Attributes:
         when_started: called once all runs have been given to the launcher.
@@ -84,16 +87,17 @@ class Watch:
 
     def __init__(
         self, sweep: Sweep, runs: Sequence[PlannedRun], launcher: Launcher, stop: Stop, console: Console,
-        save: Callable[[], None],
+        save: Callable[[], None], search: Search | None = None, limit: int = 1,
     ) -> None:  # fmt: skip
         self._sweep = sweep
-        self._planned = dict(zip((run.folder for run in runs), runs, strict=True))
-        self._rows = {row.folder: row for row in sweep.rows}
-        self._titles = {
-            run.folder: f"run {number} of {len(runs)}, {run.combination.title}"
-            for number, run in enumerate(runs, start=1)
-        }
+        self._planned: dict[Path, PlannedRun] = {}
+        self._rows: dict[Path, Row] = {}
+        self._titles: dict[Path, str] = {}
         self._launcher, self._stop, self._console, self._save = launcher, stop, console, save
+        self._search, self._limit = search, limit
+        self._total = len(runs) if search is None else search.num_trials
+        for planned in runs:
+            self._add(planned)
         self._waiting: deque[Path] = deque()
         self._active: dict[Path, int] = {}
         """The runs that have been started and not ended, each with the looks since it was last seen."""
@@ -103,7 +107,21 @@ class Watch:
     @property
     def nothing_to_start(self) -> bool:
         """Whether all runs have ended well, or go on."""
-        return not self._waiting
+        return not self._waiting and not self._num_left
+
+    @property
+    def _num_left(self) -> int:
+        """Runs that the search has not asked for."""
+        return 0 if self._search is None else self._search.num_left
+
+    def _add(self, planned: PlannedRun) -> Row:
+        """Add a run to the table."""
+        row = Row(planned.combination.values, planned.folder)
+        self._sweep.rows.append(row)
+        self._planned[planned.folder], self._rows[planned.folder] = planned, row
+        number = len(self._sweep.rows)
+        self._titles[planned.folder] = f"run {number} of {self._total}, {planned.combination.title}"
+        return row
 
     def _join(self) -> None:
         """Sort the runs: those that go on, those that have ended well, and those to be started."""
@@ -121,9 +139,20 @@ class Watch:
                 logger.info("%s: goes on, %s; output in %s", title, row.job.name, folder / OUTPUT)
             elif (outcome := ended_well(folder, planned.config)) is not None:
                 row.outcome = outcome
+                if self._search is not None:
+                    self._search.told(row)
                 logger.info("%s: has ended well before%s", title, self._figure(row))
-            else:
+            elif not self._is_closed(row, planned):
                 self._waiting.append(folder)
+
+    def _is_closed(self, row: Row, planned: PlannedRun) -> bool:
+        """Whether a search repeats a run neither: it was pruned, or has failed."""
+        if self._search is None:
+            return False
+        row.outcome = read_outcome(row.folder) if is_asked(row.folder, planned.config) else None
+        closed = self._search.told(row)
+        row.outcome = row.outcome if closed else None
+        return closed
 
     def to_the_end(self) -> None:
         """Start and watch the runs until all have ended, or somebody has asked to stop.
@@ -153,13 +182,22 @@ class Watch:
             if row.job is None and self._has_ended(folder, row):
                 del self._active[folder]
                 changed = True
+            elif row.job is not None and self._search is not None and self._search.prunes(folder):
+                logger.info("%s: is worse than the others were, and pruned", self._titles[folder])
+                cancel([folder])
         changed |= self._start(jobs)
         if changed:
             self._save()
-        return bool(self._active or self._waiting)
+        return bool(self._active or self._waiting or self._num_left)
 
     def _start(self, jobs: dict[Path, Job]) -> bool:
-        count = min(self._launcher.room(jobs.values()), len(self._waiting))
+        room = self._launcher.room(jobs.values())
+        if self._search is not None and not self._stop.requested:
+            room = min(room, self._limit - len(self._active))
+            for planned in self._search.more(room - len(self._waiting)):
+                self._add(planned)
+                self._waiting.append(planned.folder)
+        count = min(room, len(self._waiting))
         if count and not self._stop.requested:
             folders = [self._waiting.popleft() for _ in range(count)]
             began = {folder: prepare(folder, self._planned[folder].config) for folder in folders}
@@ -174,7 +212,7 @@ class Watch:
             for folder, earlier in began.items():
                 how = "going on" if earlier else "started"
                 logger.info("%s: %s; output in %s", self._titles[folder], how, folder / OUTPUT)
-        if not self._waiting:
+        if self.nothing_to_start:
             self.when_started()
         return bool(count)
 
@@ -186,10 +224,12 @@ class Watch:
             if self._active[folder] < LOST_LOOKS:
                 return False
             row.outcome = lost(folder)
+        if self._search is not None:
+            self._search.told(row)
         title, outcome = self._titles[folder], row.outcome
         if row.status == "finished" and outcome is not None:
             logger.info("%s: done in %.1f s%s", title, outcome.seconds, self._figure(row))
-        elif outcome is not None and not (self._stop.requested and row.status == "interrupted"):
+        elif outcome is not None and not row.pruned and not (self._stop.requested and outcome.was_stopped):
             logger.info("%s: %s (exit code %d): %s", title, row.status, outcome.exit_code, outcome.reason)
         return True
 
