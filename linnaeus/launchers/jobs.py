@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from linnaeus.errors import EXIT_INTERRUPTED
+from linnaeus.errors import EXIT_INTERRUPTED, LinnaeusError
 from linnaeus.launchers import slurm
 from linnaeus.launchers.interface import Job
 from linnaeus.launchers.outcome import OUTCOME, Outcome, read_outcome
@@ -61,14 +62,21 @@ def cancel(folders: Collection[Path]) -> None:
     """Ask runs to save a checkpoint and end; local ones that are asked again end at once.
 
     Raises:
-        LinnaeusError: SLURM refuses, or does not answer.
+        LinnaeusError: SLURM refuses, or does not answer; or a run goes on on another machine. The others have
+            been asked.
     """
     records = [(folder, record) for folder in folders if (record := read_record(folder)) is not None]
     if ids := [record["id"] for _, record in records if record["launcher"] == "slurm"]:
         slurm.cancel(ids)
+    elsewhere = []
     for folder, record in records:
-        if record["launcher"] == "local":
-            _cancel_local(folder)
+        if record["launcher"] == "local" and is_locked(folder):
+            if record["host"] == socket.gethostname():
+                _cancel_local(folder)
+            else:
+                elsewhere.append(_local_name(record))
+    if elsewhere:
+        raise LinnaeusError(f"{', '.join(elsewhere)}: go on there, and can only be ended there (kill -INT)")
 
 
 def cancel_command(folders: Collection[Path]) -> str:

@@ -50,7 +50,31 @@ def problems_with(options: Options) -> list[str]:
             f"--slurm signal={signal}: would end the ranks without a checkpoint; write "
             "signal=B:USR1@SECONDS, which tells the job's script"
         )
+    seconds = _seconds(options.get("time") or "")
+    if "signal" not in options and seconds is not None and seconds <= 2 * GRACE_S:
+        problems.append(
+            f"--slurm time={options['time']}: a run is told {GRACE_S} s before the end to save a checkpoint, "
+            "and would get nowhere; give it more time (a plain number is minutes), or signal=B:USR1@30"
+        )
     return problems
+
+
+def _seconds(text: str) -> int | None:
+    """A time as sbatch reads it, in seconds; None for no limit, or what sbatch will refuse.
+
+    >>> _seconds("90"), _seconds("1:30"), _seconds("4:00:00"), _seconds("1-12"), _seconds("UNLIMITED")
+    (5400, 90, 14400, 129600, None)
+    """
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in (*parts, days or "0")) or len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if dash or len(numbers) == 3:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 class Slurm(Launcher):

@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from linnaeus.errors import LinnaeusError
 from linnaeus.launchers.interface import Job, Task
 from linnaeus.launchers.jobs import cancel, going, lost
 from linnaeus.launchers.local import Local, Share, divide
 from linnaeus.launchers.outcome import OUTPUT, Outcome, read_outcome
-from linnaeus.launchers.record import read_record
+from linnaeus.launchers.record import read_record, rewrite
 from tests.conftest import wait_until
 
 LASTING = """\
@@ -142,6 +143,22 @@ def test_a_number_that_another_process_has_by_now_is_left_alone(launcher: Local,
     (folder / "job.json").write_text(json.dumps({**record, "supervisor": [own.pid, own.create_time() - 9]}))
     cancel([folder])  # SIGINT would end this test
     assert not going([folder])
+
+
+def test_a_run_of_another_machine_is_not_ended_from_here(launcher: Local, folder: Path) -> None:
+    start(launcher, folder, LASTING.format(saving=0))
+    wait_until(lambda: "up" in text(folder))
+    record = read_record(folder)
+    assert record is not None
+    descriptor = os.open(folder / "job.json", os.O_RDWR)
+    rewrite(descriptor, {**record, "host": "elsewhere"})
+    with pytest.raises(LinnaeusError, match=f"process {record['supervisor'][0]} on elsewhere: go on there"):
+        cancel([folder])
+    assert going([folder])[folder].name.endswith("on elsewhere")
+    rewrite(descriptor, record)
+    os.close(descriptor)
+    cancel([folder])
+    assert ended(folder).was_stopped
 
 
 def test_a_free_share_is_taken(launcher: Local, tmp_path: Path) -> None:

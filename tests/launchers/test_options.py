@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.launchers import local, options, slurm_job
+from linnaeus.launchers import local, options, slurm, slurm_job
 from linnaeus.launchers.options import take
 from linnaeus.launchers.slurm import GRACE_S
 from tests.conftest import SMALL, Run
@@ -17,7 +17,7 @@ from tests.conftest import SMALL, Run
 SLURM = ("--launcher", "slurm", "--dry-run")
 
 
-@pytest.mark.parametrize("module", [options, local, slurm_job], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [options, local, slurm, slurm_job], ids=lambda module: module.__name__)
 def test_the_examples_in_the_docstrings(module: object) -> None:
     found = doctest.testmod(module)  # type: ignore[arg-type]
     assert (found.failed, found.attempted > 0) == (0, True)
@@ -38,6 +38,11 @@ def test_options_of_sbatch_end_where_others_begin(line: str, found: dict[str, st
     assert (taken.slurm, others, problems) == (found, rest.split(), [])
 
 
+def test_a_short_time_with_a_signal_of_its_own_is_taken() -> None:
+    assert take(["--launcher=slurm", "--slurm", "time=2", "signal=B:USR1@30"])[2] == []
+    assert take(["--launcher=slurm", "--slurm", "time=2:00:00"])[2] == []
+
+
 def test_a_group_of_ones_own_is_no_option_of_sbatch(tmp_path: Path) -> None:
     (tmp_path / "backbone").mkdir()
     (tmp_path / "backbone/small.yaml").touch()
@@ -55,6 +60,7 @@ BAD = [
     ("train --launcher slurm --slurm", "--slurm: needs options of sbatch"),
     ("plan --launcher slurm --slurm ntasks=8", "--slurm ntasks: each node has one task"),
     ("train --launcher slurm --slurm signal=USR1@60", "--slurm signal=USR1@60: would end the ranks"),
+    ("train --launcher slurm --slurm time=5", "--slurm time=5: a run is told 180 s before the end"),
     ("train --dry-run", "--dry-run: shows the script of a job: give --launcher slurm too"),
     ("analyze --launcher slurm --dry-run TRAIN.EPOCH=1", "TRAIN.EPOCH"),
 ]
