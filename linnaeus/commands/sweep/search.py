@@ -171,7 +171,7 @@ class Search:
             )  # fmt: skip
             # A study that goes on must not draw the same points again.
             study.sampler = optuna.samplers.TPESampler(seed=plan.seed + len(study.trials))
-            study.pruner = optuna.pruners.MedianPruner(n_warmup_steps=plan.warmup_epochs)
+            study.pruner = optuna.pruners.MedianPruner(n_warmup_steps=plan.warmup_epochs + 1)
         own = f"{plan.metric}\n{plan.space.line.overrides}\n{plan.space.line.presets}\n{plan.space.axes}"
         asked = hashlib.sha256(own.encode()).hexdigest()
         if study.user_attrs.setdefault("asked", asked) != asked:

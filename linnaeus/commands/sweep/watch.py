@@ -19,7 +19,7 @@ from linnaeus.commands.sweep.options import PlannedRun
 from linnaeus.commands.sweep.results import Row, Sweep
 from linnaeus.commands.sweep.search import Search
 from linnaeus.console import StatusLine
-from linnaeus.errors import ConfigError
+from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.launchers.interface import Job, Launcher, Task
 from linnaeus.launchers.jobs import cancel, going, lost
 from linnaeus.launchers.outcome import OUTPUT, last_line, read_outcome
@@ -111,8 +111,8 @@ class Watch:
 
     @property
     def _num_left(self) -> int:
-        """Runs that the search has not asked for."""
-        return 0 if self._search is None else self._search.num_left
+        """Runs that the search is still to ask for."""
+        return 0 if self._search is None or self._stop.requested else self._search.num_left
 
     def _add(self, planned: PlannedRun) -> Row:
         """Add a run to the table."""
@@ -183,21 +183,27 @@ class Watch:
                 del self._active[folder]
                 changed = True
             elif row.job is not None and self._search is not None and self._search.prunes(folder):
-                logger.info("%s: is worse than the others were, and pruned", self._titles[folder])
-                cancel([folder])
+                self._prune(folder)
         changed |= self._start(jobs)
         if changed:
             self._save()
         return bool(self._active or self._waiting or self._num_left)
 
+    def _prune(self, folder: Path) -> None:
+        logger.info("%s: is worse than the others were, and pruned", self._titles[folder])
+        try:
+            cancel([folder])
+        except LinnaeusError as error:  # it goes on to its end, which does no harm
+            logger.warning("%s: cannot be ended: %s", self._titles[folder], error)
+
     def _start(self, jobs: dict[Path, Job]) -> bool:
         room = self._launcher.room(jobs.values())
-        if self._search is not None and not self._stop.requested:
+        if self._search is not None and self._num_left:
             room = min(room, self._limit - len(self._active))
-            for planned in self._search.more(room - len(self._waiting)):
+            for planned in self._search.more(max(room - len(self._waiting), 0)):
                 self._add(planned)
                 self._waiting.append(planned.folder)
-        count = min(room, len(self._waiting))
+        count = max(min(room, len(self._waiting)), 0)
         if count and not self._stop.requested:
             folders = [self._waiting.popleft() for _ in range(count)]
             began = {folder: prepare(folder, self._planned[folder].config) for folder in folders}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from linnaeus.commands.sweep.search import STUDY, Search, SearchPlan
 from linnaeus.commands.sweep.space import Axis, read_space
 from linnaeus.errors import ConfigError
 from linnaeus.launchers.outcome import Outcome
-from tests.conftest import Run
+from tests.conftest import Child, Run
 
 pytest.importorskip("optuna")
 
@@ -231,6 +232,22 @@ TINY = (
     "MODEL._target_=tests.test_run.Perceptron", "MODEL.width=4", "DATA.BATCH_SIZE=32", "TRAIN.EPOCHS=2",
     "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=tiny",
 )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_search_and_the_same_command_goes_on(run_in_child: Run, tmp_path: Path) -> None:
+    argv = ("sweep", *TINY, f"{LR}=interval(1e-4,1)", "--search", "optuna", "--trials", "2", "TRAIN.EPOCHS=6")
+    child = Child(tmp_path, *argv)
+    child.wait_for(lambda: any(tmp_path.glob("runs/tiny/*/checkpoints/last.pt")))
+    assert child.end(signal.SIGINT) == 130
+    first = json.loads((tmp_path / "runs/tiny/sweep.json").read_text())["runs"]
+    assert [entry["status"] for entry in first] == ["interrupted"]
+    outcome = run_in_child(*argv)
+    assert outcome.code == 0, outcome.out + outcome.err
+    both = json.loads((tmp_path / "runs/tiny/sweep.json").read_text())["runs"]
+    assert both[0]["values"] == first[0]["values"]
+    assert [entry["status"] for entry in both] == ["finished"] * 2
+    assert (tmp_path / both[0]["folder"] / "logs/output.txt").read_text().count("resumed after") == 1
 
 
 @pytest.mark.slow
