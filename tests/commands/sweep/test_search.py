@@ -123,7 +123,7 @@ def run_all(search: Search, value: Callable[[PlannedRun], float]) -> list[Planne
 
 
 def test_a_search_draws_near_to_the_best(tmp_path: Path) -> None:
-    argv = (f"{LR}=interval(0,10)", "--trials", "40")
+    argv = (f"{LR}=interval(0.01,10)", "--trials", "40")
     search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
     seen = run_all(search, bowl)
     assert len(seen) == 40
@@ -135,7 +135,7 @@ def test_a_search_draws_near_to_the_best(tmp_path: Path) -> None:
 
 
 def test_a_loss_is_made_small(tmp_path: Path) -> None:
-    argv = (f"{LR}=interval(0,10)", "--trials", "3", "--metric", "loss")
+    argv = (f"{LR}=interval(0.01,10)", "--trials", "3", "--metric", "loss")
     search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
     runs = search.more(3)
     for planned in runs:
@@ -145,7 +145,7 @@ def test_a_loss_is_made_small(tmp_path: Path) -> None:
 
 
 def test_a_study_goes_on_in_another_process(tmp_path: Path) -> None:
-    plan = plan_of(f"{LR}=interval(0,10)", "--trials", "6", folder=tmp_path)
+    plan = plan_of(f"{LR}=interval(0.01,10)", "--trials", "6", folder=tmp_path)
     first = Search(tmp_path / "s", plan)
     done, failed, stopped, running = first.more(4)
     assert end(first, done, 0.5)
@@ -176,10 +176,10 @@ def test_a_point_that_comes_again_is_one_run(tmp_path: Path) -> None:
     assert {trial.state.name for trial in search._study.trials} == {"COMPLETE"}
 
 
-@pytest.mark.parametrize("other", [f"{LR}=interval(0,9)", f"{LR}=interval(0,10) TRAIN.EPOCHS=7"])
+@pytest.mark.parametrize("other", [f"{LR}=interval(0.01,9)", f"{LR}=interval(0.01,10) TRAIN.EPOCHS=7"])
 def test_another_search_needs_another_name(tmp_path: Path, other: str) -> None:
-    Search(tmp_path / "s", plan_of(f"{LR}=interval(0,10)", "--trials", "6", folder=tmp_path))
-    Search(tmp_path / "s", plan_of(f"{LR}=interval(0,10)", "--trials", "9", folder=tmp_path))
+    Search(tmp_path / "s", plan_of(f"{LR}=interval(0.01,10)", "--trials", "6", folder=tmp_path))
+    Search(tmp_path / "s", plan_of(f"{LR}=interval(0.01,10)", "--trials", "9", folder=tmp_path))
     with pytest.raises(ConfigError, match="give this one another name"):
         Search(tmp_path / "s", plan_of(*other.split(), "--trials", "6", folder=tmp_path))
 
@@ -193,7 +193,7 @@ def validated(planned: PlannedRun, *values: float) -> None:
 
 @pytest.mark.parametrize("prunes", [True, False])
 def test_a_run_that_is_worse_than_the_median_is_pruned(tmp_path: Path, prunes: bool) -> None:
-    argv = (f"{LR}=interval(0,10)", "--trials", "9", "TRAIN.EPOCHS=8", *([] if prunes else ["--no-prune"]))
+    argv = (f"{LR}=interval(0.01,10)", "--trials", "9", "TRAIN.EPOCHS=8", *([] if prunes else ["--no-prune"]))
     search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
     for planned in search.more(6):
         validated(planned, 0.5, 0.6, 0.7, 0.8)
@@ -213,7 +213,7 @@ def test_a_run_that_is_worse_than_the_median_is_pruned(tmp_path: Path, prunes: b
 
 
 def test_a_combination_of_a_search_is_a_run_like_that_of_a_grid() -> None:
-    space = read_space([f"{LR}=interval(0,1)", "model=resnet18,vit_tiny", "TRAIN.EPOCHS=3"])
+    space = read_space([f"{LR}=interval(0.01,1)", "model=resnet18,vit_tiny", "TRAIN.EPOCHS=3"])
     planned = plan_run(space.combination({LR: "0.25", "model": "vit_tiny"}))
     assert planned.combination.title == f"{LR}=0.25 model=vit_tiny"
     assert (planned.config.OPTIMIZER.LR, planned.config.TRAIN.EPOCHS) == (0.25, 3)
@@ -222,7 +222,7 @@ def test_a_combination_of_a_search_is_a_run_like_that_of_a_grid() -> None:
 
 def test_without_optuna_the_extra_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    outcome = run("sweep", f"{LR}=interval(0,1)", "--search", "optuna", "--trials", "2")
+    outcome = run("sweep", f"{LR}=interval(0.01,1)", "--search", "optuna", "--trials", "2")
     assert outcome.code == 2
     assert "pip install 'linnaeus[sweep]'" in outcome.err
 
