@@ -19,6 +19,7 @@ from linnaeus.commands.sweep.output import results_table
 from linnaeus.commands.sweep.plot import save_plot
 from linnaeus.commands.sweep.results import Row, Sweep
 from linnaeus.commands.sweep.search import JOBS_ON_SLURM, Search
+from linnaeus.commands.sweep.search_plot import save_search_plot
 from linnaeus.commands.sweep.watch import Stop, Watch, words_of
 from linnaeus.console import make_console
 from linnaeus.errors import EXIT_INTERRUPTED
@@ -69,7 +70,7 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
                 watch.when_started = lock.close  # the queue is SLURM's: any process may watch it
             watch.to_the_end()
         if sweep.rows:
-            _report(sweep, folder, options.plot or folder / "sweep.png", console)
+            _report(options, sweep, folder, console)
         if search is not None and (best := search.best()) is not None:
             logger.info("best: %s", best)
     finally:
@@ -162,10 +163,15 @@ def _save(sweep: Sweep, folder: Path) -> None:
         sweep.save(folder / name)
 
 
-def _report(sweep: Sweep, folder: Path, plot: Path, console: Console) -> None:
+def _report(options: Options, sweep: Sweep, folder: Path, console: Console) -> None:
     """Write the files, then show the same figures."""
+    plot = options.plot or folder / "sweep.png"
     _save(sweep, folder)
-    save_plot(sweep, plot)
+    if options.plan is None:
+        save_plot(sweep, plot)
+    else:
+        smaller = sweep.metric.startswith("loss")
+        save_search_plot(sweep, options.plan.space.axes, plot, smaller_is_better=smaller)
     if sweep.wanted_metric is not None and sweep.metrics and sweep.wanted_metric not in sweep.metrics:
         logger.warning("--metric: no run has %s; there are %s", sweep.wanted_metric, ", ".join(sweep.metrics))
     _show(sweep, console)

@@ -15,8 +15,9 @@ import pytest
 
 from linnaeus.commands.sweep import space as module
 from linnaeus.commands.sweep.options import Options, PlannedRun, plan_run, read
-from linnaeus.commands.sweep.results import Row
+from linnaeus.commands.sweep.results import Row, Sweep
 from linnaeus.commands.sweep.search import STUDY, Search, SearchPlan
+from linnaeus.commands.sweep.search_plot import save_search_plot
 from linnaeus.commands.sweep.space import Axis, read_space
 from linnaeus.errors import ConfigError
 from linnaeus.launchers.outcome import Outcome
@@ -225,6 +226,20 @@ def test_without_optuna_the_extra_is_named(run: Run, tmp_path: Path, monkeypatch
     outcome = run("sweep", f"{LR}=interval(0.01,1)", "--search", "optuna", "--trials", "2")
     assert outcome.code == 2
     assert "pip install 'linnaeus[sweep]'" in outcome.err
+
+
+def test_the_picture_has_a_panel_for_each_key(tmp_path: Path) -> None:
+    space = read_space([f"{LR}=interval(1e-3,1)", "model=a,b"])
+    result = {"metrics": {"loss": 1.0, "top1/a": 0.25}, "headline": "top1/a"}
+    good = Row({LR: "0.01", "model": "b"}, tmp_path / "good", Outcome(0, 1.0, None, result))
+    bad = Row({LR: "0.5", "model": "a"}, tmp_path / "bad", Outcome(130, 1.0), pruned=True)
+    path = tmp_path / "picture.svg"
+    save_search_plot(Sweep([good, bad]), space.axes, path, smaller_is_better=False)
+    text = path.read_text()
+    assert text.count("<title>OPTIMIZER.LR=0.01 model=b: top1/a 0.25</title>") == 3
+    assert "LR=0.5" not in text, "it has no value"
+    assert "2 runs of a search, 1 finished, 1 pruned" in text
+    assert "best so far" in text
 
 
 TINY = (
