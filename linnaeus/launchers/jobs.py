@@ -11,13 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from linnaeus.errors import EXIT_INTERRUPTED, LinnaeusError
 from linnaeus.launchers import slurm
 from linnaeus.launchers.interface import Job
 from linnaeus.launchers.outcome import OUTCOME, Outcome, read_outcome
-from linnaeus.launchers.record import is_locked, read_record
+from linnaeus.launchers.record import PROCESSES, is_locked, lives, read_record
 
 START_S = 10.0
 """A process that has just been started says within this time who it is."""
@@ -90,21 +88,12 @@ def _cancel_local(folder: Path) -> None:
     deadline = time.monotonic() + START_S
     while is_locked(folder) and time.monotonic() < deadline:
         record = read_record(folder) or {}
-        for name in ("supervisor", "child"):  # the training alone where its supervisor has been killed
-            if name in record and _lives(*record[name]):
+        for name in PROCESSES:  # the training alone where its supervisor has been killed
+            if name in record and lives(*record[name]):
                 with suppress(ProcessLookupError):
                     os.kill(int(record[name][0]), signal.SIGINT)
                 return
         time.sleep(0.05)  # it has just been started
-
-
-def _lives(pid: int, created: float) -> bool:
-    """Whether this process still is the one that began at that time."""
-    try:
-        process = psutil.Process(int(pid))
-        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _has_ended_well(folder: Path) -> bool:

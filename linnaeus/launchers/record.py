@@ -14,9 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from linnaeus.files import write_text_atomically
 
 RECORD = "job.json"
+PROCESSES = ("supervisor", "child")
+"""Keys of a local run's record: the process that supervises it, and that which trains."""
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
@@ -68,7 +72,10 @@ def rewrite(descriptor: int, content: dict[str, Any]) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process that has inherited the record's lock lives."""
+    """Whether a process that has inherited the record's lock lives.
+
+    Where the file system has no locks, the processes of this machine are looked at instead.
+    """
     try:
         descriptor = os.open(folder / RECORD, os.O_RDONLY)
     except OSError:
@@ -78,7 +85,27 @@ def is_locked(folder: Path) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        return False
+        return _is_alive(read_record(folder) or {})
     finally:
         os.close(descriptor)
     return False
+
+
+def _is_alive(record: dict[str, Any]) -> bool:
+    """Whether a process that a record names lives, or none has said yet who it is."""
+    known = [record[name] for name in PROCESSES if name in record]
+    return not known or any(lives(*one) for one in known)
+
+
+def identity(pid: int) -> list[float]:
+    """The number of a process and when it began, in seconds: another process may get the number later."""
+    return [pid, psutil.Process(pid).create_time()]
+
+
+def lives(pid: float, created: float) -> bool:
+    """Whether the process with this identity has not ended."""
+    try:
+        process = psutil.Process(int(pid))
+        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

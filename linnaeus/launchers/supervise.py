@@ -20,7 +20,7 @@ import psutil
 
 from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.launchers.outcome import OUTPUT, Outcome, outcome_of, read_outcome, save_outcome
-from linnaeus.launchers.record import read_record, rewrite
+from linnaeus.launchers.record import identity, read_record, rewrite
 
 Child = subprocess.Popen[bytes]
 
@@ -160,11 +160,6 @@ def main(folder: Path, descriptor: int) -> int:
             pass_fds=[descriptor],
         )
     return 0 if outcome.finished else 1
-
-
-def identity(pid: int) -> list[float]:
-    """The number of a process and when it began, in seconds: another process may get the number later."""
-    return [pid, psutil.Process(pid).create_time()]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -132,6 +134,18 @@ def test_a_run_outlives_its_supervisor_and_can_still_be_ended(launcher: Local, f
     assert outcome is not None
     assert outcome.was_interrupted, "so that it is resumed"
     assert f"process {record['supervisor'][0]} on " in str(outcome.reason)
+
+
+def test_a_file_system_without_locks(launcher: Local, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    start(launcher, folder, LASTING.format(saving=0))
+    wait_until(lambda: "up" in text(folder))
+    assert going([folder])[folder].kind == "running"
+    cancel([folder])
+    assert ended(folder).was_stopped
 
 
 def test_a_number_that_another_process_has_by_now_is_left_alone(launcher: Local, folder: Path) -> None:
