@@ -22,7 +22,7 @@ LOGS = "logs"
 """The folder of log files inside the folder of a run."""
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints inside the folder of a run."""
-RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json", "autobatch.json")
+RUN_FILES = ("config.yaml", "model.json", "metrics.jsonl", "result.json", "autobatch.json")
 """Files that a run writes into its folder."""
 SWEEP_FILES = ("asked.yaml", "outcome.json")
 """Files that a sweep writes into the folder of a run."""

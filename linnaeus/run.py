@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from torch import nn
 
 from linnaeus.autobatch.planning import PlannedSizes, find_planned_sizes, search_key
 from linnaeus.autobatch.report import report_searches
@@ -22,9 +25,11 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
+from linnaeus.data.mixing import mixed_epochs
 from linnaeus.dist import World, errors_told_first, join, wrap
 from linnaeus.files import write_text_atomically
 from linnaeus.log import MetricsFile, open_run_folder
+from linnaeus.models.normalisation import with_normalisation
 from linnaeus.models.spec import MODEL_FILE, ModelSpec
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest
@@ -40,6 +45,8 @@ from linnaeus.training.schedule import Schedule
 from linnaeus.training.step import TrainStep
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.trainer import FitResult, Trainer, TrainingProgress
+
+_RESUMED_WEIGHTS = "weights: those of this run's checkpoint, which replace any that MODEL names"
 
 logger = logging.getLogger("linnaeus.run")
 
@@ -61,23 +68,30 @@ def run(config: Config) -> FitResult:
     ):
         world.check_equal(fingerprint.of_configuration(dataclasses.asdict(config)))
         check_train_config(train, world)
+        mixed_epochs(config.DATA.AUGMENT, train.EPOCHS)  # an error must show before the search
         folder = stack.enter_context(open_run_folder(path, world, keep=train.AUTO_RESUME))
         checkpoints = stack.enter_context(_checkpoints(path, train, world))
         checkpoint = _checkpoint_to_resume(config, checkpoints, world)
         progress = TrainingProgress(**({} if checkpoint is None else checkpoint.content["progress"]))
+        saved = None if checkpoint is None else checkpoint.content.get("config", {})
+        data_node, note = with_normalisation(config.DATA, config.MODEL, saved)
+        config = dataclasses.replace(config, DATA=data_node)
         seed_all(seed)
 
         world.update("building data and model")
         data = build_data(config.DATA, seed=seed, on_main=world.on_main)
-        assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world)
+        assembly = assemble(
+            config.MODEL, config.LOSS, config.OPTIMIZER, train, data, world, load_weights=checkpoint is None
+        )
         world.check_equal(fingerprint.of_data_and_model(data, assembly))
         if checkpoint is not None:
             checkpoint.restore(TrainingState.of(assembly), world)
             if is_finished(checkpoint.content, train.EPOCHS, path / RESULT, world):
                 return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
         if world.is_main:
-            for sentence in data.report:
-                logger.info(sentence)
+            weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
+            for sentence in filter(None, (*data.report, weights, assembly.freezing.sentence, note)):
+                logger.info("%s", sentence)
         sized = _find_sizes(config, data, assembly, world, checkpoint, folder.console)
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
@@ -121,7 +135,9 @@ def run(config: Config) -> FitResult:
             stop=StopAgreement(world, stop),
             checkpoint_extras={"config": _resumed_nodes(config), "model_spec": spec, **sized.as_dict()},
             size_origins=sized.origins(config.DATA),
+            wrap=_wrapper(config, world),
         )  # fmt: skip
+        del train_step  # the trainer replaces the wrapper in it where what is frozen begins to train
         folder.has_trained = lambda: trainer.progress.step > progress.step
         seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's
         if checkpoint is not None:
@@ -155,8 +171,10 @@ def _resumed_nodes(config: Config) -> dict[str, Any]:
         OPTIMIZER=config.OPTIMIZER,
         SCHEDULE=config.SCHEDULE,
         EXPERIMENT={"SEED": config.EXPERIMENT.SEED},
-        TRAIN=_chosen(train, "AMP", "CLIP_GRAD_NORM", "EMA", "SYNC_BATCHNORM", "DISTRIBUTE_BN"),
-        DATA=_chosen(data, "DATASET", "AUGMENT", "IMG_SIZE", "CHANNELS"),
+        TRAIN=_chosen(
+            train, "AMP", "CLIP_GRAD_NORM", "EMA", "SYNC_BATCHNORM", "DISTRIBUTE_BN", "UNFREEZE_EPOCH"
+        ),
+        DATA=_chosen(data, "DATASET", "AUGMENT", "SAMPLER", "IMG_SIZE", "CHANNELS"),
     )
 
 
@@ -201,10 +219,15 @@ def _loaders(config: Config, data: DataBundle, plan: BatchPlan, world: World) ->
         data, sizes=plan.micro_batches, batch_size_val=config.DATA.BATCH_SIZE_VAL,
         data_config=config.DATA, seed=config.EXPERIMENT.SEED, rank=world.rank, world_size=world.world_size,
         device=world.device, local_world_size=world.local_world_size,
+        mixed_epochs=mixed_epochs(config.DATA.AUGMENT, config.TRAIN.EPOCHS),
     )  # fmt: skip
 
 
+def _wrapper(config: Config, world: World) -> Callable[[nn.Module], nn.Module]:
+    return partial(wrap, world=world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS)
+
+
 def _train_step(config: Config, assembly: Assembly, plan: BatchPlan, world: World) -> TrainStep:
-    model = wrap(assembly.model, world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS)
+    model = _wrapper(config, world)(assembly.model)
     probe = build_probe(config.TRAIN.NOISE_SCALE, model, assembly.scaler, plan)
     return dataclasses.replace(assembly.train_step, model=model, probe=probe)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 import yaml
 from PIL import Image
 
+from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
 from tests.conftest import Run
+from tests.trained import PLAIN, picture, save_run, spec_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -24,6 +31,7 @@ SMALLER = (
     "DATA.AUTOBATCH.MEMORY_LIMIT_GB=null",  # the process of the tests may hold more than an example's limit
 )  # fmt: skip
 SMALL_MODEL = ("MODEL.NAME=test_resnet",)
+PRETRAINED_MODEL = ("MODEL.NAME=local-dir:hub",)  # stands in for the hub
 
 EXPERIMENT = """\
 DATA:
@@ -89,8 +97,21 @@ def test_every_command_has_a_test() -> None:
     assert len(of_kind("python -m linnaeus.train")) >= 5
 
 
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model as the hub has it, and the checkpoint of a run."""
+    path = tmp_path_factory.mktemp("pretrained")
+    source = timm.create_model("test_resnet")
+    timm.models.save_for_hf(source, path / "hub")
+    (path / "birds/checkpoints").mkdir(parents=True)
+    state = {f"backbone.{name}": tensor for name, tensor in source.state_dict().items()}
+    progress = {"epoch": 12, "samples": 0, "step": 12}
+    torch.save({"progress": progress, "state": {"model": state}}, path / "birds/checkpoints/best.pt")
+    return path
+
+
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def desk(tmp_path: Path, pretrained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the commands speak of."""
     (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
     (tmp_path / "my_package.py").write_text(MY_PACKAGE)
@@ -106,22 +127,36 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 Image.new("RGB", (40, 40), (number * 40, 90, len(species) * 10)).save(
                     folder / f"{number}.jpg"
                 )
+    (tmp_path / "hub").symlink_to(pretrained / "hub")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/birds").symlink_to(pretrained / "birds")
+    shutil.copytree(tmp_path / "birds" / "val", tmp_path / "birds2026")
+    table = "image,level1,level2\nbirds/val/Passeriformes/Parus_major/0.jpg,Passeriformes,Parus_major\n"
+    (tmp_path / "test.csv").write_text(table)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
 
+def train_birds(desk: Path) -> None:
+    """The run that the pages evaluate."""
+    options = ["DATA.DATASET.NAME=imagefolder", f"DATA.DATASET.ROOT={desk}/birds", "EXPERIMENT.NAME=birds"]
+    assert cli([*options, *SMALLER, *SMALL_MODEL]) == 0
+
+
 def tokens_of(line: str, desk: Path) -> list[str]:
-    line = line.replace("/data/birds", str(desk / "birds")).replace("NUM_SAMPLES=2000", "NUM_SAMPLES=64")
+    line = line.replace("/data/", f"{desk}/").replace("NUM_SAMPLES=2000", "NUM_SAMPLES=64")
     return shlex.split(line.replace("configs/", f"{ROOT}/configs/"))
 
 
 def smaller(tokens: list[str]) -> list[str]:
     """The same command on a small scale."""
-    if "--help" in tokens or "--print-config" in tokens:
+    if {"--help", "--print-config", "evaluate"}.intersection(tokens):
         return tokens
     own_model = any(token.startswith("MODEL._target_") for token in tokens)
-    return [*tokens, *SMALLER, *(() if own_model else SMALL_MODEL)]
+    is_pretrained = "MODEL.PRETRAINED=True" in tokens
+    model = () if own_model else PRETRAINED_MODEL if is_pretrained else SMALL_MODEL
+    return [*tokens, *SMALLER, *model]
 
 
 ON_SLURM = [command for command in of_kind("linnaeus ") if "--launcher slurm" in command[1]]
@@ -130,10 +165,11 @@ SWEEPS = [
     for command in of_kind("linnaeus sweep ")
     if command not in ON_SLURM and "--status" not in command[1]  # tests/commands/sweep looks at one
 ]
+PREDICTIONS, EXPORTS = of_kind("linnaeus predict "), of_kind("linnaeus export ")
 OF_ONE_PROCESS = [
     command
     for command in of_kind("python -m linnaeus.train", "linnaeus ")
-    if command not in (*SWEEPS, *ON_SLURM) and "--status" not in command[1]
+    if command not in (*SWEEPS, *ON_SLURM, *PREDICTIONS, *EXPORTS) and "--status" not in command[1]
 ]
 
 
@@ -141,6 +177,8 @@ OF_ONE_PROCESS = [
 def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: Run) -> None:
     tokens = tokens_of(line, desk)
     argv = tokens[3:] if tokens[0] == "python" else tokens[1:]
+    if "evaluate" in argv:
+        train_birds(desk)
     outcome = run(*smaller(argv))
     assert outcome.code == 0, outcome.err
 
@@ -153,6 +191,56 @@ def test_a_command_for_slurm_makes_a_script(page: str, line: str, desk: Path, ru
     assert outcome.code == 0, outcome.err
     first = argv[argv.index("--slurm") + 1]
     assert f"#SBATCH --{first}\n" in outcome.out
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run and photos."""
+    save_run(tmp_path / "runs" / "birds", spec_of(taxonomy=PLAIN))
+    (tmp_path / "photos").mkdir()
+    for number in range(2):
+        picture(number, (64, 48)).save(tmp_path / "photos" / f"{number}.jpg")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("page", "line"), PREDICTIONS)
+def test_a_prediction_works(page: str, line: str, trained: Path, run: Run) -> None:
+    outcome = run(*shlex.split(line)[1:], "--device", "cpu")
+    assert outcome.code == 0, outcome.err
+    assert "2 images predicted" in outcome.err
+
+
+def test_the_page_about_prediction_shows_what_python_gives(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/predict.md").read_text(), re.M | re.S)
+    exec(compile(program, "predict.md", "exec"), {})
+    assert re.findall(r"^photos/[01].jpg \('.+', 0\.\d+\) \w+ > .+ %", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.slow
+def test_exports_work_and_are_used_without_linnaeus(trained: Path, run: Run) -> None:
+    """The programs on the page are run as they stand, and name the run's best classes."""
+    pytest.importorskip("onnxruntime")
+    for _, line in EXPORTS:
+        outcome = run(*shlex.split(line)[1:])
+        assert outcome.code == 0, outcome.err
+    text = (ROOT / "docs/export.md").read_text()
+    programs = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    assert len(programs) == 3
+    (prediction,) = load_run("runs/birds", device="cpu").predict("photos/0.jpg", top=1)
+    best = {level: classes[0] for level, classes in prediction.levels.items()}
+    for program in programs:
+        assert "linnaeus" not in "".join(re.findall(r"^(?:import|from) .*$", program, re.M))
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(program, "export.md", "exec"), {})
+        found = dict(line.split(" ", 1) for line in printed.getvalue().strip().splitlines())
+        assert set(found) <= set(best)
+        for level, shown in found.items():
+            name, _, probability = shown.rpartition(" ")
+            assert (name, float(probability)) == (best[level][0], pytest.approx(best[level][1], rel=0.05))
 
 
 @pytest.mark.slow
@@ -171,6 +259,8 @@ def test_a_sweep_works(page: str, line: str, desk: Path, run: Run, monkeypatch: 
 @pytest.mark.parametrize(("page", "line"), of_kind("torchrun"))
 def test_a_command_of_several_processes_works(page: str, line: str, desk: Path) -> None:
     tokens = re.sub(r"--nproc_per_node=\d+", "--standalone --nproc_per_node=2", line)
+    if "evaluate" in tokens:
+        train_birds(desk)
     command = [sys.executable, "-m", "torch.distributed.run", *smaller(tokens_of(tokens, desk)[1:])]
     done = subprocess.run(command, cwd=desk, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

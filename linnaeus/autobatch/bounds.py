@@ -40,7 +40,8 @@ def max_batch_sizes(
     samples_per_rank = length // world.world_size if mode == "train" else -(-length // world.world_size)
     pinned = config.PIN_MEMORY and world.device.type == "cuda"
     workers = num_workers(config, world.local_world_size)
-    num_batches = num_host_batches(workers, config.PREFETCH_FACTOR)
+    num_copies = data.mixing.num_copies if mode == "train" and data.mixing is not None else 0
+    num_batches = num_host_batches(workers, config.PREFETCH_FACTOR, num_copies)
     bytes_per_rank = HOST_MEMORY_FRACTION * _available_bytes(workers) / world.local_world_size
     return {
         "dataset": max(1, samples_per_rank),
@@ -48,16 +49,22 @@ def max_batch_sizes(
     }
 
 
-def num_host_batches(workers: int, prefetch_factor: int) -> int:
+def num_host_batches(workers: int, prefetch_factor: int, num_copies: int = 0) -> int:
     """The most batches that one loader holds in host memory, without pinned copies.
 
     A worker holds `prefetch_factor` finished batches, and the samples and the collated tensors of the next
     one. The step uses one more.
 
-    >>> num_host_batches(0, 2), num_host_batches(4, 2)
-    (3, 17)
+    Args:
+        workers: loader processes.
+        prefetch_factor: DATA.PREFETCH_FACTOR.
+        num_copies: further copies that making a batch holds for a while, such as `Mixing.num_copies`.
+
+    >>> num_host_batches(0, 2), num_host_batches(4, 2), num_host_batches(4, 2, num_copies=2)
+    (3, 17, 25)
     """
-    return workers * (prefetch_factor + 2) + 1 if workers else 3
+    making = 2 + num_copies
+    return workers * (prefetch_factor + making) + 1 if workers else making + 1
 
 
 def largest_host_batch(tensor_bytes: Sequence[int], available_bytes: float, *, pinned: bool) -> int:

@@ -25,7 +25,7 @@ _IRRELEVANT = {
         *("CHECKPOINT_EVERY_MINUTES", "KEEP_CHECKPOINTS", "AUTO_RESUME", "RESUME_WITH", "DISTRIBUTE_BN"),
         "ON_OUT_OF_MEMORY",
     ),
-    "DATA": ("BATCH_SIZE", "BATCH_SIZE_VAL"),
+    "DATA": ("BATCH_SIZE", "BATCH_SIZE_VAL", "SAMPLER"),
 }  # fmt: skip
 
 logger = logging.getLogger("linnaeus.run")
@@ -49,10 +49,7 @@ class PlannedSizes:
 
     def origins(self, data: DataConfig) -> dict[str, SizeOrigin]:
         """Where the batch sizes of training and validation come from; `data` holds those in use."""
-        return {
-            mode: _found_origin(self.found[mode]) if mode in self.found else _configured_origin(mode, data)
-            for mode in get_args(Mode)
-        }
+        return {mode: size_origin(mode, data, self.found.get(mode)) for mode in get_args(Mode)}
 
     @property
     def batch_sizes(self) -> dict[str, int]:
@@ -68,6 +65,17 @@ class PlannedSizes:
 
 _SUFFIXES: dict[Mode, str] = {"train": "", "val": "_VAL"}
 _NAMES: dict[Mode, str] = {"train": "training", "val": "validation"}
+
+
+def size_origin(mode: Mode, data: DataConfig, found: AutoBatchResult | None) -> SizeOrigin:
+    """Where a batch size comes from.
+
+    Args:
+        mode: of the size.
+        data: holds the sizes in use.
+        found: what AutoBatch found for the mode; None where it did not search.
+    """
+    return _configured_origin(mode, data) if found is None else _found_origin(found)
 
 
 def _found_origin(result: AutoBatchResult) -> SizeOrigin:
@@ -104,6 +112,8 @@ def search_key(
     content: dict[str, Any] = {
         name: node if isinstance(node, dict) else dataclasses.asdict(node) for name, node in nodes.items()
     }
+    if train.UNFREEZE_EPOCH is not None:  # what is frozen trains in the end, or in later epochs only
+        content["TRAIN"]["UNFREEZE_EPOCH"] = train.UNFREEZE_EPOCH <= train.EPOCHS
     for name, keys in _IRRELEVANT.items():
         for key in keys:
             del content[name][key]

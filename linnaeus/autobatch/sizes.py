@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -127,7 +127,7 @@ class SizeSearch:
 
         # The finder measures what training has left when validation is searched.
         predict = partial(self.predict, mode, with_training=mode == "train")
-        with log_level(config, mode), BatchSizeFinder(
+        with self._all_that_will_train(), log_level(config, mode), BatchSizeFinder(
             train_step if mode == "train" else self._validate,
             partial(self._batches, spec, num_batches=num_batches),
             state=self.assembly.state,
@@ -174,16 +174,22 @@ class SizeSearch:
         def validate(size: int) -> None:
             validation_step(next(alone._batches(specs["val"], size, num_batches=1)))
 
-        return predict_step(
-            train if mode == "train" else validate,
-            int,  # both make their own batches, one at a time: they take the size
-            state=self.assembly.state,
-            mode=mode,
-            train_once=partial(train, _SAMPLES_BEFORE) if with_training else None,
-            # Those of the wrapper that `linnaeus.dist.wrap` makes.
-            buckets=Buckets(as_view=True) if self.world.is_distributed and with_training else None,
-            base_bytes=base_bytes,
-        )
+        with self._all_that_will_train():
+            return predict_step(
+                train if mode == "train" else validate,
+                int,  # both make their own batches, one at a time: they take the size
+                state=self.assembly.state,
+                mode=mode,
+                train_once=partial(train, _SAMPLES_BEFORE) if with_training else None,
+                # Those of the wrapper that `linnaeus.dist.wrap` makes.
+                buckets=Buckets(as_view=True) if self.world.is_distributed and with_training else None,
+                base_bytes=base_bytes,
+            )
+
+    def _all_that_will_train(self) -> AbstractContextManager[None]:
+        """Inside the context all trains that does in the last epoch, which needs the most memory."""
+        freezing = self.assembly.freezing
+        return freezing.lifted(only_if=freezing.ends_within(self.train.EPOCHS))
 
     def _batches(self, spec: BatchSpec, size: int, *, num_batches: int) -> Iterator[Batch]:
         """Makes each batch when it is asked for: as in training, only one exists at a time."""
@@ -195,10 +201,14 @@ class SizeSearch:
 
     def spec(self, mode: Mode) -> BatchSpec:
         """What a mode's batches look like."""
-        dataset = self.data.train if mode == "train" else self.data.val
-        return BatchSpec.from_dataset(
-            dataset, self.data.collate, self.config.AUTOBATCH.NUM_SPEC_SAMPLES, self.seed
-        )
+        data, num_samples = self.data, self.config.AUTOBATCH.NUM_SPEC_SAMPLES
+        if mode == "val":
+            return BatchSpec.from_dataset(data.val, data.collate, num_samples, self.seed)
+        if data.mixing is None:
+            return BatchSpec.from_dataset(data.train, data.collate, num_samples, self.seed)
+        # Mixed batches have the shapes and types of soft ones, which can be filled on the device.
+        soft = data.mixing.softly(data.collate)
+        return BatchSpec.from_dataset(data.train, soft, num_samples, self.seed, data.mixing.mix)
 
     def _validate(self, batches: Iterator[Batch]) -> None:
         self.assembly.validation_step(next(batches))
@@ -226,17 +236,31 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
     for mode in get_args(Mode):
         if not _setting(search.config.AUTOBATCH, "ENABLED", mode):
             continue
-        trained_at = _trained_at(search, found) if mode == "val" else None
-        result = protocol.search_on_main(
-            partial(_exchange, search, mode),
-            search.world.rank,
-            partial(search.run, mode, trained_at=trained_at),
-        )
-        if search.world.is_distributed:
-            result = protocol.agreed(result, partial(run_on_every_rank, search, trained_at=trained_at))
-        found[mode] = result
+        found[mode] = _find(search, mode, _trained_at(search, found) if mode == "val" else None)
     search.assembly.metrics.reset()
     return found
+
+
+def find_evaluation_size(search: SizeSearch) -> AutoBatchResult:
+    """Search for the validation size where nothing is trained. Every rank must call this.
+
+    Raises:
+        LinnaeusError: the same on every rank; see `exchange`.
+    """
+    search.world.warm_up_collectives()
+    return _find(search, "val", None)
+
+
+def _find(search: SizeSearch, mode: Mode, trained_at: int | None) -> AutoBatchResult:
+    """Search one mode on rank 0, then run the size found on every rank; see `SizeSearch.run`."""
+    result: AutoBatchResult = protocol.search_on_main(
+        partial(_exchange, search, mode),
+        search.world.rank,
+        partial(search.run, mode, trained_at=trained_at),
+    )
+    if search.world.is_distributed:
+        result = protocol.agreed(result, partial(run_on_every_rank, search, trained_at=trained_at))
+    return result
 
 
 def still_fit(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> bool:

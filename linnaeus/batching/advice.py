@@ -45,7 +45,7 @@ def plan_warnings(
     found = [
         _accumulation(facts, splits, key),
         _epoch_of_one_batch(facts, splits) or _batchnorm(facts, splits, _micro_batch_key(train, facts)),
-        _fine_tuning(effective_batch_size, optimizer, learning_rate, key) if facts.pretrained else None,
+        _fine_tuning(facts, effective_batch_size, optimizer, learning_rate, key),
         _dataset(effective_batch_size, facts.num_samples, key),
     ]
     return [text for text in found if text is not None]
@@ -100,13 +100,16 @@ def _epoch_of_one_batch(facts: Facts, splits: Sequence[Split]) -> str | None:
     )
 
 
-def _fine_tuning(effective_batch_size: int, optimizer: str, learning_rate: float, key: str) -> str | None:
+def _fine_tuning(
+    facts: Facts, effective_batch_size: int, optimizer: str, learning_rate: float, key: str
+) -> str | None:
     is_sgd = any(name in optimizer.lower() for name in ("sgd", "momentum", "nesterov"))
     limit = MAX_LR_SGD if is_sgd else MAX_LR_ADAPTIVE
-    if effective_batch_size < LARGE_FOR_FINE_TUNING or learning_rate <= limit:
+    is_small = effective_batch_size < LARGE_FOR_FINE_TUNING or learning_rate <= limit
+    if not facts.pretrained or is_small:
         return None
     return (
-        f"pretrained weights (MODEL.WEIGHTS) may be forgotten with an effective batch of "
+        f"pretrained weights ({facts.pretrained_key}) may be forgotten with an effective batch of "
         f"{effective_batch_size} and a learning rate of {learning_rate:.3g}; bring the rate to {limit:g} or "
         f"less with OPTIMIZER.LR, or lower {key}, and set SCHEDULE.WARMUP_EPOCHS"
     )

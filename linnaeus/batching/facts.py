@@ -18,6 +18,7 @@ class Facts:
         batchnorm: `none`, `local` (each rank normalises its own micro-batches) or `synchronised` over all
             ranks.
         pretrained: whether training starts from pretrained weights.
+        pretrained_key: the key that names those weights.
         batch_size_key: the key that bounds the batch size; another one where AutoBatch chose it.
     """
 
@@ -28,6 +29,7 @@ class Facts:
     weight_decay: float = 0.0
     batchnorm: str = "none"
     pretrained: bool = False
+    pretrained_key: str = "MODEL.WEIGHTS"
     batch_size_key: str = "DATA.BATCH_SIZE"
 
     @property

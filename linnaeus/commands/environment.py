@@ -34,10 +34,13 @@ def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
     """The settings that memory depends on."""
     train, taxonomy = search.train, search.data.taxonomy
     parameters = list(search.assembly.model.parameters())
+    freezing = search.assembly.freezing
+    num_frozen = 0 if freezing.ends_within(train.EPOCHS) else freezing.num_values
     return {
         "memory_limit_gb": search.config.AUTOBATCH.MEMORY_LIMIT_GB,
         "model": str(model_node["_target_"] if is_target(model_node) else model_node.NAME),
         "parameters": sum(parameter.numel() for parameter in parameters),
+        "frozen_parameters": num_frozen,
         "precision": _precision(parameters, train.AMP),
         "optimizer": type(search.assembly.optimizer).__name__,
         "image_size": None if search.data.img_size is None else list(search.data.img_size),
@@ -61,8 +64,8 @@ def device_sentence(environment: Mapping[str, Any]) -> str:
 def settings_sentence(environment: Mapping[str, Any]) -> str:
     """What is run, for people: of `run_settings` all that memory depends on; what is off is left out.
 
-    >>> settings = {"model": "vit", "parameters": 5000, "image_size": [32, 32], "num_classes": [2, 6],
-    ...     "precision": "float32", "optimizer": "SGD", "gradient_checkpointing": True,
+    >>> settings = {"model": "vit", "parameters": 5000, "frozen_parameters": 0, "image_size": [32, 32],
+    ...     "num_classes": [2, 6], "precision": "float32", "optimizer": "SGD", "gradient_checkpointing": True,
     ...     "accumulation_steps": 1, "ema": True}
     >>> settings_sentence(settings)
     'vit, 5,000 parameters, 32×32 pixels, 2 + 6 classes, float32, SGD, gradient checkpointing, EMA'
@@ -72,6 +75,7 @@ def settings_sentence(environment: Mapping[str, Any]) -> str:
     parts = {
         environment["model"]: True,
         f"{environment['parameters']:,} parameters": True,
+        f"{environment['frozen_parameters']:,} of them frozen": environment["frozen_parameters"] > 0,
         f"{'×'.join(map(str, size or []))} pixels": size is not None,
         f"{' + '.join(map(str, classes or []))} classes": classes is not None,
         environment["precision"]: True,

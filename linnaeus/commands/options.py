@@ -31,13 +31,16 @@ class CommandParser(argparse.ArgumentParser):
         details: the end of the help: what else to know, examples, exit codes.
         tool: a script of the repository that does the same.
         print_config: help of `--print-config`.
+        takes_run: whether the first word is a trained run, whose configuration takes the place of `--cfg`.
     """
 
     def __init__(
-        self, command: str, *, description: str, details: str, print_config: str, tool: str | None = None
-    ) -> None:
+        self, command: str, *, description: str, details: str, print_config: str, tool: str | None = None,
+        takes_run: bool = False,
+    ) -> None:  # fmt: skip
+        words = "[--cfg FILE] [options] [group=preset ...]" if not takes_run else "RUN [options]"
         usage = [
-            f"linnaeus {command} [--cfg FILE] [options] [group=preset ...] [KEY VALUE | KEY=VALUE ...]",
+            f"linnaeus {command} {words} [KEY VALUE | KEY=VALUE ...]",
             f"python -m linnaeus.main {command} ...",
             *([] if tool is None else [f"python {tool} ..."]),
         ]
@@ -51,10 +54,13 @@ class CommandParser(argparse.ArgumentParser):
             allow_abbrev=False,
             exit_on_error=False,
         )
+        self.takes_run = takes_run
         self._keys: dict[str, Sequence[str]] = {}
         # These are in the help only: `load_config` reads them.
         self.add_argument("-h", "--help", action="store_true", help="print this text and exit")
         self.add_argument("--print-config", action="store_true", help=print_config)
+        if takes_run:
+            return
         self.add_argument("--cfg", metavar="FILE", help="read a YAML file, as for training")
         self.add_argument("--config-dir", metavar="DIR", help="a folder of groups and files, as for training")
         self.add_argument("--config-name", metavar="NAME", help="a file of that folder")

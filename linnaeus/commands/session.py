@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from linnaeus.data.datasets import build_data
 from linnaeus.dist import World, join
 from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.log import close_logging, set_up_logging
+from linnaeus.models.normalisation import with_normalisation
 from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.training.build import assemble
 
@@ -116,6 +117,8 @@ def run_session(
             line.update("starting")
             set_deterministic(config.TRAIN.DETERMINISTIC)
             seed_all(config.EXPERIMENT.SEED)
+            data_node, _ = with_normalisation(config.DATA, config.MODEL)
+            config = replace(config, DATA=data_node)
             data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
             setup = Setup(config, data, joined, RankStatus(line.update), console, write)
             measure(setup, options, measurement)

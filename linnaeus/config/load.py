@@ -25,7 +25,7 @@ from linnaeus.config.origins import with_origins
 from linnaeus.config.overrides import CommandLine, parse_command_line
 from linnaeus.config.resolve import resolve
 from linnaeus.config.schema import Config
-from linnaeus.config.settings import from_overrides
+from linnaeus.config.settings import Setting, flatten, from_overrides
 from linnaeus.config.sources import read_sources, sweep_hint
 from linnaeus.errors import ConfigError
 from linnaeus.files import write_atomically
@@ -56,11 +56,12 @@ class LoadedConfig:
         return text if self.entries is None else with_origins(text, self.entries)
 
 
-def load_config(argv: Sequence[str]) -> LoadedConfig:
+def load_config(argv: Sequence[str], below: Sequence[Setting] = ()) -> LoadedConfig:
     """Load the configuration that a command line describes.
 
     Args:
         argv: the tokens after the program's name.
+        below: settings that files and command line win over.
 
     Raises:
         ConfigError: lists all problems.
@@ -69,17 +70,27 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
     if line.show_help:
         line = CommandLine(show_help=True)
     try:
-        config, entries = _compose(line)
+        config, entries = _compose(line, below)
     except RecursionError:
         raise ConfigError("values are nested too deeply to be read") from None
     return LoadedConfig(config, line.print_config, line.show_help, entries if line.show_origins else None)
 
 
-def _compose(line: CommandLine) -> tuple[Config, Mapping[Path, Entry]]:
+def settings_of(nodes: Mapping[str, Any], origin: str) -> list[Setting]:
+    """The settings of a resolved configuration, such as a checkpoint holds, for `load_config`.
+
+    Args:
+        nodes: plain values by node.
+        origin: where they come from, for messages.
+    """
+    return list(flatten((), _escape(dict(nodes)), origin))
+
+
+def _compose(line: CommandLine, below: Sequence[Setting]) -> tuple[Config, Mapping[Path, Entry]]:
     """Read all sources, merge them and resolve the result; the entries say where each value comes from."""
     sources = read_sources(line)
     from_files = [setting for setting in sources.settings if setting.path[0] != PLAN]
-    merged = merge([*from_files, *from_overrides(line.overrides)])
+    merged = merge([*below, *from_files, *from_overrides(line.overrides)])
     if not sources.is_complete:
         # The unreadable file may set a `_target_`, so the keys that these nodes take are unknown.
         merged.problems = [

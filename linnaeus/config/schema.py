@@ -20,6 +20,9 @@ PLUGGABLE = ("MODEL", "DATA.DATASET", "LOSS", "OPTIMIZER")
 STRATEGIES = ("guided", "binary", "power", "binsearch")
 """Names of the search strategies. They are those of `linnaeus.autobatch.search`; a test compares the two."""
 
+WEIGHT_FILES = (".csv", ".json", ".yaml", ".yml")
+"""Endings of the files that LOSS.CLASS_WEIGHTS takes."""
+
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -78,8 +81,21 @@ def _not_empty(value: list[Any] | None) -> str | None:
     return "must have at least one element" if value == [] else None
 
 
+def _freeze(value: Any) -> str | None:
+    patterns = value if isinstance(value, list) else [value]
+    if patterns and all(isinstance(pattern, str) and pattern.strip() for pattern in patterns):
+        return None
+    return "must be none, backbone, or patterns of parameter names such as backbone.layer1.*"
+
+
 def _crop_scale(value: list[float]) -> str | None:
     return None if len(value) == 2 and value[0] <= value[1] else "must be [low, high] with low <= high"
+
+
+def _weights_source(value: str | None) -> str | None:
+    if value is None or value == "balanced" or PurePath(value).suffix.lower() in WEIGHT_FILES:
+        return None
+    return f"must be `balanced` or a file with the ending {', '.join(WEIGHT_FILES)}"
 
 
 def _milestones(value: list[list[int]]) -> str | None:
@@ -150,6 +166,13 @@ class DatasetConfig:
     )
     NUM_SAMPLES: int = key(1024, "training samples of `synthetic`", gt=0)
     NUM_SAMPLES_VAL: int = key(256, "validation samples of `synthetic`", gt=0)
+    NOISE: float = key(
+        64.0, "standard deviation of the noise in the images of `synthetic`, on the 0-255 scale", ge=0
+    )
+    UNKNOWN_FRACTION: float = key(
+        0.0, "fraction of the training samples of `digits` and `synthetic` whose label is known down to a "
+        "random rank above the finest only", ge=0, lt=1,
+    )  # fmt: skip
 
 
 @dataclass
@@ -167,14 +190,27 @@ class AugmentConfig:
         "none", "torchvision's automatic policy", choices=("none", "randaugment", "trivialaugment")
     )
     ERASING: float = key(0.0, "probability that a random rectangle is erased", ge=0, le=1)
+    MIXUP: float = key(
+        0.0, "alpha of Mixup, which blends pairs of images of a micro-batch; 0 is off. Where CUTMIX is on "
+        "too, each batch takes one of both at random", ge=0,
+    )  # fmt: skip
+    CUTMIX: float = key(
+        0.0, "alpha of CutMix, which pastes a rectangle of another image of the micro-batch; 0 is off", ge=0
+    )
+    MIX_OFF_EPOCHS: int = key(
+        0, "last epochs, which are trained without MIXUP and CUTMIX", unit="epochs", ge=0
+    )
     CROP_FRACTION: float = key(
         1.0, "fraction of the resized image's side that the centre crop of validation keeps", gt=0, le=1
     )
     MEAN: list[float] | None = key(
-        None, "mean of each channel, on the 0-1 scale; null is 0.5 for each; for grey images, three values "
-        "here and in STD become one"
+        None, "mean of each channel, on the 0-1 scale; null is that of the pretrained weights, else 0.5 for "
+        "each; for grey images, three values here and in STD become one"
     )  # fmt: skip
-    STD: list[float] | None = key(None, "standard deviation of each channel; null is 0.5 for each", gt=0)
+    STD: list[float] | None = key(
+        None, "standard deviation of each channel; null is that of the pretrained weights, else 0.5 for each",
+        gt=0,
+    )  # fmt: skip
 
 
 @dataclass
@@ -260,18 +296,38 @@ class DataConfig:
         "raise", "a damaged or missing image is an error (`raise`), or is left out after a check of all "
         "files (`skip`)", choices=("raise", "skip"),
     )  # fmt: skip
+    SAMPLER: str = key(
+        "shuffle", "training samples of an epoch: `shuffle` takes each once; `balanced` draws as many, with "
+        "replacement, each class of the finest taxonomic rank equally often", choices=("shuffle", "balanced"),
+    )  # fmt: skip
     AUGMENT: AugmentConfig = key(AugmentConfig, "augmentation and normalisation")
     AUTOBATCH: AutoBatchConfig = key(AutoBatchConfig, "the batch-size search")
 
 
 @dataclass
 class ModelConfig:
-    """The network: a timm backbone with one linear head per taxonomic rank."""
+    """The network: a timm backbone with a head for all taxonomic ranks."""
 
-    NAME: str = key("resnet10t", "name of any timm model", check=_one_name)
-    WEIGHTS: str | None = key(
-        None, "local file with backbone weights (.pt, .pth or .safetensors); null is random weights"
+    NAME: str = key(
+        "resnet10t", "name of any timm model, with the tag of its weights or not; `hf-hub:OWNER/MODEL` is "
+        "one of the Hugging Face hub, `local-dir:FOLDER` one in a folder", check=_one_name,
+    )  # fmt: skip
+    PRETRAINED: bool = key(
+        False, "start from the pretrained weights that NAME has in timm, on the hub or in its folder"
     )
+    HEAD: str = key(
+        "independent", "`independent` has a linear layer for each taxonomic rank; `marginal` has one over "
+        "the finest classes, and the probability of a coarser class is the sum over the classes below it",
+        choices=("independent", "marginal"),
+    )  # fmt: skip
+    WEIGHTS: str | None = key(
+        None, "start from the weights of another run (its folder), of one of its checkpoints, or of a file "
+        "(.pt, .pth or .safetensors); null is random weights, unless PRETRAINED",
+    )  # fmt: skip
+    FREEZE: Any = key(
+        "none", "what does not train: `none`, `backbone`, or patterns of parameter names such as "
+        "`backbone.layer1.*` (one, or a list)", check=_freeze,
+    )  # fmt: skip
     DROP_RATE: float = key(0.0, "probability of dropout before the heads", ge=0, lt=1)
     DROP_PATH_RATE: float = key(0.0, "probability of stochastic depth, for models that have it", ge=0, lt=1)
     KWARGS: dict[str, Any] = key(dict, "further arguments of `timm.create_model`")
@@ -279,10 +335,18 @@ class ModelConfig:
 
 @dataclass
 class LossConfig:
-    """Cross-entropy per taxonomic rank, averaged over the samples; an unknown label adds 0."""
+    """The loss of each taxonomic rank, averaged over the samples; an unknown label adds 0."""
 
-    NAME: str = key("cross_entropy", "kind of loss", choices=("cross_entropy",))
+    NAME: str = key(
+        "cross_entropy", "kind of loss: `cross_entropy`, `bce` (binary cross-entropy, a mean over the "
+        "classes) or `focal` (of the softmax's probabilities)", choices=("cross_entropy", "bce", "focal"),
+    )  # fmt: skip
     LABEL_SMOOTHING: float = key(0.0, "label smoothing", ge=0, lt=1)
+    FOCAL_GAMMA: float = key(2.0, "exponent of `focal`; 0 is cross-entropy", ge=0)
+    CLASS_WEIGHTS: str | None = key(
+        None, "`balanced` weights each class by the inverse of its training samples; a file (.csv, .json, "
+        ".yaml) gives weights by class name; null is 1 each", check=_weights_source,
+    )  # fmt: skip
     RANK_WEIGHTS: list[float] | None = key(
         None, "weight of each taxonomic rank, coarse to fine; null is 1 each", ge=0
     )
@@ -306,6 +370,11 @@ class OptimizerConfig:
     BASE_BATCH_SIZE: int = key(
         256, "effective batch size that LR and WEIGHT_DECAY are meant for", unit="samples", ge=1
     )
+    LAYER_DECAY: float | None = key(
+        None, "learning rate of a layer as a fraction of that of the layer behind it; the heads have LR; "
+        "null is the same rate for all", gt=0, le=1,
+    )  # fmt: skip
+    HEAD_LR_SCALE: float = key(1.0, "learning rate of the heads as a multiple of LR", gt=0)
     KWARGS: dict[str, Any] = key(dict, "further arguments of the optimizer")
 
 
@@ -373,6 +442,10 @@ class TrainConfig:
     """The training loop and the training step."""
 
     EPOCHS: int = key(12, "passes over the training data", ge=1)
+    UNFREEZE_EPOCH: int | None = key(
+        None, "the first epoch, counted from 1, in which what MODEL.FREEZE holds still trains too; null "
+        "keeps it frozen", ge=1,
+    )  # fmt: skip
     EFFECTIVE_BATCH_SIZE: int | None = key(
         None, "samples per optimizer step over all processes, from which micro-batch size and accumulation "
         "steps follow; null is DATA.BATCH_SIZE x processes x ACCUMULATION_STEPS", unit="samples", ge=1,

@@ -22,7 +22,8 @@ class Batch(NamedTuple):
 
     Attributes:
         inputs: float tensor [B, C, H, W], or any nest of tensors for a user's dataset.
-        targets: int64 tensor [B, R], one column per level of the taxonomy, -1 where unknown; for a
+        targets: int64 tensor [B, R], one column per level of the taxonomy, -1 where unknown; where Mixup or
+            CutMix is on, float32 tensor [B, sum of the classes of all levels], see `soft_targets`; for a
             user's dataset without a taxonomy, its targets as they are.
     """
 
@@ -84,19 +85,33 @@ class BatchSpec:
         samples: samples of the same shape.
         collate: turns samples into a `Batch`.
         seed: for collate functions that draw random numbers.
+        load: what the loader does to a collated batch, where that changes values but neither shapes nor types
+            (Mixup); None is nothing. Only `load` does it, because of the memory that it takes.
     """
 
-    def __init__(self, samples: list[Any], collate: Callable[[list[Any]], Batch], seed: int = 0) -> None:
+    def __init__(
+        self,
+        samples: list[Any],
+        collate: Callable[[list[Any]], Batch],
+        seed: int = 0,
+        load: Callable[[Batch], Batch] | None = None,
+    ) -> None:
         self.samples = samples
         self.collate = collate
         self.seed = seed
+        self._load = load
         self.tensor_bytes = [nest.num_bytes(leaf) for leaf in nest.leaves(self._collate([samples[0]]))]
         self._base = self._collate(samples)
         self._axes = _batch_axes(samples, self._collate)
 
     @classmethod
     def from_dataset(
-        cls, dataset: Dataset[Any], collate: Callable[[list[Any]], Batch], num_samples: int, seed: int
+        cls,
+        dataset: Dataset[Any],
+        collate: Callable[[list[Any]], Batch],
+        num_samples: int,
+        seed: int,
+        load: Callable[[Batch], Batch] | None = None,
     ) -> BatchSpec:
         """Read some samples of a dataset and keep those with the largest shape.
 
@@ -107,6 +122,7 @@ class BatchSpec:
             collate: turns samples into a `Batch`.
             num_samples: number of samples to read.
             seed: chooses the samples, and seeds the random numbers that they draw.
+            load: as for the class.
 
         Raises:
             DataError: the dataset is empty.
@@ -123,7 +139,7 @@ class BatchSpec:
                 shapes = tuple(tuple(tensor.shape) for tensor in nest.tensors(collate([sample])))
                 groups.setdefault(shapes, []).append(sample)
         largest = max(groups, key=lambda shapes: sum(map(math.prod, shapes)))
-        return cls(groups[largest], collate, seed)
+        return cls(groups[largest], collate, seed, load)
 
     def make(self, n: int, device: torch.device | str, *, channels_last: bool = False) -> Batch:
         """A batch of n samples on a device. Making it takes no more device memory than the batch itself.
@@ -158,12 +174,14 @@ class BatchSpec:
         Args:
             n: number of samples, at least 1.
         """
-        return self._collate([nest.map_leaves(_own, sample) for sample in islice(cycle(self.samples), n)])
+        samples = [nest.map_leaves(_own, sample) for sample in islice(cycle(self.samples), n)]
+        return self._collate(samples, self._load)
 
-    def _collate(self, samples: list[Any]) -> Batch:
+    def _collate(self, samples: list[Any], then: Callable[[Batch], Batch] | None = None) -> Batch:
         with preserved_generators():
             seed_generators(self.seed)
-            return self.collate(samples)
+            batch = self.collate(samples)
+            return batch if then is None else then(batch)
 
 
 def _batch_axes(samples: list[Any], collate: Callable[[list[Any]], Batch]) -> list[int | None] | None:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from linnaeus.data.batch import Batch
+from linnaeus.data.mixing import Mixing
 from linnaeus.data.taxonomy import LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
-from linnaeus.errors import DataError
+from linnaeus.errors import ConfigError, DataError
 
 Collate = Callable[[list[Any]], Batch]
 """Turns a list of samples into a batch."""
@@ -37,6 +39,7 @@ class DataBundle:
         report: sentences for the user about what was found, held out or left out.
         preprocessing: how an image becomes an input in validation; None where the dataset gives tensors.
         index: gives the labels of class names; None where there is no more to it than the taxonomy's names.
+        mixing: what is done to collated training batches; None leaves them alone. Validation is not mixed.
     """
 
     train: Dataset[Any]
@@ -48,6 +51,7 @@ class DataBundle:
     report: list[str] = field(default_factory=list)
     preprocessing: Preprocessing | None = None
     index: LabelIndex | None = None
+    mixing: Mixing | None = None
 
 
 def collate_pairs(samples: list[Any]) -> Batch:
@@ -68,6 +72,29 @@ def dataset_length(dataset: Dataset[Any]) -> int:
         raise DataError(
             f"{type(dataset).__name__} has no length: a dataset needs __len__ and __getitem__ (map style)"
         ) from error
+
+
+def training_targets(data: DataBundle, key: str) -> Tensor:
+    """The labels of all training samples, without reading an image.
+
+    Args:
+        data: the datasets; the training split has them in its attribute `targets`.
+        key: what needs them, for the message.
+
+    Returns:
+        Tensor [N, R], int64, one column per level of the taxonomy, -1 where unknown.
+
+    Raises:
+        ConfigError: the dataset has no classes, or does not give the labels.
+    """
+    targets = getattr(data.train, "targets", None)
+    if data.taxonomy is None or not isinstance(targets, Tensor):
+        lacking = "class names or their number" if data.taxonomy is None else "`targets`"
+        raise ConfigError(
+            f"{key}: needs the labels of all training samples, but the dataset has no {lacking}; give it "
+            "an attribute `targets` with the label of each sample, and `classes`, `num_classes` or `taxonomy`"
+        )
+    return targets
 
 
 def as_size(img_size: int | list[int] | None, default: tuple[int, int]) -> tuple[int, int]:

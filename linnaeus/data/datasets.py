@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from linnaeus.config.schema import DataConfig
-from linnaeus.data.bundle import DataBundle, OnMain, on_this_process
+from linnaeus.data.bundle import DataBundle, OnMain, on_this_process, training_targets
 from linnaeus.data.digits import build_digits
 from linnaeus.data.imagefolder import build_imagefolder
 from linnaeus.data.manifest import build_manifest
+from linnaeus.data.mixing import build_mixing
 from linnaeus.data.synthetic import build_synthetic
-from linnaeus.data.target import build_target
+from linnaeus.data.target import UserCollate, build_target
+from linnaeus.rng import preserved_generators
 
 _BUILT_IN: dict[str, Callable[[DataConfig], DataBundle]] = {
     "digits": build_digits,
@@ -37,6 +39,19 @@ def build_data(data_config: DataConfig, *, seed: int, on_main: OnMain = on_this_
         ConfigError: a key that is missing, or that does not fit the data.
         DataError: files, folders or labels that cannot be used; an error in a user's dataset.
     """
+    data = _build(data_config, seed, on_main)
+    # A user's collate function may give a batch that it keeps.
+    is_fresh = not isinstance(data.collate, UserCollate)
+    data.mixing = build_mixing(data_config.AUGMENT, data.taxonomy, in_place=is_fresh)
+    if data.mixing is not None and isinstance(data_config.DATASET, Mapping):
+        with preserved_generators():
+            data.mixing.soften(data.collate([data.train[0]]))  # an error must show now, not in training
+    if data_config.SAMPLER == "balanced":
+        training_targets(data, "DATA.SAMPLER balanced")
+    return data
+
+
+def _build(data_config: DataConfig, seed: int, on_main: OnMain) -> DataBundle:
     if isinstance(data_config.DATASET, Mapping):
         return build_target(data_config, seed=seed)
     name = data_config.DATASET.NAME

@@ -11,6 +11,7 @@ from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
 from linnaeus.data.split import stratified_split
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.data.transforms import Transform, build_transforms, preprocessing_of
+from linnaeus.data.unknown import known_labels
 
 SHAPES = ("straight", "curved", "looped")
 """Classes of the coarse level: how a digit is drawn."""
@@ -58,10 +59,14 @@ def build_digits(config: DataConfig) -> DataBundle:
     split = stratified_split(
         [str(i) for i in range(len(digits))], digits.tolist(), config.DATASET.VAL_FRACTION
     )
+    fraction = config.DATASET.UNKNOWN_FRACTION
+    known = torch.tensor([known_labels(labels, i, fraction) for i, labels in enumerate(targets.tolist())])
     size = as_size(config.IMG_SIZE, (32, 32))
     train, val = (
-        ImageTensors(images[rows], targets[rows], transform)
-        for rows, transform in zip(split, build_transforms(config.AUGMENT, size, 1), strict=True)
+        ImageTensors(images[rows], labels[rows], transform)
+        for rows, labels, transform in zip(
+            split, (known, targets), build_transforms(config.AUGMENT, size, 1), strict=True
+        )
     )
     report = [f"digits: {len(train)} training and {len(val)} validation samples"]
     preprocessing = preprocessing_of(config.AUGMENT, size, 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -13,14 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from linnaeus.config.schema import DataConfig
+from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, OnMain, as_size, collate_pairs
 from linnaeus.data.image import find_damage, load_image
 from linnaeus.data.split import stratified_split
-from linnaeus.data.taxonomy import LabelIndex, Lineage, Taxonomy, UnknownClassError
-from linnaeus.data.transforms import Transform, build_transforms, preprocessing_of
+from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Lineage, Taxonomy, UnknownClassError
+from linnaeus.data.transforms import Pipeline, Transform, build_transforms, preprocessing_of
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.words import counted
 
@@ -62,6 +64,25 @@ class Listing:
         return self.places[position] if self.places else str(self.root / self.paths[position])
 
 
+@dataclass(frozen=True)
+class Part:
+    """The files of a dataset that a trained model is to be evaluated on.
+
+    Attributes:
+        listing: the files.
+        level_names: what the elements of a lineage are, coarse to fine; None where the source does not say.
+        kind: which part of the dataset it is, in words.
+        report: sentences for the user.
+        index: the classes of the training data that the part was held out from; else None.
+    """
+
+    listing: Listing
+    level_names: tuple[str, ...] | None
+    kind: str
+    report: tuple[str, ...] = ()
+    index: LabelIndex | None = None
+
+
 class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
     """Images that are decoded on access.
 
@@ -88,9 +109,50 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.transform(self._load(index)), self.targets[index]
+
+    @property
+    def by_batch(self) -> ByBatch | None:
+        """Leaves the normalisation to the batch; None where a step follows it, or it is not known."""
+        transform = self.transform
+        if not isinstance(transform, Pipeline) or transform.erasing is not None:
+            return None
+        return ByBatch(lambda index: (transform.pixels(self._load(index)), self.targets[index]), transform)
+
+    def _load(self, index: int) -> Tensor:
         path = os.path.join(self.root, os.fsdecode(self.paths[index]))  # noqa: PTH118 (hot path)
-        image = load_image(path, self.channels)
-        return self.transform(image), self.targets[index]
+        return load_image(path, self.channels)
+
+
+@dataclass(frozen=True)
+class ByBatch:
+    """Makes the batches of `collate_pairs`, bit for bit, but writes normalised images into place.
+
+    That spares a float copy of each image, which costs as much as cropping it; see `benchmarks/loader.py`.
+
+    Attributes:
+        read: gives pixels, uint8 [C, height, width], and labels [R] of a sample.
+        transform: normalises the pixels.
+    """
+
+    read: Callable[[int], tuple[Tensor, Tensor]]
+    transform: Pipeline
+
+    def collate(self, samples: list[tuple[Tensor, Tensor]]) -> Batch:
+        """The batch of samples that `read` gave."""
+        images, targets = zip(*samples, strict=True)
+        inputs = _empty_batch((len(images), *images[0].shape))
+        for image, place in zip(images, inputs, strict=True):
+            self.transform.normalise.write(image, place)
+        return Batch(inputs, default_collate(list(targets)))
+
+
+def _empty_batch(shape: Sequence[int]) -> Tensor:
+    """A float32 tensor; in a worker process in shared memory, as torch's own collate function does it."""
+    if get_worker_info() is None:
+        return torch.empty(*shape)
+    storage = torch.UntypedStorage._new_shared(4 * math.prod(shape))
+    return torch.empty(0).set_(storage).view(*shape)
 
 
 def build_files(
@@ -118,14 +180,13 @@ def build_files(
     size = as_size(config.IMG_SIZE, (224, 224))
     report: list[str] = []
     if val is None:
-        train, val = _hold_out(train, config.DATASET.VAL_FRACTION, report)
+        train, val = hold_out(train, config.DATASET.VAL_FRACTION, report)
     datasets = []
     transforms = build_transforms(config.AUGMENT, size, channels)
     splits = zip((train, val), transforms, ("training", "validation"), strict=True)
     for listing, transform, split in splits:
         if config.ON_BAD_IMAGE == "skip":
-            damaged = on_main(partial(_find_damaged, listing))
-            listing = _without_damaged(listing, damaged, report)
+            listing = without_damaged(listing, on_main, report)
         if not listing.paths:
             raise DataError(f"{listing.source}: no sample for {split}")
         targets = _encode(listing, index)
@@ -149,7 +210,12 @@ def several(names: Sequence[str]) -> str:
     return ", ".join(names[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _hold_out(listing: Listing, fraction: float, report: list[str]) -> tuple[Listing, Listing]:
+def hold_out(listing: Listing, fraction: float, report: list[str]) -> tuple[Listing, Listing]:
+    """Training and validation samples of a listing, stratified by class; notes it in the report.
+
+    Raises:
+        DataError: there are too few samples.
+    """
     train, val = stratified_split(listing.paths, listing.lineages, fraction)
     if not val:
         raise DataError(
@@ -161,22 +227,50 @@ def _hold_out(listing: Listing, fraction: float, report: list[str]) -> tuple[Lis
     return listing.take(train), listing.take(val)
 
 
-def _encode(listing: Listing, index: LabelIndex) -> Tensor:
-    """Targets [N, R] of a listing."""
+def encode(listing: Listing, index: LabelIndex) -> tuple[Tensor, dict[str, list[int]]]:
+    """Targets [N, R] of a listing, and the positions of the samples of each class that the index lacks.
+
+    The targets of those samples are unknown at every level.
+    """
     labels: dict[Lineage, tuple[int, ...]] = {}
-    unknown: dict[str, str] = {}
+    lacking: dict[Lineage, str] = {}
+    unknown: dict[str, list[int]] = {}
     for position, lineage in enumerate(listing.lineages):
         if lineage not in labels:
             try:
                 labels[lineage] = index.encode(lineage)
             except UnknownClassError as error:
-                unknown.setdefault(error.args[0], listing.place(position))
-                labels[lineage] = ()
+                lacking[lineage] = error.args[0]
+                labels[lineage] = (UNKNOWN,) * len(index.columns)
+        if lineage in lacking:
+            unknown.setdefault(lacking[lineage], []).append(position)
+    targets = torch.tensor([labels[lineage] for lineage in listing.lineages], dtype=torch.int64)
+    return targets, unknown
+
+
+def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> tuple[str, str]:
+    """The number of unknown classes, and the first few with the place of their first sample."""
+    count = f"{len(unknown)} class{'es' if len(unknown) > 1 else ''}"
+    places = {name: listing.place(positions[0]) for name, positions in unknown.items()}
+    return count, several([f"{name} (first in {place})" for name, place in places.items()])
+
+
+def _encode(listing: Listing, index: LabelIndex) -> Tensor:
+    """Targets [N, R] of a listing."""
+    targets, unknown = encode(listing, index)
     if unknown:
-        count = f"{len(unknown)} class{'es' if len(unknown) > 1 else ''}"
-        named = several([f"{name} (first in {place})" for name, place in unknown.items()])
+        count, named = name_unknown(unknown, listing)
         raise DataError(f"{listing.source}: {count} of validation do not occur in training: {named}")
-    return torch.tensor([labels[lineage] for lineage in listing.lineages], dtype=torch.int64)
+    return targets
+
+
+def without_damaged(listing: Listing, on_main: OnMain, report: list[str]) -> Listing:
+    """Leave out the files that cannot be decoded, which rank 0 looks for, and report them.
+
+    Raises:
+        DataError: none can be.
+    """
+    return _leave_out(listing, on_main(partial(_find_damaged, listing)), report)
 
 
 def _find_damaged(listing: Listing) -> dict[int, str]:
@@ -189,7 +283,7 @@ def _find_damaged(listing: Listing) -> dict[int, str]:
     return {i: reason for i, reason in enumerate(reasons) if reason is not None}
 
 
-def _without_damaged(listing: Listing, damaged: dict[int, str], report: list[str]) -> Listing:
+def _leave_out(listing: Listing, damaged: dict[int, str], report: list[str]) -> Listing:
     """Leave out the damaged files, and report them."""
     if not damaged:
         return listing

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from linnaeus.errors import DataError
-
-EXTENSIONS = frozenset(
-    f".{ending}"
-    for ending in "jpg jpeg jpe jfif png webp bmp gif tif tiff ppm pgm pbm pnm avif jp2".split()  # noqa: SIM905
-)
-"""Endings, in lower case, of the files in a folder that are taken for images."""
 
 _ORIENTATION = 0x0112
 _MODES = {1: "L", 3: "RGB"}
@@ -27,8 +22,10 @@ _MODES = {1: "L", 3: "RGB"}
 def load_image(path: str | Path, channels: int) -> Tensor:
     """Decode an image file.
 
-    Palette, CMYK, 16-bit and grey images are converted, transparency is dropped, the EXIF orientation is
-    applied, and an animation gives its first frame.
+    Palette, CMYK and grey images are converted, 16-bit ones are scaled to 8 bits, transparency is dropped (a
+    transparent pixel keeps its colour), the EXIF orientation is applied, and an animation or a file of
+    several pages gives its first image. Grey images of float32 or 32-bit integers are scaled as `_to_grey`
+    says.
 
     Args:
         path: the file.
@@ -41,15 +38,20 @@ def load_image(path: str | Path, channels: int) -> Tensor:
         DataError: the file is missing, damaged or not an image; the message names it.
     """
     try:
-        with Image.open(path) as image:
-            return to_tensor(image, channels)
+        return decode(path, channels)
     except MemoryError:
         raise
     except Exception as error:  # on damaged data, Pillow raises many types
         raise DataError(
-            f"cannot read image {path}: {_reason(error)}; remove it, or leave such images out with "
+            f"cannot read image {path}: {why_unreadable(error)}; remove it, or leave such images out with "
             "DATA.ON_BAD_IMAGE skip"
         ) from error
+
+
+def decode(path: str | Path, channels: int) -> Tensor:
+    """What `load_image` returns; it raises whatever Pillow does, which `why_unreadable` puts into words."""
+    with Image.open(path) as image:
+        return to_tensor(image, channels)
 
 
 def to_tensor(image: Image.Image, channels: int) -> Tensor:
@@ -76,20 +78,37 @@ def find_damage(path: str | Path) -> str | None:
     except MemoryError:
         raise
     except Exception as error:  # as in load_image
-        return _reason(error)
+        return why_unreadable(error)
     return None
 
 
 def _converted(image: Image.Image, mode: str) -> Image.Image:
     if image.mode == mode:
         return image
-    if image.mode.startswith("I"):
-        # Pillow clips 16-bit grey instead of scaling it.
-        image = image.convert("I").point(lambda value: value / 256).convert("L")
+    if image.mode.startswith("I") or image.mode == "F":
+        image = _to_grey(image)
     elif image.mode == "P" and "transparency" in image.info:
         # Without this step Pillow warns for every such file.
         image = image.convert("RGBA")
     return image.convert(mode)
+
+
+def _to_grey(image: Image.Image) -> Image.Image:
+    """8-bit grey of an image with 16 or 32 bits per pixel, which Pillow would clip instead of scaling it.
+
+    Integers are those of 16 bits, or of 31 where one is larger. Floating-point values are fractions where
+    none is above 1, else those of 8 bits where none is above 255, else those of 16 bits. NaN and negative
+    values are black.
+    """
+    if image.mode == "F":
+        values = np.nan_to_num(np.asarray(image), nan=0.0, posinf=0.0, neginf=0.0)
+        peak = values.max(initial=0.0)
+        factor = 255.0 if peak <= 1 else 1.0 if peak <= 255 else 1 / 257
+        values = np.rint(values * factor)
+    else:
+        values = np.asarray(image.convert("I"))
+        values = values // (2**23 if values.max(initial=0) > 0xFFFF else 2**8)
+    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
 
 
 def _orientation(image: Image.Image) -> int:
@@ -99,9 +118,12 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _reason(error: Exception) -> str:
+def why_unreadable(error: Exception) -> str:
+    """Why an image cannot be decoded, in words."""
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
+    if isinstance(error, IsADirectoryError):
+        return "it is a folder"
     if isinstance(error, PermissionError):
         return "no permission to read it"
     if isinstance(error, UnidentifiedImageError):

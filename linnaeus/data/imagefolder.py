@@ -9,8 +9,8 @@ from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.files import Listing, build_files, several
-from linnaeus.data.image import EXTENSIONS
+from linnaeus.data.endings import EXTENSIONS
+from linnaeus.data.files import Listing, Part, build_files, hold_out, several
 from linnaeus.data.taxonomy import LabelIndex, Lineage, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
 
@@ -34,9 +34,7 @@ def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
     """
     dataset: DatasetConfig = config.DATASET
     train_folder, val_folder = _split_folders(dataset)
-    found = _scan(train_folder)
-    inat = _is_inat(dataset.FOLDER_NAMES, found, train_folder)
-    train = _listing(train_folder, found, inat)
+    train, inat = _read(train_folder, dataset)
     val = None if val_folder is None else _listing(val_folder, _scan(val_folder, need_all=False), inat)
     if val and len(val.lineages[0]) != len(train.lineages[0]):
         raise DataError(
@@ -47,6 +45,61 @@ def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
     remedy = "leave it out with DATA.DATASET.RANKS" if inat else "leave out that level of folders"
     require_classes(index.taxonomy, str(train_folder), remedy)
     return build_files(train, val, index, config, on_main)
+
+
+def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> Part:
+    """The images that a trained model is to be evaluated on.
+
+    These are the validation folder where there is one; of another dataset than the run's also a folder
+    `test`. Else they are the samples that the run has held out of its own training data, or all images.
+
+    Args:
+        dataset: the DATA.DATASET node.
+        is_own: whether it is that of the run.
+
+    Raises:
+        ConfigError, DataError: as for `build_imagefolder`.
+    """
+    folder = _evaluation_split(dataset, is_own)
+    if folder is not None:
+        listing, inat = _read(folder, dataset, need_all=False)
+        return Part(listing, INAT_RANKS if inat else None, "validation split")
+    folder = _split_folders(dataset)[0]
+    listing, inat = _read(folder, dataset)
+    names = INAT_RANKS if inat else None
+    if not is_own:
+        whole = f"{folder}: no validation split, so all of it is evaluated"
+        return Part(listing, names, "all samples", (whole,))
+    report: list[str] = []
+    _, held_out = hold_out(listing, dataset.VAL_FRACTION, report)
+    index = _index(listing, dataset.RANKS, inat)
+    return Part(held_out, names, "samples held out of training", tuple(report), index)
+
+
+def _evaluation_split(dataset: DatasetConfig, is_own: bool) -> Path | None:
+    """The folder of the validation split; the one of training need not be there."""
+    if dataset.ROOT is None:
+        raise ConfigError("DATA.DATASET.ROOT: name the folder that holds the images")
+    root = Path(dataset.ROOT).expanduser()
+    subfolders = _subfolders(root)
+    if dataset.VAL is not None:
+        folder = root / dataset.VAL
+        if not folder.is_dir():
+            raise DataError(f"DATA.DATASET.VAL: there is no folder {folder}")
+        return folder
+    names = _VAL_NAMES if is_own else (*_VAL_NAMES, "test")
+    has_splits = _are_splits(subfolders) or (not is_own and bool(subfolders) and subfolders <= _SPLIT_NAMES)
+    if dataset.TRAIN is None and not has_splits:
+        return None
+    train = None if dataset.TRAIN is None else root / dataset.TRAIN
+    return next((root / name for name in names if name in subfolders and root / name != train), None)
+
+
+def _read(folder: Path, dataset: DatasetConfig, *, need_all: bool = True) -> tuple[Listing, bool]:
+    """All images of a folder, and whether its class folders are named as in iNaturalist 2021."""
+    found = _scan(folder, need_all=need_all)
+    inat = _is_inat(dataset.FOLDER_NAMES, found, folder)
+    return _listing(folder, found, inat), inat
 
 
 def _split_folders(dataset: DatasetConfig) -> tuple[Path, Path | None]:

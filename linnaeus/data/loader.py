@@ -21,8 +21,17 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_wor
 
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
-from linnaeus.data.bundle import Collate, DataBundle, dataset_length
-from linnaeus.data.sampler import EpochSampler, PlannedBatches, SampleKey, Sizes, ValSampler
+from linnaeus.data.bundle import Collate, DataBundle, collate_pairs, dataset_length, training_targets
+from linnaeus.data.files import ImageFiles
+from linnaeus.data.mixing import Mixing
+from linnaeus.data.sampler import (
+    BalancedSampler,
+    EpochSampler,
+    PlannedBatches,
+    SampleKey,
+    Sizes,
+    ValSampler,
+)
 from linnaeus.errors import DataError
 from linnaeus.rng import derive_seed, preserved_generators, seed_generators
 
@@ -63,12 +72,23 @@ class SeededBatches(Dataset[Any]):
         dataset: map-style dataset.
         collate: turns samples into a `Batch`; it draws on from the generators' state after the last sample.
         seed: seed of the run.
+        mixing: what is done to each collated batch; it draws on likewise.
+        mixed_epochs: number of epochs, from the first, in which it is done.
     """
 
-    def __init__(self, dataset: Dataset[Any], collate: Collate, seed: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        collate: Collate,
+        seed: int,
+        mixing: Mixing | None = None,
+        mixed_epochs: int = 0,
+    ) -> None:
         self.dataset = dataset
         self.collate = collate
         self.seed = seed
+        self.mixing = mixing
+        self.mixed_epochs = mixed_epochs
 
     def __getitems__(self, keys: list[SampleKey]) -> Batch | DataError:
         """The batch of these samples; torch's loader calls this with all keys of a batch at once.
@@ -85,11 +105,18 @@ class SeededBatches(Dataset[Any]):
             return error
 
     def _read(self, keys: list[SampleKey]) -> Batch:
+        dataset, read, collate = self.dataset, self.dataset.__getitem__, self.collate
+        by_batch = dataset.by_batch if isinstance(dataset, ImageFiles) else None
+        if by_batch is not None and collate is collate_pairs:
+            read, collate = by_batch.read, by_batch.collate
         samples = []
-        for epoch, index in keys:
-            seed_generators(derive_seed(self.seed, epoch, index))
-            samples.append(self.dataset[index])
-        return self.collate(samples)
+        for epoch, index, *draw in keys:
+            seed_generators(derive_seed(self.seed, epoch, index, *draw))
+            samples.append(read(index))
+        batch = collate(samples)
+        if self.mixing is None or keys[0][0] >= self.mixed_epochs:
+            return batch
+        return self.mixing(batch)
 
 
 class BatchLoader:
@@ -194,6 +221,7 @@ def build_loaders(
     world_size: int,
     device: torch.device,
     local_world_size: int = 1,
+    mixed_epochs: int = sys.maxsize,
 ) -> Loaders:
     """Loaders of both splits. Validation keeps every sample, training those that `sizes` asks for.
 
@@ -206,6 +234,10 @@ def build_loaders(
         rank, world_size: this process, and the number of processes.
         device: device of training; host memory is page-locked for CUDA only.
         local_world_size: number of processes on this machine.
+        mixed_epochs: number of epochs, from the first, whose training batches are mixed, if any are.
+
+    Raises:
+        ConfigError: DATA.SAMPLER needs labels that the dataset does not give.
     """
     workers = num_workers(data_config, local_world_size)
     if rank == 0 and workers * local_world_size > max(num_cores(), local_world_size):
@@ -217,9 +249,9 @@ def build_loaders(
         )  # fmt: skip
     closing = multiprocessing.get_context().Event()
 
-    def loader(dataset: Dataset[Any], batches: Sampler[Any]) -> DataLoader[Any]:
+    def loader(dataset: SeededBatches, batches: Sampler[Any]) -> DataLoader[Any]:
         return _Loader(
-            SeededBatches(dataset, bundle.collate, seed),
+            dataset,
             batch_sampler=batches,
             collate_fn=_already_collated,
             num_workers=workers,
@@ -231,17 +263,28 @@ def build_loaders(
             generator=torch.Generator().manual_seed(seed),
         )
 
-    sampler = EpochSampler(dataset_length(bundle.train), seed=seed, rank=rank, world_size=world_size)
+    sampler = _training_sampler(bundle, data_config.SAMPLER, seed=seed, rank=rank, world_size=world_size)
     batches = PlannedBatches(sampler, sizes)
     val_sampler = ValSampler(dataset_length(bundle.val), rank=rank, world_size=world_size)
     val_batches = BatchSampler(cast(Any, val_sampler), batch_size_val, drop_last=False)
+    train = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
+    val = SeededBatches(bundle.val, bundle.collate, seed)
     loaders = Loaders(
-        BatchLoader(loader(bundle.train, batches), closing, batches),
-        BatchLoader(loader(bundle.val, cast(Any, val_batches)), closing),
+        BatchLoader(loader(train, batches), closing, batches),
+        BatchLoader(loader(val, cast(Any, val_batches)), closing),
     )
     # At the latest when the interpreter ends: it then sends SIGTERM to the worker processes, and waits.
     weakref.finalize(loaders, closing.set)
     return loaders
+
+
+def _training_sampler(
+    bundle: DataBundle, name: str, *, seed: int, rank: int, world_size: int
+) -> EpochSampler:
+    if name == "balanced":
+        targets = training_targets(bundle, "DATA.SAMPLER balanced")
+        return BalancedSampler(targets, seed=seed, rank=rank, world_size=world_size)
+    return EpochSampler(dataset_length(bundle.train), seed=seed, rank=rank, world_size=world_size)
 
 
 def _already_collated(batch: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.files import Listing, build_files, several
+from linnaeus.data.files import Listing, Part, build_files, hold_out, several
 from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes, shared_names
 from linnaeus.errors import ConfigError, DataError
 
@@ -39,14 +39,78 @@ def build_manifest(config: DataConfig, on_main: OnMain) -> DataBundle:
     train_path, val_path = _manifest_paths(dataset)
     table = _read(train_path)
     image, levels, report = _columns(table, dataset)
-    train = _listing(table, image, levels, dataset)
-    index = index_labels(levels, train.lineages)
-    require_classes(index.taxonomy, str(train_path), "choose other columns with DATA.DATASET.RANKS")
+    train, index = _training(table, image, levels, dataset)
     report += _check_nesting(index, levels, train)
     val = None if val_path is None else _listing(_read(val_path), image, levels, dataset)
     bundle = build_files(train, val, index, config, on_main)
     bundle.report += report
     return bundle
+
+
+def evaluated_manifest(dataset: DatasetConfig, level_names: Sequence[str | None], *, is_own: bool) -> Part:
+    """The images that a trained model is to be evaluated on.
+
+    These are those of the validation manifest where there is one; else the samples that the run has held out
+    of its own training manifest, or all of another one. Columns of levels may be missing.
+
+    Args:
+        dataset: the DATA.DATASET node. As many RANKS as the run has levels name their columns.
+        level_names: names of the run's levels, coarse to fine; None where one has no name.
+        is_own: whether the node is that of the run.
+
+    Raises:
+        ConfigError, DataError: as for `build_manifest`; or no column has labels of the run.
+    """
+    if dataset.VAL is not None:
+        path: Path | None = Path(dataset.ROOT or "").expanduser() / Path(dataset.VAL).expanduser()
+        train_path = None
+    else:
+        train_path, path = _manifest_paths(dataset)
+    if path is None and is_own and train_path is not None:
+        table = _read(train_path)
+        image, levels, _ = _columns(table, dataset)
+        train, index = _training(table, image, levels, dataset)
+        report: list[str] = []
+        _, held_out = hold_out(train, dataset.VAL_FRACTION, report)
+        return Part(held_out, tuple(levels), "samples held out of training", tuple(report), index)
+    kind, report = "validation split", []
+    if path is None:
+        assert train_path is not None  # `_manifest_paths` gives one
+        path, kind = train_path, "all samples"
+        report = [f"{path}: no validation split, so all of it is evaluated"]
+    table = _read(path)
+    _require(table, [dataset.IMAGE_COLUMN], "DATA.DATASET.IMAGE_COLUMN")
+    columns = _columns_of_levels(table, dataset, level_names)
+    listing = _listing(table, dataset.IMAGE_COLUMN, list(columns.values()), dataset)
+    return Part(listing, tuple(columns), kind, tuple(report))
+
+
+def _columns_of_levels(
+    table: _Table, dataset: DatasetConfig, level_names: Sequence[str | None]
+) -> dict[str, str]:
+    """The column of each level that the manifest has."""
+    names = [name for name in level_names if name is not None]
+    ranks = dataset.RANKS if dataset.RANKS is not None and len(dataset.RANKS) == len(names) else names
+    if ranks != names:
+        _require(table, ranks, "DATA.DATASET.RANKS")
+    columns = {name: rank for name, rank in zip(names, ranks, strict=True) if rank in table.header}
+    if not columns:
+        raise DataError(
+            f"{table.path}, line 1: no column {' or '.join(map(repr, names))} with labels, but "
+            f"{', '.join(map(repr, table.header))}; name those of {', '.join(names)}, in this order, in "
+            "DATA.DATASET.RANKS"
+        )
+    return columns
+
+
+def _training(
+    table: _Table, image: str, levels: Sequence[str], dataset: DatasetConfig
+) -> tuple[Listing, LabelIndex]:
+    """The training samples, and the classes that they define."""
+    train = _listing(table, image, levels, dataset)
+    index = index_labels(levels, train.lineages)
+    require_classes(index.taxonomy, str(table.path), "choose other columns with DATA.DATASET.RANKS")
+    return train, index
 
 
 def _manifest_paths(dataset: DatasetConfig) -> tuple[Path, Path | None]:

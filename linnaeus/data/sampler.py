@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import count, islice
 
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
+from linnaeus.errors import DataError
 from linnaeus.rng import derive_seed
 
-SampleKey = tuple[int, int]
-"""(epoch, index). With the seed of the run, it determines the random numbers of a sample."""
+SampleKey = tuple[int, int] | tuple[int, int, int]
+"""(epoch, index), and the position in the epoch where an index may come several times. With the seed of the
+run, it determines the random numbers of a sample."""
 
 
 class EpochSampler(Sampler[SampleKey]):
@@ -46,15 +49,78 @@ class EpochSampler(Sampler[SampleKey]):
         self.skip = skip
 
     def __iter__(self) -> Iterator[SampleKey]:
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
-        order = torch.randperm(self.length, generator=generator)
-        rest = order[self.skip :]
-        mine = rest[self.rank :: self.world_size][: len(rest) // self.world_size].clone()
         epoch = self.epoch
+        return ((epoch, index) for _, index in self._positions())
+
+    def _positions(self) -> Iterator[tuple[int, int]]:
+        """(position in the epoch, index) of the samples of this process."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
+        rest = self._order(generator)[self.skip :]
+        mine = rest[self.rank :: self.world_size][: len(rest) // self.world_size].clone()
+        positions = count(self.skip + self.rank, self.world_size)
         # In chunks, so that an epoch of millions of samples is not a list of Python numbers.
         for start in range(0, len(mine), 4096):
             for index in mine[start : start + 4096].tolist():
-                yield epoch, index
+                yield next(positions), index
+
+    def _order(self, generator: torch.Generator) -> Tensor:
+        """Indices of all samples of an epoch, in order, for all processes together."""
+        return torch.randperm(self.length, generator=generator)
+
+
+class BalancedSampler(EpochSampler):
+    """Draws each class of the finest level equally often, with replacement; an epoch is as long as ever.
+
+    The numbers of draws of two classes differ by one at most; within a class each draw takes any sample with
+    equal probability. A sample whose finest label is unknown counts for its finest known class, as a class
+    of its own beside the others. A sample without any label is never drawn.
+
+    Args:
+        targets: labels [N, R] of all training samples, -1 where unknown.
+        seed, rank, world_size: as for `EpochSampler`.
+
+    Raises:
+        DataError: no label is known.
+    """
+
+    def __init__(self, targets: Tensor, *, seed: int, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(len(targets), seed=seed, rank=rank, world_size=world_size)
+        groups = _finest_known(targets)
+        drawn = torch.nonzero(groups >= 0).flatten()
+        if not len(drawn):
+            raise DataError("DATA.SAMPLER: balanced, but no training sample has a label; use shuffle")
+        _, members = torch.unique(groups[drawn], return_inverse=True)
+        self._by_class = drawn[torch.argsort(members, stable=True)]
+        """Indices of all samples that may be drawn, class after class."""
+        self._counts = torch.bincount(members)
+        """Samples of each class."""
+
+    def __iter__(self) -> Iterator[SampleKey]:
+        epoch = self.epoch
+        # Without the position, a sample drawn twice in an epoch would be augmented alike.
+        return ((epoch, index, position) for position, index in self._positions())
+
+    def _order(self, generator: torch.Generator) -> Tensor:
+        # No `torch.multinomial`, which takes at most 2**24 categories.
+        num_classes = len(self._counts)
+        quotas = torch.randperm(num_classes, generator=generator)[torch.arange(self.length) % num_classes]
+        classes = quotas[torch.randperm(self.length, generator=generator)]
+        counts = self._counts[classes]
+        # Float64 is exact for classes of up to 2**53 samples. The product may round up to the count.
+        draws = torch.rand(self.length, dtype=torch.float64, generator=generator)
+        within = torch.minimum((draws * counts).long(), counts - 1)
+        starts = self._counts.cumsum(0) - self._counts
+        return self._by_class[starts[classes] + within]
+
+
+def _finest_known(targets: Tensor) -> Tensor:
+    """A number [N] for the finest known class of each sample, over all levels; -1 where none is known."""
+    groups = torch.full((len(targets),), -1, dtype=torch.int64)
+    start = 0
+    for labels in targets.unbind(dim=1):
+        groups = torch.where(labels >= 0, labels + start, groups)
+        start += int(labels.max()) + 1 if len(labels) else 0
+    return groups
 
 
 Sizes = Callable[[int, int], Iterator[int]]

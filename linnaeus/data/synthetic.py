@@ -13,14 +13,12 @@ from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.data.transforms import Transform, build_transforms, preprocessing_of
+from linnaeus.data.unknown import known_labels
 from linnaeus.errors import ConfigError
 from linnaeus.rng import derive_seed
 
 GRID = 4
 """A class is a pattern of GRID x GRID fields, interpolated to the size of the image."""
-
-NOISE_LEVELS = 64
-"""Standard deviation of the noise, on the 0-255 scale of pixels."""
 
 
 class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
@@ -32,6 +30,8 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         shape: channels, height and width.
         transform: applied to each image.
         split: 0 for training, 1 for validation: same classes, other noise.
+        noise: standard deviation of the noise, on the 0-255 scale of pixels.
+        unknown_fraction: see `known_labels`.
     """
 
     def __init__(
@@ -41,19 +41,26 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         shape: tuple[int, int, int],
         transform: Transform,
         split: int,
+        noise: float,
+        unknown_fraction: float = 0.0,
     ) -> None:
         self.num_samples = num_samples
         self.num_classes = num_classes
         self.shape = shape
         self.transform = transform
+        self.unknown_fraction = unknown_fraction
         generator = torch.Generator().manual_seed(derive_seed(split, *num_classes))
         # Each sample takes a window of one buffer: far cheaper than drawing noise for it.
-        self.noise = (
-            torch.randn(2 * shape[0] * shape[1] * shape[2] + 4096, generator=generator) * NOISE_LEVELS
-        )
+        self.noise = torch.randn(2 * shape[0] * shape[1] * shape[2] + 4096, generator=generator) * noise
 
     def __len__(self) -> int:
         return self.num_samples
+
+    @property
+    def targets(self) -> Tensor:
+        """Labels [N, R] of all samples, int64."""
+        rows = [labels_of(finest, self.num_classes) for finest in range(self.num_classes[-1])]
+        return torch.tensor(rows)[torch.arange(self.num_samples) % self.num_classes[-1]]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < self.num_samples:
@@ -65,7 +72,8 @@ class SyntheticImages(Dataset[tuple[Tensor, Tensor]]):
         numel = channels * height * width
         start = derive_seed(index) % (len(self.noise) - numel)
         image = image + self.noise[start : start + numel].view(self.shape)
-        return self.transform((image + 127.5).clamp_(0, 255).to(torch.uint8)), torch.tensor(labels)
+        known = known_labels(labels, index, self.unknown_fraction)
+        return self.transform((image + 127.5).clamp_(0, 255).to(torch.uint8)), torch.tensor(known)
 
 
 def labels_of(finest: int, num_classes: list[int]) -> list[int]:
@@ -84,17 +92,20 @@ def build_synthetic(config: DataConfig) -> DataBundle:
     """Synthetic images of `DATA.IMG_SIZE` (default 64 x 64 pixels).
 
     Raises:
-        ConfigError: a level with fewer classes than the level above it.
+        ConfigError: a level with fewer classes than the level above it, or labels that cannot be left out.
     """
     dataset: DatasetConfig = config.DATASET
+    taxonomy = _taxonomy(dataset)
     size = as_size(config.IMG_SIZE, (64, 64))
     shape, counts = (dataset.CHANNELS, *size), dataset.NUM_CLASSES
     transform, transform_val = build_transforms(config.AUGMENT, size, dataset.CHANNELS)
-    train = SyntheticImages(dataset.NUM_SAMPLES, counts, shape, transform, split=0)
-    val = SyntheticImages(dataset.NUM_SAMPLES_VAL, counts, shape, transform_val, split=1)
+    train = SyntheticImages(
+        dataset.NUM_SAMPLES, counts, shape, transform, 0, dataset.NOISE, dataset.UNKNOWN_FRACTION
+    )
+    val = SyntheticImages(dataset.NUM_SAMPLES_VAL, counts, shape, transform_val, 1, dataset.NOISE)
     report = [f"synthetic: {len(train)} training and {len(val)} validation samples"]
     return DataBundle(
-        train, val, _taxonomy(dataset), dataset.CHANNELS, size, collate_pairs, report,
+        train, val, taxonomy, dataset.CHANNELS, size, collate_pairs, report,
         preprocessing_of(config.AUGMENT, size, dataset.CHANNELS),
     )  # fmt: skip
 
@@ -109,6 +120,11 @@ def _taxonomy(dataset: DatasetConfig) -> Taxonomy:
         )
     if len(names) != len(counts):
         problems.append(f"DATA.DATASET.RANKS: {len(names)} names for {len(counts)} entries of NUM_CLASSES")
+    if dataset.UNKNOWN_FRACTION and len(counts) == 1:
+        problems.append(
+            f"DATA.DATASET.UNKNOWN_FRACTION: {dataset.UNKNOWN_FRACTION} keeps the labels of a coarser rank, "
+            "and NUM_CLASSES has one rank only; set it 0, or add a rank"
+        )
     if problems:
         raise ConfigError(problems)
     levels = tuple(

@@ -9,16 +9,23 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from linnaeus.config.instantiate import instantiate, locate, place_of
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import Collate, DataBundle, as_size, collate_pairs, dataset_length
 from linnaeus.data.image import to_tensor
-from linnaeus.data.target_labels import attribute_of, describe, find_taxonomy, naming_errors, target_row
+from linnaeus.data.target_labels import (
+    all_targets,
+    attribute_of,
+    describe,
+    find_taxonomy,
+    naming_errors,
+    target_row,
+)
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.data.transforms import Transform, build_transforms, preprocessing_of
+from linnaeus.data.transforms import Preprocessing, Transform, build_transforms, preprocessing_of
 from linnaeus.errors import DataError
 from linnaeus.rng import preserved_generators, seed_generators
 
@@ -43,9 +50,25 @@ class UserDataset(Dataset[Any]):
         self.raw = raw
         self.transform: Transform | None = None
         self.channels = 3
+        self.relabel: Callable[[Tensor], Tensor] | None = None
+
+    def take(self, positions: list[int]) -> None:
+        """Keep only the samples at these positions."""
+        self.dataset = Subset(self.dataset, positions)
 
     def __len__(self) -> int:
         return dataset_length(self.dataset)
+
+    @property
+    def targets(self) -> Tensor | None:
+        """Labels [N, R] of all samples, from the dataset's own `targets`; None where it has none.
+
+        Raises:
+            DataError: they are of another form, or not one for each sample.
+        """
+        if self.taxonomy is None:
+            return None
+        return all_targets(self.dataset, self.taxonomy, self.name)
 
     def __getitem__(self, index: int) -> Any:
         with naming_errors(f"{self.name}: sample {index}"):
@@ -63,6 +86,8 @@ class UserDataset(Dataset[Any]):
                 inputs = self.transform(to_tensor(inputs, self.channels))
         if self.taxonomy is not None:
             target = target_row(target, self.taxonomy, f"{self.name}: target of sample {index}")
+        if self.relabel is not None:
+            target = self.relabel(target)
         return inputs, target
 
 
@@ -130,6 +155,42 @@ def build_target(config: DataConfig, *, seed: int) -> DataBundle:
     if taxonomy is None:
         report.append(f"{name}: no `taxonomy`, `classes` or `num_classes`; targets are passed on as they are")
     return DataBundle(train, val, taxonomy, in_chans, img_size, collate, report, preprocessing)
+
+
+def build_target_val(
+    config: DataConfig, preprocessing: Preprocessing | None, *, seed: int
+) -> tuple[UserDataset, DataBundle]:
+    """The validation split of a user's dataset, for a trained model; the split of training is not made.
+
+    Args:
+        config: the DATA node.
+        preprocessing: how an image becomes an input of the model; None where it took tensors.
+        seed: as for `build_target`.
+
+    Returns:
+        The dataset, and a bundle whose splits both are it, with the taxonomy that it declares.
+
+    Raises:
+        DataError: an unusable dataset, one whose classes cannot be matched as it collates its own batches, or
+            an error of the user's own code; the message names the `_target_`.
+    """
+    node: Mapping[str, Any] = config.DATASET
+    name = str(node["_target_"])
+    part = _instantiate(node, name, "val", seed)
+    taxonomy = find_taxonomy(part, name)
+    collate_fn = attribute_of(part, "collate_fn")
+    raw = callable(collate_fn)
+    dataset = UserDataset(part, name, taxonomy, raw=raw)
+    collate: Collate = UserCollate(collate_fn, name, taxonomy) if raw else collate_pairs
+    with preserved_generators():
+        sample = dataset[0]
+    if not raw and isinstance(sample[0], Image):
+        if preprocessing is None:
+            raise DataError(f"{name}: gives Pillow images, but the dataset of the run gave tensors")
+        dataset.channels, dataset.transform = preprocessing.channels, preprocessing.transform()
+    channels = None if preprocessing is None else preprocessing.channels
+    size = None if preprocessing is None else preprocessing.size
+    return dataset, DataBundle(dataset, dataset, taxonomy, channels, size, collate)
 
 
 def _instantiate(node: Mapping[str, Any], name: str, split: str, seed: int) -> Any:

@@ -118,6 +118,65 @@ def attribute_of(dataset: Any, attribute: str) -> Any:
     return ABSENT
 
 
+def all_targets(dataset: Any, taxonomy: Taxonomy, name: str) -> Tensor | None:
+    """The labels of all samples of a user's dataset, from its attribute `targets`, without reading a sample.
+
+    It holds one target for each sample, in any form that `target_row` takes, or {name of the level: labels}.
+    A `target_transform` of the dataset, as torchvision's have, is applied. For a `Subset`, the targets are
+    those of the dataset in it at the subset's indices.
+
+    Returns:
+        Tensor [N, R], int64, -1 where unknown; None where there is no such attribute.
+
+    Raises:
+        DataError: targets of another form or number.
+    """
+    targets = getattr(dataset, "targets", None)
+    if targets is None:
+        inner, indices = getattr(dataset, "dataset", None), getattr(dataset, "indices", None)
+        if inner is None or indices is None:
+            return None
+        rows = all_targets(inner, taxonomy, name)
+        return None if rows is None else rows[torch.as_tensor(indices, dtype=torch.int64)]
+    with naming_errors(f"{name}: its targets"):
+        transform = getattr(dataset, "target_transform", None)
+        if transform is not None:
+            targets = [transform(target) for target in targets]
+        rows = _rows(targets, taxonomy, name)
+        num_samples = len(dataset)
+    if len(rows) != num_samples:
+        raise DataError(f"{name}: its `targets` are {len(rows)}, but it has {num_samples} samples")
+    return rows
+
+
+def _rows(targets: Any, taxonomy: Taxonomy, name: str) -> Tensor:
+    """Targets of all samples as labels [N, R]."""
+    if isinstance(targets, Mapping):
+        columns = {level: torch.as_tensor(targets[level]) for level in taxonomy.names if level in targets}
+        num_samples = len(next(iter(columns.values()), ()))
+        unknown = torch.full((num_samples,), UNKNOWN)
+        targets = torch.stack([columns.get(level, unknown) for level in taxonomy.names], dim=1)
+    if isinstance(targets, list | tuple) and any(isinstance(target, Mapping) for target in targets):
+        targets = torch.stack([target_row(target, taxonomy, name) for target in targets])
+    rows = torch.as_tensor(targets)
+    num_levels = len(taxonomy.levels)
+    is_whole = not (rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool)
+    if rows.ndim not in (1, 2) or rows.numel() != len(rows) * num_levels or not is_whole:
+        raise DataError(
+            f"{name}: its `targets` are {describe(rows)}; they must be {num_levels} whole number(s) for each "
+            f"sample: {', '.join(taxonomy.names)}"
+        )
+    rows = rows.reshape(len(rows), num_levels).to(torch.int64)
+    for labels, level in zip(rows.unbind(dim=1), taxonomy.levels, strict=True):
+        strange = labels[(labels < UNKNOWN) | (labels >= len(level.classes))]
+        if len(strange):
+            raise DataError(
+                f"{name}: its `targets` have {int(strange[0])} at taxonomic rank {level.name!r}, which has "
+                f"{len(level.classes)} classes"
+            )
+    return rows
+
+
 def _class_names(classes: Any, name: str) -> tuple[str, ...]:
     if isinstance(classes, Integral):
         return tuple(str(label) for label in range(int(classes)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
@@ -52,6 +53,73 @@ class CoverAndCrop(nn.Module):
         return image
 
 
+class Normalise(nn.Module):
+    """Computes what `v2.ToDtype(torch.float32, scale=True)` and `v2.Normalize` do, bit for bit.
+
+    Args:
+        mean, std: of each channel, on the 0-1 scale.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.mean = torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1)
+        self.std = torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """uint8 [C, height, width] to float32 of the same shape."""
+        return self.write(image, torch.empty(image.shape, dtype=torch.float32))
+
+    def write(self, image: Tensor, result: Tensor) -> Tensor:
+        """Write what `forward` returns into a tensor."""
+        return result.copy_(image).mul_(1 / 255).sub_(self.mean).div_(self.std)
+
+
+class Pipeline(nn.Module):
+    """Steps on uint8 pixels, then normalisation, then erasing.
+
+    Args:
+        pixels: transforms of uint8 [C, any, any], the last of which gives the final size.
+        normalise: makes them float32.
+        erasing: applied to the normalised image; None does nothing.
+    """
+
+    def __init__(
+        self, pixels: Sequence[nn.Module], normalise: Normalise, erasing: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.pixels = nn.Sequential(*pixels)
+        self.normalise = normalise
+        self.erasing = erasing
+
+    def forward(self, image: Tensor) -> Tensor:
+        """uint8 [C, any, any] to float32 [C, height, width]."""
+        image = self.normalise(self.pixels(image))
+        return image if self.erasing is None else self.erasing(image)
+
+
+class ThroughPillow(nn.Module):
+    """Applies a transform to a tensor as to a Pillow image.
+
+    torchvision's automatic policies take less than half the time on Pillow images, conversions included; see
+    `benchmarks/loader.py`.
+
+    Args:
+        transform: Pillow image to Pillow image.
+    """
+
+    def __init__(self, transform: Callable[[Image.Image], Image.Image]) -> None:
+        super().__init__()
+        self.transform = transform
+
+    def forward(self, image: Tensor) -> Tensor:
+        """uint8 [C, height, width] to the same, for 1 or 3 channels."""
+        # Plane by plane: that is faster than interleaving the channels as `to_pil_image` does.
+        planes = [Image.fromarray(plane.numpy()) for plane in image]
+        pillow = planes[0] if len(planes) == 1 else Image.merge("RGB", planes)
+        tensor: Tensor = functional.pil_to_tensor(self.transform(pillow))
+        return tensor.contiguous()
+
+
 @dataclass(frozen=True)
 class Preprocessing:
     """How an image becomes the input of a model, without augmentation.
@@ -71,8 +139,7 @@ class Preprocessing:
 
     def transform(self) -> Transform:
         """The pipeline of validation and prediction."""
-        pipeline: Transform = v2.Compose([CoverAndCrop(self.size, self.crop_fraction), *self.normalise()])
-        return pipeline
+        return Pipeline([CoverAndCrop(self.size, self.crop_fraction)], self.normalise())
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Preprocessing:
@@ -83,10 +150,9 @@ class Preprocessing:
             tuple(content["std"]),
         )  # fmt: skip
 
-    def normalise(self) -> list[Any]:
-        """The steps from uint8 to a normalised float32 image."""
-        normalise = v2.Normalize(list(self.mean), list(self.std), inplace=True)
-        return [v2.ToDtype(torch.float32, scale=True), normalise]
+    def normalise(self) -> Normalise:
+        """The step from uint8 to a normalised float32 image."""
+        return Normalise(self.mean, self.std)
 
 
 def preprocessing_of(augment: AugmentConfig, size: tuple[int, int], channels: int) -> Preprocessing:
@@ -115,8 +181,8 @@ def build_transforms(
         ConfigError: settings that do not fit the number of channels; the message names each key.
     """
     preprocessing = preprocessing_of(augment, size, channels)
-    erased = [v2.RandomErasing(augment.ERASING, inplace=True)] if augment.ERASING else []
-    train = v2.Compose([*_augmentation(augment, size), *preprocessing.normalise(), *erased])
+    erasing = v2.RandomErasing(augment.ERASING, inplace=True) if augment.ERASING else None
+    train = Pipeline(_augmentation(augment, size), preprocessing.normalise(), erasing)
     return train, preprocessing.transform()
 
 
@@ -150,7 +216,7 @@ def _augmentation(augment: AugmentConfig, size: tuple[int, int]) -> list[Any]:
         strength = augment.COLOR_JITTER
         steps.append(v2.ColorJitter(brightness=strength, contrast=strength, saturation=strength))
     if augment.POLICY != "none":
-        steps.append(_POLICIES[augment.POLICY]())
+        steps.append(ThroughPillow(_POLICIES[augment.POLICY]()))
     return steps
 
 

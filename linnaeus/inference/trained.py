@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.dist import resolve_device
-from linnaeus.errors import CheckpointError, DataError
+from linnaeus.errors import CheckpointError, ConfigError, DataError
+from linnaeus.inference.images import ImageLike, Reader, each
+from linnaeus.inference.paths import Unreadable
+from linnaeus.inference.prediction import Prediction
+from linnaeus.inference.predictor import Predictor
+from linnaeus.inference.read_ahead import default_workers
 from linnaeus.models.spec import ModelSpec
+from linnaeus.training.build import AUTOCAST_DTYPES
 from linnaeus.training.checkpoint import CheckpointFolder, load_checkpoint
+from linnaeus.training.step import Precision
+
+if TYPE_CHECKING:
+    from linnaeus.inference.export.run import Exported
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainedRun:
     """A model as a run has left it, ready for inputs.
 
@@ -38,6 +52,124 @@ class TrainedRun:
     device: torch.device
     content: Mapping[str, Any]
     criterion_state: Mapping[str, Any]
+    _found: dict[str, int] = field(default_factory=dict, init=False, compare=False)
+
+    def __repr__(self) -> str:
+        classes = ", ".join(f"{level} ({len(names)} classes)" for level, names in self.classes.items())
+        size = (
+            ""
+            if self.spec.img_size is None
+            else f", {self.spec.in_chans}×{'×'.join(map(str, self.spec.img_size))}"
+        )
+        name = self.spec.node.get("NAME") or self.spec.node.get("_target_")
+        return f"TrainedRun({str(self.checkpoint)!r}, {name}{size}, {classes or 'no classes'}, {self.device})"
+
+    @property
+    def taxonomy(self) -> Taxonomy | None:
+        """Levels, classes and parents; None where the dataset declared no classes."""
+        return self.spec.taxonomy
+
+    @property
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        """The names of the classes of each level, coarse to fine; a class's position is its label."""
+        return {} if self.taxonomy is None else {level.name: level.classes for level in self.taxonomy.levels}
+
+    @property
+    def transform(self) -> Reader:
+        """Makes an input [C, H, W] of the model from an image, as validation does; see `Reader`."""
+        return Reader(self.spec)
+
+    @property
+    def precision(self) -> Precision:
+        """Number format and memory format of the forward pass, those of the run's validation."""
+        amp = self.content.get("config", {}).get("TRAIN", {}).get("AMP", "off")
+        channels_last = self.folder is not None and _is_channels_last(self.folder / "config.yaml")
+        return Precision(self.device, AUTOCAST_DTYPES[amp], channels_last)
+
+    def predict(
+        self,
+        images: ImageLike | Iterable[ImageLike],
+        *,
+        top: int = 5,
+        path: bool = False,
+        batch_size: int | None = None,
+    ) -> list[Prediction]:
+        """The most probable classes of each image.
+
+        Args:
+            images: one image, or several: paths, Pillow images, arrays [H, W] or [H, W, C] of uint8, tensors
+                [C, H, W] of uint8 or of fractions in [0, 1].
+            top: number of classes of each level; a level with fewer gives all.
+            path: also look for the most probable path through the taxonomy.
+            batch_size: images in a batch; None finds the largest that fits, where there are many images.
+
+        Raises:
+            DataError: an image cannot be read, or the run has no classes.
+            AutoBatchError, OutOfMemoryError: not even one image fits.
+        """
+        return list(self.stream(images, top=top, path=path, batch_size=batch_size))
+
+    def stream(
+        self,
+        images: ImageLike | Iterable[ImageLike],
+        *,
+        top: int = 5,
+        path: bool = False,
+        batch_size: int | None = None,
+    ) -> Iterator[Prediction]:
+        """What `predict` returns, one by one; of the images about two batches are held at a time."""
+        size = self._found.get("batch_size") if batch_size is None else batch_size
+        predictor = self.predictor(top=top, path=path, batch_size=size)
+        for found in predictor.run(each(images)):
+            if isinstance(found, Unreadable):
+                raise DataError(f"{found.source} cannot be predicted: {found.reason}")
+            yield found
+        if predictor.is_largest and predictor.batch_size is not None:
+            self._found["batch_size"] = predictor.batch_size
+
+    def export(
+        self,
+        format: str,
+        output: str | Path | None = None,
+        *,
+        outputs: str = "probabilities",
+        level: str | None = None,
+        images: Iterable[str] = (),
+    ) -> Exported:
+        """Write the model for other programs; see `linnaeus.inference.export.run.export_run`."""
+        from linnaeus.inference.export.run import export_run  # which imports this module
+
+        return export_run(self, format, output, outputs=outputs, level=level, images=images)
+
+    def predictor(
+        self,
+        *,
+        top: int = 5,
+        path: bool = False,
+        batch_size: int | None = None,
+        num_workers: int | None = None,
+    ) -> Predictor:
+        """What predicts images with this model; for the arguments see `Predictor` and `predict`.
+
+        Args:
+            num_workers: threads that load images; None is one for each CPU core, at most 8.
+
+        Raises:
+            DataError: the run has no classes.
+            ValueError: `top` or `batch_size` is below 1.
+        """
+        for name, value in (("top", top), ("batch_size", batch_size)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.taxonomy is None:
+            raise DataError(
+                f"{self.checkpoint}: the run's dataset declared no classes, so there is no class to predict; "
+                "run.model gives the model's outputs"
+            )
+        return Predictor(
+            self.model, self.transform, self.taxonomy, self.precision, top=top, path=path,
+            batch_size=batch_size, num_workers=default_workers() if num_workers is None else num_workers,
+        )  # fmt: skip
 
 
 def load_run(
@@ -46,7 +178,7 @@ def load_run(
     """Read a trained run.
 
     Args:
-        path: the run's folder, or one of its checkpoints.
+        path: the run's folder, one of its checkpoints, or a safetensors file that `export` has written.
         checkpoint: `best`, `last`, or a file, which may be named by its name within `checkpoints/`.
         device: torch device that the model goes to; `auto` prefers an accelerator.
 
@@ -54,7 +186,9 @@ def load_run(
         CheckpointError: there is no such run or checkpoint, or it cannot be used.
         ConfigError: the model cannot be built, or there is no such device.
     """
-    target = resolve_device(str(device))
+    target = _device(str(device))
+    if Path(path).suffix == ".safetensors":
+        return _load_exported(Path(path).expanduser(), target)
     file = find_checkpoint_file(Path(path).expanduser(), checkpoint)
     content = load_checkpoint(file)
     state = content.pop("state", {})
@@ -67,6 +201,34 @@ def load_run(
         file, folder if is_run else None, spec, model.to(target).eval(), target, content,
         state.get("criterion", {}),
     )  # fmt: skip
+
+
+def _load_exported(file: Path, device: torch.device) -> TrainedRun:
+    """A run from the safetensors file that `export` has written."""
+    try:
+        with safe_open(file, "pt") as tensors:
+            metadata = tensors.metadata() or {}
+            weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if "linnaeus" not in metadata:
+        raise CheckpointError(
+            f"{file} does not say what its model takes: `linnaeus export --format safetensors` has not "
+            "written it"
+        )
+    content = {"model_spec": json.loads(metadata["linnaeus"])["spec"]}
+    spec = _spec(content, file)
+    model = spec.build()
+    _load_weights(model, {"model": weights}, file)
+    return TrainedRun(file, None, spec, model.to(device).eval(), device, content, {})
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return resolve_device(name)
+    except ConfigError as error:
+        problems = [problem.replace("EXPERIMENT.DEVICE", "device") for problem in error.problems]
+        raise ConfigError(problems) from None
 
 
 def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
@@ -126,3 +288,11 @@ def _load_weights(model: nn.Module, state: Mapping[str, Any], file: Path) -> Non
     except RuntimeError as error:
         reason = str(error).partition("\n")[2].partition("\n")[0].strip()
         raise CheckpointError(f"{file}: its weights do not fit its model: {reason}") from error
+
+
+def _is_channels_last(config: Path) -> bool:
+    try:
+        content = yaml.safe_load(config.read_text(encoding="utf-8"))
+        return bool(content["TRAIN"]["CHANNELS_LAST"])
+    except (OSError, yaml.YAMLError, LookupError, TypeError):  # the format changes speed alone
+        return False

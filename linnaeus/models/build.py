@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -15,13 +13,30 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.config.instantiate import call_target, is_target
 from linnaeus.config.schema import ModelConfig
-from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.models.hierarchical import HierarchicalClassifier
+from linnaeus.models.source import Source, check_weights_exist, find_source, unusable
+from linnaeus.models.weights import (
+    SavedWeights,
+    load_backbone,
+    load_heads,
+    missing_tensors,
+    read_weights,
+)
+
+_OTHER_KEYS = {"pretrained": "MODEL.PRETRAINED", "checkpoint_path": "MODEL.WEIGHTS"}
+"""Arguments of `timm.create_model` that have a key of their own."""
 
 
 def build_model(
-    node: Any, *, taxonomy: Taxonomy | None, in_chans: int | None, img_size: tuple[int, int] | None
+    node: Any,
+    *,
+    taxonomy: Taxonomy | None,
+    in_chans: int | None,
+    img_size: tuple[int, int] | None,
+    load_weights: bool = True,
+    say: Callable[[str], object] = lambda line: None,
 ) -> nn.Module:
     """Build the network on the CPU.
 
@@ -31,20 +46,38 @@ def build_model(
         taxonomy: levels of the labels; None where a user's dataset declares none.
         in_chans: channels of the images; None where inputs are not images.
         img_size: height and width of the images, in pixels; None where inputs are not images.
+        load_weights: whether to load the weights that the node names; without, they are random, and nothing
+            is read or downloaded for them.
+        say: gets one line that says which weights the network has.
 
     Raises:
         ConfigError: an unknown model, weights that do not load, or images that the model cannot take.
     """
     if is_target(node):
+        say(f"weights: as {node['_target_']} makes them")
         return _custom_model(node, taxonomy, in_chans, img_size)
     if taxonomy is None or in_chans is None or img_size is None:
         raise ConfigError(
             "MODEL: a timm model needs a dataset of images with class labels; "
             "give the dataset `classes` (or `num_classes`), or name your own model in MODEL._target_"
         )
-    backbone = _backbone(node, in_chans, img_size)
+    backbone, source, saved = _backbone(node, in_chans, img_size, load_weights)
     num_features = _probe(node.NAME, backbone, in_chans, img_size)
-    return HierarchicalClassifier(backbone, num_features, list(taxonomy.num_classes.values()), node.DROP_RATE)
+    num_classes = list(taxonomy.num_classes.values())
+    parents = _known_parents(taxonomy) if node.HEAD == "marginal" else None
+    model = HierarchicalClassifier(backbone, num_features, num_classes, node.DROP_RATE, parents)
+    new = list(taxonomy.num_classes) if saved is None else load_heads(model, saved, taxonomy)
+    heads = f"; new: head{'s' * (len(new) > 1)} of {', '.join(new)}" if new else ""
+    if saved is not None:
+        num_tensors = sum(not _is_of(name, new, taxonomy) for name in model.state_dict())
+        note = f" ({saved.note})" if saved.note else ""
+        say(f"weights: {num_tensors} tensors of {saved.path}{note}{heads}")
+    elif node.PRETRAINED and load_weights:
+        say(f"weights: {source.origin}{heads}")
+    else:
+        hint = f" ({node.NAME} names weights that only MODEL.PRETRAINED True loads)" if source.has_tag else ""
+        say(f"weights: random{hint}")
+    return model
 
 
 def set_gradient_checkpointing(model: nn.Module) -> None:
@@ -74,6 +107,18 @@ def has_gradient_checkpointing(model: nn.Module) -> bool:
     return True
 
 
+def _known_parents(taxonomy: Taxonomy) -> tuple[tuple[int, ...], ...]:
+    """The parents, of which each level must know at least one."""
+    for above, level, row in zip(taxonomy.levels, taxonomy.levels[1:], taxonomy.parents, strict=False):
+        if max(row) == UNKNOWN:
+            raise ConfigError(
+                f"MODEL.HEAD: 'marginal' adds up classes under their parents, but no class of rank "
+                f"{level.name!r} has a known parent in rank {above.name!r}; give the dataset a `taxonomy` "
+                "with `parents`, order its ranks from coarse to fine, or set MODEL.HEAD independent"
+            )
+    return taxonomy.parents
+
+
 def _custom_model(
     node: Any, taxonomy: Taxonomy | None, in_chans: int | None, img_size: tuple[int, int] | None
 ) -> nn.Module:
@@ -88,51 +133,79 @@ def _custom_model(
     return model
 
 
-def _backbone(config: ModelConfig, in_chans: int, img_size: tuple[int, int]) -> nn.Module:
-    if not timm.is_model(config.NAME):
-        close = difflib.get_close_matches(config.NAME, timm.list_models(), n=3)
-        hint = f"; did you mean {', '.join(close)}?" if close else "; `timm.list_models()` lists them"
-        raise ConfigError(f"MODEL.NAME: {config.NAME!r} is not a timm model{hint}")
+def _backbone(
+    node: ModelConfig, in_chans: int, img_size: tuple[int, int], load_weights: bool
+) -> tuple[nn.Module, Source, SavedWeights | None]:
+    """The backbone, where timm has it from, and what was read from a file; None where nothing was."""
+    _check_keys(node)
+    source = find_source(node.NAME)
+    if node.PRETRAINED and load_weights:
+        check_weights_exist(source, node.KWARGS.get("cache_dir"))
+    create = _creator(node, source, in_chans, img_size)
+    before = torch.get_rng_state()
+    backbone = _created(node, create)
+
+    def create_again(**more: Any) -> nn.Module:
+        torch.set_rng_state(before)
+        return create(**more)
+
+    if not load_weights:
+        return backbone, source, None
+    if node.WEIGHTS is not None:
+        saved = read_weights(node.WEIGHTS)
+        return load_backbone(saved, node.NAME, backbone, create_again), source, saved
+    return _pretrained(source, backbone, create_again) if node.PRETRAINED else backbone, source, None
+
+
+def _check_keys(node: ModelConfig) -> None:
+    for argument, key in _OTHER_KEYS.items():
+        if argument in node.KWARGS:
+            raise ConfigError(f"MODEL.KWARGS.{argument}: {node.KWARGS[argument]!r}; use {key} instead")
+    if node.PRETRAINED and node.WEIGHTS is not None:
+        raise ConfigError(
+            f"MODEL.WEIGHTS: {node.WEIGHTS!r}, but MODEL.PRETRAINED is True too; keep one of them: "
+            "MODEL.WEIGHTS null or MODEL.PRETRAINED False"
+        )
+
+
+def _creator(
+    config: ModelConfig, source: Source, in_chans: int, img_size: tuple[int, int]
+) -> Callable[..., nn.Module]:
     arguments: dict[str, Any] = {"drop_path_rate": config.DROP_PATH_RATE} if config.DROP_PATH_RATE else {}
-    pretrained_cfg = timm.get_pretrained_cfg(config.NAME, allow_unregistered=False)
-    if pretrained_cfg is not None and pretrained_cfg.fixed_input_size:
+    if source.cfg.get("fixed_input_size"):
         arguments["img_size"] = img_size
     arguments |= config.KWARGS
-    create = partial(timm.create_model, config.NAME, num_classes=0, in_chans=in_chans, **arguments)
-    before = torch.get_rng_state()
+    return partial(timm.create_model, source.name, num_classes=0, in_chans=in_chans, **arguments)
+
+
+def _created(config: ModelConfig, create: Callable[..., nn.Module]) -> nn.Module:
     try:
-        backbone: nn.Module = create()
+        return create()
     except Exception as error:
-        raise ConfigError(f"MODEL: timm cannot build {config.NAME!r} with {arguments}: {error}") from error
-    if config.WEIGHTS is None:
-        return backbone
-    torch.set_rng_state(before)
-    return _with_weights(config, create, untrained=backbone)
+        arguments = getattr(create, "keywords", {})
+        given = {name: value for name, value in arguments.items() if name not in ("num_classes", "in_chans")}
+        raise ConfigError(f"MODEL: timm cannot build {config.NAME!r} with {given}: {error}") from error
 
 
-def _with_weights(config: ModelConfig, create: Callable[..., nn.Module], untrained: nn.Module) -> nn.Module:
-    """The backbone with the weights of a file, which timm adapts to the channels and the size of the images.
-
-    timm loads the tensors whose names match and is silent about the others, so a file of another model would
-    go unnoticed. `untrained` is the same network from the same random numbers: a parameter that equals its
-    own was not loaded.
-    """
-    if not Path(str(config.WEIGHTS)).is_file():
-        raise ConfigError(f"MODEL.WEIGHTS: {config.WEIGHTS!r} is not a file")
-    problem = f"MODEL.WEIGHTS: {config.WEIGHTS!r} does not load into {config.NAME!r}: "
+def _pretrained(source: Source, untrained: nn.Module, create: Callable[..., nn.Module]) -> nn.Module:
+    """The backbone with timm's weights, which timm adapts to the channels and the size of the images."""
     try:
-        backbone = create(pretrained=True, pretrained_cfg_overlay={"file": config.WEIGHTS})
-    except Exception as error:
-        raise ConfigError(f"{problem}{type(error).__name__}: {error}") from error
-    initial = dict(untrained.named_parameters())
-    missed = [
-        name
-        for name, parameter in backbone.named_parameters()
-        if parameter.requires_grad and torch.equal(parameter, initial[name]) and len(parameter.unique()) > 1
-    ]
+        backbone = create(pretrained=True)
+    except Exception as error:  # of the hub's client, of files, of shapes
+        raise unusable(source, error) from error
+    missed = missing_tensors(backbone, untrained)
     if missed:
-        raise ConfigError(f"{problem}{len(missed)} parameters are not in the file, such as {missed[0]!r}")
+        raise unusable(source, ValueError(f"{len(missed)} parameters are missing, such as {missed[0]!r}"))
     return backbone
+
+
+def _is_of(name: str, levels: list[str], taxonomy: Taxonomy) -> bool:
+    """Whether a tensor of the model belongs to the head of one of the levels."""
+    part, _, rest = name.partition(".")
+    index = rest.partition(".")[0]
+    if part != "heads" or not index.isdecimal():  # a marginal head belongs to all levels
+        return part == "heads" and bool(levels)
+    return list(taxonomy.num_classes)[int(index)] in levels
 
 
 def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, int]) -> int:
@@ -152,8 +225,16 @@ def _probe(name: str, backbone: nn.Module, in_chans: int, img_size: tuple[int, i
 
 
 def batchnorm_kind(model: nn.Module) -> str:
-    """How BatchNorm takes its statistics: `local` or `synchronised` over processes; `none` without it."""
-    kinds = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    """How BatchNorm takes its statistics: `local` or `synchronised` over processes.
+
+    `none` without BatchNorm, or where all of it is frozen and takes none.
+    """
+    frozen = tuple(f"{name}." for name in getattr(model, "always_eval", ()))
+    kinds = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not f"{name}.".startswith(frozen)
+    ]
     if not kinds:
         return "none"
     return "synchronised" if all(isinstance(module, nn.SyncBatchNorm) for module in kinds) else "local"

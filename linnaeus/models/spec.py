@@ -15,6 +15,7 @@ from linnaeus.data.bundle import DataBundle
 from linnaeus.data.taxonomy import LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.models.build import build_model
+from linnaeus.models.source import find_source
 from linnaeus.rng import preserved_generators
 
 MODEL_FILE = "model.json"
@@ -23,13 +24,16 @@ MODEL_FILE = "model.json"
 _WEIGHTS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path")
 """Arguments of `timm.create_model` that load weights."""
 
+_OF_THE_DATA = ("num_classes", "in_chans", "img_size")
+"""Arguments of `timm.create_model` that follow from the run's data."""
+
 
 @dataclass(frozen=True)
 class ModelSpec:
     """A model without its weights: how to build it, what it takes and what its outputs mean.
 
     Attributes:
-        node: the MODEL node as plain values.
+        node: the MODEL node as plain values, without the place of a model in a folder or on a hub.
         index: the classes and the labels of their names; None where the dataset declared no classes.
         in_chans: channels of an input; None where inputs are not images.
         img_size: height and width of an input, in pixels; None where inputs are not images.
@@ -50,7 +54,7 @@ class ModelSpec:
             node: the MODEL node.
             data: the run's data.
         """
-        plain = dict(node) if is_target(node) else dataclasses.asdict(node)
+        plain = dict(node) if is_target(node) else _placeless(dataclasses.asdict(node))
         index = data.index
         if index is None and data.taxonomy is not None:
             index = LabelIndex.of(data.taxonomy)
@@ -106,7 +110,18 @@ class ModelSpec:
         known = {field.name for field in dataclasses.fields(ModelConfig)}
         node = {name: value for name, value in self.node.items() if name in known}
         arguments = {name: value for name, value in node["KWARGS"].items() if name not in _WEIGHTS}
-        return ModelConfig(**(node | {"WEIGHTS": None, "KWARGS": arguments}))
+        return ModelConfig(
+            **(node | {"PRETRAINED": False, "WEIGHTS": None, "FREEZE": "none", "KWARGS": arguments})
+        )
+
+
+def _placeless(node: dict[str, Any]) -> dict[str, Any]:
+    """The MODEL node with the architecture that a folder or a hub describes, which may not be there later."""
+    if ":" not in node["NAME"]:
+        return node
+    source = find_source(node["NAME"])
+    arguments = {name: value for name, value in source.arguments.items() if name not in _OF_THE_DATA}
+    return node | {"NAME": source.architecture, "KWARGS": {**arguments, **node["KWARGS"]}}
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,19 +14,23 @@ from torch import nn
 
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.sizes import micro_batches_held
+from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import TrainConfig
-from linnaeus.data.bundle import DataBundle
+from linnaeus.data.bundle import DataBundle, training_targets
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_checkpointing
+from linnaeus.models.freeze import Freezing, build_freezing
+from linnaeus.training.class_weights import class_weights
 from linnaeus.training.ema import Ema
-from linnaeus.training.losses import build_loss
+from linnaeus.training.losses import SingleRank, build_loss
 from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, peak_values
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
 
-_AUTOCAST = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Number format of the forward pass by the value of `TRAIN.AMP`; None for no autocast."""
 
 
 def check_train_config(config: TrainConfig, world: World) -> None:
@@ -42,6 +46,21 @@ def check_train_config(config: TrainConfig, world: World) -> None:
     check_noise_scale(config.NOISE_SCALE, world.world_size * micro_batches_held(config))
 
 
+def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:
+    """Check that the built-in loss suits what the model gives.
+
+    Raises:
+        ConfigError: a loss with a sigmoid, on a model that gives log-probabilities.
+    """
+    if is_target(loss_node) or loss_node.NAME != "bce":
+        return
+    if getattr(model, "gives_log_probabilities", False):
+        raise ConfigError(
+            f"LOSS.NAME: {loss_node.NAME!r} needs logits, but MODEL.HEAD 'marginal' gives log-probabilities; "
+            "set LOSS.NAME cross_entropy or focal, or MODEL.HEAD independent"
+        )
+
+
 @dataclass(frozen=True)
 class Assembly:
     """What training needs, on its device.
@@ -49,6 +68,8 @@ class Assembly:
     Attributes:
         model: the module that is trained, without DistributedDataParallel.
         ema: average of its weights, used by validation; None without EMA.
+        freezing: what does not train, or not yet.
+        weights: one line that says which weights the model started with.
     """
 
     model: nn.Module
@@ -59,6 +80,8 @@ class Assembly:
     metrics: ClassificationMetrics
     train_step: TrainStep
     validation_step: ValidationStep
+    freezing: Freezing
+    weights: str
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -73,6 +96,8 @@ def assemble(
     config: TrainConfig,
     data: DataBundle,
     world: World,
+    *,
+    load_weights: bool = True,
 ) -> Assembly:
     """Build everything that a step needs.
 
@@ -81,27 +106,36 @@ def assemble(
         config: the TRAIN node.
         data: its taxonomy and the shape of its inputs decide the model's outputs and inputs.
         world: the processes and the device of training.
+        load_weights: whether to load the weights that MODEL names; not where a checkpoint replaces them.
 
     Raises:
         ConfigError: a node that cannot be built.
     """
     device, taxonomy = world.device, data.taxonomy
-    model = build_model(model_node, taxonomy=taxonomy, in_chans=data.in_chans, img_size=data.img_size)
+    said: list[str] = []
+    model = build_model(
+        model_node, taxonomy=taxonomy, in_chans=data.in_chans, img_size=data.img_size,
+        load_weights=load_weights, say=said.append,
+    )  # fmt: skip
+    check_loss_takes_outputs(loss_node, model)
+    freezing = build_freezing(model_node, model, config.UNFREEZE_EPOCH)
+    freezing.hold()
     if config.GRADIENT_CHECKPOINTING:
         set_gradient_checkpointing(model)
     memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
     model = model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
     if config.COMPILE:
         model.compile()
-    criterion = build_loss(loss_node, taxonomy, device).to(device)
-    optimizer = build_optimizer(optimizer_node, model)
+    criterion = _build_criterion(loss_node, data, device)
+    with freezing.lifted(only_if=freezing.keeps_optimizer_state):
+        optimizer = build_optimizer(optimizer_node, model)
     ema = Ema(model, config.EMA.DECAY) if config.EMA.ENABLED else None
     metrics = ClassificationMetrics(taxonomy).to(device)
     scaler = torch.amp.GradScaler(device.type, enabled=config.AMP == "fp16")
     if config.SYNC_BATCHNORM and world.is_distributed:
         # torch's own conversion would drop the activation inside timm's BatchNormAct2d.
         timm.layers.convert_sync_batchnorm(model)
-    precision = Precision(device, _AUTOCAST[config.AMP], channels_last=config.CHANNELS_LAST)
+    precision = build_precision(config, device)
     return Assembly(
         model=model,
         criterion=criterion,
@@ -124,7 +158,26 @@ def assemble(
             precision=precision,
             update_metrics=metrics.update,
         ),
+        freezing=freezing,
+        weights=said[0],
     )
+
+
+def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Module:
+    """The loss, on its device, with weights of classes where `LOSS.CLASS_WEIGHTS` asks for them."""
+    weights, taxonomy = None, data.taxonomy
+    if not is_target(node) and node.CLASS_WEIGHTS is not None and taxonomy is not None:
+        targets = training_targets(data, f"LOSS.CLASS_WEIGHTS {node.CLASS_WEIGHTS}")
+        weights = class_weights(node.CLASS_WEIGHTS, taxonomy, targets)
+    criterion = build_loss(node, taxonomy, device, weights).to(device)
+    if isinstance(criterion, SingleRank) and taxonomy is not None and data.mixing is not None:
+        criterion.check_takes_both(len(taxonomy.levels[0].classes), device)
+    return criterion
+
+
+def build_precision(config: TrainConfig, device: torch.device) -> Precision:
+    """Number format and memory format of the steps, from the TRAIN node."""
+    return Precision(device, AUTOCAST_DTYPES[config.AMP], channels_last=config.CHANNELS_LAST)
 
 
 def plan_facts(
@@ -144,10 +197,13 @@ def plan_facts(
         max_micro_batch_size, world_size, num_samples: as in `Facts`.
     """
     learning_rate, weight_decay = peak_values(assembly.optimizer)
-    batchnorm = batchnorm_kind(assembly.model)
+    with assembly.freezing.lifted(only_if=assembly.freezing.ends_within(config.EPOCHS)):
+        batchnorm = batchnorm_kind(assembly.model)
+        is_kept = "backbone" in getattr(assembly.model, "always_eval", ())  # training cannot forget it
     if batchnorm == "local" and config.SYNC_BATCHNORM and world_size > 1:
         batchnorm = "synchronised"
-    is_dict = isinstance(model_node, dict)
+    is_own = is_target(model_node)
+    names_weights = model_node.get("pretrained") if is_own else model_node.WEIGHTS or model_node.PRETRAINED
     return Facts(
         max_micro_batch_size=max_micro_batch_size,
         world_size=world_size,
@@ -155,5 +211,6 @@ def plan_facts(
         learning_rate=learning_rate,
         weight_decay=weight_decay,
         batchnorm=batchnorm,
-        pretrained=bool(model_node.get("pretrained") if is_dict else model_node.WEIGHTS),
+        pretrained=bool(names_weights) and not is_kept,
+        pretrained_key="MODEL.WEIGHTS" if is_own or model_node.WEIGHTS else "MODEL.PRETRAINED",
     )

@@ -1,10 +1,10 @@
-"""The loss: cross-entropy for each level of the taxonomy, or a user's own."""
+"""The losses: for each level of the taxonomy a built-in one, or a user's own for all."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from linnaeus.config.instantiate import call_target, is_target
+from linnaeus.data.mixing import one_hot
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError
 
@@ -51,18 +52,24 @@ def logits_per_level(outputs: Any, level_names: Sequence[str]) -> tuple[Tensor, 
     return tuple(outputs)
 
 
-class TaxonomicCrossEntropy(nn.Module):
-    """Weighted mean over the levels; the loss of a level is its cross-entropy, averaged over all samples.
+class TaxonomicLoss(nn.Module):
+    """Weighted mean over the levels; the loss of a level is averaged over all samples.
 
     A sample whose label is unknown at a level adds 0 to that level and counts in the average. The divisor is
-    therefore the number of samples and not that of known labels, so that the gradient of an effective batch
-    does not depend on how it is split into micro-batches and processes.
+    therefore the number of samples and not that of known labels, nor the sum of class weights, so that the
+    gradient of an effective batch does not depend on how it is split into micro-batches and processes.
+
+    Targets are labels or, for batches mixed by Mixup or CutMix, probabilities; the loss of a mixed sample is
+    the mean of the losses with either label, by the parts of the images.
 
     Args:
         level_names: R names, coarse to fine.
         level_weights: R weights; they are normalised to sum to 1.
         label_smoothing: in [0, 1).
-        num_classes: R numbers of classes, checked against the model's outputs; None does not check.
+        num_classes: R numbers of classes, checked against the model's outputs; None does not check, and
+            cannot take probabilities.
+        class_weights: for each level, the weights [C] of its classes. They are buffers, so that a checkpoint
+            holds them. None is 1 each, without a buffer.
     """
 
     def __init__(
@@ -71,19 +78,24 @@ class TaxonomicCrossEntropy(nn.Module):
         level_weights: Sequence[float],
         label_smoothing: float = 0.0,
         num_classes: Sequence[int] | None = None,
+        class_weights: Sequence[Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.level_names = tuple(level_names)
         self.level_weights = tuple(weight / sum(level_weights) for weight in level_weights)
         self.label_smoothing = label_smoothing
         self.num_classes = None if num_classes is None else tuple(num_classes)
+        self._has_class_weights = class_weights is not None
+        for level, weights in enumerate(class_weights or ()):
+            self.register_buffer(f"class_weights_{level}", weights)
 
     def forward(self, outputs: Any, targets: Tensor) -> Tensor:
         """The loss.
 
         Args:
             outputs: logits [B, num_classes[r]] per level; see `logits_per_level`.
-            targets: labels [B, R], -1 where unknown.
+            targets: labels [B, R], int64, -1 where unknown; or probabilities [B, sum of num_classes], float,
+                0 throughout where a label is unknown, see `soft_targets`.
 
         Returns:
             A scalar, the mean over the B samples; a level without a known label in the batch adds 0.
@@ -91,11 +103,21 @@ class TaxonomicCrossEntropy(nn.Module):
         logits_by_level = logits_per_level(outputs, self.level_names)
         if self.num_classes is not None:
             self._check(logits_by_level, self.num_classes)
+        if targets.is_floating_point():
+            counts = [logits.shape[1] for logits in logits_by_level]
+            targets_by_level = targets.split(counts, dim=1)
+        else:
+            targets_by_level = targets.unbind(dim=1)
+        parts = zip(logits_by_level, targets_by_level, self.level_weights, strict=True)
         losses = [
-            weight * self._level_loss(logits, targets[:, level])
-            for level, (logits, weight) in enumerate(zip(logits_by_level, self.level_weights, strict=True))
+            weight * (self._sum(logits, target, self.class_weights(level)) / len(target))
+            for level, (logits, target, weight) in enumerate(parts)
         ]
         return torch.stack(losses).sum()
+
+    def class_weights(self, level: int) -> Tensor | None:
+        """The weights [C] of the classes of a level; None without."""
+        return self.get_buffer(f"class_weights_{level}") if self._has_class_weights else None
 
     def _check(self, logits_by_level: Sequence[Tensor], num_classes: Sequence[int]) -> None:
         for name, logits, count in zip(self.level_names, logits_by_level, num_classes, strict=True):
@@ -105,11 +127,95 @@ class TaxonomicCrossEntropy(nn.Module):
                     f"it must be [batch, {count}], one logit per class"
                 )
 
-    def _level_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        total = functional.cross_entropy(
-            logits, labels, ignore_index=UNKNOWN, reduction="sum", label_smoothing=self.label_smoothing
-        )
-        return total / len(labels)
+    def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
+        """The loss of one level, summed over the samples.
+
+        Args:
+            logits: [B, C].
+            target: labels [B] or probabilities [B, C].
+            class_weights: [C], or None.
+        """
+        raise NotImplementedError
+
+
+class TaxonomicCrossEntropy(TaxonomicLoss):
+    """Cross-entropy of the softmax, as torch computes it with class weights and label smoothing.
+
+    For probabilities q of the classes, after smoothing, and weights w: `-sum_c w_c q_c log p_c`.
+    """
+
+    def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
+        if target.is_floating_point():  # torch would smooth unknown rows too
+            target = smoothed(target, self.label_smoothing)
+            return functional.cross_entropy(logits, target, class_weights, reduction="sum")
+        return functional.cross_entropy(
+            logits, target, class_weights, ignore_index=UNKNOWN, reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )  # fmt: skip
+
+
+class TaxonomicBinaryCrossEntropy(TaxonomicLoss):
+    """Binary cross-entropy of each class's sigmoid, a mean over the classes, as timm's `BinaryCrossEntropy`.
+
+    Targets are one-hot, with label smoothing as for cross-entropy (Wightman et al. 2021, ResNet strikes back,
+    arXiv:2110.00476). A class weight is that of the samples of the class, in all their binary terms.
+    """
+
+    def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
+        logits = _precise(logits)
+        parts = _probabilities(target, logits)
+        if class_weights is not None:
+            parts = parts * class_weights
+        # 1 for a known label, 0 for an unknown one, between them where a known and an unknown one are mixed.
+        known = parts.sum(dim=1, keepdim=True)
+        binary = smoothed(parts, self.label_smoothing) / known.clamp_min(torch.finfo(known.dtype).tiny)
+        total = functional.binary_cross_entropy_with_logits(logits, binary, weight=known, reduction="sum")
+        return total / logits.shape[1]
+
+
+class TaxonomicFocalLoss(TaxonomicLoss):
+    """Focal loss of the softmax: `-sum_c w_c q_c (1 - p_c)^gamma log p_c`, with q and w as for cross-entropy.
+
+    It is that of Lin et al. 2017 (arXiv:1708.02002) with the softmax's probabilities, so that a model
+    predicts as with cross-entropy; for two classes it equals torchvision's `sigmoid_focal_loss` without
+    alpha.
+    """
+
+    def __init__(self, *args: Any, gamma: float = 2.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gamma = gamma
+
+    def _sum(self, logits: Tensor, target: Tensor, class_weights: Tensor | None) -> Tensor:
+        log_p = functional.log_softmax(_precise(logits), dim=1)
+        target = smoothed(_probabilities(target, log_p), self.label_smoothing)
+        if class_weights is not None:
+            target = target * class_weights
+        # A power below 1 has no finite gradient at 0.
+        rest = (-torch.expm1(log_p)).clamp_min(torch.finfo(log_p.dtype).eps)
+        return -(target * rest**self.gamma * log_p).sum()
+
+
+def smoothed(probabilities: Tensor, label_smoothing: float) -> Tensor:
+    """Label smoothing of probabilities [B, C], which leaves rows of zeros alone.
+
+    A row with the sum s becomes `(1 - label_smoothing) * row + label_smoothing * s / C`.
+    """
+    if not label_smoothing:
+        return probabilities
+    share = label_smoothing / probabilities.shape[1]
+    return probabilities * (1 - label_smoothing) + share * probabilities.sum(dim=1, keepdim=True)
+
+
+def _probabilities(target: Tensor, like: Tensor) -> Tensor:
+    """Labels [B] or probabilities [B, C], as probabilities of the type of the logits [B, C]."""
+    if not target.is_floating_point():
+        target = one_hot(target, like.shape[1])
+    return target.to(like.dtype)
+
+
+def _precise(logits: Tensor) -> Tensor:
+    """Logits in float32 at least: autocast on the CPU leaves some losses in bfloat16."""
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
 class SingleRank(nn.Module):
@@ -130,13 +236,40 @@ class SingleRank(nn.Module):
 
         Args:
             outputs: logits [B, C], in any form that `logits_per_level` takes.
-            targets: labels [B, 1].
+            targets: labels [B, 1], or probabilities [B, C] where batches are mixed.
         """
         (logits,) = logits_per_level(outputs, (self.level_name,))
-        return self.loss(logits, targets[:, 0])  # type: ignore[no-any-return]
+        if not targets.is_floating_point():
+            targets = targets[:, 0]
+        return self.loss(logits, targets)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def check_takes_both(self, num_classes: int, device: torch.device) -> None:
+        """Try the loss on labels, as validation has them, and on probabilities, as mixed batches have them.
+
+        Raises:
+            ConfigError: it cannot take one of them.
+        """
+        num_samples = 2 if num_classes != 2 else 3  # other than the classes, so that nothing broadcasts
+        labels = torch.zeros(num_samples, 1, dtype=torch.int64, device=device)
+        logits = torch.zeros(num_samples, num_classes, device=device)
+        for what, targets in (("labels", labels), ("probabilities", one_hot(labels[:, 0], num_classes))):
+            try:
+                self(logits, targets if what == "labels" else targets.float())
+            except Exception as error:
+                raise ConfigError(
+                    f"LOSS: {type(self.loss).__name__} does not take {what} of classes. With "
+                    "DATA.AUGMENT.MIXUP or CUTMIX a loss gets probabilities [batch, classes] in training and "
+                    f"labels [batch] in validation: choose LOSS.NAME, or set both to 0 ({_first_line(error)})"
+                ) from error
 
 
-def build_loss(node: Any, taxonomy: Taxonomy | None, device: torch.device | None = None) -> nn.Module:
+def build_loss(
+    node: Any,
+    taxonomy: Taxonomy | None,
+    device: torch.device | None = None,
+    class_weights: Sequence[Tensor] | None = None,
+) -> nn.Module:
     """Build the loss.
 
     Args:
@@ -144,6 +277,8 @@ def build_loss(node: Any, taxonomy: Taxonomy | None, device: torch.device | None
             samples. Lists of numbers arrive as tensors where the signature asks for a tensor.
         taxonomy: levels and classes of the labels; None when a user's dataset has none.
         device: of those tensors; None is torch's default.
+        class_weights: weights [C] of the classes of each level, for LOSS.CLASS_WEIGHTS. Without them its
+            buffers hold 1, to be loaded from a checkpoint.
 
     Raises:
         ConfigError: weights that do not match the ranks, a dataset without labels and no `_target_`, or a
@@ -161,7 +296,15 @@ def build_loss(node: Any, taxonomy: Taxonomy | None, device: torch.device | None
         )
     if sum(weights) <= 0:
         raise ConfigError(f"LOSS.RANK_WEIGHTS: {weights} are all 0; at least one rank must count")
-    return TaxonomicCrossEntropy(names, weights, node.LABEL_SMOOTHING, list(taxonomy.num_classes.values()))
+    counts = list(taxonomy.num_classes.values())
+    if node.CLASS_WEIGHTS is not None and class_weights is None:
+        class_weights = [torch.ones(count) for count in counts]
+    kinds: dict[str, Callable[..., TaxonomicLoss]] = {
+        "cross_entropy": TaxonomicCrossEntropy,
+        "bce": TaxonomicBinaryCrossEntropy,
+        "focal": partial(TaxonomicFocalLoss, gamma=node.FOCAL_GAMMA),
+    }
+    return kinds[node.NAME](names, weights, node.LABEL_SMOOTHING, counts, class_weights)
 
 
 def _custom_loss(
@@ -181,7 +324,7 @@ def _custom_loss(
             f"LOSS: {name} takes logits and labels of one taxonomic rank, but there are {len(counts)} "
             f"({', '.join(counts)}). With several, a loss gets a tuple of logits, [batch, classes] for each "
             f"rank, and labels [batch, {len(counts)}]: name one of your own, or leave out LOSS._target_ for "
-            "the built-in cross-entropy (LOSS.LABEL_SMOOTHING, LOSS.RANK_WEIGHTS)"
+            "the built-in ones (LOSS.NAME, LOSS.LABEL_SMOOTHING, LOSS.RANK_WEIGHTS)"
         )
     ((level_name, num_classes),) = counts.items()
     weight = getattr(loss, "weight", None)
@@ -191,6 +334,10 @@ def _custom_loss(
             f"{level_name!r}"
         )
     return SingleRank(loss, level_name)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _is_of_a_library(loss: nn.Module) -> bool:

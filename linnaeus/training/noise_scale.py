@@ -109,12 +109,16 @@ class GradientProbe:
         self, model: nn.Module, scaler: torch.amp.GradScaler, *, decay: float, num_ranks: int | None = None
     ) -> None:
         self.scale = NoiseScale(decay)
-        self._model = model
         self._scaler = scaler
         self._armed = False
         self._small_norm_sq: Tensor | None = None
         self._small_batch = 0
         self._num_samples = 0
+        self.follow(model, num_ranks)
+
+    def follow(self, model: nn.Module, num_ranks: int | None = None) -> None:
+        """Measure another wrapper of the model from now on; arguments as for the class."""
+        self._model = model
         self._group: torch_dist.ProcessGroup | None = None
         self._num_ranks = 1
         if isinstance(model, DistributedDataParallel):

@@ -17,8 +17,9 @@ def build_optimizer(node: Any, model: nn.Module) -> torch.optim.Optimizer:
     """Build the optimizer over the model's trainable parameters.
 
     Args:
-        node: `OptimizerConfig` (timm's factory: no weight decay on biases and norms), or a `_target_` node of
-            a callable that takes the parameters first.
+        node: `OptimizerConfig` (timm's factory: no weight decay on biases, norms and what the model's
+            `no_weight_decay` names), or a `_target_` node of a callable that takes the parameters first.
+            A group's `lr_scale`, where it has one, is for the schedule to apply.
         model: without DistributedDataParallel.
 
     Raises:
@@ -48,12 +49,48 @@ def _from_timm(node: Any, model: nn.Module) -> torch.optim.Optimizer:
         close = difflib.get_close_matches(node.NAME.lower(), names, n=3)
         hint = f"; did you mean {', '.join(close)}?" if close else ""
         raise ConfigError(f"OPTIMIZER.NAME: {node.NAME!r} is not an optimizer of timm{hint}")
+    arguments = dict(node.KWARGS)
+    if node.LAYER_DECAY is not None:
+        _check_layers(node.LAYER_DECAY, model)
+        arguments["layer_decay"] = node.LAYER_DECAY
+    heads = getattr(model, "heads", None)
+    if node.HEAD_LR_SCALE != 1 and heads is None:
+        raise ConfigError(
+            f"OPTIMIZER.HEAD_LR_SCALE: {node.HEAD_LR_SCALE}, but {type(model).__name__} has no `heads`; "
+            "leave it at 1"
+        )
     try:
-        return timm.optim.create_optimizer_v2(  # type: ignore[no-any-return]
-            model, opt=node.NAME, lr=node.LR, weight_decay=node.WEIGHT_DECAY, **node.KWARGS
+        optimizer: torch.optim.Optimizer = timm.optim.create_optimizer_v2(
+            model, opt=node.NAME, lr=node.LR, weight_decay=node.WEIGHT_DECAY, **arguments
         )
     except Exception as error:
         raise ConfigError(f"OPTIMIZER: {node.NAME!r} with KWARGS {node.KWARGS}: {error}") from error
+    if node.HEAD_LR_SCALE != 1 and isinstance(heads, nn.Module):
+        _scale_rate(optimizer, set(heads.parameters()), node.HEAD_LR_SCALE)
+    return optimizer
+
+
+def _check_layers(layer_decay: float, model: nn.Module) -> None:
+    """Check that the model says what its layers are; timm would take a guess."""
+    backbone = getattr(model, "backbone", model)
+    if not hasattr(backbone, "group_matcher") or not hasattr(model, "group_matcher"):
+        raise ConfigError(
+            f"OPTIMIZER.LAYER_DECAY: {layer_decay}, but {type(backbone).__name__} has no group_matcher, "
+            "which says what the layers of a model are, as those of timm have; leave it null"
+        )
+
+
+def _scale_rate(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter], scale: float) -> None:
+    """Give some parameters a multiple of the learning rate, in groups of their own after those they left."""
+    groups = []
+    for group in optimizer.param_groups:
+        chosen = [parameter for parameter in group["params"] if parameter in parameters]
+        others = [parameter for parameter in group["params"] if parameter not in parameters]
+        if others:
+            groups.append({**group, "params": others})
+        if chosen:
+            groups.append({**group, "params": chosen, "lr_scale": scale * group.get("lr_scale", 1.0)})
+    optimizer.param_groups[:] = groups
 
 
 def peak_values(optimizer: torch.optim.Optimizer) -> tuple[float, float]:

@@ -6,9 +6,11 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+from linnaeus.config.schema import Config
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError
 from linnaeus.rng import derive_seed, seed_all, set_rng_state
@@ -26,6 +28,13 @@ _CHANGED_BY = {
     }
 }  # fmt: skip
 """For each choice of TRAIN.RESUME_WITH, the keys of OPTIMIZER that may change; those of SCHEDULE all may."""
+
+
+_TAKEN_WHERE_NULL = ("DATA.AUGMENT.MEAN", "DATA.AUGMENT.STD")
+"""Keys whose null takes the checkpoint's value; see `linnaeus.models.normalisation`."""
+
+
+_NOT_SET = "not set"
 
 
 class Change(NamedTuple):
@@ -71,12 +80,12 @@ def changes_of(saved: Mapping[str, Any], nodes: Mapping[str, Any]) -> list[Chang
 def _flat(key: str, value: Any) -> list[tuple[str, Any]]:
     """Dotted keys and their values."""
     if isinstance(value, Mapping):
-        return [item for name, inner in value.items() for item in _flat(f"{key}.{name}", inner)]
+        return [item for name, inner in value.items() for item in _flat(f"{key}.{name}".lstrip("."), inner)]
     return [(key, value)]
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
-    return repr(values[key]) if key in values else "not set"
+    return repr(values[key]) if key in values else _NOT_SET
 
 
 def find_checkpoint(
@@ -101,7 +110,9 @@ def find_checkpoint(
         if world.is_main:
             _say_starting_fresh(checkpoints.folder.parent, name)
         return None
-    changes = changes_of(checkpoint.content.get("config", {}), nodes)
+    changes = [
+        change for change in changes_of(checkpoint.content.get("config", {}), nodes) if not _is_none(change)
+    ]
     check_changes(changes, resume_with)
     checkpoint.changes = [str(change) for change in changes if not _is_fixed(change)]
     return checkpoint
@@ -129,6 +140,20 @@ def check_changes(changes: Sequence[Change], resume_with: str | None) -> None:
         )
     for change in fixed:
         logger.info("TRAIN.RESUME_WITH %s: %s", resume_with, change)
+
+
+def _is_none(change: Change) -> bool:
+    """Whether a difference changes nothing."""
+    if change.key in _TAKEN_WHERE_NULL:
+        return change.now == repr(None)
+    # A key that is newer than the checkpoint: its default is what the run did.
+    return change.before == _NOT_SET and change.now == _defaults().get(change.key)
+
+
+@cache
+def _defaults() -> dict[str, str]:
+    """The default of each key, as text."""
+    return {key: repr(value) for key, value in _flat("", dataclasses.asdict(Config()))}
 
 
 def _is_fixed(change: Change) -> bool:

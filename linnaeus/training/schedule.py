@@ -53,10 +53,14 @@ class Schedule:
 
     Args:
         config: the SCHEDULE node; its warm-up keys are not read.
-        optimizer: its learning rates are the peaks, which each group keeps as `initial_lr`.
+        optimizer: its learning rates are the peaks, which each group keeps as `initial_lr`. A group's rate is
+            multiplied by its `lr_scale`, where it has one, as timm's schedulers do.
         total_steps: optimizer steps of the whole run, the warm-up included.
         warmup_steps: optimizer steps of the warm-up.
         batch_size_lr_factor: learning-rate factor for the batch size at a position, in (0, 1].
+
+    Attributes:
+        lr: the learning rate of the next optimizer step, before any group's `lr_scale`.
     """
 
     def __init__(
@@ -85,8 +89,9 @@ class Schedule:
             position: optimizer steps of the plan before it, as `BatchPlan.position` gives them.
         """
         factor = self._factor(position) * self._batch_size_lr_factor(position)
+        self.lr = self._optimizer.param_groups[0]["initial_lr"] * factor
         for group in self._optimizer.param_groups:
-            lr = group["initial_lr"] * factor
+            lr = group["initial_lr"] * factor * group.get("lr_scale", 1.0)
             if isinstance(group["lr"], torch.Tensor):  # compiled and capturable optimizers read it in place
                 group["lr"].fill_(lr)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
@@ -12,6 +13,7 @@ from itertools import chain, repeat
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.batching.stages import Stage
@@ -100,6 +102,8 @@ class Trainer:
         checkpoint_extras: further entries of each checkpoint (batch sizes and what they depend on).
         size_origins: where the batch sizes of `train` and `val` come from, for errors.
         progress: how far training has come.
+        wrap: wraps the model for several ranks, again when what is frozen begins to train; it must be what
+            wrapped that of `train_step`, and no one else may hold that wrapper.
     """
 
     config: TrainConfig
@@ -117,6 +121,7 @@ class Trainer:
     checkpoint_extras: dict[str, Any] = field(default_factory=dict)
     size_origins: Mapping[str, SizeOrigin] = field(default_factory=dict)
     progress: TrainingProgress = field(default_factory=TrainingProgress)
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model
 
     def __post_init__(self) -> None:
         self._state = TrainingState.of(self.assembly)
@@ -211,6 +216,8 @@ class Trainer:
         """Train on the rest of the current epoch, or on less of it when the user asks to stop."""
         epoch, samples_done = self.progress.epoch, self.progress.samples
         remaining = sum(stage.num_steps for stage in self.plan.rest_of_epoch(epoch, samples_done))
+        if self.assembly.freezing.is_held and self.assembly.freezing.ends_within(epoch + 1):
+            self._unfreeze()
         self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", remaining)
         self.world.update(f"training in epoch {epoch + 1}")
         self.train_step.model.train()
@@ -219,6 +226,24 @@ class Trainer:
         while not self._take_steps(meter):
             self._memory.clean()  # what the failed step held
         self._count_seconds()
+
+    def _unfreeze(self) -> None:
+        """Let everything train from now on; every rank must call this.
+
+        DistributedDataParallel takes no notice of what was frozen when it was made, so there is a new one.
+        """
+        self.world.update(f"unfreezing before epoch {self.progress.epoch + 1}")
+        self._use(self.assembly.model)
+        gc.collect()  # frees the old wrapper with its hooks on the parameters
+        empty_cache(self.world.device)  # AutoBatch measured this training without the other's cached blocks
+        self.assembly.freezing.lift()
+        self._use(self.wrap(self.assembly.model))
+        logger.info("epoch %d: what was frozen trains from now on", self.progress.epoch + 1)
+
+    def _use(self, model: nn.Module) -> None:
+        self.train_step = replace(self.train_step, model=model)
+        if self.train_step.probe is not None:
+            self.train_step.probe.follow(model)
 
     def _take_steps(self, meter: LossMeter) -> bool:
         """Take the epoch's remaining steps, up to one that stops the run.
@@ -232,7 +257,7 @@ class Trainer:
         remaining = sum(stage.num_steps for stage in stages)
         batches = iter(self.loaders.train)
         for stage in chain.from_iterable(repeat(stage, stage.num_steps) for stage in stages):
-            lr = self.assembly.optimizer.param_groups[0]["lr"]
+            lr = self.schedule.lr
             probe = self.train_step.probe
             if probe is not None and self.progress.step % self.config.NOISE_SCALE.EVERY == 0:
                 probe.arm()

@@ -31,8 +31,10 @@ from linnaeus.dist import World
 from linnaeus.memory.device import device_memory
 from linnaeus.rng import seed_all
 from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.state_bytes import StateBytes, state_bytes
 from tests import forks
-from tests.conftest import SMALL, Run
+from tests.autobatch.bits import bits
+from tests.conftest import SMALL, Run, weights
 
 CPU = torch.device("cpu")
 ON = "DATA.AUTOBATCH.ENABLED=True"
@@ -172,6 +174,49 @@ def test_under_a_limit_the_validation_size_is_kept_only_if_it_still_fits(peak_by
     assert planned.batch_sizes == {"train": 12, "val": 7 if peak_bytes == 1 else 5}
     shapes = {shape[0] for shape in SEEN["shapes"]}
     assert max(shapes, default=0) == (0 if peak_bytes == 1 else 6)  # the training step before validation
+
+
+# --- what is frozen ---
+
+FREEZE = ("MODEL.FREEZE=backbone", "TRAIN.EPOCHS=2")
+LATER = {
+    "trains": ("TRAIN.EPOCHS=2",),
+    "frozen": FREEZE,
+    "unfrozen in the run": (*FREEZE, "TRAIN.UNFREEZE_EPOCH=2"),
+}
+
+
+def memory_of(*options: str) -> dict[str, Any]:
+    """Bytes at one size: as predicted, as measured, and those of the tensors that training keeps."""
+    search, assembly = prepared(
+        *SMALL, "DATA.IMG_SIZE=64", "DATA.DATASET.NUM_SAMPLES=96", "DATA.AUTOBATCH.MIN_BATCH_SIZE=64",
+        "DATA.AUTOBATCH.MAX_BATCH_SIZE=64", "TRAIN.EMA.ENABLED=True", *options,
+    )  # fmt: skip
+    kept: list[StateBytes] = []
+    assembly.optimizer.register_step_post_hook(lambda *_: kept.append(state_bytes(assembly, CPU)))
+    before = {name: parameter.requires_grad for name, parameter in assembly.model.named_parameters()}
+    predicted = search.predict("train").reserved_bytes(64)
+    kept.clear()
+    trial = search.run("train", RankStatus()).trials[0]
+    now = {name: parameter.requires_grad for name, parameter in assembly.model.named_parameters()}
+    assert now == before
+    assert not assembly.optimizer.state
+    return {"predicted": predicted, "kept": kept[-1], "measured": trial.peak_bytes}
+
+
+def test_what_is_frozen_needs_no_memory_unless_it_trains_by_the_last_epoch() -> None:
+    found = {name: memory_of(*options) for name, options in LATER.items()}
+    assert found["unfrozen in the run"]["predicted"] == found["trains"]["predicted"]
+    assert found["unfrozen in the run"]["kept"] == found["trains"]["kept"]
+    frozen = found["frozen"]
+    assert frozen["predicted"] < 0.6 * found["trains"]["predicted"]
+    assert frozen["measured"] + 20 * 2**20 < found["trains"]["measured"]
+    heads_bytes = 4 * (2 + 6) * (96 + 1)
+    assert frozen["kept"].gradients == heads_bytes
+    assert frozen["kept"].optimizer_state == pytest.approx(2 * heads_bytes, abs=50)
+    assert frozen["kept"].parameters == found["trains"]["kept"].parameters
+    measured = found["unfrozen in the run"]["measured"]
+    assert measured == pytest.approx(found["trains"]["measured"], abs=10 * 2**20)
 
 
 # --- bounds ---
@@ -385,6 +430,47 @@ def test_a_batch_of_a_trial_holds_what_the_loader_would_collate() -> None:
     assert torch.equal(loaded.targets, expected.targets)
     loaded.inputs.zero_()
     assert torch.equal(spec.load(7).inputs, expected.inputs)
+
+
+# --- mixed batches ---
+
+MIXED = ("DATA.AUGMENT.MIXUP=0.4", "DATA.AUGMENT.CUTMIX=1.0", "LOSS.LABEL_SMOOTHING=0.1")
+
+
+def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
+    search, assembly = prepared(*BARE, *MIXED, OWN_MODEL, "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
+    seen: dict[bool, set[tuple[torch.dtype, int]]] = {True: set(), False: set()}
+    assembly.criterion.register_forward_hook(
+        lambda module, arguments, _: seen[torch.is_grad_enabled()].add(
+            (arguments[1].dtype, arguments[1].shape[1])
+        )
+    )
+    find_sizes(search)
+    assert seen == {True: {(torch.float32, 2 + 6)}, False: {(torch.int64, 2)}}
+    # On devices, and where nothing is run, batches are made and not collated.
+    for mode, form in (("train", (torch.float32, 8)), ("val", (torch.int64, 2))):
+        targets = search.spec(mode).make(5, "meta").targets  # type: ignore[arg-type]
+        assert (targets.dtype, targets.shape[1]) == form
+    prediction = search.predict("train")
+    assert prediction.reserved_bytes(2048) > prediction.reserved_bytes(8)
+
+
+def test_training_on_mixed_batches_is_that_with_the_size_set_by_hand(run: Run, tmp_path: Path) -> None:
+    options = (*BARE, *MIXED, OWN_MODEL, "TRAIN.EPOCHS=2", "DATA.AUGMENT.MIX_OFF_EPOCHS=1")
+    runs = {
+        "found": (*options, ON, "DATA.AUTOBATCH.MAX_BATCH_SIZE=16"),
+        "by_hand": (*options, "DATA.BATCH_SIZE=16", "DATA.BATCH_SIZE_VAL=31"),
+        "plain": (*options, "DATA.BATCH_SIZE=16", "DATA.AUGMENT.MIXUP=0", "DATA.AUGMENT.CUTMIX=0"),
+    }
+    trained = {}
+    for name, argv in runs.items():
+        outcome = run(*argv, f"EXPERIMENT.NAME={name}")
+        assert outcome.code == 0, outcome.err
+        trained[name] = bits(weights(tmp_path / "runs" / name))
+    found = json.loads((tmp_path / "runs/found/autobatch.json").read_text())
+    assert found["train"]["batch_size"] == 16
+    assert trained["found"] == trained["by_hand"]
+    assert trained["plain"] != trained["by_hand"]
 
 
 # --- errors ---

@@ -116,6 +116,41 @@ def test_synthetic_can_be_learnt_at_every_rank() -> None:
     assert all(accuracy(bundle, rank) > 0.9 for rank in range(3))
 
 
+def known_depths(targets: Tensor) -> list[int]:
+    """How many samples have their labels down to each rank; each has them without a gap."""
+    known = targets >= 0
+    assert torch.equal(known.cummin(dim=1).values, known)
+    return torch.bincount(known.sum(dim=1), minlength=targets.shape[1] + 1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "num_ranks"), [({"NAME": "digits"}, 2), (SYNTHETIC | {"NUM_SAMPLES": 1000}, 3)]
+)
+def test_a_fraction_of_the_training_labels_may_be_unknown(dataset: dict[str, Any], num_ranks: int) -> None:
+    plain = build(img_size=4, **dataset)
+    hidden = build(img_size=4, UNKNOWN_FRACTION=0.6, seed=5, **dataset)
+    (inputs, targets), (inputs_hidden, targets_hidden) = everything(plain.train), everything(hidden.train)
+    assert torch.equal(inputs, inputs_hidden)
+    assert torch.equal(torch.where(targets_hidden < 0, targets_hidden, targets), targets_hidden)
+    depths = [count / len(targets) for count in known_depths(targets_hidden)]
+    expected = [0, *[0.6 / (num_ranks - 1)] * (num_ranks - 1), 0.4]
+    assert depths == pytest.approx(expected, abs=0.05)
+    assert known_depths(targets)[-1] == len(targets)
+    assert torch.equal(everything(plain.val)[1], everything(hidden.val)[1])
+
+
+def test_a_label_of_one_rank_cannot_be_known_in_part() -> None:
+    with pytest.raises(ConfigError, match=r"DATA.DATASET.UNKNOWN_FRACTION: 0.5 .* one rank"):
+        build(**(SYNTHETIC | {"NUM_CLASSES": [4]}), UNKNOWN_FRACTION=0.5)
+
+
+def test_noise_makes_synthetic_images_harder() -> None:
+    clean, loud = (build(img_size=16, NOISE=noise, **SYNTHETIC) for noise in (0.0, 256.0))
+    assert torch.equal(clean.train[3][0], clean.train[13][0]), "without noise, a class is one image"
+    assert accuracy(clean, 2) == 1
+    assert accuracy(loud, 2) < 0.9
+
+
 @pytest.mark.parametrize(
     ("dataset", "named"),
     [

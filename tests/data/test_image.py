@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from linnaeus.data.image import EXTENSIONS, find_damage, load_image
+from linnaeus.data.endings import EXTENSIONS
+from linnaeus.data.image import find_damage, load_image
 from linnaeus.errors import DataError
 
 WriteImage = Callable[..., Path]
@@ -129,3 +133,121 @@ def test_reasons_are_told(tmp_path: Path, write_image: WriteImage) -> None:
     assert find_damage(files["missing.jpg"]) == "there is no such file"
     assert find_damage(files["text.jpg"]) == "not an image, or damaged at its start"
     assert "truncated" in (find_damage(files["nearly.jpg"]) or "")
+
+
+def reference(seed: int = 3) -> np.ndarray:
+    """uint8 [16, 24, 3], coloured blocks."""
+    fields = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    return fields.repeat(4, axis=0).repeat(4, axis=1)
+
+
+def grey(rgb: np.ndarray) -> np.ndarray:
+    return np.repeat(rgb[:, :, :1], 3, axis=2)
+
+
+def png16(rgb: np.ndarray, colour_type: int) -> bytes:
+    """A PNG of 16 bits per channel: 0 grey, 2 RGB, 4 grey and alpha, 6 RGB and alpha.
+
+    Pillow writes only grey ones.
+    """
+    channels = {0: rgb[:, :, :1], 2: rgb, 4: rgb[:, :, :1], 6: rgb}[colour_type].astype(np.uint16) * 257
+    if colour_type >= 4:
+        channels = np.concatenate([channels, np.full_like(channels[:, :, :1], 20_000)], axis=2)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in channels)
+    header = struct.pack(">IIBBBBB", rgb.shape[1], rgb.shape[0], 16, colour_type, 0, 0, 0)
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
+
+
+def tiff16(rgb: np.ndarray) -> bytes:
+    """An uncompressed TIFF of 16 bits per channel, which Pillow does not write."""
+    height, width = rgb.shape[:2]
+    data = (rgb.astype(np.uint16) * 257).astype("<u2").tobytes()
+    after = 8 + len(data)
+    bits = struct.pack("<3H", 16, 16, 16)
+    entries = [
+        (256, 3, 1, width), (257, 3, 1, height), (258, 3, 3, after), (259, 3, 1, 1), (262, 3, 1, 2), (273, 4,
+        1, 8), (277, 3, 1, 3), (278, 3, 1, height), (279, 4, 1, len(data)),
+    ]  # fmt: skip
+    table = struct.pack("<H", len(entries)) + b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    return struct.pack("<2sHI", b"II", 42, after + len(bits)) + data + bits + table + bytes(4)
+
+
+def save(path: Path, image: Image.Image, **options: Any) -> None:
+    image.save(path, **options)
+
+
+def with_alpha(image: Image.Image) -> Image.Image:
+    image.putalpha(Image.fromarray((np.arange(16 * 24) % 256).astype(np.uint8).reshape(16, 24)))
+    return image
+
+
+RGB = reference()
+PALETTE = np.random.default_rng(1).integers(0, 256, (16, 3), dtype=np.uint8)
+LABELS = np.random.default_rng(2).integers(0, 16, (16, 24), dtype=np.uint8)
+BITS = np.random.default_rng(4).integers(0, 2, (16, 24), dtype=np.uint8) * 255
+
+
+def palette_image() -> Image.Image:
+    image = Image.frombytes("P", (24, 16), LABELS.tobytes())
+    image.putpalette(PALETTE.tobytes())
+    return image
+
+
+def rotated(path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    Image.fromarray(np.rot90(RGB, -1).copy()).save(path, exif=exif)
+
+
+GREY = RGB[:, :, 0]
+MORE = {"save_all": True, "append_images": [Image.new("P", (24, 16))]}
+ODD: dict[str, tuple[Callable[[Path], Any], np.ndarray, float]] = {
+    "16-bit grey.png": (lambda p: p.write_bytes(png16(RGB, 0)), grey(RGB), 0),
+    "16-bit grey.tif": (lambda p: save(p, Image.fromarray(GREY.astype(np.uint16) * 257)), grey(RGB), 0),
+    "16-bit rgb.png": (lambda p: p.write_bytes(png16(RGB, 2)), RGB, 0),
+    "16-bit rgb.tif": (lambda p: p.write_bytes(tiff16(RGB)), RGB, 0),
+    "16-bit grey and alpha.png": (lambda p: p.write_bytes(png16(RGB, 4)), grey(RGB), 0),
+    "16-bit rgb and alpha.png": (lambda p: p.write_bytes(png16(RGB, 6)), RGB, 0),
+    "32-bit grey.tif": (lambda p: save(p, Image.fromarray(GREY.astype(np.int32) * 2**23)), grey(RGB), 0),
+    "fractions.tif": (lambda p: save(p, Image.fromarray(GREY.astype(np.float32) / 255)), grey(RGB), 0),
+    "floats.tif": (lambda p: save(p, Image.fromarray(GREY.astype(np.float32))), grey(RGB), 0),
+    "16-bit floats.tif": (lambda p: save(p, Image.fromarray(GREY.astype(np.float32) * 257)), grey(RGB), 0),
+    "cmyk.jpg": (lambda p: save(p, Image.fromarray(RGB).convert("CMYK"), quality=100), RGB, 3),
+    "one.gif": (lambda p: save(p, palette_image()), PALETTE[LABELS], 0),
+    "animated.gif": (lambda p: save(p, palette_image(), **MORE), PALETTE[LABELS], 0),
+    "palette.png": (lambda p: save(p, palette_image(), transparency=bytes(range(16))), PALETTE[LABELS], 0),
+    "la.png": (lambda p: save(p, with_alpha(Image.fromarray(GREY))), grey(RGB), 0),
+    "rgba.png": (lambda p: save(p, with_alpha(Image.fromarray(RGB))), RGB, 0),
+    "rotated.png": (rotated, RGB, 0),
+    "1-bit.png": (lambda p: save(p, Image.fromarray(BITS).convert("1")), np.stack([BITS] * 3, axis=2), 0),
+    "1-bit.tif": (lambda p: save(p, Image.fromarray(BITS).convert("1")), np.stack([BITS] * 3, axis=2), 0),
+    "progressive.jpg": (lambda p: save(p, Image.fromarray(RGB), progressive=True, quality=100), RGB, 6),
+    "lossless.webp": (lambda p: save(p, Image.fromarray(RGB), lossless=True), RGB, 0),
+}
+"""By the name of the file: what writes it, the plain form, and the mean difference that is allowed.
+
+The plain form is made from arrays, without what reads images."""
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_images_give_their_plain_form(tmp_path: Path, name: str) -> None:
+    write, expected, allowed = ODD[name]
+    write(tmp_path / name)
+    found = load_image(tmp_path / name, 3)
+    assert mean_difference(found, torch.from_numpy(expected.copy()).permute(2, 0, 1)) <= allowed
+    assert find_damage(tmp_path / name) is None
+
+
+def test_odd_values_of_floats(tmp_path: Path) -> None:
+    values = np.array([[np.nan, np.inf, -1.0, 0.5]], dtype=np.float32)
+    Image.fromarray(values).save(tmp_path / "a.tif")
+    assert load_image(tmp_path / "a.tif", 1).flatten().tolist() == [0, 0, 0, 128]

@@ -5,7 +5,8 @@ import pickle
 import random
 import signal
 from collections.abc import Callable
-from itertools import repeat
+from dataclasses import replace
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.datasets import build_data
+from linnaeus.data.files import ImageFiles
 from linnaeus.data.loader import MOST_WORKERS, Loaders, build_loaders, num_workers
-from linnaeus.data.sampler import Sizes
+from linnaeus.data.sampler import EpochSampler, Sizes
 from linnaeus.errors import DataError
+from linnaeus.rng import derive_seed, seed_generators
 
 CPU = torch.device("cpu")
 WORKERS = [0, 2]
@@ -170,6 +173,32 @@ def test_augmented_files_do_not_depend_on_the_number_of_workers(nested: Path) ->
             results.append(epochs(made))
     assert_same(*results)
     assert not torch.equal(results[0][0], results[0][5])
+
+
+@pytest.mark.parametrize("erasing", [0.0, 0.5])
+def test_batches_of_files_are_their_samples_collated(nested: Path, erasing: float) -> None:
+    """Although the loader normalises whole batches, unless something follows on that."""
+    node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
+    augment = replace(AUGMENT, ERASING=erasing)
+    data = build_data(DataConfig(DATASET=node, IMG_SIZE=16, AUGMENT=augment), seed=0)
+    assert isinstance(data.train, ImageFiles)
+    assert (data.train.by_batch is None) == (erasing > 0)
+    for workers in WORKERS:
+        with loaders(data, workers=workers) as made:
+            made.train.set_epoch(1)
+            batches = list(made.train)
+        order = EpochSampler(len(data.train), seed=0)
+        order.set_epoch(1)
+        keys = iter(order)
+        for batch in batches:
+            samples = []
+            for _, index in islice(keys, 4):
+                seed_generators(derive_seed(0, 1, index))
+                samples.append(data.train[index])
+            expected = collate_pairs(samples)
+            assert torch.equal(batch.inputs, expected.inputs)
+            assert torch.equal(batch.targets, expected.targets)
+            assert batch.inputs.is_contiguous()
 
 
 def test_epochs_and_seeds_differ_and_validation_does_not() -> None:

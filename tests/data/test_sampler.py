@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from collections import Counter
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.data.sampler import EpochSampler, PlannedBatches, ValSampler
+from linnaeus.data.sampler import BalancedSampler, EpochSampler, PlannedBatches, ValSampler
+from linnaeus.errors import DataError
 
 LENGTHS, WORLDS = st.integers(0, 300), st.integers(1, 8)
 
@@ -75,3 +80,59 @@ def test_a_step_has_the_same_samples_on_any_number_of_processes(
         start = world * sum(sizes[:number])
         together = sorted(key for rank in range(world) for key in batches[rank][number])
         assert together == sorted(order[start : start + world * size])
+
+
+# --- balanced ---
+
+RANKS = torch.tensor([[0, 0]] * 90 + [[0, 1]] * 7 + [[1, 2]] * 2 + [[1, -1]] * 3 + [[-1, -1]] * 5)
+"""Labels of 107 samples: three fine classes, a coarse one whose fine label is unknown, and none at all."""
+
+
+def drawn(
+    epoch: int = 0, skip: int = 0, rank: int = 0, world: int = 1, seed: int = 0
+) -> list[tuple[int, ...]]:
+    sampler = BalancedSampler(RANKS, seed=seed, rank=rank, world_size=world)
+    sampler.set_epoch(epoch, skip)
+    return list(sampler)
+
+
+def test_balanced_epochs_have_each_class_equally_often() -> None:
+    keys = drawn()
+    assert len(keys) == len(RANKS)
+    counts = Counter(tuple(RANKS[index].tolist()) for _, index, _ in keys)
+    assert set(counts) == {(0, 0), (0, 1), (1, 2), (1, -1)}
+    assert max(counts.values()) - min(counts.values()) <= 1
+    # Within a class, every sample may come.
+    assert {index for epoch in range(4) for _, index, _ in drawn(epoch) if 90 <= index < 97} == {
+        *range(90, 97)
+    }
+    plain = Counter(tuple(RANKS[index].tolist()) for _, index in EpochSampler(len(RANKS), seed=0))
+    assert plain[0, 0] == 90
+
+
+@given(WORLDS, st.integers(0, 150), st.integers(0, 3))
+def test_balanced_epochs_are_split_and_resumed_as_others(world: int, skip: int, epoch: int) -> None:
+    whole = drawn(epoch)
+    assert drawn(epoch, skip) == whole[skip:]
+    length = max(0, len(whole) - skip) // world
+    shares = [drawn(epoch, skip, rank, world) for rank in range(world)]
+    assert [share for group in zip(*shares, strict=True) for share in group] == whole[
+        skip : skip + world * length
+    ]
+
+
+def test_balanced_order_depends_on_seed_and_epoch() -> None:
+    orders = [[key[1] for key in drawn(epoch, seed=seed)] for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+    assert drawn(1) == drawn(1)
+
+
+def test_draws_of_one_sample_in_an_epoch_have_keys_of_their_own() -> None:
+    keys = drawn()
+    assert len({key[:2] for key in keys}) < len(keys)
+    assert len(set(keys)) == len(keys)
+
+
+def test_balanced_needs_a_label() -> None:
+    with pytest.raises(DataError, match="no training sample has a label; use shuffle"):
+        BalancedSampler(torch.full((4, 2), -1), seed=0)

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, random_split
 from linnaeus.config.schema import AugmentConfig, DataConfig
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
+from linnaeus.data.target import UserDataset
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.errors import ConfigError, DataError
 
@@ -366,3 +367,67 @@ def test_an_import_that_fails_deeper_down_tells_its_own_cause(
         build("their_package.data.Set")
     with pytest.raises(DataError, match=r"'their_package\.broken\.f': .*syntax"):
         build("their_package.broken.f")
+
+
+# --- the labels of all samples, without reading one ---
+
+
+class Labelled(Samples):
+    """Targets for all samples; reading one is a mistake."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a sample was read")
+
+
+RANKS = Taxonomy((Level("coarse", ("a", "b")), Level("fine", ("p", "q", "r"))))
+
+
+@pytest.mark.parametrize(
+    ("targets", "taxonomy", "expected"),
+    [
+        ([0, 1, 2, 0, 1, 2], None, [[0], [1], [2], [0], [1], [2]]),
+        (torch.tensor([0, 1, 2, 0, -1, 2]), None, [[0], [1], [2], [0], [-1], [2]]),
+        ([(0, 1), (1, 2)] * 3, RANKS, [[0, 1], [1, 2]] * 3),
+        ({"fine": [0, 1, 2, 0, 1, 2]}, RANKS, [[-1, 0], [-1, 1], [-1, 2]] * 2),
+        ([{"coarse": 1}, {"coarse": 0, "fine": 2}] * 3, RANKS, [[1, -1], [0, 2]] * 3),
+    ],
+)
+def test_targets_of_all_samples(targets: Any, taxonomy: Any, expected: Any) -> None:
+    dataset: Any = Labelled("train", targets=targets)
+    levels = taxonomy or Taxonomy((Level("class", ("0", "1", "2")),))
+    wrapped = UserDataset(dataset, "Own", levels, raw=False)
+    assert wrapped.targets is not None
+    assert wrapped.targets.tolist() == expected
+    assert wrapped.targets.dtype == torch.int64
+    part = UserDataset(Subset(dataset, [4, 0]), "Own", levels, raw=False)
+    assert part.targets is not None
+    assert part.targets.tolist() == [expected[4], expected[0]]
+
+
+def test_a_target_transform_is_applied() -> None:
+    dataset: Any = Labelled("train", targets=[5, 6] * 3, target_transform=lambda target: target - 5)
+    levels = Taxonomy((Level("class", ("0", "1")),))
+    found = UserDataset(dataset, "Own", levels, raw=False).targets
+    assert found is not None
+    assert found.tolist() == [[0], [1]] * 3
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ([0, 1], "Own: its `targets` are 2, but it has 6 samples"),
+        ([0.5] * 6, r"Own: its `targets` are a tensor \[6\] of float32; they must be 1 whole number"),
+        ([[0, 1]] * 6, r"are a tensor \[6, 2\] of int64; they must be 1 whole number"),
+        ([0, 1, 2] * 2, "have 2 at taxonomic rank 'class', which has 2 classes"),
+        (["a"] * 6, "Own: its targets: "),
+    ],
+)
+def test_targets_of_another_form_are_an_error(targets: Any, message: str) -> None:
+    levels = Taxonomy((Level("class", ("0", "1")),))
+    with pytest.raises(DataError, match=message):
+        _ = UserDataset(Labelled("train", targets=targets), "Own", levels, raw=False).targets
+
+
+def test_without_targets_there_are_none() -> None:
+    levels = Taxonomy((Level("class", ("0", "1")),))
+    assert UserDataset(Labelled("train"), "Own", levels, raw=False).targets is None

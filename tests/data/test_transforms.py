@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
 
 from linnaeus.config.schema import AugmentConfig
-from linnaeus.data.transforms import CoverAndCrop, Transform, build_transforms
+from linnaeus.data.transforms import CoverAndCrop, Normalise, ThroughPillow, Transform, build_transforms
 from linnaeus.errors import ConfigError
 
 IMAGE = torch.randint(0, 256, (3, 40, 60), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -76,6 +78,13 @@ def test_normalisation() -> None:
     torch.testing.assert_close(pipeline(IMAGE), expected)
 
 
+def test_normalisation_is_that_of_torchvision_bit_for_bit() -> None:
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    expected = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])(IMAGE)
+    assert torch.equal(Normalise(mean, std)(IMAGE), expected)
+    assert not torch.equal(Normalise(mean, mean)(IMAGE), expected)
+
+
 def test_the_image_that_comes_in_is_not_changed() -> None:
     before = IMAGE.clone()
     results(transform((40, 60), ERASING=1.0))
@@ -124,6 +133,22 @@ def test_other_numbers_of_statistics_are_a_mistake(channels: int, given: int) ->
     message = rf"MEAN: {given} values.* {channels} channel.*or DATA\.AUGMENT\.MEAN=null"
     with pytest.raises(ConfigError, match=message):
         transform(channels=channels, MEAN=[0.5] * given, STD=[0.5] * given)
+
+
+@pytest.mark.parametrize("kind", [v2.RandAugment, v2.TrivialAugmentWide])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_policies_are_those_of_torchvision_on_pillow_images(kind: Any, channels: int) -> None:
+    image = IMAGE[:channels]
+    through, other = ThroughPillow(kind()), []
+    for seed in range(30):
+        torch.manual_seed(seed)
+        found = through(image)
+        torch.manual_seed(seed)
+        expected = kind()(functional.to_pil_image(image))
+        assert torch.equal(found, functional.pil_to_tensor(expected))
+        assert found.is_contiguous()
+        other.append(not torch.equal(found, image))
+    assert sum(other) > 10
 
 
 def test_pipelines_travel_to_workers() -> None:

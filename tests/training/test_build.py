@@ -15,13 +15,19 @@ from linnaeus.data.bundle import DataBundle, collate_pairs
 from linnaeus.data.digits import TAXONOMY
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError
-from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.build import Assembly, assemble, plan_facts
 from linnaeus.training.losses import TaxonomicCrossEntropy
 
 
-def assembled(loss_node: Any = None, model_name: str = "test_resnet", **changes: Any) -> Assembly:
+def assembled(
+    loss_node: Any = None,
+    model_name: str = "test_resnet",
+    freeze: str = "none",
+    head: str = "independent",
+    **changes: Any,
+) -> Assembly:
     torch.manual_seed(0)
-    model, loss = ModelConfig(NAME=model_name), loss_node or LossConfig()
+    model, loss = ModelConfig(NAME=model_name, FREEZE=freeze, HEAD=head), loss_node or LossConfig()
     nothing = TensorDataset(torch.empty(0))
     data = DataBundle(nothing, nothing, TAXONOMY, in_chans=1, img_size=(32, 32), collate=collate_pairs)
     return assemble(model, loss, OptimizerConfig(), TrainConfig(**changes), data, World(torch.device("cpu")))
@@ -141,3 +147,79 @@ def test_a_validation_pass_fills_the_metrics() -> None:
 def test_a_node_that_cannot_be_built_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"MODEL.NAME: 'test_resnt'"):
         assembled(model_name="test_resnt")
+
+
+def test_a_loss_with_a_sigmoid_gets_no_log_probabilities() -> None:
+    with pytest.raises(ConfigError, match=r"LOSS.NAME: 'bce' needs logits, but MODEL.HEAD 'marginal'"):
+        assembled(LossConfig(NAME="bce"), head="marginal")
+    assembled(LossConfig(), head="marginal")
+    assembled({"_target_": f"{__name__}.MarginLoss"}, head="marginal")
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_a_marginal_head_trains_and_validates(amp: str) -> None:
+    parts = assembled(head="marginal", AMP=amp, EMA=EmaConfig(ENABLED=True))
+    losses = [float(parts.train_step([make_batch()]).detach()) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    parts.model.eval()
+    parts.validation_step(make_batch())
+    values = parts.metrics.compute(World(torch.device("cpu")))
+    assert values is not None
+    assert 0 <= values["consistent"] <= 1
+
+
+# --- what is frozen ---
+
+
+@pytest.mark.parametrize("amp", ["off", "fp16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_trains_what_is_not_frozen(amp: str, checkpointing: bool) -> None:
+    parts = assembled(
+        freeze="backbone", AMP=amp, GRADIENT_CHECKPOINTING=checkpointing, EMA=EmaConfig(ENABLED=True)
+    )
+    assert parts.ema is not None
+    heads = [parameter for name, parameter in parts.model.named_parameters() if name.startswith("heads.")]
+    held = [parameter for group in parts.optimizer.param_groups for parameter in group["params"]]
+    assert {id(parameter) for parameter in held} == {id(parameter) for parameter in heads}
+    before = {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
+    parts.model.train()
+    parts.train_step([make_batch()])
+    for state in (parts.model.state_dict(), parts.ema.module.state_dict()):
+        changed = {name.split(".")[0] for name in before if not torch.equal(state[name], before[name])}
+        assert changed == {"heads"}
+
+
+def test_an_optimizer_that_unfreezes_later_holds_everything_without_state() -> None:
+    parts = assembled(freeze="backbone", UNFREEZE_EPOCH=2)
+    held = {id(parameter) for group in parts.optimizer.param_groups for parameter in group["params"]}
+    assert held == {id(parameter) for parameter in parts.model.parameters()}
+    parts.model.train()
+    parts.train_step([make_batch()])
+    assert {id(parameter) for parameter in parts.optimizer.state} == {
+        id(parameter)
+        for parameter in parts.model.heads.parameters()  # type: ignore[union-attr, operator]
+    }
+
+
+@pytest.mark.parametrize(
+    ("freeze", "unfreeze_epoch", "batchnorm", "pretrained"),
+    [
+        ("none", None, "local", True),
+        ("backbone", None, "none", False),
+        ("backbone", 3, "none", False),  # not in this run
+        ("backbone", 2, "local", True),
+    ],
+)
+def test_the_plan_counts_what_trains_by_the_last_epoch(
+    freeze: str, unfreeze_epoch: int | None, batchnorm: str, pretrained: bool
+) -> None:
+    config = TrainConfig(EPOCHS=2, UNFREEZE_EPOCH=unfreeze_epoch)
+    parts = assembled(freeze=freeze, EPOCHS=2, UNFREEZE_EPOCH=unfreeze_epoch)
+    node = ModelConfig(NAME="test_resnet", PRETRAINED=True)
+    facts = plan_facts(parts, node, config, max_micro_batch_size=8, world_size=1, num_samples=64)
+    assert (facts.batchnorm, facts.pretrained, facts.pretrained_key) == (
+        batchnorm, pretrained, "MODEL.PRETRAINED",
+    )  # fmt: skip
+    assert plan_facts(
+        parts, ModelConfig(), config, max_micro_batch_size=8, world_size=1, num_samples=64
+    ).pretrained is False  # fmt: skip

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
+from itertools import pairwise
 from typing import Any
 
 import pytest
+import timm
 import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import CosineLRScheduler
 from torch import nn
 
-from linnaeus.config.schema import OptimizerConfig
+from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
 from linnaeus.errors import ConfigError
-from linnaeus.training.optim import build_optimizer
+from linnaeus.models.hierarchical import HierarchicalClassifier
+from linnaeus.training.optim import build_optimizer, peak_values
+from linnaeus.training.schedule import Schedule
 
 
 def make_model() -> nn.Module:
@@ -99,3 +107,117 @@ def test_nodes_that_cannot_be_used_say_why(node: Any, message: str) -> None:
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="MODEL: it has no trainable parameter"):
         build_optimizer(OptimizerConfig(), make_model().requires_grad_(False))
+
+
+# --- learning rates of layers ---
+
+CLASSES = 5
+
+
+def classifier(name: str) -> tuple[HierarchicalClassifier, nn.Module]:
+    """A model, and timm's own with the same weights."""
+    torch.manual_seed(0)
+    own = timm.create_model(name, num_classes=CLASSES, **({"img_size": 32} if "vit" in name else {}))
+    backbone = deepcopy(own)
+    backbone.reset_classifier(0)
+    model = HierarchicalClassifier(backbone, own.num_features, [CLASSES])
+    head = own.get_classifier()
+    model.heads[0].load_state_dict(head.state_dict())
+    return model, own
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, set_rate: Callable[[int], object]) -> None:
+    """Four steps on the same samples each time, with the rate of each step set before it."""
+    for step in range(4):
+        set_rate(step)
+        generator = torch.Generator().manual_seed(step)
+        outputs = model(torch.randn(4, 3, 32, 32, generator=generator))
+        labels = torch.randint(CLASSES, (4,), generator=generator)
+        nn.functional.cross_entropy(outputs[0] if isinstance(outputs, tuple) else outputs, labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext", "test_efficientnet"])
+def test_layer_decay_trains_as_timm_does(name: str) -> None:
+    ours, theirs = classifier(name)
+    equal_rates, _ = classifier(name)
+    reference = create_optimizer_v2(theirs, opt="sgd", lr=0.1, weight_decay=0.1, layer_decay=0.6)
+    scheduler = CosineLRScheduler(reference, t_initial=8, lr_min=0.01, t_in_epochs=False)
+    train(theirs, reference, scheduler.step_update)
+    for model, layer_decay in ((ours, 0.6), (equal_rates, None)):
+        node = OptimizerConfig(NAME="sgd", LR=0.1, WEIGHT_DECAY=0.1, LAYER_DECAY=layer_decay)
+        optimizer = build_optimizer(node, model)
+        schedule = Schedule(ScheduleConfig(MIN_LR_FRACTION=0.1), optimizer, total_steps=8, warmup_steps=0)
+        train(model, optimizer, schedule.apply)
+    expected = dict(theirs.named_parameters())
+    num_different = 0
+    for key, parameter in ours.named_parameters():
+        their = key.removeprefix("backbone.").replace("heads.0", str(theirs.pretrained_cfg["classifier"]))  # type: ignore[index]
+        torch.testing.assert_close(parameter, expected[their], rtol=1e-4, atol=1e-6)
+        num_different += not torch.allclose(equal_rates.get_parameter(key), expected[their], rtol=1e-3)
+    assert num_different > len(expected) / 2  # the comparison sees rates that are not timm's
+
+
+def test_heads_are_the_last_layer_and_can_have_a_rate_of_their_own() -> None:
+    model, _ = classifier("test_vit")
+    config = OptimizerConfig(LR=0.5, LAYER_DECAY=0.5, HEAD_LR_SCALE=10)
+    optimizer = build_optimizer(config, model)
+    scale = {
+        parameter: group["lr_scale"] for group in optimizer.param_groups for parameter in group["params"]
+    }
+    found = {name: scale[parameter] for name, parameter in model.named_parameters()}
+    assert found["heads.0.weight"] == found["heads.0.bias"] == 10
+    assert found["backbone.patch_embed.proj.weight"] == min(found.values())
+    blocks = [found[f"backbone.blocks.{index}.mlp.fc1.weight"] for index in range(len(model.backbone.blocks))]  # type: ignore[arg-type]
+    assert blocks == sorted(blocks)
+    assert all(b == 2 * a for a, b in pairwise(blocks))
+    Schedule(ScheduleConfig(NAME="constant"), optimizer, total_steps=4, warmup_steps=0)
+    rates = {parameter: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert all(rates[parameter] == 0.5 * value for parameter, value in scale.items())
+    assert peak_values(build_optimizer(config, model))[0] == 0.5
+
+
+def test_without_layer_decay_only_the_heads_have_another_rate() -> None:
+    model, _ = classifier("test_resnet")
+    optimizer = build_optimizer(OptimizerConfig(HEAD_LR_SCALE=3, WEIGHT_DECAY=0.1), model)
+    heads = set(model.heads.parameters())
+    for group in optimizer.param_groups:
+        assert {parameter in heads for parameter in group["params"]} == {group.get("lr_scale") == 3}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert len(held) == len(set(held)) == len(list(model.parameters()))
+    [decay] = {
+        group["weight_decay"]
+        for group in optimizer.param_groups
+        if model.heads[0].weight in set(group["params"])
+    }
+    assert decay == 0.1
+
+
+def test_the_backbones_own_exceptions_have_no_weight_decay() -> None:
+    model, _ = classifier("test_vit")
+    optimizer = build_optimizer(OptimizerConfig(WEIGHT_DECAY=0.1), model)
+    decay = {
+        parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]
+    }
+    found = {name: decay[parameter] for name, parameter in model.named_parameters()}
+    assert found["backbone.pos_embed"] == found["backbone.cls_token"] == 0
+    assert found["backbone.patch_embed.proj.weight"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"LAYER_DECAY": 0.5}, "OPTIMIZER.LAYER_DECAY: 0.5, but Sequential has no group_matcher"),
+        ({"HEAD_LR_SCALE": 2.0}, "OPTIMIZER.HEAD_LR_SCALE: 2.0, but Sequential has no `heads`"),
+    ],
+)
+def test_models_without_layers_or_heads_say_so(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_optimizer(OptimizerConfig(**changes), make_model())
+
+
+def test_a_backbone_without_layers_says_so() -> None:
+    model = HierarchicalClassifier(nn.Flatten(), 4, [2])
+    with pytest.raises(ConfigError, match="but Flatten has no group_matcher"):
+        build_optimizer(OptimizerConfig(LAYER_DECAY=0.5), model)

@@ -63,6 +63,23 @@ def test_the_same_configuration_has_no_changes() -> None:
     check_changes([], None)
 
 
+@pytest.mark.parametrize(("value", "is_refused"), [(None, False), (0.5, True)])
+def test_a_key_that_the_checkpoint_does_not_know_has_its_default(
+    tmp_path: Path, value: float | None, is_refused: bool
+) -> None:
+    before, now = nodes_of(), nodes_of(OPTIMIZER_LAYER_DECAY=value)
+    del before["OPTIMIZER"]["LAYER_DECAY"], before["MODEL"]["FREEZE"]
+    folder = CheckpointFolder(tmp_path)
+    folder.save(whole(config=before))
+    if is_refused:
+        with pytest.raises(CheckpointError, match=r"OPTIMIZER.LAYER_DECAY \(not set in the checkpoint, 0.5"):
+            find_checkpoint(folder, now, None, "small", ALONE)
+        return
+    checkpoint = find_checkpoint(folder, now, None, "small", ALONE)
+    assert checkpoint is not None
+    assert checkpoint.changes == []
+
+
 @pytest.mark.parametrize(
     ("option", "value", "text"),
     [

@@ -72,7 +72,7 @@ def build_on_meta(setup: Setup) -> SizeSearch:
     config = setup.config
     if config.TRAIN.COMPILE:
         logger.info("TRAIN.COMPILE is left out: what is predicted is the step without it")
-    model = config.MODEL if is_target(config.MODEL) else replace(config.MODEL, WEIGHTS=None)
+    model = config.MODEL if is_target(config.MODEL) else replace(config.MODEL, WEIGHTS=None, PRETRAINED=False)
     train = replace(config.TRAIN, COMPILE=False)
     setup = replace(setup, config=replace(config, MODEL=model, TRAIN=train))
     try:

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from linnaeus import commands
 from linnaeus.commands.completion import SHELLS
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, TARGET, Key, dotted, strip_optional
-from linnaeus.config.overrides import LONG_NAMES, OPTIONS
+from linnaeus.config.overrides import LONG_NAMES, OPTIONS, SOURCES
 from linnaeus.config.presets import FOLDER, expanded, files_of
 from linnaeus.launchers.options import HELP as LAUNCH_HELP
 from linnaeus.launchers.options import LAUNCHERS
@@ -26,7 +27,7 @@ FILES: Candidates = {":files": ""}
 TRAIN = "train"
 _FLAGS = (*OPTIONS, *LAUNCH_HELP, "--multirun", "--install-completion", "--show-completion")
 _FILE_FLAGS = ("--cfg", "--config-dir")
-_FILE_METAVARS = ("FILE", "DIR", "FOLDER")
+_FILE_METAVARS = ("FILE", "DIR", "FOLDER", "DIR/PREFIX")
 _PREFIXES = ("++", "+", "~")
 _NAMES: dict[str, Key | None] = {dotted(path): key for path, key in KEYS.items()} | {
     f"{dotted(path)}.{TARGET}": None for path in sorted(PLUGGABLE_PATHS)
@@ -47,11 +48,15 @@ def complete(words: Sequence[str]) -> Candidates:
     command = before[0] if before and before[0] in names else TRAIN
     if before and (found := _after_option(command, before[-1], word, before)) is not None:
         return found
+    if _takes_run(command) and len(before) == 1 and not word.startswith("-"):
+        return FILES
     if before and before[-1] in _NAMES:
         values = _values(_NAMES[before[-1]])
         return values if values is FILES else _starting(values, word)
     if word.startswith("-"):
         return _option(command, word, before)
+    if not _takes_overrides(command):
+        return FILES
     if "=" in word:
         return _assignment(
             word, before, is_sweep=command == "sweep" or bool({"-m", "--multirun"} & {*before})
@@ -84,16 +89,33 @@ def _starting(candidates: Candidates, word: str) -> Candidates:
 # Options.
 
 
+def _takes_run(command: str) -> bool:
+    """Whether the first word after the command is the folder of a run, and keys may follow it."""
+    return bool(getattr(_parser(command), "takes_run", False))
+
+
+def _takes_overrides(command: str) -> bool:
+    """Whether keys and presets may follow a command; others take names of files."""
+    return command == TRAIN or getattr(_parser(command), "takes_overrides", True)
+
+
+def _parser(command: str) -> Any:
+    if command == TRAIN:
+        return None
+    return getattr(import_module(f"{commands.__name__}.{command}.options"), "PARSER", None)
+
+
 def _actions(command: str) -> Iterator[argparse.Action]:
     """The options of a command beside those that all have."""
-    if command != TRAIN:
-        parser = getattr(import_module(f"{commands.__name__}.{command}.options"), "PARSER", None)
-        yield from getattr(parser, "_actions", ())
+    yield from getattr(_parser(command), "_actions", ())
 
 
 def _options(command: str) -> Candidates:
     own = {name: action.help or "" for action in _actions(command) for name in action.option_strings}
-    return dict.fromkeys(_FLAGS if command == TRAIN else OPTIONS, "") | own
+    if not _takes_overrides(command):
+        return own
+    flags = _FLAGS if command == TRAIN else OPTIONS
+    return {name: "" for name in flags if not (_takes_run(command) and name in SOURCES)} | own
 
 
 def _option(command: str, word: str, before: Sequence[str]) -> Candidates:
@@ -118,8 +140,15 @@ def _after_option(command: str, option: str, word: str, before: Sequence[str]) -
         return _starting(dict.fromkeys(LAUNCHERS, ""), word)
     for action in _actions(command):
         if option in action.option_strings and action.nargs != 0:
-            return FILES if action.metavar in _FILE_METAVARS else {}
+            return FILES if action.metavar in _FILE_METAVARS else _choices(action, word)
     return None
+
+
+def _choices(action: argparse.Action, word: str) -> Candidates:
+    """The values that the option's metavar lists, such as `best|last|FILE`; where none fits, a file may."""
+    parts = str(action.metavar).split("|")
+    found = _starting(dict.fromkeys([part for part in parts if not part.isupper()], ""), word)
+    return found or (FILES if set(parts) & set(_FILE_METAVARS) else {})
 
 
 # Keys, presets and their values.

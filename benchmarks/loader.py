@@ -1,0 +1,217 @@
+"""Compare the images per second of our training loader with those of torchvision's and timm's, in one run.
+
+    python benchmarks/loader.py
+
+All three read the same generated folder of JPEG files, and make normalised float32 batches on the CPU:
+
+* ours: `build_data` and `build_loaders`, as a run uses them;
+* torchvision's: `ImageFolder` with v2 transforms on Pillow images, torch's `DataLoader`, and `v2.MixUp` in
+  its collate function, as in torchvision's guide;
+* timm's: `create_dataset`, `create_loader` (with its prefetcher on the CPU) and `FastCollateMixup`.
+
+They take turns of a few batches each in this process, without workers, so that the load of the machine
+affects all alike; the time is that of the CPU. The result is the median, over turns, of the ratio of speeds:
+above 1, ours is faster. The goal: at least 1 for cropping and flipping, with RandAugment, and with Mixup.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+import timm
+import torch
+import torchvision
+from PIL import Image, ImageFilter
+from timm.data import FastCollateMixup, create_dataset, create_loader
+from torch.utils.data import DataLoader, default_collate
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from linnaeus.config.load import load_config
+from linnaeus.data.datasets import build_data
+from linnaeus.data.loader import build_loaders
+
+NUM_CLASSES = 10
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+SCALE = (0.08, 1.0)
+TIMM_POLICY = "rand-m9-p1.0"
+"""Two operations for each image, as torchvision's RandAugment; timm's own default skips half of them."""
+
+Loader = Iterator[Any]
+Case = tuple[bool, bool]
+"""Whether RandAugment is on, and Mixup."""
+CASES: dict[str, Case] = {
+    "crop and flip": (False, False),
+    "with RandAugment": (True, False),
+    "with Mixup": (False, True),
+    "with both": (True, True),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--images", type=int, default=256, help="files in the folder")
+    parser.add_argument("--turns", type=int, default=9, help="turns of each loader")
+    parser.add_argument("--batches", type=int, default=2, help="batches in one turn")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--img-size", type=int, default=224)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"$ python benchmarks/loader.py {' '.join(sys.argv[1:])}".rstrip())
+    print(
+        f"torch {torch.__version__}, torchvision {torchvision.__version__}, timm {timm.__version__}, "
+        f"Pillow {PIL.__version__}, Python {platform.python_version()}; {arguments.turns} turns of "
+        f"{arguments.batches} x {arguments.batch_size} images of {arguments.img_size} pixels"
+    )
+    print(f"{'images/s':18s} {'ours':>8s} {'torchvision':>12s} {'timm':>8s}   ours/torchvision   ours/timm")
+    with tempfile.TemporaryDirectory() as folder:
+        write_images(Path(folder) / "train", arguments.images)
+        write_images(Path(folder) / "val", NUM_CLASSES)
+        for name, case in CASES.items():
+            report(name, measure(Path(folder), case, arguments), arguments)
+
+
+def measure(folder: Path, case: Case, arguments: argparse.Namespace) -> list[list[float]]:
+    """Seconds of each turn of each loader, in the order ours, torchvision's, timm's."""
+    made = [make(folder, case, arguments) for make in (ours, torchvisions, timms)]
+    check_alike([next(loader) for loader in made], mixes=case[1])
+    turns = []
+    for number in range(arguments.turns + 1):
+        seconds = [0.0] * len(made)
+        for position in range(len(made)):  # another one begins each turn
+            which = (position + number) % len(made)
+            seconds[which] = timed(made[which], arguments.batches)
+        turns.append(seconds)
+    for loader in made:
+        loader.close()  # type: ignore[attr-defined]
+    return turns[1:]  # the first warms up
+
+
+def timed(loader: Loader, num_batches: int) -> float:
+    started = time.process_time()
+    for _ in range(num_batches):
+        next(loader)
+    return time.process_time() - started
+
+
+def report(name: str, turns: list[list[float]], arguments: argparse.Namespace) -> None:
+    images = arguments.batches * arguments.batch_size
+    speeds = [images / statistics.median(turn[which] for turn in turns) for which in range(3)]
+    ratios = [statistics.median(turn[which] / turn[0] for turn in turns) for which in (1, 2)]
+    print(
+        f"{name:18s} {speeds[0]:8.1f} {speeds[1]:12.1f} {speeds[2]:8.1f}   {ratios[0]:16.2f} "
+        f"{ratios[1]:11.2f}",
+        flush=True,
+    )
+
+
+def check_alike(batches: list[Any], *, mixes: bool) -> None:
+    """All loaders make the same kind of batch."""
+    for images, targets in batches:
+        assert images.dtype == torch.float32
+        assert images.shape == batches[0][0].shape
+        assert abs(images.mean()) < 1
+        assert targets.is_floating_point() == mixes
+
+
+# --- the loaders, each without an end ---
+
+
+def ours(folder: Path, case: Case, arguments: argparse.Namespace) -> Loader:
+    policy, mixup = case
+    size = arguments.batch_size
+    config = load_config([
+        "DATA.DATASET.NAME=imagefolder", f"DATA.DATASET.ROOT={folder}", f"DATA.IMG_SIZE={arguments.img_size}",
+        f"DATA.AUGMENT.CROP_SCALE={list(SCALE)}", "DATA.AUGMENT.HFLIP=0.5", f"DATA.AUGMENT.MEAN={MEAN}",
+        f"DATA.AUGMENT.STD={STD}", f"DATA.AUGMENT.POLICY={'randaugment' if policy else 'none'}",
+        f"DATA.AUGMENT.MIXUP={1.0 if mixup else 0.0}", "DATA.NUM_WORKERS=0",
+    ]).config  # fmt: skip
+    with build_loaders(
+        build_data(config.DATA, seed=0), sizes=lambda epoch, skip: iter([size] * (arguments.images // size)),
+        batch_size_val=size, data_config=config.DATA, seed=0, rank=0, world_size=1,
+        device=torch.device("cpu"),
+    ) as loaders:  # fmt: skip
+        epoch = 0
+        while True:
+            loaders.train.set_epoch(epoch)
+            yield from loaders.train
+            epoch += 1
+
+
+def torchvisions(folder: Path, case: Case, arguments: argparse.Namespace) -> Loader:
+    policy, mixup = case
+    transform = v2.Compose([
+        v2.RandomResizedCrop(arguments.img_size, SCALE, antialias=True), v2.RandomHorizontalFlip(0.5),
+        *([v2.RandAugment()] if policy else []),
+        v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD),
+    ])  # fmt: skip
+    mix = v2.MixUp(num_classes=NUM_CLASSES)
+
+    def collate(samples: list[Any]) -> Any:
+        return mix(*default_collate(samples)) if mixup else default_collate(samples)
+
+    loader = DataLoader(
+        ImageFolder(str(folder / "train"), transform), arguments.batch_size, shuffle=True, drop_last=True,
+        collate_fn=collate,
+    )  # fmt: skip
+    while True:
+        yield from loader
+
+
+def timms(folder: Path, case: Case, arguments: argparse.Namespace) -> Loader:
+    policy, mixup = case
+    collate: Callable[..., Any] | None = None
+    if mixup:
+        collate = FastCollateMixup(mixup_alpha=1.0, label_smoothing=0.0, num_classes=NUM_CLASSES)
+    size = arguments.img_size
+    loader = create_loader(
+        create_dataset("", str(folder), split="train"), input_size=(3, size, size),
+        batch_size=arguments.batch_size, is_training=True, use_prefetcher=True, scale=SCALE, hflip=0.5,
+        color_jitter=None, auto_augment=TIMM_POLICY if policy else None, interpolation="bilinear", mean=MEAN,
+        std=STD, num_workers=0, collate_fn=collate, device=torch.device("cpu"), pin_memory=False,
+        persistent_workers=False,
+    )  # fmt: skip
+    while True:
+        yield from loader
+
+
+# --- the files ---
+
+
+def write_images(folder: Path, num_images: int) -> None:
+    """JPEG files of 256 to 500 pixels with the spectrum of photographs, where power falls with frequency."""
+    generator = np.random.default_rng(0)
+    for number in range(num_images):
+        path = folder / f"class{number % NUM_CLASSES}" / f"{number:05d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        width, height = (int(side) for side in generator.integers(256, 501, 2))
+        photo(generator, width, height).save(path, quality=90)
+
+
+def photo(generator: np.random.Generator, width: int, height: int) -> Image.Image:
+    """Noise of the spectrum 1/f in each channel, and an edge."""
+    frequencies = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None, :])
+    frequencies[0, 0] = 1.0
+    shared = generator.standard_normal((height, width))
+    planes = []
+    for _ in range(3):
+        noise = 0.8 * shared + 0.2 * generator.standard_normal((height, width))
+        plane = np.fft.irfft2(np.fft.rfft2(noise) / frequencies, s=(height, width))
+        plane[:, : width // 3] += plane.std()
+        planes.append(128 + 50 * (plane - plane.mean()) / plane.std())
+    pixels = np.stack(planes, axis=-1).clip(0, 255).astype(np.uint8)
+    return Image.fromarray(pixels).filter(ImageFilter.SMOOTH)
+
+
+if __name__ == "__main__":
+    main()

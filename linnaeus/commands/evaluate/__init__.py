@@ -1,0 +1,1 @@
+"""A trained run on labelled data: figures per taxonomic rank and class, confusions, calibration."""

@@ -1,0 +1,1 @@
+"""Trained runs for other programs: `linnaeus export`."""

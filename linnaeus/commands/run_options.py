@@ -1,0 +1,93 @@
+"""The command line of commands that use a trained run: a run, files, options. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from linnaeus.commands.options import CommandParser
+from linnaeus.config.keys import suggest
+from linnaeus.errors import ConfigError
+
+
+class RunCommandParser(CommandParser):
+    """The options of a command that takes no configuration, and its help.
+
+    Args:
+        command: the word after `linnaeus`.
+        words: names the words beside the options, for the usage.
+        description: what the command does.
+        details: the end of the help: what else to know, examples, exit codes.
+    """
+
+    takes_overrides = False
+
+    def __init__(self, command: str, *, words: str, description: str, details: str) -> None:
+        argparse.ArgumentParser.__init__(
+            self,
+            usage=f"linnaeus {command} {words} [options]\n       python -m linnaeus.main {command} ...",
+            description=description,
+            epilog=details,
+            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=24, width=110),
+            argument_default=argparse.SUPPRESS,
+            add_help=False,
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        self._keys: dict[str, Sequence[str]] = {}
+        self.add_argument("-h", "--help", action="store_true", help="print this text and exit")
+
+    def words(self, argv: Sequence[str], options: object) -> tuple[list[str], list[str]] | None:
+        """Take the options out of a command line.
+
+        Args:
+            argv: the tokens after the command. Those after `--` are words, whatever they begin with.
+            options: its attributes are filled.
+
+        Returns:
+            The words beside the options, and one sentence for each problem; None where the help is asked for.
+        """
+        tokens = list(argv)
+        cut = tokens.index("--") if "--" in tokens else len(tokens)
+        rest, problems = self.take(tokens[:cut], options)
+        if {"-h", "--help"}.intersection(rest):
+            return None
+        words = [token for token in rest if token == "-" or not token.startswith("-")]
+        problems += [
+            f"{token}: no such option{suggest(token.partition('=')[0], self.names())}"
+            for token in rest
+            if token not in words
+        ]
+        return [*words, *tokens[cut + 1 :]], problems
+
+    def add_run_options(self) -> None:
+        """Add the options that say which weights to use, and where."""
+        self.option(
+            "--checkpoint",
+            "best|last|FILE",
+            str,
+            "checkpoint of the run: best (the default), last, or a file",
+        )
+        self.option("--device", "DEVICE", str, "auto, cpu, cuda, cuda:1, ...")
+
+
+def read_choice(choices: Sequence[str], text: str) -> str:
+    """One of some words; `ValueError` for another."""
+    if text not in choices:
+        raise ValueError(f"{text!r} is none of {', '.join(choices)}{suggest(text, choices)}")
+    return text
+
+
+def check_run(path: str) -> list[str]:
+    """Why there is no run or checkpoint of this name, as a list of at most one sentence."""
+    if Path(path).expanduser().exists():
+        return []
+    return [f"RUN: there is no run or checkpoint {path}; name the folder of a run, such as runs/birds"]
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise `ConfigError` where there are problems."""
+    if problems:
+        raise ConfigError(problems)

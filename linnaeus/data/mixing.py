@@ -1,0 +1,194 @@
+"""Mixup and CutMix: training batches whose images and labels are mixed in pairs.
+
+Shapes: B is the number of samples in a batch, R the number of taxonomic ranks, C the sum of the classes of
+all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+
+from linnaeus.config.schema import AugmentConfig
+from linnaeus.data.batch import Batch
+from linnaeus.data.target_labels import describe
+from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.errors import ConfigError, DataError
+
+KEYS = ("MIXUP", "CUTMIX")
+"""The keys of `DATA.AUGMENT` that switch mixing on."""
+
+
+class Mixing:
+    """Mixes each sample of a batch with the one before it, and the first with the last.
+
+    Random choices use torch's global generator, which the loader has seeded for the last sample of the batch.
+
+    Args:
+        num_classes: classes of each of the R ranks, coarse to fine.
+        mixup: alpha of Mixup (Zhang et al. 2018, arXiv:1710.09412); 0 is off.
+        cutmix: alpha of CutMix (Yun et al. 2019, arXiv:1905.04899); 0 is off. With both, each batch takes
+            one of them with equal probability.
+        in_place: write the mixed images over the batch; otherwise over a copy.
+    """
+
+    def __init__(
+        self, num_classes: Sequence[int], mixup: float, cutmix: float, *, in_place: bool = True
+    ) -> None:
+        self.num_classes = tuple(num_classes)
+        self.in_place = in_place
+        kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
+        self.transforms = [kind(alpha=alpha) for kind, alpha in kinds if alpha > 0]
+
+    def soften(self, batch: Batch) -> Batch:
+        """The batch with its labels as probabilities, and unmixed: what mixing starts from.
+
+        Args:
+            batch: inputs float [B, channels, height, width]; targets int64 [B, R].
+
+        Returns:
+            The same inputs; targets float32 [B, C], see `soft_targets`.
+
+        Raises:
+            DataError: inputs or targets of another form.
+        """
+        inputs, targets = batch
+        if not isinstance(inputs, Tensor) or inputs.ndim != 4 or not inputs.is_floating_point():
+            raise DataError(
+                f"{_named(KEYS)} mix batches of images, float [batch, channels, height, width], but the "
+                f"inputs are {describe(inputs)}; set both to 0"
+            )
+        num_ranks = len(self.num_classes)
+        is_labels = isinstance(targets, Tensor) and not targets.is_floating_point()
+        if not is_labels or targets.shape != (len(inputs), num_ranks):
+            raise DataError(
+                f"{_named(KEYS)} mix labels, whole numbers [batch, {num_ranks}], but the targets of "
+                f"{len(inputs)} images are {describe(targets)}; set both to 0"
+            )
+        return Batch(inputs, soft_targets(targets, self.num_classes))
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of a batch of images that mixing holds beside it."""
+        return 0 if self.in_place else 1
+
+    def softly(self, collate: Callable[[list[Any]], Batch]) -> Callable[[list[Any]], Batch]:
+        """A collate function whose batches are softened."""
+        return lambda samples: self.soften(collate(samples))
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The mixed batch. Arguments, result and errors are those of `soften`."""
+        return self.mix(self.soften(batch))
+
+    def mix(self, batch: Batch) -> Batch:
+        """Mix what `soften` returned; a batch of one sample stays as it is.
+
+        torchvision draws the parts and rectangles. Its own kernels would hold two more batches of images and
+        take three to five times as long, most of it for fresh memory; see `benchmarks/loader.py`.
+        """
+        images, targets = batch
+        if len(targets) == 1:
+            return batch
+        which = int(torch.randint(len(self.transforms), ())) if len(self.transforms) > 1 else 0
+        drawn = self.transforms[which].make_params([images])
+        if not self.in_place:
+            images = images.clone()
+        if "box" in drawn:
+            part, (left, top, right, bottom) = drawn["lam_adjusted"], drawn["box"]
+            _write_over(images[..., top:bottom, left:right], lambda box, other: box.copy_(other))
+        else:
+            part = drawn["lam"]
+            _write_over(images, lambda image, other: image.mul_(part).add_(other, alpha=1 - part))
+        return Batch(images, targets * part + targets.roll(1, 0) * (1 - part))
+
+
+def _write_over(images: Tensor, write: Callable[[Tensor, Tensor], object]) -> None:
+    """Call `write(image, the one before it)` for each image, which may change the first of both in place."""
+    last = images[-1].clone()
+    for index in range(len(images) - 1, 0, -1):  # from the end, so that the one before is still as it was
+        write(images[index], images[index - 1])
+    write(images[0], last)
+
+
+def soft_targets(labels: Tensor, num_classes: Sequence[int]) -> Tensor:
+    """Labels of all ranks as probabilities, one rank beside the other.
+
+    Args:
+        labels: int64 [B, R], -1 where unknown.
+        num_classes: classes of each rank.
+
+    Returns:
+        float32 [B, C]: 1 at the class of each known label; an unknown label is a row of zeros in its rank.
+
+    >>> soft_targets(torch.tensor([[1, 0], [-1, 2]]), [2, 3]).tolist()
+    [[0.0, 1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 1.0]]
+    """
+    result = torch.zeros(len(labels), sum(num_classes), device=labels.device)
+    for column, part in enumerate(result.split(list(num_classes), dim=1)):
+        part.copy_(one_hot(labels[:, column], part.shape[1]))
+    return result
+
+
+def one_hot(labels: Tensor, num_classes: int) -> Tensor:
+    """Which class each label names, as bool [B, num_classes]; False throughout where it is unknown (-1).
+
+    Unlike `torch.nn.functional.one_hot` it reads no value, so it can be traced.
+    """
+    return labels.unsqueeze(1) == torch.arange(num_classes, device=labels.device)
+
+
+def build_mixing(
+    augment: AugmentConfig, taxonomy: Taxonomy | None, *, in_place: bool = True
+) -> Mixing | None:
+    """What `DATA.AUGMENT` asks for; None where both keys are 0.
+
+    Args:
+        augment: the node.
+        taxonomy: classes of the labels; None where the dataset declares none.
+        in_place: whether a collated batch is nobody else's.
+
+    Raises:
+        ConfigError: mixing is on, and there are no classes.
+    """
+    if not is_mixing(augment):
+        return None
+    used = [key for key in KEYS if getattr(augment, key) > 0]
+    if taxonomy is None:
+        raise ConfigError(
+            f"{_named(used)}: mixed labels need classes, which the dataset does not declare; give it "
+            f"`taxonomy`, `classes` or `num_classes`, or set {_named(used)} to 0"
+        )
+    return Mixing(list(taxonomy.num_classes.values()), augment.MIXUP, augment.CUTMIX, in_place=in_place)
+
+
+def is_mixing(augment: AugmentConfig) -> bool:
+    """Whether training batches are mixed."""
+    return any(getattr(augment, key) > 0 for key in KEYS)
+
+
+def mixed_epochs(augment: AugmentConfig, num_epochs: int) -> int:
+    """Number of epochs, from the first, whose batches are mixed.
+
+    Args:
+        augment: the node DATA.AUGMENT.
+        num_epochs: TRAIN.EPOCHS.
+
+    Raises:
+        ConfigError: mixing is on, and no epoch is left for it.
+    """
+    if not is_mixing(augment):
+        return 0
+    if num_epochs <= augment.MIX_OFF_EPOCHS:
+        raise ConfigError(
+            f"DATA.AUGMENT.MIX_OFF_EPOCHS: {augment.MIX_OFF_EPOCHS} of TRAIN.EPOCHS {num_epochs} leaves no "
+            f"epoch to mix; lower it, or set {_named(KEYS)} to 0"
+        )
+    return num_epochs - augment.MIX_OFF_EPOCHS
+
+
+def _named(keys: Sequence[str]) -> str:
+    return " and ".join(f"DATA.AUGMENT.{key}" for key in keys)

@@ -1,0 +1,202 @@
+"""A trained run on labelled data: the validation step of training, and figures beyond those that it logs."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linnaeus.config.schema import TrainConfig
+from linnaeus.data.batch import Batch
+from linnaeus.data.transforms import Preprocessing
+from linnaeus.dist import World
+from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError
+from linnaeus.inference.tally import LevelCounts, Tally
+from linnaeus.inference.trained import TrainedRun
+from linnaeus.memory.device import failed_allocations
+from linnaeus.models.freeze import Freezing
+from linnaeus.training.build import Assembly, build_precision
+from linnaeus.training.losses import build_loss
+from linnaeus.training.metrics import ClassificationMetrics
+from linnaeus.training.out_of_memory import SizeOrigin, first_line, validation_remedies
+from linnaeus.training.step import TrainStep, ValidationStep
+
+logger = logging.getLogger("linnaeus.evaluate")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an evaluation has found.
+
+    Attributes:
+        metrics: those that training logs, computed as there; equal on all processes.
+        levels: the counts of each level, on rank 0; None on the others.
+        seconds: of the pass over the data.
+    """
+
+    metrics: dict[str, float]
+    levels: list[LevelCounts] | None
+    seconds: float
+
+
+class EvaluationMetrics:
+    """All that is counted of a batch.
+
+    Attributes:
+        logged: the metrics that training logs.
+        tally: what the others are computed from.
+    """
+
+    def __init__(self, logged: ClassificationMetrics, tally: Tally) -> None:
+        self.logged = logged
+        self.tally = tally
+
+    def update(self, outputs: Any, targets: Any, loss: Tensor) -> None:
+        """Add one batch; arguments as for `ClassificationMetrics.update`."""
+        self.logged.update(outputs, targets, loss)
+        self.tally.update(outputs, targets)
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self.logged.reset()
+        self.tally.reset()
+
+
+def assemble_evaluation(
+    trained: TrainedRun, loss_node: Any, config: TrainConfig
+) -> tuple[Assembly, EvaluationMetrics]:
+    """The run's model with the validation step of training.
+
+    Args:
+        trained: the run; its loss's state, such as class weights, is restored.
+        loss_node: the LOSS node of the run.
+        config: the TRAIN node; precision, memory format and compilation are read from it.
+
+    Returns:
+        The step as part of an assembly, as the search for a batch size takes it, and what the step counts.
+        Nothing is trained: its optimizer has one parameter that belongs to nothing, and its parameters take
+        no gradients.
+
+    Raises:
+        CheckpointError: the state of the loss does not fit.
+        ConfigError: a loss that cannot be built.
+    """
+    device, taxonomy = trained.device, trained.spec.taxonomy
+    memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
+    model = trained.model.to(memory_format=memory_format)
+    model.requires_grad_(False)
+    if config.COMPILE:
+        model.compile()
+    criterion = build_loss(loss_node, taxonomy, device).to(device)
+    try:
+        criterion.load_state_dict(dict(trained.criterion_state))
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[2].partition("\n")[0].strip()
+        raise CheckpointError(
+            f"{trained.checkpoint}: the state of its loss does not fit LOSS: {reason}"
+        ) from error
+    metrics = EvaluationMetrics(ClassificationMetrics(taxonomy).to(device), Tally(taxonomy))
+    precision = build_precision(config, device)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros((), device=device), requires_grad=False)])
+    scaler = torch.amp.GradScaler(device.type, enabled=False)
+    assembly = Assembly(
+        model=model, criterion=criterion, optimizer=optimizer, scaler=scaler, ema=None,
+        metrics=metrics.logged,
+        train_step=TrainStep(model, criterion, optimizer, scaler, precision),
+        validation_step=ValidationStep(model, criterion, precision, metrics.update),
+        freezing=Freezing(model), weights=str(trained.checkpoint),
+    )  # fmt: skip
+    return assembly, metrics
+
+
+def check_takes_size(trained: TrainedRun, preprocessing: Preprocessing) -> None:
+    """Check that the model takes images of another size than those of training.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if trained.spec.preprocessing is None or trained.spec.preprocessing.size == preprocessing.size:
+        return
+    height, width = preprocessing.size
+    image = torch.zeros(1, preprocessing.channels, height, width, device=trained.device)
+    try:
+        with torch.no_grad():
+            trained.model(image)
+    except Exception as error:
+        before = "x".join(map(str, trained.spec.preprocessing.size))
+        raise ConfigError(
+            f"DATA.IMG_SIZE: this model takes no images of {height}x{width} pixels, only those of its "
+            f"training, {before}: {first_line(error)}; leave DATA.IMG_SIZE out"
+        ) from error
+
+
+def evaluate(
+    step: ValidationStep,
+    metrics: EvaluationMetrics,
+    batches: Iterable[Batch],
+    world: World,
+    origin: SizeOrigin,
+    on_batch: Callable[[], object] = lambda: None,
+) -> Outcome:
+    """Run the step on all batches of this process, and sum over the processes. Every process must call this.
+
+    Args:
+        step: updates `metrics`.
+        metrics: are reset before.
+        batches: this process's part of the samples.
+        world: the processes.
+        origin: of the batch size, for the error when memory runs out.
+        on_batch: called after each batch.
+
+    Raises:
+        DataError: a sample cannot be read.
+        OutOfMemoryError: a batch does not fit.
+    """
+    memory = failed_allocations(world.device)
+    step.model.eval()
+    metrics.reset()
+    started = time.perf_counter()
+    try:
+        for batch in batches:
+            step(batch)
+            del batch  # or it would be held while the next one is loaded
+            on_batch()
+    except Exception as error:
+        if not memory.refused(error):
+            raise
+        remedies = ", ".join(validation_remedies(origin))
+        raise OutOfMemoryError(
+            f"out of memory in the evaluation, with batches of {origin.size}: {first_line(error)}. "
+            f"{origin.sentence}. What takes less: {remedies}"
+        ) from error
+    values = metrics.logged.compute(world)
+    assert values is not None  # no process breaks off
+    levels = metrics.tally.collect(world)
+    return Outcome(values, levels, time.perf_counter() - started)
+
+
+def evaluated_preprocessing(
+    trained: TrainedRun, size: tuple[int, int] | None, crop_fraction: float | None
+) -> Preprocessing | None:
+    """The run's preprocessing, with another size or crop where these are given.
+
+    Raises:
+        ConfigError: the run's dataset gave tensors, so that there is none to change.
+    """
+    preprocessing = trained.spec.preprocessing
+    changes: dict[str, Any] = {"size": size, "crop_fraction": crop_fraction}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if preprocessing is None:
+        if changes:
+            raise ConfigError(
+                "DATA.IMG_SIZE and DATA.AUGMENT.CROP_FRACTION: the dataset of the run gave tensors, which "
+                "pass as they are; leave both out"
+            )
+        return None
+    return dataclasses.replace(preprocessing, **changes)

@@ -1,0 +1,138 @@
+"""Anything that is an image, as the input of a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2 import functional
+
+from linnaeus.data.image import decode, to_tensor, why_unreadable
+from linnaeus.data.transforms import Transform
+from linnaeus.errors import DataError
+from linnaeus.models.spec import ModelSpec
+
+ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray[Any, Any] | Tensor"
+"""A file, a Pillow image, an array [H, W] or [H, W, C] of uint8, or a tensor [C, H, W] (see `Reader`)."""
+
+
+def each(images: ImageLike | Iterable[ImageLike]) -> Iterable[ImageLike]:
+    """One image, or those of an iterable; an array or a tensor with a batch dimension is an iterable."""
+    is_batch = isinstance(images, np.ndarray | Tensor) and images.ndim > 3
+    if isinstance(images, str | os.PathLike | Image.Image | np.ndarray | Tensor) and not is_batch:
+        return [images]
+    return images  # type: ignore[return-value]
+
+
+class Reader:
+    """Makes inputs of a model from images, as validation does.
+
+    What there is of an image decides what is done with it: files, Pillow images and arrays are converted to
+    the model's channels, resized, cropped and normalised. So are tensors, of uint8 or of floating-point
+    fractions in [0, 1]. Where the run's dataset gave tensors, a floating-point tensor of the model's own
+    shape is the input as it is, and nothing else is taken.
+
+    Args:
+        spec: says what the model takes.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._transform: Transform | None = None
+        if spec.preprocessing is not None:
+            self._transform = spec.preprocessing.transform()
+
+    @torch.no_grad()
+    def __call__(self, image: ImageLike) -> Tensor:
+        """The input [C, H, W], float32.
+
+        Raises:
+            DataError: the image cannot be read or used; the message says why, and leaves naming it to the
+            caller.
+        """
+        if self._transform is None:
+            return self._own_input(image)
+        return self._transform(self._pixels(image))
+
+    def _pixels(self, image: ImageLike) -> Tensor:
+        """[channels, any, any], uint8 or fractions."""
+        assert self._spec.preprocessing is not None
+        channels = self._spec.preprocessing.channels
+        if isinstance(image, str | os.PathLike):
+            return _of_file(os.fspath(image), channels)
+        if isinstance(image, np.ndarray):
+            image = _of_array(image)
+        if isinstance(image, Image.Image):
+            return to_tensor(image, channels)
+        if isinstance(image, Tensor):
+            return _of_tensor(image, channels)
+        raise DataError(
+            f"a {type(image).__name__} is no image: give a path, a Pillow image, an array [H, W, C] of "
+            "uint8 or "
+            "a tensor [C, H, W]"
+        )
+
+    def _own_input(self, image: ImageLike) -> Tensor:
+        shape = (self._spec.in_chans, *(self._spec.img_size or ()))
+        expected = "of its inputs" if None in shape else f"[{', '.join(map(str, shape))}]"
+        if isinstance(image, np.ndarray):
+            image = torch.from_numpy(image)
+        if not isinstance(image, Tensor):
+            raise DataError(
+                "the run's dataset gave tensors, so it is not known how an image file becomes an input "
+                "of its "
+                f"model; in Python, give run.predict tensors {expected} as the dataset made them"
+            )
+        if None not in shape and tuple(image.shape) != shape:
+            raise DataError(f"a tensor {list(image.shape)} is no input of the model, which takes {expected}")
+        return image.float()
+
+
+def _of_file(path: str, channels: int) -> Tensor:
+    try:
+        return decode(path, channels)
+    except MemoryError:
+        raise
+    except Exception as error:  # on damaged data, Pillow raises many types
+        raise DataError(why_unreadable(error)) from error
+
+
+def _of_array(array: np.ndarray[Any, Any]) -> Image.Image:
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    is_image = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
+    if not is_image or not array.size or array.dtype != np.uint8:
+        raise DataError(
+            f"an array {list(array.shape)} of {array.dtype} is no image: give [H, W] or [H, W, C] of "
+            "uint8 with "
+            "1, 3 or 4 channels; other values fit into a tensor [C, H, W] of fractions"
+        )
+    return Image.fromarray(array)
+
+
+def _of_tensor(tensor: Tensor, channels: int) -> Tensor:
+    if tensor.ndim != 3 or not tensor.numel() or tensor.shape[0] not in (1, 3, channels):
+        raise DataError(f"a tensor {list(tensor.shape)} is no image: give [C, H, W] with 1 or 3 channels")
+    if tensor.is_floating_point():
+        if not bool(((tensor >= 0) & (tensor <= 1)).all()):
+            raise DataError(
+                "a tensor of floating-point numbers must hold fractions in [0, 1]: it is normalised "
+                "here, as the run's "
+                "own images are"
+            )
+        tensor = tensor.float()
+    elif tensor.dtype != torch.uint8:
+        raise DataError(f"a tensor of {tensor.dtype} is no image: give uint8, or fractions in [0, 1]")
+    tensor = tensor.cpu()
+    if tensor.shape[0] == channels:
+        return tensor.clone()
+    if channels == 1:
+        grey: Tensor = functional.rgb_to_grayscale(tensor)
+        return grey
+    return tensor.expand(channels, -1, -1).clone()

@@ -1,0 +1,144 @@
+"""Parameters that do not train, in all epochs or in the first ones (MODEL.FREEZE, TRAIN.UNFREEZE_EPOCH)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from linnaeus.config.instantiate import is_target
+from linnaeus.errors import ConfigError
+from linnaeus.models.hierarchical import HierarchicalClassifier
+
+
+class Freezing:
+    """Holds parameters of a model still, until it is lifted.
+
+    A module all of whose parameters are held stays in eval mode, with everything inside of it: BatchNorm
+    keeps its statistics, and nothing is dropped. The optimizer decides by `requires_grad` what it holds.
+
+    Args:
+        model: without DistributedDataParallel; it is not changed before `hold`.
+        names: the parameters to hold; those that never train are left out.
+        unfreeze_epoch: the first epoch, counted from 1, in which all train; None if they never do.
+    """
+
+    def __init__(
+        self, model: nn.Module, names: frozenset[str] = frozenset(), unfreeze_epoch: int | None = None
+    ) -> None:
+        self._model = model
+        self._names = frozenset(
+            name for name, p in model.named_parameters() if name in names and p.requires_grad
+        )
+        self._modules = tuple(_whole_modules(model, self._names)) if self._names else ()
+        self._unfreeze_epoch = unfreeze_epoch
+        self.is_held = False
+
+    def hold(self) -> None:
+        """Freeze the parameters."""
+        self._set(held=bool(self._names))
+
+    def lift(self) -> None:
+        """Let everything train."""
+        self._set(held=False)
+
+    def ends_within(self, num_epochs: int) -> bool:
+        """Whether everything trains in the last of so many epochs."""
+        return self._unfreeze_epoch is not None and self._unfreeze_epoch <= num_epochs
+
+    @contextmanager
+    def lifted(self, *, only_if: bool = True) -> Iterator[None]:
+        """Inside the context everything trains, if the condition holds; afterwards all is as before."""
+        if not (self.is_held and only_if):
+            yield
+            return
+        self.lift()
+        try:
+            yield
+        finally:
+            self.hold()
+
+    @property
+    def keeps_optimizer_state(self) -> bool:
+        """Whether the optimizer holds the frozen parameters too, since they train later."""
+        return self._unfreeze_epoch is not None
+
+    @property
+    def num_values(self) -> int:
+        """Numbers in the parameters to hold."""
+        return sum(p.numel() for name, p in self._model.named_parameters() if name in self._names)
+
+    @property
+    def sentence(self) -> str | None:
+        """What is frozen, for people; None if nothing is."""
+        if not self._names:
+            return None
+        parameters = dict(self._model.named_parameters())
+        total = sum(parameter.numel() for parameter in parameters.values())
+        until = "" if self._unfreeze_epoch is None else f", until epoch {self._unfreeze_epoch} begins"
+        return (
+            f"frozen: {len(self._names)} of {len(parameters)} parameters "
+            f"({self.num_values:,} of {total:,} values){until}"
+        )
+
+    def _set(self, *, held: bool) -> None:
+        self.is_held = held
+        for name, parameter in self._model.named_parameters():
+            if name in self._names:
+                parameter.requires_grad_(not held)
+        if self._modules and isinstance(self._model, HierarchicalClassifier):
+            self._model.always_eval = self._modules if held else ()
+            self._model.train(self._model.training)
+
+
+def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> Freezing:
+    """What `MODEL.FREEZE` holds still; nothing is held yet.
+
+    Args:
+        node: `ModelConfig`, or a `_target_` node, which has no such key: nothing is frozen.
+        model: the network of this node.
+        unfreeze_epoch: TRAIN.UNFREEZE_EPOCH.
+
+    Raises:
+        ConfigError: a pattern matches nothing, everything is frozen, or nothing where it is to be unfrozen.
+    """
+    patterns = [] if is_target(node) or node.FREEZE in (None, "none") else node.FREEZE
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    if unfreeze_epoch is not None and not patterns:
+        raise ConfigError(
+            f"TRAIN.UNFREEZE_EPOCH: {unfreeze_epoch}, but nothing is frozen (MODEL.FREEZE none"
+            f"{', and a model of your own has no such key' if is_target(node) else ''}); set it to null"
+        )
+    names = [name for name, _ in model.named_parameters()]
+    frozen = frozenset(name for pattern in patterns for name in _matching(pattern, names))
+    if len(frozen) == len(names):
+        raise ConfigError(f"MODEL.FREEZE: {node.FREEZE!r} holds every parameter; leave at least the heads")
+    return Freezing(model, frozen, unfreeze_epoch)
+
+
+def _matching(pattern: str, names: list[str]) -> list[str]:
+    glob = "backbone.*" if pattern == "backbone" else pattern
+    found = [name for name in names if fnmatchcase(name, glob)]
+    if found:
+        return found
+    meant = [f"{pattern}.*", f"backbone.{pattern}", f"backbone.{pattern}.*"]
+    close = [glob for glob in meant if any(fnmatchcase(name, glob) for name in names)]
+    close = close or difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+    raise ConfigError(
+        f"MODEL.FREEZE: {pattern!r} matches no parameter of the model; did you mean {', '.join(close)}?"
+    )
+
+
+def _whole_modules(module: nn.Module, names: frozenset[str], path: str = "") -> Iterator[str]:
+    """The outermost modules all of whose parameters are among the names."""
+    prefix = f"{path}." if path else ""
+    own = [f"{prefix}{name}" for name, _ in module.named_parameters()]
+    if path and own and names.issuperset(own):
+        yield path
+        return
+    for name, child in module.named_children():
+        yield from _whole_modules(child, names, f"{prefix}{name}")

@@ -1,0 +1,227 @@
+"""Where timm takes a model and its weights from: its own list, the Hugging Face hub, or a folder."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import timm
+import torch
+
+from linnaeus.errors import ConfigError
+
+PROBE_S = 10.0
+"""How long a server may take to answer before it counts as unreachable. A download itself takes as long as it
+takes; without this question, retries for each of several files would go on for minutes."""
+
+REMEDY = (
+    "without a network, copy the folder of the Hugging Face cache (HF_HOME, ~/.cache/huggingface) from a "
+    "machine that has the weights, or name a folder that holds them with MODEL.NAME local-dir:FOLDER, or a "
+    "file with MODEL.WEIGHTS FILE (and MODEL.PRETRAINED False)"
+)
+
+_HUB, _FOLDER = "hf-hub", "local-dir"
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that timm can build.
+
+    Attributes:
+        name: as `timm.create_model` takes it.
+        architecture: name of the model without tag and source.
+        cfg: timm's `pretrained_cfg`, which describes the pretrained weights; empty where there is none.
+        kind: `hf-hub`, `local-dir`, or empty for a name of timm's list.
+        arguments: those of the model that its description names.
+    """
+
+    name: str
+    architecture: str
+    cfg: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_tag(self) -> bool:
+        """Whether the name says which weights are meant."""
+        return bool(self.kind) or "." in self.name
+
+    @property
+    def origin(self) -> str:
+        """The weights, for people."""
+        if self.kind:
+            return f"{self.name} ({self.architecture})"
+        tag, hub = self.cfg.get("tag"), self.cfg.get("hf_hub_id")
+        name = f"{self.architecture}.{tag}" if tag else self.architecture
+        return f"timm {name} ({f'hub {hub}' if hub else self.cfg.get('url') or self.cfg.get('file')})"
+
+
+def find_source(name: str) -> Source:
+    """Find a model by `MODEL.NAME`. Only `hf-hub:` names need a network, unless their files are in its cache.
+
+    Raises:
+        ConfigError: timm has no such model or tag, or the description of a folder or a hub's model cannot
+            be read.
+    """
+    kind, separator, place = name.partition(":")
+    if not separator:
+        return _listed(name)
+    kind = kind.replace("hf_hub", _HUB)
+    if kind not in (_HUB, _FOLDER) or not place:
+        raise ConfigError(
+            f"MODEL.NAME: {name!r} names no place of a model; give {_HUB}:OWNER/MODEL or {_FOLDER}:FOLDER"
+        )
+    if kind == _FOLDER:
+        place = str(Path(place).expanduser())
+        file = Path(place) / "config.json"
+    else:
+        file = _hub_file(place, "config.json", "MODEL.NAME")
+    description = _description(name, file)
+    cfg = description.get("pretrained_cfg", description)
+    architecture = str(description.get("architecture"))
+    if not timm.is_model(architecture):
+        raise ConfigError(f"MODEL.NAME: {name!r} describes {architecture!r}, which is not a timm model")
+    return Source(f"{kind}:{place}", architecture, cfg, kind, description.get("model_args") or {})
+
+
+def _listed(name: str) -> Source:
+    if not timm.is_model(name):
+        close = difflib.get_close_matches(name, timm.list_models(), n=3)
+        hint = f"; did you mean {', '.join(close)}?" if close else "; `timm.list_models()` lists them"
+        raise ConfigError(f"MODEL.NAME: {name!r} is not a timm model{hint}")
+    architecture, _, tag = name.partition(".")
+    try:
+        cfg = timm.get_pretrained_cfg(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"MODEL.NAME: {name!r} has the tag {tag!r}, which timm does not know; {_tags(architecture)}"
+        ) from error
+    return Source(name, architecture, {} if cfg is None else cfg.to_dict())
+
+
+def _tags(architecture: str) -> str:
+    """The names with weights, for an error."""
+    names = timm.list_models(architecture, pretrained=True)
+    if names:
+        return f"there are weights for {', '.join(names)}"
+    close = difflib.get_close_matches(architecture, timm.list_models(pretrained=True), n=3, cutoff=0.3)
+    return f"there are none for {architecture!r}, but for {', '.join(close)}"
+
+
+def _description(name: str, file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"MODEL.NAME: {name!r} needs a description of the model in {file}, as timm.models.save_for_hf "
+            f"writes it: {str(error).partition(chr(10))[0]}"
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"MODEL.NAME: {name!r}: {file} is no description of a model")
+    return content
+
+
+def check_weights_exist(source: Source, cache_dir: str | None = None) -> None:
+    """Check that pretrained weights can be had, before timm tries for minutes.
+
+    Args:
+        source: the model.
+        cache_dir: folder of downloaded files; None is the usual one.
+
+    Raises:
+        ConfigError: there are none, or the server that has them cannot be reached.
+    """
+    if source.kind == _FOLDER:
+        return
+    if source.kind == _HUB:
+        _check_hub(source.name.partition(":")[2], _WEIGHT_FILES, cache_dir)
+        return
+    cfg = source.cfg
+    if not timm.models.is_model_pretrained(source.name):
+        raise ConfigError(
+            f"MODEL.PRETRAINED: True, but timm has no weights for {source.name!r}; "
+            f"{_tags(source.architecture)}"
+        )
+    if cfg.get("file"):
+        return
+    if cfg.get("hf_hub_id"):
+        filename = cfg.get("hf_hub_filename")
+        _check_hub(str(cfg["hf_hub_id"]), (str(filename),) if filename else _WEIGHT_FILES, cache_dir)
+    else:
+        _check_url(str(cfg["url"]), cache_dir)
+
+
+def _check_hub(
+    place: str, filenames: tuple[str, ...], cache_dir: str | None, key: str = "MODEL.PRETRAINED"
+) -> None:
+    """Check that a model of the hub has one of the files, in the cache or on the server."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError
+
+    model, _, revision = place.partition("@")
+    version = revision or None
+    cached = (try_to_load_from_cache(model, name, cache_dir, revision=version) for name in filenames)
+    if any(isinstance(file, str) for file in cached):
+        return
+    for number, name in enumerate(filenames, start=1):
+        try:
+            get_hf_file_metadata(hf_hub_url(model, name, revision=version), timeout=PROBE_S)
+            return
+        except EntryNotFoundError as error:
+            if number == len(filenames):
+                raise _unreachable(f"hub {model}", error, key) from error
+        except Exception as error:  # of the client, and of the network library below it
+            raise _unreachable(f"hub {model}", error, key) from error
+
+
+def _hub_file(place: str, filename: str, key: str) -> Path:
+    """A file of a model on the hub: that in the cache, else downloaded into it."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    model, _, revision = place.partition("@")
+    try:
+        cached = try_to_load_from_cache(model, filename, revision=revision or None)
+    except Exception as error:  # the name is none that the hub could have
+        raise ConfigError(f"{key}: {_HUB}:{place}: {error}") from error
+    if isinstance(cached, str):
+        return Path(cached)
+    _check_hub(place, (filename,), None, key)
+    try:
+        return Path(hf_hub_download(model, filename, revision=revision or None))
+    except Exception as error:
+        raise _unreachable(f"hub {model}", error, key) from error
+
+
+def _check_url(url: str, cache_dir: str | None) -> None:
+    """Check that a file can be downloaded, unless it is in the cache of torch.hub."""
+    folder = Path(torch.hub.get_dir()) / "checkpoints" if cache_dir is None else Path(cache_dir)
+    if (folder / PurePosixPath(url).name).is_file():
+        return
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=PROBE_S):
+            pass
+    except urllib.error.HTTPError:
+        pass  # the server answers; some refuse this kind of question
+    except OSError as error:
+        raise _unreachable(url, error) from error
+
+
+def _unreachable(place: str, error: Exception, key: str = "MODEL.PRETRAINED") -> ConfigError:
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return ConfigError(f"{key}: the files of {place} cannot be had ({reason:.200}); {REMEDY}")
+
+
+def unusable(source: Source, error: Exception) -> ConfigError:
+    """The error for pretrained weights that timm could not load."""
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return ConfigError(
+        f"MODEL.PRETRAINED: True, but the weights {source.origin} do not load "
+        f"({type(error).__name__}: {reason:.200}); {REMEDY}"
+    )

@@ -1,0 +1,307 @@
+"""Weights from a file: another run's, or a state dict of the backbone or of a whole model (MODEL.WEIGHTS)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import timm.models
+import torch
+from torch import Tensor, nn
+
+from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.errors import ConfigError
+from linnaeus.models.hierarchical import HierarchicalClassifier
+from linnaeus.models.marginal import MarginalHead
+
+_NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
+"""Where training scripts put a state dict inside of what they save; averages first, as timm does."""
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """The tensors of a file.
+
+    Attributes:
+        path: the file.
+        backbone: tensors of the backbone, by their names in it.
+        heads: tensors of the heads, by their names in the model; empty where the file has none.
+        note: epoch and average of a checkpoint, for people; empty for other files.
+        classes: names of the classes of each level, by the level's name; None where the file does not say.
+    """
+
+    path: Path
+    backbone: dict[str, Tensor]
+    heads: dict[str, Tensor]
+    note: str = ""
+    classes: dict[str, list[str]] | None = None
+
+
+def read_weights(value: str) -> SavedWeights:
+    """Read what `MODEL.WEIGHTS` names.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no tensors by name.
+    """
+    path = find_file(value)
+    content = _read(path)
+    if not is_checkpoint(content):
+        return _split(path, _tensors(path, _unpacked(content)))
+    state, progress = content["state"], content["progress"]
+    average = state.get("ema")
+    source = average["module"] if average else state.get("model", {})
+    samples = ", within an epoch" if progress.get("samples") else ""
+    note = f"epoch {progress.get('epoch')}{samples}{', EMA' if average else ''}"
+    levels = content.get("model_spec", {}).get("taxonomy", {}).get("levels")
+    classes = None if levels is None else {level["name"]: list(level["classes"]) for level in levels}
+    return _split(path, _tensors(path, source), note, classes)
+
+
+def find_file(value: str) -> Path:
+    """The file that `MODEL.WEIGHTS` names: itself, or the best checkpoint of a run's folder, else its last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(value).expanduser()
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise ConfigError(f"MODEL.WEIGHTS: {value!r} is not a file, nor the folder of a run")
+    for name in ("best.pt", "last.pt"):
+        if (path / "checkpoints" / name).is_file():
+            return path / "checkpoints" / name
+    hint = (
+        f"; it holds a model of timm: MODEL.NAME local-dir:{value} MODEL.PRETRAINED True"
+        if (path / "config.json").is_file()
+        else ""
+    )
+    raise ConfigError(
+        f"MODEL.WEIGHTS: {value!r} is a folder without checkpoints/best.pt and checkpoints/last.pt, so it is "
+        f"not that of a run{hint}"
+    )
+
+
+def saved_config(value: str) -> Mapping[str, Any]:
+    """The nodes of the configuration that a run's checkpoint keeps; empty for other files.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    path = find_file(value)
+    if path.suffix == ".safetensors":
+        return {}
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # not torch's present format, or damaged: reading the weights says so
+        return {}
+    nodes = content.get("config", {}) if is_checkpoint(content) else {}
+    return nodes if isinstance(nodes, dict) else {}
+
+
+def is_checkpoint(content: Any) -> bool:
+    """Whether this is the content of a checkpoint of Linnaeus."""
+    return (
+        isinstance(content, dict)
+        and isinstance(content.get("progress"), dict)
+        and isinstance(content.get("state"), dict)
+    )
+
+
+def _read(path: Path) -> Any:
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damage shows in many kinds of exceptions
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"MODEL.WEIGHTS: {str(path)!r} cannot be read as tensors ({type(error).__name__}: {reason:.150})"
+            "; save a state dict with torch.save or safetensors"
+        ) from error
+
+
+def _unpacked(content: Any) -> Any:
+    if not isinstance(content, dict):
+        return content
+    return next((content[name] for name in _NESTED if isinstance(content.get(name), dict)), content)
+
+
+def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
+    """The tensors of a state dict, without the prefixes of wrappers."""
+    found = (
+        {
+            name: value
+            for name, value in content.items()
+            if isinstance(name, str) and isinstance(value, Tensor)
+        }
+        if isinstance(content, dict)
+        else {}
+    )
+    if not found:
+        raise ConfigError(
+            f"MODEL.WEIGHTS: {str(path)!r} holds a {type(content).__name__} without tensors by name; save a "
+            "state dict"
+        )
+    return dict(timm.models.clean_state_dict(found))
+
+
+def _split(
+    path: Path, tensors: dict[str, Tensor], note: str = "", classes: dict[str, list[str]] | None = None
+) -> SavedWeights:
+    """Tell the parts of a whole model apart; all of another file belongs to the backbone."""
+    backbone = {
+        name.removeprefix("backbone."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("backbone.")
+    }
+    if not backbone:
+        return SavedWeights(path, tensors, {}, note)
+    heads = {name: tensor for name, tensor in tensors.items() if name.startswith("heads.")}
+    return SavedWeights(path, backbone, heads, note, classes)
+
+
+def load_backbone(
+    saved: SavedWeights, name: str, untrained: nn.Module, create: Callable[..., nn.Module]
+) -> nn.Module:
+    """The backbone with the weights of a file.
+
+    Where names and shapes are not its own, timm adapts them to the names, the channels and the size of the
+    images.
+
+    Args:
+        saved: the weights.
+        name: MODEL.NAME, for errors.
+        untrained: the backbone with random weights; it may be filled and returned.
+        create: builds it again, from the same random numbers; takes further arguments of `timm.create_model`.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    own = untrained.state_dict()
+    if all(key in saved.backbone and saved.backbone[key].shape == own[key].shape for key in own):
+        untrained.load_state_dict({key: saved.backbone[key] for key in own})
+        return untrained
+    problem = f"MODEL.WEIGHTS: {str(saved.path)!r} does not load into {name!r}: "
+    overlay = {"state_dict": dict(saved.backbone), "source": None, "custom_load": False}
+    try:
+        backbone = create(pretrained=True, pretrained_cfg_overlay=overlay)
+    except Exception as error:  # timm's filters raise what they meet in files that are not theirs
+        raise ConfigError(problem + _misfit(saved.backbone, own, error)) from error
+    for cfg in (backbone.pretrained_cfg, backbone.default_cfg):  # or every copy of the model would copy them
+        cfg.pop("state_dict", None)  # type: ignore[operator, union-attr]
+    missed = missing_tensors(backbone, untrained, saved.backbone)
+    if missed:
+        raise ConfigError(problem + _not_in_file(missed, saved.backbone))
+    return backbone
+
+
+def missing_tensors(
+    loaded: nn.Module, untrained: nn.Module, file: Mapping[str, Tensor] | None = None
+) -> list[str]:
+    """Parameters and statistics that timm has not loaded, about which it is silent.
+
+    timm may rename what it loads. `untrained` is the same network from the same random numbers: a parameter
+    that equals its own was not loaded. BatchNorm's statistics are the same in each untrained network; a file
+    has as many of them as the network, whatever their names.
+
+    Args:
+        loaded, untrained: both networks.
+        file: the tensors of the file; None where they are not known, so that only parameters are looked at.
+    """
+    initial, names = untrained.state_dict(), loaded.state_dict()
+    if file is not None and names.keys() <= file.keys():
+        return []
+    missed = [
+        name
+        for name, parameter in loaded.named_parameters()
+        if parameter.requires_grad and torch.equal(parameter, initial[name]) and len(parameter.unique()) > 1
+    ]
+    for kind in _STATISTICS if file is not None else ():
+        own = [name for name in names if name.rpartition(".")[2] == kind]
+        held = [name for name in file or () if name.rpartition(".")[2] == kind]
+        if len(held) < len(own):
+            missed += [name for name in own if torch.equal(names[name], initial[name])]
+    return missed
+
+
+def _misfit(file: Mapping[str, Tensor], own: Mapping[str, Tensor], error: Exception) -> str:
+    """Why timm failed: shapes, or names, or what it says."""
+    other = [name for name in own if name in file and file[name].shape != own[name].shape]
+    missing = [name for name in own if name not in file]
+    if other and len(missing) < len(own) / 2:
+        shapes = ["×".join(map(str, tensors[other[0]].shape)) for tensors in (file, own)]
+        return (
+            f"{len(other)} of {len(own)} tensors have another shape, such as {other[0]!r} ({shapes[0]} in "
+            f"the file, {shapes[1]} in the model)"
+        )
+    if missing:
+        return _not_in_file(missing, file)
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.150}"
+
+
+def _not_in_file(missed: list[str], file: Mapping[str, Tensor]) -> str:
+    return (
+        f"{len(missed)} parameters are not in the file, such as {missed[0]!r}; it holds {len(file)} tensors, "
+        f"such as {next(iter(file))!r}"
+    )
+
+
+@torch.no_grad()
+def load_heads(model: HierarchicalClassifier, saved: SavedWeights, taxonomy: Taxonomy) -> list[str]:
+    """Copy the heads of the levels that have the same classes, in this model's order of the classes.
+
+    Where the file does not name its classes, their number decides, with the same number of levels. A marginal
+    head is copied where the file has one with the same classes in the same order.
+
+    Returns:
+        The levels whose heads are new.
+    """
+    if isinstance(model.heads, MarginalHead):
+        return [] if _load_leaves(model.heads, saved, taxonomy) else list(taxonomy.names)
+    own = model.state_dict()
+    new = []
+    for index, level in enumerate(taxonomy.levels):
+        place = _place(index, level, len(taxonomy.levels), saved)
+        names = [name for name in own if name.startswith(f"heads.{index}.")]
+        found = {}
+        if place is not None:
+            found = {name: saved.heads.get(f"heads.{place[0]}.{name.split('.', 2)[2]}") for name in names}
+        tensors = {name: t for name, t in found.items() if t is not None and t.shape == own[name].shape}
+        if place is None or tensors.keys() != set(names):
+            new.append(level.name)
+            continue
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor[place[1]])
+    return new
+
+
+def _load_leaves(head: MarginalHead, saved: SavedWeights, taxonomy: Taxonomy) -> bool:
+    """Copy a marginal head, if the file has that of the same classes; return whether it has."""
+    classes = {level.name: list(level.classes) for level in taxonomy.levels}
+    own = {f"heads.{name}": tensor for name, tensor in head.state_dict().items()}
+    found = {name: saved.heads[name] for name in own if name in saved.heads}
+    if (saved.classes is not None and saved.classes != classes) or any(
+        name not in found or found[name].shape != own[name].shape for name in own
+    ):
+        return False
+    for name, tensor in found.items():
+        own[name].copy_(tensor)
+    return True
+
+
+def _place(index: int, level: Level, num_levels: int, saved: SavedWeights) -> tuple[int, list[int]] | None:
+    """Where a level's head is in the file, and the row of each class there; None if the classes differ."""
+    if saved.classes is None:
+        num_before = len({name.split(".")[1] for name in saved.heads})
+        return (index, list(range(len(level.classes)))) if num_before == num_levels else None
+    before = saved.classes.get(level.name)
+    if before is None or sorted(before) != sorted(level.classes):
+        return None
+    rows = {name: row for row, name in enumerate(before)}
+    return list(saved.classes).index(level.name), [rows[name] for name in level.classes]

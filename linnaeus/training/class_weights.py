@@ -1,0 +1,198 @@
+"""`LOSS.CLASS_WEIGHTS`: weights of classes from their training samples or from a file."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.errors import ConfigError
+
+_KEY = "LOSS.CLASS_WEIGHTS"
+_COLUMNS = ["rank", "class", "weight"]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One weight of a file.
+
+    Attributes:
+        place: file, and line where it is known, for messages.
+        rank, name: names of the level and of the class.
+        value: the weight as the file has it.
+    """
+
+    place: str
+    rank: str
+    name: str
+    value: Any
+
+
+def class_weights(source: str, taxonomy: Taxonomy, targets: Tensor) -> list[Tensor]:
+    """The weights of all classes; in each level, their mean over the training samples with a label is 1.
+
+    Args:
+        source: `balanced`, where a class with n of the N labels of a level that shows K classes has the
+            weight N / (K n), as scikit-learn's `compute_class_weight`; or a file. There, a class without an
+            entry has the weight 1 before the weights are normalised.
+        taxonomy: levels and classes.
+        targets: labels [N, R] of all training samples, -1 where unknown.
+
+    Returns:
+        For each level, float32 [C]. A class without a training sample has the weight 1, unless a file gives
+        one.
+
+    Raises:
+        ConfigError: a file that cannot be read or used; the message names the file, the line where the
+            format has lines, and the closest class name.
+    """
+    counts = [
+        torch.bincount(labels[labels >= 0], minlength=len(level.classes)).double()
+        for labels, level in zip(targets.unbind(dim=1), taxonomy.levels, strict=True)
+    ]
+    if source == "balanced":
+        return [_balanced(count).float() for count in counts]
+    given = _weights_of_file(_read(Path(source)), taxonomy)
+    parts = zip(given, counts, taxonomy.names, strict=True)
+    return [_normalised(weights, count, name, source).float() for weights, count, name in parts]
+
+
+def _balanced(counts: Tensor) -> Tensor:
+    num_classes = int((counts > 0).sum())
+    return torch.where(counts > 0, counts.sum() / (num_classes * counts), torch.ones_like(counts))
+
+
+def _normalised(weights: Tensor, counts: Tensor, rank: str, source: str) -> Tensor:
+    if not counts.sum():
+        return weights
+    mean = (weights * counts).sum() / counts.sum()
+    if not mean:
+        raise ConfigError(
+            f"{_KEY}: {source}: the weight of every training sample is 0 at rank {rank!r}; to leave a rank "
+            "out, set its weight in LOSS.RANK_WEIGHTS to 0"
+        )
+    return weights / mean
+
+
+def _weights_of_file(entries: Iterable[_Entry], taxonomy: Taxonomy) -> list[Tensor]:
+    """The weights [C] of each level, float64, 1 where the file has none."""
+    weights = [torch.ones(len(level.classes), dtype=torch.float64) for level in taxonomy.levels]
+    labels = [{name: label for label, name in enumerate(level.classes)} for level in taxonomy.levels]
+    seen: dict[tuple[int, int], str] = {}
+    for entry in entries:
+        level = _position(entry.rank, taxonomy.names, f"{entry.place}: no taxonomic rank")
+        what = f"{entry.place}: rank {entry.rank!r} has no class"
+        _position(entry.name, taxonomy.levels[level].classes, what, labels[level])
+        label = labels[level][entry.name]
+        if (level, label) in seen:
+            raise ConfigError(
+                f"{_KEY}: {entry.place}: class {entry.name!r} of rank {entry.rank!r} has a weight already "
+                f"({seen[level, label]}); remove one of both"
+            )
+        seen[level, label] = entry.place
+        weights[level][label] = _number(entry)
+    return weights
+
+
+def _position(name: str, names: Sequence[str], problem: str, positions: dict[str, int] | None = None) -> int:
+    """Position of a name among names, or an error with the closest one."""
+    if name in (names if positions is None else positions):
+        return names.index(name) if positions is None else positions[name]
+    close = get_close_matches(name, names, 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {len(names)}, such as {names[0]!r}"
+    raise ConfigError(f"{_KEY}: {problem} {name!r}; {hint}")
+
+
+def _number(entry: _Entry) -> float:
+    try:
+        value = math.nan if isinstance(entry.value, bool) else float(entry.value)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(
+            f"{_KEY}: {entry.place}: class {entry.name!r} of rank {entry.rank!r} has the weight "
+            f"{entry.value!r}; it must be a number of 0 or more"
+        )
+    return value
+
+
+def _read(path: Path) -> list[_Entry]:
+    path = path.expanduser()
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{_KEY}: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{_KEY}: {path}: not UTF-8 text") from error
+    readers = {".csv": _read_csv, ".json": _read_json}
+    entries = readers.get(path.suffix.lower(), _read_yaml)(str(path), text)
+    if not entries:
+        raise ConfigError(f"{_KEY}: {path}: no weight in it")
+    return entries
+
+
+def _read_csv(path: str, text: str) -> list[_Entry]:
+    reader = csv.reader(text.splitlines(), strict=True)
+    try:
+        rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(row)]
+    except csv.Error as error:
+        raise ConfigError(f"{_KEY}: {path}, line {reader.line_num}: broken CSV: {error}") from error
+    if not rows or sorted(rows[0][1]) != sorted(_COLUMNS):
+        raise ConfigError(f"{_KEY}: {path}, line 1: the columns must be {', '.join(_COLUMNS)}")
+    header = rows[0][1]
+    for line, cells in rows[1:]:
+        if len(cells) != len(header):
+            raise ConfigError(f"{_KEY}: {path}, line {line}: {len(cells)} cells instead of {len(header)}")
+    order = [header.index(column) for column in _COLUMNS]
+    return [_Entry(f"{path}, line {line}", *(cells[i] for i in order)) for line, cells in rows[1:]]
+
+
+def _read_json(path: str, text: str) -> list[_Entry]:
+    try:
+        ranks = json.loads(text, object_pairs_hook=_Pairs)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{_KEY}: {path}, line {error.lineno}: broken JSON: {error.msg}") from error
+    if not isinstance(ranks, _Pairs) or not all(isinstance(classes, _Pairs) for _, classes in ranks):
+        raise _wrong_form(path)
+    return [_Entry(path, rank, name, value) for rank, classes in ranks for name, value in classes]
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object with all its pairs, repeated names too."""
+
+
+def _read_yaml(path: str, text: str) -> list[_Entry]:
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = path if mark is None else f"{path}, line {mark.line + 1}"
+        raise ConfigError(f"{_KEY}: {place}: broken YAML: {getattr(error, 'problem', error)}") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise _wrong_form(path)
+    entries = []
+    for rank, classes in root.value:
+        if not isinstance(classes, yaml.MappingNode):
+            raise _wrong_form(f"{path}, line {classes.start_mark.line + 1}")
+        for name, weight in classes.value:
+            place = f"{path}, line {name.start_mark.line + 1}"
+            # The text of a node: a class may be named 1 or yes.
+            entries.append(_Entry(place, str(rank.value), str(name.value), weight.value))
+    return entries
+
+
+def _wrong_form(place: str) -> ConfigError:
+    return ConfigError(
+        f"{_KEY}: {place}: must map the names of taxonomic ranks to weights by class name, "
+        "{rank: {class: weight}}"
+    )

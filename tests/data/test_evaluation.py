@@ -1,0 +1,228 @@
+"""Data of an evaluation: labels are those of the run, whatever classes, order and ranks the data has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset
+
+from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.data.evaluation import EvaluationData, Request, build_evaluation_data
+from linnaeus.data.imagefolder import INAT_RANKS
+from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy, index_labels
+from linnaeus.data.transforms import Preprocessing
+from linnaeus.errors import ConfigError, DataError
+
+PREPROCESSING = Preprocessing(3, (8, 8), 1.0, (0.5,) * 3, (0.5,) * 3)
+NESTED = index_labels(
+    ["family", "species"], [("cats", "lion"), ("cats", "lynx"), ("dogs", "fox"), ("dogs", "wolf")]
+)
+FLAT = index_labels(["species"], [("fox",), ("lion",), ("lynx",), ("wolf",)])
+
+
+def files(root: Path, *paths: str) -> Path:
+    """Empty files, as these tests read no image."""
+    for path in paths:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).touch()
+    return root
+
+
+def build(index: LabelIndex, *, own: bool = False, skip: bool = False, **dataset: Any) -> EvaluationData:
+    config = DataConfig(DATASET=DatasetConfig(**dataset))
+    return build_evaluation_data(Request(config, index, PREPROCESSING, 0, own, skip))
+
+
+def labels(data: EvaluationData) -> list[list[int]]:
+    targets: Any = data.bundle.val
+    found: list[list[int]] = targets.targets.tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("index", "paths", "expected"),
+    [
+        (NESTED, ["dogs/wolf/1.png", "cats/lynx/1.png"], [[0, 1], [1, 3]]),
+        (NESTED, ["wolf/1.png", "fox/1.png"], [[1, 2], [1, 3]]),
+        (FLAT, ["dogs/wolf/1.png", "cats/lynx/1.png"], [[2], [3]]),
+        (FLAT, ["canids/dogs/wolf/1.png"], [[3]]),
+    ],
+)
+def test_folders_are_matched_from_the_finest_rank(
+    tmp_path: Path, index: LabelIndex, paths: list[str], expected: list[list[int]]
+) -> None:
+    """Coarse ranks that are not there follow from the class below them."""
+    data = build(index, NAME="imagefolder", ROOT=str(files(tmp_path, *paths)))
+    assert labels(data) == expected
+    assert data.bundle.index is index
+    assert data.part == "all samples"
+    assert "so all of it is evaluated" in " ".join(data.bundle.report)
+
+
+@pytest.mark.parametrize(
+    ("paths", "own", "expected"),
+    [
+        (["train/cats/lion/1.png", "val/dogs/fox/1.png", "test/dogs/wolf/1.png"], False, [[1, 2]]),
+        (["train/cats/lion/1.png", "test/dogs/wolf/1.png"], False, [[1, 3]]),
+        (["test/dogs/wolf/1.png"], False, [[1, 3]]),
+        (["val/dogs/fox/1.png"], True, [[1, 2]]),
+        (["train/cats/lion/1.png"], False, [[0, 0]]),
+    ],
+)
+def test_the_split_that_is_evaluated(
+    tmp_path: Path, paths: list[str], own: bool, expected: list[list[int]]
+) -> None:
+    data = build(NESTED, own=own, NAME="imagefolder", ROOT=str(files(tmp_path, *paths)))
+    assert labels(data) == expected
+
+
+@pytest.mark.parametrize("columns", [["genus", "species"], ["species"]])
+def test_names_as_in_inaturalist(tmp_path: Path, columns: list[str]) -> None:
+    """Also on a run with some of the ranks, and on a manifest that names them."""
+    names = ["00000_Animalia_C_M_K_F_Canis_lupus", "00001_Animalia_C_M_K_F_Vulpes_vulpes"]
+    lineages = [("Animalia", "C", "M", "K", "F", "Canis", "Canis lupus")]
+    lineages += [("Animalia", "C", "M", "K", "F", "Vulpes", "Vulpes vulpes")]
+    index = index_labels(INAT_RANKS, lineages).select(columns)
+    expected = [[1] * len(columns)]
+    root = files(tmp_path / "images", f"{names[1]}/1.png")
+    assert labels(build(index, NAME="imagefolder", ROOT=str(root))) == expected
+    table = tmp_path / "val.csv"
+    table.write_text(f"image,species\nimages/{names[1]}/1.png,Vulpes vulpes\n")
+    assert labels(build(index, NAME="manifest", VAL=str(table))) == expected
+
+
+def write_table(folder: Path, header: str, rows: Iterable[str], name: str = "test.csv") -> str:
+    files(folder, "1.png")
+    (folder / name).write_text("\n".join([header, *(f"1.png,{row}" for row in rows)]))
+    return str(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("header", "rows", "ranks", "expected"),
+    [
+        ("image,species,family", ["wolf,dogs", ",cats", "lynx,"], None, [[1, 3], [0, -1], [-1, 1]]),
+        ("image,species", ["wolf", ""], None, [[1, 3], [-1, -1]]),
+        ("image,family", ["dogs"], None, [[1, -1]]),
+        ("image,a,b", ["dogs,fox"], ["a", "b"], [[1, 2]]),
+    ],
+)
+def test_columns_are_matched_by_name(
+    tmp_path: Path, header: str, rows: list[str], ranks: list[str] | None, expected: list[list[int]]
+) -> None:
+    """An empty cell is unknown; a column that is not there follows from the one below it."""
+    path = write_table(tmp_path, header, rows)
+    assert labels(build(NESTED, NAME="manifest", VAL=path, RANKS=ranks)) == expected
+
+
+@pytest.mark.parametrize(
+    ("header", "ranks", "message"),
+    [
+        ("image,order", None, "no column 'family' or 'species' with labels, but 'image', 'order'"),
+        ("image,familie,b", ["family", "b"], "no column 'family'"),
+        ("file,family", None, "no column 'image'"),
+    ],
+)
+def test_a_manifest_without_the_columns_is_named(
+    tmp_path: Path, header: str, ranks: list[str] | None, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        build(
+            NESTED,
+            NAME="manifest",
+            VAL=write_table(tmp_path, header, [header.partition(",")[2]]),
+            RANKS=ranks,
+        )
+
+
+def test_unknown_classes_are_named_with_their_place_or_left_out(tmp_path: Path) -> None:
+    rows = ["dogs,wolf", "dogs,jackal", "bears,panda", "dogs,jackal"]
+    path = write_table(tmp_path, "image,family,species", rows)
+    message = r"does not know 2 classes with 3 samples: dogs/jackal \(first in line 3\), bears"
+    with pytest.raises(DataError, match=message):
+        build(NESTED, NAME="manifest", VAL=path)
+    data = build(NESTED, skip=True, NAME="manifest", VAL=path)
+    assert (labels(data), data.num_left_out) == ([[1, 3]], 3)
+    path = write_table(tmp_path, "image,family,species", rows[1:3])
+    with pytest.raises(DataError, match="these are all samples"):
+        build(NESTED, skip=True, NAME="manifest", VAL=path)
+
+
+def test_samples_held_out_are_told_only_among_the_classes_of_the_run(tmp_path: Path) -> None:
+    rows = [
+        f"{family},{species}" for family, species in (("cats", "lion"), ("dogs", "fox")) for _ in range(5)
+    ]
+    table = write_table(tmp_path, "image,family,species", rows, "train.csv")
+    index = index_labels(["family", "species"], [("cats", "lion"), ("dogs", "fox")])
+    data = build(index, own=True, NAME="manifest", TRAIN=table)
+    assert (len(labels(data)), data.part) == (2, "samples held out of training")
+    assert len(labels(build(index, NAME="manifest", TRAIN=table))) == 10
+    with pytest.raises(
+        DataError, match=r"its classes are not those of the run any more.*species lynx, wolf gone"
+    ):
+        build(NESTED, own=True, NAME="manifest", TRAIN=table)
+
+
+def test_a_run_on_tensors_takes_no_files(tmp_path: Path) -> None:
+    request = Request(DataConfig(DATASET=DatasetConfig(NAME="manifest")), NESTED, None, 0, False)
+    with pytest.raises(ConfigError, match="gave tensors or declared no classes"):
+        build_evaluation_data(request)
+
+
+class Named(Dataset[Any]):
+    """A user's dataset: sample i has the class i."""
+
+    def __init__(self, split: str, classes: Any) -> None:
+        assert split == "val", "the training split is not needed"
+        if isinstance(classes, list):
+            self.classes = classes
+        else:
+            self.taxonomy = classes
+        self.num = len(classes if isinstance(classes, list) else next(iter(reversed(classes.values()))))
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> Any:
+        return 0.0, index if hasattr(self, "classes") else {"species": index}
+
+
+def user_data(index: LabelIndex | None, classes: Any, *, skip: bool = False) -> EvaluationData:
+    config = DataConfig(DATASET={"_target_": f"{__name__}.Named", "classes": classes})
+    return build_evaluation_data(Request(config, index, None, 0, False, skip))
+
+
+@pytest.mark.parametrize(
+    ("index", "classes", "expected"),
+    [
+        (FLAT, ["fox", "lion", "lynx", "wolf"], [[0], [1], [2], [3]]),
+        (FLAT, ["wolf", "fox"], [[3], [0]]),
+        (NESTED, {"species": ["wolf", "lion"]}, [[1, 3], [0, 0]]),
+    ],
+)
+def test_classes_of_a_users_dataset_are_matched_by_name(
+    index: LabelIndex, classes: Any, expected: list[list[int]]
+) -> None:
+    dataset: Any = user_data(index, classes).bundle.val
+    assert [dataset[i][1].tolist() for i in range(len(dataset))] == expected
+
+
+def test_unknown_classes_of_a_users_dataset() -> None:
+    with pytest.raises(DataError, match="does not know 1 class with 1 sample: dodo; --unknown skip"):
+        user_data(FLAT, ["wolf", "dodo", "fox"])
+    data = user_data(FLAT, ["wolf", "dodo", "fox"], skip=True)
+    dataset: Any = data.bundle.val
+    assert ([dataset[i][1].tolist() for i in range(len(dataset))], data.num_left_out) == ([[3], [0]], 1)
+    with pytest.raises(DataError, match="the dataset of the run declared none"):
+        user_data(None, ["wolf", "fox"])
+    other = LabelIndex.of(Taxonomy((Level("x", ("wolf", "fox")), Level("y", ("a", "b")))))
+    with pytest.raises(DataError, match="ranks class are not those of the run, x, y"):
+        user_data(other, ["wolf", "fox"])
+
+
+def test_the_built_in_datasets_have_the_classes_of_their_runs_alone() -> None:
+    config = DataConfig(IMG_SIZE=8, DATASET=DatasetConfig(NAME="synthetic"))
+    with pytest.raises(DataError, match="the classes of 'synthetic' are not those of the run"):
+        build_evaluation_data(Request(config, FLAT, PREPROCESSING, 0, True))

@@ -1,0 +1,242 @@
+"""Mixup and CutMix of training batches: labels on all ranks, reproducible, counted by AutoBatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+
+from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
+from linnaeus.data.batch import Batch, BatchSpec
+from linnaeus.data.bundle import DataBundle, collate_pairs
+from linnaeus.data.datasets import build_data
+from linnaeus.data.loader import Loaders, build_loaders
+from linnaeus.data.mixing import Mixing, mixed_epochs, soft_targets
+from linnaeus.errors import ConfigError, DataError
+from linnaeus.rng import seed_all
+from tests.memory.ledger import Ledger
+
+CPU = torch.device("cpu")
+COUNTS = [2, 3]
+LABELS = torch.tensor([[0, 1], [1, -1], [-1, -1], [1, 2], [0, 0]])
+SOFT = soft_targets(LABELS, COUNTS)
+IMAGES = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+ALPHAS = [(0.4, 0.0), (0.0, 1.0), (0.4, 1.0)]
+
+
+@pytest.mark.parametrize("num_samples", [2, 3, 5])
+def test_mixup_blends_images_and_labels_of_all_ranks_alike(num_samples: int) -> None:
+    images, labels = IMAGES[:num_samples], LABELS[:num_samples]
+    seed_all(3)
+    mixed, soft = Mixing(COUNTS, 0.8, 0.0)(Batch(images.clone(), labels))
+    # The part of the first image, from the images alone.
+    part = ((mixed - images.roll(1, 0))[0] / (images - images.roll(1, 0))[0]).median()
+    assert 0.05 < part < 0.95
+    torch.testing.assert_close(mixed, part * images + (1 - part) * images.roll(1, 0))
+    torch.testing.assert_close(soft, part * SOFT[:num_samples] + (1 - part) * SOFT[:num_samples].roll(1, 0))
+    assert soft.dtype == torch.float32
+
+
+def test_cutmix_weights_the_labels_by_the_pixels() -> None:
+    seed_all(1)
+    mixed, soft = Mixing(COUNTS, 0.0, 1.0)(Batch(IMAGES.clone(), LABELS))
+    kept = (mixed == IMAGES).all(dim=1)
+    pasted = (mixed == IMAGES.roll(1, 0)).all(dim=1)
+    assert (kept ^ pasted).all()
+    part = kept[0].float().mean()
+    assert 0.05 < part < 0.95
+    torch.testing.assert_close(soft, part * SOFT + (1 - part) * SOFT.roll(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("ours", "other"), [((0.4, 0.0), v2.MixUp(alpha=0.4)), ((0.0, 0.7), v2.CutMix(alpha=0.7))]
+)
+def test_the_batch_is_that_of_torchvision(ours: tuple[float, float], other: Any) -> None:
+    changed = []
+    for seed in range(5):
+        seed_all(seed)
+        images, soft = Mixing(COUNTS, *ours)(Batch(IMAGES.clone(), LABELS))
+        seed_all(seed)
+        expected, expected_soft = other(IMAGES, SOFT)
+        torch.testing.assert_close(images, expected)
+        torch.testing.assert_close(soft, expected_soft)
+        changed.append(not torch.allclose(images, IMAGES))
+    assert sum(changed) > 2  # a rectangle may be empty
+
+
+def test_a_batch_that_a_user_keeps_is_not_written_over() -> None:
+    for in_place in (True, False):
+        images = IMAGES.clone()
+        Mixing(COUNTS, 0.4, 0.0, in_place=in_place)(Batch(images, LABELS))
+        assert torch.equal(images, IMAGES) != in_place
+
+
+def test_an_unknown_label_is_a_row_of_zeros_and_has_only_its_part_when_mixed() -> None:
+    assert SOFT[2].tolist() == [0] * 5
+    assert SOFT[1].tolist() == [0, 1, 0, 0, 0]
+    seed_all(3)
+    soft = Mixing(COUNTS, 0.8, 0.0)(Batch(IMAGES.clone(), LABELS)).targets
+    sums = soft[:, 2:].sum(dim=1)  # of the finer rank: known, unknown, unknown, known, known
+    assert sums[2] == 0
+    assert 0 < sums[1] < 1
+    torch.testing.assert_close(sums[4], torch.tensor(1.0))
+
+
+def test_a_batch_of_one_sample_stays_as_it_is() -> None:
+    mixed, soft = Mixing(COUNTS, 0.4, 1.0)(Batch(IMAGES[:1], LABELS[:1]))
+    assert torch.equal(mixed, IMAGES[:1])
+    assert torch.equal(soft, SOFT[:1])
+
+
+def test_with_both_each_batch_takes_one() -> None:
+    """CutMix leaves every pixel one of two; Mixup changes all of them."""
+    mixing = Mixing(COUNTS, 1.0, 1.0)
+    seed_all(0)
+    kinds = []
+    for _ in range(40):
+        mixed = mixing(Batch(IMAGES.clone(), LABELS)).inputs
+        kinds.append(bool(((mixed == IMAGES) | (mixed == IMAGES.roll(1, 0))).all()))
+    assert 8 < sum(kinds) < 32
+
+
+# --- in the loader ---
+
+
+def loaders(
+    workers: int = 0, size: int = 4, epochs: int = 2, sampler: str = "shuffle", **mix: Any
+) -> Loaders:
+    node = DatasetConfig(NAME="synthetic", NUM_SAMPLES=13, NUM_SAMPLES_VAL=6, NUM_CLASSES=COUNTS)
+    augment = AugmentConfig(**({"MIXUP": 0.4, "CUTMIX": 1.0} | mix))
+    config = DataConfig(DATASET=node, IMG_SIZE=8, AUGMENT=augment, NUM_WORKERS=workers)
+    data = build_data(config, seed=0)
+    return build_loaders(
+        data, sizes=lambda epoch, skip: iter([size] * ((12 - skip) // size)), batch_size_val=4,
+        data_config=config, seed=5, rank=0, world_size=1, device=CPU,
+        mixed_epochs=mixed_epochs(augment, epochs),
+    )  # fmt: skip
+
+
+def batches(made: Loaders, epoch: int = 0, skip: int = 0) -> list[Batch]:
+    made.train.set_epoch(epoch, skip)
+    return list(made.train)
+
+
+def test_batches_do_not_depend_on_workers_or_on_where_an_epoch_is_resumed() -> None:
+    with loaders() as made, loaders(workers=2) as parallel:
+        whole = batches(made)
+        for one, other in zip(whole, batches(parallel), strict=True):
+            assert torch.equal(one.inputs, other.inputs)
+            assert torch.equal(one.targets, other.targets)
+        (rest,) = batches(made, skip=8)
+        assert torch.equal(rest.inputs, whole[2].inputs)
+        assert torch.equal(rest.targets, whole[2].targets)
+        again = batches(made, epoch=1)
+    assert not torch.equal(again[0].inputs, whole[0].inputs)
+    assert any(((batch.targets > 0) & (batch.targets < 1)).any() for batch in whole)
+
+
+def test_validation_and_the_last_epochs_are_not_mixed() -> None:
+    with loaders(MIX_OFF_EPOCHS=1) as made, loaders(MIXUP=0.0, CUTMIX=0.0) as plain:
+        assert batches(made, 0)[0].targets.shape == (4, 5)
+        for mixes, other in ((batches(made, 1), batches(plain, 1)), (list(made.val), list(plain.val))):
+            for one, expected in zip(mixes, other, strict=True):
+                assert torch.equal(one.inputs, expected.inputs)
+                assert torch.equal(one.targets, expected.targets)
+
+
+def test_no_epoch_left_to_mix_is_an_error() -> None:
+    augment = AugmentConfig(MIXUP=0.1, MIX_OFF_EPOCHS=3)
+    assert mixed_epochs(augment, 4) == 1
+    with pytest.raises(ConfigError, match=r"MIX_OFF_EPOCHS: 3 of TRAIN\.EPOCHS 3 leaves no epoch to mix"):
+        mixed_epochs(augment, 3)
+    assert mixed_epochs(AugmentConfig(MIX_OFF_EPOCHS=3), 3) == 0
+
+
+# --- what AutoBatch sees ---
+
+
+@pytest.mark.parametrize("alphas", ALPHAS)
+def test_a_spec_makes_batches_of_the_mixed_form_without_collating(alphas: tuple[float, float]) -> None:
+    samples = list(zip(IMAGES, LABELS, strict=True))
+    mixing = Mixing(COUNTS, *alphas)
+    spec = BatchSpec(samples, mixing.softly(collate_pairs), load=mixing.mix)
+    state = torch.get_rng_state()
+    loaded = spec.load(7)
+    assert torch.equal(state, torch.get_rng_state())
+    spec.collate = lambda samples: pytest.fail("batches are filled")
+    made = spec.make(7, "meta")
+    seed_all(0)
+    real = mixing(collate_pairs([samples[index % 5] for index in range(7)]))
+    for part, expected, meta in zip(loaded, real, made, strict=True):
+        assert (meta.shape, meta.dtype) == (expected.shape, expected.dtype)
+        assert torch.equal(part, expected)
+    assert not torch.equal(loaded.inputs, spec.make(7, CPU).inputs)
+
+
+@pytest.mark.parametrize("alphas", ALPHAS[:2])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_mixing_holds_the_copies_that_the_bound_of_host_memory_counts(
+    alphas: tuple[float, float], in_place: bool
+) -> None:
+    batch = Batch(torch.rand(64, 3, 32, 32), torch.zeros(64, 2, dtype=torch.int64))
+    mixing = Mixing(COUNTS, *alphas, in_place=in_place)
+    batch = mixing.soften(batch)
+    with Ledger() as ledger:
+        mixing.mix(batch)
+        copies = ledger.peak_bytes / batch.inputs.nbytes
+    assert mixing.num_copies <= copies < mixing.num_copies + 0.03  # an image and the labels
+
+
+# --- what cannot be mixed ---
+
+
+class Own(Dataset[Any]):
+    """A user's dataset of any items."""
+
+    def __init__(self, split: str, kind: str) -> None:
+        self.kind = kind
+        self.classes = None if kind == "no classes" else ["a", "b"]
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        image = torch.rand(3, 8, 8)
+        inputs = {"vector": image[0, 0], "bytes": image.byte(), "dict": {"image": image}}
+        return inputs.get(self.kind, image), index % 2
+
+
+def own(kind: str) -> DataBundle:
+    node = {"_target_": f"{__name__}.Own", "kind": kind}
+    return build_data(DataConfig(DATASET=node, AUGMENT=AugmentConfig(CUTMIX=0.5)), seed=0)
+
+
+def test_a_users_dataset_of_image_tensors_is_mixed() -> None:
+    data = own("images")
+    assert data.mixing is not None
+    assert data.mixing(data.collate([data.train[i] for i in range(4)])).targets.shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("no classes", ConfigError, r"DATA\.AUGMENT\.CUTMIX: mixed labels need classes"),
+        ("vector", DataError, r"but the inputs are a tensor \[1, 8\] of float32; set both to 0"),
+        ("bytes", DataError, r"of uint8; set both to 0"),
+        ("dict", DataError, r"but the inputs are a dict of 1"),
+    ],
+)
+def test_what_cannot_be_mixed_is_said_before_training(kind: str, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        own(kind)
+
+
+def test_targets_that_are_no_labels_are_an_error() -> None:
+    targets: Tensor
+    for targets in (torch.rand(5, 2), LABELS[:, :1], LABELS[:3]):
+        with pytest.raises(DataError, match=r"mix labels, whole numbers \[batch, 2\]"):
+            Mixing(COUNTS, 1.0, 0.0)(Batch(IMAGES, targets))

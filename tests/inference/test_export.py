@@ -1,0 +1,304 @@
+"""Exported files give the run's outputs, without Linnaeus, and say what they mean."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import timm
+import torch
+from torch import nn
+
+from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.errors import ConfigError, DataError, LinnaeusError
+from linnaeus.inference.export import files
+from linnaeus.inference.export import run as export_module
+from linnaeus.inference.export.check import largest_difference, samples_of
+from linnaeus.inference.trained import TrainedRun, load_run
+from tests.trained import BIRDS, ONE_RANK, save_run, spec_of, write_images
+
+
+def run_of(folder: Path, name: str = "test_resnet", **spec: Any) -> TrainedRun:
+    return load_run(save_run(folder, spec_of(name, **spec)), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def birds(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    return run_of(tmp_path_factory.mktemp("runs") / "birds")
+
+
+@pytest.fixture(scope="module")
+def inputs(birds: TrainedRun, tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    paths = write_images(tmp_path_factory.mktemp("photos"), 3)
+    return torch.stack([birds.transform(path) for path in paths])
+
+
+@torch.no_grad()
+def probabilities(run: TrainedRun, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: out.softmax(1) for name, out in zip(run.classes, run.model(inputs), strict=True)}
+
+
+def check_description(content: dict[str, Any], outputs: str | None) -> None:
+    assert [level["name"] for level in content["levels"]] == list(BIRDS.names)
+    assert [tuple(level["classes"]) for level in content["levels"]] == [
+        level.classes for level in BIRDS.levels
+    ]
+    assert content["levels"][1]["parents"] == list(BIRDS.parents[0])
+    assert content["outputs"] == outputs
+    expected = {
+        "name": "images", "channels": 3, "height": 32, "width": 32, "mean": [0.5, 0.4, 0.3],
+        "std": [0.2, 0.3, 0.25], "crop_fraction": 0.9,
+    }  # fmt: skip
+    assert content["input"] == expected
+
+
+def test_safetensors(birds: TrainedRun, inputs: torch.Tensor, tmp_path: Path) -> None:
+    exported = birds.export("safetensors", tmp_path / "birds.safetensors")
+    assert exported.difference == 0
+    with safetensors.safe_open(exported.path, "pt") as file:
+        check_description(json.loads(file.metadata()["linnaeus"]), None)
+        names = set(file.keys())
+    assert names == set(birds.model.state_dict())
+    assert exported.path.stat().st_mode & stat.S_IRGRP
+    again = load_run(exported.path, device="cpu")
+    assert repr(again.predict(inputs[0].clamp(0, 1))) == repr(birds.predict(inputs[0].clamp(0, 1)))
+
+
+def onnx_outputs(path: Path, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(path)
+    names = [entry.name for entry in session.get_outputs()]
+    (image,) = [entry.name for entry in session.get_inputs()]
+    return dict(zip(names, map(torch.from_numpy, session.run(None, {image: batch.numpy()})), strict=True))
+
+
+def program_outputs(path: Path, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.export.load(path).module()(batch)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext", "test_efficientnet"])
+def test_networks_of_timm_as_computations(name: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", name)
+    onnx, program = run.export("onnx").path, run.export("torch-export").path
+    for batch in (torch.randn(3, 3, 32, 32), torch.randn(1, 3, 32, 32)):
+        expected = probabilities(run, batch)
+        for found in (onnx_outputs(onnx, batch), program_outputs(program, batch)):
+            assert list(found) == list(expected)
+            assert all(torch.allclose(found[level], expected[level], rtol=1e-3) for level in expected)
+
+
+def test_what_computations_say_about_themselves(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    run = flat_run(tmp_path / "run", size=(32, 32))
+    path = run.export("onnx", tmp_path / "out" / "birds.onnx").path
+    metadata = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
+    check_description(json.loads(metadata["linnaeus"]), "probabilities")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["birds.onnx"]
+    batch = torch.rand(1, 3, 32, 32)
+    with torch.no_grad():
+        expected = {level: logits.softmax(1) for level, logits in run.model(batch).items()}
+    path = run.export("torch-export", outputs="probabilities").path
+    extra = {"linnaeus.json": ""}
+    torch.export.load(path, extra_files=extra)
+    check_description(json.loads(extra["linnaeus.json"]), "probabilities")
+    found = program_outputs(path, batch)
+    assert all(torch.allclose(found[level], expected[level]) for level in expected)
+
+
+BIAS = ("heads.1.bias", "layers.species.bias")
+CASES = {
+    "resnet": ("test_resnet", {}),
+    "vit with a tag, another size": ("test_vit.r160_in1k", {"size": (48, 32)}),
+    "convnext, grey": ("test_convnext", {"channels": 1}),
+    "efficientnet": ("test_efficientnet", {"taxonomy": ONE_RANK}),
+    "own arguments": ("test_vit", {"KWARGS": {"global_pool": "avg", "patch_size": 8}}),
+    "byobnet": ("test_byobnet", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plain_timm_loads_its_folder(case: str, tmp_path: Path) -> None:
+    name, arguments = CASES[case]
+    run = run_of(tmp_path / "run", name, **arguments)
+    exported = run.export("timm", tmp_path / "out")
+    model = timm.create_model(f"local-dir:{exported.path}", pretrained=True).eval()
+    level = list(run.classes)[-1]
+    assert list(model.pretrained_cfg["label_names"]) == list(run.classes[level])
+    batch = torch.randn(2, run.spec.in_chans or 0, *(run.spec.img_size or ()))
+    with torch.no_grad():
+        assert torch.allclose(model(batch), run.model(batch)[-1], rtol=1e-4, atol=1e-4)
+    data = timm.data.resolve_model_data_config(model)
+    preprocessing = run.spec.preprocessing
+    assert preprocessing is not None
+    assert data["input_size"] == (run.spec.in_chans, *(run.spec.img_size or ()))
+    assert (tuple(data["mean"]), tuple(data["std"])) == (preprocessing.mean, preprocessing.std)
+    assert (data["crop_pct"], data["interpolation"]) == (0.9, "bilinear")
+
+
+def test_timm_takes_the_head_of_another_rank(birds: TrainedRun, inputs: torch.Tensor, tmp_path: Path) -> None:
+    folder = birds.export("timm", tmp_path / "out", level="order").path
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["label_names"], config["linnaeus"]["level"]) == (list(BIRDS.levels[0].classes), "order")
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    with torch.no_grad():
+        assert torch.allclose(model(inputs).softmax(1), probabilities(birds, inputs)["order"], rtol=1e-4)
+    birds.export("timm", folder)  # replaces its own files
+    (folder / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="holds other files"):
+        birds.export("timm", folder)
+    with pytest.raises(ConfigError, match="'genus' is no rank of the run; it has order, species"):
+        birds.export("timm", tmp_path / "other", level="genus")
+
+
+class Flat(nn.Module):
+    def __init__(self, num_classes: dict[str, int], in_chans: int, img_size: tuple[int, int]) -> None:
+        super().__init__()
+        size = in_chans * img_size[0] * img_size[1]
+        self.layers = nn.ModuleDict({name: nn.Linear(size, count) for name, count in num_classes.items()})
+
+    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: layer(images.flatten(1)) for name, layer in self.layers.items()}
+
+
+def flat_run(folder: Path, **spec: Any) -> TrainedRun:
+    """A tiny model, for what does not depend on the architecture."""
+    return run_of(folder, **{"node": {"_target_": f"{__name__}.Flat"}, "size": (4, 4), **spec})
+
+
+class Untraceable(Flat):
+    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().forward(images if images.sum().item() else -images)
+
+
+def test_a_model_of_ones_own(tmp_path: Path) -> None:
+    """Levels by name in a dictionary; its dataset gave tensors."""
+    run = flat_run(tmp_path / "run", is_of_files=False)
+    assert run.export("safetensors").difference == 0
+    exported = run.export("torch-export")
+    assert exported.path == tmp_path / "run" / "export" / "model.pt2"
+    assert "noise" in exported.origin
+    with pytest.raises(LinnaeusError, match="one of your own, which timm cannot build"):
+        run.export("timm")
+    untraceable = run_of(tmp_path / "two", node={"_target_": f"{__name__}.Untraceable"}, size=(4, 4))
+    with pytest.raises(LinnaeusError, match="cannot be traced"):
+        untraceable.export("torch-export")
+    assert not list((tmp_path / "two" / "export").iterdir())
+
+
+class TwoLayers(nn.Sequential):
+    """A head that timm has no place for."""
+
+
+def test_timm_refuses_heads_that_are_not_linear(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run")
+    width = run.model.heads[0].in_features  # type: ignore[union-attr, index]
+    run.model.heads = TwoLayers(nn.Linear(width, 2), nn.Linear(width, 5))
+    with pytest.raises(LinnaeusError, match="no place for heads of TwoLayers"):
+        run.export("timm")
+    run.model.heads = nn.ModuleList([nn.Linear(width, 2), TwoLayers(nn.Linear(width, 5))])
+    with pytest.raises(LinnaeusError, match="no place for heads"):
+        run.export("timm")
+
+
+def test_logits_and_names_that_clash_with_the_files_own(tmp_path: Path) -> None:
+    names = ("images", "linear", "val_0", "view")
+    taxonomy = Taxonomy(tuple(Level(name, ("a", "b")) for name in names))
+    run = flat_run(tmp_path / "run", taxonomy=taxonomy)
+    batch = torch.randn(3, 3, 4, 4)
+    found = onnx_outputs(run.export("onnx", outputs="logits").path, batch)
+    with torch.no_grad():
+        expected = run.model(batch)
+    assert tuple(found) == names
+    assert all(torch.allclose(found[name], expected[name], atol=1e-5) for name in names)
+
+
+@pytest.mark.parametrize(
+    "format", ["safetensors", pytest.param("onnx", marks=pytest.mark.slow), "torch-export", "timm"]
+)
+def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
+    birds: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    """A negative control: what is written is the model with one weight changed."""
+    run = birds if format in ("timm", "safetensors") else flat_run(tmp_path / "run")
+    real = export_module._write
+    old = tmp_path / "out"
+    old.mkdir()
+
+    def write(run: TrainedRun, *arguments: Any) -> Any:
+        bias = next(tensor for name, tensor in run.model.named_parameters() if name.endswith(BIAS))
+        kept = bias.detach().clone()
+        with torch.no_grad():
+            bias[0] += 1.0
+        try:
+            model = real(run, *arguments)
+        finally:
+            bias.data = kept
+        return model
+
+    monkeypatch.setattr(export_module, "_write", write)
+    with pytest.raises(LinnaeusError, match=r"does not give the run's outputs: 'species' differs by"):
+        run.export(format, old / f"model{export_module.ENDINGS[format]}")
+    assert list(old.iterdir()) == []
+
+
+def test_the_tolerance_is_tight() -> None:
+    inputs = torch.zeros(2, 1)
+    expected = torch.tensor([[0.7, 0.2999, 0.0001]] * 2)
+
+    def model(factor: float) -> Any:
+        return lambda batch: {"a": expected[: len(batch)] * factor}
+
+    assert largest_difference(model(1.0005), model(1), inputs, probabilities=True) > 0
+    for wrong in (1.01, float("nan")):
+        with pytest.raises(LinnaeusError, match="does not give the run's outputs"):
+            largest_difference(model(wrong), model(1), inputs, probabilities=True)
+    with pytest.raises(LinnaeusError, match="not"):
+        largest_difference(lambda batch: {"b": expected}, model(1), inputs, probabilities=True)
+
+
+def test_the_images_of_a_check(birds: TrainedRun, tmp_path: Path) -> None:
+    assert "noise" in samples_of(birds).origin
+    write_images(tmp_path / "data" / "val" / "a", 20)
+    (tmp_path / "data" / "val" / "a" / "000.png").write_text("damaged")
+    dataset = {"NAME": "imagefolder", "ROOT": str(tmp_path / "data"), "VAL": None, "TRAIN": None}
+    config = {"DATA": {"DATASET": dataset}}
+    run = load_run(save_run(tmp_path / "run", spec_of(), config=config), device="cpu")
+    samples = samples_of(run)
+    assert samples.origin == f"7 images of {tmp_path / 'data' / 'val'}"
+    named = samples_of(run, [str(tmp_path / "data" / "val" / "a" / "001.png")])
+    assert (len(named.inputs), named.origin) == (2, "1 image of --images")
+    with pytest.raises(DataError, match=r"--images: .*000.png: not an image"):
+        samples_of(run, [str(tmp_path / "data")])
+
+
+def test_arguments_that_cannot_be_used(
+    birds: TrainedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="'tflite' is none of safetensors, onnx, torch-export, timm"):
+        birds.export("tflite")
+    with pytest.raises(ConfigError, match="only timm takes a single rank"):
+        birds.export("onnx", level="order")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file; timm needs a folder"):
+        birds.export("timm", tmp_path / "file")
+    with pytest.raises(ConfigError, match="file ends in"):
+        birds.export("safetensors", tmp_path / "model.pt")
+    monkeypatch.setattr(files, "_NEEDED", ("onnx", "no_such_package"))
+    with pytest.raises(ConfigError, match=r"no_such_package missing: pip install 'linnaeus\[export\]'"):
+        birds.export("onnx")
+
+
+def test_a_model_of_other_inputs_than_images(tmp_path: Path) -> None:
+    node = {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 2}
+    spec = spec_of(taxonomy=None, node=node, is_of_files=False)
+    spec = type(spec)(**{**vars(spec), "in_chans": None, "img_size": None})
+    run = load_run(save_run(tmp_path / "run", spec), device="cpu")
+    assert run.export("safetensors").difference is None
+    with pytest.raises(DataError, match="shape of the model's inputs is not known"):
+        run.export("torch-export")

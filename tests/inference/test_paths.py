@@ -1,0 +1,83 @@
+"""Which paths the words of a command line name."""
+
+from __future__ import annotations
+
+import tracemalloc
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from linnaeus.inference.paths import Unreadable, problem_of, walk
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in (
+        "b.jpg",
+        "a.PNG",
+        "notes.txt",
+        ".hidden.jpg",
+        "z/c.jpg",
+        "m/n/d.webp",
+        ".cache/e.jpg",
+        "m[1].jpg",
+    ):
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "photos"
+
+
+def test_folders_are_walked_in_order(photos: Path) -> None:
+    names = ["a.PNG", "b.jpg", "m[1].jpg", "m/n/d.webp", "z/c.jpg"]
+    assert list(walk(["photos"])) == [f"photos/{name}" for name in names]
+
+
+def test_words_keep_their_order_and_files_need_no_ending(photos: Path) -> None:
+    words = ["photos/z", "photos/notes.txt", "photos/m[1].jpg", "missing.jpg"]
+    assert list(walk(words)) == ["photos/z/c.jpg", *words[1:]]
+
+
+def test_patterns(photos: Path) -> None:
+    assert sorted(map(str, walk(["photos/*.jpg"]))) == ["photos/b.jpg", "photos/m[1].jpg"]
+    assert sorted(map(str, walk(["photos/**/*.webp"]))) == ["photos/m/n/d.webp"]
+    assert set(walk(["photos/[mz]"])) == {"photos/m/n/d.webp", "photos/z/c.jpg"}
+
+
+def test_a_list_may_name_folders(photos: Path) -> None:
+    assert list(walk(["-"], ["photos/b.jpg\n", "\n", "photos/z\r\n"])) == ["photos/b.jpg", "photos/z/c.jpg"]
+
+
+def test_words_without_an_image_are_problems(photos: Path) -> None:
+    (photos / "empty").mkdir()
+    for word in ("photos", "photos/notes.txt", "photos/*.jpg", "photos/m[1].jpg", "-"):
+        assert problem_of(word) is None
+    assert problem_of("photo") == "there is no such file or folder"
+    assert problem_of("photos/*.gif") == "no file matches"
+    assert "no image in it or below" in (problem_of("photos/empty") or "")
+
+
+def test_loops_of_links_end(photos: Path) -> None:
+    (photos / "z" / "up").symlink_to(photos)
+    found = list(walk(["photos/z"]))
+    assert sum(isinstance(path, Unreadable) for path in found) == 1
+    assert "photos/z/c.jpg" in found
+
+
+def test_paths_do_not_pile_up(tmp_path: Path) -> None:
+    """Of a list of a million only those that are asked for are read; of many folders, one at a time."""
+    lines = (f"image{number}.jpg\n" for number in range(10**6))
+    assert list(islice(walk(["-"], lines), 2)) == ["image0.jpg", "image1.jpg"]
+    assert next(lines) == "image2.jpg\n"
+    for folder in range(20):
+        (tmp_path / str(folder)).mkdir()
+        for number in range(50):
+            (tmp_path / str(folder) / f"{'x' * 200}{number}.jpg").touch()
+    tracemalloc.start()
+    num_paths = sum(1 for _ in walk([str(tmp_path)]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert num_paths == 1000
+    assert peak < 100 * 1000, "a fifth of the paths' own size"

@@ -1,0 +1,279 @@
+"""Predictions of a trained run, from Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from linnaeus.data.batch import Batch
+from linnaeus.data.files import ImageFiles
+from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
+from linnaeus.errors import DataError, LinnaeusError, OutOfMemoryError
+from linnaeus.inference.prediction import Interpreter, log_probabilities
+from linnaeus.inference.trained import TrainedRun, load_run
+from linnaeus.rng import rng_state
+from linnaeus.training.step import ValidationStep
+from tests.trained import BIRDS, ONE_RANK, picture, save_run, spec_of, write_images
+
+
+@pytest.fixture(scope="module")
+def birds(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    return load_run(save_run(tmp_path_factory.mktemp("runs") / "birds", spec_of()), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return write_images(tmp_path_factory.mktemp("photos"), 7)
+
+
+def validation_outputs(run: TrainedRun, paths: list[Path], batch_size: int) -> Iterator[Any]:
+    """What the run's validation computes for files."""
+    preprocessing = run.spec.preprocessing
+    assert preprocessing is not None
+    targets = torch.zeros(len(paths), len(run.classes), dtype=torch.int64)
+    names = [str(path) for path in paths]
+    dataset = ImageFiles(Path(), names, targets, preprocessing.channels, preprocessing.transform())
+    found: list[Any] = []
+    step = ValidationStep(
+        run.model, lambda *_: torch.zeros(()), run.precision, lambda out, *_: found.append(out)
+    )
+    for start in range(0, len(paths), batch_size):
+        part = [dataset[index] for index in range(start, min(start + batch_size, len(paths)))]
+        step(Batch(torch.stack([image for image, _ in part]), torch.stack([target for _, target in part])))
+    return iter(found)
+
+
+def test_predictions_are_those_of_validation_bit_for_bit(birds: TrainedRun, photos: list[Path]) -> None:
+    found = birds.predict(photos, batch_size=3)
+    assert [prediction.source for prediction in found] == [str(path) for path in photos]
+    position = 0
+    for outputs in validation_outputs(birds, photos, 3):
+        for level, logits in zip(BIRDS.levels, outputs, strict=True):
+            best = logits.log_softmax(1).topk(min(5, len(level.classes)), dim=1)
+            for i, (labels, logs) in enumerate(zip(best.indices.tolist(), best.values, strict=True)):
+                expected = [
+                    (level.classes[label], p) for label, p in zip(labels, logs.exp().tolist(), strict=True)
+                ]
+                assert found[position + i].levels[level.name] == expected
+        position += len(outputs[0])
+    assert position == 7
+
+
+def test_the_batch_size_does_not_matter(birds: TrainedRun, photos: list[Path]) -> None:
+    expected = birds.predict(photos, batch_size=7)
+    assert len({str(prediction.levels) for prediction in expected}) == 7, "images differ"
+    for size in (1, 2, None):
+        for a, b in zip(birds.predict(photos, batch_size=size), expected, strict=True):
+            for level in a.levels:
+                assert [name for name, _ in a.levels[level]] == [name for name, _ in b.levels[level]]
+                for (_, p), (_, q) in zip(a.levels[level], b.levels[level], strict=True):
+                    assert p == pytest.approx(q, rel=1e-5)
+
+
+def test_every_form_of_an_image(birds: TrainedRun, photos: list[Path]) -> None:
+    image = picture(0)
+    array = np.asarray(image)
+    tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
+    (expected,) = birds.predict(photos[0])
+    for form in (str(photos[0]), image, array, tensor):
+        (found,) = birds.predict(form)
+        assert found.levels == expected.levels
+    assert len(birds.predict(torch.stack([tensor, tensor]))) == 2
+    assert [found.source for found in birds.predict([photos[0], array])] == [str(photos[0]), 1]
+    (fractions,) = birds.predict(tensor / 255)
+    for (name, p), (other, q) in zip(fractions.levels["species"], expected.levels["species"], strict=True):
+        assert (name, p) == (other, pytest.approx(q, rel=0.02))
+    grey = Image.fromarray(array[:, :, 0])
+    assert birds.predict(grey)[0].levels == birds.predict(array[:, :, 0])[0].levels
+    assert birds.predict(tensor[:1])[0].levels == birds.predict(grey)[0].levels != expected.levels
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ("missing.jpg", "missing.jpg cannot be predicted: there is no such file"),
+        (np.zeros((4, 4, 3)), r"array \[4, 4, 3\] of float64 is no image"),
+        (np.zeros((2, 4, 4, 2), dtype=np.uint8), r"image 0 .*array \[4, 4, 2\]"),
+        (torch.zeros(2, 4, 4), r"tensor \[2, 4, 4\] is no image"),
+        (torch.full((3, 4, 4), 2.0), r"fractions in \[0, 1\]"),
+        (torch.full((3, 4, 4), math.nan), r"fractions in \[0, 1\]"),
+        (torch.zeros(3, 4, 4, dtype=torch.int64), "tensor of torch.int64 is no image"),
+        ([7], "a int is no image"),
+    ],
+)
+def test_what_is_no_image_is_named(birds: TrainedRun, image: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        birds.predict(image)
+
+
+def test_top_and_texts(birds: TrainedRun, photos: list[Path]) -> None:
+    (found,) = birds.predict(photos[0], top=2, path=True)
+    assert {level: len(classes) for level, classes in found.levels.items()} == {"order": 2, "species": 2}
+    assert found.path is not None
+    assert repr(found).startswith(f"Prediction('{photos[0]}', order: ")
+    assert " %" in repr(found)
+    assert len(birds.predict(photos[0], top=9)[0].levels["species"]) == 5
+    for arguments in ({"top": 0}, {"batch_size": 0}):
+        with pytest.raises(ValueError, match="at least 1, not 0"):
+            birds.predict(photos[0], **arguments)
+    assert birds.predict([]) == []
+
+
+PARTLY_KNOWN = Taxonomy(
+    (Level("a", ("a0", "a1", "a2")), Level("b", tuple("pqrs")), Level("c", tuple("uvwxyz"))),
+    ((0, 1, UNKNOWN, 2), (0, 0, 1, UNKNOWN, 2, 3)),
+)
+
+
+@pytest.mark.parametrize(
+    "taxonomy", [BIRDS, PARTLY_KNOWN, ONE_RANK], ids=["birds", "partly known", "one rank"]
+)
+def test_the_path_is_the_best_of_all_paths(taxonomy: Taxonomy) -> None:
+    torch.manual_seed(0)
+    logits = tuple(2 * torch.randn(40, len(level.classes)) for level in taxonomy.levels)
+    interpreter = Interpreter(taxonomy, top=1, path=True)
+    found = interpreter.predictions(range(40), interpreter.scores(logits))
+    probabilities = [level.softmax(1) for level in logits]
+    paths = [
+        path
+        for path in product(*(range(len(level.classes)) for level in taxonomy.levels))
+        if all(
+            row[low] in (high, UNKNOWN)
+            for row, high, low in zip(taxonomy.parents, path, path[1:], strict=False)
+        )
+    ]
+    num_different = 0
+    for i, prediction in enumerate(found):
+        products = [
+            math.prod(float(p[i, label]) for p, label in zip(probabilities, path, strict=True))
+            for path in paths
+        ]
+        best = paths[int(np.argmax(products))]
+        assert prediction.path is not None
+        assert list(prediction.path.classes.values()) == [
+            level.classes[label] for level, label in zip(taxonomy.levels, best, strict=True)
+        ]
+        assert prediction.path.probability == pytest.approx(max(products), rel=1e-4)
+        argmax = tuple(int(p[i].argmax()) for p in probabilities)
+        assert prediction.path.differs == (argmax != best)
+        num_different += argmax != best
+    assert (num_different > 0) == (len(taxonomy.levels) > 1)
+
+
+def test_outputs_that_cannot_be_used() -> None:
+    with pytest.raises(LinnaeusError, match="not finite"):
+        log_probabilities(torch.full((2, 3), math.nan), ONE_RANK)
+    with pytest.raises(LinnaeusError, match="3 classes of rank 'class'"):
+        log_probabilities(torch.zeros(2, 4), ONE_RANK)
+    logs = torch.randn(4, 3).log_softmax(1)
+    assert torch.allclose(log_probabilities(logs, ONE_RANK)[0], logs, atol=1e-6), "log-probabilities stay"
+
+
+def test_runs_without_classes_and_of_tensors(tmp_path: Path) -> None:
+    run = load_run(save_run(tmp_path / "tensors", spec_of(is_of_files=False)), device="cpu")
+    inputs = torch.randn(2, 3, 32, 32)
+    found = run.predict(inputs)
+    expected = run.model(inputs)[0].softmax(1).max(1).values.tolist()
+    assert [prediction.levels["order"][0][1] for prediction in found] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(DataError, match=r"dataset gave tensors.*tensors \[3, 32, 32\]"):
+        run.predict(picture(0))
+    with pytest.raises(DataError, match=r"no input of the model, which takes \[3, 32, 32\]"):
+        run.predict(torch.zeros(3, 8, 8))
+    node = {"_target_": "torch.nn.Conv2d", "in_channels": 3, "out_channels": 1, "kernel_size": 1}
+    regression = load_run(save_run(tmp_path / "none", spec_of(taxonomy=None, node=node)), device="cpu")
+    with pytest.raises(DataError, match="declared no classes"):
+        regression.predict(picture(0))
+
+
+class Full(torch.nn.Module):
+    """Runs out of memory with more than `most` images."""
+
+    def __init__(self, model: torch.nn.Module, most: int) -> None:
+        super().__init__()
+        self.model, self.most = model, most
+        self.sizes: list[int] = []
+
+    def forward(self, images: torch.Tensor) -> Any:
+        self.sizes.append(len(images))
+        if len(images) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return self.model(images)
+
+
+def with_model(run: TrainedRun, model: torch.nn.Module) -> TrainedRun:
+    return TrainedRun(
+        run.checkpoint, run.folder, run.spec, model, run.device, run.content, run.criterion_state
+    )
+
+
+def test_a_batch_that_does_not_fit_is_halved(
+    birds: TrainedRun, photos: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    full = Full(birds.model, 2)
+    found = with_model(birds, full).predict(photos, batch_size=7)
+    assert full.sizes == [7, 3, 1, 1, 1, 1, 1, 1, 1]
+    assert [prediction.source for prediction in found] == [str(path) for path in photos]
+    assert "memory ran out with 7 images; going on with 3" in caplog.text
+    with pytest.raises(OutOfMemoryError, match="even for one image"):
+        with_model(birds, Full(birds.model, 0)).predict(photos)
+
+
+def test_other_errors_of_the_model_are_no_lack_of_memory(birds: TrainedRun) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        with_model(birds, torch.nn.Linear(2, 2)).predict(picture(0))
+
+
+def test_the_batch_size_is_searched_for_once_and_only_for_many(
+    birds: TrainedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = with_model(birds, birds.model)
+    module = "linnaeus.inference.predictor"
+    searches: list[int] = []
+    real = __import__(module, fromlist=["auto_find_batch_size"]).auto_find_batch_size
+
+    def search(*arguments: Any, **options: Any) -> Any:
+        searches.append(options["max_batch_size"])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(f"{module}.auto_find_batch_size", search)
+    images = [picture(seed, (8, 8)) for seed in range(3)]
+    before = rng_state(torch.device("cpu"))["torch"]
+    run.predict(images)
+    assert searches == []
+    assert len(run.predict(images * 12)) == 36
+    for _ in range(2):
+        assert len(list(run.stream(iter(images * 30)))) == 90
+    assert searches == [36, 64], "what was bounded by the number of images says nothing about more"
+    assert torch.equal(before, rng_state(torch.device("cpu"))["torch"])
+
+
+def test_images_are_taken_as_they_are_needed(birds: TrainedRun) -> None:
+    taken: list[int] = []
+
+    def endless() -> Iterator[Image.Image]:
+        while True:
+            taken.append(1)
+            yield picture(len(taken) % 5, (8, 8))
+
+    stream = birds.stream(endless(), batch_size=4)
+    for _ in range(50):
+        next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert len(taken) < 50 + 60
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_the_number_format_is_that_of_the_run(tmp_path: Path, amp: str) -> None:
+    folder = save_run(tmp_path / "run", spec_of(), config={"TRAIN": {"AMP": amp}})
+    (folder / "config.yaml").write_text("TRAIN: {CHANNELS_LAST: true}\n")
+    precision = load_run(folder, device="cpu").precision
+    assert precision.autocast_dtype == {"off": None, "bf16": torch.bfloat16}[amp]
+    assert precision.channels_last

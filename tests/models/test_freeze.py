@@ -1,0 +1,122 @@
+"""Parameters that do not train: which ones, and what their modules do meanwhile."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from linnaeus.config.schema import ModelConfig
+from linnaeus.errors import ConfigError
+from linnaeus.models.build import batchnorm_kind
+from linnaeus.models.freeze import Freezing, build_freezing
+from linnaeus.models.hierarchical import HierarchicalClassifier
+
+
+def make_model() -> HierarchicalClassifier:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    backbone = nn.Sequential(layer, nn.Linear(4, 4), nn.BatchNorm1d(4))
+    return HierarchicalClassifier(backbone, 4, [2, 3], drop_rate=0.5)
+
+
+def frozen(model: nn.Module, freeze: Any, unfreeze_epoch: int | None = None) -> Freezing:
+    freezing = build_freezing(ModelConfig(FREEZE=freeze), model, unfreeze_epoch)
+    freezing.hold()
+    return freezing
+
+
+def trainable(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def in_eval(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if not module.training}
+
+
+HEADS = {"heads.0.weight", "heads.0.bias", "heads.1.weight", "heads.1.bias"}
+
+
+@pytest.mark.parametrize(
+    ("freeze", "names", "modules"),
+    [
+        ("none", set(), set()),
+        ("backbone", {"backbone.*"}, {"backbone", "backbone.0", "backbone.0.0", "backbone.0.1",
+                                      "backbone.0.2", "backbone.1", "backbone.2"}),
+        ("backbone.0.*", {"backbone.0.*"}, {"backbone.0", "backbone.0.0", "backbone.0.1", "backbone.0.2"}),
+        (["backbone.0.0.*", "backbone.2.weight"], {"backbone.0.0.*", "backbone.2.weight"}, {"backbone.0.0"}),
+        ("*.bias", {"*.bias"}, set()),
+    ],
+    ids=["none", "backbone", "a layer", "a list", "parts of modules"],
+)  # fmt: skip
+def test_patterns_choose_parameters_and_whole_modules_stay_in_eval(
+    freeze: Any, names: set[str], modules: set[str]
+) -> None:
+    from fnmatch import fnmatchcase
+
+    model = make_model()
+    everything = trainable(model)
+    freezing = frozen(model, freeze)
+    expected = {name for name in everything if not any(fnmatchcase(name, glob) for glob in names)}
+    assert trainable(model) == expected
+    for mode in (True, False, True):
+        model.train(mode)
+        assert in_eval(model) >= modules
+    assert in_eval(model) == modules  # the dropout before the heads drops
+    assert in_eval(deepcopy(model).train()) == modules  # such as an average's copy
+    with freezing.lifted():
+        assert (trainable(model), in_eval(model)) == (everything, set())
+    assert (trainable(model), in_eval(model)) == (expected, modules)
+    freezing.lift()
+    assert (trainable(model), in_eval(model)) == (everything, set())
+
+
+def test_frozen_batchnorm_keeps_its_statistics_and_nothing_is_dropped() -> None:
+    model, images = make_model(), torch.randn(8, 4)
+    freezing = frozen(model, "backbone")
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert torch.equal(model.backbone(images), model.backbone(images))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert batchnorm_kind(model) == "none"
+    freezing.lift()
+    assert not torch.equal(model.backbone(images), model.backbone(images))
+    assert not any(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert batchnorm_kind(model) == "local"
+
+
+def test_what_the_model_itself_holds_still_stays_so() -> None:
+    model = make_model()
+    next(model.backbone.parameters()).requires_grad_(False)
+    before = trainable(model)
+    frozen(model, "backbone").lift()
+    assert trainable(model) == before
+
+
+@pytest.mark.parametrize(
+    ("freeze", "unfreeze_epoch", "message"),
+    [
+        ("backbon", None, "MODEL.FREEZE: 'backbon' matches no parameter of the model; did you mean backbone"),
+        ("0.1.*", None, r"'0.1.\*' matches no parameter of the model; did you mean backbone.0.1.\*\?"),
+        (["backbone", "heads.1"], None, r"'heads.1' matches no parameter .* did you mean heads.1.\*\?"),
+        ("*", None, r"MODEL.FREEZE: '\*' holds every parameter; leave at least the heads"),
+        ("none", 3, r"TRAIN.UNFREEZE_EPOCH: 3, but nothing is frozen \(MODEL.FREEZE none\)"),
+    ],
+)
+def test_what_cannot_be_frozen_says_why(freeze: Any, unfreeze_epoch: int | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        frozen(make_model(), freeze, unfreeze_epoch)
+
+
+def test_a_model_of_ones_own_is_never_frozen() -> None:
+    with pytest.raises(ConfigError, match="a model of your own has no such key"):
+        build_freezing({"_target_": "torch.nn.Linear"}, nn.Linear(1, 1), 2)
+    assert build_freezing({"_target_": "torch.nn.Linear"}, nn.Linear(1, 1), None).sentence is None
+
+
+def test_epochs_are_counted_from_one() -> None:
+    freezing = frozen(make_model(), "backbone", 3)
+    assert [freezing.ends_within(epochs) for epochs in (1, 2, 3, 4)] == [False, False, True, True]
+    assert not frozen(make_model(), "backbone").ends_within(99)

@@ -1,0 +1,229 @@
+"""Weights of another run, or of a file with a backbone or a whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from linnaeus.config.schema import DataConfig, ModelConfig
+from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.errors import ConfigError
+from linnaeus.models.build import build_model
+from linnaeus.models.hierarchical import HierarchicalClassifier
+from linnaeus.models.normalisation import with_normalisation
+
+FAMILIES = Level("family", ("cats", "dogs"))
+BEFORE = Taxonomy((FAMILIES, Level("species", ("lion", "lynx", "wolf"))), ((0, 0, 1),))
+SAME_NAMES = Taxonomy((FAMILIES, Level("species", ("wolf", "lion", "lynx"))), ((1, 0, 0),))
+OTHER_NAMES = Taxonomy((FAMILIES, Level("species", ("lion", "lynx", "fox"))), ((0, 0, 1),))
+MORE_NAMES = Taxonomy((FAMILIES, Level("species", ("lion", "lynx", "wolf", "fox"))), ((0, 0, 1, 1),))
+ONE_LEVEL = Taxonomy((BEFORE.levels[1],))
+
+
+def built(
+    taxonomy: Taxonomy = BEFORE, seed: int = 0, in_chans: int = 3, **keys: Any
+) -> tuple[HierarchicalClassifier, str]:
+    """A model, and the line about its weights."""
+    lines: list[str] = []
+    torch.manual_seed(seed)
+    model = build_model(
+        ModelConfig(NAME="test_resnet", **keys), taxonomy=taxonomy, in_chans=in_chans, img_size=(32, 32),
+        say=lines.append,
+    )  # fmt: skip
+    assert isinstance(model, HierarchicalClassifier)
+    return model, lines[0]
+
+
+def source_model(seed: int = 7, in_chans: int = 3) -> HierarchicalClassifier:
+    model, _ = built(seed=seed, in_chans=in_chans)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean)  # type: ignore[arg-type]
+            nn.init.uniform_(module.running_var)  # type: ignore[arg-type]
+    return model
+
+
+def checkpoint(model: nn.Module, average: nn.Module | None = None, spec: Taxonomy | None = None) -> Any:
+    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": {}}
+    if average is not None:
+        state["ema"] = {"module": average.state_dict(), "num_updates": 3}
+    content: dict[str, Any] = {"progress": {"epoch": 12, "samples": 0}, "state": state}
+    if spec is not None:
+        levels = [{"name": level.name, "classes": list(level.classes)} for level in spec.levels]
+        content["model_spec"] = {"taxonomy": {"levels": levels}}
+    return content
+
+
+def assert_backbone_is(model: HierarchicalClassifier, source: HierarchicalClassifier) -> None:
+    expected = source.backbone.state_dict()
+    found = model.backbone.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("in_chans", [1, 3, 5])
+def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path: Path, in_chans: int) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    last, best = source_model(1, in_chans), source_model(2, in_chans)
+    torch.save(checkpoint(last), folder / "last.pt")
+    model, line = built(in_chans=in_chans, WEIGHTS=str(folder.parent))
+    assert_backbone_is(model, last)
+    assert line == f"weights: 94 tensors of {folder / 'last.pt'} (epoch 12)"
+    torch.save(checkpoint(last, average=best), folder / "best.pt")
+    model, line = built(in_chans=in_chans, WEIGHTS=str(folder.parent))
+    assert_backbone_is(model, best)
+    assert line == f"weights: 94 tensors of {folder / 'best.pt'} (epoch 12, EMA)"
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in best.state_dict().items())
+
+
+def test_relative_paths_and_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = source_model()
+    torch.save(checkpoint(source), tmp_path / "a.pt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("a.pt", "~/a.pt"):
+        assert_backbone_is(built(WEIGHTS=value)[0], source)
+
+
+@pytest.mark.parametrize(
+    ("spec", "taxonomy", "new"),
+    [
+        (BEFORE, BEFORE, []),
+        (BEFORE, SAME_NAMES, []),
+        (BEFORE, OTHER_NAMES, ["species"]),
+        (BEFORE, MORE_NAMES, ["species"]),
+        (BEFORE, ONE_LEVEL, []),
+        (None, BEFORE, []),
+        (None, OTHER_NAMES, []),
+        (None, MORE_NAMES, ["species"]),
+        (None, ONE_LEVEL, ["species"]),
+    ],
+)
+def test_heads_are_copied_where_the_classes_are_the_same(
+    tmp_path: Path, spec: Taxonomy | None, taxonomy: Taxonomy, new: list[str]
+) -> None:
+    source = source_model()
+    torch.save(checkpoint(source, spec=spec), tmp_path / "a.pt")
+    model, line = built(taxonomy, WEIGHTS=str(tmp_path / "a.pt"))
+    untrained, _ = built(taxonomy)
+    num_tensors = 90 + 2 * (len(taxonomy.levels) - len(new))
+    head = f"; new: head of {new[0]}" if new else ""
+    assert line == f"weights: {num_tensors} tensors of {tmp_path / 'a.pt'} (epoch 12){head}"
+    for index, level in enumerate(taxonomy.levels):
+        weight: Tensor = model.heads[index].weight
+        if level.name in new:
+            assert torch.equal(weight, untrained.heads[index].weight)
+            continue
+        position = [other.name for other in BEFORE.levels].index(level.name)
+        head_before = source.heads[position]
+        before = BEFORE.levels[position].classes
+        rows = [before.index(name) for name in level.classes] if spec else range(len(before))
+        for row, row_before in enumerate(rows):
+            assert torch.equal(weight[row], head_before.weight[row_before])
+            assert torch.equal(model.heads[index].bias[row], head_before.bias[row_before])
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
+@pytest.mark.parametrize("nested", [None, "state_dict", "model"])
+def test_state_dicts_of_a_whole_model_in_their_wrappings(
+    tmp_path: Path, prefix: str, nested: str | None
+) -> None:
+    source = source_model()
+    state: dict[str, Any] = {f"{prefix}{name}": value for name, value in source.state_dict().items()}
+    torch.save(state if nested is None else {nested: state, "epoch": 3}, tmp_path / "a.pth")
+    model, line = built(WEIGHTS=str(tmp_path / "a.pth"))
+    assert_backbone_is(model, source)
+    assert torch.equal(model.heads[1].weight, source.heads[1].weight)
+    assert line == f"weights: 94 tensors of {tmp_path / 'a.pth'}"
+
+
+def test_a_file_of_the_backbone_leaves_the_heads_new(tmp_path: Path) -> None:
+    torch.save(source_model().backbone.state_dict(), tmp_path / "a.pth")
+    _, line = built(WEIGHTS=str(tmp_path / "a.pth"))
+    assert line == f"weights: 90 tensors of {tmp_path / 'a.pth'}; new: heads of family, species"
+
+
+def test_weights_that_timm_adapts_leave_no_second_copy_in_the_model(tmp_path: Path) -> None:
+    torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "a.pth")
+    model, _ = built(WEIGHTS=str(tmp_path / "a.pth"), in_chans=1)
+    assert not model.backbone.pretrained_cfg.get("state_dict")  # type: ignore[operator, union-attr]
+
+
+def without(state: dict[str, Tensor], part: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if part not in name}
+
+
+@pytest.mark.parametrize("part", ["running_mean", "layer4.0.bn1.running_var", "layer2.0.conv1"])
+def test_tensors_that_the_file_lacks_are_noticed(tmp_path: Path, part: str) -> None:
+    torch.save(without(source_model().backbone.state_dict(), part), tmp_path / "a.pth")
+    with pytest.raises(ConfigError, match=rf"parameters are not in the file, such as '.*{part}"):
+        built(WEIGHTS=str(tmp_path / "a.pth"))
+
+
+def test_only_tensors_are_read(tmp_path: Path) -> None:
+    torch.save({"state": nn.Linear(1, 1)}, tmp_path / "a.pth")
+    with pytest.raises(ConfigError, match=r"cannot be read as tensors \(UnpicklingError.*save a state dict"):
+        built(WEIGHTS=str(tmp_path / "a.pth"))
+
+
+def test_folders_that_are_no_runs_say_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a folder without checkpoints/best.pt and checkpoints/last.pt"):
+        built(WEIGHTS=str(tmp_path))
+    timm.models.save_for_hf(timm.create_model("test_resnet"), tmp_path)
+    with pytest.raises(ConfigError, match=r"MODEL.NAME local-dir:.* MODEL.PRETRAINED True"):
+        built(WEIGHTS=str(tmp_path))
+
+
+def test_nothing_is_read_where_a_checkpoint_replaces_the_weights() -> None:
+    node = ModelConfig(NAME="test_resnet", WEIGHTS="nowhere.pt")
+    data: dict[str, Any] = {"taxonomy": BEFORE, "in_chans": 3, "img_size": (32, 32)}
+    build_model(node, **data, load_weights=False)
+    with pytest.raises(ConfigError, match=r"'nowhere.pt' is not a file"):
+        build_model(node, **data)
+
+
+# --- mean and standard deviation ---
+
+IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+
+
+def data_of(mean: Any = None, std: Any = None, channels: int = 3) -> DataConfig:
+    config = DataConfig()
+    config.DATASET.NAME, config.DATASET.CHANNELS = "synthetic", channels
+    config.AUGMENT.MEAN, config.AUGMENT.STD = mean, std
+    return config
+
+
+@pytest.mark.parametrize(
+    ("node", "data", "expected", "has_note"),
+    [
+        (ModelConfig(NAME="resnet18"), data_of(), (None, None), False),
+        (ModelConfig(NAME="resnet18", PRETRAINED=True), data_of(), IMAGENET, False),
+        (ModelConfig(NAME="resnet18", PRETRAINED=True), data_of(channels=1), IMAGENET, False),
+        (ModelConfig(NAME="resnet18", PRETRAINED=True), data_of(*IMAGENET), IMAGENET, False),
+        (ModelConfig(NAME="resnet18", PRETRAINED=True), data_of([0.5] * 3), ([0.5] * 3, IMAGENET[1]), True),
+        (ModelConfig(NAME="resnet18", PRETRAINED=True), data_of(channels=5), (None, None), False),
+        ({"_target_": "torch.nn.Linear"}, data_of(), (None, None), False),
+    ],
+    ids=["random", "null", "grey", "the same", "another mean", "five channels", "own model"],
+)
+def test_null_takes_the_normalisation_of_the_pretrained_weights(
+    node: Any, data: DataConfig, expected: Any, has_note: bool
+) -> None:
+    found, note = with_normalisation(data, node)
+    values = (found.AUGMENT.MEAN, found.AUGMENT.STD)
+    assert values == expected
+    assert (note is not None) == has_note
+
+
+def test_a_resumed_run_keeps_its_normalisation_whatever_the_weights() -> None:
+    saved = {"DATA": {"AUGMENT": {"MEAN": [0.1, 0.2, 0.3], "STD": [0.4, 0.5, 0.6]}}}
+    node = ModelConfig(NAME="test_resnet", WEIGHTS="nowhere.pt")
+    found, note = with_normalisation(data_of(), node, saved)
+    assert (found.AUGMENT.MEAN, found.AUGMENT.STD) == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
+    assert note is None

@@ -1,0 +1,151 @@
+"""Runs that start from other weights, with parts of the model frozen, at first or always."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+from torch import Tensor
+
+from tests.conftest import SMALL, Run, assert_same_bits, weights
+
+FROZEN = (
+    *SMALL, "MODEL.FREEZE=backbone", "DATA.BATCH_SIZE=32", "TRAIN.EPOCHS=3", "TRAIN.UNFREEZE_EPOCH=2",
+    "MODEL.DROP_RATE=0.2", "TRAIN.EMA.ENABLED=True", "TRAIN.LOG_EVERY=1", "TRAIN.CHECKPOINT_EVERY_STEPS=1",
+    "TRAIN.KEEP_CHECKPOINTS=99", "TRAIN.AUTO_RESUME=True",
+)  # fmt: skip
+"""Three epochs of three steps, each with its own checkpoint; in the first epoch only the heads train."""
+
+
+def tensors_after(folder: Path, step: int) -> dict[str, Tensor]:
+    return weights(folder, f"step_{step:08d}.pt")
+
+
+def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
+    """The parts of a model (`backbone`, `heads`) in which a tensor differs."""
+    return {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+
+
+def resumed_at(step: int, source: Path, folder: Path) -> None:
+    """Make the folder of a run whose newest checkpoint is the one that another wrote after so many steps."""
+    (folder / "checkpoints").mkdir(parents=True)
+    shutil.copy(source / f"checkpoints/step_{step:08d}.pt", folder / "checkpoints/last.pt")
+
+
+def test_what_is_frozen_trains_from_its_epoch_on_and_resumes_anywhere(run: Run, tmp_path: Path) -> None:
+    outcome = run(*FROZEN, "EXPERIMENT.NAME=whole")
+    assert outcome.code == 0, outcome.err
+    assert "frozen: 45 of 49 parameters (" in outcome.out
+    assert "until epoch 2 begins" in outcome.out
+    assert "epoch 2: what was frozen trains from now on" in outcome.out
+    whole = tmp_path / "runs/whole"
+    assert changed(tensors_after(whole, 1), tensors_after(whole, 3)) == {"heads"}
+    assert changed(tensors_after(whole, 3), tensors_after(whole, 4)) == {"backbone", "heads"}
+    for step in (2, 3, 7):  # before the boundary, at it, after it
+        folder = tmp_path / f"runs/resumed{step}"
+        resumed_at(step, whole, folder)
+        outcome = run(*FROZEN, f"EXPERIMENT.NAME=resumed{step}")
+        assert outcome.code == 0, outcome.err
+        assert "weights: those of this run's checkpoint" in outcome.out
+        assert_same_bits(weights(whole), weights(folder))
+        last = [torch.load(path / "checkpoints/last.pt", weights_only=True) for path in (whole, folder)]
+        averages = [content["state"]["ema"]["module"] for content in last]
+        assert_same_bits(*averages)
+    assert run(*FROZEN, "EXPERIMENT.NAME=always", "TRAIN.UNFREEZE_EPOCH=null").code == 0
+    assert changed(tensors_after(whole, 1), weights(tmp_path / "runs/always")) == {"heads"}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_unfreeze_and_resume_at_the_boundary(torchrun: Run, tmp_path: Path) -> None:
+    options = (*FROZEN, "DATA.BATCH_SIZE=24", "TRAIN.EPOCHS=2", "TRAIN.NOISE_SCALE.ENABLED=True",
+               "TRAIN.NOISE_SCALE.EVERY=1")  # fmt: skip
+    outcome = torchrun(2, *options, "EXPERIMENT.NAME=whole")
+    assert outcome.code == 0, outcome.err
+    whole, folder = tmp_path / "runs/whole", tmp_path / "runs/resumed"
+    assert changed(tensors_after(whole, 1), tensors_after(whole, 2)) == {"heads"}
+    assert changed(tensors_after(whole, 2), tensors_after(whole, 3)) == {"backbone", "heads"}
+    resumed_at(2, whole, folder)
+    outcome = torchrun(2, *options, "EXPERIMENT.NAME=resumed")
+    assert outcome.code == 0, outcome.err
+    assert_same_bits(weights(whole), weights(folder))
+
+
+def test_autobatch_finds_the_size_of_the_unfrozen_model_and_changes_no_bit(run: Run, tmp_path: Path) -> None:
+    options = (*FROZEN, "TRAIN.EPOCHS=2")
+    search = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24")
+    assert run(*options, *search, "EXPERIMENT.NAME=found").code == 0
+    found = json.loads((tmp_path / "runs/found/autobatch.json").read_text())
+    sizes = [
+        f"DATA.BATCH_SIZE={found['train']['batch_size']}",
+        f"DATA.BATCH_SIZE_VAL={found['val']['batch_size']}",
+    ]
+    assert run(*options, *sizes, "EXPERIMENT.NAME=by_hand").code == 0
+    assert_same_bits(weights(tmp_path / "runs/found"), weights(tmp_path / "runs/by_hand"))
+
+
+def test_a_run_starts_from_another_with_its_normalisation(run: Run, tmp_path: Path) -> None:
+    mean, std = "DATA.AUGMENT.MEAN=[0.1,0.2,0.3]", "DATA.AUGMENT.STD=[0.4,0.5,0.6]"
+    assert run(*SMALL, mean, std, "TRAIN.EPOCHS=1", "EXPERIMENT.NAME=first").code == 0
+    second = (
+        *SMALL, "MODEL.WEIGHTS=runs/first", "DATA.DATASET.NUM_CLASSES=[2,7]", "TRAIN.EPOCHS=1",
+        "EXPERIMENT.NAME=second", "TRAIN.AUTO_RESUME=True",
+    )  # fmt: skip
+    outcome = run(*second)
+    assert outcome.code == 0, outcome.err
+    line = "weights: 92 tensors of runs/first/checkpoints/best.pt (epoch 1); new: head of rank2"
+    assert line in " ".join(outcome.out.split())
+    config = yaml.safe_load((tmp_path / "runs/second/config.yaml").read_text())
+    assert config["DATA"]["AUGMENT"]["MEAN"] == [0.1, 0.2, 0.3]
+    assert config["DATA"]["AUGMENT"]["STD"] == [0.4, 0.5, 0.6]
+    shutil.rmtree(tmp_path / "runs/first")  # the checkpoint holds everything
+    outcome = run(*second, "TRAIN.EPOCHS=2")
+    assert outcome.code == 0, outcome.err
+    assert "weights: those of this run's checkpoint" in outcome.out
+    assert "resumed with another" not in outcome.out
+    config = yaml.safe_load((tmp_path / "runs/second/config.yaml").read_text())
+    assert config["DATA"]["AUGMENT"]["MEAN"] == [0.1, 0.2, 0.3]
+
+
+def test_a_run_starts_from_a_folder_of_timm(run: Run, tmp_path: Path) -> None:
+    source = timm.create_model("test_resnet", pretrained_cfg_overlay={"mean": (0.1, 0.2, 0.3)})
+    timm.models.save_for_hf(source, tmp_path / "hub")
+    start = ("MODEL.NAME=local-dir:hub", "MODEL.PRETRAINED=True", "TRAIN.EPOCHS=1", "MODEL.FREEZE=backbone")
+    outcome = run(*SMALL, *start, "DATA.AUGMENT.STD=[0.4,0.4,0.4]")
+    assert outcome.code == 0, outcome.err
+    out = " ".join(outcome.out.split())
+    assert "weights: local-dir:hub (test_resnet); new: heads of rank1, rank2" in out
+    assert "note: DATA.AUGMENT.STD [0.4, 0.4, 0.4] is not [0.5, 0.5, 0.5]" in out
+    config = yaml.safe_load((tmp_path / "runs/small/config.yaml").read_text())
+    assert config["DATA"]["AUGMENT"]["MEAN"] == [0.1, 0.2, 0.3]
+    trained, expected = weights(tmp_path / "runs/small"), source.state_dict()
+    assert all(
+        torch.equal(trained[f"backbone.{name}"], expected[name])
+        for name in expected
+        if not name.startswith("fc.")
+    )
+
+
+def test_layers_with_rates_of_their_own_resume_with_them(run: Run, tmp_path: Path) -> None:
+    options = (
+        *FROZEN, "MODEL.FREEZE=none", "TRAIN.UNFREEZE_EPOCH=null", "OPTIMIZER.LAYER_DECAY=0.5",
+        "OPTIMIZER.HEAD_LR_SCALE=4", "TRAIN.EPOCHS=2",
+    )  # fmt: skip
+    assert run(*options, "EXPERIMENT.NAME=whole").code == 0
+    resumed_at(3, tmp_path / "runs/whole", tmp_path / "runs/resumed")
+    assert run(*options, "EXPERIMENT.NAME=resumed").code == 0
+    assert_same_bits(weights(tmp_path / "runs/whole"), weights(tmp_path / "runs/resumed"))
+    lines = [json.loads(line) for line in (tmp_path / "runs/resumed/metrics.jsonl").read_text().splitlines()]
+    content = torch.load(tmp_path / "runs/resumed/checkpoints/step_00000004.pt", weights_only=True)
+    groups = content["state"]["optimizer"]["param_groups"]
+    [nominal] = [line["lr"] for line in lines if line["split"] == "train" and line["step"] == 5]
+    assert {group["lr_scale"] for group in groups} >= {4.0, 0.5, 0.25}
+    for group in groups:
+        assert group["lr"] == pytest.approx(nominal * group["lr_scale"], rel=1e-12)
+    [first, *_] = [line["lr"] for line in lines if line["split"] == "train"]
+    assert nominal < first

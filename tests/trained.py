@@ -1,0 +1,101 @@
+"""Folders of runs as training leaves them, made without training: their weights are random."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from linnaeus.config.schema import ModelConfig
+from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy
+from linnaeus.data.transforms import Preprocessing
+from linnaeus.models.spec import ModelSpec
+
+BIRDS = Taxonomy(
+    (
+        Level("order", ("Passeriformes", "Piciformes")),
+        Level("species", ("Corvus corax", "Parus, major", 'Picus "viridis"', "Jynx\ntorquilla", "Sitta")),
+    ),
+    ((0, 0, 1, 1, 0),),
+)
+PLAIN = Taxonomy(
+    (Level("order", ("Passeriformes", "Piciformes")), Level("species", ("corax", "major", "viridis"))),
+    ((0, 0, 1),),
+)
+ONE_RANK = Taxonomy((Level("class", ("cat", "dog", "eel")),))
+
+
+def spec_of(
+    name: str = "test_resnet",
+    *,
+    taxonomy: Taxonomy | None = BIRDS,
+    channels: int = 3,
+    size: tuple[int, int] = (32, 32),
+    node: Mapping[str, Any] | None = None,
+    is_of_files: bool = True,
+    **model: Any,
+) -> ModelSpec:
+    preprocessing = Preprocessing(
+        channels, size, 0.9, (0.5, 0.4, 0.3)[:channels], (0.2, 0.3, 0.25)[:channels]
+    )
+    return ModelSpec(
+        node=dict(node) if node is not None else dataclasses.asdict(ModelConfig(NAME=name, **model)),
+        index=None if taxonomy is None else LabelIndex.of(taxonomy),
+        in_chans=channels,
+        img_size=size,
+        preprocessing=preprocessing if is_of_files else None,
+    )
+
+
+def save_run(folder: Path, spec: ModelSpec, *, seed: int = 0, **content: Any) -> Path:
+    """Write a run's folder with `best.pt` and `last.pt`, whose weights differ; gives the folder."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text("EXPERIMENT: {NAME: birds}\n")
+    for name, offset in (("best.pt", 0), ("last.pt", 1)):
+        model = spec.build()
+        randomise(model, seed + offset)
+        save_checkpoint(folder / "checkpoints" / name, spec, {"model": model.state_dict()}, **content)
+    return folder
+
+
+def save_checkpoint(path: Path, spec: ModelSpec | None, state: dict[str, Any], **content: Any) -> None:
+    whole = {
+        "progress": {"epoch": 1, "samples": 0, "step": 1}, "rng": [], "searched_for": "", "autobatch": {},
+        "state": state, **({} if spec is None else {"model_spec": spec.as_dict()}), **content,
+    }  # fmt: skip
+    torch.save(whole, path)
+
+
+def randomise(model: torch.nn.Module, seed: int = 0) -> None:
+    """Weights and statistics with which outputs depend on the image and on every layer."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if not tensor.is_floating_point():
+                continue
+            noise = torch.randn(tensor.shape, generator=generator)
+            if name.startswith(("heads.", "layers.species")):
+                tensor.copy_(noise)
+            elif tensor.ndim == 1:
+                tensor.add_(0.1 * noise.abs())
+            else:
+                tensor.add_(0.02 * noise)
+
+
+def write_images(folder: Path, number: int, size: tuple[int, int] = (40, 52)) -> list[Path]:
+    """PNG files of coloured blocks, `0.png` and so on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{position:03}.png" for position in range(number)]
+    for position, path in enumerate(paths):
+        picture(position, size).save(path)
+    return paths
+
+
+def picture(seed: int, size: tuple[int, int] = (40, 52)) -> Image.Image:
+    blocks = np.random.default_rng(seed).integers(0, 256, (size[0] // 4, size[1] // 4, 3), dtype=np.uint8)
+    return Image.fromarray(blocks.repeat(4, axis=0).repeat(4, axis=1))

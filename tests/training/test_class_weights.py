@@ -1,0 +1,119 @@
+"""Weights of classes from counts and from files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.utils.class_weight import compute_class_weight
+
+from linnaeus.config.load import load_config
+from linnaeus.data.datasets import build_data
+from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.dist import World
+from linnaeus.errors import ConfigError
+from linnaeus.training.build import Assembly, assemble
+from linnaeus.training.class_weights import class_weights
+from linnaeus.training.losses import TaxonomicLoss
+
+TAXONOMY = Taxonomy((Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf", "1"))))
+TARGETS = torch.tensor([[0, 0], [0, 0], [0, 1], [1, 2], [1, -1], [-1, -1]])
+YAML = "family:\n  dogs: 3\nspecies:\n  lynx: 0.5\n  1: 4\n"
+JSON = '{"family": {"dogs": 3}, "species": {"lynx": 0.5, "1": 4}}'
+CSV = "rank,class,weight\nfamily,dogs,3\nspecies,lynx,0.5\nspecies,1,4\n"
+
+
+def test_balanced_weights_are_those_of_scikit_learn() -> None:
+    family, species = class_weights("balanced", TAXONOMY, TARGETS)
+    for weights, labels in ((family, [0, 0, 0, 1, 1]), (species, [0, 0, 1, 2])):
+        present = np.unique(labels)
+        expected = compute_class_weight("balanced", classes=present, y=np.array(labels))
+        np.testing.assert_allclose(weights[: len(present)], expected, rtol=1e-6)
+        assert weights[labels].mean().item() == pytest.approx(1)
+    assert species[3] == 1  # without a training sample
+
+
+@pytest.mark.parametrize(("name", "text"), [("w.yaml", YAML), ("w.json", JSON), ("w.csv", CSV)])
+def test_weights_of_a_file_have_the_mean_1_over_the_samples(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    family, species = class_weights(str(tmp_path / name), TAXONOMY, TARGETS)
+    torch.testing.assert_close(family, torch.tensor([1.0, 3.0]) / (9 / 5))
+    torch.testing.assert_close(species, torch.tensor([1.0, 0.5, 1.0, 4.0]) / (3.5 / 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("w.yaml", "family:\n  dgos: 3\n", r"line 2: rank 'family' has no class 'dgos'; did you mean 'dogs'"),
+        ("w.yaml", "familie:\n  dogs: 3\n", r"line 2: no taxonomic rank 'familie'; did you mean 'family'"),
+        ("w.yaml", "family:\n  dogs: many\n", r"line 2: class 'dogs' .* has the weight 'many'; it must"),
+        ("w.yaml", "family:\n  dogs: -1\n", r"must be a number of 0 or more"),
+        ("w.yaml", "family:\n  dogs: 1\n  dogs: 2\n", r"line 3: .*dogs. .* a weight already .*line 2"),
+        ("w.yaml", "family:\n  dogs: 0\n  cats: 0\n", r"every training sample is 0 at rank 'family'"),
+        ("w.yaml", "family: 3\n", r"line 1: must map the names of taxonomic ranks"),
+        ("w.yaml", "family: [\n", r"line 2: broken YAML"),
+        ("w.yaml", "{}", r"no weight in it"),
+        ("w.json", '{"family": {"dogs": 1,}}', r"w\.json, line 1: broken JSON"),
+        ("w.json", '{"family": {"dogs": true}}', r"has the weight True"),
+        ("w.json", "[1]", r"must map the names"),
+        ("w.csv", "rank,class,weight\nfamily,dgos,3\n", r"w\.csv, line 2: rank 'family' has no class 'dgos'"),
+        ("w.csv", "class,weight\ndogs,3\n", r"line 1: the columns must be rank, class, weight"),
+        ("w.csv", "rank,class,weight\nfamily,dogs\n", r"line 2: 2 cells instead of 3"),
+        ("absent.csv", None, r"cannot read .*absent\.csv: No such file"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=rf"LOSS\.CLASS_WEIGHTS: .*{message}"):
+        class_weights(str(tmp_path / name), TAXONOMY, TARGETS)
+
+
+def assembled(*argv: str) -> Assembly:
+    config = load_config(
+        ["EXPERIMENT.DEVICE=cpu", "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=32", *argv]
+    ).config
+    data, world = build_data(config.DATA, seed=0), World(torch.device("cpu"))
+    return assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
+
+
+@pytest.mark.parametrize("dataset", ["digits", "synthetic"])
+def test_a_run_weights_by_its_own_training_samples(dataset: str) -> None:
+    criterion = assembled(f"DATA.DATASET.NAME={dataset}", "LOSS.CLASS_WEIGHTS=balanced").criterion
+    assert isinstance(criterion, TaxonomicLoss)
+    config = load_config([f"DATA.DATASET.NAME={dataset}", "DATA.IMG_SIZE=32"]).config
+    train = build_data(config.DATA, seed=0).train
+    labels = torch.stack([train[index][1] for index in range(len(train))])  # type: ignore[arg-type]
+    for level in range(labels.shape[1]):
+        counts = labels[:, level].bincount().double()
+        expected = (len(labels) / (len(counts) * counts)).float()
+        torch.testing.assert_close(criterion.class_weights(level), expected)
+
+
+class Unlabelled(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    classes = ("a", "b")
+
+    def __init__(self, split: str) -> None:
+        self.split = split
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.zeros(3, 32, 32), index % 2
+
+
+def test_labels_that_are_not_to_be_had_without_reading_images_are_an_error() -> None:
+    own = f"DATA.DATASET._target_={__name__}.Unlabelled"
+    for key in ("LOSS.CLASS_WEIGHTS", "DATA.SAMPLER"):
+        with pytest.raises(ConfigError, match=rf"{key}.balanced: needs the labels .* has no `targets`; give"):
+            assembled(own, f"{key}=balanced")
+
+
+def test_another_word_is_no_source() -> None:
+    with pytest.raises(
+        ConfigError, match=r"LOSS\.CLASS_WEIGHTS.*must be `balanced` or a file with the ending"
+    ):
+        load_config(["LOSS.CLASS_WEIGHTS=even"])
