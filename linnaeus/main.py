@@ -28,6 +28,7 @@ COMMANDS = {
     "analyze": "the analysis measures one device in one process",
     "plan": "sizes are timed on one device in one process (see --world-size)",
     "sweep": "a sweep starts a process for each run by itself",
+    "compare": "a comparison reads files in one process",
 }
 """The commands, each with the reason why torchrun cannot run it; empty where it can."""
 MULTIRUN = ("-m", "--multirun")

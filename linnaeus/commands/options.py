@@ -30,13 +30,16 @@ class CommandParser(argparse.ArgumentParser):
         details: the end of the help: what else to know, examples, exit codes.
         tool: a script of the repository that does the same.
         print_config: help of `--print-config`.
+        operands: what the command takes in place of a configuration, such as `RUN...`.
     """
 
     def __init__(
-        self, command: str, *, description: str, details: str, print_config: str, tool: str | None = None
-    ) -> None:
+        self, command: str, *, description: str, details: str, print_config: str = "",
+        tool: str | None = None, operands: str | None = None,
+    ) -> None:  # fmt: skip
+        configured = "[--cfg FILE] [options] [group=preset ...] [KEY VALUE | KEY=VALUE ...]"
         usage = [
-            f"linnaeus {command} [--cfg FILE] [options] [group=preset ...] [KEY VALUE | KEY=VALUE ...]",
+            f"linnaeus {command} {configured if operands is None else f'{operands} [options]'}",
             f"python -m linnaeus.main {command} ...",
             *([] if tool is None else [f"python {tool} ..."]),
         ]
@@ -51,8 +54,11 @@ class CommandParser(argparse.ArgumentParser):
             exit_on_error=False,
         )
         self._keys: dict[str, Sequence[str]] = {}
-        # These are in the help only: `load_config` reads them.
+        self.is_configured = operands is None
         self.add_argument("-h", "--help", action="store_true", help="print this text and exit")
+        if not self.is_configured:
+            return
+        # These are in the help only: `load_config` reads them.
         self.add_argument("--print-config", action="store_true", help=print_config)
         self.add_argument("--cfg", metavar="FILE", help="read a YAML file, as for training")
         self.add_argument("--config-dir", metavar="DIR", help="a folder of groups and files, as for training")

@@ -45,6 +45,8 @@ def complete(words: Sequence[str]) -> Candidates:
     command = before[0] if before and before[0] in names else TRAIN
     if before and (found := _after_option(command, before[-1], word, before)) is not None:
         return found
+    if command != TRAIN and not _is_configured(command) and not word.startswith("-"):
+        return FILES
     if before and before[-1] in _NAMES:
         values = _values(_NAMES[before[-1]])
         return values if values is FILES else _starting(values, word)
@@ -82,15 +84,25 @@ def _starting(candidates: Candidates, word: str) -> Candidates:
 # Options.
 
 
+def _parser(command: str) -> argparse.ArgumentParser | None:
+    return getattr(import_module(f"{commands.__name__}.{command}.options"), "PARSER", None)
+
+
+def _is_configured(command: str) -> bool:
+    """Whether a command takes a configuration, rather than folders."""
+    return bool(getattr(_parser(command), "is_configured", True))
+
+
 def _actions(command: str) -> Iterator[argparse.Action]:
     """The options of a command beside those that all have."""
     if command != TRAIN:
-        parser = getattr(import_module(f"{commands.__name__}.{command}.options"), "PARSER", None)
-        yield from getattr(parser, "_actions", ())
+        yield from getattr(_parser(command), "_actions", ())
 
 
 def _options(command: str) -> Candidates:
     own = {name: action.help or "" for action in _actions(command) for name in action.option_strings}
+    if command != TRAIN and not _is_configured(command):
+        return own
     return dict.fromkeys(_FLAGS if command == TRAIN else OPTIONS, "") | own
 
 

@@ -10,10 +10,10 @@ from typing import IO
 
 from rich.console import Console
 
+from linnaeus.commands.compare.output import results_table
+from linnaeus.commands.compare.plot import save_plot
 from linnaeus.commands.sweep.folder import OUTPUT, Outcome, prepare, read_result, save_outcome
 from linnaeus.commands.sweep.options import Options, PlannedRun
-from linnaeus.commands.sweep.output import results_table
-from linnaeus.commands.sweep.plot import save_plot
 from linnaeus.commands.sweep.process import Stop, last_line, locked, reason_of, run_in_child
 from linnaeus.commands.sweep.results import Row, Sweep
 from linnaeus.console import StatusLine, make_console
