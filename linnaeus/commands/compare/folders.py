@@ -11,10 +11,10 @@ from pathlib import Path
 
 from linnaeus.commands.sweep.folder import ASKED
 from linnaeus.errors import ConfigError
-from linnaeus.files import BEFORE, CHECKPOINTS, LOGS, holds_run
+from linnaeus.files import BEFORE, CHECKPOINTS, LOGS
 
-_OWN = ("metrics.jsonl", "result.json", ASKED, CHECKPOINTS, LOGS)
-"""At least one of these is beside the `config.yaml` of a run, and not beside one that somebody wrote."""
+_OWN = ("metrics.jsonl", "result.json", ASKED, CHECKPOINTS)
+"""A run has at least one of these; a folder with a `config.yaml` that somebody wrote has none."""
 _NOT_ENTERED = (LOGS, CHECKPOINTS, BEFORE, "wandb", "__pycache__", "node_modules")
 _ASIDE = re.compile(r"\.earlier-\d+$")
 """Runs that a sweep has moved aside."""
@@ -54,13 +54,17 @@ def _runs_of(name: str, problems: list[str]) -> list[Path]:
         return []
     runs = list(_within(path))
     if not runs:
-        problems.append(f"{name}: holds no run (a folder with config.yaml, metrics.jsonl or result.json)")
+        problems.append(f"{name}: holds no run (a folder with metrics.jsonl, result.json or checkpoints)")
     return runs
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _OWN)
 
 
 def _within(folder: Path) -> Iterator[Path]:
     """The folder itself where it is that of a run, else all runs below it."""
-    if holds_run(folder):
+    if _is_run(folder):
         yield folder
     else:
         yield from _below(folder)
@@ -74,7 +78,7 @@ def _below(folder: Path) -> Iterator[Path]:
     for path in sorted(inner, key=natural):
         if path.name in _NOT_ENTERED or path.name.startswith(".") or _ASIDE.search(path.name):
             continue
-        if holds_run(path) and any((path / name).exists() for name in _OWN):
+        if _is_run(path):
             yield path
         yield from _below(path)
 

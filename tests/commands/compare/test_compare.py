@@ -126,7 +126,8 @@ def test_what_is_not_known_of_a_run_is_said(run: Run, tmp_path: Path) -> None:
     (tmp_path / "broken/config.yaml").write_text("A: [1")
     write_run(tmp_path / "missing")
     (tmp_path / "missing/config.yaml").unlink()
-    (tmp_path / "broken/metrics.jsonl").open("a").write('[1]\n{"split": "val", "epoch": 9, "top1\n')
+    metrics = tmp_path / "broken/metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '[1]\n{"split": "val", "epoch": 9, "top1\n')
     outcome = run("compare", "good", "other", "broken", "missing", "--plot", "a.html")
     assert outcome.code == 0
     assert "note: broken: config.yaml cannot be read: while parsing" in outcome.out

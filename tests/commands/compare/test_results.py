@@ -121,9 +121,8 @@ def test_the_lowest_loss_is_the_best(tmp_path: Path) -> None:
 def axis_labels(**values: list[str]) -> tuple[str, bool, tuple[str, ...]]:
     """The axis of runs of one size whose keys have these values."""
     keys = [key.replace("_0", ".") for key in values]
-    rows = [
-        row(dict(zip(keys, texts, strict=True)), result(8)) for texts in zip(*values.values(), strict=True)
-    ]
+    points = [dict(zip(keys, texts, strict=True)) for texts in zip(*values.values(), strict=True)]
+    rows = [row(point, result(8)) for point in points]
     axis = axis_of(rows)
     assert not axis.is_size
     return axis.label, axis.is_log, axis.categories
