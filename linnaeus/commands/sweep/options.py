@@ -16,6 +16,8 @@ from linnaeus.files import CHECKPOINTS, RUN_FILES
 if TYPE_CHECKING:
     from linnaeus.commands.sweep.grid import Combination
 
+SHARED = "autobatch"
+"""The folder in a sweep's folder in which its runs leave the batch sizes found for each other."""
 DESCRIPTION = """\
 Trains once for each combination of values, one run after another, and compares their results.
 
@@ -124,8 +126,16 @@ def _placed(config: Config, combination: Combination) -> Config:
         NAME=combination.name,
         OUTPUT_DIR=str(Path(config.EXPERIMENT.OUTPUT_DIR) / config.EXPERIMENT.NAME),
     )
-    train = dataclasses.replace(config.TRAIN, AUTO_RESUME=True)
-    return dataclasses.replace(config, EXPERIMENT=experiment, TRAIN=train)
+    train, data, autobatch = config.TRAIN, config.DATA, config.DATA.AUTOBATCH
+    shared = autobatch.SHARED_FOLDER
+    if shared is None:
+        shared = str(Path(experiment.OUTPUT_DIR) / SHARED)
+    return dataclasses.replace(
+        config,
+        EXPERIMENT=experiment,
+        TRAIN=dataclasses.replace(train, AUTO_RESUME=True),
+        DATA=dataclasses.replace(data, AUTOBATCH=dataclasses.replace(autobatch, SHARED_FOLDER=shared)),
+    )
 
 
 PARSER = CommandParser(
