@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from linnaeus.commands.analyze.options import read_gpus
 from linnaeus.commands.options import CommandParser, check_files, read_plot
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, RUN_FILES
+from linnaeus.memory.gpus import Gpu
 
 if TYPE_CHECKING:
     from linnaeus.commands.sweep.grid import Combination
@@ -50,10 +52,12 @@ class Options:
     Attributes:
         metric: name of a validation metric; None for the one that decides which checkpoint is best.
         plot: picture; None for `sweep.png` beside the runs.
+        predict_gpu: the GPUs for which batch sizes are predicted before the first run starts.
     """
 
     metric: str | None = None
     plot: Path | None = None
+    predict_gpu: list[Gpu] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -151,4 +155,9 @@ PARSER.option(
 PARSER.option(
     "--plot", "FILE", read_plot,
     "picture: .png, .svg or .html by its ending; default sweep.png beside the runs",
+)  # fmt: skip
+PARSER.option(
+    "--predict-gpu", "NAME,...", read_gpus,
+    "show the batch sizes predicted for these GPUs, which need not be here, before a run starts; start none "
+    "where nothing is predicted to fit on any of them",
 )  # fmt: skip

@@ -32,6 +32,7 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
 
     Raises:
         ConfigError: the folder cannot be written to, or another sweep uses it.
+        AutoBatchError: for some runs nothing is predicted to fit.
     """
     folder = runs[0].folder.parent
     console = make_console()
@@ -39,6 +40,11 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
     stop = Stop()
     set_up_logging(None, rank=0, console=console)
     try:
+        if options.predict_gpu:
+            # Here and not above: a sweep that predicts nothing does without torch.
+            from linnaeus.commands.sweep.predict import check_predictions
+
+            check_predictions(runs, options.predict_gpu, console)
         with locked(folder) as lock, stop.listening():
             for number, (planned, row) in enumerate(zip(runs, sweep.rows, strict=True), start=1):
                 if stop.requested:
