@@ -14,6 +14,7 @@ import yaml
 from PIL import Image
 
 from linnaeus.main import cli
+from tests.commands.compare.test_compare import write_run
 from tests.conftest import Run
 
 ROOT = Path(__file__).parents[1]
@@ -125,8 +126,11 @@ def smaller(tokens: list[str]) -> list[str]:
 
 
 SWEEPS = of_kind("linnaeus sweep ")
+COMPARISONS = of_kind("linnaeus compare ")
 OF_ONE_PROCESS = [
-    command for command in of_kind("python -m linnaeus.train", "linnaeus ") if command not in SWEEPS
+    command
+    for command in of_kind("python -m linnaeus.train", "linnaeus ")
+    if command not in [*SWEEPS, *COMPARISONS]
 ]
 
 
@@ -135,6 +139,14 @@ def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: R
     tokens = tokens_of(line, desk)
     argv = tokens[3:] if tokens[0] == "python" else tokens[1:]
     outcome = run(*smaller(argv))
+    assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.parametrize(("page", "line"), COMPARISONS)
+def test_a_comparison_works(page: str, line: str, desk: Path, run: Run) -> None:
+    for name in ("one", "other", "lr1", "gap/LR=1"):
+        write_run(desk / "runs" / name)
+    outcome = run(*shlex.split(line)[1:])
     assert outcome.code == 0, outcome.err
 
 

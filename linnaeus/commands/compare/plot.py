@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MARKERS = "osD^vP"
 MOST_LABELS = 10
 """Lines of a panel that have a colour and an entry of the legend."""
+LABELS_INSIDE = 4
+"""A longer legend is below its panel, where it covers no curve."""
 MOST_POINTS = 1500
 """Points of a panel that say something on hover; of longer curves only the best and the last one do."""
 MOST_CATEGORIES = 16
@@ -28,7 +30,7 @@ def save_plot(runs: Comparison, path: Path) -> None:
     columns = [name for name in runs.columns if name not in ("folder", "reason")]
     axis = axis_of(runs.rows)
     series = series_of(runs.rows, axis)
-    with drawing(path, _headline(runs), runs, columns, num_columns=3) as picture:
+    with drawing(path, _headline(runs), runs, columns, num_columns=3, panel_height=5.6) as picture:
         [[left, middle, right]] = picture.panels
         _curves_panel(picture, left, runs)
         decorate(middle, f"validation {runs.metric}", axis.label, runs.metric)
@@ -76,7 +78,9 @@ def _curves_panel(picture: Picture, axes: Axes, runs: Comparison) -> None:
     if len(curves) > 1:
         rest = len(curves) - len(coloured)
         title = f"the best {len(coloured)}; {rest} more in grey" if rest else None
-        axes.legend(frameon=False, fontsize=8, title=title, title_fontsize=8)
+        is_long = len(coloured) > LABELS_INSIDE
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 2} if is_long else {}
+        axes.legend(frameon=False, fontsize=8, title=title, title_fontsize=8, **place)
 
 
 def _hover(

@@ -41,7 +41,8 @@ examples:
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,128 OPTIMIZER.LR=1e-3,2e-3 --plot sweep.html
   linnaeus sweep --cfg my_exp.yaml model=resnet18,vit_tiny 'EXPERIMENT.SEED=range(0,3)'
 
-exit codes: 0 all runs ended well, 1 some failed, 2 configuration or option, 130 interrupted
+exit codes: 0 all runs ended well, 1 some failed, 2 configuration or option, 3 nothing is predicted to fit,
+130 interrupted
 """
 
 
