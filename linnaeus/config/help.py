@@ -20,6 +20,7 @@ commands (linnaeus COMMAND --help):
   analyze         memory, batch size and speed before a run
   plan            time, learning rate and warnings of a few batch sizes that fit
   sweep           a run for each combination of values, compared
+  compare         runs side by side: what differs, metrics and learning curves
 
 options:
   --cfg FILE      read a YAML file; it needs only the keys that differ from the defaults, and may begin with a
