@@ -65,7 +65,7 @@ def report_searches(
         found_by: the run that has searched, where it is another one.
     """
     for mode, result in results.items():
-        logger.info(summary(result))
+        logger.info("%s%s", summary(result), "" if found_by is None else f" (search of run {found_by})")
         columns = ("batch_size", "status", "peak_bytes", "seconds")
         rows = [[trial[name] for name in columns] for trial in result.as_dict()["trials"]]
         tracker.table(f"autobatch/{mode}_trials", columns, rows)
