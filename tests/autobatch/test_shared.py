@@ -69,7 +69,7 @@ def sizes(found: dict[str, AutoBatchResult]) -> dict[str, int]:
 EXPECTED = {"train": 4, "val": 8}
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[1]", '{"found_by": "x", "autobatch": {"train": 1}}'])
+@pytest.mark.parametrize("damage", ["{", '{"found_by": "x", "autobatch": {"train": 1}}'])
 def test_a_damaged_file_is_replaced(tmp_path: Path, damage: str) -> None:
     shared(tmp_path, "first")
     path = place_in(tmp_path) / SIZES

@@ -46,7 +46,7 @@ def test_sizes_are_shown_for_each_group_and_gpu() -> None:
 
 
 def test_nothing_is_started_where_nothing_is_predicted_to_fit(run: Run, tmp_path: Path) -> None:
-    argv = ("sweep", *SMALL, "DATA.BATCH_SIZE=1000000,8", "DATA.IMG_SIZE=224", "DATA.BATCH_SIZE_VAL=8")
+    argv = ("sweep", *SMALL, "DATA.BATCH_SIZE=1000000,8", "DATA.BATCH_SIZE_VAL=8")
     outcome = run(*argv, "DATA.DATASET.NUM_SAMPLES=2000000", "--predict-gpu", "rtx-4090")
     assert outcome.code == 3
     assert re.search(
