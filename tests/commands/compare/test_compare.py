@@ -17,6 +17,7 @@ import pytest
 
 from linnaeus.commands.compare.runs import read_run
 from linnaeus.config.load import load_config, to_yaml
+from linnaeus.files import FolderLock
 from tests.commands.compare.test_results import result, write_validations
 from tests.conftest import Run
 from tests.forks import ROOT
@@ -170,6 +171,10 @@ def test_how_far_a_run_has_come(tmp_path: Path) -> None:
     stopped = write_run(tmp_path / "stopped", finished=False)
     assert status_of(stopped) == "interrupted"
     assert status_of(write_run(tmp_path / "dead", finished=False, checkpoint=False)) == "failed"
+    lock = FolderLock(stopped)
+    assert status_of(stopped) == "running"
+    lock.release()
+    assert status_of(stopped) == "interrupted"
     here, ended = socket.gethostname(), subprocess.Popen(["true"])
     ended.wait()
     for holder, expected in (
