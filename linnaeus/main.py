@@ -31,6 +31,7 @@ COMMANDS = {
     "analyze": "the analysis measures one device in one process",
     "plan": "sizes are timed on one device in one process (see --world-size)",
     "sweep": "a sweep starts a process for each run by itself",
+    "compare": "a comparison reads files in one process",
     "evaluate": "",
     "predict": "prediction runs on one device in one process",
     "export": "an export is written by one process",

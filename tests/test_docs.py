@@ -20,6 +20,7 @@ from PIL import Image
 
 from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
+from tests.commands.compare.test_compare import write_run
 from tests.conftest import Run
 from tests.trained import PLAIN, picture, save_run, spec_of
 
@@ -165,11 +166,13 @@ SWEEPS = [
     for command in of_kind("linnaeus sweep ")
     if command not in ON_SLURM and "--status" not in command[1]  # tests/commands/sweep looks at one
 ]
+COMPARISONS = of_kind("linnaeus compare ")
 PREDICTIONS, EXPORTS = of_kind("linnaeus predict "), of_kind("linnaeus export ")
 OF_ONE_PROCESS = [
     command
     for command in of_kind("python -m linnaeus.train", "linnaeus ")
-    if command not in (*SWEEPS, *ON_SLURM, *PREDICTIONS, *EXPORTS) and "--status" not in command[1]
+    if command not in (*SWEEPS, *ON_SLURM, *COMPARISONS, *PREDICTIONS, *EXPORTS)
+    and "--status" not in command[1]
 ]
 
 
@@ -241,6 +244,14 @@ def test_exports_work_and_are_used_without_linnaeus(trained: Path, run: Run) -> 
         for level, shown in found.items():
             name, _, probability = shown.rpartition(" ")
             assert (name, float(probability)) == (best[level][0], pytest.approx(best[level][1], rel=0.05))
+
+
+@pytest.mark.parametrize(("page", "line"), COMPARISONS)
+def test_a_comparison_works(page: str, line: str, desk: Path, run: Run) -> None:
+    for name in ("one", "other", "lr1", "gap/LR=1"):
+        write_run(desk / "runs" / name)
+    outcome = run(*shlex.split(line)[1:])
+    assert outcome.code == 0, outcome.err
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ commands (linnaeus COMMAND --help):
   analyze         memory, batch size and speed before a run
   plan            time, learning rate and warnings of a few batch sizes that fit
   sweep           a run for each combination of values, compared
+  compare         runs side by side: what differs, metrics and learning curves
   evaluate        a trained run on labelled data: accuracy per rank and class, confusions, calibration
   predict         classes of images, by a trained run
   export          a trained run as safetensors, ONNX, torch.export or timm files

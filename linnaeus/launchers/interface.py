@@ -52,6 +52,11 @@ class Launcher(ABC):
 
     poll_s: ClassVar[float]
 
+    @property
+    @abstractmethod
+    def num_processes(self) -> int:
+        """Processes of a run over all its nodes."""
+
     @abstractmethod
     def room(self, going: Collection[Job]) -> int:
         """How many more runs may be given to `submit` now, beside those that go on."""

@@ -103,6 +103,11 @@ class Local(Launcher):
         self.shares = shares
         self._processes: list[subprocess.Popen[bytes]] = []
 
+    @property
+    def num_processes(self) -> int:
+        """One for each GPU of a share."""
+        return self.shares[0].num_processes
+
     def room(self, going: Collection[Job]) -> int:
         """The shares that no run has."""
         self._processes = [process for process in self._processes if process.poll() is None]

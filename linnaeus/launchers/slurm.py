@@ -77,6 +77,29 @@ def _seconds(text: str) -> int | None:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
+def num_processes(options: Options) -> int:
+    """Processes of a job with these options: one for each GPU, and one for each node without any.
+
+    >>> num_processes({"nodes": "2", "gpus-per-node": "a100:4"}), num_processes({"gres": "gpu:2,shard:1"})
+    (8, 2)
+    >>> num_processes({"gpus": "6", "nodes": "2"}), num_processes({"nodes": "3-4"}), num_processes({})
+    (6, 3, 1)
+    """
+    nodes = _count((options.get("nodes") or "1").partition("-")[0])
+    if gpus := options.get("gpus"):
+        return sum(map(_count, gpus.split(",")))
+    per_node = options.get("gpus-per-node") or options.get("gpus-per-task")
+    kinds = per_node.split(",") if per_node else (options.get("gres") or "").split(",")
+    of_node = [_count(kind) for kind in kinds if per_node or kind.partition(":")[0] == "gpu"]
+    return nodes * max(sum(of_node), 1)
+
+
+def _count(text: str) -> int:
+    """The number at the end of a request such as `a100:4`; 1 without one."""
+    number = text.rpartition(":")[2]
+    return int(number) if number.isdecimal() else 1
+
+
 class Slurm(Launcher):
     """Jobs with the same resources.
 
@@ -98,6 +121,11 @@ class Slurm(Launcher):
         self._options = options
         self._name = name
         self._describe = describe
+
+    @property
+    def num_processes(self) -> int:
+        """One for each GPU that is asked for, at least one for each node."""
+        return num_processes(self._options)
 
     def room(self, going: Collection[Job]) -> int:
         """No bound: SLURM has the queue."""

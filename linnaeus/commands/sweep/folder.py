@@ -5,20 +5,22 @@ A run reads its configuration from `asked.yaml`. How it ended counts as long as 
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from linnaeus.config.load import to_yaml
+from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import prepare_run_folder, write_text_atomically
 from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, read_outcome
 from linnaeus.launchers.record import forget_record
 
-ASKED = "asked.yaml"
+ASKED, SWEEP = "asked.yaml", "sweep.json"
+"""What a run was asked for, in its folder; and the figures of all runs, in that of the sweep."""
 LOCK = ".lock"
 
 
@@ -52,11 +54,23 @@ def locked(folder: Path) -> Iterator[IO[str]]:
 
 
 def is_asked(folder: Path, config: Config) -> bool:
-    """Whether the run in a folder has this configuration."""
+    """Whether the run in a folder has this configuration.
+
+    A key that an older version did not have counts as its default, so that an upgrade repeats no run.
+    """
+    path = folder / ASKED
     try:
-        return (folder / ASKED).read_text(encoding="utf-8") == to_yaml(config)
-    except (OSError, UnicodeDecodeError):
+        if path.read_text(encoding="utf-8") == to_yaml(config):
+            return True
+        return _chosen(load_config(["--cfg", str(path)]).config) == _chosen(config)
+    except (OSError, UnicodeDecodeError, ConfigError):
         return False
+
+
+def _chosen(config: Config) -> Config:
+    """The configuration without what a sweep sets by itself, and no result depends on."""
+    autobatch = dataclasses.replace(config.DATA.AUTOBATCH, SHARED_FOLDER=None)
+    return dataclasses.replace(config, DATA=dataclasses.replace(config.DATA, AUTOBATCH=autobatch))
 
 
 def ended_well(folder: Path, config: Config) -> Outcome | None:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from linnaeus.commands.analyze.options import read_gpus
 from linnaeus.commands.options import CommandParser, check_files, read_count, read_plot
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, RUN_FILES
 from linnaeus.launchers.options import LaunchOptions, take
+from linnaeus.memory.gpus import Gpu
 
 if TYPE_CHECKING:
     from linnaeus.commands.sweep.grid import Combination, Grid
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 WARMUP_PART = 4
 """A search ends no run in the first epochs: so many-th part of all."""
 
+SHARED = "autobatch"
+"""The folder in a sweep's folder in which its runs leave the batch sizes found for each other."""
 DESCRIPTION = """\
 Trains once for each combination of values and compares the results: one run after another, several at once
 on this machine, or as jobs of SLURM.
@@ -54,7 +58,8 @@ examples:
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,128 OPTIMIZER.LR=1e-3,2e-3 --plot sweep.html
   linnaeus sweep --cfg my_exp.yaml model=resnet18,vit_tiny 'EXPERIMENT.SEED=range(0,3)'
 
-exit codes: 0 all runs ended well, 1 some did not, 2 configuration or option, 130 interrupted
+exit codes: 0 all runs ended well, 1 some did not, 2 configuration or option, 3 nothing is predicted to fit,
+130 interrupted
 """
 
 
@@ -65,6 +70,7 @@ class Options:
     Attributes:
         metric: name of a validation metric; None for the one that decides which checkpoint is best.
         plot: picture; None for `sweep.png` beside the runs.
+        predict_gpu: the GPUs for which batch sizes are predicted before the first run starts.
         status: only show what is known of the runs.
         folder: of the sweep to show, where it is named instead of its command line.
         launch: where the runs run.
@@ -76,6 +82,7 @@ class Options:
 
     metric: str | None = None
     plot: Path | None = None
+    predict_gpu: list[Gpu] = field(default_factory=list)
     status: bool = False
     folder: Path = Path()
     launch: LaunchOptions = field(default_factory=LaunchOptions)
@@ -214,8 +221,10 @@ def _named(options: Options, folder: Path, problems: list[str]) -> Options:
     Raises:
         ConfigError: there is no sweep in the folder, or another option is wrong.
     """
-    if not (folder / "sweep.json").exists():
-        problems.append(f"--status: {folder} is not the folder of a sweep: it has no sweep.json")
+    from linnaeus.commands.sweep.folder import SWEEP
+
+    if not (folder / SWEEP).exists():
+        problems.append(f"--status: {folder} is not the folder of a sweep: it has no {SWEEP}")
     if problems:
         raise ConfigError(problems)
     return dataclasses.replace(options, folder=folder)
@@ -228,8 +237,16 @@ def _placed(config: Config, combination: Combination) -> Config:
         NAME=combination.name,
         OUTPUT_DIR=str(Path(config.EXPERIMENT.OUTPUT_DIR) / config.EXPERIMENT.NAME),
     )
-    train = dataclasses.replace(config.TRAIN, AUTO_RESUME=True)
-    return dataclasses.replace(config, EXPERIMENT=experiment, TRAIN=train)
+    train, data, autobatch = config.TRAIN, config.DATA, config.DATA.AUTOBATCH
+    shared = autobatch.SHARED_FOLDER
+    if shared is None:
+        shared = str(Path(experiment.OUTPUT_DIR) / SHARED)
+    return dataclasses.replace(
+        config,
+        EXPERIMENT=experiment,
+        TRAIN=dataclasses.replace(train, AUTO_RESUME=True),
+        DATA=dataclasses.replace(data, AUTOBATCH=dataclasses.replace(autobatch, SHARED_FOLDER=shared)),
+    )
 
 
 PARSER = CommandParser(
@@ -256,3 +273,8 @@ PARSER.option(
 PARSER.option("--trials", "N", read_count, "runs of a search in all")
 PARSER.switch("--no-prune", "let a search's runs end even if they are worse than the median of the others")
 PARSER.switch("--status", "show how far the runs are; the folder of a sweep may be all that follows")
+PARSER.option(
+    "--predict-gpu", "NAME,...", read_gpus,
+    "show the batch sizes predicted for these GPUs, which need not be here, before a run starts; start none "
+    "where nothing is predicted to fit on any of them",
+)  # fmt: skip

@@ -7,16 +7,16 @@ killed goes on: a trial that nobody has told of has a run that goes on, or one t
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from linnaeus.commands.compare.history import is_smaller_better, read_history
+from linnaeus.commands.compare.results import Row
 from linnaeus.commands.sweep.grid import Combination
 from linnaeus.commands.sweep.options import PlannedRun
-from linnaeus.commands.sweep.results import Row
 from linnaeus.commands.sweep.space import Axis, Space
 from linnaeus.errors import ConfigError
 
@@ -99,12 +99,13 @@ class Search:
         states = self._optuna.trial.TrialState
         trials = [self._study.get_trials(deepcopy=False)[number] for number in self._numbers[row.folder]]
         row.pruned = any(trial.user_attrs.get(PRUNED) for trial in trials)
-        score = _score(row.result.get("metrics", {}), self._plan.metric)
+        name, sign = _goal(row.metrics, self._plan.metric)
+        value = row.result.get("metrics", {}).get(name)
         for trial in trials:
             if trial.state.is_finished():
                 continue
-            if row.status == "finished" and score is not None:
-                self._study.tell(trial.number, score)
+            if row.status == "finished" and value is not None:
+                self._study.tell(trial.number, sign * value)
             elif row.pruned:
                 self._study.tell(trial.number, state=states.PRUNED)
             elif row.outcome is not None and not row.outcome.was_interrupted:
@@ -119,11 +120,12 @@ class Search:
         if not self._plan.prune or frozen.state.is_finished() or frozen.user_attrs.get(PRUNED):
             return False
         trial = self._optuna.trial.Trial(self._study, frozen._trial_id)
-        for epoch, values in _validations(folder):
-            score = _score(values, self._plan.metric)
-            if epoch in frozen.intermediate_values or score is None:
+        history = read_history(folder)
+        name, sign = _goal(history.points, self._plan.metric)
+        for epoch, value in history.finite(name):
+            if epoch in frozen.intermediate_values:
                 continue
-            trial.report(score, epoch)
+            trial.report(sign * value, epoch)
             if trial.should_prune():
                 trial.set_user_attr(PRUNED, True)
                 return True
@@ -164,7 +166,7 @@ class Search:
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             backend = optuna.storages.journal.JournalFileBackend(str(path))
             storage = optuna.storages.JournalStorage(backend)
-            smaller_is_better = plan.metric is not None and _is_loss(plan.metric)
+            smaller_is_better = plan.metric is not None and is_smaller_better(plan.metric)
             study = optuna.create_study(
                 storage=storage, study_name=path.parent.name, load_if_exists=True,
                 direction="minimize" if smaller_is_better else "maximize",
@@ -194,26 +196,9 @@ def _import() -> Any:
     return optuna
 
 
-def _is_loss(metric: str) -> bool:
-    return metric == "loss" or metric.startswith("loss/")
-
-
-def _score(values: Mapping[str, float], metric: str | None) -> float | None:
-    """What the study is told: the metric, or the headline of a run, of which larger is better."""
-    if metric is not None:
-        return values.get(metric)
-    top1 = [name for name in values if name.startswith("top1/")]
-    if top1:
-        return values[top1[-1]]
-    return -values["loss"] if "loss" in values else None
-
-
-def _validations(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    """The epoch and the figures of each validation so far."""
-    try:
-        text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    except OSError:
-        return []
-    whole = text[: text.rfind("\n") + 1]  # the last line may still be written
-    lines = (json.loads(line) for line in whole.splitlines())
-    return [(line["epoch"], line) for line in lines if line["split"] == "val"]
+def _goal(metrics: Iterable[str], wanted: str | None) -> tuple[str, int]:
+    """The metric that the study is told, and its sign; for the headline of a run larger is better."""
+    top1 = [name for name in metrics if name.startswith("top1/")]
+    if wanted is not None or top1:
+        return wanted or top1[-1], 1
+    return "loss", -1

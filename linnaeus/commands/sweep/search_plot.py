@@ -7,8 +7,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.picture import BLUE, VERMILION, decorate, drawing
-from linnaeus.commands.sweep.results import Row, Sweep
 from linnaeus.commands.sweep.space import Axis
 from linnaeus.words import counted
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def save_search_plot(sweep: Sweep, axes: Sequence[Axis], path: Path, *, smaller_is_better: bool) -> None:
+def save_search_plot(sweep: Comparison, axes: Sequence[Axis], path: Path, *, smaller_is_better: bool) -> None:
     """Draw the picture and write it, atomically, in the format that the ending names.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shlex
@@ -13,20 +12,22 @@ from typing import IO
 
 from rich.console import Console
 
-from linnaeus.commands.sweep.folder import is_asked, locked
+from linnaeus.commands.compare.history import is_smaller_better
+from linnaeus.commands.compare.output import print_runs
+from linnaeus.commands.compare.plot import save_plot
+from linnaeus.commands.compare.results import Comparison, Row
+from linnaeus.commands.compare.runs import RunFolder, read_runs
+from linnaeus.commands.sweep.folder import SWEEP, is_asked, locked
 from linnaeus.commands.sweep.options import Options, PlannedRun
-from linnaeus.commands.sweep.output import results_table
-from linnaeus.commands.sweep.plot import save_plot
-from linnaeus.commands.sweep.results import Row, Sweep
 from linnaeus.commands.sweep.search import JOBS_ON_SLURM, Search
 from linnaeus.commands.sweep.search_plot import save_search_plot
 from linnaeus.commands.sweep.watch import Stop, Watch, words_of
 from linnaeus.console import make_console
-from linnaeus.errors import EXIT_INTERRUPTED
+from linnaeus.errors import EXIT_INTERRUPTED, ConfigError
 from linnaeus.launchers.interface import Launcher
-from linnaeus.launchers.jobs import cancel_command, going, lost
+from linnaeus.launchers.jobs import cancel_command
 from linnaeus.launchers.local import Local, Share, divide, visible_gpus
-from linnaeus.launchers.outcome import OUTPUT, last_line, read_outcome
+from linnaeus.launchers.outcome import read_json
 from linnaeus.launchers.slurm import Slurm
 from linnaeus.launchers.slurm_job import SlurmJob
 from linnaeus.log import close_logging, set_up_logging
@@ -44,6 +45,7 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
 
     Raises:
         ConfigError: the folder cannot be written to, another sweep uses it, or sbatch refuses an option.
+        AutoBatchError: for some runs nothing is predicted to fit.
     """
     console = make_console()
     if options.status:
@@ -52,11 +54,16 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
     if options.launch.dry_run:
         console.print(_dry_run(options, runs), markup=False, soft_wrap=True, end="")
         return 0
-    sweep = Sweep([], options.metric)
+    sweep = Comparison([], options.metric)
     stop = Stop()
     set_up_logging(None, rank=0, console=console)
     try:
         launcher = _launcher(options, runs)
+        if options.predict_gpu:
+            # Here and not above: a sweep that predicts nothing does without torch.
+            from linnaeus.commands.sweep.predict import check_predictions
+
+            check_predictions(runs, options.predict_gpu, console, world_size=launcher.num_processes)
         with stop.listening(), ExitStack() as lock:
             _sign(lock.enter_context(locked(folder)))
             search = None if options.plan is None else Search(folder, options.plan)
@@ -140,42 +147,40 @@ def _dry_run(options: Options, runs: Sequence[PlannedRun]) -> str:
 def _show_status(options: Options, runs: Sequence[PlannedRun], console: Console) -> int:
     """Show the table of a sweep as it is now; changes nothing."""
     if runs:
-        sweep = Sweep([Row(run.combination.values, run.folder) for run in runs], options.metric)
-        known = [row for row, run in zip(sweep.rows, runs, strict=True) if is_asked(run.folder, run.config)]
+        values = {run.folder: run.combination.values for run in runs}
+        begun = [run.folder for run in runs if is_asked(run.folder, run.config)]
     else:
-        written = json.loads((options.folder / "sweep.json").read_text(encoding="utf-8"))
-        folders = [options.folder / Path(entry["folder"]).name for entry in written["runs"]]
-        rows = [Row(entry["values"], path) for entry, path in zip(written["runs"], folders, strict=True)]
-        sweep = Sweep(rows, options.metric)
-        known = sweep.rows
-        for row, entry in zip(rows, written["runs"], strict=True):
-            row.pruned = entry["status"] == "pruned"
-    jobs = going(row.folder for row in known)
-    for row in known:
-        row.job = jobs.get(row.folder)
-        row.outcome = None if row.job is not None else read_outcome(row.folder) or lost(row.folder)
-    _show(sweep, console)
+        entries = (read_json(options.folder / SWEEP) or {}).get("runs")
+        if not entries:
+            raise ConfigError(
+                f"--status: {options.folder / SWEEP} holds no runs; give the command of the sweep instead"
+            )
+        values = {options.folder / Path(entry["folder"]).name: entry["values"] for entry in entries}
+        begun = [folder for folder in values if folder.exists()]
+    known = dict(zip(begun, read_runs(begun), strict=True))
+    rows = [Row.of(known.get(folder, RunFolder(folder)), values[folder]) for folder in values]
+    print_runs(Comparison(rows, options.metric), console)
     return 0
 
 
-def _save(sweep: Sweep, folder: Path) -> None:
-    for name in ("sweep.json", "sweep.csv") if sweep.rows else ():
+def _save(sweep: Comparison, folder: Path) -> None:
+    for name in (SWEEP, "sweep.csv") if sweep.rows else ():
         sweep.save(folder / name)
 
 
-def _report(options: Options, sweep: Sweep, folder: Path, console: Console) -> None:
+def _report(options: Options, sweep: Comparison, folder: Path, console: Console) -> None:
     """Write the files, then show the same figures."""
     plot = options.plot or folder / "sweep.png"
     _save(sweep, folder)
     if options.plan is None:
         save_plot(sweep, plot)
     else:
-        smaller = sweep.metric.startswith("loss")
+        smaller = is_smaller_better(sweep.metric)
         save_search_plot(sweep, options.plan.space.axes, plot, smaller_is_better=smaller)
     if sweep.wanted_metric is not None and sweep.metrics and sweep.wanted_metric not in sweep.metrics:
         logger.warning("--metric: no run has %s; there are %s", sweep.wanted_metric, ", ".join(sweep.metrics))
-    _show(sweep, console)
-    logger.info("figures: %s and sweep.csv; picture: %s", folder.resolve() / "sweep.json", plot.resolve())
+    print_runs(sweep, console)
+    logger.info("figures: %s and sweep.csv; picture: %s", folder.resolve() / SWEEP, plot.resolve())
     if left := sweep.with_status("pending", "running", "unknown"):
         logger.info(
             "%s left to go on; the same command joins, linnaeus sweep --status %s looks, and %s cancels",
@@ -183,16 +188,3 @@ def _report(options: Options, sweep: Sweep, folder: Path, console: Console) -> N
         )  # fmt: skip
     elif len(sweep.with_status("finished", "failed", "pruned")) < len(sweep.rows):
         logger.info("interrupted; the same command goes on")
-
-
-def _show(sweep: Sweep, console: Console) -> None:
-    """The table, and a line for each run that goes on or has not ended well."""
-    console.print(results_table(sweep))
-    for row in sweep.rows:
-        text = ""
-        if row.job is not None:
-            text = ": ".join(part for part in (row.job.name, row.job.reason, last_line(row.folder)) if part)
-        elif row.outcome is not None and row.outcome.reason is not None and not row.pruned:
-            text = f"{row.outcome.reason} ({row.folder / OUTPUT})"
-        if text:
-            console.print(f"{row.status}: {row.title}: {text}", markup=False, soft_wrap=True)

@@ -14,9 +14,9 @@ from types import FrameType
 
 from rich.console import Console
 
+from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.sweep.folder import ASKED, ended_well, is_asked, prepare
 from linnaeus.commands.sweep.options import PlannedRun
-from linnaeus.commands.sweep.results import Row, Sweep
 from linnaeus.commands.sweep.search import Search
 from linnaeus.console import StatusLine
 from linnaeus.errors import ConfigError, LinnaeusError
@@ -86,7 +86,7 @@ class Watch:
     """
 
     def __init__(
-        self, sweep: Sweep, runs: Sequence[PlannedRun], launcher: Launcher, stop: Stop, console: Console,
+        self, sweep: Comparison, runs: Sequence[PlannedRun], launcher: Launcher, stop: Stop, console: Console,
         save: Callable[[], None], search: Search | None = None, limit: int = 1,
     ) -> None:  # fmt: skip
         self._sweep = sweep
@@ -283,6 +283,6 @@ class Watch:
         return ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
 
     def _figure(self, row: Row) -> str:
-        name = Sweep([row], self._sweep.wanted_metric).metric
+        name = Comparison([row], self._sweep.wanted_metric).metric
         value = row.value(name)
         return "" if value is None else f", {name} {value:.4f}"

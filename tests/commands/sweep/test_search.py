@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.sweep import space as module
 from linnaeus.commands.sweep.options import Options, PlannedRun, plan_run, read
-from linnaeus.commands.sweep.results import Row, Sweep
 from linnaeus.commands.sweep.search import STUDY, Search, SearchPlan
 from linnaeus.commands.sweep.search_plot import save_search_plot
 from linnaeus.commands.sweep.space import Axis, read_space
@@ -234,7 +234,7 @@ def test_the_picture_has_a_panel_for_each_key(tmp_path: Path) -> None:
     good = Row({LR: "0.01", "model": "b"}, tmp_path / "good", Outcome(0, 1.0, None, result))
     bad = Row({LR: "0.5", "model": "a"}, tmp_path / "bad", Outcome(130, 1.0), pruned=True)
     path = tmp_path / "picture.svg"
-    save_search_plot(Sweep([good, bad]), space.axes, path, smaller_is_better=False)
+    save_search_plot(Comparison([good, bad]), space.axes, path, smaller_is_better=False)
     text = path.read_text()
     assert text.count("<title>OPTIMIZER.LR=0.01 model=b: top1/a 0.25</title>") == 3
     assert "LR=0.5" not in text, "it has no value"

@@ -85,9 +85,19 @@ def test_a_sweep_with_a_run_that_fails(run_in_child: Run, tmp_path: Path) -> Non
     assert titles == {
         f"MODEL.NAME=test_resnet: top1/rank2 {top1:.4g}",
         f"MODEL.NAME=test_resnet: training_s {good['training_s']:.4g}",
+        f"NAME=test_resnet: epoch 1, top1/rank2 {top1:.4g}",
     }
     labels = {"".join(text.itertext()).strip() for text in svg.iter(f"{SVG}text")}
+    assert {"learning curves", "epoch"} <= labels
     assert {"validation top1/rank2", "training time", "effective batch size", "32"} <= labels
+
+    by_hand = run_in_child("compare", "runs", "--output", "again.json")
+    assert by_hand.code == 0, by_hand.err
+    check_table(by_hand.out, good)
+    [other, same] = json.loads((tmp_path / "again.json").read_text())["runs"]
+    assert (other["status"], other["reason"]) == ("failed", bad["reason"])
+    assert same["run"] == "MODEL.NAME=test_resnet"
+    assert {**same, "run": None} == {**good, "run": None}
 
     before = {path: path.stat().st_mtime_ns for path in (folder / "MODEL.NAME=test_resnet").rglob("*")}
     again = run_in_child(*argv)
@@ -101,9 +111,10 @@ def test_a_sweep_with_a_run_that_fails(run_in_child: Run, tmp_path: Path) -> Non
 
 def check_table(text: str, good: dict[str, Any]) -> None:
     metrics = good["metrics"]
-    cells = ("test_resnet", "32", "0.002", "0", f"{metrics['top1/rank2']:.4f}")
+    top1 = f"{metrics['top1/rank2']:.4f}"
+    cells = ("test_resnet", "16", "32", "0.002", "0", top1, f"{top1} @1")
     assert re.search(" +│ +".join(cells) + r" │ .* │ finished │", text)
-    assert re.search(r"resnet5O +│ +│ +│ +│ +│ +│ +│ failed +│", text)
+    assert re.search(r"resnet5O +│ +│ +│ +│ +│ +│ +│ +│ +│ failed +│", text)
 
 
 def check_csv(path: Path, runs: list[dict[str, Any]]) -> None:
