@@ -169,7 +169,8 @@ def _running(folder: Path) -> Literal["running", "running?"] | None:
         return "running?"
     try:
         process = psutil.Process(int(match[1]))
-        return "running" if process.create_time() < written + CLOCK_SLACK_S else None
+        is_it = process.create_time() < written + CLOCK_SLACK_S
+        return "running" if is_it and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.Error:
         return None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 
 from linnaeus.commands.compare.results import Row
@@ -21,7 +22,7 @@ from linnaeus.config.load import load_config, to_yaml
 from linnaeus.files import FolderLock
 from linnaeus.launchers.record import open_locked
 from tests.commands.compare.test_results import result, write_validations
-from tests.conftest import Run
+from tests.conftest import Run, wait_until
 from tests.forks import ROOT
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -178,6 +179,9 @@ def test_how_far_a_run_has_come(tmp_path: Path) -> None:
     lock.release()
     assert status_of(stopped) == "interrupted"
     here, ended = socket.gethostname(), subprocess.Popen(["true"])
+    wait_until(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE)
+    (stopped / ".lock").write_text(f"process {ended.pid} on {here}")
+    assert status_of(stopped) == "interrupted", "it has ended, and nobody has asked how"
     ended.wait()
     for holder, expected in (
         (f"process {os.getpid()} on {here}", "running"),
@@ -227,6 +231,37 @@ def test_a_lock_that_a_killed_process_of_another_machine_left_is_no_run(tmp_path
     os.utime(folder / "outcome.json", (0, 0))
     os.utime(folder / ".lock", (9, 9))
     assert status_of(folder) == "running?", "somebody goes on with it"
+
+
+def test_the_status_of_a_sweep_is_the_comparison_of_its_runs(run: Run, tmp_path: Path) -> None:
+    folders = {rate: tmp_path / f"runs/rates/OPTIMIZER.LR={rate}" for rate in ("0.1", "0.2", "0.3", "0.4")}
+    for rate, folder in folders.items():
+        write_run(folder, f"OPTIMIZER.LR={rate}", finished=rate == "0.1")
+    stopped = {"exit_code": 130, "seconds": 1.0, "reason": "stopped by SIGINT"}
+    (folders["0.2"] / "outcome.json").write_text(json.dumps(stopped))
+    (folders["0.3"] / "outcome.json").write_text(json.dumps(stopped))
+    entries = [
+        {"values": {"OPTIMIZER.LR": rate}, "folder": f"elsewhere/{folder.name}", "status": "pruned"}
+        for rate, folder in folders.items()
+    ]
+    del entries[1]["status"]
+    (tmp_path / "runs/rates/sweep.json").write_text(json.dumps({"runs": entries}))
+    record = {"launcher": "local", "host": "node7", "slot": 0, "supervisor": [12, 0.0]}
+    descriptor = open_locked(folders["0.4"], record)
+    status, compared = run("sweep", "--status", "runs/rates"), run("compare", "runs/rates")
+    os.close(descriptor)
+    assert (status.code, status.err, status.out) == (0, "", compared.out)
+    for rate, text in zip(folders, ("finished", "interrupted", "pruned", "running"), strict=True):
+        assert text in lines_with(status.out, f"│ {rate} ")[0]
+    assert "interrupted: OPTIMIZER.LR=0.2: stopped by SIGINT" in status.out
+    assert "running: OPTIMIZER.LR=0.4: process 12 on node7" in status.out
+
+
+def test_a_sweep_whose_figures_are_damaged_has_no_status(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("{")
+    outcome = run("sweep", "--status", ".")
+    assert outcome.code == 2
+    assert "--status: sweep.json holds no runs; give the command of the sweep instead" in outcome.err
 
 
 def test_hundreds_of_runs_and_a_long_one(run: Run, tmp_path: Path) -> None:

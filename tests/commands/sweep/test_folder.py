@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.commands.sweep.folder import locked, prepare
+from linnaeus.commands.sweep.folder import ended_well, locked, prepare
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
@@ -39,6 +39,23 @@ def test_a_finished_run_is_left_alone_until_its_configuration_changes(tmp_path: 
     assert names(tmp_path) == ["LR=0", "LR=0.earlier-1"]
     assert names(folder) == ["asked.yaml", "logs"]
     assert (tmp_path / "LR=0.earlier-1/weights").exists()
+
+
+def test_an_upgrade_that_adds_keys_repeats_no_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    now = load_config(["DATA.AUTOBATCH.SHARED_FOLDER=sweep/autobatch"]).config  # as a sweep sets it
+    prepare(folder, now)
+    save_outcome(folder, Outcome(0, 3.0, None, result(8)))
+    new = ("FOCAL_GAMMA", "SHARED_FOLDER", "BATCH_SIZE_VAL")
+    lines = (folder / "asked.yaml").read_text().splitlines(keepends=True)
+    older = [line for line in lines if not line.strip().startswith(new)]
+    assert len(older) == len(lines) - len(new)
+    (folder / "asked.yaml").write_text("".join(older))
+    assert ended_well(folder, now) is not None
+    for chosen in ("LOSS.FOCAL_GAMMA=3", "DATA.BATCH_SIZE_VAL=7", "OPTIMIZER.LR=0.5"):
+        assert ended_well(folder, load_config([chosen]).config) is None, chosen
+    (folder / "asked.yaml").write_text("".join(older) + "NO_LONGER: 1\n")
+    assert ended_well(folder, now) is None
 
 
 @pytest.mark.parametrize("exit_code", [130, 138, 143, -9])
