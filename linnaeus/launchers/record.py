@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from linnaeus.files import write_text_atomically
+from linnaeus.launchers.outcome import read_json
 
 RECORD = "job.json"
 PROCESSES = ("supervisor", "child")
@@ -25,11 +26,7 @@ PROCESSES = ("supervisor", "child")
 
 def read_record(folder: Path) -> dict[str, Any] | None:
     """Who runs the run of a folder, or has run it; None where nobody has."""
-    try:
-        content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+    return read_json(folder / RECORD)
 
 
 def write_slurm_record(folder: Path, job_id: str) -> None:

@@ -56,6 +56,20 @@ def test_nothing_is_started_where_nothing_is_predicted_to_fit(run: Run, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_processes_that_a_job_of_slurm_asks_for_share_the_samples(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    argv = ("sweep", *SMALL, ON, "OPTIMIZER.LR=1,2", "--predict-gpu", "rtx-4090", "--launcher", "slurm")
+    sizes = []
+    for asked in (("nodes=1",), ("nodes=2", "gpus-per-node=4")):
+        outcome = run(*argv, "--slurm", *asked)
+        assert (outcome.code, "there is no sbatch here" in outcome.err) == (2, True)
+        [size] = re.findall(r"all +│ 2 +│ rtx-4090 │ (\d+) ", outcome.out)
+        sizes.append(int(size))
+    assert sizes == [96, 96 // 8]
+
+
 def test_a_gpu_that_is_not_known_is_refused_with_the_closest(run: Run) -> None:
     outcome = run("sweep", *SMALL, "OPTIMIZER.LR=1,2", "--predict-gpu", "rtx-409")
     assert outcome.code == 2
