@@ -1,9 +1,13 @@
-"""Every experiment in configs/ trains; a new file is tested without being entered here."""
+"""Every experiment in configs/ trains; a new file is tested without being entered here.
+
+An experiment that starts from another run has the command of that run in its header, with a name of its own.
+"""
 
 from __future__ import annotations
 
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
@@ -21,19 +25,37 @@ SMALLER = (
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder `data` that the experiments read, with every eighth image of the digits."""
+    """The folder `data` that the experiments read, with every eighth image."""
     folder = tmp_path_factory.mktemp("data")
     script = runpy.run_path(str(ROOT / "examples" / "write_digits.py"))
     script["write_digits"](folder / "digits")
+    script["write_digits"](folder / "digits_rare", rare=(1, 3, 8, 9))
     for number, image in enumerate(sorted(folder.rglob("*.png"))):
         if number % 8:
             image.unlink()
     return folder
 
 
+def header_of(config: Path) -> str:
+    """The comment that the file begins with."""
+    header = re.match(r"(#.*\n)+", config.read_text())
+    assert header
+    return header[0]
+
+
+def earlier_runs(config: Path) -> list[list[str]]:
+    """Arguments of the header's commands that train under a name of their own."""
+    text = re.sub(r"\\\n#\s*", "", header_of(config)).replace("configs/", f"{ROOT}/configs/")
+    commands = re.findall(r"^#   python -m linnaeus\.train (.* EXPERIMENT\.NAME=.*)$", text, re.MULTILINE)
+    return [shlex.split(command) for command in commands]
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_an_experiment_trains(config: Path, run: Run, data: Path, tmp_path: Path) -> None:
     (tmp_path / "data").symlink_to(data)
+    for arguments in earlier_runs(config):
+        earlier = run(*arguments, *SMALLER, "TRAIN.EPOCHS=1")
+        assert earlier.code == 0, earlier.err
     outcome = run("--cfg", str(config), *SMALLER)
     assert outcome.code == 0, outcome.err
     assert (tmp_path / "runs" / config.stem / "result.json").is_file(), "EXPERIMENT.NAME is the file's name"
@@ -41,7 +63,15 @@ def test_an_experiment_trains(config: Path, run: Run, data: Path, tmp_path: Path
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_the_header_has_the_command_and_its_result(config: Path) -> None:
-    header = re.match(r"(#.*\n)+", config.read_text())
-    assert header
-    assert f"--cfg configs/{config.name}" in header[0]
-    assert re.search(r"top1/(digit|species) 0\.\d{4}", header[0])
+    header = header_of(config)
+    assert f"--cfg configs/{config.name}" in header
+    assert re.search(r"top1/(digit|species) 0\.\d{4}", header)
+
+
+def test_an_experiment_that_needs_another_run_trains_that_first(run: Run, tmp_path: Path) -> None:
+    needing = [config for config in CONFIGS if "WEIGHTS: runs/" in config.read_text()]
+    assert needing
+    assert [config for config in CONFIGS if earlier_runs(config)] == needing
+    outcome = run("--cfg", str(needing[0]), *SMALLER)
+    assert outcome.code == 2
+    assert "runs/digits_shapes" in outcome.err

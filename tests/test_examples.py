@@ -68,3 +68,18 @@ def test_the_digits_are_written_as_nested_folders(tmp_path: Path, capsys: pytest
     assert {split for split, *_ in files} == {"train", "val"}
     assert len({(shape, digit) for _, shape, digit, _ in files}) == 10  # each digit has one shape
     assert 0.19 < sum(split == "val" for split, *_ in files) / 1797 < 0.21
+
+
+def test_of_rare_digits_a_tenth_of_the_training_images_is_written(tmp_path: Path):
+    script = runpy.run_path(str(EXAMPLES / "write_digits.py"))
+    script["main"]([str(tmp_path / "all")])
+    script["main"]([str(tmp_path / "skewed"), "--rare", "3", "8"])
+
+    def count(folder: str, split: str, digit: str) -> int:
+        return len(list((tmp_path / folder / split).glob(f"*/{digit}/*.png")))
+
+    for digit in map(str, range(10)):
+        training = count("all", "train", digit)
+        expected = training // 10 if digit in "38" else training
+        assert count("skewed", "train", digit) == expected > 0
+        assert count("skewed", "val", digit) == count("all", "val", digit) > 0
