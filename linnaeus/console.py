@@ -25,11 +25,16 @@ def is_interactive(console: Console) -> bool:
     return console.is_terminal and os.environ.get("CI", "").lower() not in ("1", "true")
 
 
-def make_console() -> Console:
-    """The console for rank 0. Lines are not wrapped at 80 columns where the output is not a terminal."""
-    console = Console(file=sys.stdout, highlight=False)
+def make_console(*, stderr: bool = False) -> Console:
+    """The console for rank 0. Lines are not wrapped at 80 columns where the output is not a terminal.
+
+    Args:
+        stderr: whether it writes to standard error, for a command whose result goes to standard output.
+    """
+    file = sys.stderr if stderr else sys.stdout
+    console = Console(file=file, highlight=False)
     if not console.is_terminal:
-        console = Console(file=sys.stdout, highlight=False, width=max(console.width, 120))
+        console = Console(file=file, highlight=False, width=max(console.width, 120))
     return console
 
 

@@ -65,3 +65,22 @@ class OutOfMemoryError(LinnaeusError):
 
 class CheckpointError(LinnaeusError):
     """A checkpoint that cannot be read, or that belongs to another model."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its kind where it has none.
+
+    >>> first_line(ValueError("no such thing.\\nlong explanation")), first_line(KeyboardInterrupt())
+    ('no such thing', 'KeyboardInterrupt')
+    """
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def first_detail(error: BaseException) -> str:
+    """The first line below the heading of an exception's message, as torch writes it; else the only line.
+
+    >>> first_detail(RuntimeError("Error(s) in loading state_dict for Net:\\n\\tMissing key: a.\\n\\tMissing key: b."))
+    'Missing key: a'
+    """  # noqa: E501
+    _, _, details = str(error).strip().partition("\n")
+    return details.strip().partition("\n")[0].rstrip(".") or first_line(error)

@@ -38,6 +38,16 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """How a file system says that it has no locks."""
 
 
+def checkpoint_file(run: Path, name: str) -> Path | None:
+    """The file of the checkpoint `best` or `last` in a run's folder; None where there is none.
+
+    A run that was killed while it saved may have its last checkpoint in `pending.pt` or `previous.pt`.
+    """
+    names = ("best.pt",) if name == "best" else ("pending.pt", "last.pt", "previous.pt")
+    files = (run / CHECKPOINTS / file for file in names)
+    return next((file for file in files if file.is_file()), None)
+
+
 def temporary_name(path: Path) -> Path:
     """The file beside `path` that `write_atomically` fills before it takes the place of `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch import nn
 
 from linnaeus.autobatch.conditions import search_key
 from linnaeus.autobatch.planning import PlannedSizes, find_planned_sizes
@@ -29,7 +27,7 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import mixed_epochs
 from linnaeus.dist import World, errors_told_first, join, wrap
-from linnaeus.files import write_text_atomically
+from linnaeus.files import CHECKPOINTS, write_text_atomically
 from linnaeus.log import MetricsFile, open_run_folder
 from linnaeus.models.normalisation import with_normalisation
 from linnaeus.models.spec import MODEL_FILE, ModelSpec
@@ -40,11 +38,11 @@ from linnaeus.training import fingerprint
 from linnaeus.training.build import Assembly, assemble, check_train_config, plan_facts
 from linnaeus.training.checkpoint import Checkpoint, CheckpointFolder, TrainingState
 from linnaeus.training.noise_scale import build_probe
+from linnaeus.training.notes import settings_sentence, settings_without_effect
 from linnaeus.training.optim import scale_values
-from linnaeus.training.report import RESULT, report_plan, report_result, save_result
+from linnaeus.training.report import RESULT, report_plan, report_result, report_start, save_result
 from linnaeus.training.resume import find_checkpoint, is_finished, plain_nodes
 from linnaeus.training.schedule import Schedule
-from linnaeus.training.step import TrainStep
 from linnaeus.training.stop import StopAgreement
 from linnaeus.training.trainer import FitResult, Trainer, TrainingProgress
 
@@ -92,13 +90,13 @@ def run(config: Config) -> FitResult:
                 return FitResult(progress.metrics, images_per_s=0.0, training_s=progress.seconds)
         if world.is_main:
             weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
-            for sentence in filter(None, (*data.report, weights, assembly.freezing.sentence, note)):
-                logger.info("%s", sentence)
+            sentences = (*data.report, weights, assembly.freezing.sentence, note, settings_sentence(config))
+            report_start(sentences, settings_without_effect(config))
         sized = _find_sizes(config, data, assembly, world, checkpoint, folder.console)
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
         loaders = stack.enter_context(_loaders(config, data, plan, world))
-        train_step = _train_step(config, assembly, plan, world)
+        probe = build_probe(train.NOISE_SCALE, assembly.model, assembly.scaler, plan)
         spec = ModelSpec.of(config.MODEL, data).as_dict()
 
         folder.begin()  # all that can fail because of the configuration has been done
@@ -127,7 +125,7 @@ def run(config: Config) -> FitResult:
         trainer = Trainer(
             train, plan, world, assembly,
             loaders=loaders,
-            train_step=train_step,
+            train_step=dataclasses.replace(assembly.train_step, probe=probe),
             schedule=Schedule(
                 config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps,
                 warmup_steps=plan.warmup_steps, batch_size_lr_factor=plan.batch_size_lr_factor,
@@ -139,9 +137,8 @@ def run(config: Config) -> FitResult:
             stop=StopAgreement(world, stop),
             checkpoint_extras={"config": _resumed_nodes(config), "model_spec": spec, **sized.as_dict()},
             size_origins=sized.origins(config.DATA),
-            wrap=_wrapper(config, world),
+            wrap=partial(wrap, world=world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS),
         )  # fmt: skip
-        del train_step  # the trainer replaces the wrapper in it where what is frozen begins to train
         folder.has_trained = lambda: trainer.progress.step > progress.step
         seed_all(seed + world.rank)  # dropout differs between ranks; the weights are rank 0's
         if checkpoint is not None:
@@ -156,7 +153,7 @@ def run(config: Config) -> FitResult:
 
 def _checkpoints(path: Path, train: TrainConfig, world: World) -> CheckpointFolder:
     is_background = world.device.type != "cpu"  # on the CPU the copy would take memory that AutoBatch counts
-    return CheckpointFolder(path / "checkpoints", keep=train.KEEP_CHECKPOINTS, background=is_background)
+    return CheckpointFolder(path / CHECKPOINTS, keep=train.KEEP_CHECKPOINTS, background=is_background)
 
 
 def _checkpoint_to_resume(config: Config, checkpoints: CheckpointFolder, world: World) -> Checkpoint | None:
@@ -229,13 +226,3 @@ def _loaders(config: Config, data: DataBundle, plan: BatchPlan, world: World) ->
         device=world.device, local_world_size=world.local_world_size,
         mixed_epochs=mixed_epochs(config.DATA.AUGMENT, config.TRAIN.EPOCHS),
     )  # fmt: skip
-
-
-def _wrapper(config: Config, world: World) -> Callable[[nn.Module], nn.Module]:
-    return partial(wrap, world=world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS)
-
-
-def _train_step(config: Config, assembly: Assembly, plan: BatchPlan, world: World) -> TrainStep:
-    model = _wrapper(config, world)(assembly.model)
-    probe = build_probe(config.TRAIN.NOISE_SCALE, model, assembly.scaler, plan)
-    return dataclasses.replace(assembly.train_step, model=model, probe=probe)

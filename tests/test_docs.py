@@ -145,6 +145,12 @@ def train_birds(desk: Path) -> None:
     assert cli([*options, *SMALLER, *SMALL_MODEL]) == 0
 
 
+def train_what_is_evaluated(line: str, desk: Path) -> None:
+    """Train the run of a command that evaluates one; nothing for another command."""
+    if "evaluate" in shlex.split(line):
+        train_birds(desk)
+
+
 def tokens_of(line: str, desk: Path) -> list[str]:
     line = line.replace("/data/", f"{desk}/").replace("NUM_SAMPLES=2000", "NUM_SAMPLES=64")
     return shlex.split(line.replace("configs/", f"{ROOT}/configs/"))
@@ -157,7 +163,8 @@ def smaller(tokens: list[str]) -> list[str]:
     own_model = any(token.startswith("MODEL._target_") for token in tokens)
     is_pretrained = "MODEL.PRETRAINED=True" in tokens
     model = () if own_model else PRETRAINED_MODEL if is_pretrained else SMALL_MODEL
-    return [*tokens, *SMALLER, *model]
+    steps = () if "--cfg" in tokens else ("DATA.BATCH_SIZE=64",)  # the default data are all the digits
+    return [*tokens, *SMALLER, *steps, *model]
 
 
 ON_SLURM = [command for command in of_kind("linnaeus ") if "--launcher slurm" in command[1]]
@@ -180,8 +187,7 @@ OF_ONE_PROCESS = [
 def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: Run) -> None:
     tokens = tokens_of(line, desk)
     argv = tokens[3:] if tokens[0] == "python" else tokens[1:]
-    if "evaluate" in argv:
-        train_birds(desk)
+    train_what_is_evaluated(line, desk)
     outcome = run(*smaller(argv))
     assert outcome.code == 0, outcome.err
 
@@ -201,8 +207,10 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a run and photos."""
     save_run(tmp_path / "runs" / "birds", spec_of(taxonomy=PLAIN))
     (tmp_path / "photos").mkdir()
+    turned = Image.Exif()
+    turned[0x0112] = 6  # the programs on a page must turn the photo too
     for number in range(2):
-        picture(number, (64, 48)).save(tmp_path / "photos" / f"{number}.jpg")
+        picture(number, (64, 48)).save(tmp_path / "photos" / f"{number}.jpg", exif=turned)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -270,8 +278,7 @@ def test_a_sweep_works(page: str, line: str, desk: Path, run: Run, monkeypatch: 
 @pytest.mark.parametrize(("page", "line"), of_kind("torchrun"))
 def test_a_command_of_several_processes_works(page: str, line: str, desk: Path) -> None:
     tokens = re.sub(r"--nproc_per_node=\d+", "--standalone --nproc_per_node=2", line)
-    if "evaluate" in tokens:
-        train_birds(desk)
+    train_what_is_evaluated(line, desk)
     command = [sys.executable, "-m", "torch.distributed.run", *smaller(tokens_of(tokens, desk)[1:])]
     done = subprocess.run(command, cwd=desk, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -37,6 +37,7 @@ def resumed_at(step: int, source: Path, folder: Path) -> None:
     shutil.copy(source / f"checkpoints/step_{step:08d}.pt", folder / "checkpoints/last.pt")
 
 
+@pytest.mark.slow
 def test_what_is_frozen_trains_from_its_epoch_on_and_resumes_anywhere(run: Run, tmp_path: Path) -> None:
     outcome = run(*FROZEN, "EXPERIMENT.NAME=whole")
     assert outcome.code == 0, outcome.err

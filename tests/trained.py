@@ -55,9 +55,13 @@ def spec_of(
 def save_run(folder: Path, spec: ModelSpec, *, seed: int = 0, **content: Any) -> Path:
     """Write a run's folder with `best.pt` and `last.pt`, whose weights differ; gives the folder."""
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.yaml").write_text("EXPERIMENT: {NAME: birds}\n")
+    (folder / "config.yaml").write_text(
+        "EXPERIMENT: {NAME: birds}\nDATA: {DATASET: {NAME: imagefolder, ROOT: nowhere}}\n"
+    )
     for name, offset in (("best.pt", 0), ("last.pt", 1)):
-        model = spec.build()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + offset)
+            model = spec.build()
         randomise(model, seed + offset)
         save_checkpoint(folder / "checkpoints" / name, spec, {"model": model.state_dict()}, **content)
     return folder
@@ -88,7 +92,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 def write_images(folder: Path, number: int, size: tuple[int, int] = (40, 52)) -> list[Path]:
-    """PNG files of coloured blocks, `0.png` and so on."""
+    """PNG files of coloured blocks, `000.png` and so on."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{position:03}.png" for position in range(number)]
     for position, path in enumerate(paths):

@@ -51,7 +51,7 @@ def memory_settings(
         for name, node in nodes.items()
         for key, value in _flat(name, node if isinstance(node, dict) else dataclasses.asdict(node))
     }
-    if train.UNFREEZE_EPOCH is not None:  # what is frozen trains in the end, or in later epochs only
+    if train.UNFREEZE_EPOCH is not None:  # only whether unfreezing happens within this run affects memory
         content["TRAIN.UNFREEZE_EPOCH"] = train.UNFREEZE_EPOCH <= train.EPOCHS
     rules = dict.fromkeys(IRRELEVANT, IRRELEVANT) | dict.fromkeys(ONLY_WHETHER, ONLY_WHETHER)
     if data.AUTOBATCH.ENABLED or not data.AUTOBATCH.ENABLED_VAL:

@@ -127,7 +127,7 @@ class SizeSearch:
 
         # The finder measures what training has left when validation is searched.
         predict = partial(self.predict, mode, with_training=mode == "train")
-        with self._all_that_will_train(), log_level(config, mode), BatchSizeFinder(
+        with self._frozen_as_in_last_epoch(), log_level(config, mode), BatchSizeFinder(
             train_step if mode == "train" else self._validate,
             partial(self._batches, spec, num_batches=num_batches),
             state=self.assembly.state,
@@ -174,7 +174,7 @@ class SizeSearch:
         def validate(size: int) -> None:
             validation_step(next(alone._batches(specs["val"], size, num_batches=1)))
 
-        with self._all_that_will_train():
+        with self._frozen_as_in_last_epoch():
             return predict_step(
                 train if mode == "train" else validate,
                 int,  # both make their own batches, one at a time: they take the size
@@ -186,10 +186,10 @@ class SizeSearch:
                 base_bytes=base_bytes,
             )
 
-    def _all_that_will_train(self) -> AbstractContextManager[None]:
-        """Inside the context all trains that does in the last epoch, which needs the most memory."""
+    def _frozen_as_in_last_epoch(self) -> AbstractContextManager[None]:
+        """Context in which parameters are frozen or not as in the last epoch, when most memory is needed."""
         freezing = self.assembly.freezing
-        return freezing.lifted(only_if=freezing.ends_within(self.train.EPOCHS))
+        return freezing.unfrozen(only_if=freezing.ends_within(self.train.EPOCHS))
 
     def _batches(self, spec: BatchSpec, size: int, *, num_batches: int) -> Iterator[Batch]:
         """Makes each batch when it is asked for: as in training, only one exists at a time."""
@@ -201,14 +201,14 @@ class SizeSearch:
 
     def spec(self, mode: Mode) -> BatchSpec:
         """What a mode's batches look like."""
-        data, num_samples = self.data, self.config.AUTOBATCH.NUM_SPEC_SAMPLES
-        if mode == "val":
-            return BatchSpec.from_dataset(data.val, data.collate, num_samples, self.seed)
-        if data.mixing is None:
-            return BatchSpec.from_dataset(data.train, data.collate, num_samples, self.seed)
-        # Mixed batches have the shapes and types of soft ones, which can be filled on the device.
-        soft = data.mixing.softly(data.collate)
-        return BatchSpec.from_dataset(data.train, soft, num_samples, self.seed, data.mixing.mix)
+        data = self.data
+        dataset, collate, mix = data.train if mode == "train" else data.val, data.collate, None
+        if mode == "train" and data.mixing is not None:
+            # Mixed batches have the shapes and types of soft ones, which can be filled on the device.
+            collate, mix = data.mixing.soft_collate(collate), data.mixing.mix
+        return BatchSpec.from_dataset(
+            dataset, collate, self.config.AUTOBATCH.NUM_SPEC_SAMPLES, self.seed, mix
+        )
 
     def _validate(self, batches: Iterator[Batch]) -> None:
         self.assembly.validation_step(next(batches))

@@ -35,7 +35,7 @@ def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
     train, taxonomy = search.train, search.data.taxonomy
     parameters = list(search.assembly.model.parameters())
     freezing = search.assembly.freezing
-    num_frozen = 0 if freezing.ends_within(train.EPOCHS) else freezing.num_values
+    num_frozen = 0 if freezing.ends_within(train.EPOCHS) else freezing.num_elements
     return {
         "memory_limit_gb": search.config.AUTOBATCH.MEMORY_LIMIT_GB,
         "model": str(model_node["_target_"] if is_target(model_node) else model_node.NAME),

@@ -32,15 +32,21 @@ class CommandParser(argparse.ArgumentParser):
         tool: a script of the repository that does the same.
         print_config: help of `--print-config`.
         takes_run: whether the first word is a trained run, whose configuration takes the place of `--cfg`.
+        takes_overrides: whether keys of the configuration may be set; else there is no configuration to print
+            or to choose either.
+        words: what stands beside the options, for the usage; None is what there is of the above.
     """
 
     def __init__(
-        self, command: str, *, description: str, details: str, print_config: str, tool: str | None = None,
-        takes_run: bool = False,
+        self, command: str, *, description: str, details: str, print_config: str = "",
+        tool: str | None = None, takes_run: bool = False, takes_overrides: bool = True,
+        words: str | None = None,
     ) -> None:  # fmt: skip
-        words = "[--cfg FILE] [options] [group=preset ...]" if not takes_run else "RUN [options]"
+        if words is None:
+            words = "[--cfg FILE] [options] [group=preset ...]" if not takes_run else "RUN [options]"
+            words += " [KEY VALUE | KEY=VALUE ...]"
         usage = [
-            f"linnaeus {command} {words} [KEY VALUE | KEY=VALUE ...]",
+            f"linnaeus {command} {words}",
             f"python -m linnaeus.main {command} ...",
             *([] if tool is None else [f"python {tool} ..."]),
         ]
@@ -55,9 +61,12 @@ class CommandParser(argparse.ArgumentParser):
             exit_on_error=False,
         )
         self.takes_run = takes_run
+        self.takes_overrides = takes_overrides
         self._keys: dict[str, Sequence[str]] = {}
-        # These are in the help only: `load_config` reads them.
+        # These are in the help only: `load_config`, or the command, reads them.
         self.add_argument("-h", "--help", action="store_true", help="print this text and exit")
+        if not takes_overrides:
+            return
         self.add_argument("--print-config", action="store_true", help=print_config)
         if takes_run:
             return

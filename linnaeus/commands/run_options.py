@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from linnaeus.commands.options import CommandParser
 from linnaeus.config.keys import suggest
 from linnaeus.errors import ConfigError
+
+CHECKPOINT_OPTION = (
+    "--checkpoint", "best|last|FILE", str,
+    "checkpoint of the run: best (the default), last, or a file; RUN itself where that is a checkpoint",
+)  # fmt: skip
+"""Arguments of `CommandParser.option`."""
 
 
 class RunCommandParser(CommandParser):
@@ -22,22 +26,11 @@ class RunCommandParser(CommandParser):
         details: the end of the help: what else to know, examples, exit codes.
     """
 
-    takes_overrides = False
-
     def __init__(self, command: str, *, words: str, description: str, details: str) -> None:
-        argparse.ArgumentParser.__init__(
-            self,
-            usage=f"linnaeus {command} {words} [options]\n       python -m linnaeus.main {command} ...",
-            description=description,
-            epilog=details,
-            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=24, width=110),
-            argument_default=argparse.SUPPRESS,
-            add_help=False,
-            allow_abbrev=False,
-            exit_on_error=False,
-        )
-        self._keys: dict[str, Sequence[str]] = {}
-        self.add_argument("-h", "--help", action="store_true", help="print this text and exit")
+        super().__init__(
+            command, words=f"{words} [options]", description=description, details=details,
+            takes_run=True, takes_overrides=False,
+        )  # fmt: skip
 
     def words(self, argv: Sequence[str], options: object) -> tuple[list[str], list[str]] | None:
         """Take the options out of a command line.
@@ -55,21 +48,17 @@ class RunCommandParser(CommandParser):
         if {"-h", "--help"}.intersection(rest):
             return None
         words = [token for token in rest if token == "-" or not token.startswith("-")]
-        problems += [
-            f"{token}: no such option{suggest(token.partition('=')[0], self.names())}"
-            for token in rest
-            if token not in words
-        ]
+        problems += [self._not_taken(token) for token in rest if token not in words]
         return [*words, *tokens[cut + 1 :]], problems
+
+    def _not_taken(self, token: str) -> str:
+        if Path(token).exists() or not token.startswith("--"):
+            return f"{token}: no such option; give a file of this name as ./{token}"
+        return f"{token}: no such option{suggest(token.partition('=')[0], self.names())}"
 
     def add_run_options(self) -> None:
         """Add the options that say which weights to use, and where."""
-        self.option(
-            "--checkpoint",
-            "best|last|FILE",
-            str,
-            "checkpoint of the run: best (the default), last, or a file",
-        )
+        self.option(*CHECKPOINT_OPTION)
         self.option("--device", "DEVICE", str, "auto, cpu, cuda, cuda:1, ...")
 
 

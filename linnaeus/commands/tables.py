@@ -8,9 +8,30 @@ import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from linnaeus.files import write_text_atomically
+
+
+class UnixLines:
+    r"""A file for `csv.writer`, whose rows end in a line feed alone.
+
+    With `lineterminator="\n"` a writer would leave a carriage return in a cell unquoted, and a reader would
+    take it for the end of a row.
+
+    >>> file = io.StringIO()
+    >>> csv.writer(UnixLines(file)).writerow(["a\rb", "c"])
+    8
+    >>> file.getvalue()
+    '"a\rb",c\n'
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, row: str) -> int:
+        """Write one row, which ends in `\\r\\n`; gives the number of characters."""
+        return self._file.write(row.removesuffix("\r\n") + "\n")
 
 
 class Figures(ABC):
@@ -40,7 +61,7 @@ class Figures(ABC):
 
     def _csv(self) -> str:
         file = io.StringIO()
-        writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+        writer = csv.DictWriter(UnixLines(file), self.columns)
         writer.writeheader()
         writer.writerows(self.scalars())
         return file.getvalue()

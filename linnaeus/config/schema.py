@@ -447,7 +447,7 @@ class TrainConfig:
 
     EPOCHS: int = key(12, "passes over the training data", ge=1)
     UNFREEZE_EPOCH: int | None = key(
-        None, "the first epoch, counted from 1, in which what MODEL.FREEZE holds still trains too; null "
+        None, "the first epoch, counted from 1, in which what MODEL.FREEZE has frozen trains too; null "
         "keeps it frozen", ge=1,
     )  # fmt: skip
     EFFECTIVE_BATCH_SIZE: int | None = key(

@@ -85,8 +85,8 @@ class BatchSpec:
         samples: samples of the same shape.
         collate: turns samples into a `Batch`.
         seed: for collate functions that draw random numbers.
-        load: what the loader does to a collated batch, where that changes values but neither shapes nor types
-            (Mixup); None is nothing. Only `load` does it, because of the memory that it takes.
+        mix: mixes a collated batch, which changes values but neither shapes nor types (Mixup); None is
+            nothing. Only `load` calls it, because of the memory that it takes.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class BatchSpec:
         samples: list[Any],
         collate: Callable[[list[Any]], Batch],
         seed: int = 0,
-        load: Callable[[Batch], Batch] | None = None,
+        mix: Callable[[Batch], Batch] | None = None,
     ) -> None:
         self.samples = samples
         self.collate = collate
         self.seed = seed
-        self._load = load
+        self._mix = mix
         self.tensor_bytes = [nest.num_bytes(leaf) for leaf in nest.leaves(self._collate([samples[0]]))]
         self._base = self._collate(samples)
         self._axes = _batch_axes(samples, self._collate)
@@ -111,7 +111,7 @@ class BatchSpec:
         collate: Callable[[list[Any]], Batch],
         num_samples: int,
         seed: int,
-        load: Callable[[Batch], Batch] | None = None,
+        mix: Callable[[Batch], Batch] | None = None,
     ) -> BatchSpec:
         """Read some samples of a dataset and keep those with the largest shape.
 
@@ -122,7 +122,7 @@ class BatchSpec:
             collate: turns samples into a `Batch`.
             num_samples: number of samples to read.
             seed: chooses the samples, and seeds the random numbers that they draw.
-            load: as for the class.
+            mix: as for the class.
 
         Raises:
             DataError: the dataset is empty.
@@ -139,7 +139,7 @@ class BatchSpec:
                 shapes = tuple(tuple(tensor.shape) for tensor in nest.tensors(collate([sample])))
                 groups.setdefault(shapes, []).append(sample)
         largest = max(groups, key=lambda shapes: sum(map(math.prod, shapes)))
-        return cls(groups[largest], collate, seed, load)
+        return cls(groups[largest], collate, seed, mix)
 
     def make(self, n: int, device: torch.device | str, *, channels_last: bool = False) -> Batch:
         """A batch of n samples on a device. Making it takes no more device memory than the batch itself.
@@ -175,13 +175,13 @@ class BatchSpec:
             n: number of samples, at least 1.
         """
         samples = [nest.map_leaves(_own, sample) for sample in islice(cycle(self.samples), n)]
-        return self._collate(samples, self._load)
+        return self._collate(samples, self._mix)
 
-    def _collate(self, samples: list[Any], then: Callable[[Batch], Batch] | None = None) -> Batch:
+    def _collate(self, samples: list[Any], mix: Callable[[Batch], Batch] | None = None) -> Batch:
         with preserved_generators():
             seed_generators(self.seed)
             batch = self.collate(samples)
-            return batch if then is None else then(batch)
+            return batch if mix is None else mix(batch)
 
 
 def _batch_axes(samples: list[Any], collate: Callable[[list[Any]], Batch]) -> list[int | None] | None:

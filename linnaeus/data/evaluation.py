@@ -203,15 +203,42 @@ def _known(
     if not unknown:
         return listing, targets, 0
     left_out = {position for positions in unknown.values() for position in positions}
-    count, named = name_unknown(unknown, listing)
-    text = f"{listing.source}: the run does not know {count} with {counted(len(left_out), 'sample')}: {named}"
-    if len(left_out) == len(listing.paths):
-        raise DataError(f"{text}; these are all samples, so there is nothing to evaluate")
-    if not skips:
-        raise DataError(f"{text}; {SKIP_REMEDY}")
-    report.append(f"left out: {text.partition(': ')[2]}")
+    num_classes, named = name_unknown(unknown, listing)
+    found = _UnknownFound(listing.source, num_classes, len(left_out), named)
+    found.report_or_raise(report, skips=skips, is_all=len(left_out) == len(listing.paths))
     kept = [position for position in range(len(listing.paths)) if position not in left_out]
     return listing.take(kept), targets[kept], len(left_out)
+
+
+@dataclass(frozen=True)
+class _UnknownFound:
+    """Samples of classes that the run does not know.
+
+    Attributes:
+        source: where they are.
+        num_classes: number and noun of the classes.
+        num_samples: number of the samples.
+        named: the first few classes.
+    """
+
+    source: str
+    num_classes: str
+    num_samples: int
+    named: str
+
+    def report_or_raise(self, report: list[str], *, skips: bool, is_all: bool) -> None:
+        """Report them as left out.
+
+        Raises:
+            DataError: they are not to be skipped, or there are no others.
+        """
+        num_samples = counted(self.num_samples, "sample")
+        text = f"the run does not know {self.num_classes} with {num_samples}: {self.named}"
+        if is_all:
+            raise DataError(f"{self.source}: {text}; these are all samples, so there is nothing to evaluate")
+        if not skips:
+            raise DataError(f"{self.source}: {text}; {SKIP_REMEDY}")
+        report.append(f"left out: {text}")
 
 
 # Other datasets.
@@ -235,39 +262,60 @@ def _only_val(bundle: DataBundle, request: Request, report: list[str]) -> DataBu
 
 def _user_data(request: Request, on_main: OnMain) -> EvaluationData:
     dataset, bundle = build_target_val(request.config, request.preprocessing, seed=request.seed)
-    name, index, num_left_out = dataset.name, request.index, 0
+    name, index, declared = dataset.name, request.index, bundle.taxonomy
     report: list[str] = []
-    if index is None and bundle.taxonomy is not None:
+    num_left_out = 0
+    if index is None and declared is not None:
         raise DataError(f"{name}: has classes, but the dataset of the run declared none")
-    if index is not None and bundle.taxonomy is None:
+    if index is not None and declared is None:
         report.append(f"{name}: declares no classes, so its labels are taken for those of the run")
         dataset.taxonomy = index.taxonomy
         if isinstance(bundle.collate, UserCollate):
             bundle.collate.taxonomy = index.taxonomy
-    elif (
-        index is not None and bundle.taxonomy is not None and bundle.taxonomy.levels != index.taxonomy.levels
-    ):
-        if dataset.raw:
-            raise DataError(
-                f"{name}: its classes are not those of the run, and as it has a collate_fn of its own, its "
-                "labels cannot be matched by name; give the dataset the classes of the run, in their order"
-            )
-        relabel = Relabel(bundle.taxonomy, index, name)
-        if relabel.unknown:
-            kept, num_left_out = on_main(partial(_positions_known, dataset, relabel))
-            noun = f"class{'es' if len(relabel.unknown) > 1 else ''}"
-            text = (
-                f"{name}: the run does not know {len(relabel.unknown)} {noun} with "
-                f"{counted(num_left_out, 'sample')}: {several(relabel.unknown)}"
-            )
-            if num_left_out and not (kept and request.skips_unknown):
-                raise DataError(f"{text}; {SKIP_REMEDY if kept else 'there is nothing to evaluate'}")
-            dataset.take(kept)
-            report += [f"left out: {text.partition(': ')[2]}"] * bool(num_left_out)
-        dataset.relabel = relabel
+    elif index is not None and declared is not None and not _are_same_classes(declared, index.taxonomy):
+        num_left_out = _relabel(dataset, Relabel(declared, index, name), request, on_main, report)
     report.insert(0, f"{name}: {counted(len(dataset), 'sample')} (split val)")
     bundle = replace(bundle, taxonomy=None if index is None else index.taxonomy)
     return EvaluationData(_only_val(bundle, request, report), name, "split val", num_left_out)
+
+
+def _are_same_classes(declared: Taxonomy, taxonomy: Taxonomy) -> bool:
+    """Whether labels of one are labels of the other: the same names, and no class with another parent."""
+    if declared.levels != taxonomy.levels:
+        return False
+    pairs = [
+        pair
+        for rows in zip(declared.parents, taxonomy.parents, strict=True)
+        for pair in zip(*rows, strict=True)
+    ]
+    return all(one == other or UNKNOWN in (one, other) for one, other in pairs)
+
+
+def _relabel(
+    dataset: UserDataset, relabel: Relabel, request: Request, on_main: OnMain, report: list[str]
+) -> int:
+    """Give the dataset the labels of the run, and leave out samples of other classes; how many these are.
+
+    Raises:
+        DataError: labels cannot be changed, or there are samples of classes that the run does not know and
+            these are not to be skipped, or are all samples.
+    """
+    name = dataset.name
+    if dataset.raw:
+        raise DataError(
+            f"{name}: its classes are not those of the run, and as it has a collate_fn of its own, its "
+            "labels cannot be matched by name; give the dataset the classes of the run, in their order"
+        )
+    num_left_out = 0
+    if relabel.unknown:
+        kept, num_left_out = on_main(partial(_positions_known, dataset, relabel))
+        if num_left_out:
+            num_classes = counted(len(relabel.unknown), "class")
+            found = _UnknownFound(name, num_classes, num_left_out, several(relabel.unknown))
+            found.report_or_raise(report, skips=request.skips_unknown, is_all=not kept)
+        dataset.take(kept)
+    dataset.relabel = relabel
+    return num_left_out
 
 
 def _positions_known(dataset: UserDataset, relabel: Relabel) -> tuple[list[int], int]:
@@ -277,18 +325,20 @@ def _positions_known(dataset: UserDataset, relabel: Relabel) -> tuple[list[int],
 
 
 class Relabel:
-    """Turns labels of a dataset into those of a run, by the names of the classes.
+    """Turns labels of a dataset into those of a run, by the names of the classes and of their ancestors.
 
     Args:
-        declared: levels and classes of the dataset.
+        declared: levels and classes of the dataset. Where parents are unknown, on either side, a name alone
+            identifies a class.
         index: those of the run.
         name: of the dataset, for messages.
 
     Attributes:
-        unknown: names of the dataset's classes that the run does not know.
+        unknown: the dataset's classes that the run does not know, as paths from their coarsest ancestor.
 
     Raises:
-        DataError: no level of the dataset is one of the run.
+        DataError: no level of the dataset is one of the run, or a name stands for several classes of the run
+            and no parent tells which.
     """
 
     def __init__(self, declared: Taxonomy, index: LabelIndex, name: str) -> None:
@@ -296,21 +346,51 @@ class Relabel:
         self.unknown: list[str] = []
         self._tables: list[tuple[int, Tensor] | None] = []
         only = len(declared.levels) == len(taxonomy.levels) == 1
-        for level in taxonomy.levels:
+        for position, level in enumerate(taxonomy.levels):
             column = 0 if only else _position(declared.names, level.name)
             if column is None:
                 self._tables.append(None)
                 continue
-            labels = {known: label for label, known in enumerate(level.classes)}
-            classes = declared.levels[column].classes
-            self.unknown += [each for each in classes if each not in labels]
-            table = torch.tensor([*(labels.get(each, UNKNOWN) for each in classes), UNKNOWN])
+            matches = self._matches(declared, column, index, position)
+            for label, found in enumerate(matches):
+                if not found:
+                    self.unknown.append(_path(declared, column, label))
+                elif len(found) > 1:
+                    raise DataError(
+                        f"{name}: {level.name} {declared.levels[column].classes[label]!r} stands for several "
+                        f"classes of the run, {', '.join(level.classes[other] for other in found)}; give the "
+                        "dataset a `taxonomy` with the parents of its classes"
+                    )
+            table = torch.tensor([*(found[0] if found else UNKNOWN for found in matches), UNKNOWN])
             self._tables.append((column, table))
         if not any(self._tables):
             raise DataError(
                 f"{name}: its taxonomic ranks {', '.join(declared.names)} are not those of the run, "
                 f"{', '.join(taxonomy.names)}"
             )
+
+    def _matches(self, declared: Taxonomy, column: int, index: LabelIndex, position: int) -> list[list[int]]:
+        """For each class of a column of the dataset, the classes of a level of the run that it may be.
+
+        They have its name, and no ancestor that is another one than its own. Coarser levels have their tables
+        already.
+        """
+        classes = index.taxonomy.levels[position].classes
+        by_name: dict[str, list[int]] = {}
+        for (_, short_name), label in index.lookup[index.columns[position]].items():
+            for name in {short_name, classes[label]}:
+                by_name.setdefault(name, []).append(label)
+        found = [by_name.get(name, []) for name in declared.levels[column].classes]
+        for high, entry in enumerate(self._tables):
+            if entry is None:
+                continue
+            above, table = entry
+            ancestors = index.taxonomy.ancestors(position, high)
+            for label, ancestor in enumerate(declared.ancestors(column, above)):
+                if ancestor != UNKNOWN:
+                    own = (int(table[ancestor]), UNKNOWN)
+                    found[label] = [other for other in found[label] if ancestors[other] in own]
+        return found
 
     def __call__(self, targets: Tensor) -> Tensor:
         """Labels [..., R] of the run for labels [..., levels of the dataset]; -1 is unknown in both."""
@@ -333,3 +413,12 @@ class Relabel:
 
 def _position(names: Sequence[str], name: str) -> int | None:
     return names.index(name) if name in names else None
+
+
+def _path(taxonomy: Taxonomy, level: int, label: int) -> str:
+    """The names of a class and of its known ancestors, from the coarsest one."""
+    names = [taxonomy.levels[level].classes[label]]
+    while level and (label := taxonomy.parents[level - 1][label]) != UNKNOWN:
+        level -= 1
+        names.insert(0, taxonomy.levels[level].classes[label])
+    return "/".join(names)

@@ -64,6 +64,10 @@ class Listing:
         return self.places[position] if self.places else str(self.root / self.paths[position])
 
 
+ALL_SAMPLES = "all samples, as there is no validation split"
+"""The kind of a `Part` that is the whole dataset."""
+
+
 @dataclass(frozen=True)
 class Part:
     """The files of a dataset that a trained model is to be evaluated on.
@@ -113,7 +117,10 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def by_batch(self) -> ByBatch | None:
-        """Leaves the normalisation to the batch; None where a step follows it, or it is not known."""
+        """Reads unnormalised pixels and normalises while collating.
+
+        None if the transform erases after normalisation, or is not a `Pipeline`.
+        """
         transform = self.transform
         if not isinstance(transform, Pipeline) or transform.erasing is not None:
             return None
@@ -128,7 +135,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 class ByBatch:
     """Makes the batches of `collate_pairs`, bit for bit, but writes normalised images into place.
 
-    That spares a float copy of each image, which costs as much as cropping it; see `benchmarks/loader.py`.
+    That spares a float copy of each image.
 
     Attributes:
         read: gives pixels, uint8 [C, height, width], and labels [R] of a sample.
@@ -189,7 +196,7 @@ def build_files(
             listing = without_damaged(listing, on_main, report)
         if not listing.paths:
             raise DataError(f"{listing.source}: no sample for {split}")
-        targets = _encode(listing, index)
+        targets = _encode_known(listing, index)
         if split == "training":
             _report_empty_classes(targets, index.taxonomy, report)
         datasets.append(ImageFiles(listing.root, listing.paths, targets, channels, transform))
@@ -250,13 +257,17 @@ def encode(listing: Listing, index: LabelIndex) -> tuple[Tensor, dict[str, list[
 
 def name_unknown(unknown: Mapping[str, Sequence[int]], listing: Listing) -> tuple[str, str]:
     """The number of unknown classes, and the first few with the place of their first sample."""
-    count = f"{len(unknown)} class{'es' if len(unknown) > 1 else ''}"
+    count = counted(len(unknown), "class")
     places = {name: listing.place(positions[0]) for name, positions in unknown.items()}
     return count, several([f"{name} (first in {place})" for name, place in places.items()])
 
 
-def _encode(listing: Listing, index: LabelIndex) -> Tensor:
-    """Targets [N, R] of a listing."""
+def _encode_known(listing: Listing, index: LabelIndex) -> Tensor:
+    """Targets [N, R] of a listing of which the index has all classes.
+
+    Raises:
+        DataError: it lacks some; names them.
+    """
     targets, unknown = encode(listing, index)
     if unknown:
         count, named = name_unknown(unknown, listing)
@@ -291,8 +302,7 @@ def _leave_out(listing: Listing, damaged: dict[int, str], report: list[str]) -> 
     named = several([f"{listing.paths[i]} ({reason})" for i, reason in damaged.items()])
     if len(damaged) == num_files:
         raise DataError(f"{listing.source}: none of the {num_files} images can be read: {named}")
-    noun = "image" if len(damaged) == 1 else "images"
-    report.append(f"{listing.source}: {len(damaged)} damaged {noun} left out: {named}")
+    report.append(f"{listing.source}: {counted(len(damaged), 'damaged image')} left out: {named}")
     return listing.take([i for i in range(num_files) if i not in damaged])
 
 

@@ -6,6 +6,7 @@ decoders of torchvision are deprecated since 0.29.
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from linnaeus.errors import DataError
+from linnaeus.errors import DataError, first_line
 
 _ORIENTATION = 0x0112
 _MODES = {1: "L", 3: "RGB"}
@@ -50,8 +51,16 @@ def load_image(path: str | Path, channels: int) -> Tensor:
 
 def decode(path: str | Path, channels: int) -> Tensor:
     """What `load_image` returns; it raises whatever Pillow does, which `why_unreadable` puts into words."""
-    with Image.open(path) as image:
+    with _opened(path) as image:
         return to_tensor(image, channels)
+
+
+def _opened(path: str | Path) -> Image.Image:
+    """Pillow's `Image.open`, without waiting for a pipe or a device to say something."""
+    mode = Path(path).stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError("it is a pipe, a socket or a device, and no file")
+    return Image.open(path)
 
 
 def to_tensor(image: Image.Image, channels: int) -> Tensor:
@@ -69,7 +78,7 @@ def find_damage(path: str | Path) -> str | None:
     The whole file is decoded, as a truncated image is damaged only at its end.
     """
     try:
-        with Image.open(path) as image:
+        with _opened(path) as image:
             if image.format == "JPEG":
                 # At an eighth of the size, in grey: this reads all compressed data, with little arithmetic.
                 image.draft("L", (1, 1))
@@ -96,9 +105,9 @@ def _converted(image: Image.Image, mode: str) -> Image.Image:
 def _to_grey(image: Image.Image) -> Image.Image:
     """8-bit grey of an image with 16 or 32 bits per pixel, which Pillow would clip instead of scaling it.
 
-    Integers are those of 16 bits, or of 31 where one is larger. Floating-point values are fractions where
-    none is above 1, else those of 8 bits where none is above 255, else those of 16 bits. NaN and negative
-    values are black.
+    The scale is chosen for each image. Integer values are read as 16-bit, or as 31-bit if any exceeds 65535.
+    Floating-point values are read as fractions if none exceeds 1, else as 8-bit if none exceeds 255, else as
+    16-bit. NaN, infinity and negative values become black.
     """
     if image.mode == "F":
         values = np.nan_to_num(np.asarray(image), nan=0.0, posinf=0.0, neginf=0.0)
@@ -128,4 +137,6 @@ def why_unreadable(error: Exception) -> str:
         return "no permission to read it"
     if isinstance(error, UnidentifiedImageError):
         return "not an image, or damaged at its start"
-    return str(error).rstrip(".") or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror  # without its number
+    return first_line(error)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from difflib import get_close_matches
 from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
 from linnaeus.data.endings import EXTENSIONS
-from linnaeus.data.files import Listing, Part, build_files, hold_out, several
+from linnaeus.data.files import ALL_SAMPLES, Listing, Part, build_files, hold_out, several
 from linnaeus.data.taxonomy import LabelIndex, Lineage, index_labels, require_classes
 from linnaeus.errors import ConfigError, DataError
 
@@ -42,7 +43,9 @@ def build_imagefolder(config: DataConfig, on_main: OnMain) -> DataBundle:
             f"{train_folder}"
         )
     index = _index(train, dataset.RANKS, inat)
-    remedy = "leave it out with DATA.DATASET.RANKS" if inat else "leave out that level of folders"
+    remedy = "add the folders of other classes"
+    if len(index.taxonomy.levels) > 1:
+        remedy = "leave it out with DATA.DATASET.RANKS" if inat else "leave out that level of folders"
     require_classes(index.taxonomy, str(train_folder), remedy)
     return build_files(train, val, index, config, on_main)
 
@@ -68,12 +71,20 @@ def evaluated_folder(dataset: DatasetConfig, *, is_own: bool) -> Part:
     listing, inat = _read(folder, dataset)
     names = INAT_RANKS if inat else None
     if not is_own:
-        whole = f"{folder}: no validation split, so all of it is evaluated"
-        return Part(listing, names, "all samples", (whole,))
+        return Part(listing, names, ALL_SAMPLES)
     report: list[str] = []
     _, held_out = hold_out(listing, dataset.VAL_FRACTION, report)
     index = _index(listing, dataset.RANKS, inat)
     return Part(held_out, names, "samples held out of training", tuple(report), index)
+
+
+def example_folder(dataset: DatasetConfig) -> Path:
+    """A folder with images of a run's dataset: of validation where there is one, else of training.
+
+    Raises:
+        ConfigError, DataError: there is none.
+    """
+    return _evaluation_split(dataset, is_own=True) or _split_folders(dataset)[0]
 
 
 def _evaluation_split(dataset: DatasetConfig, is_own: bool) -> Path | None:
@@ -85,7 +96,7 @@ def _evaluation_split(dataset: DatasetConfig, is_own: bool) -> Path | None:
     if dataset.VAL is not None:
         folder = root / dataset.VAL
         if not folder.is_dir():
-            raise DataError(f"DATA.DATASET.VAL: there is no folder {folder}")
+            raise DataError(f"DATA.DATASET.VAL: there is no folder {folder}{_folders_like(folder)}")
         return folder
     names = _VAL_NAMES if is_own else (*_VAL_NAMES, "test")
     has_splits = _are_splits(subfolders) or (not is_own and bool(subfolders) and subfolders <= _SPLIT_NAMES)
@@ -123,7 +134,7 @@ def _split_folders(dataset: DatasetConfig) -> tuple[Path, Path | None]:
         val = next((root / name for name in _VAL_NAMES if name in subfolders and root / name != train), None)
     for key, folder in (("TRAIN", train), ("VAL", val)):
         if folder is not None and not folder.is_dir():
-            raise DataError(f"DATA.DATASET.{key}: there is no folder {folder}")
+            raise DataError(f"DATA.DATASET.{key}: there is no folder {folder}{_folders_like(folder)}")
     return train, val
 
 
@@ -136,9 +147,27 @@ def _are_splits(subfolders: set[str]) -> bool:
 
 def _subfolders(root: Path) -> set[str]:
     try:
-        return {entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")}
+        return {
+            entry.name
+            for entry in os.scandir(root)
+            if _kind(entry) == "folder" and not entry.name.startswith(".")
+        }
     except OSError as error:
-        raise DataError(f"DATA.DATASET.ROOT: cannot read folder {root}: {error.strerror}") from error
+        raise DataError(
+            f"DATA.DATASET.ROOT: cannot read folder {root}: {error.strerror}{_folders_like(root)}"
+        ) from error
+
+
+def _folders_like(missing: Path) -> str:
+    """`; did you mean X?` for the folder beside a missing one whose name is most like it."""
+    if missing.exists():
+        return ""
+    try:
+        names = [entry.name for entry in os.scandir(missing.parent) if _kind(entry) == "folder"]
+    except OSError:
+        return ""
+    close = get_close_matches(missing.name, names, 1)
+    return f"; did you mean {missing.parent / close[0]}?" if close else ""
 
 
 def _scan(folder: Path, *, need_all: bool = True) -> list[tuple[tuple[str, ...], str]]:
@@ -160,11 +189,17 @@ def _scan(folder: Path, *, need_all: bool = True) -> list[tuple[tuple[str, ...],
             entries = sorted(os.scandir(path), key=lambda entry: entry.name)
         except OSError as error:
             raise DataError(f"cannot read folder {path}: {error.strerror}") from error
-        entries = [entry for entry in entries if not entry.name.startswith(".")]
-        folders = [entry.name for entry in entries if entry.is_dir()]
-        for entry in entries:
-            if os.path.splitext(entry.name)[1].lower() in EXTENSIONS and not entry.is_dir():  # noqa: PTH122
-                found.append((names, "/".join((*names, entry.name))))
+        kinds = {entry.name: _kind(entry) for entry in entries if not entry.name.startswith(".")}
+        folders = [name for name, kind in kinds.items() if kind == "folder"]
+        for name, kind in kinds.items():
+            if kind == "folder" or os.path.splitext(name)[1].lower() not in EXTENSIONS:  # noqa: PTH122
+                continue
+            if kind == "special":
+                raise DataError(
+                    f"{path / name}: not a file but a pipe, a socket or a device, which cannot be read as an "
+                    "image; remove it"
+                )
+            found.append((names, "/".join((*names, name))))
         for name in folders:
             visit(path / name, (*names, name), above | {real})
         if len(found) == num_before and not folders:
@@ -179,13 +214,31 @@ def _scan(folder: Path, *, need_all: bool = True) -> list[tuple[tuple[str, ...],
     return found
 
 
+def _kind(entry: os.DirEntry[str]) -> str:
+    """`folder`, `file`, or `special` for a pipe, a socket or a device, which would block when it is opened.
+
+    A link that leads nowhere, or to itself, is a file: reading it says why it cannot be.
+    """
+    try:
+        if entry.is_dir():
+            return "folder"
+        if entry.is_file():
+            return "file"
+        entry.stat()  # fails for a link that leads nowhere
+    except OSError:
+        return "file"
+    return "special"
+
+
 def _check_depth(folder: Path, found: list[tuple[tuple[str, ...], str]]) -> None:
     """Check that all images lie in the same number of nested class folders, at least one."""
     depths = Counter(len(names) for names, _ in found)
     usual = depths.most_common(1)[0][0]
     for names, path in found:
         if not names:
-            raise DataError(f"{folder / path}: an image outside of any class folder")
+            raise DataError(
+                f"{folder / path}: an image outside of any class folder; move it into the folder of its class"
+            )
         if len(names) != usual:
             raise DataError(
                 f"{folder.joinpath(*names)}: images {len(names)} folders deep, but {usual} deep elsewhere; "

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.synchronize import Event
@@ -191,6 +191,9 @@ class _Batches(Iterator[Batch]):
         return cast(Batch, batch)
 
 
+_MakeLoader = Callable[[SeededBatches, Sampler[Any], PlannedBatches | None], BatchLoader]
+
+
 @dataclass(frozen=True)
 class Loaders:
     """Training and validation batches of one process. As a context manager it closes both."""
@@ -239,6 +242,42 @@ def build_loaders(
     Raises:
         ConfigError: DATA.SAMPLER needs labels that the dataset does not give.
     """
+    make = _loader_maker(data_config, seed, rank, device, local_world_size)
+    sampler = _training_sampler(bundle, data_config.SAMPLER, seed=seed, rank=rank, world_size=world_size)
+    batches = PlannedBatches(sampler, sizes)
+    train = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
+    val = _val_loader(make, bundle, batch_size_val, seed, rank, world_size)
+    return Loaders(make(train, batches, batches), val)
+
+
+def build_val_loader(
+    bundle: DataBundle,
+    *,
+    batch_size: int,
+    data_config: DataConfig,
+    seed: int,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    local_world_size: int = 1,
+) -> BatchLoader:
+    """The validation batches of `build_loaders` where nothing is trained, and no training data is needed."""
+    make = _loader_maker(data_config, seed, rank, device, local_world_size)
+    return _val_loader(make, bundle, batch_size, seed, rank, world_size)
+
+
+def _val_loader(
+    make: _MakeLoader, bundle: DataBundle, batch_size: int, seed: int, rank: int, world_size: int
+) -> BatchLoader:
+    sampler = ValSampler(dataset_length(bundle.val), rank=rank, world_size=world_size)
+    batches = BatchSampler(cast(Any, sampler), batch_size, drop_last=False)
+    return make(SeededBatches(bundle.val, bundle.collate, seed), cast(Any, batches), None)
+
+
+def _loader_maker(
+    data_config: DataConfig, seed: int, rank: int, device: torch.device, local_world_size: int
+) -> _MakeLoader:
+    """What makes loaders whose worker processes end together; arguments as for `build_loaders`."""
     workers = num_workers(data_config, local_world_size)
     if rank == 0 and workers * local_world_size > max(num_cores(), local_world_size):
         processes = f"{local_world_size} processes" if local_world_size > 1 else "one process"
@@ -249,8 +288,8 @@ def build_loaders(
         )  # fmt: skip
     closing = multiprocessing.get_context().Event()
 
-    def loader(dataset: SeededBatches, batches: Sampler[Any]) -> DataLoader[Any]:
-        return _Loader(
+    def make(dataset: SeededBatches, batches: Sampler[Any], planned: PlannedBatches | None) -> BatchLoader:
+        loader = _Loader(
             dataset,
             batch_sampler=batches,
             collate_fn=_already_collated,
@@ -263,19 +302,12 @@ def build_loaders(
             generator=torch.Generator().manual_seed(seed),
         )
 
-    sampler = _training_sampler(bundle, data_config.SAMPLER, seed=seed, rank=rank, world_size=world_size)
-    batches = PlannedBatches(sampler, sizes)
-    val_sampler = ValSampler(dataset_length(bundle.val), rank=rank, world_size=world_size)
-    val_batches = BatchSampler(cast(Any, val_sampler), batch_size_val, drop_last=False)
-    train = SeededBatches(bundle.train, bundle.collate, seed, bundle.mixing, mixed_epochs)
-    val = SeededBatches(bundle.val, bundle.collate, seed)
-    loaders = Loaders(
-        BatchLoader(loader(train, batches), closing, batches),
-        BatchLoader(loader(val, cast(Any, val_batches)), closing),
-    )
-    # At the latest when the interpreter ends: it then sends SIGTERM to the worker processes, and waits.
-    weakref.finalize(loaders, closing.set)
-    return loaders
+        batch_loader = BatchLoader(loader, closing, planned)
+        # At the latest when the interpreter ends: it then sends SIGTERM to the worker processes, and waits.
+        weakref.finalize(batch_loader, closing.set)
+        return batch_loader
+
+    return make
 
 
 def _training_sampler(

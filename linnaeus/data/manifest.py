@@ -11,7 +11,7 @@ from pathlib import Path
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, OnMain
-from linnaeus.data.files import Listing, Part, build_files, hold_out, several
+from linnaeus.data.files import ALL_SAMPLES, Listing, Part, build_files, hold_out, several
 from linnaeus.data.taxonomy import LabelIndex, index_labels, require_classes, shared_names
 from linnaeus.errors import ConfigError, DataError
 
@@ -61,28 +61,34 @@ def evaluated_manifest(dataset: DatasetConfig, level_names: Sequence[str | None]
     Raises:
         ConfigError, DataError: as for `build_manifest`; or no column has labels of the run.
     """
-    if dataset.VAL is not None:
-        path: Path | None = Path(dataset.ROOT or "").expanduser() / Path(dataset.VAL).expanduser()
-        train_path = None
-    else:
-        train_path, path = _manifest_paths(dataset)
-    if path is None and is_own and train_path is not None:
-        table = _read(train_path)
-        image, levels, _ = _columns(table, dataset)
-        train, index = _training(table, image, levels, dataset)
-        report: list[str] = []
-        _, held_out = hold_out(train, dataset.VAL_FRACTION, report)
-        return Part(held_out, tuple(levels), "samples held out of training", tuple(report), index)
-    kind, report = "validation split", []
-    if path is None:
-        assert train_path is not None  # `_manifest_paths` gives one
-        path, kind = train_path, "all samples"
-        report = [f"{path}: no validation split, so all of it is evaluated"]
+    if dataset.VAL is not None:  # the training manifest need not be there, or be named
+        val_path = Path(dataset.ROOT or "").expanduser() / Path(dataset.VAL).expanduser()
+        return _whole_manifest(val_path, "validation split", dataset, level_names)
+    train_path, found_path = _manifest_paths(dataset)
+    if found_path is not None:
+        return _whole_manifest(found_path, "validation split", dataset, level_names)
+    if is_own:
+        return _held_out_part(train_path, dataset)
+    return _whole_manifest(train_path, ALL_SAMPLES, dataset, level_names)
+
+
+def _held_out_part(path: Path, dataset: DatasetConfig) -> Part:
+    """The samples that a run has held out of its training manifest."""
+    table = _read(path)
+    image, levels, _ = _columns(table, dataset)
+    train, index = _training(table, image, levels, dataset)
+    report: list[str] = []
+    _, held_out = hold_out(train, dataset.VAL_FRACTION, report)
+    return Part(held_out, tuple(levels), "samples held out of training", tuple(report), index)
+
+
+def _whole_manifest(path: Path, kind: str, dataset: DatasetConfig, level_names: Sequence[str | None]) -> Part:
+    """All samples of a manifest, with those of the run's levels that it has."""
     table = _read(path)
     _require(table, [dataset.IMAGE_COLUMN], "DATA.DATASET.IMAGE_COLUMN")
     columns = _columns_of_levels(table, dataset, level_names)
     listing = _listing(table, dataset.IMAGE_COLUMN, list(columns.values()), dataset)
-    return Part(listing, tuple(columns), kind, tuple(report))
+    return Part(listing, tuple(columns), kind)
 
 
 def _columns_of_levels(

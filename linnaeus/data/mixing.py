@@ -76,7 +76,7 @@ class Mixing:
         """Copies of a batch of images that mixing holds beside it."""
         return 0 if self.in_place else 1
 
-    def softly(self, collate: Callable[[list[Any]], Batch]) -> Callable[[list[Any]], Batch]:
+    def soft_collate(self, collate: Callable[[list[Any]], Batch]) -> Callable[[list[Any]], Batch]:
         """A collate function whose batches are softened."""
         return lambda samples: self.soften(collate(samples))
 
@@ -87,8 +87,8 @@ class Mixing:
     def mix(self, batch: Batch) -> Batch:
         """Mix what `soften` returned; a batch of one sample stays as it is.
 
-        torchvision draws the parts and rectangles. Its own kernels would hold two more batches of images and
-        take three to five times as long, most of it for fresh memory; see `benchmarks/loader.py`.
+        torchvision draws the parts and rectangles. Its own kernels would hold two more batches of images, and
+        fresh memory takes time.
         """
         images, targets = batch
         if len(targets) == 1:

@@ -78,6 +78,17 @@ class Taxonomy:
         """Number of classes of each level, coarse to fine."""
         return {level.name: len(level.classes) for level in self.levels}
 
+    def ancestors(self, low: int, high: int) -> tuple[int, ...]:
+        """For each class of level `low`, the label of its ancestor in level `high`, or `UNKNOWN`."""
+        labels = range(len(self.levels[low].classes))
+        if low <= high:
+            return (UNKNOWN,) * len(labels)
+        found = list(labels)
+        for depth in range(low, high, -1):
+            row = self.parents[depth - 1]
+            found = [row[label] if label != UNKNOWN else UNKNOWN for label in found]
+        return tuple(found)
+
 
 class UnknownClassError(LookupError):
     """A class without a training sample; its only argument is the path to the class."""
@@ -165,19 +176,8 @@ class LabelIndex:
         position = {name: column for column, name in enumerate(self.taxonomy.names)}
         columns = tuple(position[name] for name in names)
         levels = tuple(self.taxonomy.levels[column] for column in columns)
-        parents = tuple(self._ancestors(low, high) for high, low in pairwise(columns))
+        parents = tuple(self.taxonomy.ancestors(low, high) for high, low in pairwise(columns))
         return LabelIndex(Taxonomy(levels, parents), self.lookup, columns)
-
-    def _ancestors(self, low: int, high: int) -> tuple[int, ...]:
-        """For each class of level `low`, its ancestor in level `high`."""
-        labels = range(len(self.taxonomy.levels[low].classes))
-        if low <= high:
-            return (UNKNOWN,) * len(labels)
-        found = list(labels)
-        for depth in range(low, high, -1):
-            row = self.taxonomy.parents[depth - 1]
-            found = [row[label] if label != UNKNOWN else UNKNOWN for label in found]
-        return tuple(found)
 
 
 def index_labels(level_names: Sequence[str], lineages: Iterable[Lineage]) -> LabelIndex:

@@ -66,12 +66,15 @@ class Normalise(nn.Module):
         self.std = torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
 
     def forward(self, image: Tensor) -> Tensor:
-        """uint8 [C, height, width] to float32 of the same shape."""
+        """uint8, or fractions in [0, 1], [C, height, width] to float32 of the same shape."""
         return self.write(image, torch.empty(image.shape, dtype=torch.float32))
 
     def write(self, image: Tensor, result: Tensor) -> Tensor:
         """Write what `forward` returns into a tensor."""
-        return result.copy_(image).mul_(1 / 255).sub_(self.mean).div_(self.std)
+        result.copy_(image)
+        if not image.is_floating_point():
+            result.mul_(1 / 255)
+        return result.sub_(self.mean).div_(self.std)
 
 
 class Pipeline(nn.Module):
@@ -100,8 +103,7 @@ class Pipeline(nn.Module):
 class ThroughPillow(nn.Module):
     """Applies a transform to a tensor as to a Pillow image.
 
-    torchvision's automatic policies take less than half the time on Pillow images, conversions included; see
-    `benchmarks/loader.py`.
+    torchvision's automatic policies are faster on Pillow images than on tensors, conversions included.
 
     Args:
         transform: Pillow image to Pillow image.

@@ -16,16 +16,25 @@ from linnaeus.config.schema import TrainConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.dist import World
-from linnaeus.errors import CheckpointError, ConfigError, OutOfMemoryError
+from linnaeus.errors import (
+    CheckpointError,
+    ConfigError,
+    LinnaeusError,
+    OutOfMemoryError,
+    first_detail,
+    first_line,
+)
 from linnaeus.inference.tally import LevelCounts, Tally
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.memory.device import failed_allocations
+from linnaeus.memory.oom import is_out_of_memory
 from linnaeus.models.freeze import Freezing
 from linnaeus.training.build import Assembly, build_precision
-from linnaeus.training.losses import build_loss
+from linnaeus.training.losses import build_loss, gives_log_probabilities
 from linnaeus.training.metrics import ClassificationMetrics
-from linnaeus.training.out_of_memory import SizeOrigin, first_line, validation_remedies
+from linnaeus.training.out_of_memory import SizeOrigin, validation_remedies
 from linnaeus.training.step import TrainStep, ValidationStep
+from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.evaluate")
 
@@ -37,12 +46,12 @@ class Outcome:
     Attributes:
         metrics: those that training logs, computed as there; equal on all processes.
         levels: the counts of each level, on rank 0; None on the others.
-        seconds: of the pass over the data.
+        duration_s: of the pass over the data.
     """
 
     metrics: dict[str, float]
     levels: list[LevelCounts] | None
-    seconds: float
+    duration_s: float
 
 
 class EvaluationMetrics:
@@ -97,11 +106,11 @@ def assemble_evaluation(
     try:
         criterion.load_state_dict(dict(trained.criterion_state))
     except RuntimeError as error:
-        reason = str(error).partition("\n")[2].partition("\n")[0].strip()
         raise CheckpointError(
-            f"{trained.checkpoint}: the state of its loss does not fit LOSS: {reason}"
+            f"{trained.checkpoint}: the state of its loss does not fit LOSS: {first_detail(error)}"
         ) from error
-    metrics = EvaluationMetrics(ClassificationMetrics(taxonomy).to(device), Tally(taxonomy))
+    tally = Tally(taxonomy, are_logs=gives_log_probabilities(model))
+    metrics = EvaluationMetrics(ClassificationMetrics(taxonomy).to(device), tally)
     precision = build_precision(config, device)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros((), device=device), requires_grad=False)])
     scaler = torch.amp.GradScaler(device.type, enabled=False)
@@ -120,6 +129,7 @@ def check_takes_size(trained: TrainedRun, preprocessing: Preprocessing) -> None:
 
     Raises:
         ConfigError: it does not.
+        OutOfMemoryError: not even one such image fits into memory.
     """
     if trained.spec.preprocessing is None or trained.spec.preprocessing.size == preprocessing.size:
         return
@@ -129,6 +139,11 @@ def check_takes_size(trained: TrainedRun, preprocessing: Preprocessing) -> None:
         with torch.no_grad():
             trained.model(image)
     except Exception as error:
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(
+                f"DATA.IMG_SIZE: out of memory with a single image of {height}x{width} pixels: "
+                f"{first_line(error)}; choose smaller images"
+            ) from error
         before = "x".join(map(str, trained.spec.preprocessing.size))
         raise ConfigError(
             f"DATA.IMG_SIZE: this model takes no images of {height}x{width} pixels, only those of its "
@@ -157,6 +172,7 @@ def evaluate(
     Raises:
         DataError: a sample cannot be read.
         OutOfMemoryError: a batch does not fit.
+        LinnaeusError: the model's outputs are not finite (on rank 0, which has the counts).
     """
     memory = failed_allocations(world.device)
     step.model.eval()
@@ -178,6 +194,13 @@ def evaluate(
     values = metrics.logged.compute(world)
     assert values is not None  # no process breaks off
     levels = metrics.tally.collect(world)
+    for name, counts in zip(metrics.tally.level_names, levels or (), strict=False):
+        if counts.num_not_finite:
+            raise LinnaeusError(
+                f"the model's outputs for rank {name!r} are not finite, for "
+                f"{counted(counts.num_not_finite, 'sample')}: its weights are not, or its number format "
+                "(TRAIN.AMP) overflows"
+            )
     return Outcome(values, levels, time.perf_counter() - started)
 
 

@@ -33,14 +33,14 @@ class ClassFigures:
     """The classes of one level, each attribute [C], by label.
 
     Attributes:
-        samples: samples of the class.
-        predicted: samples that were taken for it.
-        correct: samples of the class that were taken for it.
+        num_samples: samples of the class.
+        num_predicted: samples that were taken for it.
+        num_correct: samples of the class that were taken for it.
     """
 
-    samples: Tensor
-    predicted: Tensor
-    correct: Tensor
+    num_samples: Tensor
+    num_predicted: Tensor
+    num_correct: Tensor
 
     @classmethod
     def of(cls, counts: LevelCounts) -> ClassFigures:
@@ -60,17 +60,17 @@ class ClassFigures:
     @property
     def recall(self) -> Tensor:
         """Fraction of the samples of a class that were taken for it; NaN without a sample."""
-        return self.correct.double() / self.samples
+        return self.num_correct.double() / self.num_samples
 
     @property
     def precision(self) -> Tensor:
         """Fraction of the samples taken for a class that are of it; NaN where none was."""
-        return self.correct.double() / self.predicted
+        return self.num_correct.double() / self.num_predicted
 
     @property
     def f1(self) -> Tensor:
         """Harmonic mean of precision and recall; NaN where there is neither a sample nor a prediction."""
-        return 2 * self.correct.double() / (self.samples + self.predicted)
+        return 2 * self.num_correct.double() / (self.num_samples + self.num_predicted)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class LevelFigures:
     Attributes:
         level: its name and classes.
         num_samples: samples with a label.
-        num_unknown: samples without one, which are left out.
+        num_unlabelled: samples without one, which are left out.
         top1: fraction of correct predictions.
         macro_recall: mean recall of the classes that have samples, also called macro or balanced accuracy.
         macro_precision, macro_f1: means over the same classes; the precision of a class that was never
@@ -90,12 +90,12 @@ class LevelFigures:
         cross_entropy: mean negative log-probability of the true class.
         bins: [3, 15], float64: samples, mean confidence and accuracy of each bin; NaN in empty ones.
         classes: figures of each class.
-        pairs: the counts of (true, predicted).
+        counts: numbers of (true, predicted).
     """
 
     level: Level
     num_samples: int
-    num_unknown: int
+    num_unlabelled: int
     top1: float | None
     macro_recall: float | None
     macro_precision: float | None
@@ -104,13 +104,13 @@ class LevelFigures:
     cross_entropy: float | None
     bins: Tensor
     classes: ClassFigures
-    pairs: LevelCounts
+    counts: LevelCounts
 
     @classmethod
     def of(cls, level: Level, counts: LevelCounts) -> LevelFigures:
         """The figures of a level from its counts."""
         classes, num_samples = ClassFigures.of(counts), counts.num_samples
-        has_samples = classes.samples > 0
+        has_samples = classes.num_samples > 0
         bins = torch.stack([counts.bins[0], counts.bins[1] / counts.bins[0], counts.bins[2] / counts.bins[0]])
 
         def mean(values: Tensor) -> float | None:
@@ -118,28 +118,29 @@ class LevelFigures:
 
         gaps = (counts.bins[1] - counts.bins[2]).abs().sum()
         return cls(
-            level, num_samples, counts.num_unknown,
-            top1=int(classes.correct.sum()) / num_samples if num_samples else None,
+            level, num_samples, counts.num_unlabelled,
+            top1=int(classes.num_correct.sum()) / num_samples if num_samples else None,
             macro_recall=mean(classes.recall),
             macro_precision=mean(classes.precision),
             macro_f1=mean(classes.f1),
             calibration_error=float(gaps) / num_samples if num_samples else None,
             cross_entropy=counts.cross_entropy / num_samples if num_samples else None,
-            bins=bins, classes=classes, pairs=counts,
+            bins=bins, classes=classes, counts=counts,
         )  # fmt: skip
 
     @property
     def num_classes_with_samples(self) -> int:
         """Classes that the macro figures are means over."""
-        return int((self.classes.samples > 0).sum())
+        return int((self.classes.num_samples > 0).sum())
 
     def confusions(self, limit: int) -> list[Confusion]:
         """The largest confusions, by number of samples, then by share."""
-        count = self.pairs.num_classes
-        true, predicted = self.pairs.pairs // count, self.pairs.pairs % count
+        count = self.counts.num_classes
+        true, predicted = self.counts.pairs // count, self.counts.pairs % count
         wrong = true != predicted
-        true, predicted, numbers = true[wrong], predicted[wrong], self.pairs.counts[wrong]
-        shares = numbers.double() / self.classes.samples[true]
+        true, predicted, numbers = true[wrong], predicted[wrong], self.counts.counts[wrong]
+        shares = numbers.double() / self.classes.num_samples[true]
+        # by number; the share, at most 1, only breaks ties
         order = torch.argsort(numbers.double() + shares / 2, descending=True, stable=True)[:limit].tolist()
         names = self.level.classes
         return [
@@ -150,7 +151,7 @@ class LevelFigures:
         """Labels of the classes with the lowest recall, of those with samples."""
         recall = self.classes.recall.nan_to_num(2.0)
         order = torch.argsort(recall, stable=True)[:limit].tolist()
-        return [label for label in order if self.classes.samples[label] and recall[label] < 1]
+        return [label for label in order if self.classes.num_samples[label] and recall[label] < 1]
 
 
 @dataclass(frozen=True)
@@ -164,13 +165,15 @@ class Distance:
     mistakes, arXiv:1912.09393).
 
     Attributes:
-        mistakes: mean over the mistakes; None without any.
-        samples: mean over all samples, where a correct one is 0.
+        mean_over_mistakes: mean over the mistakes; None without any.
+        mean_over_samples: mean over all samples, where a correct one is 0.
+        num_mistakes: mistakes that are counted.
         num_left_out: mistakes with an unknown ancestor, which are left out of both.
     """
 
-    mistakes: float | None
-    samples: float | None
+    mean_over_mistakes: float | None
+    mean_over_samples: float | None
+    num_mistakes: int
     num_left_out: int
 
 
@@ -191,6 +194,7 @@ def distance_of_mistakes(taxonomy: Taxonomy, finest: LevelCounts) -> Distance | 
     return Distance(
         total / num_mistakes if num_mistakes else None,
         total / num_known if num_known else None,
+        num_mistakes,
         int(counts[~is_known].sum()),
     )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -15,19 +15,28 @@ from torchvision.transforms.v2 import functional
 
 from linnaeus.data.image import decode, to_tensor, why_unreadable
 from linnaeus.data.transforms import Transform
-from linnaeus.errors import DataError
+from linnaeus.errors import DataError, first_line
+from linnaeus.memory.oom import is_out_of_memory
 from linnaeus.models.spec import ModelSpec
 
 ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray[Any, Any] | Tensor"
 """A file, a Pillow image, an array [H, W] or [H, W, C] of uint8, or a tensor [C, H, W] (see `Reader`)."""
 
+_Source = TypeVar("_Source")
 
-def each(images: ImageLike | Iterable[ImageLike]) -> Iterable[ImageLike]:
-    """One image, or those of an iterable; an array or a tensor with a batch dimension is an iterable."""
+
+def as_iterable(images: ImageLike | Iterable[ImageLike]) -> Iterable[ImageLike]:
+    """One image, or those of an iterable; an array or a tensor with a batch dimension is an iterable.
+
+    Raises:
+        TypeError: it is neither.
+    """
     is_batch = isinstance(images, np.ndarray | Tensor) and images.ndim > 3
     if isinstance(images, str | os.PathLike | Image.Image | np.ndarray | Tensor) and not is_batch:
         return [images]
-    return images  # type: ignore[return-value]
+    if not isinstance(images, Iterable):
+        raise TypeError(f"images must be an image or an iterable of images, not {images!r:.100}")
+    return images
 
 
 class Reader:
@@ -48,6 +57,10 @@ class Reader:
         if spec.preprocessing is not None:
             self._transform = spec.preprocessing.transform()
 
+    def __repr__(self) -> str:
+        preprocessing = self._spec.preprocessing
+        return f"Reader({'of tensors as they are' if preprocessing is None else preprocessing})"
+
     @torch.no_grad()
     def __call__(self, image: ImageLike) -> Tensor:
         """The input [C, H, W], float32.
@@ -58,24 +71,30 @@ class Reader:
         """
         if self._transform is None:
             return self._own_input(image)
-        return self._transform(self._pixels(image))
+        pixels = self._pixels(image)
+        try:
+            return self._transform(pixels)
+        except (ValueError, RuntimeError, ZeroDivisionError) as error:  # such as for a single row of pixels
+            if is_out_of_memory(error):
+                raise
+            size = "x".join(map(str, pixels.shape[-2:]))
+            raise DataError(f"{size} pixels cannot be resized and cropped: {first_line(error)}") from error
 
     def _pixels(self, image: ImageLike) -> Tensor:
         """[channels, any, any], uint8 or fractions."""
         assert self._spec.preprocessing is not None
         channels = self._spec.preprocessing.channels
         if isinstance(image, str | os.PathLike):
-            return _of_file(os.fspath(image), channels)
+            return _decoded(decode, os.fspath(image), channels)
         if isinstance(image, np.ndarray):
             image = _of_array(image)
         if isinstance(image, Image.Image):
-            return to_tensor(image, channels)
+            return _decoded(to_tensor, image, channels)
         if isinstance(image, Tensor):
             return _of_tensor(image, channels)
         raise DataError(
-            f"a {type(image).__name__} is no image: give a path, a Pillow image, an array [H, W, C] of "
-            "uint8 or "
-            "a tensor [C, H, W]"
+            f"a {type(image).__name__} is no image: give a path, a Pillow image, an array [H, W, C] of uint8 "
+            "or a tensor [C, H, W]"
         )
 
     def _own_input(self, image: ImageLike) -> Tensor:
@@ -85,18 +104,18 @@ class Reader:
             image = torch.from_numpy(image)
         if not isinstance(image, Tensor):
             raise DataError(
-                "the run's dataset gave tensors, so it is not known how an image file becomes an input "
-                "of its "
-                f"model; in Python, give run.predict tensors {expected} as the dataset made them"
+                "the run's dataset gave tensors, so it is not known how an image file becomes an input of "
+                f"its model; in Python, give run.predict tensors {expected} as the dataset made them"
             )
         if None not in shape and tuple(image.shape) != shape:
             raise DataError(f"a tensor {list(image.shape)} is no input of the model, which takes {expected}")
         return image.float()
 
 
-def _of_file(path: str, channels: int) -> Tensor:
+def _decoded(read: Callable[[_Source, int], Tensor], image: _Source, channels: int) -> Tensor:
+    """What `read` gives; Pillow decodes an image that it has opened only now, too."""
     try:
-        return decode(path, channels)
+        return read(image, channels)
     except MemoryError:
         raise
     except Exception as error:  # on damaged data, Pillow raises many types
@@ -109,9 +128,8 @@ def _of_array(array: np.ndarray[Any, Any]) -> Image.Image:
     is_image = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
     if not is_image or not array.size or array.dtype != np.uint8:
         raise DataError(
-            f"an array {list(array.shape)} of {array.dtype} is no image: give [H, W] or [H, W, C] of "
-            "uint8 with "
-            "1, 3 or 4 channels; other values fit into a tensor [C, H, W] of fractions"
+            f"an array {list(array.shape)} of {array.dtype} is no image: give [H, W] or [H, W, C] of uint8 "
+            "with 1, 3 or 4 channels; other values fit into a tensor [C, H, W] of fractions"
         )
     return Image.fromarray(array)
 
@@ -122,9 +140,8 @@ def _of_tensor(tensor: Tensor, channels: int) -> Tensor:
     if tensor.is_floating_point():
         if not bool(((tensor >= 0) & (tensor <= 1)).all()):
             raise DataError(
-                "a tensor of floating-point numbers must hold fractions in [0, 1]: it is normalised "
-                "here, as the run's "
-                "own images are"
+                "a tensor of floating-point numbers must hold fractions in [0, 1]: it is normalised here, as "
+                "the run's own images are"
             )
         tensor = tensor.float()
     elif tensor.dtype != torch.uint8:

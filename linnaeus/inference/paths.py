@@ -11,6 +11,7 @@ from linnaeus.data.endings import EXTENSIONS
 
 STDIN = "-"
 """The word for a list of paths on standard input, one per line."""
+_LISTED_EXTENSIONS = ", ".join(sorted(EXTENSIONS))
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ def walk(words: Iterable[str], lines: Iterable[str] = ()) -> Iterator[str | Unre
     """The paths that words name, in the order of the words.
 
     Folders are walked by ascending name, files before folders, hidden ones left out; of a folder, only files
-    with the ending of an image count. Beside the folders above it, the names of one folder are held at a
-    time.
+    with the ending of an image count. What a pattern matches comes in ascending order of its parts. Beside
+    the folders above it, the names of one folder are held at a time, and all that a pattern matches.
 
     Args:
         words: files, folders, patterns with `*`, `?`, `[...]` or `**`, and `-`.
@@ -45,25 +46,36 @@ def walk(words: Iterable[str], lines: Iterable[str] = ()) -> Iterator[str | Unre
         elif os.path.lexists(word) or not glob.has_magic(word):
             yield from _below(word)
         else:
-            for path in glob.iglob(word, recursive=True):  # noqa: PTH207 (that one sorts nothing either)
-                yield from _below(path, is_part_of_pattern="**" in word)
+            yield from _matching(word)
 
 
 def problem_of(word: str) -> str | None:
     """Why a word names no image, or None. It looks no further than the first image, and reads none."""
+    is_pattern = glob.has_magic(word) and not os.path.lexists(word)
+    if not is_pattern and word != STDIN and not os.path.lexists(word):
+        return "there is no such file or folder"
     if word == STDIN or next(walk([word]), None) is not None:
-        is_there = word == STDIN or os.path.lexists(word) or glob.has_magic(word)
-        return None if is_there else "there is no such file or folder"
-    if glob.has_magic(word) and not os.path.lexists(word):
-        return "no file matches"
-    return f"no image in it or below (looked for {', '.join(sorted(EXTENSIONS))})"
+        return None
+    return "no file matches" if is_pattern else f"no image in it or below (looked for {_LISTED_EXTENSIONS})"
 
 
-def _below(path: str, *, is_part_of_pattern: bool = False) -> Iterator[str | Unreadable]:
-    if not os.path.isdir(path):  # noqa: PTH112 (hot path)
-        yield path
-    elif not is_part_of_pattern:  # `**` names what is below the folder by itself
+def _matching(pattern: str) -> Iterator[str | Unreadable]:
+    """What a pattern matches. What lies in a folder that matches comes with the folder, and not once more."""
+    walked: str | None = None
+    matches = glob.iglob(pattern, recursive=True)  # noqa: PTH207 (that one sorts nothing either)
+    for path in sorted(matches, key=lambda path: path.replace(os.sep, "\0")):
+        if walked is not None and path.startswith(walked):
+            continue
+        if os.path.isdir(path):  # noqa: PTH112 (hot path)
+            walked = os.path.join(path, "")  # noqa: PTH118
+        yield from _below(path)
+
+
+def _below(path: str) -> Iterator[str | Unreadable]:
+    if os.path.isdir(path):  # noqa: PTH112 (hot path)
         yield from _walk_folder(path, frozenset())
+    else:
+        yield path
 
 
 def _walk_folder(folder: str, above: frozenset[str]) -> Iterator[str | Unreadable]:
@@ -91,8 +103,15 @@ def _entries(folder: str) -> tuple[list[str], list[str]]:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir():
+            if _is_folder(entry):
                 folders.append(entry.name)
             elif os.path.splitext(entry.name)[1].lower() in EXTENSIONS:  # noqa: PTH122
                 files.append(entry.name)
     return files, folders
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # such as a symbolic link to itself, which is reported when it is read
+        return False

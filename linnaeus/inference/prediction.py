@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import LinnaeusError
-from linnaeus.training.losses import logits_per_level
+from linnaeus.training.losses import log_probabilities, logits_per_level
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class ConsistentPath:
 
     Attributes:
         classes: the class of each level, coarse to fine.
-        probability: the product of the probabilities that the levels give these classes.
+        probability: the product of the probabilities that the levels give these classes; with
+            MODEL.HEAD marginal, the probability of the finest class, which includes the ones above it.
         differs: whether some level on its own gives another class more probability.
     """
 
@@ -39,8 +40,8 @@ class Prediction:
 
     Attributes:
         source: the path, or the position of an image that came without one.
-        levels: for each level, coarse to fine, the most probable classes with their probabilities, best
-        first.
+        levels: for each level, coarse to fine, the most probable classes with their probabilities, the best
+            one first.
         path: the most probable consistent path; None where it was not asked for.
     """
 
@@ -62,9 +63,10 @@ class Prediction:
         content: dict[str, Any] = {"path": self.source, "levels": levels}
         if self.path is not None:
             content["consistent"] = {
-                "classes": self.path.classes, "probability": self.path.probability,
+                "classes": self.path.classes,
+                "probability": self.path.probability,
                 "differs": self.path.differs,
-            }  # fmt: skip
+            }
         return content
 
 
@@ -104,11 +106,13 @@ class Interpreter(nn.Module):
         taxonomy: levels, classes and parents.
         top: number of classes of each level; a level with fewer gives all.
         path: whether to look for the most probable consistent path.
+        are_logs: whether outputs are log-probabilities, each the sum of those below it, and not logits.
     """
 
-    def __init__(self, taxonomy: Taxonomy, *, top: int, path: bool) -> None:
+    def __init__(self, taxonomy: Taxonomy, *, top: int, path: bool, are_logs: bool = False) -> None:
         super().__init__()
         self._taxonomy = taxonomy
+        self._are_logs = are_logs
         self._top = top
         self._path = path
         for level, parents in enumerate(taxonomy.parents, start=1):
@@ -119,13 +123,13 @@ class Interpreter(nn.Module):
         """The best classes of a batch. Level by level and a path at a time, it takes memory for [B, classes].
 
         Args:
-            outputs: of the model, in any supported form; logits, or log-probabilities.
+            outputs: of the model, in any supported form.
 
         Raises:
             ConfigError: the outputs have another form.
             LinnaeusError: they are not finite, or not one for each class.
         """
-        logs = log_probabilities(outputs, self._taxonomy)
+        logs = log_probabilities_per_level(outputs, self._taxonomy, are_logs=self._are_logs)
         best = [log.topk(min(self._top, log.shape[1]), dim=1) for log in logs]
         scores = Scores([found.indices.cpu() for found in best], [found.values.exp().cpu() for found in best])
         if not self._path:
@@ -137,7 +141,8 @@ class Interpreter(nn.Module):
         """Log-probability [B] and labels [B, R] of the best path, found from coarse to fine.
 
         Of each class it keeps the log-probability of the best path that ends there. Nothing is known against
-        a path through an unknown parent, so any class above is taken for it.
+        a path through an unknown parent, so any class above is taken for it. Log-probabilities of a marginal
+        head are of nested events, a species being part of its genus: that of a path is that of its end.
         """
         total = logs[0]
         above: list[Tensor] = []  # for each level after the first, [B, classes]: the label above each class
@@ -146,7 +151,7 @@ class Interpreter(nn.Module):
             best = total.max(dim=1, keepdim=True)
             is_known = parents != UNKNOWN
             parents = torch.where(is_known, parents.clamp(min=0), best.indices)
-            total = log + total.gather(1, parents)
+            total = log if self._are_logs else log + total.gather(1, parents)
             above.append(parents)
         value, label = total.max(dim=1)
         labels = [label]
@@ -201,12 +206,13 @@ class Interpreter(nn.Module):
         ]
 
 
-def log_probabilities(outputs: Any, taxonomy: Taxonomy) -> list[Tensor]:
+def log_probabilities_per_level(outputs: Any, taxonomy: Taxonomy, *, are_logs: bool) -> list[Tensor]:
     """Logarithms of the probabilities [B, classes] of each level, float32.
 
     Args:
-        outputs: of a model: logits, or log-probabilities, which stay what they are.
+        outputs: of a model, in any supported form.
         taxonomy: levels and classes.
+        are_logs: see `linnaeus.training.losses.log_probabilities`.
 
     Raises:
         ConfigError: the outputs have another form.
@@ -219,12 +225,11 @@ def log_probabilities(outputs: Any, taxonomy: Taxonomy) -> list[Tensor]:
                 f"the model gives outputs {list(logits.shape)} for the {len(level.classes)} classes of rank "
                 f"{level.name!r}; [B, {len(level.classes)}] is needed"
             )
-        log = logits.float().log_softmax(dim=1)
+        log = log_probabilities(logits, are_logs=are_logs)
         if bool(log.isnan().any()):
             raise LinnaeusError(
-                f"the model's outputs for rank {level.name!r} are not finite: its weights are not, or "
-                "its number format "
-                "(TRAIN.AMP) overflows"
+                f"the model's outputs for rank {level.name!r} are not finite: its weights are not, or its "
+                "number format (TRAIN.AMP) overflows"
             )
         logs.append(log)
     return logs

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.data.batch import Batch
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.errors import DataError, OutOfMemoryError
+from linnaeus.errors import DataError, OutOfMemoryError, first_line
 from linnaeus.inference.images import ImageLike, Reader
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Interpreter, Prediction, Scores
 from linnaeus.inference.read_ahead import read_ahead
 from linnaeus.memory.oom import is_out_of_memory
+from linnaeus.training.losses import gives_log_probabilities
 from linnaeus.training.step import Precision
 
-FEW = 32
-"""So many images or fewer are one batch: a search would take longer than they do."""
+MAX_UNSEARCHED = 32
+"""Up to this many images form one batch without a search, which would take longer than they do."""
 MAX_BATCH_SIZE = 512
 """Largest batch that is searched for on an accelerator; more samples make it no faster."""
 MAX_BATCH_SIZE_CPU = 64
@@ -62,11 +63,13 @@ class Predictor:
     is_largest: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        interpreter = Interpreter(self.taxonomy, top=self.top, path=self.path)
+        interpreter = Interpreter(
+            self.taxonomy, top=self.top, path=self.path, are_logs=gives_log_probabilities(self.model)
+        )
         self._interpreter = interpreter.to(self.precision.device)
 
     @property
-    def _most(self) -> int:
+    def _max_batch_size(self) -> int:
         return MAX_BATCH_SIZE_CPU if self.precision.device.type == "cpu" else MAX_BATCH_SIZE
 
     def run(self, images: Iterable[ImageLike | Unreadable]) -> Generator[Prediction | Unreadable, None, None]:
@@ -84,7 +87,7 @@ class Predictor:
         images, limit = self._bound(images)
         loaded = read_ahead(
             self._load, enumerate(images), num_workers=self.num_workers,
-            num_ahead=lambda: (self.batch_size or FEW) + 2 * self.num_workers,
+            num_ahead=lambda: (self.batch_size or MAX_UNSEARCHED) + 2 * self.num_workers,
         )  # fmt: skip
         if self.batch_size is None:
             loaded = self._find_size(loaded, limit)
@@ -103,12 +106,12 @@ class Predictor:
         self, images: Iterable[ImageLike | Unreadable]
     ) -> tuple[Iterable[ImageLike | Unreadable], int]:
         """The images, and the largest useful batch: their number, where that is small."""
-        most = self._most
+        most = self._max_batch_size
         if isinstance(images, Sized):
             return images, max(1, min(most, len(images)))
         rest = iter(images)
-        first = list(islice(rest, FEW + 1))
-        return chain(first, rest), max(1, len(first)) if len(first) <= FEW else most
+        first = list(islice(rest, MAX_UNSEARCHED + 1))
+        return chain(first, rest), max(1, len(first)) if len(first) <= MAX_UNSEARCHED else most
 
     def _load(self, item: tuple[int, ImageLike | Unreadable]) -> _Loaded:
         position, image = item
@@ -117,17 +120,12 @@ class Predictor:
             return image.source, image
         try:
             return source, self.reader(image)
-        except DataError as error:
+        except DataError as error:  # any other is a fault of the program, and not of an image
             return source, Unreadable(_shown(source), str(error))
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            # A transform that an odd picture breaks, such as one of a single row of pixels.
-            return source, Unreadable(_shown(source), f"{type(error).__name__}: {error}")
 
     def _find_size(self, loaded: Iterator[_Loaded], limit: int) -> Iterator[_Loaded]:
         """Set the batch size; the search runs on the first image that can be read."""
-        if limit <= FEW:
+        if limit <= MAX_UNSEARCHED:
             self.batch_size = limit
             return loaded
         first: list[_Loaded] = []
@@ -136,8 +134,8 @@ class Predictor:
             if isinstance(item[1], Tensor):
                 self.batch_size = self._search(item[1], limit)
                 break
-            if len(first) == FEW:
-                self.batch_size = FEW  # what is this folder?
+            if len(first) == MAX_UNSEARCHED:
+                self.batch_size = MAX_UNSEARCHED  # no readable image among the first: skip the search
                 break
         return chain(first, loaded)
 
@@ -151,7 +149,7 @@ class Predictor:
             self._forward, make_batch, state=(self.model,), mode="val", device=self.precision.device,
             max_batch_size=limit, tolerance=0.1, group=False,
         )  # fmt: skip
-        self.is_largest = result.batch_size < limit or limit == self._most
+        self.is_largest = result.batch_size < limit or limit == self._max_batch_size
         return result.batch_size
 
     def _is_channels_last(self, batch: Tensor) -> bool:
@@ -187,8 +185,7 @@ class Predictor:
             if len(inputs) == 1:
                 raise OutOfMemoryError(
                     "the model needs more memory than there is, even for one image; free some, or name "
-                    "another device "
-                    f"(--device cpu): {str(error).partition(chr(10))[0]}"
+                    f"another device (--device cpu): {first_line(error)}"
                 ) from error
         gc.collect()  # the traceback held the tensors of the forward pass
         if self.precision.device.type == "cuda":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
+
+from linnaeus.data.loader import num_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -18,8 +19,7 @@ MAX_WORKERS = 8
 
 def default_workers() -> int:
     """As many threads as this process has CPU cores, at most `MAX_WORKERS`."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MAX_WORKERS, cores)
+    return min(MAX_WORKERS, num_cores())
 
 
 def read_ahead(

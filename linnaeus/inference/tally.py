@@ -15,12 +15,13 @@ from torch import Tensor
 
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.dist import World
-from linnaeus.training.losses import logits_per_level
+from linnaeus.training.losses import log_probabilities, logits_per_level
 
 NUM_BINS = 15
 """Bins of equal width over the confidences 0 to 1."""
 HELD_ON_DEVICE = 8192
-"""Samples whose predictions wait on the device, so that few batches wait for the device."""
+"""Samples whose predictions are kept on the device before they are copied to the host, so that few batches
+synchronise."""
 HELD_ON_HOST = 1 << 20
 """Pairs that wait on the host to be counted together."""
 
@@ -35,7 +36,8 @@ class LevelCounts:
         counts: [K], int64: samples of each pair.
         bins: [3, NUM_BINS], float64: samples, sum of confidences and correct ones in each bin of confidence.
         cross_entropy: sum over the samples of the negative log-probability of their class.
-        num_unknown: samples without a label at this level, which count nowhere else.
+        num_unlabelled: samples without a label at this level, which count nowhere else.
+        num_not_finite: samples, with or without a label, whose outputs hold NaN or infinity.
     """
 
     num_classes: int
@@ -43,7 +45,8 @@ class LevelCounts:
     counts: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     bins: Tensor = field(default_factory=lambda: torch.zeros(3, NUM_BINS, dtype=torch.float64))
     cross_entropy: float = 0.0
-    num_unknown: int = 0
+    num_unlabelled: int = 0
+    num_not_finite: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -55,7 +58,8 @@ class LevelCounts:
         self._count(torch.cat([self.pairs, other.pairs]), torch.cat([self.counts, other.counts]))
         self.bins += other.bins
         self.cross_entropy += other.cross_entropy
-        self.num_unknown += other.num_unknown
+        self.num_unlabelled += other.num_unlabelled
+        self.num_not_finite += other.num_not_finite
 
     def _count(self, pairs: Tensor, counts: Tensor) -> None:
         self.pairs, positions = torch.unique(pairs, return_inverse=True)
@@ -67,9 +71,11 @@ class Tally:
 
     Args:
         taxonomy: levels of the labels; None counts nothing.
+        are_logs: whether the model gives log-probabilities, and not logits.
     """
 
-    def __init__(self, taxonomy: Taxonomy | None) -> None:
+    def __init__(self, taxonomy: Taxonomy | None, *, are_logs: bool = False) -> None:
+        self._are_logs = are_logs
         self.level_names: Sequence[str] = () if taxonomy is None else taxonomy.names
         self._num_classes = [] if taxonomy is None else list(taxonomy.num_classes.values())
         self.reset()
@@ -93,7 +99,7 @@ class Tally:
         labels, values = [], []
         for level, logits in enumerate(logits_per_level(outputs, self.level_names)):
             known = targets[:, level].clamp_min(0)
-            log_p = logits.float().log_softmax(dim=1)
+            log_p = log_probabilities(logits, are_logs=self._are_logs)
             predicted = logits.argmax(dim=1)
             chosen = torch.stack([predicted, known], dim=1)
             values.append(log_p.gather(1, chosen))
@@ -113,7 +119,8 @@ class Tally:
         for level, counts in enumerate(self._levels):
             known = targets[:, level] != UNKNOWN
             true, predicted = targets[known, level], predictions[known, level]
-            counts.num_unknown += int((~known).sum())
+            counts.num_unlabelled += int((~known).sum())
+            counts.num_not_finite += int(log_p[:, level, 0].isnan().sum())
             counts.cross_entropy -= float(log_p[known, level, 1].sum())
             counts.bins += _binned(log_p[known, level, 0].exp(), true == predicted)
             waiting = self._on_host[level]

@@ -16,16 +16,19 @@ from torch import nn
 
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.dist import resolve_device
-from linnaeus.errors import CheckpointError, ConfigError, DataError
-from linnaeus.inference.images import ImageLike, Reader, each
+from linnaeus.errors import CheckpointError, ConfigError, DataError, first_detail, first_line
+from linnaeus.files import CHECKPOINTS, checkpoint_file
+from linnaeus.inference.images import ImageLike, Reader, as_iterable
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Prediction
 from linnaeus.inference.predictor import Predictor
 from linnaeus.inference.read_ahead import default_workers
 from linnaeus.models.spec import ModelSpec
+from linnaeus.models.weights import saved_weights
 from linnaeus.training.build import AUTOCAST_DTYPES
-from linnaeus.training.checkpoint import CheckpointFolder, load_checkpoint
+from linnaeus.training.checkpoint import load_checkpoint
 from linnaeus.training.step import Precision
+from linnaeus.words import counted
 
 if TYPE_CHECKING:
     from linnaeus.inference.export.run import Exported
@@ -52,7 +55,7 @@ class TrainedRun:
     device: torch.device
     content: Mapping[str, Any]
     criterion_state: Mapping[str, Any]
-    _found: dict[str, int] = field(default_factory=dict, init=False, compare=False)
+    _batch_size_found: int | None = field(default=None, init=False, compare=False)
 
     def __repr__(self) -> str:
         classes = ", ".join(f"{level} ({len(names)} classes)" for level, names in self.classes.items())
@@ -63,6 +66,18 @@ class TrainedRun:
         )
         name = self.spec.node.get("NAME") or self.spec.node.get("_target_")
         return f"TrainedRun({str(self.checkpoint)!r}, {name}{size}, {classes or 'no classes'}, {self.device})"
+
+    @property
+    def description(self) -> str:
+        """Checkpoint, model, input, classes and device, in one sentence."""
+        spec = self.spec
+        name = spec.node.get("NAME") or spec.node.get("_target_")
+        size = ""
+        if spec.img_size is not None:
+            size = f" on {spec.in_chans} x {' x '.join(map(str, spec.img_size))} inputs"
+        ranks = [f"{counted(len(names), 'class')} of {level}" for level, names in self.classes.items()]
+        classes = ", ".join(ranks) or "no classes"
+        return f"{self.checkpoint}: {name}{size}, {classes}, on {self.device}"
 
     @property
     def taxonomy(self) -> Taxonomy | None:
@@ -82,9 +97,21 @@ class TrainedRun:
     @property
     def precision(self) -> Precision:
         """Number format and memory format of the forward pass, those of the run's validation."""
-        amp = self.content.get("config", {}).get("TRAIN", {}).get("AMP", "off")
-        channels_last = self.folder is not None and _is_channels_last(self.folder / "config.yaml")
-        return Precision(self.device, AUTOCAST_DTYPES[amp], channels_last)
+        return Precision(self.device, AUTOCAST_DTYPES[self.amp], self.is_channels_last)
+
+    @property
+    def amp(self) -> str:
+        """The value of TRAIN.AMP."""
+        own: str = self.content.get("config", {}).get("TRAIN", {}).get("AMP", "off")
+        return own
+
+    @property
+    def is_channels_last(self) -> bool:
+        """The value of TRAIN.CHANNELS_LAST, as far as it is known."""
+        if self.folder is not None:
+            return _is_channels_last(self.folder / "config.yaml")
+        own: bool = self.content.get("config", {}).get("TRAIN", {}).get("CHANNELS_LAST", False)
+        return own
 
     def predict(
         self,
@@ -105,6 +132,7 @@ class TrainedRun:
 
         Raises:
             DataError: an image cannot be read, or the run has no classes.
+            TypeError, ValueError: an argument that cannot be used.
             AutoBatchError, OutOfMemoryError: not even one image fits.
         """
         return list(self.stream(images, top=top, path=path, batch_size=batch_size))
@@ -118,14 +146,15 @@ class TrainedRun:
         batch_size: int | None = None,
     ) -> Iterator[Prediction]:
         """What `predict` returns, one by one; of the images about two batches are held at a time."""
-        size = self._found.get("batch_size") if batch_size is None else batch_size
+        size = self._batch_size_found if batch_size is None else batch_size
         predictor = self.predictor(top=top, path=path, batch_size=size)
-        for found in predictor.run(each(images)):
+        for found in predictor.run(as_iterable(images)):
             if isinstance(found, Unreadable):
                 raise DataError(f"{found.source} cannot be predicted: {found.reason}")
             yield found
         if predictor.is_largest and predictor.batch_size is not None:
-            self._found["batch_size"] = predictor.batch_size
+            # Only remembered, so that the class stays frozen for others.
+            object.__setattr__(self, "_batch_size_found", predictor.batch_size)
 
     def export(
         self,
@@ -156,10 +185,14 @@ class TrainedRun:
 
         Raises:
             DataError: the run has no classes.
-            ValueError: `top` or `batch_size` is below 1.
+            TypeError, ValueError: `top` or `batch_size` is no whole number of at least 1.
         """
         for name, value in (("top", top), ("batch_size", batch_size)):
-            if value is not None and value < 1:
+            if value is None and name == "batch_size":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a whole number, not {value!r}")
+            if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         if self.taxonomy is None:
             raise DataError(
@@ -190,13 +223,21 @@ def load_run(
     if Path(path).suffix == ".safetensors":
         return _load_exported(Path(path).expanduser(), target)
     file = find_checkpoint_file(Path(path).expanduser(), checkpoint)
-    content = load_checkpoint(file)
+    try:
+        content = load_checkpoint(file)
+    except CheckpointError as error:
+        if file != Path(path).expanduser():
+            raise
+        raise CheckpointError(
+            f"{error}; what can be loaded is the folder of a run, one of its checkpoints, or a file of "
+            "`linnaeus export --format safetensors`"
+        ) from error
     state = content.pop("state", {})
     spec = _spec(content, file)
     model = spec.build()
     _load_weights(model, state, file)
     folder = file.parent.parent
-    is_run = file.parent.name == "checkpoints" and (folder / "config.yaml").is_file()
+    is_run = file.parent.name == CHECKPOINTS and (folder / "config.yaml").is_file()
     return TrainedRun(
         file, folder if is_run else None, spec, model.to(target).eval(), target, content,
         state.get("criterion", {}),
@@ -216,11 +257,27 @@ def _load_exported(file: Path, device: torch.device) -> TrainedRun:
             f"{file} does not say what its model takes: `linnaeus export --format safetensors` has not "
             "written it"
         )
-    content = {"model_spec": json.loads(metadata["linnaeus"])["spec"]}
+    content = _exported_content(metadata["linnaeus"], file)
     spec = _spec(content, file)
     model = spec.build()
     _load_weights(model, {"model": weights}, file)
     return TrainedRun(file, None, spec, model.to(device).eval(), device, content, {})
+
+
+def _exported_content(text: str, file: Path) -> dict[str, Any]:
+    """The entries of a checkpoint that the description in a safetensors file holds."""
+    try:
+        description = json.loads(text)
+        precision = {"AMP": "off", "CHANNELS_LAST": False} | description.get("precision", {})
+        content = {"model_spec": description["spec"], "config": {"TRAIN": precision}}
+        if precision["AMP"] not in AUTOCAST_DTYPES or not isinstance(precision["CHANNELS_LAST"], bool):
+            raise ValueError(f"precision {precision}")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file}: its entry `linnaeus` is not what `linnaeus export --format safetensors` writes "
+            f"({type(error).__name__}: {first_line(error)})"
+        ) from error
+    return content
 
 
 def _device(name: str) -> torch.device:
@@ -245,21 +302,22 @@ def find_checkpoint_file(path: Path, checkpoint: str | Path = "best") -> Path:
         return path
     if not path.is_dir():
         raise CheckpointError(f"there is no run {path}{_runs_like(path)}")
-    folder = CheckpointFolder(path / "checkpoints")
-    by_name = {"best": [folder.best], "last": [folder.pending, folder.last, folder.previous]}
-    named = [path / "checkpoints" / checkpoint, path / checkpoint, Path(checkpoint).expanduser()]
-    for file in by_name.get(str(checkpoint), named):
-        if file.is_file():
+    if str(checkpoint) in ("best", "last"):
+        named = [checkpoint_file(path, str(checkpoint))]
+    else:
+        named = [path / CHECKPOINTS / checkpoint, path / checkpoint, Path(checkpoint).expanduser()]
+    for file in named:
+        if file is not None and file.is_file():
             return file
-    found = sorted(file.name for file in folder.folder.glob("*.pt"))
+    found = sorted(file.name for file in (path / CHECKPOINTS).glob("*.pt"))
     if not found:
-        raise CheckpointError(f"{path} has no checkpoints; name the folder of a run (with `checkpoints/`)")
+        raise CheckpointError(f"{path} has no checkpoints; name the folder of a run (with `{CHECKPOINTS}/`)")
     raise CheckpointError(f"{path} has no checkpoint {str(checkpoint)!r}; it has {', '.join(found)}")
 
 
 def _runs_like(path: Path) -> str:
     try:
-        names = [entry.name for entry in path.parent.iterdir() if (entry / "checkpoints").is_dir()]
+        names = [entry.name for entry in path.parent.iterdir() if (entry / CHECKPOINTS).is_dir()]
     except OSError:
         return ""
     close = get_close_matches(path.name, names, 1)
@@ -279,15 +337,13 @@ def _spec(content: Mapping[str, Any], file: Path) -> ModelSpec:
 
 
 def _load_weights(model: nn.Module, state: Mapping[str, Any], file: Path) -> None:
-    average = state.get("ema")
-    weights = average["module"] if average else state.get("model")
+    weights = saved_weights(state)
     if not weights:
         raise CheckpointError(f"{file} holds no weights")
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        reason = str(error).partition("\n")[2].partition("\n")[0].strip()
-        raise CheckpointError(f"{file}: its weights do not fit its model: {reason}") from error
+        raise CheckpointError(f"{file}: its weights do not fit its model: {first_detail(error)}") from error
 
 
 def _is_channels_last(config: Path) -> bool:

@@ -16,7 +16,7 @@ from linnaeus.config.schema import ModelConfig
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.models.hierarchical import HierarchicalClassifier
-from linnaeus.models.source import Source, check_weights_exist, find_source, unusable
+from linnaeus.models.source import Source, check_weights_exist, find_source, unusable_weights_error
 from linnaeus.models.weights import (
     SavedWeights,
     load_backbone,
@@ -36,9 +36,8 @@ def build_model(
     in_chans: int | None,
     img_size: tuple[int, int] | None,
     load_weights: bool = True,
-    say: Callable[[str], object] = lambda line: None,
-) -> nn.Module:
-    """Build the network on the CPU.
+) -> tuple[nn.Module, str]:
+    """Build the network on the CPU, and say in one line which weights it has.
 
     Args:
         node: `ModelConfig`, or a `_target_` node. The user's callable is offered `num_classes` (an int for
@@ -48,14 +47,13 @@ def build_model(
         img_size: height and width of the images, in pixels; None where inputs are not images.
         load_weights: whether to load the weights that the node names; without, they are random, and nothing
             is read or downloaded for them.
-        say: gets one line that says which weights the network has.
 
     Raises:
         ConfigError: an unknown model, weights that do not load, or images that the model cannot take.
     """
     if is_target(node):
-        say(f"weights: as {node['_target_']} makes them")
-        return _custom_model(node, taxonomy, in_chans, img_size)
+        model = _custom_model(node, taxonomy, in_chans, img_size)
+        return model, f"weights: as {node['_target_']} makes them"
     if taxonomy is None or in_chans is None or img_size is None:
         raise ConfigError(
             "MODEL: a timm model needs a dataset of images with class labels; "
@@ -67,17 +65,23 @@ def build_model(
     parents = _known_parents(taxonomy) if node.HEAD == "marginal" else None
     model = HierarchicalClassifier(backbone, num_features, num_classes, node.DROP_RATE, parents)
     new = list(taxonomy.num_classes) if saved is None else load_heads(model, saved, taxonomy)
-    heads = f"; new: head{'s' * (len(new) > 1)} of {', '.join(new)}" if new else ""
     if saved is not None:
-        num_tensors = sum(not _is_of(name, new, taxonomy) for name in model.state_dict())
-        note = f" ({saved.note})" if saved.note else ""
-        say(f"weights: {num_tensors} tensors of {saved.path}{note}{heads}")
+        loaded = _file_sentence(saved, model, new, taxonomy)
     elif node.PRETRAINED and load_weights:
-        say(f"weights: {source.origin}{heads}")
+        loaded = source.origin
     else:
         hint = f" ({node.NAME} names weights that only MODEL.PRETRAINED True loads)" if source.has_tag else ""
-        say(f"weights: random{hint}")
-    return model
+        return model, f"weights: random{hint}"
+    is_one = len(new) == 1 or node.HEAD == "marginal"
+    heads = f"; new: head{'' if is_one else 's'} of {', '.join(new)}" if new else ""
+    return model, f"weights: {loaded}{heads}"
+
+
+def _file_sentence(saved: SavedWeights, model: nn.Module, new: list[str], taxonomy: Taxonomy) -> str:
+    """The weights of a file, for people; `new` are the levels whose heads it does not have."""
+    num_tensors = sum(not _belongs_to_head(name, new, taxonomy) for name in model.state_dict())
+    note = f" ({saved.note})" if saved.note else ""
+    return f"{num_tensors} tensors of {saved.path}{note}"
 
 
 def set_gradient_checkpointing(model: nn.Module) -> None:
@@ -170,7 +174,7 @@ def _check_keys(node: ModelConfig) -> None:
 
 def _creator(
     config: ModelConfig, source: Source, in_chans: int, img_size: tuple[int, int]
-) -> Callable[..., nn.Module]:
+) -> partial[nn.Module]:
     arguments: dict[str, Any] = {"drop_path_rate": config.DROP_PATH_RATE} if config.DROP_PATH_RATE else {}
     if source.cfg.get("fixed_input_size"):
         arguments["img_size"] = img_size
@@ -178,12 +182,13 @@ def _creator(
     return partial(timm.create_model, source.name, num_classes=0, in_chans=in_chans, **arguments)
 
 
-def _created(config: ModelConfig, create: Callable[..., nn.Module]) -> nn.Module:
+def _created(config: ModelConfig, create: partial[nn.Module]) -> nn.Module:
     try:
         return create()
     except Exception as error:
-        arguments = getattr(create, "keywords", {})
-        given = {name: value for name, value in arguments.items() if name not in ("num_classes", "in_chans")}
+        given = {
+            name: value for name, value in create.keywords.items() if name not in ("num_classes", "in_chans")
+        }
         raise ConfigError(f"MODEL: timm cannot build {config.NAME!r} with {given}: {error}") from error
 
 
@@ -192,14 +197,16 @@ def _pretrained(source: Source, untrained: nn.Module, create: Callable[..., nn.M
     try:
         backbone = create(pretrained=True)
     except Exception as error:  # of the hub's client, of files, of shapes
-        raise unusable(source, error) from error
+        raise unusable_weights_error(source, error) from error
     missed = missing_tensors(backbone, untrained)
     if missed:
-        raise unusable(source, ValueError(f"{len(missed)} parameters are missing, such as {missed[0]!r}"))
+        raise unusable_weights_error(
+            source, ValueError(f"{len(missed)} parameters are missing, such as {missed[0]!r}")
+        )
     return backbone
 
 
-def _is_of(name: str, levels: list[str], taxonomy: Taxonomy) -> bool:
+def _belongs_to_head(name: str, levels: list[str], taxonomy: Taxonomy) -> bool:
     """Whether a tensor of the model belongs to the head of one of the levels."""
     part, _, rest = name.partition(".")
     index = rest.partition(".")[0]

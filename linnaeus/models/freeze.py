@@ -16,14 +16,14 @@ from linnaeus.models.hierarchical import HierarchicalClassifier
 
 
 class Freezing:
-    """Holds parameters of a model still, until it is lifted.
+    """Freezes parameters of a model, and unfreezes them.
 
-    A module all of whose parameters are held stays in eval mode, with everything inside of it: BatchNorm
-    keeps its statistics, and nothing is dropped. The optimizer decides by `requires_grad` what it holds.
+    A module all of whose parameters are frozen stays in eval mode, with everything inside of it: BatchNorm
+    keeps its statistics, and nothing is dropped. The optimizer takes the parameters that require a gradient.
 
     Args:
-        model: without DistributedDataParallel; it is not changed before `hold`.
-        names: the parameters to hold; those that never train are left out.
+        model: without DistributedDataParallel; it is not changed before `freeze`.
+        names: the parameters to freeze; those that never train are left out.
         unfreeze_epoch: the first epoch, counted from 1, in which all train; None if they never do.
     """
 
@@ -36,40 +36,40 @@ class Freezing:
         )
         self._modules = tuple(_whole_modules(model, self._names)) if self._names else ()
         self._unfreeze_epoch = unfreeze_epoch
-        self.is_held = False
+        self.is_frozen = False
 
-    def hold(self) -> None:
+    def freeze(self) -> None:
         """Freeze the parameters."""
-        self._set(held=bool(self._names))
+        self._set(frozen=bool(self._names))
 
-    def lift(self) -> None:
+    def unfreeze(self) -> None:
         """Let everything train."""
-        self._set(held=False)
+        self._set(frozen=False)
 
     def ends_within(self, num_epochs: int) -> bool:
         """Whether everything trains in the last of so many epochs."""
         return self._unfreeze_epoch is not None and self._unfreeze_epoch <= num_epochs
 
     @contextmanager
-    def lifted(self, *, only_if: bool = True) -> Iterator[None]:
+    def unfrozen(self, *, only_if: bool = True) -> Iterator[None]:
         """Inside the context everything trains, if the condition holds; afterwards all is as before."""
-        if not (self.is_held and only_if):
+        if not (self.is_frozen and only_if):
             yield
             return
-        self.lift()
+        self.unfreeze()
         try:
             yield
         finally:
-            self.hold()
+            self.freeze()
 
     @property
     def keeps_optimizer_state(self) -> bool:
-        """Whether the optimizer holds the frozen parameters too, since they train later."""
+        """Whether the optimizer takes the frozen parameters too, since they train later."""
         return self._unfreeze_epoch is not None
 
     @property
-    def num_values(self) -> int:
-        """Numbers in the parameters to hold."""
+    def num_elements(self) -> int:
+        """Elements of the parameters to freeze."""
         return sum(p.numel() for name, p in self._model.named_parameters() if name in self._names)
 
     @property
@@ -82,21 +82,21 @@ class Freezing:
         until = "" if self._unfreeze_epoch is None else f", until epoch {self._unfreeze_epoch} begins"
         return (
             f"frozen: {len(self._names)} of {len(parameters)} parameters "
-            f"({self.num_values:,} of {total:,} values){until}"
+            f"({self.num_elements:,} of {total:,} values){until}"
         )
 
-    def _set(self, *, held: bool) -> None:
-        self.is_held = held
+    def _set(self, *, frozen: bool) -> None:
+        self.is_frozen = frozen
         for name, parameter in self._model.named_parameters():
             if name in self._names:
-                parameter.requires_grad_(not held)
+                parameter.requires_grad_(not frozen)
         if self._modules and isinstance(self._model, HierarchicalClassifier):
-            self._model.always_eval = self._modules if held else ()
+            self._model.always_eval = self._modules if frozen else ()
             self._model.train(self._model.training)
 
 
 def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> Freezing:
-    """What `MODEL.FREEZE` holds still; nothing is held yet.
+    """What `MODEL.FREEZE` freezes; nothing is frozen yet.
 
     Args:
         node: `ModelConfig`, or a `_target_` node, which has no such key: nothing is frozen.
@@ -104,19 +104,20 @@ def build_freezing(node: Any, model: nn.Module, unfreeze_epoch: int | None) -> F
         unfreeze_epoch: TRAIN.UNFREEZE_EPOCH.
 
     Raises:
-        ConfigError: a pattern matches nothing, everything is frozen, or nothing where it is to be unfrozen.
+        ConfigError: a pattern matches nothing, everything is frozen, or a model of one's own is to be
+            unfrozen.
     """
     patterns = [] if is_target(node) or node.FREEZE in (None, "none") else node.FREEZE
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    if unfreeze_epoch is not None and not patterns:
+    if unfreeze_epoch is not None and is_target(node):
         raise ConfigError(
-            f"TRAIN.UNFREEZE_EPOCH: {unfreeze_epoch}, but nothing is frozen (MODEL.FREEZE none"
-            f"{', and a model of your own has no such key' if is_target(node) else ''}); set it to null"
+            f"TRAIN.UNFREEZE_EPOCH: {unfreeze_epoch}, but nothing is frozen (MODEL.FREEZE none, and a model "
+            "of your own has no such key); set it to null"
         )
     names = [name for name, _ in model.named_parameters()]
     frozen = frozenset(name for pattern in patterns for name in _matching(pattern, names))
     if len(frozen) == len(names):
-        raise ConfigError(f"MODEL.FREEZE: {node.FREEZE!r} holds every parameter; leave at least the heads")
+        raise ConfigError(f"MODEL.FREEZE: {node.FREEZE!r} freezes every parameter; leave at least the heads")
     return Freezing(model, frozen, unfreeze_epoch)
 
 
@@ -127,10 +128,19 @@ def _matching(pattern: str, names: list[str]) -> list[str]:
         return found
     meant = [f"{pattern}.*", f"backbone.{pattern}", f"backbone.{pattern}.*"]
     close = [glob for glob in meant if any(fnmatchcase(name, glob) for name in names)]
+    close = close or difflib.get_close_matches(pattern, _globs(names), n=3)
     close = close or difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
     raise ConfigError(
         f"MODEL.FREEZE: {pattern!r} matches no parameter of the model; did you mean {', '.join(close)}?"
     )
+
+
+def _globs(names: list[str]) -> list[str]:
+    """Patterns for the parameters of each module, by the names of all parameters."""
+    modules = dict.fromkeys(
+        name.rsplit(".", depth)[0] for name in names for depth in range(name.count("."), 0, -1)
+    )
+    return ["backbone", *(f"{module}.*" for module in modules)]
 
 
 def _whole_modules(module: nn.Module, names: frozenset[str], path: str = "") -> Iterator[str]:

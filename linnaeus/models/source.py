@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any
 import timm
 import torch
 
-from linnaeus.errors import ConfigError
+from linnaeus.errors import ConfigError, first_line
 
 PROBE_S = 10.0
 """How long a server may take to answer before it counts as unreachable. A download itself takes as long as it
@@ -121,7 +122,7 @@ def _description(name: str, file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"MODEL.NAME: {name!r} needs a description of the model in {file}, as timm.models.save_for_hf "
-            f"writes it: {str(error).partition(chr(10))[0]}"
+            f"writes it: {first_line(error)}"
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(f"MODEL.NAME: {name!r}: {file} is no description of a model")
@@ -129,7 +130,7 @@ def _description(name: str, file: Path) -> dict[str, Any]:
 
 
 def check_weights_exist(source: Source, cache_dir: str | None = None) -> None:
-    """Check that pretrained weights can be had, before timm tries for minutes.
+    """Check that pretrained weights can be loaded, before timm tries for minutes.
 
     Args:
         source: the model.
@@ -176,9 +177,9 @@ def _check_hub(
             return
         except EntryNotFoundError as error:
             if number == len(filenames):
-                raise _unreachable(f"hub {model}", error, key) from error
+                raise ConfigError(f"{key}: hub {model} has no {' and no '.join(filenames)}") from error
         except Exception as error:  # of the client, and of the network library below it
-            raise _unreachable(f"hub {model}", error, key) from error
+            raise _download_error(f"hub {model}", error, key) from error
 
 
 def _hub_file(place: str, filename: str, key: str) -> Path:
@@ -196,7 +197,7 @@ def _hub_file(place: str, filename: str, key: str) -> Path:
     try:
         return Path(hf_hub_download(model, filename, revision=revision or None))
     except Exception as error:
-        raise _unreachable(f"hub {model}", error, key) from error
+        raise _download_error(f"hub {model}", error, key) from error
 
 
 def _check_url(url: str, cache_dir: str | None) -> None:
@@ -210,18 +211,41 @@ def _check_url(url: str, cache_dir: str | None) -> None:
     except urllib.error.HTTPError:
         pass  # the server answers; some refuse this kind of question
     except OSError as error:
-        raise _unreachable(url, error) from error
+        raise _download_error(url, error) from error
 
 
-def _unreachable(place: str, error: Exception, key: str = "MODEL.PRETRAINED") -> ConfigError:
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return ConfigError(f"{key}: the files of {place} cannot be had ({reason:.200}); {REMEDY}")
+def _download_error(place: str, error: Exception, key: str = "MODEL.PRETRAINED") -> ConfigError:
+    """The error for files that cannot be downloaded."""
+    refusal = _refusal(error)
+    remedy = "" if refusal or isinstance(error, ValueError) else f"; {REMEDY}"  # the name may be no name
+    reason = refusal or first_line(error)
+    return ConfigError(f"{key}: the files of {place} cannot be downloaded ({reason:.200}){remedy}")
 
 
-def unusable(source: Source, error: Exception) -> ConfigError:
+def unusable_weights_error(source: Source, error: Exception) -> ConfigError:
     """The error for pretrained weights that timm could not load."""
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    remedy = f"; {REMEDY}" if _is_of_network(error) else ""
     return ConfigError(
         f"MODEL.PRETRAINED: True, but the weights {source.origin} do not load "
-        f"({type(error).__name__}: {reason:.200}); {REMEDY}"
+        f"({type(error).__name__}: {first_line(error):.200}){remedy}"
+    )
+
+
+def _refusal(error: Exception) -> str | None:
+    """Why a hub that answers does not give a model's files; None for other errors."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    reasons = {
+        GatedRepoError: "access to it has to be asked for on its page; then log in with `hf auth login`",
+        RepositoryNotFoundError: "there is no such model, or it is private: log in with `hf auth login`",
+        RevisionNotFoundError: "the model has no such revision",
+    }
+    return next((reason for kind, reason in reasons.items() if isinstance(error, kind)), None)
+
+
+def _is_of_network(error: BaseException | None) -> bool:
+    """Whether a connection that failed led to the error; clients have exceptions of their own for it."""
+    kinds = (ConnectionError, TimeoutError, socket.gaierror, urllib.error.URLError)
+    return error is not None and (
+        isinstance(error, kinds) or _is_of_network(error.__cause__ or error.__context__)
     )

@@ -33,7 +33,7 @@ class ModelSpec:
     """A model without its weights: how to build it, what it takes and what its outputs mean.
 
     Attributes:
-        node: the MODEL node as plain values, without the place of a model in a folder or on a hub.
+        node: the MODEL node as plain values, without the folder or the hub's name of a model.
         index: the classes and the labels of their names; None where the dataset declared no classes.
         in_chans: channels of an input; None where inputs are not images.
         img_size: height and width of an input, in pixels; None where inputs are not images.
@@ -54,7 +54,7 @@ class ModelSpec:
             node: the MODEL node.
             data: the run's data.
         """
-        plain = dict(node) if is_target(node) else _placeless(dataclasses.asdict(node))
+        plain = dict(node) if is_target(node) else _with_local_architecture(dataclasses.asdict(node))
         index = data.index
         if index is None and data.taxonomy is not None:
             index = LabelIndex.of(data.taxonomy)
@@ -99,10 +99,11 @@ class ModelSpec:
             ConfigError: it cannot be built, such as a user's own module that is not there.
         """
         with preserved_generators():
-            return build_model(
+            model, _ = build_model(
                 self._node_without_weights(), taxonomy=self.taxonomy, in_chans=self.in_chans,
                 img_size=self.img_size,
             )  # fmt: skip
+        return model
 
     def _node_without_weights(self) -> Any:
         if is_target(self.node):
@@ -115,7 +116,7 @@ class ModelSpec:
         )
 
 
-def _placeless(node: dict[str, Any]) -> dict[str, Any]:
+def _with_local_architecture(node: dict[str, Any]) -> dict[str, Any]:
     """The MODEL node with the architecture that a folder or a hub describes, which may not be there later."""
     if ":" not in node["NAME"]:
         return node

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.errors import ConfigError
+from linnaeus.files import checkpoint_file
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.models.marginal import MarginalHead
 
@@ -53,13 +57,11 @@ def read_weights(value: str) -> SavedWeights:
     if not is_checkpoint(content):
         return _split(path, _tensors(path, _unpacked(content)))
     state, progress = content["state"], content["progress"]
-    average = state.get("ema")
-    source = average["module"] if average else state.get("model", {})
     samples = ", within an epoch" if progress.get("samples") else ""
-    note = f"epoch {progress.get('epoch')}{samples}{', EMA' if average else ''}"
+    note = f"epoch {progress.get('epoch')}{samples}{', EMA' if state.get('ema') else ''}"
     levels = content.get("model_spec", {}).get("taxonomy", {}).get("levels")
     classes = None if levels is None else {level["name"]: list(level["classes"]) for level in levels}
-    return _split(path, _tensors(path, source), note, classes)
+    return _split(path, _tensors(path, saved_weights(state)), note, classes)
 
 
 def find_file(value: str) -> Path:
@@ -73,9 +75,9 @@ def find_file(value: str) -> Path:
         return path
     if not path.is_dir():
         raise ConfigError(f"MODEL.WEIGHTS: {value!r} is not a file, nor the folder of a run")
-    for name in ("best.pt", "last.pt"):
-        if (path / "checkpoints" / name).is_file():
-            return path / "checkpoints" / name
+    found = checkpoint_file(path, "best") or checkpoint_file(path, "last")
+    if found is not None:
+        return found
     hint = (
         f"; it holds a model of timm: MODEL.NAME local-dir:{value} MODEL.PRETRAINED True"
         if (path / "config.json").is_file()
@@ -104,6 +106,13 @@ def saved_config(value: str) -> Mapping[str, Any]:
     return nodes if isinstance(nodes, dict) else {}
 
 
+def saved_weights(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The weights to use of a checkpoint's `state`: the average where the run kept one; empty without any."""
+    average = state.get("ema")
+    weights: Mapping[str, Any] = average["module"] if average else state.get("model") or {}
+    return weights
+
+
 def is_checkpoint(content: Any) -> bool:
     """Whether this is the content of a checkpoint of Linnaeus."""
     return (
@@ -120,6 +129,8 @@ def _read(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damage shows in many kinds of exceptions
         reason = str(error).strip().partition("\n")[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch's own text is about its options
+            reason = "not written by torch.save, or it holds more than tensors and plain values"
         raise ConfigError(
             f"MODEL.WEIGHTS: {str(path)!r} cannot be read as tensors ({type(error).__name__}: {reason:.150})"
             "; save a state dict with torch.save or safetensors"
@@ -190,7 +201,8 @@ def load_backbone(
     problem = f"MODEL.WEIGHTS: {str(saved.path)!r} does not load into {name!r}: "
     overlay = {"state_dict": dict(saved.backbone), "source": None, "custom_load": False}
     try:
-        backbone = create(pretrained=True, pretrained_cfg_overlay=overlay)
+        with _quiet_timm():
+            backbone = create(pretrained=True, pretrained_cfg_overlay=overlay)
     except Exception as error:  # timm's filters raise what they meet in files that are not theirs
         raise ConfigError(problem + _misfit(saved.backbone, own, error)) from error
     for cfg in (backbone.pretrained_cfg, backbone.default_cfg):  # or every copy of the model would copy them
@@ -199,6 +211,18 @@ def load_backbone(
     if missed:
         raise ConfigError(problem + _not_in_file(missed, saved.backbone))
     return backbone
+
+
+@contextmanager
+def _quiet_timm() -> Iterator[None]:
+    """Without timm's warning of names that do not fit, of which our own error or line says more."""
+    timm_logger = logging.getLogger("timm")
+    before = timm_logger.level
+    timm_logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        timm_logger.setLevel(before)
 
 
 def missing_tensors(

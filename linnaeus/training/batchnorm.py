@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from linnaeus.dist import World
 
+TOO_FEW_FOR_BATCHNORM = "Expected more than 1 value per channel when training"
+"""What torch says of a micro-batch of one sample, where a feature map has one pixel."""
+
 _STATISTICS = ("running_mean", "running_var")
 
 

@@ -23,7 +23,7 @@ from linnaeus.models.build import batchnorm_kind, build_model, set_gradient_chec
 from linnaeus.models.freeze import Freezing, build_freezing
 from linnaeus.training.class_weights import class_weights
 from linnaeus.training.ema import Ema
-from linnaeus.training.losses import SingleRank, build_loss
+from linnaeus.training.losses import SingleRank, build_loss, gives_log_probabilities
 from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.noise_scale import check_noise_scale
 from linnaeus.training.optim import build_optimizer, peak_values
@@ -54,7 +54,7 @@ def check_loss_takes_outputs(loss_node: Any, model: nn.Module) -> None:
     """
     if is_target(loss_node) or loss_node.NAME != "bce":
         return
-    if getattr(model, "gives_log_probabilities", False):
+    if gives_log_probabilities(model):
         raise ConfigError(
             f"LOSS.NAME: {loss_node.NAME!r} needs logits, but MODEL.HEAD 'marginal' gives log-probabilities; "
             "set LOSS.NAME cross_entropy or focal, or MODEL.HEAD independent"
@@ -112,14 +112,13 @@ def assemble(
         ConfigError: a node that cannot be built.
     """
     device, taxonomy = world.device, data.taxonomy
-    said: list[str] = []
-    model = build_model(
+    model, weights = build_model(
         model_node, taxonomy=taxonomy, in_chans=data.in_chans, img_size=data.img_size,
-        load_weights=load_weights, say=said.append,
+        load_weights=load_weights,
     )  # fmt: skip
     check_loss_takes_outputs(loss_node, model)
     freezing = build_freezing(model_node, model, config.UNFREEZE_EPOCH)
-    freezing.hold()
+    freezing.freeze()
     if config.GRADIENT_CHECKPOINTING:
         set_gradient_checkpointing(model)
     memory_format = torch.channels_last if config.CHANNELS_LAST else torch.preserve_format
@@ -127,7 +126,7 @@ def assemble(
     if config.COMPILE:
         model.compile()
     criterion = _build_criterion(loss_node, data, device)
-    with freezing.lifted(only_if=freezing.keeps_optimizer_state):
+    with freezing.unfrozen(only_if=freezing.keeps_optimizer_state):
         optimizer = build_optimizer(optimizer_node, model)
     ema = Ema(model, config.EMA.DECAY) if config.EMA.ENABLED else None
     metrics = ClassificationMetrics(taxonomy).to(device)
@@ -159,7 +158,7 @@ def assemble(
             update_metrics=metrics.update,
         ),
         freezing=freezing,
-        weights=said[0],
+        weights=weights,
     )
 
 
@@ -170,8 +169,9 @@ def _build_criterion(node: Any, data: DataBundle, device: torch.device) -> nn.Mo
         targets = training_targets(data, f"LOSS.CLASS_WEIGHTS {node.CLASS_WEIGHTS}")
         weights = class_weights(node.CLASS_WEIGHTS, taxonomy, targets)
     criterion = build_loss(node, taxonomy, device, weights).to(device)
-    if isinstance(criterion, SingleRank) and taxonomy is not None and data.mixing is not None:
-        criterion.check_takes_both(len(taxonomy.levels[0].classes), device)
+    if isinstance(criterion, SingleRank) and taxonomy is not None:
+        num_classes = len(taxonomy.levels[0].classes)
+        criterion.check_takes_targets(num_classes, device, mixes=data.mixing is not None)
     return criterion
 
 
@@ -197,7 +197,7 @@ def plan_facts(
         max_micro_batch_size, world_size, num_samples: as in `Facts`.
     """
     learning_rate, weight_decay = peak_values(assembly.optimizer)
-    with assembly.freezing.lifted(only_if=assembly.freezing.ends_within(config.EPOCHS)):
+    with assembly.freezing.unfrozen(only_if=assembly.freezing.ends_within(config.EPOCHS)):
         batchnorm = batchnorm_kind(assembly.model)
         is_kept = "backbone" in getattr(assembly.model, "always_eval", ())  # training cannot forget it
     if batchnorm == "local" and config.SYNC_BATCHNORM and world_size > 1:

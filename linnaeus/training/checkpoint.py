@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import re
 import threading
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from linnaeus import nest
 from linnaeus.dist import World
-from linnaeus.errors import CheckpointError
+from linnaeus.errors import CheckpointError, first_line
 from linnaeus.files import link_or_copy, why_not_written, write_atomically
 from linnaeus.memory.device import empty_cache
 from linnaeus.training.ema import Ema
@@ -90,7 +92,7 @@ class TrainingState:
                     _with_own_values(content, target) if part.name == "optimizer" else content
                 )
             except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-                reason = _misfit(target, content, changes) or str(error).partition("\n")[0]
+                reason = _misfit(target, content, changes) or first_line(error)
                 raise CheckpointError(
                     f"the checkpoint's {part.name} does not fit this configuration: {reason}. {REMEDY}"
                 ) from error
@@ -344,16 +346,27 @@ def load_checkpoint(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # torch reports damage with many kinds of exceptions
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"{path} is damaged or no checkpoint ({type(error).__name__}: {reason})"
-        ) from error
+        raise CheckpointError(f"{path} {_why_not_loaded(path, error)}") from error
     if not isinstance(content, dict) or "progress" not in content:
-        raise CheckpointError(f"{path} is no checkpoint of Linnaeus")
+        is_state = isinstance(content, dict) and any(isinstance(value, Tensor) for value in content.values())
+        what = ": it holds weights alone, with which MODEL.WEIGHTS starts a run" if is_state else ""
+        raise CheckpointError(f"{path} is no checkpoint of Linnaeus{what}")
     problem = next(_problems(content), None)
     if problem is not None:
         raise CheckpointError(f"{path} is no checkpoint that can be used: {problem}")
     return content
+
+
+def _why_not_loaded(path: Path, error: Exception) -> str:
+    """Why a checkpoint cannot be loaded; torch's own messages advise to trust the file."""
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+        return f"cannot be read: {error.strerror}"
+    if not zipfile.is_zipfile(path):
+        return "is damaged or no checkpoint: it is no whole zip archive, as torch writes them"
+    if isinstance(error, pickle.UnpicklingError):
+        return "is damaged or no checkpoint of Linnaeus: it holds more than tensors and plain values"
+    text = "".join(char for char in first_line(error) if char.isprintable())
+    return f"is damaged or no checkpoint ({type(error).__name__}: {text})"
 
 
 def _problems(content: Mapping[str, Any]) -> Iterator[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -81,18 +82,26 @@ def _normalised(weights: Tensor, counts: Tensor, rank: str, source: str) -> Tens
             f"{_KEY}: {source}: the weight of every training sample is 0 at rank {rank!r}; to leave a rank "
             "out, set its weight in LOSS.RANK_WEIGHTS to 0"
         )
-    return weights / mean
+    normalised = weights / mean
+    single = normalised.float()
+    if not single.isfinite().all() or ((weights > 0) & (single == 0)).any():
+        raise ConfigError(
+            f"{_KEY}: {source}: the weights of rank {rank!r} lie too far apart for float32, between "
+            f"{weights.min():g} and {weights.max():g}"
+        )
+    return normalised
 
 
 def _weights_of_file(entries: Iterable[_Entry], taxonomy: Taxonomy) -> list[Tensor]:
     """The weights [C] of each level, float64, 1 where the file has none."""
     weights = [torch.ones(len(level.classes), dtype=torch.float64) for level in taxonomy.levels]
     labels = [{name: label for label, name in enumerate(level.classes)} for level in taxonomy.levels]
+    levels = {name: level for level, name in enumerate(taxonomy.names)}
     seen: dict[tuple[int, int], str] = {}
     for entry in entries:
-        level = _position(entry.rank, taxonomy.names, f"{entry.place}: no taxonomic rank")
-        what = f"{entry.place}: rank {entry.rank!r} has no class"
-        _position(entry.name, taxonomy.levels[level].classes, what, labels[level])
+        _check_name(entry.rank, levels, f"{entry.place}: no taxonomic rank")
+        level = levels[entry.rank]
+        _check_name(entry.name, labels[level], f"{entry.place}: rank {entry.rank!r} has no class")
         label = labels[level][entry.name]
         if (level, label) in seen:
             raise ConfigError(
@@ -104,12 +113,14 @@ def _weights_of_file(entries: Iterable[_Entry], taxonomy: Taxonomy) -> list[Tens
     return weights
 
 
-def _position(name: str, names: Sequence[str], problem: str, positions: dict[str, int] | None = None) -> int:
-    """Position of a name among names, or an error with the closest one."""
-    if name in (names if positions is None else positions):
-        return names.index(name) if positions is None else positions[name]
+def _check_name(name: str, names: Mapping[str, int], problem: str) -> None:
+    """Refuse a name that is not among names, with the closest one."""
+    if name in names:
+        return
     close = get_close_matches(name, names, 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are {len(names)}, such as {names[0]!r}"
+    hint = (
+        f"did you mean {close[0]!r}?" if close else f"there are {len(names)}, such as {next(iter(names))!r}"
+    )
     raise ConfigError(f"{_KEY}: {problem} {name!r}; {hint}")
 
 
@@ -129,7 +140,8 @@ def _number(entry: _Entry) -> float:
 def _read(path: Path) -> list[_Entry]:
     path = path.expanduser()
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig", newline="") as file:  # a quoted name keeps its line breaks
+            text = file.read()
     except OSError as error:
         raise ConfigError(f"{_KEY}: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -142,14 +154,14 @@ def _read(path: Path) -> list[_Entry]:
 
 
 def _read_csv(path: str, text: str) -> list[_Entry]:
-    reader = csv.reader(text.splitlines(), strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if any(row)]
+        rows = [(reader.line_num, row) for row in reader if any(row)]
     except csv.Error as error:
         raise ConfigError(f"{_KEY}: {path}, line {reader.line_num}: broken CSV: {error}") from error
-    if not rows or sorted(rows[0][1]) != sorted(_COLUMNS):
+    header = [name.strip() for name in rows[0][1]] if rows else []
+    if sorted(header) != sorted(_COLUMNS):
         raise ConfigError(f"{_KEY}: {path}, line 1: the columns must be {', '.join(_COLUMNS)}")
-    header = rows[0][1]
     for line, cells in rows[1:]:
         if len(cells) != len(header):
             raise ConfigError(f"{_KEY}: {path}, line {line}: {len(cells)} cells instead of {len(header)}")

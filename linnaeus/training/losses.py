@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from linnaeus.config.instantiate import call_target, is_target
 from linnaeus.data.mixing import one_hot
 from linnaeus.data.taxonomy import UNKNOWN, Taxonomy
-from linnaeus.errors import ConfigError
+from linnaeus.errors import ConfigError, first_line
 
 _LIBRARIES = ("torch", "torchvision", "timm")
 _WITH_CLASS_WEIGHTS = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
@@ -50,6 +51,26 @@ def logits_per_level(outputs: Any, level_names: Sequence[str]) -> tuple[Tensor, 
             f"MODEL: it gives {len(outputs)} outputs for {len(level_names)} ranks {list(level_names)}"
         )
     return tuple(outputs)
+
+
+def gives_log_probabilities(model: nn.Module) -> bool:
+    """Whether a model's outputs are log-probabilities, as with `MarginalHead`, and not logits."""
+    return bool(getattr(model, "gives_log_probabilities", False))
+
+
+def log_probabilities(outputs: Tensor, *, are_logs: bool) -> Tensor:
+    """Logarithms of the probabilities [B, C] of one level, float32.
+
+    >>> outputs = torch.tensor([[0.6, 0.3]]).log()
+    >>> log_probabilities(outputs, are_logs=True).exp(), log_probabilities(outputs, are_logs=False).exp()
+    (tensor([[0.6000, 0.3000]]), tensor([[0.6667, 0.3333]]))
+
+    Args:
+        outputs: of a model, [B, C].
+        are_logs: `gives_log_probabilities` of the model. Its outputs stay what they are: those of a level may
+            add up to less than 1, and a softmax would make them add up to 1.
+    """
+    return outputs.float() if are_logs else outputs.float().log_softmax(dim=1)
 
 
 class TaxonomicLoss(nn.Module):
@@ -166,10 +187,14 @@ class TaxonomicBinaryCrossEntropy(TaxonomicLoss):
         parts = _probabilities(target, logits)
         if class_weights is not None:
             parts = parts * class_weights
-        # 1 for a known label, 0 for an unknown one, between them where a known and an unknown one are mixed.
-        known = parts.sum(dim=1, keepdim=True)
-        binary = smoothed(parts, self.label_smoothing) / known.clamp_min(torch.finfo(known.dtype).tiny)
-        total = functional.binary_cross_entropy_with_logits(logits, binary, weight=known, reduction="sum")
+        # The class weight of a known label, 0 for an unknown one, between them where two samples are mixed.
+        sample_weight = parts.sum(dim=1, keepdim=True)
+        binary = smoothed(parts, self.label_smoothing) / sample_weight.clamp_min(
+            torch.finfo(parts.dtype).tiny
+        )
+        total = functional.binary_cross_entropy_with_logits(
+            logits, binary, weight=sample_weight, reduction="sum"
+        )
         return total / logits.shape[1]
 
 
@@ -244,8 +269,8 @@ class SingleRank(nn.Module):
         return self.loss(logits, targets)  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def check_takes_both(self, num_classes: int, device: torch.device) -> None:
-        """Try the loss on labels, as validation has them, and on probabilities, as mixed batches have them.
+    def check_takes_targets(self, num_classes: int, device: torch.device, *, mixes: bool) -> None:
+        """Try the loss on labels, and with `mixes` also on probabilities, as mixed batches have them.
 
         Raises:
             ConfigError: it cannot take one of them.
@@ -253,14 +278,22 @@ class SingleRank(nn.Module):
         num_samples = 2 if num_classes != 2 else 3  # other than the classes, so that nothing broadcasts
         labels = torch.zeros(num_samples, 1, dtype=torch.int64, device=device)
         logits = torch.zeros(num_samples, num_classes, device=device)
-        for what, targets in (("labels", labels), ("probabilities", one_hot(labels[:, 0], num_classes))):
+        tried = {"labels": labels, "probabilities": one_hot(labels[:, 0], num_classes).float()}
+        for what, targets in tried.items() if mixes else [("labels", labels)]:
             try:
-                self(logits, targets if what == "labels" else targets.float())
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # such as MSELoss's, before the error
+                    self(logits, targets)
             except Exception as error:
+                form = (
+                    "With DATA.AUGMENT.MIXUP or CUTMIX a loss gets probabilities [batch, classes] in "
+                    "training and labels [batch] in validation: choose LOSS.NAME, or set both to 0"
+                    if mixes
+                    else "A loss gets logits [batch, classes] and labels [batch], int64: choose LOSS.NAME"
+                )
                 raise ConfigError(
-                    f"LOSS: {type(self.loss).__name__} does not take {what} of classes. With "
-                    "DATA.AUGMENT.MIXUP or CUTMIX a loss gets probabilities [batch, classes] in training and "
-                    f"labels [batch] in validation: choose LOSS.NAME, or set both to 0 ({_first_line(error)})"
+                    f"LOSS: {type(self.loss).__name__} does not take {what} of classes. {form} "
+                    f"({first_line(error)})"
                 ) from error
 
 
@@ -334,10 +367,6 @@ def _custom_loss(
             f"{level_name!r}"
         )
     return SingleRank(loss, level_name)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _is_of_a_library(loss: nn.Module) -> bool:

@@ -121,13 +121,22 @@ class ClassificationMetrics(nn.Module):
         return consistent.float(), known.float()
 
 
-def headline(metrics: dict[str, float]) -> tuple[str, float]:
+def headline(metrics: dict[str, float], criterion: nn.Module) -> tuple[str, float]:
     """Name and value of the metric that decides which checkpoint is best; larger is better.
 
-    It is top-1 of the finest level, or the negated loss where there are no classes.
+    It is top-1 of the finest level that the loss counts (LOSS.RANK_WEIGHTS), or the negated loss where there
+    are no classes.
+
+    Args:
+        metrics: what `ClassificationMetrics.compute` gave.
+        criterion: the run's loss; one without `level_weights` counts every level.
     """
     top1 = [name for name in metrics if name.startswith("top1/")]
-    return (top1[-1], metrics[top1[-1]]) if top1 else ("-loss", -metrics["loss"])
+    if not top1:
+        return "-loss", -metrics["loss"]
+    weights = getattr(criterion, "level_weights", (1.0,) * len(top1))
+    name = [name for name, weight in zip(top1, weights, strict=True) if weight > 0][-1]
+    return name, metrics[name]
 
 
 class MetricsMemory:

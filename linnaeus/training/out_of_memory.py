@@ -14,7 +14,7 @@ from linnaeus.dist import World
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.memory.host import available_host_bytes
 from linnaeus.memory.process import ProcessLimit, process_limits
-from linnaeus.models.build import has_gradient_checkpointing
+from linnaeus.models.build import batchnorm_kind, has_gradient_checkpointing
 from linnaeus.training.build import Assembly
 from linnaeus.training.state_bytes import StateBytes, state_bytes
 
@@ -28,11 +28,6 @@ _NAMES = {
 
 
 _NOTABLE_BYTES = GIB // 100
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its kind where it has none."""
-    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,8 @@ def train_remedies(
         effective_batch_size: samples of the optimizer step, over all ranks.
         origin: of the size; None if it is not known.
     """
-    if origin is not None and size > 1:
+    smallest = 2 if batchnorm_kind(assembly.model) == "local" else 1  # a single sample has no variance
+    if origin is not None and size > smallest:
         keeps = "keeps the samples of an optimizer step"
         if config.EFFECTIVE_BATCH_SIZE is not None:
             keeps = f" (TRAIN.EFFECTIVE_BATCH_SIZE {keeps})"

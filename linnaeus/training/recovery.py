@@ -11,13 +11,12 @@ from linnaeus.batching.plan import BatchPlan
 from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import TrainConfig
 from linnaeus.dist import World
-from linnaeus.errors import OutOfMemoryError
+from linnaeus.errors import OutOfMemoryError, first_line
 from linnaeus.models.build import batchnorm_kind
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.out_of_memory import (
     SizeOrigin,
-    first_line,
     train_remedies,
     update_remedies,
     validation_remedies,

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 from linnaeus.batching.plan import BatchPlan, OptimizerNode
@@ -13,7 +14,6 @@ from linnaeus.batching.summary import summary_lines
 from linnaeus.config.schema import TrainConfig
 from linnaeus.files import write_text_atomically
 from linnaeus.tracking import Tracker
-from linnaeus.training.metrics import headline
 from linnaeus.training.noise_scale import MEANING
 from linnaeus.training.trainer import FitResult
 
@@ -21,6 +21,14 @@ RESULT = "result.json"
 """Name of the file with the result of a run; a run that failed or was interrupted has none."""
 
 logger = logging.getLogger("linnaeus.run")
+
+
+def report_start(sentences: Iterable[str | None], warnings: Iterable[str]) -> None:
+    """Log what a run starts with: its data, weights and settings, and what it should be warned of."""
+    for sentence in filter(None, sentences):
+        logger.info("%s", sentence)
+    for warning in warnings:
+        logger.warning("warning: %s", warning)
 
 
 def report_plan(plan: BatchPlan, train: TrainConfig, optimizer: OptimizerNode) -> None:
@@ -65,7 +73,7 @@ def save_result(result: FitResult, plan: BatchPlan, path: Path) -> None:
     metrics = {name: value if math.isfinite(value) else None for name, value in result.metrics.items()}
     content = {
         "metrics": metrics,
-        "headline": headline(result.metrics)[0].removeprefix("-"),
+        "headline": result.headline,
         "training_s": round(result.training_s, 3),
         "images_per_s": round(result.images_per_s, 3) or None,  # 0 where no step was left to train
         "batch_size": plan.micro_batch_size,

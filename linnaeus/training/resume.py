@@ -111,7 +111,9 @@ def find_checkpoint(
             _say_starting_fresh(checkpoints.folder.parent, name)
         return None
     changes = [
-        change for change in changes_of(checkpoint.content.get("config", {}), nodes) if not _is_none(change)
+        change
+        for change in changes_of(checkpoint.content.get("config", {}), nodes)
+        if not _changes_nothing(change)
     ]
     check_changes(changes, resume_with)
     checkpoint.changes = [str(change) for change in changes if not _is_fixed(change)]
@@ -142,7 +144,7 @@ def check_changes(changes: Sequence[Change], resume_with: str | None) -> None:
         logger.info("TRAIN.RESUME_WITH %s: %s", resume_with, change)
 
 
-def _is_none(change: Change) -> bool:
+def _changes_nothing(change: Change) -> bool:
     """Whether a difference changes nothing."""
     if change.key in _TAKEN_WHERE_NULL:
         return change.now == repr(None)

@@ -22,12 +22,12 @@ from linnaeus.console import ProgressBar
 from linnaeus.data.batch import Batch
 from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
-from linnaeus.errors import LinnaeusError
+from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.log import MetricsFile
 from linnaeus.memory.device import empty_cache, failed_allocations
 from linnaeus.rng import rng_state
 from linnaeus.tracking import Tracker
-from linnaeus.training.batchnorm import distribute_batchnorm
+from linnaeus.training.batchnorm import TOO_FEW_FOR_BATCHNORM, distribute_batchnorm
 from linnaeus.training.build import Assembly
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.loss_meter import LossMeter
@@ -75,6 +75,7 @@ class FitResult:
         training_s: seconds of training without validation, including those before the run was resumed.
         noise_scale: the gradient noise scale in samples; None where it is not known.
         stop_signal: the signal that has stopped the run, with a checkpoint; 0 where it is complete.
+        headline: name of the metric that decides which checkpoint is best.
     """
 
     metrics: dict[str, float]
@@ -82,6 +83,7 @@ class FitResult:
     training_s: float
     noise_scale: float | None = None
     stop_signal: int = 0
+    headline: str = "loss"
 
 
 @dataclass
@@ -95,15 +97,14 @@ class Trainer:
         config: the TRAIN node; how often to log, validate and save.
         plan: the batch sizes of all optimizer steps; replaced when micro-batches have to be smaller.
         assembly: the model and what belongs to it; a checkpoint holds its state.
-        train_step: the assembly's training step, with the model wrapped for several ranks. The trainer uses a
-            copy with a `before_update` of its own.
+        train_step: the assembly's training step. The trainer uses a copy with a wrapped model and a
+            `before_update` of its own.
         schedule: sets the learning rate of each optimizer step.
         stop: the ranks' agreement on stopping.
         checkpoint_extras: further entries of each checkpoint (batch sizes and what they depend on).
         size_origins: where the batch sizes of `train` and `val` come from, for errors.
         progress: how far training has come.
-        wrap: wraps the model for several ranks, again when what is frozen begins to train; it must be what
-            wrapped that of `train_step`, and no one else may hold that wrapper.
+        wrap: wraps the model for several ranks, at first and again when what is frozen begins to train.
     """
 
     config: TrainConfig
@@ -132,6 +133,7 @@ class Trainer:
         splits = self.config.ON_OUT_OF_MEMORY == "split"
         self._memory = failed_allocations(self.world.device)
         self._goes_on = splits and not self.world.is_distributed
+        self._use(self.wrap(self.assembly.model))
         self._guard = StepGuard(self.assembly, self.world, self.train_step.probe, copies=splits)
         self.train_step = replace(self.train_step, before_update=self._guard.before_update)
         self._recovery = Recovery(
@@ -205,7 +207,14 @@ class Trainer:
             self.progress.seconds,
             noise_scale=self._noise_scale,
             stop_signal=self.stop.stop_signal,
+            headline=self._headline,
         )
+
+    @property
+    def _headline(self) -> str:
+        if not self.progress.metrics:  # stopped before the first validation
+            return "loss"
+        return headline(self.progress.metrics, self.assembly.criterion)[0].removeprefix("-")
 
     @property
     def _noise_scale(self) -> float | None:
@@ -216,7 +225,7 @@ class Trainer:
         """Train on the rest of the current epoch, or on less of it when the user asks to stop."""
         epoch, samples_done = self.progress.epoch, self.progress.samples
         remaining = sum(stage.num_steps for stage in self.plan.rest_of_epoch(epoch, samples_done))
-        if self.assembly.freezing.is_held and self.assembly.freezing.ends_within(epoch + 1):
+        if self.assembly.freezing.is_frozen and self.assembly.freezing.ends_within(epoch + 1):
             self._unfreeze()
         self.progress_bar.start(f"epoch {epoch + 1}/{self.plan.num_epochs}", remaining)
         self.world.update(f"training in epoch {epoch + 1}")
@@ -236,7 +245,7 @@ class Trainer:
         self._use(self.assembly.model)
         gc.collect()  # frees the old wrapper with its hooks on the parameters
         empty_cache(self.world.device)  # AutoBatch measured this training without the other's cached blocks
-        self.assembly.freezing.lift()
+        self.assembly.freezing.unfreeze()
         self._use(self.wrap(self.assembly.model))
         logger.info("epoch %d: what was frozen trains from now on", self.progress.epoch + 1)
 
@@ -294,12 +303,22 @@ class Trainer:
                 self._num_images += stage.effective_batch_size
                 self._set_lr()
         except Exception as error:
+            if TOO_FEW_FOR_BATCHNORM in str(error):
+                raise self._too_few_for_batchnorm() from error
             if not self._memory.refused(error):
                 raise
             limit, text = self._recovery.limit_after(error, self.progress.step + 1, stage, self.plan)
             self._take_smaller(limit, text, stage)
             return None
         return loss
+
+    def _too_few_for_batchnorm(self) -> ConfigError:
+        origin = self.size_origins.get("train")
+        return ConfigError(
+            f"{'DATA.BATCH_SIZE' if origin is None else origin.key}: BatchNorm cannot train on a micro-batch "
+            "of one sample, in which a channel has one value; take 2 or more, or a model without BatchNorm "
+            "(MODEL.NAME)"
+        )
 
     def _isolated(self, function: Callable[[], T]) -> T:
         """Call the function; in a thread that a failure cannot leave unusable, if others may follow one."""
@@ -398,7 +417,7 @@ class Trainer:
         self._write("val", values)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
         logger.info("epoch %d/%d  %s  (%.1f s)", self.progress.epoch, self.plan.num_epochs, shown, seconds)
-        _, value = headline(values)
+        _, value = headline(values, self.assembly.criterion)
         if math.isnan(value) or (self.progress.best is not None and value <= self.progress.best):
             return False
         self.progress.best = value

@@ -53,7 +53,20 @@ MODELS = {
     "mambaout": ("MODEL.NAME=test_mambaout", "DATA.IMG_SIZE=96"),
     "nfnet": ("MODEL.NAME=test_nfnet", "DATA.IMG_SIZE=96"),
     "classes": ("MODEL.NAME=test_resnet", "DATA.IMG_SIZE=64", "DATA.DATASET.NUM_CLASSES=[10,200,3000]"),
-}
+    "marginal": (
+        "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=64", "DATA.DATASET.NUM_CLASSES=[10,200,3000]",
+        "MODEL.HEAD=marginal",
+    ),
+    "frozen": ("MODEL.NAME=test_convnext", "DATA.IMG_SIZE=96", "MODEL.FREEZE=backbone"),
+    "unfrozen": (
+        "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=96", "MODEL.FREEZE=backbone", "TRAIN.UNFREEZE_EPOCH=2",
+        "OPTIMIZER.LAYER_DECAY=0.7",
+    ),
+    "mixed": (
+        "MODEL.NAME=test_vit", "DATA.IMG_SIZE=128", "DATA.AUGMENT.MIXUP=0.2", "DATA.AUGMENT.CUTMIX=1",
+        "LOSS.NAME=bce", "DATA.DATASET.NUM_CLASSES=[10,200,3000]",
+    ),
+}  # fmt: skip
 ROOM_BYTES = 5120 * MIB
 """Memory of the device without what the context and other processes hold: that of a small card."""
 SCALE = 64
@@ -118,9 +131,14 @@ CASES = (
     Case("mambaout", 0.75, "adamw", ema=True),
     Case("nfnet", 0.97, "adamw"),
     Case("classes", 0.60, "adamw", ema=True),
+    Case("marginal", 0.58, "adamw", ema=True),
+    Case("marginal", 0.60, "adamw", ema=True),
+    Case("frozen", 0.80, "adamw", ema=True),
+    Case("unfrozen", 0.80, "adamw"),
+    Case("mixed", 0.80, "adamw", "bf16"),
 )
 """Each optimizer, number format and switch with each of four models, and at two fractions or more; then some
-that once broke their promise."""
+that once broke their promise; then what is frozen, mixed or summed over the taxonomy."""
 CONTROLS = tuple(case for case in CASES if case[1:4] in ((0.80, "sgd", "off"), (0.97, "adamw", "bf16")))
 """Cases that are run with sizes 5 and 10 % too large as well."""
 

@@ -56,6 +56,8 @@ SWITCHES = {
         "OPTIMIZER.NAME=sgd", "TRAIN.EMA.ENABLED=True", "TRAIN.ACCUMULATION_STEPS=2", "TRAIN.AMP=bf16",
         "TRAIN.CHANNELS_LAST=True",
     ),
+    "frozen": ("MODEL.FREEZE=backbone", "MODEL.HEAD=marginal"),
+    "mixed": ("DATA.AUGMENT.MIXUP=0.2", "DATA.AUGMENT.CUTMIX=1", "LOSS.NAME=bce", "TRAIN.AMP=bf16"),
 }  # fmt: skip
 
 

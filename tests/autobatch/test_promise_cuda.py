@@ -16,6 +16,7 @@ from tests.autobatch.promises import CASES, CONTROLS, Card, Case, Phase, Run, St
 pytestmark = pytest.mark.filterwarnings("ignore:Grad strides do not match")  # dimensions of one, on the CPU
 NOT_KEPT = {
     Case("nfnet", 0.97, "adamw"): "+3.9 % and a flush of the cache in training after a validation",
+    Case("marginal", 0.60, "adamw", ema=True): "+0.6 % in a validation whose size fills the budget exactly",
 }
 
 

@@ -204,6 +204,7 @@ def memory_of(*options: str) -> dict[str, Any]:
     return {"predicted": predicted, "kept": kept[-1], "measured": trial.peak_bytes}
 
 
+@pytest.mark.slow
 def test_what_is_frozen_needs_no_memory_unless_it_trains_by_the_last_epoch() -> None:
     found = {name: memory_of(*options) for name, options in LATER.items()}
     assert found["unfrozen in the run"]["predicted"] == found["trains"]["predicted"]

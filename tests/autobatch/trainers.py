@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,8 +47,7 @@ def building(
     """
     facts = Facts(sizes["train"], 1, config.DATA.DATASET.NUM_SAMPLES, config.OPTIMIZER.LR)
     plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
-    model = wrap(assembly.model, world)
-    probe = build_probe(config.TRAIN.NOISE_SCALE, model, assembly.scaler, plan)
+    probe = build_probe(config.TRAIN.NOISE_SCALE, assembly.model, assembly.scaler, plan)
     with build_loaders(
         data, sizes=plan.micro_batches, batch_size_val=sizes.get("val", 8),
         data_config=config.DATA, seed=0, rank=0, world_size=1, device=world.device,
@@ -55,7 +55,7 @@ def building(
         yield kind(
             config.TRAIN, plan, world, assembly,
             loaders=loaders,
-            train_step=dataclasses.replace(assembly.train_step, model=model, probe=probe),
+            train_step=dataclasses.replace(assembly.train_step, probe=probe),
             schedule=Schedule(
                 config.SCHEDULE, assembly.optimizer, total_steps=plan.total_steps,
                 warmup_steps=plan.warmup_steps,
@@ -66,4 +66,5 @@ def building(
             progress_bar=ProgressBar(None),
             stop=StopAgreement(world, StopRequest()),
             checkpoint_extras={"searched_for": "", "autobatch": {}},
+            wrap=partial(wrap, world=world),
         )  # fmt: skip

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import Dataset
 
 from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data.evaluation import EvaluationData, Request, build_evaluation_data
+from linnaeus.data.evaluation import EvaluationData, Relabel, Request, build_evaluation_data
 from linnaeus.data.imagefolder import INAT_RANKS
 from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy, index_labels
 from linnaeus.data.transforms import Preprocessing
@@ -58,8 +59,8 @@ def test_folders_are_matched_from_the_finest_rank(
     data = build(index, NAME="imagefolder", ROOT=str(files(tmp_path, *paths)))
     assert labels(data) == expected
     assert data.bundle.index is index
-    assert data.part == "all samples"
-    assert "so all of it is evaluated" in " ".join(data.bundle.report)
+    assert data.part == "all samples, as there is no validation split"
+    assert data.bundle.report[0].endswith(" (all samples, as there is no validation split)")
 
 
 @pytest.mark.parametrize(
@@ -220,6 +221,75 @@ def test_unknown_classes_of_a_users_dataset() -> None:
     other = LabelIndex.of(Taxonomy((Level("x", ("wolf", "fox")), Level("y", ("a", "b")))))
     with pytest.raises(DataError, match="ranks class are not those of the run, x, y"):
         user_data(other, ["wolf", "fox"])
+
+
+def declared(genera: list[str], species: dict[str, int]) -> Taxonomy:
+    """A taxonomy of genera, and of species with the label of their genus."""
+    levels = (Level("genus", tuple(genera)), Level("species", tuple(name for name, _ in species.items())))
+    return Taxonomy(levels, (tuple(species.values()),))
+
+
+HOMONYMS = index_labels(["genus", "species"], [("Ficus", "alba"), ("Populus", "alba"), ("Populus", "nigra")])
+"""Labels 0 and 1 are both called `alba`."""
+
+
+def relabelled(relabel: Relabel, *rows: tuple[int, int]) -> list[list[int]]:
+    found: list[list[int]] = relabel(torch.tensor(rows)).tolist()
+    return found
+
+
+def test_a_name_that_several_classes_have_is_told_by_its_parent() -> None:
+    same_names = Taxonomy(
+        (Level("genus", ("Populus", "Ficus")), Level("species", ("nigra", "alba", "alba"))), ((0, 0, 1),)
+    )
+    relabel = Relabel(same_names, HOMONYMS, "own")
+    assert relabel.unknown == []
+    assert relabelled(relabel, (0, 0), (0, 1), (1, 2)) == [[1, 2], [1, 1], [0, 0]]
+    with pytest.raises(
+        DataError, match="species 'alba' stands for several classes of the run, Ficus/alba, P"
+    ):
+        Relabel(Taxonomy((Level("species", ("nigra", "alba")),)), HOMONYMS, "own")
+    by_display_name = Relabel(Taxonomy((Level("species", ("nigra", "Ficus/alba")),)), HOMONYMS, "own")
+    assert by_display_name(torch.tensor([[0], [1]])).tolist() == [[1, 2], [0, 0]]
+
+
+def test_a_class_of_another_parent_is_not_that_of_the_run() -> None:
+    """With its own parent it is; and where the parent is not known, its name is enough."""
+    index = LabelIndex.of(declared(["Populus", "Ficus"], {"nigra": 0, "carica": 1}))
+    swapped = Relabel(declared(["Populus", "Ficus"], {"nigra": 1, "carica": 0}), index, "own")
+    assert swapped.unknown == ["Ficus/nigra", "Populus/carica"]
+    right = Relabel(declared(["Ficus", "Populus"], {"nigra": 1, "carica": 0}), index, "own")
+    assert (right.unknown, relabelled(right, (0, 1), (1, 0))) == ([], [[1, 1], [0, 0]])
+    open_ended = Relabel(declared(["Ficus", "Populus"], {"nigra": -1, "carica": 0}), index, "own")
+    assert (open_ended.unknown, relabelled(open_ended, (-1, 0))) == ([], [[-1, 0]])
+
+
+class Nested(Dataset[Any]):
+    """A user's dataset of one sample of each species, with the genera that it is given."""
+
+    def __init__(self, split: str, parents: list[int]) -> None:
+        self.taxonomy = declared(["Populus", "Ficus"], dict(zip(("nigra", "carica"), parents, strict=True)))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return 0.0, {"genus": self.taxonomy.parents[0][index], "species": index}
+
+
+def test_the_same_names_with_other_parents_do_not_pass() -> None:
+    index = LabelIndex.of(declared(["Populus", "Ficus"], {"nigra": 0, "carica": 1}))
+
+    def evaluated(parents: list[int]) -> EvaluationData:
+        config = DataConfig(DATASET={"_target_": f"{__name__}.Nested", "parents": parents})
+        return build_evaluation_data(Request(config, index, None, 0, False))
+
+    dataset: Any = evaluated([0, 1]).bundle.val
+    assert [dataset[i][1].tolist() for i in range(2)] == [[0, 0], [1, 1]]
+    with pytest.raises(
+        DataError, match="does not know 2 classes with 2 samples: Ficus/nigra, Populus/carica"
+    ):
+        evaluated([1, 0])
 
 
 def test_the_built_in_datasets_have_the_classes_of_their_runs_alone() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from collections.abc import Callable
@@ -230,7 +231,11 @@ ODD: dict[str, tuple[Callable[[Path], Any], np.ndarray, float]] = {
     "rotated.png": (rotated, RGB, 0),
     "1-bit.png": (lambda p: save(p, Image.fromarray(BITS).convert("1")), np.stack([BITS] * 3, axis=2), 0),
     "1-bit.tif": (lambda p: save(p, Image.fromarray(BITS).convert("1")), np.stack([BITS] * 3, axis=2), 0),
-    "progressive.jpg": (lambda p: save(p, Image.fromarray(RGB), progressive=True, quality=100), RGB, 6),
+    "progressive.jpg": (
+        lambda p: save(p, Image.fromarray(RGB), progressive=True, quality=100, subsampling=0),
+        RGB,
+        6,
+    ),
     "lossless.webp": (lambda p: save(p, Image.fromarray(RGB), lossless=True), RGB, 0),
 }
 """By the name of the file: what writes it, the plain form, and the mean difference that is allowed.
@@ -251,3 +256,12 @@ def test_odd_values_of_floats(tmp_path: Path) -> None:
     values = np.array([[np.nan, np.inf, -1.0, 0.5]], dtype=np.float32)
     Image.fromarray(values).save(tmp_path / "a.tif")
     assert load_image(tmp_path / "a.tif", 1).flatten().tolist() == [0, 0, 0, 128]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(DataError, match=r"pipe.png: it is a pipe, a socket or a device, and no file"):
+        load_image(tmp_path / "pipe.png", 3)
+    assert find_damage(tmp_path / "pipe.png") == "it is a pipe, a socket or a device, and no file"
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    assert find_damage(tmp_path / "loop.png") == "Too many levels of symbolic links"

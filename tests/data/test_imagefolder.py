@@ -119,6 +119,24 @@ def test_a_link_to_a_folder_above_is_an_error(nested: Path) -> None:
     assert str(nested / "Animalia" / "cat" / "loop") in fails("leads back", nested)
 
 
+def test_links_that_lead_nowhere_are_damaged_images(nested: Path) -> None:
+    """Also one that leads to itself, which no call can follow."""
+    folder = nested / "Plantae/oak"
+    (folder / "loop.png").symlink_to("loop.png")
+    (folder / "gone.png").symlink_to("nowhere.png")
+    (nested / "self").symlink_to("self")
+    bundle = build(nested, on_bad_image="skip", TRAIN=".", VAL=".")
+    assert "2 damaged images left out" in " ".join(bundle.report)
+    dataset: Any = build(nested, TRAIN=".", VAL=".").train
+    with pytest.raises(DataError, match=r"cannot read image .*loop\.png"):
+        dataset[[Path(path).name for path in paths(dataset)].index("loop.png")]
+
+
+def test_a_pipe_is_named_and_not_opened(nested: Path) -> None:
+    os.mkfifo(nested / "Plantae/oak/pipe.png")
+    assert "pipe.png" in fails("not a file but a pipe, a socket or a device", nested)
+
+
 def test_uneven_depth_names_the_folder(nested: Path, write_image: WriteImage) -> None:
     write_image(nested / "Fungi" / "0.jpg")
     assert str(nested / "Fungi") in fails("1 folders deep, but 2 deep elsewhere", nested)
@@ -127,7 +145,7 @@ def test_uneven_depth_names_the_folder(nested: Path, write_image: WriteImage) ->
     assert str(nested / "Animalia" / "cat" / "white") in fails("3 folders deep, but 2", nested)
     shutil.rmtree(nested / "Animalia" / "cat" / "white")
     write_image(nested / "0.jpg")
-    assert str(nested / "0.jpg") in fails("outside of any class folder", nested)
+    assert str(nested / "0.jpg") in fails("outside of any class folder; move it into the folder", nested)
 
 
 def test_a_class_folder_without_image_is_named(nested: Path) -> None:
@@ -139,6 +157,9 @@ def test_a_class_folder_without_image_is_named(nested: Path) -> None:
 def test_a_missing_empty_or_unset_root(tmp_path: Path, nested: Path) -> None:
     fails(r"DATA\.DATASET\.ROOT", None, error=ConfigError)
     assert str(tmp_path / "nowhere") in fails(r"DATA\.DATASET\.ROOT: cannot read", tmp_path / "nowhere")
+    assert fails("cannot read", tmp_path / "image").endswith(f"; did you mean {nested}?")
+    assert "did you mean" not in fails("cannot read", tmp_path / "nowhere")
+    fails(r"VAL: there is no folder .*; did you mean .*/Plantae\?", nested, TRAIN=".", VAL="plantae")
     (tmp_path / "file").write_text("x")
     fails(r"DATA\.DATASET\.ROOT: cannot read", tmp_path / "file")
     (tmp_path / "empty").mkdir()
@@ -152,6 +173,9 @@ def test_a_rank_with_one_class_is_named(nested: Path) -> None:
     shutil.rmtree(nested / "Plantae")
     fails("rank 'level1' has one class, 'Animalia'", nested)
     fails("rank 'top' has one class, 'Animalia'", nested, RANKS=["top", "bottom"])
+    fails("to learn; leave out that level of folders", nested)
+    shutil.rmtree(nested / "Animalia/unknown")
+    fails("one class, 'cat', so there is nothing to learn; add the folders of other", nested / "Animalia")
 
 
 def test_number_of_rank_names_must_fit(nested: Path) -> None:

@@ -163,7 +163,7 @@ def test_no_epoch_left_to_mix_is_an_error() -> None:
 def test_a_spec_makes_batches_of_the_mixed_form_without_collating(alphas: tuple[float, float]) -> None:
     samples = list(zip(IMAGES, LABELS, strict=True))
     mixing = Mixing(COUNTS, *alphas)
-    spec = BatchSpec(samples, mixing.softly(collate_pairs), load=mixing.mix)
+    spec = BatchSpec(samples, mixing.soft_collate(collate_pairs), mix=mixing.mix)
     state = torch.get_rng_state()
     loaded = spec.load(7)
     assert torch.equal(state, torch.get_rng_state())

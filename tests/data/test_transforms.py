@@ -85,6 +85,16 @@ def test_normalisation_is_that_of_torchvision_bit_for_bit() -> None:
     assert not torch.equal(Normalise(mean, mean)(IMAGE), expected)
 
 
+def test_fractions_are_normalised_as_fractions() -> None:
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    for fractions in (IMAGE / 255, (IMAGE / 255).half()):
+        expected = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])(fractions)
+        assert torch.equal(Normalise(mean, std)(fractions), expected)
+        torch.testing.assert_close(
+            Normalise(mean, std)(fractions), Normalise(mean, std)(IMAGE), rtol=0, atol=3e-3
+        )
+
+
 def test_the_image_that_comes_in_is_not_changed() -> None:
     before = IMAGE.clone()
     results(transform((40, 60), ERASING=1.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import timm
 import torch
 from torch import nn
 
-from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.errors import ConfigError, DataError, LinnaeusError
 from linnaeus.inference.export import files
 from linnaeus.inference.export import run as export_module
@@ -109,6 +110,24 @@ def test_what_computations_say_about_themselves(tmp_path: Path) -> None:
     check_description(json.loads(extra["linnaeus.json"]), "probabilities")
     found = program_outputs(path, batch)
     assert all(torch.allclose(found[level], expected[level]) for level in expected)
+
+
+@pytest.mark.slow
+def test_a_marginal_head_as_a_computation(tmp_path: Path) -> None:
+    """Its outputs are log-probabilities already, which do not add up to 1 where a parent is unknown."""
+    taxonomy = Taxonomy(BIRDS.levels, ((0, 0, 1, UNKNOWN, 0),))
+    run = run_of(tmp_path / "run", taxonomy=taxonomy, HEAD="marginal")
+    batch = torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        expected = dict(zip(run.classes, run.model(batch), strict=True))
+    found = program_outputs(run.export("torch-export").path, batch)
+    assert all(torch.allclose(found[level], logs.exp(), rtol=1e-3) for level, logs in expected.items())
+    assert not torch.allclose(found["order"], expected["order"].softmax(1), rtol=1e-2)
+    logs = run.export("torch-export", outputs="logits").path
+    assert torch.allclose(program_outputs(logs, batch)["order"], expected["order"], atol=1e-3)
+    extra = {"linnaeus.json": ""}
+    torch.export.load(logs, extra_files=extra)
+    assert json.loads(extra["linnaeus.json"])["outputs"] == "log-probabilities"
 
 
 BIAS = ("heads.1.bias", "layers.species.bias")
@@ -263,18 +282,65 @@ def test_the_tolerance_is_tight() -> None:
 
 
 def test_the_images_of_a_check(birds: TrainedRun, tmp_path: Path) -> None:
-    assert "noise" in samples_of(birds).origin
-    write_images(tmp_path / "data" / "val" / "a", 20)
+    exported = load_run(birds.export("safetensors", tmp_path / "birds.safetensors").path, device="cpu")
+    reason = "birds.safetensors does not name the run's dataset"
+    assert samples_of(exported).origin == f"8 images of noise (data of the run cannot be used: {reason})"
+    for split in ("train", "val"):
+        write_images(tmp_path / "data" / split / "a", 20)
     (tmp_path / "data" / "val" / "a" / "000.png").write_text("damaged")
-    dataset = {"NAME": "imagefolder", "ROOT": str(tmp_path / "data"), "VAL": None, "TRAIN": None}
-    config = {"DATA": {"DATASET": dataset}}
-    run = load_run(save_run(tmp_path / "run", spec_of(), config=config), device="cpu")
-    samples = samples_of(run)
-    assert samples.origin == f"7 images of {tmp_path / 'data' / 'val'}"
+    folder = run_with_config(tmp_path / "run", f"NAME: imagefolder, ROOT: {tmp_path / 'data'}")
+    run = load_run(folder, device="cpu")
+    assert samples_of(run).origin == f"7 images of {tmp_path / 'data' / 'val'}"
+    (tmp_path / "data" / "val").rename(tmp_path / "gone")
+    assert samples_of(run).origin == f"8 images of {tmp_path / 'data' / 'train'}"
+    (tmp_path / "data" / "train").rename(tmp_path / "gone too")
+    assert re.match(
+        r"8 images of noise \(data .* cannot be used: .*no images? in .*data", samples_of(run).origin
+    )
+    (tmp_path / "gone").rename(tmp_path / "data" / "val")
+    (tmp_path / "gone too").rename(tmp_path / "data" / "train")
     named = samples_of(run, [str(tmp_path / "data" / "val" / "a" / "001.png")])
     assert (len(named.inputs), named.origin) == (2, "1 image of --images")
     with pytest.raises(DataError, match=r"--images: .*000.png: not an image"):
         samples_of(run, [str(tmp_path / "data")])
+
+
+def run_with_config(folder: Path, dataset: str, **spec: Any) -> Path:
+    """A run whose `config.yaml` names its dataset, as training writes it."""
+    save_run(folder, spec_of(**spec))
+    (folder / "config.yaml").write_text(f"DATA: {{DATASET: {{{dataset}}}, IMG_SIZE: 32}}\n")
+    return folder
+
+
+def test_the_images_of_a_check_are_those_of_validation(tmp_path: Path) -> None:
+    """Of a manifest, of a built-in dataset and of one's own, through the run's configuration."""
+    paths = write_images(tmp_path / "photos", 6)
+    rows = [f"{path},{'abc'[n % 3]}" for n, path in enumerate(paths)]
+    for name, part in (("train", rows[:4]), ("val", rows[4:])):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["image,class", *part]) + "\n")
+    manifest = f"NAME: manifest, TRAIN: {tmp_path / 'train.csv'}, VAL: {tmp_path / 'val.csv'}, RANKS: [class]"
+    run = load_run(run_with_config(tmp_path / "manifest", manifest, taxonomy=ONE_RANK), device="cpu")
+    samples = samples_of(run)
+    assert samples.origin == "2 images of the run's validation"
+    assert samples.inputs.shape == (2, 3, 32, 32)
+    digits = run_with_config(tmp_path / "digits", "NAME: digits", is_of_files=False, channels=1)
+    assert samples_of(load_run(digits, device="cpu")).origin == "8 images of the run's validation"
+    own = run_with_config(tmp_path / "own", f"_target_: {__name__}.Own", is_of_files=False)
+    samples = samples_of(load_run(own, device="cpu"))
+    assert (samples.origin, float(samples.inputs.sum())) == ("3 images of the run's validation", 0 + 1 + 2)
+
+
+class Own(torch.utils.data.Dataset[Any]):
+    """Images whose sum is their position."""
+
+    def __init__(self, split: str) -> None:
+        self.number = 9 if split == "train" else 3
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3, 32, 32), index / (3 * 32 * 32)), torch.tensor(0)
 
 
 def test_arguments_that_cannot_be_used(

@@ -14,6 +14,7 @@ from linnaeus.dist import World
 from linnaeus.inference import tally as module
 from linnaeus.inference.figures import LevelFigures, distance_of_mistakes, figures_of, pair_heights
 from linnaeus.inference.tally import LevelCounts, Tally
+from tests.memory.ledger import Ledger
 
 WORLD = World(torch.device("cpu"))
 TAXONOMY = Taxonomy(
@@ -52,7 +53,7 @@ def test_figures_are_those_of_torchmetrics() -> None:
         known = labels != -1
         logits, labels = logits[known], labels[known]
         count = COUNTS[level]
-        assert (found.num_samples, found.num_unknown) == (len(labels), int((~known).sum()))
+        assert (found.num_samples, found.num_unlabelled) == (len(labels), int((~known).sum()))
         assert found.top1 == pytest.approx(float((logits.argmax(1) == labels).float().mean()))
         expected = reference.classification.multiclass_calibration_error(logits, labels, count, n_bins=15)
         assert found.calibration_error == pytest.approx(float(expected), abs=1e-6)
@@ -85,8 +86,8 @@ def test_the_size_of_batches_and_of_waiting_parts_changes_nothing(monkeypatch: p
     monkeypatch.setattr(module, "HELD_ON_DEVICE", 8)
     monkeypatch.setattr(module, "HELD_ON_HOST", 20)
     for one, other in zip(figures(batches), expected, strict=True):
-        assert torch.equal(one.pairs.pairs, other.pairs.pairs)
-        assert torch.equal(one.pairs.counts, other.pairs.counts)
+        assert torch.equal(one.counts.pairs, other.counts.pairs)
+        assert torch.equal(one.counts.counts, other.counts.counts)
         assert torch.allclose(one.bins, other.bins, equal_nan=True)
         assert one.cross_entropy == pytest.approx(other.cross_entropy)
 
@@ -100,10 +101,31 @@ def test_a_certain_prediction_is_in_the_last_bin() -> None:
     assert counts[0].bins[0].sum() == 2
 
 
+@pytest.mark.parametrize(("are_logs", "expected"), [(True, 0.6), (False, 0.75)])
+def test_log_probabilities_are_counted_as_they_are(are_logs: bool, expected: float) -> None:
+    """Those of a marginal head need not add up to 1; a softmax would make 0.75 of 0.6."""
+    tally = Tally(Taxonomy((Level("class", ("a", "b")),)), are_logs=are_logs)
+    tally.update(torch.tensor([[0.6, 0.2]]).log(), torch.tensor([[0]]))
+    counts = tally.collect(WORLD)
+    assert counts is not None
+    assert float(counts[0].bins[1].sum()) == pytest.approx(expected)
+    assert counts[0].cross_entropy == pytest.approx(-math.log(expected))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_outputs_that_are_not_finite_are_counted(value: float) -> None:
+    """With or without a label."""
+    tally = Tally(Taxonomy((Level("class", ("a", "b")),)))
+    tally.update(torch.tensor([[value, 0.0], [3.0, 0.0], [0.0, value]]), torch.tensor([[0], [0], [-1]]))
+    counts = tally.collect(WORLD)
+    assert counts is not None
+    assert counts[0].num_not_finite == 2
+
+
 def test_a_level_without_a_label_has_no_figures() -> None:
     logits = tuple(torch.randn(4, count) for count in COUNTS)
     found = figures([(logits, torch.tensor([[0, -1, 1]] * 4))])[1]
-    assert (found.num_samples, found.num_unknown) == (0, 4)
+    assert (found.num_samples, found.num_unlabelled) == (0, 4)
     assert found.top1 is found.macro_f1 is found.calibration_error is found.cross_entropy is None
     assert found.confusions(5) == found.worst(5) == []
 
@@ -124,20 +146,32 @@ def test_the_distance_of_a_mistake_is_the_height_of_the_common_ancestor() -> Non
     counts = LevelCounts(6, pairs[:, 0] * 6 + pairs[:, 1], torch.tensor([10, 1, 2, 3, 4, 0]))
     found = distance_of_mistakes(TAXONOMY, counts)
     assert found is not None
-    assert (found.mistakes, found.samples, found.num_left_out) == (14 / 6, 14 / 16, 4)
+    assert (found.mean_over_mistakes, found.mean_over_samples) == (14 / 6, 14 / 16)
+    assert (found.num_mistakes, found.num_left_out) == (6, 4)
     assert distance_of_mistakes(Taxonomy(TAXONOMY.levels), counts) is None
 
 
 def test_ten_thousand_classes_take_the_memory_of_the_pairs_that_occur() -> None:
-    """A dense matrix would have 10^8 entries."""
-    count, generator = 10_000, torch.Generator().manual_seed(0)
+    """A dense matrix has 10^8 entries, which would be seen here with a byte for each."""
+    count, size, generator = 10_000, 64, torch.Generator().manual_seed(0)
     taxonomy = Taxonomy((Level("class", tuple(map(str, range(count)))),))
-    tally = Tally(taxonomy)
-    labels = torch.randint(count, (64, 1), generator=generator)
-    for _ in range(3):
-        tally.update(torch.randn(64, count, generator=generator), labels)
-    counts = tally.collect(WORLD)
-    assert counts is not None
-    assert len(counts[0].pairs) <= 192
-    assert counts[0].num_samples == 192
-    assert math.isclose(figures_of(taxonomy, counts)[0].top1 or 0.0, 0.0, abs_tol=0.05)
+    batches = [torch.randn(size, count, generator=generator) for _ in range(3)]
+    labels = [logits.argmax(dim=1, keepdim=True) for logits in batches]
+    for rows in labels:
+        rows[::3] = (rows[::3] + 1) % count
+    with Ledger() as ledger:
+        tally = Tally(taxonomy)
+        for logits, rows in zip(batches, labels, strict=True):
+            tally.update(logits, rows)
+        counts = tally.collect(WORLD)
+        assert counts is not None
+        (found,) = figures_of(taxonomy, counts)
+        assert len(found.confusions(100)) == 3 * 22 == 66
+        assert ledger.peak_bytes < count**2 / 10
+        torch.zeros(count**2, dtype=torch.int8)
+        assert ledger.peak_bytes >= count**2
+    num_correct = sum(
+        int((logits.argmax(dim=1) == rows[:, 0]).sum()) for logits, rows in zip(batches, labels, strict=True)
+    )
+    assert (found.num_samples, found.top1) == (3 * size, num_correct / (3 * size))
+    assert num_correct == 3 * 42

@@ -41,9 +41,37 @@ def test_words_keep_their_order_and_files_need_no_ending(photos: Path) -> None:
 
 
 def test_patterns(photos: Path) -> None:
-    assert sorted(map(str, walk(["photos/*.jpg"]))) == ["photos/b.jpg", "photos/m[1].jpg"]
-    assert sorted(map(str, walk(["photos/**/*.webp"]))) == ["photos/m/n/d.webp"]
-    assert set(walk(["photos/[mz]"])) == {"photos/m/n/d.webp", "photos/z/c.jpg"}
+    assert list(walk(["photos/*.jpg"])) == ["photos/b.jpg", "photos/m[1].jpg"]
+    assert list(walk(["photos/**/*.webp"])) == ["photos/m/n/d.webp"]
+    assert list(walk(["photos/[mz]"])) == ["photos/m/n/d.webp", "photos/z/c.jpg"]
+
+
+def test_a_pattern_is_sorted_whatever_the_file_system_gives(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsorted = ["photos/z", "photos/b.jpg", "photos/a-b.jpg", "photos/a/x.jpg", "photos/a.PNG"]
+    monkeypatch.setattr("glob.iglob", lambda *_, **__: iter(unsorted))
+    assert list(walk(["photos/*"])) == [
+        "photos/a/x.jpg", "photos/a-b.jpg", "photos/a.PNG", "photos/b.jpg", "photos/z/c.jpg"
+    ]  # fmt: skip
+
+
+def test_folders_that_a_recursive_pattern_matches(photos: Path) -> None:
+    """With all below them, and each file once."""
+    images = ["photos/a.PNG", "photos/b.jpg", "photos/m[1].jpg", "photos/m/n/d.webp", "photos/z/c.jpg"]
+    assert list(walk(["photos/**"])) == images
+    (photos / "notes.txt").unlink()
+    assert sorted(map(str, walk(["photos/**/*"]))) == sorted(images)
+    assert list(walk(["photos/**/z"])) == ["photos/z/c.jpg"]
+    assert list(walk(["photos/**/m"])) == list(walk(["photos/**/n"])) == ["photos/m/n/d.webp"]
+    assert problem_of("photos/**/n") is None
+    assert problem_of("photos/**/q") == "no file matches"
+
+
+def test_a_link_to_itself_hides_nothing_else(photos: Path) -> None:
+    (photos / "z" / "x.png").symlink_to("x.png")
+    (photos / "z" / "loop").symlink_to("loop")
+    assert list(walk(["photos/z"])) == ["photos/z/c.jpg", "photos/z/x.png"]
 
 
 def test_a_list_may_name_folders(photos: Path) -> None:

@@ -17,7 +17,8 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.files import ImageFiles
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
 from linnaeus.errors import DataError, LinnaeusError, OutOfMemoryError
-from linnaeus.inference.prediction import Interpreter, log_probabilities
+from linnaeus.inference.paths import Unreadable
+from linnaeus.inference.prediction import Interpreter, log_probabilities_per_level
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.rng import rng_state
 from linnaeus.training.step import ValidationStep
@@ -114,6 +115,44 @@ def test_what_is_no_image_is_named(birds: TrainedRun, image: Any, message: str) 
         birds.predict(image)
 
 
+@pytest.mark.parametrize(
+    ("error", "is_of_the_image"),
+    [
+        (RuntimeError("Input and output sizes should be greater than 0"), True),
+        (ZeroDivisionError("division by zero"), True),
+        (ValueError("empty"), True),
+        (TypeError("a fault of the program"), False),
+        (AttributeError("a fault of the program"), False),
+        (torch.OutOfMemoryError("out of memory"), False),
+    ],
+)
+def test_a_fault_of_the_program_is_no_unreadable_image(
+    birds: TrainedRun, monkeypatch: pytest.MonkeyPatch, error: Exception, is_of_the_image: bool
+) -> None:
+    predictor = birds.predictor(batch_size=2, num_workers=0)
+
+    def transform(_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(predictor.reader, "_transform", transform)
+    if is_of_the_image:
+        (found,) = predictor.run([picture(0)])
+        assert isinstance(found, Unreadable)
+        assert found.reason == f"40x52 pixels cannot be resized and cropped: {error}"
+    else:
+        with pytest.raises(type(error)):
+            list(predictor.run([picture(0)]))
+
+
+def test_a_pillow_image_is_decoded_late(birds: TrainedRun, photos: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "cut.png").write_bytes(photos[0].read_bytes()[:300])
+    with (
+        Image.open(tmp_path / "cut.png") as image,
+        pytest.raises(DataError, match="image 0 cannot be predicted"),
+    ):
+        birds.predict(image)
+
+
 def test_top_and_texts(birds: TrainedRun, photos: list[Path]) -> None:
     (found,) = birds.predict(photos[0], top=2, path=True)
     assert {level: len(classes) for level, classes in found.levels.items()} == {"order": 2, "species": 2}
@@ -121,9 +160,17 @@ def test_top_and_texts(birds: TrainedRun, photos: list[Path]) -> None:
     assert repr(found).startswith(f"Prediction('{photos[0]}', order: ")
     assert " %" in repr(found)
     assert len(birds.predict(photos[0], top=9)[0].levels["species"]) == 5
-    for arguments in ({"top": 0}, {"batch_size": 0}):
+    wrong: dict[str, Any]
+    for wrong in ({"top": 0}, {"batch_size": 0}):
         with pytest.raises(ValueError, match="at least 1, not 0"):
-            birds.predict(photos[0], **arguments)
+            birds.predict(photos[0], **wrong)
+    for wrong in ({"top": "5"}, {"top": 1.5}, {"top": True}, {"top": None}, {"batch_size": 2.5}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(TypeError, match=f"^{name} must be a whole number, not {value!r}"):
+            birds.predict(photos[0], **wrong)
+    for nothing in (None, 5):
+        with pytest.raises(TypeError, match=f"images must be an image or an iterable .*, not {nothing}"):
+            birds.predict(nothing)  # type: ignore[arg-type]
     assert birds.predict([]) == []
 
 
@@ -168,13 +215,37 @@ def test_the_path_is_the_best_of_all_paths(taxonomy: Taxonomy) -> None:
     assert (num_different > 0) == (len(taxonomy.levels) > 1)
 
 
-def test_outputs_that_cannot_be_used() -> None:
+@pytest.mark.parametrize("are_logs", [False, True])
+def test_outputs_that_cannot_be_used(are_logs: bool) -> None:
     with pytest.raises(LinnaeusError, match="not finite"):
-        log_probabilities(torch.full((2, 3), math.nan), ONE_RANK)
+        log_probabilities_per_level(torch.full((2, 3), math.nan), ONE_RANK, are_logs=are_logs)
     with pytest.raises(LinnaeusError, match="3 classes of rank 'class'"):
-        log_probabilities(torch.zeros(2, 4), ONE_RANK)
-    logs = torch.randn(4, 3).log_softmax(1)
-    assert torch.allclose(log_probabilities(logs, ONE_RANK)[0], logs, atol=1e-6), "log-probabilities stay"
+        log_probabilities_per_level(torch.zeros(2, 4), ONE_RANK, are_logs=are_logs)
+
+
+def test_a_marginal_head_predicts_its_own_probabilities(tmp_path: Path) -> None:
+    """A class without a known parent and classes without children: no level adds up to 1."""
+    run = load_run(
+        save_run(tmp_path / "run", spec_of(taxonomy=PARTLY_KNOWN, HEAD="marginal"), seed=1), device="cpu"
+    )
+    images = [picture(seed) for seed in range(6)]
+    inputs = torch.stack([run.transform(image) for image in images])
+    with torch.no_grad():
+        outputs = run.model(inputs)
+    num_other = 0
+    for i, prediction in enumerate(run.predict(images, top=9, path=True)):
+        for level, logs in zip(PARTLY_KNOWN.levels, outputs, strict=True):
+            expected = dict(zip(level.classes, logs[i].exp().tolist(), strict=True))
+            assert dict(prediction.levels[level.name]) == pytest.approx(expected, rel=1e-4)
+            normalised = dict(zip(level.classes, logs[i].softmax(0).tolist(), strict=True))
+            num_other += dict(prediction.levels[level.name]) != pytest.approx(normalised, rel=1e-3)
+        path = prediction.path
+        assert path is not None
+        assert (path.classes["c"], path.probability) == prediction.levels["c"][0], "a path is as its end"
+        b = PARTLY_KNOWN.levels[1].classes.index(path.classes["b"])
+        c = PARTLY_KNOWN.levels[2].classes.index(path.classes["c"])
+        assert PARTLY_KNOWN.parents[1][c] in (b, UNKNOWN)
+    assert num_other > 0, "a softmax would give something else"
 
 
 def test_runs_without_classes_and_of_tensors(tmp_path: Path) -> None:

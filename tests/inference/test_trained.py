@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import linnaeus
 from linnaeus.data.taxonomy import UNKNOWN, index_labels
@@ -84,6 +85,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     (folder / "checkpoints" / "text.pt").write_text("no checkpoint")
+    torch.save({"weight": torch.ones(2)}, folder / "checkpoints" / "state.pt")
+    torch.save(torch.nn.Linear(2, 2), folder / "checkpoints" / "whole.pt")
     save_checkpoint(folder / "checkpoints" / "old.pt", None, {})
     save_checkpoint(folder / "checkpoints" / "bare.pt", spec_of(), {})
     save_checkpoint(folder / "checkpoints" / "odd.pt", None, {}, model_spec={"model": 1})
@@ -94,7 +97,10 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         (empty, "best", "has no checkpoints; name the folder of a run"),
         (folder, "epoch7.pt", "has no checkpoint 'epoch7.pt'; it has bare.pt, best.pt, last.pt"),
         (folder / "checkpoints" / "best.pt", "last", "is a checkpoint itself"),
-        (folder, "text.pt", "damaged or no checkpoint"),
+        (folder, "text.pt", "text.pt is damaged or no checkpoint: it is no whole zip archive"),
+        (folder / "checkpoints" / "text.pt", "best", "what can be loaded is the folder of a run, one of its"),
+        (folder, "state.pt", "no checkpoint of Linnaeus: it holds weights alone.*MODEL.WEIGHTS"),
+        (folder, "whole.pt", "it holds more than tensors and plain values$"),
         (folder, "old.pt", "an older version of Linnaeus"),
         (folder, "bare.pt", "holds no weights"),
         (folder, "odd.pt", "its model_spec cannot be used"),
@@ -104,6 +110,25 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
             load_run(path, checkpoint=checkpoint, device="cpu")
     with pytest.raises(ConfigError, match="device: 'abacus' is not a torch device"):
         load_run(folder, device="abacus")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["", "no JSON", "[]", "{}", '{"spec": 1}', '{"spec": {}, "precision": {"AMP": "fp4"}}'],
+)
+def test_a_foreign_description_is_named(tmp_path: Path, entry: str) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(1)}, file, metadata={"linnaeus": entry})
+    with pytest.raises(CheckpointError, match=r"model.safetensors: its (entry `linnaeus`|model_spec) .*"):
+        load_run(file, device="cpu")
+
+
+def test_what_a_run_says_about_itself(folder: Path) -> None:
+    run = load_run(folder, device="cpu")
+    assert run.description.endswith(
+        "best.pt: test_resnet on 3 x 32 x 32 inputs, 2 classes of order, 5 classes of species, on cpu"
+    )
+    assert "crop_fraction=0.9" in repr(run.transform)
 
 
 def test_classes_of_one_name_under_several_parents_survive(tmp_path: Path) -> None:

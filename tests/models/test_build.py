@@ -34,7 +34,7 @@ def build(
     **changes: Any,
 ) -> HierarchicalClassifier:
     torch.manual_seed(0)
-    model = build_model(
+    model, _ = build_model(
         ModelConfig(NAME=name, **changes), taxonomy=taxonomy, in_chans=in_chans, img_size=img_size
     )
     assert isinstance(model, HierarchicalClassifier)
@@ -267,7 +267,7 @@ def test_models_without_gradient_checkpointing_say_so(model: nn.Module) -> None:
 )
 def test_a_users_model_is_offered_what_the_data_is_like(taxonomy: Taxonomy, num_classes: Any) -> None:
     node = {"_target_": f"{__name__}.Recorder", "width": 7, "in_chans": 9}
-    model = build_model(node, taxonomy=taxonomy, in_chans=1, img_size=(32, 48))
+    model, _ = build_model(node, taxonomy=taxonomy, in_chans=1, img_size=(32, 48))
     assert isinstance(model, Recorder)
     assert model.given == (7, num_classes, 9, (32, 48))
     assert type(model.given[1]) is type(num_classes)
@@ -275,7 +275,7 @@ def test_a_users_model_is_offered_what_the_data_is_like(taxonomy: Taxonomy, num_
 
 def test_a_users_model_may_have_no_images_or_labels() -> None:
     node = {"_target_": f"{__name__}.Plain", "width": 4}
-    model = build_model(node, taxonomy=None, in_chans=None, img_size=None)
+    model, _ = build_model(node, taxonomy=None, in_chans=None, img_size=None)
     assert isinstance(model, Plain)
     assert model.layer.in_features == 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def make_model() -> HierarchicalClassifier:
 
 def frozen(model: nn.Module, freeze: Any, unfreeze_epoch: int | None = None) -> Freezing:
     freezing = build_freezing(ModelConfig(FREEZE=freeze), model, unfreeze_epoch)
-    freezing.hold()
+    freezing.freeze()
     return freezing
 
 
@@ -55,8 +56,6 @@ HEADS = {"heads.0.weight", "heads.0.bias", "heads.1.weight", "heads.1.bias"}
 def test_patterns_choose_parameters_and_whole_modules_stay_in_eval(
     freeze: Any, names: set[str], modules: set[str]
 ) -> None:
-    from fnmatch import fnmatchcase
-
     model = make_model()
     everything = trainable(model)
     freezing = frozen(model, freeze)
@@ -67,10 +66,10 @@ def test_patterns_choose_parameters_and_whole_modules_stay_in_eval(
         assert in_eval(model) >= modules
     assert in_eval(model) == modules  # the dropout before the heads drops
     assert in_eval(deepcopy(model).train()) == modules  # such as an average's copy
-    with freezing.lifted():
+    with freezing.unfrozen():
         assert (trainable(model), in_eval(model)) == (everything, set())
     assert (trainable(model), in_eval(model)) == (expected, modules)
-    freezing.lift()
+    freezing.unfreeze()
     assert (trainable(model), in_eval(model)) == (everything, set())
 
 
@@ -81,17 +80,17 @@ def test_frozen_batchnorm_keeps_its_statistics_and_nothing_is_dropped() -> None:
     assert torch.equal(model.backbone(images), model.backbone(images))
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     assert batchnorm_kind(model) == "none"
-    freezing.lift()
+    freezing.unfreeze()
     assert not torch.equal(model.backbone(images), model.backbone(images))
     assert not any(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     assert batchnorm_kind(model) == "local"
 
 
-def test_what_the_model_itself_holds_still_stays_so() -> None:
+def test_what_the_model_itself_has_frozen_stays_so() -> None:
     model = make_model()
     next(model.backbone.parameters()).requires_grad_(False)
     before = trainable(model)
-    frozen(model, "backbone").lift()
+    frozen(model, "backbone").unfreeze()
     assert trainable(model) == before
 
 
@@ -101,8 +100,8 @@ def test_what_the_model_itself_holds_still_stays_so() -> None:
         ("backbon", None, "MODEL.FREEZE: 'backbon' matches no parameter of the model; did you mean backbone"),
         ("0.1.*", None, r"'0.1.\*' matches no parameter of the model; did you mean backbone.0.1.\*\?"),
         (["backbone", "heads.1"], None, r"'heads.1' matches no parameter .* did you mean heads.1.\*\?"),
-        ("*", None, r"MODEL.FREEZE: '\*' holds every parameter; leave at least the heads"),
-        ("none", 3, r"TRAIN.UNFREEZE_EPOCH: 3, but nothing is frozen \(MODEL.FREEZE none\)"),
+        ("*", None, r"MODEL.FREEZE: '\*' freezes every parameter; leave at least the heads"),
+        ("bakcbone.0.*", None, r"'bakcbone.0.\*' matches no parameter .* did you mean backbone.0.\*"),
     ],
 )
 def test_what_cannot_be_frozen_says_why(freeze: Any, unfreeze_epoch: int | None, message: str) -> None:
@@ -114,6 +113,14 @@ def test_a_model_of_ones_own_is_never_frozen() -> None:
     with pytest.raises(ConfigError, match="a model of your own has no such key"):
         build_freezing({"_target_": "torch.nn.Linear"}, nn.Linear(1, 1), 2)
     assert build_freezing({"_target_": "torch.nn.Linear"}, nn.Linear(1, 1), None).sentence is None
+
+
+def test_an_epoch_to_unfreeze_needs_nothing_frozen() -> None:
+    """So that a sweep may vary MODEL.FREEZE; the start of the run says that the epoch has no effect."""
+    model = make_model()
+    before = trainable(model)
+    freezing = frozen(model, "none", 3)
+    assert (trainable(model), freezing.is_frozen, freezing.sentence) == (before, False, None)
 
 
 def test_epochs_are_counted_from_one() -> None:

@@ -183,7 +183,7 @@ def make_taxonomy(parents: Parents) -> Taxonomy:
 def build(parents: Parents = NESTED, **changes: Any) -> HierarchicalClassifier:
     torch.manual_seed(0)
     node = ModelConfig(NAME="test_resnet", **changes)
-    model = build_model(node, taxonomy=make_taxonomy(parents), in_chans=1, img_size=(16, 16))
+    model, _ = build_model(node, taxonomy=make_taxonomy(parents), in_chans=1, img_size=(16, 16))
     assert isinstance(model, HierarchicalClassifier)
     return model
 

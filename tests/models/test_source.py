@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import huggingface_hub.constants
@@ -21,11 +23,7 @@ from tests.models.test_build import TWO_RANKS, build
 
 def said(**keys: Any) -> str:
     """The line that says which weights a model has."""
-    lines: list[str] = []
-    build_model(
-        ModelConfig(**keys), taxonomy=TWO_RANKS, in_chans=3, img_size=(32, 32), say=lines.append
-    )  # fmt: skip
-    [line] = lines
+    _, line = build_model(ModelConfig(**keys), taxonomy=TWO_RANKS, in_chans=3, img_size=(32, 32))
     return line
 
 
@@ -67,6 +65,8 @@ def test_the_line_says_which_weights_there_are(folder: Path) -> None:
         said(NAME=f"local-dir:{folder}", PRETRAINED=True)
         == f"weights: local-dir:{folder} (test_resnet){heads}"
     )
+    one_head = said(NAME=f"local-dir:{folder}", PRETRAINED=True, HEAD="marginal")
+    assert one_head.endswith("; new: head of family, species")
     assert said(NAME="test_resnet") == "weights: random"
     for name in (f"local-dir:{folder}", "test_resnet.r160_in1k"):
         assert (
@@ -92,13 +92,54 @@ def test_without_a_network_one_error_says_how_to_bring_the_weights(
     with pytest.raises(ConfigError) as error:
         said(**keys, PRETRAINED=True)
     [problem] = error.value.problems
-    assert problem.startswith(f"{key}: the files of {place} cannot be had (")
+    assert problem.startswith(f"{key}: the files of {place} cannot be downloaded (")
     assert "refused" in problem
     for remedy in ("HF_HOME", "local-dir:FOLDER", "MODEL.WEIGHTS FILE"):
         assert remedy in problem
     assert "\n" not in problem
     assert time.monotonic() - started < 5  # the hub's client alone tries again for half a minute
     assert said(NAME="test_resnet") == "weights: random"
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Answers every request as the hub does for a model or a file that it does not give."""
+
+    status, code = 404, ""
+
+    def do_HEAD(self) -> None:
+        self.send_response(self.status)
+        self.send_header("X-Error-Code", self.code)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize(
+    ("status", "code", "message", "is_network"),
+    [
+        (404, "EntryNotFound", "MODEL.NAME: hub someone/model has no config.json", False),
+        (401, "RepoNotFound", "cannot be downloaded (there is no such model, or it is private", False),
+        (403, "GatedRepo", "cannot be downloaded (access to it has to be asked for", False),
+        (404, "RevisionNotFound", "cannot be downloaded (the model has no such revision)", False),
+        (502, "", "the files of hub someone/model cannot be downloaded (", True),
+    ],
+)  # fmt: skip
+def test_a_hub_that_answers_is_not_called_unreachable(
+    status: int, code: str, message: str, is_network: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Refusing, "status", status)
+    monkeypatch.setattr(Refusing, "code", code)
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", place)
+        with pytest.raises(ConfigError) as error:
+            said(NAME="hf-hub:someone/model", PRETRAINED=True)
+        server.shutdown()
+    assert message in error.value.problems[0]
+    assert ("without a network" in error.value.problems[0]) == is_network
 
 
 @pytest.mark.parametrize(
@@ -123,8 +164,9 @@ def test_names_and_keys_that_cannot_be_used_say_why(keys: dict[str, Any], messag
 
 def test_a_damaged_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(ConfigError, match=r"the weights local-dir:.* do not load"):
+    with pytest.raises(ConfigError, match=r"the weights local-dir:.* do not load") as error:
         said(NAME=f"local-dir:{tmp_path}", PRETRAINED=True)
+    assert "without a network" not in str(error.value)
     state = timm.create_model("test_resnet").state_dict()
     part = {name: tensor for name, tensor in state.items() if "layer4" not in name}
     torch.save(part, tmp_path / "pytorch_model.bin")

@@ -29,14 +29,12 @@ def built(
     taxonomy: Taxonomy = BEFORE, seed: int = 0, in_chans: int = 3, **keys: Any
 ) -> tuple[HierarchicalClassifier, str]:
     """A model, and the line about its weights."""
-    lines: list[str] = []
     torch.manual_seed(seed)
-    model = build_model(
-        ModelConfig(NAME="test_resnet", **keys), taxonomy=taxonomy, in_chans=in_chans, img_size=(32, 32),
-        say=lines.append,
-    )  # fmt: skip
+    model, line = build_model(
+        ModelConfig(NAME="test_resnet", **keys), taxonomy=taxonomy, in_chans=in_chans, img_size=(32, 32)
+    )
     assert isinstance(model, HierarchicalClassifier)
-    return model, lines[0]
+    return model, line
 
 
 def source_model(seed: int = 7, in_chans: int = 3) -> HierarchicalClassifier:
@@ -70,6 +68,9 @@ def test_a_runs_folder_gives_its_best_checkpoint_else_its_last(tmp_path: Path, i
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
     last, best = source_model(1, in_chans), source_model(2, in_chans)
+    torch.save(checkpoint(last), folder / "previous.pt")  # all that a run killed while saving may have
+    _, line = built(in_chans=in_chans, WEIGHTS=str(folder.parent))
+    assert line == f"weights: 94 tensors of {folder / 'previous.pt'} (epoch 12)"
     torch.save(checkpoint(last), folder / "last.pt")
     model, line = built(in_chans=in_chans, WEIGHTS=str(folder.parent))
     assert_backbone_is(model, last)
@@ -163,6 +164,21 @@ def test_tensors_that_the_file_lacks_are_noticed(tmp_path: Path, part: str) -> N
     torch.save(without(source_model().backbone.state_dict(), part), tmp_path / "a.pth")
     with pytest.raises(ConfigError, match=rf"parameters are not in the file, such as '.*{part}"):
         built(WEIGHTS=str(tmp_path / "a.pth"))
+
+
+def test_tensors_without_a_place_are_no_warning_of_timms(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = timm.create_model("test_resnet").state_dict()
+    renamed = {f"other.{name}" if name.startswith("layer4") else name: t for name, t in state.items()}
+    torch.save(renamed, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match=r"not in the file, such as 'layer4"):
+        built(WEIGHTS=str(tmp_path / "a.pt"))
+    assert [record for record in caplog.records if record.name.startswith("timm")] == []
+    timm.create_model("test_resnet", num_classes=0, pretrained=True, pretrained_cfg_overlay={
+        "state_dict": {**state, "other.weight": torch.zeros(1)}, "source": None, "custom_load": False,
+    })  # fmt: skip
+    assert any("Unexpected keys" in record.message for record in caplog.records)  # else it is as loud as ever
 
 
 def test_only_tensors_are_read(tmp_path: Path) -> None:

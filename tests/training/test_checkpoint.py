@@ -238,7 +238,7 @@ def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_us
     """The negative control."""
     path = tmp_path / "last.pt"
     newest = whole(
-        config={"MODEL": {}}, plan={}, state={"model": {}}, micro_batch_limit=8,
+        config={"MODEL": {}}, model_spec={}, plan={}, state={"model": {}}, micro_batch_limit=8,
         noise_scale={"num": 1, "gradient_sq": 0.5, "trace": 2.0},
         progress=vars(TrainingProgress(2, 8, 5, 0.5, {"top1": 0.5}, 3.5)),
     )  # fmt: skip

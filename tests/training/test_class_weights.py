@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,9 @@ def test_weights_of_a_file_have_the_mean_1_over_the_samples(tmp_path: Path, name
         ("w.csv", "rank,class,weight\nfamily,dgos,3\n", r"w\.csv, line 2: rank 'family' has no class 'dgos'"),
         ("w.csv", "class,weight\ndogs,3\n", r"line 1: the columns must be rank, class, weight"),
         ("w.csv", "rank,class,weight\nfamily,dogs\n", r"line 2: 2 cells instead of 3"),
+        ("w.csv", "rank,class,weight\nfamily, dogs,3\n", r"has no class ' dogs'; did you mean 'dogs'"),
+        ("w.yaml", "family:\n  dogs: 1e308\n  cats: 1e308\n", r"rank 'family' lie too far apart .* 1e\+308"),
+        ("w.yaml", "species:\n  lion: 1e60\n", r"rank 'species' lie too far apart .*between 1 and 1e\+60"),
         ("absent.csv", None, r"cannot read .*absent\.csv: No such file"),
     ],
 )  # fmt: skip
@@ -69,6 +73,16 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, text: str 
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=rf"LOSS\.CLASS_WEIGHTS: .*{message}"):
         class_weights(str(tmp_path / name), TAXONOMY, TARGETS)
+
+
+def test_names_in_csv_are_taken_as_they_are(tmp_path: Path) -> None:
+    names = ("two\nlines", "a\u2028b", "space ", 'a "quote", a comma')
+    with (tmp_path / "w.csv").open("w", newline="", encoding="utf-8") as file:
+        rows = [("species", name, number) for number, name in enumerate(names, start=1)]
+        csv.writer(file).writerows([("rank", "class", "weight"), *rows])
+    taxonomy, targets = Taxonomy((Level("species", names),)), torch.arange(4).unsqueeze(1)
+    (weights,) = class_weights(str(tmp_path / "w.csv"), taxonomy, targets)
+    torch.testing.assert_close(weights, torch.tensor([1.0, 2.0, 3.0, 4.0]) / 2.5)
 
 
 def assembled(*argv: str) -> Assembly:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.dist import World
+from linnaeus.training.losses import TaxonomicCrossEntropy
 from linnaeus.training.metrics import ClassificationMetrics, headline
 from tests import forks
 from tests.forks import ROOT
@@ -163,17 +164,23 @@ def test_half_precision_outputs() -> None:
     assert computed(metrics)["top1/family"] == pytest.approx(computed_by_hand()["top1/family"])
 
 
+TWO_RANKS = {"loss": 2.0, "top1/family": 0.9, "top1/species": 0.5, "consistent": 1.0}
+
+
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("values", "rank_weights", "expected"),
     [
-        ({"loss": 2.0}, ("-loss", -2.0)),
-        ({"loss": 2.0, "top1/family": 0.9, "top1/species": 0.5, "consistent": 1.0}, ("top1/species", 0.5)),
+        ({"loss": 2.0}, None, ("-loss", -2.0)),
+        (TWO_RANKS, None, ("top1/species", 0.5)),
+        (TWO_RANKS, [1.0, 0.1], ("top1/species", 0.5)),
+        (TWO_RANKS, [1.0, 0.0], ("top1/family", 0.9)),  # the species are not learnt
     ],
 )
-def test_the_headline_is_the_finest_rank_or_the_loss(
-    values: dict[str, float], expected: tuple[str, float]
+def test_the_headline_is_the_finest_rank_that_counts_or_the_loss(
+    values: dict[str, float], rank_weights: list[float] | None, expected: tuple[str, float]
 ) -> None:
-    assert headline(values) == expected
+    loss = torch.nn.Module() if rank_weights is None else TaxonomicCrossEntropy(["f", "s"], rank_weights)
+    assert headline(values, loss) == expected
 
 
 # --- several processes ---

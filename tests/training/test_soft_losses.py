@@ -208,10 +208,27 @@ def test_losses_of_libraries_must_take_labels_and_probabilities(target: str, pro
     loss: Callable[..., Any] = build_loss({"_target_": target}, ONE_RANK)
     assert isinstance(loss, SingleRank)
     if problem is None:
-        loss.check_takes_both(4, torch.device("cpu"))
+        loss.check_takes_targets(4, torch.device("cpu"), mixes=True)
         soft = soft_targets(KNOWN, COUNTS[1:])
         assert loss(logits(dtype=torch.float32)[1], soft).isfinite()
         return
     name = target.rpartition(".")[2]
     with pytest.raises(ConfigError, match=rf"LOSS: {name} does not take {problem} of classes\. With .*MIXUP"):
-        loss.check_takes_both(4, torch.device("cpu"))
+        loss.check_takes_targets(4, torch.device("cpu"), mixes=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "is_taken"),
+    [("torch.nn.NLLLoss", True), ("timm.loss.LabelSmoothingCrossEntropy", True), ("torch.nn.MSELoss", False),
+     ("torch.nn.BCEWithLogitsLoss", False), ("timm.loss.SoftTargetCrossEntropy", False)],
+)  # fmt: skip
+def test_losses_of_libraries_must_take_labels(target: str, is_taken: bool) -> None:
+    loss: Callable[..., Any] = build_loss({"_target_": target}, ONE_RANK)
+    assert isinstance(loss, SingleRank)
+    if is_taken:
+        loss.check_takes_targets(4, torch.device("cpu"), mixes=False)
+        return
+    with pytest.raises(
+        ConfigError, match=r"does not take labels of classes\. A loss gets logits .* LOSS.NAME"
+    ):
+        loss.check_takes_targets(4, torch.device("cpu"), mixes=False)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import pkgutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from linnaeus import commands
 from linnaeus.commands.completion import SHELLS
+from linnaeus.commands.options import CommandParser
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, TARGET, Key, dotted, strip_optional
 from linnaeus.config.overrides import LONG_NAMES, OPTIONS, SOURCES
 from linnaeus.config.presets import FOLDER, expanded, files_of
@@ -91,23 +91,28 @@ def _starting(candidates: Candidates, word: str) -> Candidates:
 
 def _takes_run(command: str) -> bool:
     """Whether the first word after the command is the folder of a run, and keys may follow it."""
-    return bool(getattr(_parser(command), "takes_run", False))
+    parser = _parser(command)
+    return parser is not None and parser.takes_run
 
 
 def _takes_overrides(command: str) -> bool:
     """Whether keys and presets may follow a command; others take names of files."""
-    return command == TRAIN or getattr(_parser(command), "takes_overrides", True)
+    parser = _parser(command)
+    return parser is None or parser.takes_overrides
 
 
-def _parser(command: str) -> Any:
+def _parser(command: str) -> CommandParser | None:
+    """The parser of a command; None for training, which has no options of its own."""
     if command == TRAIN:
         return None
-    return getattr(import_module(f"{commands.__name__}.{command}.options"), "PARSER", None)
+    parser: CommandParser = import_module(f"{commands.__name__}.{command}.options").PARSER
+    return parser
 
 
-def _actions(command: str) -> Iterator[argparse.Action]:
+def _actions(command: str) -> Sequence[argparse.Action]:
     """The options of a command beside those that all have."""
-    yield from getattr(_parser(command), "_actions", ())
+    parser = _parser(command)
+    return [] if parser is None else parser._actions
 
 
 def _options(command: str) -> Candidates:

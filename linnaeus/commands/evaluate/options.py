@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linnaeus.commands.options import CommandParser, check_files, read_plot
+from linnaeus.commands.run_options import CHECKPOINT_OPTION, read_choice
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.overrides import CommandLine, parse_command_line
 from linnaeus.config.schema import Config
@@ -25,10 +28,18 @@ RUN is a run's folder, or one of its checkpoints. Without overrides its own vali
 which gives the figures that training has logged. DATA.DATASET names other data, whose classes are matched by
 name.
 """
-DETAILS = """\
-Keys that can be set are those of the data (DATA.DATASET, DATA.IMG_SIZE, DATA.BATCH_SIZE_VAL, the loader's,
-DATA.AUTOBATCH for the search of a validation size), TRAIN.AMP, TRAIN.CHANNELS_LAST, TRAIN.COMPILE,
-TRAIN.DETERMINISTIC, EXPERIMENT.DEVICE and DIST. All others are those of the run.
+_SETTABLE = (
+    "DATA.DATASET", "DATA.IMG_SIZE", "DATA.AUGMENT.CROP_FRACTION", "DATA.BATCH_SIZE_VAL", "DATA.NUM_WORKERS",
+    "DATA.PREFETCH_FACTOR", "DATA.PIN_MEMORY", "DATA.ON_BAD_IMAGE", "DATA.AUTOBATCH", "TRAIN.AMP",
+    "TRAIN.CHANNELS_LAST", "TRAIN.COMPILE", "TRAIN.DETERMINISTIC", "EXPERIMENT.DEVICE", "DIST",
+)  # fmt: skip
+"""Keys, and nodes of keys, that an evaluation may set."""
+_NOT_SEARCHED = ("DATA.AUTOBATCH.ENABLED=False", "DATA.AUTOBATCH.ENABLED_VAL=False")
+"""The run's size is used unless the command line asks for a search."""
+
+DETAILS = f"""\
+Keys that can be set, of DATA.AUTOBATCH those for validation; all others are those of the run:
+{textwrap.fill(", ".join(_SETTABLE), 106, initial_indent="  ", subsequent_indent="  ")}
 
 examples:
   linnaeus evaluate runs/birds
@@ -37,18 +48,9 @@ examples:
   linnaeus evaluate runs/birds DATA.AUTOBATCH.ENABLED_VAL=True TRAIN.AMP=bf16 --plot birds.html
   torchrun --nproc_per_node=4 -m linnaeus.main evaluate runs/birds
 
-exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of memory, 130 interrupted
-(nothing is written), 1 anything else
+exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of memory, 130 interrupted and
+143 terminated (nothing is written), 1 anything else
 """
-
-_FREE = (
-    "DATA.DATASET", "DATA.IMG_SIZE", "DATA.AUGMENT.CROP_FRACTION", "DATA.BATCH_SIZE_VAL", "DATA.NUM_WORKERS",
-    "DATA.PREFETCH_FACTOR", "DATA.PIN_MEMORY", "DATA.ON_BAD_IMAGE", "DATA.AUTOBATCH", "TRAIN.AMP",
-    "TRAIN.CHANNELS_LAST", "TRAIN.COMPILE", "TRAIN.DETERMINISTIC", "EXPERIMENT.DEVICE", "DIST",
-)  # fmt: skip
-"""Keys, and nodes of keys, that an evaluation may set."""
-_NOT_SEARCHED = ("DATA.AUTOBATCH.ENABLED=False", "DATA.AUTOBATCH.ENABLED_VAL=False")
-"""The run's size is used unless the command line asks for a search."""
 
 
 @dataclass
@@ -103,7 +105,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, RunConfig]:
         raise ConfigError([*problems, *line.problems])
     base, below = _base(options)
     own = load_config([*base, *_NOT_SEARCHED], below).config
-    loaded = load_config([*base, *_NOT_SEARCHED, *_other_kind(line, own), *tokens], below)
+    loaded = load_config([*base, *_NOT_SEARCHED, *_without_own_dataset(line, own), *tokens], below)
     if loaded.print_config:
         return loaded.text()
     _check_files(options)
@@ -132,13 +134,17 @@ def _not_taken(line: CommandLine) -> list[str]:
     ]
     for setting in from_overrides(line.overrides):
         key = dotted(setting.path)
-        if not any(key == name or key.startswith(f"{name}.") for name in _FREE):
-            is_key = any(path[: len(setting.path)] == setting.path for path in KEYS)
-            if is_key:
-                problems.append(f"{key}: is that of the run and has no effect on an evaluation; leave it out")
-        elif (*setting.path[:-1], f"{setting.path[-1]}_VAL") in KEYS:
+        if (*setting.path[:-1], f"{setting.path[-1]}_VAL") in KEYS:
             problems.append(f"{key}: is for training; an evaluation takes {key}_VAL")
+        elif not _is_settable(key) and any(path[: len(setting.path)] == setting.path for path in KEYS):
+            problems.append(
+                f"{key}: belongs to the trained run and cannot be changed for an evaluation; leave it out"
+            )
     return problems
+
+
+def _is_settable(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in _SETTABLE)
 
 
 def _base(options: Options) -> tuple[list[str], list[Setting]]:
@@ -168,12 +174,23 @@ def _content(options: Options) -> tuple[Mapping[str, Any], str]:
         raise ConfigError(f"RUN: {error}") from error
 
 
-def _other_kind(line: CommandLine, own: Config) -> list[str]:
-    """Where data of another kind is named, the run's paths and columns do not belong to it."""
-    name = next((o.text for o in reversed(line.overrides) if o.key == "DATA.DATASET.NAME"), None)
+def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
+    """Drops the run's dataset where the command line names one of another kind, by NAME or `_target_`.
+
+    The run's paths, columns and arguments do not belong to such data.
+    """
+    from linnaeus.config.settings import from_overrides
+    from linnaeus.config.values import Bare
+
     dataset = own.DATA.DATASET
-    own_name = None if isinstance(dataset, Mapping) else dataset.NAME
-    return ["~DATA.DATASET"] if name is not None and name != own_name else []
+    own_kind = dict(dataset) if isinstance(dataset, Mapping) else {"NAME": dataset.NAME}
+    named = {
+        setting.path[2]: setting.value.text if isinstance(setting.value, Bare) else setting.value
+        for setting in from_overrides(line.overrides)
+        if setting.path[:2] == ("DATA", "DATASET") and setting.path[2:] in (("NAME",), ("_target_",))
+    }
+    is_other = any(value is not None and value != own_kind.get(name) for name, value in named.items())
+    return ["~DATA.DATASET"] if is_other else []
 
 
 def _check_files(options: Options) -> None:
@@ -196,25 +213,17 @@ def _read_output(text: str) -> Path:
     return path.with_suffix("") if path.suffix == ".json" else path
 
 
-def _read_unknown(text: str) -> str:
-    if text not in ("error", "skip"):
-        raise ValueError(f"{text!r} is not one of error, skip")
-    return text
-
-
 PARSER = CommandParser(
     "evaluate", description=DESCRIPTION, details=DETAILS, takes_run=True,
     print_config="print the configuration of the evaluation, and exit",
 )  # fmt: skip
-PARSER.option(
-    "--checkpoint", "FILE", str, "best, last, or a file; default best (RUN itself where it is a file)"
-)
+PARSER.option(*CHECKPOINT_OPTION)
 PARSER.option(
     "--output", "DIR/PREFIX", _read_output,
     "beginning of the names of the files; default RUN/evaluations/<checkpoint>[_<data>]",
 )  # fmt: skip
 PARSER.option("--plot", "FILE", read_plot, "picture: .png, .svg or .html by its ending; default <output>.png")
 PARSER.option(
-    "--unknown", "error|skip", _read_unknown,
+    "--unknown", "error|skip", partial(read_choice, ("error", "skip")),
     "samples of classes that the run does not know are an error, or are left out and counted; default error",
 )  # fmt: skip

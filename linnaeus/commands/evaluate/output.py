@@ -32,15 +32,14 @@ def levels_table(evaluation: Evaluation) -> Table:
     data = evaluation.data
     title = f"{counted(data['samples'], 'sample')} of {data['source']} ({data['part']})"
     table = Table(title=title, title_justify="left")
-    has_unknown = any(level.num_unknown for level in evaluation.levels)
     headings = {
-        "samples": ("samples", "d"), "unknown": ("unlabelled", "d"), "top1": ("top-1", ".4f"),
+        "samples": ("samples", "d"), "unlabelled": ("unlabelled", "d"), "top1": ("top-1", ".4f"),
         "top5": ("top-5", ".4f"), "macro_recall": ("macro recall", ".4f"),
         "macro_precision": ("precision", ".4f"), "macro_f1": ("F1", ".4f"),
         "calibration_error": ("calib. error", ".4f"), "cross_entropy": ("cross-entropy", ".4f"),
     }  # fmt: skip
-    if not has_unknown:
-        del headings["unknown"]
+    if not any(level.num_unlabelled for level in evaluation.levels):
+        del headings["unlabelled"]
     table.add_column("rank")
     for heading, _ in headings.values():
         table.add_column(heading, justify="right", no_wrap=True)
@@ -59,7 +58,7 @@ def worst_table(level: LevelFigures) -> Table:
     recall, precision = level.classes.recall, level.classes.precision
     for label in level.worst(NUM_SHOWN):
         shown = "" if precision[label].isnan() else f"{precision[label]:.4f}"
-        samples = str(int(level.classes.samples[label]))
+        samples = str(int(level.classes.num_samples[label]))
         table.add_row(level.level.classes[label], samples, f"{recall[label]:.4f}", shown)
     return table
 
@@ -81,12 +80,18 @@ def notes(evaluation: Evaluation) -> list[str]:
     metrics, distance = evaluation.metrics, evaluation.distance
     found = [f"loss {metrics['loss']:.4f}"]
     if "consistent" in metrics:
-        found[0] += f"; {metrics['consistent']:.2%} of the samples have ranks that agree with the taxonomy"
-    if distance is not None and distance.mistakes is not None and distance.samples is not None:
-        found.append(
-            f"a mistake is {distance.mistakes:.3f} ranks off on average, up to the common ancestor of both "
-            f"classes; {distance.samples:.3f} over all samples"
+        found[0] += (
+            f"; of the samples whose predicted classes have known parents, {metrics['consistent']:.2%} agree "
+            "with the taxonomy"
         )
+    if distance is not None and distance.mean_over_mistakes is not None:
+        found.append(
+            f"mean distance of {counted(distance.num_mistakes, 'mistake')} to the lowest common ancestor: "
+            f"{distance.mean_over_mistakes:.3f} ranks ({distance.mean_over_samples:.3f} over all samples, "
+            "correct ones as 0)"
+        )
+        if distance.num_left_out:
+            found[-1] += f"; {counted(distance.num_left_out, 'mistake')} with an unknown ancestor left out"
     if evaluation.logged is not None:
         found.append(evaluation.logged.sentence(metrics))
     return found

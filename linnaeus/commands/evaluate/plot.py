@@ -14,22 +14,23 @@ from linnaeus.words import counted
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_LEVELS = 4
-"""Levels that are drawn, the finest ones."""
-MOST_IN_MATRIX = 30
-"""Classes of a level whose confusion matrix is drawn; of more classes the recall is."""
-MOST_WITH_COUNTS = 12
-"""Classes of a matrix with the numbers in its cells."""
-MOST_TIPS = 400
-"""Classes that say something on hover."""
-MOST_CHARACTERS = 60
-"""Of all labels of an axis, if they are to stand side by side."""
-_LONGEST_NAME = 18
+MAX_LEVELS = 4
+"""Levels that are drawn: the finest ones."""
+MAX_MATRIX_CLASSES = 30
+"""Up to this many classes, the confusion matrix of a level is drawn; for more, their recall."""
+MAX_CELL_NUMBERS = 12
+"""Up to this many classes, the cells of a matrix show their numbers."""
+MAX_HOVER_POINTS = 400
+"""Classes of a recall curve with a text on hover."""
+MAX_LABEL_CHARACTERS = 60
+"""Up to this many characters in all, the labels of an axis are horizontal; more are slanted."""
+_MAX_ROW_NAME_CHARACTERS = 30
+_MAX_COLUMN_NAME_CHARACTERS = 18
 
 
 def save_plot(evaluation: Evaluation, path: Path) -> None:
     """Draw the picture and write it, atomically, in the format that the ending names."""
-    levels = [level for level in evaluation.levels if level.num_samples][-MOST_LEVELS:]
+    levels = [level for level in evaluation.levels if level.num_samples][-MAX_LEVELS:]
     data = evaluation.data
     title = (
         f"{evaluation.checkpoint['name']} on {counted(data['samples'], 'sample')} of {data['source']} "
@@ -39,7 +40,7 @@ def save_plot(evaluation: Evaluation, path: Path) -> None:
     with drawing(path, title, evaluation, columns, num_rows=len(levels), panel_height=5.4) as picture:
         for level, (left, right) in zip(levels, picture.panels, strict=True):
             _reliability(picture, left, level)
-            if len(level.level.classes) <= MOST_IN_MATRIX:
+            if len(level.level.classes) <= MAX_MATRIX_CLASSES:
                 _matrix(picture, right, level)
             else:
                 _recall(picture, right, level)
@@ -75,43 +76,49 @@ def _reliability(picture: Picture, axes: Axes, level: LevelFigures) -> None:
 
 
 def _matrix(picture: Picture, axes: Axes, level: LevelFigures) -> None:
-    """The confusion matrix: numbers of samples, coloured by their share of the true class."""
+    """The confusion matrix: numbers of samples, coloured by their share of the true class.
+
+    Classes without a sample have no row, and without a prediction either no column.
+    """
     import numpy as np
     from matplotlib.colors import LinearSegmentedColormap
 
-    names = [_short(name) for name in level.level.classes]
-    count = len(names)
+    classes, count = level.level.classes, len(level.level.classes)
     matrix = np.zeros((count, count))
-    pairs, numbers = level.pairs.pairs.tolist(), level.pairs.counts.tolist()
+    pairs, numbers = level.counts.pairs.tolist(), level.counts.counts.tolist()
     for pair, number in zip(pairs, numbers, strict=True):
         matrix[divmod(pair, count)] = number
-    totals = matrix.sum(axis=1, keepdims=True)
-    shares = np.divide(matrix, totals, out=np.zeros_like(matrix), where=totals > 0)
+    rows = np.flatnonzero(matrix.any(axis=1))
+    columns = np.flatnonzero(matrix.any(axis=1) | matrix.any(axis=0))
+    matrix = matrix[rows][:, columns]
+    shares = matrix / matrix.sum(axis=1, keepdims=True)
+    row_names = [_short(classes[row], _MAX_ROW_NAME_CHARACTERS) for row in rows]
+    column_names = [_short(classes[column], _MAX_COLUMN_NAME_CHARACTERS) for column in columns]
     decorate(axes, f"{level.level.name}: top-1 {level.top1:.4f}", "predicted class", "true class")
     axes.grid(visible=False)
     colours = LinearSegmentedColormap.from_list("share", [(0, 0.447, 0.698, 0), (0, 0.447, 0.698, 1)])
     # The root of a share, so that rare confusions can be seen.
     axes.imshow(shares**0.5, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-    size = 10 if count <= MOST_WITH_COUNTS else 7
-    is_long = count * max(map(len, names)) > MOST_CHARACTERS
+    size = 10 if len(columns) <= MAX_CELL_NUMBERS else 7
+    is_long = len(columns) * max(map(len, column_names)) > MAX_LABEL_CHARACTERS
     rotation: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if is_long else {}
-    axes.set_xticks(range(count), names, fontsize=size, **rotation)
-    axes.set_yticks(range(count), names, fontsize=size)
+    axes.set_xticks(range(len(columns)), column_names, fontsize=size, **rotation)
+    axes.set_yticks(range(len(rows)), row_names, fontsize=size)
     for row, column in zip(*matrix.nonzero(), strict=True):
         share, number = shares[row, column], int(matrix[row, column])
-        if count <= MOST_WITH_COUNTS:
+        if len(columns) <= MAX_CELL_NUMBERS:
             axes.text(
                 column, row, f"{number:,}", ha="center", va="center", fontsize=9,
                 color="white" if share > 0.25 else INK, zorder=5,
             )  # fmt: skip
-        text = f"{level.level.classes[row]} taken for {level.level.classes[column]}: {number} ({share:.1%})"
+        text = f"{classes[rows[row]]} taken for {classes[columns[column]]}: {number} ({share:.1%})"
         picture.point(axes, column, row, "s", text, color=BLUE, alpha=0, markersize=6)
 
 
 def _recall(picture: Picture, axes: Axes, level: LevelFigures) -> None:
     """The recall of all classes with samples, ascending."""
     recall = level.classes.recall
-    order = [label for label in recall.argsort().tolist() if level.classes.samples[label]]
+    order = [label for label in recall.argsort().tolist() if level.classes.num_samples[label]]
     values = [float(recall[label]) for label in order]
     x_label = f"{len(order):,} classes with samples, by recall"
     decorate(axes, f"{level.level.name}: top-1 {level.top1:.4f}", x_label, "recall")
@@ -124,9 +131,9 @@ def _recall(picture: Picture, axes: Axes, level: LevelFigures) -> None:
             level.macro_recall, color=VERMILION, linestyle=(0, (5, 3)), linewidth=1.4,
             label=f"mean {level.macro_recall:.3f}",
         )  # fmt: skip
-    for x in range(0, len(order), max(1, len(order) // MOST_TIPS)):
+    for x in range(0, len(order), max(1, len(order) // MAX_HOVER_POINTS)):
         label = order[x]
-        samples = int(level.classes.samples[label])
+        samples = int(level.classes.num_samples[label])
         text = f"{level.level.classes[label]}: recall {values[x]:.3f} of {counted(samples, 'sample')}"
         picture.point(axes, x, values[x], "o", text, color=BLUE, alpha=0, markersize=5)
     axes.set_xlim(0, max(1, len(order) - 1))
@@ -134,5 +141,5 @@ def _recall(picture: Picture, axes: Axes, level: LevelFigures) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+def _short(name: str, length: int) -> str:
+    return name if len(name) <= length else f"{name[: length - 1]}…"

@@ -24,7 +24,7 @@ class Logged:
     Attributes:
         values: the logged ones, by name.
         settings: what the evaluation does otherwise than the run did, as text.
-        unequal: names of the figures that are not equal to the last digit.
+        unequal: names of the figures that are not equal to the last digit, or that only one of both has.
     """
 
     values: dict[str, float]
@@ -34,23 +34,24 @@ class Logged:
     @classmethod
     def of(cls, values: dict[str, float], metrics: dict[str, float], settings: Sequence[str]) -> Logged:
         """Compare the figures of an evaluation, `metrics`, with the logged ones."""
-        unequal = [name for name in metrics if not _same(metrics[name], values.get(name))]
+        unequal = [name for name in {**values, **metrics} if not _same(metrics.get(name), values.get(name))]
         return cls(values, settings, unequal)
 
     def sentence(self, metrics: dict[str, float]) -> str:
         """The comparison, for people."""
         shown = ", ".join(
-            f"{name} {metrics[name]:.6g} ({_shown(self.values.get(name))} logged)" for name in self.unequal
+            f"{name} {_shown(metrics.get(name))} ({_shown(self.values.get(name))} in training)"
+            for name in self.unequal
         )
         with_settings = f" with {', '.join(self.settings)}" if self.settings else ""
         if not self.unequal:
-            return f"as logged{with_settings}: every figure that training logged, to the last digit"
+            return f"same figures as in training, to the last digit{with_settings}"
         reason = (
             with_settings
             or ", although data, sizes and device are the run's: the files may have changed since training, "
             "or the device does not repeat its sums"
         )
-        return f"other figures than logged{reason}: {shown}"
+        return f"figures differ from training{reason}: {shown}"
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Evaluation(Figures):
         levels: the figures of each level, coarse to fine.
         distance: of mistakes in the taxonomy; None without one.
         logged: the comparison with training; None where the checkpoint has no figures for this data.
-        seconds: of the pass over the data.
+        duration_s: of the pass over the data.
     """
 
     checkpoint: dict[str, Any]
@@ -77,7 +78,7 @@ class Evaluation(Figures):
     levels: list[LevelFigures]
     distance: Distance | None
     logged: Logged | None
-    seconds: float
+    duration_s: float
     notes: list[str] = field(default_factory=list)
 
     COLUMNS = ("level", "label", "class", "samples", "predicted", "correct", "recall", "precision", "f1")
@@ -112,14 +113,15 @@ class Evaluation(Figures):
             "distance_of_mistakes": None
             if distance is None
             else {
-                "mistakes": distance.mistakes,
-                "samples": distance.samples,
+                "mean_over_mistakes": distance.mean_over_mistakes,
+                "mean_over_samples": distance.mean_over_samples,
+                "num_mistakes": distance.num_mistakes,
                 "num_left_out": distance.num_left_out,
             },
             "levels": {level.level.name: self._level(level) for level in self.levels},
             "classes": self.scalars(),
             "notes": self.notes,
-            "seconds": self.seconds,
+            "duration_s": self.duration_s,
         }
 
     def level_row(self, level: LevelFigures) -> dict[str, Any]:
@@ -127,7 +129,7 @@ class Evaluation(Figures):
         name = level.level.name
         return {
             "samples": level.num_samples,
-            "unknown": level.num_unknown,
+            "unlabelled": level.num_unlabelled,
             "classes": len(level.level.classes),
             "classes_with_samples": level.num_classes_with_samples,
             "top1": level.top1,
@@ -158,7 +160,7 @@ def files_of(output: Path) -> tuple[Path, Path, Path]:
 
 def _class_rows(level: LevelFigures) -> list[dict[str, Any]]:
     classes: ClassFigures = level.classes
-    columns = (classes.samples, classes.predicted, classes.correct)
+    columns = (classes.num_samples, classes.num_predicted, classes.num_correct)
     fractions = (classes.recall, classes.precision, classes.f1)
     rows = zip(level.level.classes, *(c.tolist() for c in (*columns, *fractions)), strict=True)
     return [
@@ -172,9 +174,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _same(value: float, other: float | None) -> bool:
-    return value == other or (other is not None and math.isnan(value) and math.isnan(other))
+def _same(value: float | None, other: float | None) -> bool:
+    if value is None or other is None:
+        return value is other
+    return value == other or (math.isnan(value) and math.isnan(other))
 
 
 def _shown(value: float | None) -> str:
-    return "not" if value is None else f"{value:.6g}"
+    return "absent" if value is None else f"{value:.6g}"

@@ -23,15 +23,15 @@ formats:
   timm            a folder for timm.create_model("local-dir:FOLDER", pretrained=True), with the head of a rank
 
 ONNX and torch.export files take images [B, C, H, W], normalised, with any B, and give probabilities [B,
-classes] for each rank, by its name. The check uses --images, else images of the run's validation, else
-noise, and says which. Where the outputs differ, this is an error and nothing is written.
+classes] for each rank, by its name. The check uses --images, else images of the run's dataset, else noise,
+and says which. Where the outputs differ, this is an error and nothing is written.
 
 examples:
   linnaeus export runs/birds --format onnx --output birds.onnx
   linnaeus export runs/birds --format timm --output birds_timm --level species
   linnaeus export runs/birds --format torch-export --images photos/
 
-exit codes: 0 done, 1 it cannot be exported so, or gives other outputs, 2 option, 130 interrupted
+exit codes: 0 done, 1 it cannot be exported so, or gives other outputs, 2 option, 130 Ctrl-C, 143 SIGTERM
 """
 
 

@@ -19,7 +19,7 @@ def run(options: Options) -> int:
     """
     with StopRequest().listening():
         trained = load_run(options.run, checkpoint=options.checkpoint, device=options.device)
-        print(trained, file=sys.stderr)
+        print(trained.description, file=sys.stderr)
         exported = export_run(
             trained, options.format, options.output, outputs=options.outputs, level=options.level,
             images=options.images,

@@ -26,7 +26,8 @@ examples:
   find /data -name '*.jpg' | linnaeus predict runs/birds - --output birds.jsonl --device cuda
 
 exit codes: 0 done, 1 not one image could be read, or anything else, 2 option, 3 not even one image fits into
-memory, 130 interrupted (what was predicted is kept in FILE.partial)
+memory, 130 Ctrl-C, 143 SIGTERM (what was predicted is kept in FILE.partial), 141 the reader of standard
+output, such as head, has gone
 """
 
 
@@ -84,20 +85,24 @@ def read(argv: Sequence[str]) -> str | tuple[Options]:
             problems.append("IMAGES: - stands there twice, but standard input can be read once")
     refuse(problems)
     check_files({"--output": options.output})
+    if options.output is not None:
+        check_files({"--output": skipped_name(options.output)})
     return (options,)
+
+
+def skipped_name(output: Path) -> Path:
+    """The table of the images that could not be read, beside the predictions."""
+    return output.with_name(f"{output.name}.skipped.csv")
 
 
 def _read_workers(text: str) -> int:
     return 0 if text == "0" else read_count(text)
 
 
-PARSER = RunCommandParser(
-    "predict", words="RUN IMAGES...", description=DESCRIPTION, details=DETAILS
-)  # fmt: skip
+PARSER = RunCommandParser("predict", words="RUN IMAGES...", description=DESCRIPTION, details=DETAILS)
 PARSER.option(
-    "--output", "FILE", read_table, "write .csv, .json or .jsonl by its ending, instead of printing; the "
-    "file "
-    "appears when all is done",
+    "--output", "FILE", read_table,
+    "write .csv, .json or .jsonl by its ending, instead of printing; the file appears when all is done",
 )  # fmt: skip
 PARSER.option("--top", "K", read_count, "classes for each taxonomic rank; default 5")
 PARSER.switch(
@@ -109,6 +114,6 @@ PARSER.option(
     "images in a batch; default: the largest that fits, at most 512 (64 on the CPU)",
 )  # fmt: skip
 PARSER.option(
-    "--workers", "N", _read_workers, "threads that load images; 0 for none; default: one for each CPU "
-    "core, at most 8"
+    "--workers", "N", _read_workers,
+    "threads that load images; 0 for none; default: one for each CPU core, at most 8",
 )  # fmt: skip

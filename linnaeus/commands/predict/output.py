@@ -13,12 +13,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
+from linnaeus.commands.tables import UnixLines
 from linnaeus.files import not_written, temporary_name
 from linnaeus.inference.prediction import Prediction, percent
 
 
 class Writer(ABC):
-    """Writes predictions to an open file."""
+    """Writes predictions to an open file.
+
+    Attributes:
+        replaces: whether the file takes the place of an earlier one.
+    """
+
+    replaces = True
 
     def __init__(self, file: TextIO) -> None:
         self.file = file
@@ -66,7 +73,7 @@ class Csv(Writer):
 
     def __init__(self, file: TextIO, names: list[str]) -> None:
         super().__init__(file)
-        self._writer = csv.writer(file, lineterminator="\n")
+        self._writer = csv.writer(UnixLines(file))
         self._writer.writerow(names)
 
     def write(self, prediction: Prediction) -> None:
@@ -123,7 +130,8 @@ def open_writer(
 ) -> Iterator[Writer]:
     """A writer to a file, which appears once it is whole; or to standard output.
 
-    Where the context ends with an exception, the predictions so far are kept in `partial_name(output)`.
+    A file that is there stays if `Writer.replaces` has been set to false. Where the context ends with an
+    exception, the predictions so far are kept in `partial_name(output)`.
 
     Args:
         output: its ending says the format; None prints for people.
@@ -148,7 +156,10 @@ def open_writer(
             finally:
                 writer.end()
             os.fsync(file.fileno())
-        temporary.replace(output)
+        if writer.replaces or not output.exists():
+            temporary.replace(output)
+        else:
+            temporary.unlink()
     except OSError as error:
         _keep(temporary, output)
         raise not_written(output, error) from error

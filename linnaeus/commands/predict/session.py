@@ -6,17 +6,20 @@ import csv
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TextIO
 
+from PIL import Image
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from linnaeus.commands.predict.options import Options
+from linnaeus.commands.predict.options import Options, skipped_name
 from linnaeus.commands.predict.output import open_writer, printable
-from linnaeus.console import is_interactive
+from linnaeus.commands.tables import UnixLines
+from linnaeus.console import is_interactive, make_console
 from linnaeus.inference.paths import STDIN, Unreadable, walk
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.log import close_logging, set_up_logging
@@ -37,14 +40,14 @@ def run(options: Options) -> int:
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        console = Console(stderr=True, highlight=False, width=max(console.width, 120))
+    console = make_console(stderr=True)
     set_up_logging(None, rank=0, console=console)
+    # Pillow reports the size of such an image with a line of source code; too large a one is unreadable.
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     try:
         with StopRequest().listening():
             trained = load_run(options.run, checkpoint=options.checkpoint, device=options.device)
-            logger.info("%s", trained)
+            logger.info("%s", trained.description)
             return _predict(trained, options, console)
     except BrokenPipeError:
         # Python would complain again when it flushes standard output at its end.
@@ -75,10 +78,14 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
                 writer.write(found)
                 num_predicted += 1
             progress.advance(task)
+        writer.replaces = bool(num_predicted) or not skipped.number
+        is_kept = not writer.replaces and options.output is not None and options.output.exists()
     total = f"{counted(num_predicted, 'image')} predicted"
     if skipped.number:
         total += f", {counted(skipped.number, 'unreadable one')} left out{skipped.where()}"
-    logger.info("%s%s", total, "" if options.output is None else f": {options.output.resolve()}")
+    if options.output is not None:
+        total += f": {options.output.resolve()}{', of an earlier call, stays as it was' if is_kept else ''}"
+    logger.info("%s", total)
     return 0 if num_predicted or not skipped.number else 1
 
 
@@ -109,7 +116,7 @@ class _Skipped:
 
     def __init__(self, output: Path | None) -> None:
         self.number = 0
-        self._table = None if output is None else output.with_name(f"{output.name}.skipped.csv")
+        self._table = None if output is None else skipped_name(output)
         self._file: TextIO | None = None
 
     def __enter__(self) -> _Skipped:
@@ -132,8 +139,8 @@ class _Skipped:
             return
         if self._file is None:
             self._file = self._table.open("w", encoding="utf-8", errors="surrogateescape", newline="")
-            csv.writer(self._file, lineterminator="\n").writerow(["path", "reason"])
-        csv.writer(self._file, lineterminator="\n").writerow([image.source, image.reason])
+            csv.writer(UnixLines(self._file)).writerow(["path", "reason"])
+        csv.writer(UnixLines(self._file)).writerow([image.source, image.reason])
 
     def where(self) -> str:
         """Where all of them are listed."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
-import yaml
 from torch import Tensor
 
-from linnaeus.config.load import load_config
+from linnaeus.config.load import load_config, settings_of
+from linnaeus.config.schema import Config
+from linnaeus.config.settings import Setting
 from linnaeus.data.bundle import dataset_length
 from linnaeus.data.datasets import build_data
-from linnaeus.errors import DataError, LinnaeusError
+from linnaeus.data.imagefolder import example_folder
+from linnaeus.errors import ConfigError, DataError, LinnaeusError, first_line
 from linnaeus.inference.paths import Unreadable, walk
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.words import counted
@@ -30,6 +32,7 @@ ABSOLUTE_TOLERANCE = 1e-6
 _SEEN = 512
 """Files of a folder among which a few are chosen."""
 
+Item = TypeVar("Item")
 Outputs = Mapping[str, Tensor]
 Model = Callable[[Tensor], Outputs]
 
@@ -48,7 +51,7 @@ class Samples:
 
 
 def samples_of(run: TrainedRun, images: Iterable[str] = ()) -> Samples:
-    """Inputs for a check: the images named, else some of the run's validation, else noise.
+    """Inputs for a check: the images named, else some of the run's dataset, else noise.
 
     Args:
         run: the run.
@@ -60,8 +63,7 @@ def samples_of(run: TrainedRun, images: Iterable[str] = ()) -> Samples:
     if run.spec.in_chans is None or run.spec.img_size is None:
         raise DataError(
             "the shape of the model's inputs is not known, as the run's dataset gave something else than "
-            "images; "
-            "--format safetensors exports the weights"
+            "images; --format safetensors exports the weights"
         )
     if images:
         named = list(islice(walk(images), MAX_IMAGES))
@@ -69,10 +71,10 @@ def samples_of(run: TrainedRun, images: Iterable[str] = ()) -> Samples:
             _paired([_read(run, path) for path in named]), f"{counted(len(named), 'image')} of --images"
         )
     try:
-        inputs, origin = _of_validation(run)
+        inputs, origin = _of_dataset(run)
         return Samples(_paired(inputs), f"{counted(len(inputs), 'image')} of {origin}")
-    except (LinnaeusError, OSError, LookupError, TypeError) as error:
-        reason = str(error).strip().partition("\n")[0]
+    except (LinnaeusError, OSError) as error:
+        reason = error.problems[0] if isinstance(error, ConfigError) else first_line(error)
         return Samples(
             _noise(run), f"{NUM_IMAGES} images of noise (data of the run cannot be used: {reason})"
         )
@@ -87,30 +89,38 @@ def _read(run: TrainedRun, path: str | Unreadable) -> Tensor:
         raise DataError(f"--images: {path}: {error}") from error
 
 
-def _of_validation(run: TrainedRun) -> tuple[list[Tensor], str]:
-    """Inputs from the run's dataset, without looking through all of a large one."""
-    dataset = run.content["config"]["DATA"]["DATASET"]
-    if run.spec.preprocessing is not None and dataset.get("NAME") == "imagefolder":
-        return _of_folder(run, dataset)
-    if run.folder is None:
-        raise DataError("the checkpoint stands outside of a run's folder")
-    text = yaml.safe_load((run.folder / "config.yaml").read_text(encoding="utf-8"))
-    config = load_config(["--cfg", str(run.folder / "config.yaml"), "DATA.ON_BAD_IMAGE=raise"]).config
-    data = build_data(config.DATA, seed=text["EXPERIMENT"]["SEED"])
-    length = dataset_length(data.val)
-    chosen = _spread(list(range(length)))
-    return [data.val[index][0] for index in chosen], "the run's validation"
+def _of_dataset(run: TrainedRun) -> tuple[list[Tensor], str]:
+    """Inputs from the run's dataset, without looking through all of a large folder, and their origin."""
+    config = _config(run)
+    dataset = config.DATA.DATASET
+    if not isinstance(dataset, Mapping) and dataset.NAME == "imagefolder":
+        return _of_folder(run, example_folder(dataset))
+    data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
+    inputs = [data.val[index][0] for index in _spread(range(dataset_length(data.val)))]
+    shape = [run.spec.in_chans, *(run.spec.img_size or ())]
+    if any(list(image.shape) != shape for image in inputs):
+        raise DataError(f"its validation gives {list(inputs[0].shape)}, and the model takes {shape}")
+    return inputs, "the run's validation"
 
 
-def _of_folder(run: TrainedRun, dataset: Mapping[str, Any]) -> tuple[list[Tensor], str]:
-    root = Path(str(dataset.get("ROOT"))).expanduser()
-    for name in (dataset.get("VAL"), "val", dataset.get("TRAIN"), "train", "."):
-        if name is not None and (root / name).is_dir():
-            paths = list(islice(walk([str(root / name)]), _SEEN))
-            inputs = [tensor for path in _spread(paths) if (tensor := _readable(run, path)) is not None]
-            if inputs:
-                return inputs, str(root / name)
-    raise DataError(f"no image in {root} can be read")
+def _config(run: TrainedRun) -> Config:
+    """The configuration of the run: in its folder, else what the checkpoint holds of it."""
+    tokens, below = ["DATA.ON_BAD_IMAGE=raise"], list[Setting]()
+    if run.folder is not None:
+        tokens = ["--cfg", str(run.folder / "config.yaml"), *tokens]
+    elif "DATA" in run.content.get("config", {}):
+        below = settings_of(run.content["config"], str(run.checkpoint))
+    else:
+        raise DataError(f"{run.checkpoint.name} does not name the run's dataset")
+    return load_config(tokens, below).config
+
+
+def _of_folder(run: TrainedRun, folder: Path) -> tuple[list[Tensor], str]:
+    paths = list(islice(walk([str(folder)]), _SEEN))
+    inputs = [tensor for path in _spread(paths) if (tensor := _readable(run, path)) is not None]
+    if not inputs:
+        raise DataError(f"no image in {folder} can be read")
+    return inputs, str(folder)
 
 
 def _readable(run: TrainedRun, path: str | Unreadable) -> Tensor | None:
@@ -120,7 +130,7 @@ def _readable(run: TrainedRun, path: str | Unreadable) -> Tensor | None:
         return None
 
 
-def _spread(items: list[Any]) -> list[Any]:
+def _spread(items: Sequence[Item]) -> Sequence[Item]:
     """A few of the items, evenly spread."""
     step = max(1, len(items) // NUM_IMAGES)
     return items[::step][:NUM_IMAGES]

@@ -15,15 +15,19 @@ INPUT = "images"
 
 
 def describe(run: TrainedRun, outputs: str | None) -> dict[str, Any]:
-    """Classes, taxonomy, input and architecture, as plain values.
+    """Classes, taxonomy, input and architecture, as plain values; of weights also how the run computes.
+
+    Unknown parents are None in `levels`, which is for other programs, and -1 in `spec`, which is what a
+    checkpoint holds and Linnaeus reads.
 
     Args:
         run: the run.
-        outputs: `probabilities` or `logits`; None where the file holds weights alone.
+        outputs: `probabilities`, `logits` or `log-probabilities`; None where the file holds weights alone.
     """
     spec = run.spec
     preprocessing = spec.preprocessing
     height, width = spec.img_size or (None, None)
+    weights_alone = {"precision": {"AMP": run.amp, "CHANNELS_LAST": run.is_channels_last}}
     return {
         "version": __version__,
         "input": {
@@ -36,6 +40,7 @@ def describe(run: TrainedRun, outputs: str | None) -> dict[str, Any]:
             "crop_fraction": None if preprocessing is None else preprocessing.crop_fraction,
         },
         "outputs": outputs,
+        **(weights_alone if outputs is None else {}),
         "levels": _levels(run),
         "spec": spec.as_dict(),
     }

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.errors import ConfigError, LinnaeusError, first_line
 from linnaeus.inference.export.check import Model
 from linnaeus.inference.export.description import KEY
 
@@ -70,11 +70,9 @@ def write_onnx(program: ExportedProgram, description: dict[str, Any], file: Path
                 output_names=unusual or None,
             )  # fmt: skip
     except Exception as error:  # whatever the exporter meets
-        reason = str(error).strip().partition("\n")[0]
         raise LinnaeusError(
-            f"the model cannot be exported to ONNX ({type(error).__name__}: {reason}); --format "
-            "torch-export or "
-            "safetensors may do"
+            f"the model cannot be exported to ONNX ({type(error).__name__}: {first_line(error)}); "
+            "--format torch-export or safetensors may do"
         ) from error
     assert exported is not None
     _name_outputs(exported.model.graph, names)

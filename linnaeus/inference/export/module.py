@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.errors import LinnaeusError
-from linnaeus.training.losses import logits_per_level
+from linnaeus.errors import LinnaeusError, first_line
+from linnaeus.training.losses import gives_log_probabilities, log_probabilities, logits_per_level
 
 
 class ExportModule(nn.Module):
@@ -20,7 +20,7 @@ class ExportModule(nn.Module):
     Args:
         model: the trained model.
         taxonomy: levels; None where there are no classes: then the outputs are the model's own.
-        probabilities: whether to give probabilities in place of logits.
+        probabilities: whether to give probabilities, and not the model's own logits or log-probabilities.
     """
 
     def __init__(self, model: nn.Module, taxonomy: Taxonomy | None, *, probabilities: bool) -> None:
@@ -28,6 +28,7 @@ class ExportModule(nn.Module):
         self.model = model
         self._names = None if taxonomy is None else taxonomy.names
         self._probabilities = probabilities
+        self._are_logs = gives_log_probabilities(model)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """{name of the level: [B, classes]} of images [B, C, H, W]."""
@@ -37,7 +38,9 @@ class ExportModule(nn.Module):
         logits = dict(zip(self._names, logits_per_level(outputs, self._names), strict=True))
         if not self._probabilities:
             return logits
-        return {name: level.softmax(dim=1) for name, level in logits.items()}
+        return {
+            name: log_probabilities(level, are_logs=self._are_logs).exp() for name, level in logits.items()
+        }
 
 
 def _named(outputs: Any) -> dict[str, Tensor]:
@@ -64,8 +67,7 @@ def traced(module: ExportModule, images: Tensor) -> ExportedProgram:
     try:
         return torch.export.export(module, (images,), dynamic_shapes={"images": {0: Dim("batch")}})
     except Exception as error:  # whatever a user's model does
-        reason = str(error).strip().partition("\n")[0]
         raise LinnaeusError(
-            f"the model cannot be traced by torch.export ({type(error).__name__}: {reason}); "
+            f"the model cannot be traced by torch.export ({type(error).__name__}: {first_line(error)}); "
             "--format safetensors exports its weights"
         ) from error

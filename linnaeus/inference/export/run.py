@@ -19,6 +19,7 @@ from linnaeus.inference.export.check import Model, Samples, largest_difference, 
 from linnaeus.inference.export.description import describe
 from linnaeus.inference.export.module import ExportModule, traced
 from linnaeus.inference.trained import TrainedRun, load_run
+from linnaeus.training.losses import gives_log_probabilities
 
 ENDINGS = {"safetensors": ".safetensors", "onnx": ".onnx", "torch-export": ".pt2", "timm": ""}
 
@@ -58,9 +59,10 @@ def export_run(
         run: the run; a torch.export file is made for its device.
         format: `safetensors`, `onnx`, `torch-export` or `timm`.
         output: the file, or the folder for timm; None is `default_output`. One that is there is replaced.
-        outputs: `probabilities` or `logits`, for ONNX and torch.export.
+        outputs: `probabilities` or `logits`, for ONNX and torch.export; in place of logits, a marginal head
+            gives log-probabilities.
         level: whose head becomes timm's classifier; None is the finest.
-        images: files, folders and patterns to check the result on; none takes the run's validation data.
+        images: files, folders and patterns to check the result on; none takes some of the run's dataset.
 
     Raises:
         ConfigError: an argument that cannot be used, or a package that is missing.
@@ -74,7 +76,7 @@ def export_run(
         raise ConfigError("--level: only timm takes a single rank; other formats hold all of them")
     path = default_output(run, format) if output is None else Path(output)
     if ENDINGS[format] and path.suffix != ENDINGS[format]:
-        raise ConfigError(f"--output: {path}: the name of a {format} file ends in {ENDINGS[format]}")
+        raise ConfigError(f"--output: {path}: the name of such a file ends in {ENDINGS[format]}")
     if format == "onnx":
         files.check_onnx_is_there()
     chosen = timm_folder.check_level(run, level) if format == "timm" else ""
@@ -138,7 +140,8 @@ def _write(run: TrainedRun, format: str, path: Path, samples: Samples | None, ki
     assert samples is not None
     module = ExportModule(run.model, run.taxonomy, probabilities=kind == "probabilities").eval()
     program = traced(module, samples.inputs[:2].to(run.device))
-    description = describe(run, kind)
+    is_log = kind == "logits" and gives_log_probabilities(run.model)
+    description = describe(run, "log-probabilities" if is_log else kind)
     if format == "onnx":
         files.write_onnx(program, description, path)
         return files.read_onnx(path)

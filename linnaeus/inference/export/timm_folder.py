@@ -113,8 +113,7 @@ def _state(run: TrainedRun, model: Any, head: nn.Linear) -> dict[str, Tensor]:
         differing = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
         raise LinnaeusError(
             "--format timm: with a classifier of its own, timm's model has other layers before it than "
-            "the run's "
-            f"({differing[0]} and {len(differing) - 1} more); use another --format"
+            f"the run's ({differing[0]} and {len(differing) - 1} more); use another --format"
         )
     return {name: own[name].detach().to("cpu", copy=True).contiguous() for name in expected}
 
