@@ -15,7 +15,7 @@ from linnaeus.errors import EXIT_INTERRUPTED, LinnaeusError
 from linnaeus.launchers import slurm
 from linnaeus.launchers.interface import Job
 from linnaeus.launchers.outcome import OUTCOME, Outcome, read_outcome
-from linnaeus.launchers.record import PROCESSES, is_locked, lives, read_record
+from linnaeus.launchers.record import PROCESSES, is_locked, lives, read_record, write_slurm_record
 
 START_S = 10.0
 """A process that has just been started says within this time who it is."""
@@ -24,21 +24,32 @@ START_S = 10.0
 def going(folders: Iterable[Path]) -> dict[Path, Job]:
     """The runs that go on or wait in a queue, by their folders."""
     found: dict[Path, Job] = {}
-    on_slurm: dict[Path, str] = {}
+    on_slurm: dict[Path, dict[str, Any]] = {}
     for folder in folders:
         record = read_record(folder)
         if record is None or _has_ended_well(folder):
             continue
         if record["launcher"] == "slurm":
-            on_slurm[folder] = record["id"]
+            on_slurm[folder] = record
         elif is_locked(folder):
             found[folder] = Job("running", _local_name(record), slot=record["slot"])
     if on_slurm:
-        queue = slurm.queue()
-        for folder, job_id in on_slurm.items():
-            job = slurm.unknown(job_id, queue) if isinstance(queue, str) else queue.get(job_id)
-            if job is not None:
-                found[folder] = job
+        found |= _in_queue(on_slurm)
+    return found
+
+
+def _in_queue(records: dict[Path, dict[str, Any]]) -> dict[Path, Job]:
+    """The runs whose job is in SLURM's queue; one that was submitted without a note of its number gets it."""
+    queue = slurm.queue()
+    if isinstance(queue, str):
+        return {folder: slurm.unknown(record.get("id"), queue) for folder, record in records.items()}
+    found = {}
+    for folder, record in records.items():
+        job_id = record.get("id") or queue.submitted.get((record["script"], record["index"]))
+        if job_id in queue.jobs:
+            found[folder] = queue.jobs[job_id]
+            if "id" not in record:
+                write_slurm_record(folder, job_id)
     return found
 
 
@@ -49,7 +60,7 @@ def lost(folder: Path) -> Outcome | None:
     nobody has started.
     """
     record = read_record(folder)
-    if record is None:
+    if record is None or "script" in record:  # submitted perhaps, but never begun
         return None
     if record["launcher"] == "slurm":
         return Outcome(EXIT_INTERRUPTED, 0.0, slurm.why_gone(record["id"]))
@@ -64,7 +75,7 @@ def cancel(folders: Collection[Path]) -> None:
             been asked.
     """
     records = [(folder, record) for folder in folders if (record := read_record(folder)) is not None]
-    if ids := [record["id"] for _, record in records if record["launcher"] == "slurm"]:
+    if ids := [record["id"] for _, record in records if "id" in record]:
         slurm.cancel(ids)
     elsewhere = []
     for folder, record in records:

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import TypeVar
 
 from linnaeus.errors import LinnaeusError
+from linnaeus.launchers import torchrun
 from linnaeus.launchers.interface import Job, Launcher, Task
 from linnaeus.launchers.record import open_locked
 
@@ -41,8 +42,8 @@ class Share:
 
     def command(self, words: Sequence[str]) -> list[str]:
         """The command line of a run: with torchrun where there are several processes."""
-        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_processes}", "-m"]
-        return [sys.executable, "-m", *(torchrun if self.num_processes > 1 else []), "linnaeus.main", *words]
+        ranks = [torchrun.__name__, "--standalone", f"--nproc-per-node={self.num_processes}", "-m"]
+        return [sys.executable, "-m", *(ranks if self.num_processes > 1 else []), "linnaeus.main", *words]
 
     def env(self) -> dict[str, str]:
         """The run's changes to the environment."""

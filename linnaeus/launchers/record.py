@@ -38,6 +38,23 @@ def write_slurm_record(folder: Path, job_id: str) -> None:
     write_text_atomically(folder / RECORD, json.dumps({"launcher": "slurm", "id": job_id}) + "\n")
 
 
+def write_submission(folder: Path, script: Path, index: int) -> None:
+    """Note which job is about to be submitted for the run, before it has a number.
+
+    Whoever submits may be killed before SLURM's answer. The script's name then tells the job from others.
+
+    Args:
+        folder: the run's.
+        script: that of the job, or of its array; no other submission has it.
+        index: of the job in the array.
+
+    Raises:
+        LinnaeusError, OSError: see `write_text_atomically`.
+    """
+    content = {"launcher": "slurm", "script": str(script), "index": index}
+    write_text_atomically(folder / RECORD, json.dumps(content) + "\n")
+
+
 def forget_record(folder: Path) -> None:
     """Delete the record of an earlier job, before the next one begins."""
     with suppress(FileNotFoundError):

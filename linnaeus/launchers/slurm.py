@@ -1,25 +1,31 @@
-"""Runs on SLURM: one job, or an array of jobs, submitted through submitit; the queue, and cancelling.
+"""Runs on SLURM: one job, or an array of jobs; the queue, and cancelling.
 
-submitit writes the job script, submits it and hands `slurm_job.SlurmJob` to the job as a pickle. Its own look
-at the jobs is not used: it needs `sacct`, which clusters without accounting do not have.
+submitit writes the job script. What it has for submitting and watching is not used: a job whose submission
+was broken off would not find its pickle, and the look at the jobs needs `sacct`, which clusters without
+accounting do not have. What a job does is in a file beside its script, before it is submitted.
 """
 
 from __future__ import annotations
 
 import getpass
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.launchers import slurm_job
 from linnaeus.launchers.interface import Job, Launcher, Task
-from linnaeus.launchers.record import forget_record, write_slurm_record
-from linnaeus.launchers.slurm_job import SlurmJob
+from linnaeus.launchers.record import write_slurm_record, write_submission
+from linnaeus.launchers.slurm_job import SlurmJob, save_jobs
 
 Options = Mapping[str, str | None]
 """Options of sbatch by their long names without dashes; None for those without a value."""
@@ -104,7 +110,7 @@ class Slurm(Launcher):
     """Jobs with the same resources.
 
     Args:
-        folder: for the scripts, pickles and logs of the jobs; all nodes see it.
+        folder: for the scripts and logs of the jobs; all nodes see it.
         options: of sbatch.
         name: of the jobs.
         limit: how many jobs of an array may run at once; None for all.
@@ -131,14 +137,20 @@ class Slurm(Launcher):
         """No bound: SLURM has the queue."""
         return 1_000_000
 
-    def script(self, num_jobs: int) -> str:
+    def script(self, num_jobs: int, name: str = "SUBMISSION") -> str:
         """The script of one job, or of an array of several.
+
+        Args:
+            num_jobs: how many.
+            name: of the submission, which no other one has.
 
         Raises:
             ConfigError: submitit is not installed.
         """
         slurm = _submitit().slurm.slurm
-        command = f"{_python()} -u -m submitit.core._submit {shlex.quote(str(self.folder))}"
+        # In the place of the script's shell: signals to the script are then for the process.
+        content = str(self.folder / f"{name}.json")
+        command = f"exec {shlex.join([sys.executable, '-u', '-m', slurm_job.__name__, content])}"
         count = {"map_count": num_jobs} if num_jobs > 1 else {}
         text: str = slurm._make_sbatch_string(command, self.folder, **self._parameters(num_jobs), **count)
         return text
@@ -170,27 +182,40 @@ class Slurm(Launcher):
         Raises:
             LinnaeusError: sbatch has refused them.
         """
-        for task in tasks:
-            forget_record(task.folder)
-        ids = self.submit_jobs(
-            [SlurmJob(task.words, str(task.folder.resolve()), task.seconds) for task in tasks]
-        )
-        for task, job_id in zip(tasks, ids, strict=True):
+
+        def note(script: Path) -> None:
+            for index, task in enumerate(tasks):
+                write_submission(task.folder, script, index)
+
+        jobs = [SlurmJob(task.words, str(task.folder.resolve()), task.seconds) for task in tasks]
+        for task, job_id in zip(tasks, self.submit_jobs(jobs, note), strict=True):
             write_slurm_record(task.folder, job_id)
 
-    def submit_jobs(self, jobs: Sequence[SlurmJob]) -> list[str]:
+    def submit_jobs(
+        self, jobs: Sequence[SlurmJob], note: Callable[[Path], object] = lambda _: None
+    ) -> list[str]:
         """Submit jobs, several as an array; returns their numbers.
 
+        Args:
+            jobs: what they do.
+            note: called with the script, which no other submission has, before it is submitted.
+
         Raises:
-            LinnaeusError: sbatch has refused them.
+            LinnaeusError: sbatch has refused them, or does not answer and may have submitted them.
         """
-        submitit = _submitit()
-        executor = submitit.SlurmExecutor(self.folder, python=_python())
-        executor.update_parameters(**self._parameters(len(jobs)))
-        try:
-            return [job.job_id for job in executor.submit_array(jobs)]
-        except submitit.core.utils.FailedJobError as error:
-            raise LinnaeusError(f"sbatch has refused the job: {error}") from error
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
+        script = self.folder / f"{name}.sh"
+        text = self.script(len(jobs), name)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_jobs(script.with_suffix(".json"), jobs)
+        script.write_text(text)
+        note(script)
+        done = _call("sbatch", "--parsable", str(script))
+        number = re.search(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)
+        if done.returncode != 0 or number is None:
+            said = (done.stderr.strip() or done.stdout.strip()).removeprefix("sbatch: ")
+            raise LinnaeusError(f"sbatch has refused the job: {said}")
+        return [f"{number[1]}_{index}" for index in range(len(jobs))] if len(jobs) > 1 else [number[1]]
 
     def log(self, job_id: str) -> str:
         """The file with the output of a job."""
@@ -220,11 +245,6 @@ class Slurm(Launcher):
         }
 
 
-def _python() -> str:
-    """Starts submitit in the place of the script's shell: signals to the script are then for it."""
-    return f"exec {shlex.quote(sys.executable)}"
-
-
 def _submitit() -> Any:
     """The module submitit.
 
@@ -240,24 +260,39 @@ def _submitit() -> Any:
     return submitit
 
 
-def queue() -> dict[str, Job] | str:
-    """This user's jobs that SLURM has not ended, by their numbers; or why it does not answer."""
+@dataclass(frozen=True)
+class Queue:
+    """This user's jobs that SLURM has not ended.
+
+    Attributes:
+        jobs: by their numbers.
+        submitted: the numbers by the script of a job, and its index in the script's array.
+    """
+
+    jobs: dict[str, Job]
+    submitted: dict[tuple[str, int], str]
+
+
+def queue() -> Queue | str:
+    """What SLURM has in its queue, or why it does not answer."""
     if shutil.which("squeue") is None:
         return "there is no squeue here"
-    done = _call("squeue", "--noheader", "--array", f"--user={getpass.getuser()}", "--format=%i|%T|%r")
+    done = _call("squeue", "--noheader", "--array", f"--user={getpass.getuser()}", "--format=%i|%T|%r|%o")
     if done.returncode != 0:
         return done.stderr.strip() or "squeue fails"
-    found = {}
+    found = Queue({}, {})
     for line in done.stdout.splitlines():
-        number, state, reason = line.strip().split("|", 2)
+        number, state, reason, script = line.strip().split("|", 3)
         is_running = state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
         why = "" if is_running or reason == "None" else reason
-        found[number] = Job("running" if is_running else "pending", _title(number), why)
+        found.jobs[number] = Job("running" if is_running else "pending", _title(number), why)
+        index = number.partition("_")[2]
+        found.submitted[script, int(index) if index.isdecimal() else 0] = number
     return found
 
 
-def unknown(job_id: str, why: str) -> Job:
-    """A job that SLURM says nothing of."""
+def unknown(job_id: str | None, why: str) -> Job:
+    """A job that SLURM says nothing of, perhaps not even its number."""
     return Job("unknown", _title(job_id), why)
 
 
@@ -282,8 +317,8 @@ def cancel(job_ids: Sequence[str]) -> None:
         raise LinnaeusError(f"scancel {' '.join(job_ids)}: {done.stderr.strip()}")
 
 
-def _title(job_id: str) -> str:
-    return f"SLURM job {job_id}"
+def _title(job_id: str | None) -> str:
+    return f"SLURM job {job_id or 'without a known number'}"
 
 
 def _call(*command: str) -> subprocess.CompletedProcess[str]:

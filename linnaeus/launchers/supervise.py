@@ -21,6 +21,7 @@ import psutil
 from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.launchers.outcome import OUTPUT, Outcome, outcome_of, read_outcome, save_outcome
 from linnaeus.launchers.record import identity, read_record, rewrite
+from linnaeus.signals import SIGNALS
 
 Child = subprocess.Popen[bytes]
 
@@ -110,8 +111,9 @@ def run_to_end(
         )
         started(child)
         exit_code = supervisor.wait(child)
-    if exit_code != 0 and (supervisor.received or was_stopped()):
-        exit_code = EXIT_INTERRUPTED  # torchrun ends with 1, and a run that was stopped early by the signal
+    is_signal = exit_code - 128 in SIGNALS
+    if exit_code != 0 and not is_signal and (supervisor.received or was_stopped()):
+        exit_code = EXIT_INTERRUPTED  # its last words were cut off, or it was stopped before it could say any
     seconds = time.monotonic() - began + (seconds if earlier is None else earlier.seconds)
     outcome = outcome_of(folder, exit_code, seconds, begin)
     save_outcome(folder, outcome)

@@ -86,8 +86,9 @@ def test_a_dry_run_prints_the_script_of_a_sweep_and_touches_nothing(run: Run, tm
         "#   2: EXPERIMENT.SEED=2",
     ):  # fmt: skip
         assert lines.count(line) == 1, (line, outcome.out)
-    assert f"exec {sys.executable} -u -m submitit.core._submit {tmp_path}/runs/small/slurm" in lines
-    assert "torch.distributed.run --nnodes=NODES" in outcome.out
+    content = tmp_path / "runs/small/slurm/SUBMISSION.json"
+    assert f"exec {sys.executable} -u -m linnaeus.launchers.slurm_job {content}" in lines
+    assert "linnaeus.launchers.torchrun --nnodes=NODES" in outcome.out
     assert not [*tmp_path.iterdir()]
 
 
@@ -98,7 +99,7 @@ def test_a_dry_run_of_one_command(run: Run, tmp_path: Path, command: str, with_t
     assert outcome.out.count("#SBATCH --job-name=mine") == outcome.out.count("--job-name") == 1
     assert "--array" not in outcome.out
     assert "--time" not in outcome.out, "that of the partition holds"
-    assert ("torch.distributed.run" in outcome.out) == with_torchrun
+    assert ("linnaeus.launchers.torchrun" in outcome.out) == with_torchrun
     assert f"-m linnaeus.main {command} " in outcome.out
     assert not [*tmp_path.iterdir()]
 
@@ -112,7 +113,7 @@ def test_a_dry_run_of_a_local_sweep_divides_the_machine(run: Run, monkeypatch: p
     first, second, third = [line for line in outcome.out.splitlines() if "linnaeus.main" in line]
     assert first.startswith("CUDA_VISIBLE_DEVICES=4,5 OMP_NUM_THREADS=2 ")
     assert second.startswith("CUDA_VISIBLE_DEVICES=6,7 OMP_NUM_THREADS=2 ")
-    assert "torch.distributed.run --standalone --nproc-per-node=2 -m linnaeus.main --cfg" in first
+    assert "linnaeus.launchers.torchrun --standalone --nproc-per-node=2 -m linnaeus.main --cfg" in first
     assert third.split()[0] == first.split()[0]
 
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ pytestmark = [
 
 LINNAEUS = (sys.executable, "-m", "linnaeus.main")
 SWEEP = ("sweep", "--cfg", "my_exp.yaml", "EXPERIMENT.SEED=range(0,8)", "TRAIN.EPOCHS=8")
+QUEUED_AGAIN = "queued again: the run goes on where it was"
 ON_SLURM = ("--launcher", "slurm", "--jobs", "2", "--slurm", "cpus-per-task=1", "time=30")
 
 
@@ -42,16 +43,32 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
+THREE = ("sweep", "--cfg", "my_exp.yaml", "EXPERIMENT.SEED=0,1,2", "TRAIN.EPOCHS=1")
+KILLS = """\
+#!/bin/bash
+for word; do if [ "$word" = --test-only ]; then exec "$REAL" "$@"; fi; done
+"$REAL" "$@" && kill -KILL $PPID
+"""
+"""An sbatch that submits, and kills whoever has called it before they see the answer."""
+
+
 class Shell:
     """A command in a process of its own, as typed on a login node."""
 
-    def __init__(self, slurm: Cluster, folder: Path, *argv: str, stdin: int = subprocess.DEVNULL) -> None:
+    def __init__(
+        self,
+        slurm: Cluster,
+        folder: Path,
+        *argv: str,
+        stdin: int = subprocess.DEVNULL,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.log = folder / "shell.txt"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*LINNAEUS, *argv],
                 cwd=folder,
-                env=slurm.env,
+                env={**slurm.env, **(env or {})},
                 stdin=stdin,
                 stdout=log,
                 stderr=log,
@@ -105,6 +122,13 @@ def test_a_sweep_goes_on_through_preemption_leaving_and_a_restart_of_the_control
     assert {entry["status"] for entry in entries(sweep)} == {"finished"}
     assert all(validations_of(folder) == [12 * epoch for epoch in range(1, 9)] for folder in folders)
 
+    outputs = [(folder / "logs/output.txt").read_text() for folder in folders]
+    (preempted,) = [text for text in outputs if QUEUED_AGAIN in text]
+    before, after = preempted.split(QUEUED_AGAIN)
+    assert before.count("stopped by SIGTERM") == 1
+    assert after.startswith(", because another job has preempted this one\n")
+    assert "Traceback" not in preempted
+
     log = again.log.read_text()
     local = Shell(slurm, tmp_path, *SWEEP, "EXPERIMENT.NAME=here", "--jobs", "2")
     assert local.end() == 0, local.log.read_text()
@@ -133,12 +157,60 @@ def test_a_single_run_goes_on_when_its_time_is_nearly_over(slurm: Cluster, tmp_p
     (tmp_path / "quick").touch()
     slurm.wait_for(job, "JobState", "COMPLETED", timeout_s=300)
     text = output.read_text()
-    assert text.count("queued again: the run goes on") == 1, text
+    assert text.count(f"{QUEUED_AGAIN}, because the time of its job was nearly over\n") == 1, text
+    assert "Traceback" not in text
     assert text.count("resumed after") == 1, text
     assert "x 2 processes" in text
     assert validations(tmp_path) == [6 * epoch for epoch in range(1, 9)]
     earlier = [path.read_text() for path in (tmp_path / "runs").glob("small.*/config.yaml")]
     assert earlier == ["of an earlier run"]
+
+
+@pytest.fixture
+def killed(slurm: Cluster, tmp_path: Path) -> Shell:
+    """A sweep of three runs that is killed after sbatch has submitted it, and before it learns of that."""
+    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
+    (tmp_path / "quick").touch()
+    sbatch = tmp_path / "bin/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(KILLS)
+    sbatch.chmod(0o700)
+    env = {"REAL": shutil.which("sbatch") or "", "PATH": f"{sbatch.parent}{os.pathsep}{slurm.env['PATH']}"}
+    shell = Shell(slurm, tmp_path, *THREE, *ON_SLURM, "hold", env=env)
+    assert shell.end() == -signal.SIGKILL, shell.log.read_text()
+    return shell
+
+
+def test_a_sweep_that_is_killed_while_it_submits_is_joined(
+    slurm: Cluster, killed: Shell, tmp_path: Path
+) -> None:
+    submitted = queue(slurm)
+    assert len(submitted) == 3
+    again = Shell(slurm, tmp_path, *THREE, *ON_SLURM, "hold")
+    wait_until(lambda: again.log.read_text().count("goes on, SLURM job") == 3, log=again.log)
+    slurm.call("scontrol", "release", submitted[0].partition("_")[0])
+    assert again.end() == 0, again.log.read_text()
+    assert queue(slurm) == []
+    records = [json.loads(path.read_text()) for path in (tmp_path / "runs/small").glob("*/job.json")]
+    assert sorted(record["id"] for record in records) == submitted, "nothing was submitted twice"
+
+
+def test_a_job_that_nobody_knows_does_nothing(slurm: Cluster, killed: Shell, tmp_path: Path) -> None:
+    """As when sbatch still waits for the controller: without the note, the same command submits again."""
+    unknown = queue(slurm)
+    for path in (tmp_path / "runs/small").glob("*/job.json"):
+        path.unlink()
+    again = Shell(slurm, tmp_path, *THREE, *ON_SLURM, "hold")
+    wait_until(lambda: len(queue(slurm)) == 6, log=again.log)
+    for job in {name.partition("_")[0] for name in queue(slurm)}:
+        slurm.call("scontrol", "release", job)
+    assert again.end() == 0, again.log.read_text()
+    wait_until(lambda: not queue(slurm))
+    for job in unknown:
+        said = (tmp_path / f"runs/small/slurm/{job}.out").read_text()
+        assert "the run does not belong to this job" in said
+    outputs = [path.read_text() for path in (tmp_path / "runs/small").glob("*/logs/output.txt")]
+    assert [text.count("training took") for text in outputs] == [1, 1, 1]
 
 
 def test_a_run_that_fails_is_not_queued_again_and_gives_its_reason(slurm: Cluster, tmp_path: Path) -> None:
