@@ -79,15 +79,15 @@ class SlurmJob:
             with (Path(self.folder) / OUTPUT).open("a", encoding="utf-8") as output:
                 output.write(f"{sentence}\n")
 
-    def command(self, env: Mapping[str, str], port: int) -> list[str]:
+    def command(self, env: Mapping[str, str], endpoint: str) -> list[str]:
         """What the job executes.
 
         Args:
             env: that of the job.
-            port: free on the first node.
+            endpoint: address and port where its nodes meet.
 
         >>> env = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8"}
-        >>> words = SlurmJob(("--cfg", "a.yaml")).command({**env, "SLURMD_NODENAME": "n1"}, 1234)
+        >>> words = SlurmJob(("--cfg", "a.yaml")).command(env, "n1:1234")
         >>> print(*words[:3], *words[6:], sep=" ")  # doctest: +NORMALIZE_WHITESPACE
         srun --nodes=4 --ntasks=4 linnaeus.launchers.torchrun --nnodes=4 --nproc-per-node=8 --rdzv-id=7
         --rdzv-backend=c10d --rdzv-endpoint=n1:1234 -m linnaeus.main --cfg a.yaml
@@ -97,33 +97,30 @@ class SlurmJob:
         if not self.with_torchrun:
             return [*srun, "-m", "linnaeus.main", *self.words]
         rendezvous = [f"--rdzv-id={env['SLURM_JOB_ID']}", "--rdzv-backend=c10d"]
-        head = env.get("SLURMD_NODENAME") or socket.gethostname()
         return [
             *srun, "-m", torchrun.__name__, f"--nnodes={nodes}", f"--nproc-per-node={_per_node(env)}",
-            *rendezvous, f"--rdzv-endpoint={head}:{port}", "-m", "linnaeus.main", *self.words,
+            *rendezvous, f"--rdzv-endpoint={endpoint}", "-m", "linnaeus.main", *self.words,
         ]  # fmt: skip
 
     def describe(self) -> str:
         """The command in shell words, for people who read the job's script."""
-        env = {"SLURM_JOB_ID": "ID", "SLURM_NNODES": "1", "SLURMD_NODENAME": "FIRST_NODE"}
-        text = shlex.join(self.command(env, 0)).replace(":0 ", ":FREE_PORT ")
+        env = {"SLURM_JOB_ID": "ID", "SLURM_NNODES": "1"}
+        text = shlex.join(self.command(env, "FIRST_NODE:FREE_PORT"))
         for name in ("nodes", "ntasks", "nnodes"):
             text = text.replace(f"--{name}=1 ", f"--{name}=NODES ")
         return text.replace("per-node=1 ", "per-node=GPUS_OF_A_NODE_OR_1 ")
 
     def _run(self, supervisor: Supervisor, has_to_go: Callable[[], str], marks: Path) -> int:
         env = _environment(os.environ)
-        with socket.socket() as free:  # one of its own, because jobs may share the node
-            free.bind(("", 0))
-            port = free.getsockname()[1]
+        endpoint = _endpoint(env)
         if self.folder is not None:
-            command = self.command(env, port)
+            command = self.command(env, endpoint)
             outcome = run_to_end(
                 Path(self.folder), command, supervisor, env=env, seconds=self.seconds,
                 was_stopped=lambda: bool(has_to_go()),
             )  # fmt: skip
             return outcome.exit_code if outcome.exit_code != 0 or outcome.finished else 1
-        command = [*self.command(env, port), *self._resume(env, marks)]
+        command = [*self.command(env, endpoint), *self._resume(env, marks)]
         child = subprocess.Popen(command, env=env, start_new_session=True)
         return supervisor.wait(child)
 
@@ -172,6 +169,19 @@ def _takes(folder: Path, script: Path, index: int) -> bool:
         print(f"{folder}: the run does not belong to this job, but to {record or 'none'}; nothing is done")
         return False
     return True
+
+
+def _endpoint(env: Mapping[str, str]) -> str:
+    """Where the nodes of this job meet: the address of this first one, and a port that is free here.
+
+    The port is one of its own, because jobs may share the node. The name of a node need not be an address.
+    """
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    name = env.get("SLURMD_NODENAME") or socket.gethostname()
+    address = re.search(r"\bNodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", name).stdout)
+    return f"{address[1] if address else name}:{port}"
 
 
 def _per_node(env: Mapping[str, str]) -> int:

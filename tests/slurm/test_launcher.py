@@ -210,7 +210,7 @@ def test_a_job_that_nobody_knows_does_nothing(slurm: Cluster, killed: Shell, tmp
         said = (tmp_path / f"runs/small/slurm/{job}.out").read_text()
         assert "the run does not belong to this job" in said
     outputs = [path.read_text() for path in (tmp_path / "runs/small").glob("*/logs/output.txt")]
-    assert [text.count("training took") for text in outputs] == [1, 1, 1]
+    assert [text.count("training speed:") for text in outputs] == [1, 1, 1]
 
 
 def test_a_run_that_fails_is_not_queued_again_and_gives_its_reason(slurm: Cluster, tmp_path: Path) -> None:
