@@ -326,7 +326,7 @@ def _call(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-            timeout=COMMAND_TIMEOUT_S,
+            timeout=COMMAND_TIMEOUT_S, start_new_session=True,  # Ctrl-C in the terminal would break it off
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 1, "", str(error))
