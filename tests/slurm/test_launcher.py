@@ -94,7 +94,7 @@ def test_a_sweep_goes_on_through_preemption_leaving_and_a_restart_of_the_control
 
     shell = Shell(slurm, tmp_path, *SWEEP, *ON_SLURM)
     for folder in folders[:2]:
-        wait_until((folder / "metrics.jsonl").exists, log=shell.log)
+        wait_until((folder / "checkpoints/last.pt").exists, log=shell.log)
     (array,) = {job.partition("_")[0] for job in queue(slurm)}
     urgent = slurm.call("sbatch", "--parsable", "--partition=high", "--ntasks=1", "--wrap=true")
     slurm.wait_for(urgent, "JobState", "COMPLETED")
@@ -125,7 +125,7 @@ def test_a_sweep_goes_on_through_preemption_leaving_and_a_restart_of_the_control
     outputs = [(folder / "logs/output.txt").read_text() for folder in folders]
     (preempted,) = [text for text in outputs if QUEUED_AGAIN in text]
     before, after = preempted.split(QUEUED_AGAIN)
-    assert before.count("stopped by SIGTERM") == 1
+    assert before.count("stopped by SIGTERM") == after.count("resumed after") == 1
     assert after.startswith(", because another job has preempted this one\n")
     assert "Traceback" not in preempted
 

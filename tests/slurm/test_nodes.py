@@ -62,7 +62,7 @@ def test_a_sweep_of_runs_over_two_nodes_each(slurm: Cluster, tmp_path: Path) -> 
     words = ("--cfg", "my_exp.yaml", "TRAIN.EPOCHS=4")
     shell = Shell(slurm, tmp_path, "sweep", *words, "EXPERIMENT.SEED=0,1", *RESOURCES)
     first, second = (sweep / f"EXPERIMENT.SEED={seed}" for seed in range(2))
-    wait_until((first / "metrics.jsonl").exists, log=shell.log)
+    wait_until((first / "checkpoints/last.pt").exists, log=shell.log)
     assert not (second / "metrics.jsonl").exists(), "there are two nodes only"
     urgent = slurm.call("sbatch", "--parsable", "--partition=high", "--ntasks=1", "--wrap=true")
     slurm.wait_for(urgent, "JobState", "COMPLETED")
@@ -73,7 +73,9 @@ def test_a_sweep_of_runs_over_two_nodes_each(slurm: Cluster, tmp_path: Path) -> 
     assert validations_of(first) == validations_of(second) == [6, 12, 18, 24]
     text = (first / "logs/output.txt").read_text()
     assert text.count(f"{QUEUED_AGAIN}, because another job has preempted this one\n") == 1, text
+    assert text.count("resumed after") == 1
     assert "x 2 processes" in text
+    assert "Traceback" not in text
 
     alone = (*TORCHRUN, "--nproc_per_node=2", "-m", "linnaeus.main", *words, "EXPERIMENT.NAME=alone")
     outcome = forks.python(*alone, "EXPERIMENT.SEED=0", cwd=tmp_path, env=ENV)

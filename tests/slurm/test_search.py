@@ -45,7 +45,7 @@ def test_a_search_on_slurm(slurm: Cluster, tmp_path: Path) -> None:
     sweep = tmp_path / "runs/small"
 
     shell = Shell(slurm, tmp_path, *SEARCH, "--trials", "5")
-    wait_until(lambda: len([*sweep.glob("*/metrics.jsonl")]) == 2, log=shell.log)
+    wait_until(lambda: len([*sweep.glob("*/checkpoints/last.pt")]) == 2, log=shell.log)
     assert len(queue(slurm)) == 2, "as --jobs says"
     urgent = slurm.call("sbatch", "--parsable", "--partition=high", "--ntasks=1", "--wrap=true")
     slurm.wait_for(urgent, "JobState", "COMPLETED")
