@@ -202,8 +202,10 @@ def test_a_job_that_nobody_knows_does_nothing(slurm: Cluster, killed: Shell, tmp
         path.unlink()
     again = Shell(slurm, tmp_path, *THREE, *ON_SLURM, "hold")
     wait_until(lambda: len(queue(slurm)) == 6, log=again.log)
-    for job in {name.partition("_")[0] for name in queue(slurm)}:
-        slurm.call("scontrol", "release", job)
+    (known,) = {job.partition("_")[0] for job in queue(slurm)} - {job.partition("_")[0] for job in unknown}
+    slurm.call("scontrol", "release", unknown[0].partition("_")[0])
+    wait_until(lambda: len(queue(slurm)) == 3, log=again.log)
+    slurm.call("scontrol", "release", known)
     assert again.end() == 0, again.log.read_text()
     wait_until(lambda: not queue(slurm))
     for job in unknown:
