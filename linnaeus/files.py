@@ -137,6 +137,10 @@ def write_text_atomically(path: Path, text: str) -> None:
         raise
 
 
+class FolderInUseError(ConfigError):
+    """Another process holds the lock of a folder."""
+
+
 class FolderLock:
     """The lock of a run's folder, held from construction to `release` or to the end of the process.
 
@@ -147,7 +151,8 @@ class FolderLock:
         folder: of the run; it is there.
 
     Raises:
-        ConfigError: a run that is still going on uses the folder, or it cannot be written to.
+        FolderInUseError: a run that is still going on uses the folder.
+        ConfigError: it cannot be written to.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -225,7 +230,7 @@ def _lock(descriptor: int, folder: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = " ".join(os.pread(descriptor, 300, 0).decode(errors="replace").split())
-        raise ConfigError(
+        raise FolderInUseError(
             f"EXPERIMENT.NAME: {folder} is in use by a run that is still going on "
             f"({holder or 'it does not say which'}); choose another name"
         ) from None

@@ -17,10 +17,13 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from linnaeus import __version__
 from linnaeus.config.keys import suggest
+from linnaeus.config.schema import Config
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
+from linnaeus.launchers.options import LaunchOptions, take
 from linnaeus.signals import Interrupted
 
 COMMANDS = {
@@ -28,6 +31,7 @@ COMMANDS = {
     "analyze": "the analysis measures one device in one process",
     "plan": "sizes are timed on one device in one process (see --world-size)",
     "sweep": "a sweep starts a process for each run by itself",
+    "compare": "a comparison reads files in one process",
     "evaluate": "",
     "predict": "prediction runs on one device in one process",
     "export": "an export is written by one process",
@@ -53,9 +57,12 @@ def cli(argv: Sequence[str] | None = None) -> int:
     """
     tokens = list(sys.argv[1:] if argv is None else argv)
     command, rest = _split(tokens)
+    launch = LaunchOptions()
     rank = os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None  # torchrun sets both
     is_main = rank in (None, "0")
     try:
+        if command not in ("sweep", "completion"):  # a sweep has these options for its runs
+            launch, rest = _take_launch_options(rest)
         request = _read(command, rest)
         if isinstance(request, str):
             if is_main:
@@ -71,6 +78,9 @@ def cli(argv: Sequence[str] | None = None) -> int:
             time.sleep(LEAVE_AFTER_S)
         return error.exit_code
     try:
+        if launch.launcher == "slurm":
+            print(_submit(launch, command, rest, request), end="")
+            return 0
         exit_code: int = import_module(f"linnaeus.commands.{command}.session").run(*request)
         return exit_code
     except LinnaeusError as error:
@@ -105,6 +115,34 @@ def _read(command: str, tokens: Sequence[str]) -> str | tuple[object, ...]:
         _check_first_word(tokens)
     request: str | tuple[object, ...] = import_module(f"linnaeus.commands.{command}.options").read(tokens)
     return request
+
+
+def _take_launch_options(tokens: Sequence[str]) -> tuple[LaunchOptions, Sequence[str]]:
+    """The options that say where a single command runs, and the other words.
+
+    Raises:
+        ConfigError: an option that cannot be used.
+    """
+    launch, rest, problems = take(tokens)
+    if launch.jobs is not None:
+        problems.append("--jobs: is for linnaeus sweep, which has several runs")
+    if launch.dry_run and launch.launcher == "local":
+        problems.append("--dry-run: shows the script of a job: give --launcher slurm too")
+    if problems:
+        raise ConfigError(problems)
+    return launch, rest
+
+
+def _submit(launch: LaunchOptions, command: str, words: Sequence[str], request: tuple[object, ...]) -> str:
+    """Submit the command as a job; a run of `train` goes on where it was when its job is queued again."""
+    from linnaeus.launchers.single import submit
+
+    folder = None
+    if command == "train":
+        [config] = request
+        assert isinstance(config, Config)
+        folder = Path(config.EXPERIMENT.OUTPUT_DIR) / config.EXPERIMENT.NAME
+    return submit(launch, command, words, not COMMANDS[command], folder)
 
 
 def _check_first_word(tokens: Sequence[str]) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
-from linnaeus.autobatch.planning import PlannedSizes, find_planned_sizes, search_key
+from linnaeus.autobatch.conditions import search_key
+from linnaeus.autobatch.planning import PlannedSizes, find_planned_sizes
 from linnaeus.autobatch.report import report_searches
+from linnaeus.autobatch.shared import Sharing
 from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.batching.sizes import max_samples_per_rank
@@ -101,7 +103,9 @@ def run(config: Config) -> FitResult:
         tracker = stack.enter_context(_tracker(config, plan, path, world, resume=checkpoint is not None))
         if world.is_main:
             (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
-            report_searches(sized.found, world.device, path / "autobatch.json", tracker)
+            report_searches(
+                sized.found, world.device, path / "autobatch.json", tracker, found_by=sized.found_by
+            )
             report_plan(plan, train, config.OPTIMIZER)
             _save_description(config, plan, spec, path)
         metrics_file = stack.enter_context(_metrics_file(path, progress, world))
@@ -219,7 +223,11 @@ def _find_sizes(
         find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS,
     )  # fmt: skip
     content = None if checkpoint is None else checkpoint.content
-    return find_planned_sizes(search, plan_for, config.DATA.BATCH_SIZE, key=key, checkpoint=content)
+    shared = autobatch.SHARED_FOLDER if autobatch.ENABLED or autobatch.ENABLED_VAL else None
+    sharing = None if shared is None else Sharing(Path(shared), config.EXPERIMENT.NAME)
+    return find_planned_sizes(
+        search, plan_for, config.DATA.BATCH_SIZE, key=key, checkpoint=content, sharing=sharing
+    )
 
 
 def _loaders(config: Config, data: DataBundle, plan: BatchPlan, world: World) -> Loaders:

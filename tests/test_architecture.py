@@ -23,7 +23,7 @@ PACKAGE = ROOT / "linnaeus"
 ORDER = (
     "words", "errors", "files", "rng", "nest", "signals", "control", "config", "batching", "memory", "dist",
     "console", "log", "tracking", "data", "models", "training", "autobatch", "inference", "integrations",
-    "run", "commands", "main", "train",
+    "run", "launchers", "commands", "main", "train",
 )  # fmt: skip
 """A module imports from its own part and from those before it."""
 

@@ -20,6 +20,7 @@ from PIL import Image
 
 from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
+from tests.commands.compare.test_compare import write_run
 from tests.conftest import Run
 from tests.trained import PLAIN, picture, save_run, spec_of
 
@@ -166,12 +167,19 @@ def smaller(tokens: list[str]) -> list[str]:
     return [*tokens, *SMALLER, *steps, *model]
 
 
-SWEEPS = of_kind("linnaeus sweep ")
+ON_SLURM = [command for command in of_kind("linnaeus ") if "--launcher slurm" in command[1]]
+SWEEPS = [
+    command
+    for command in of_kind("linnaeus sweep ")
+    if command not in ON_SLURM and "--status" not in command[1]  # tests/commands/sweep looks at one
+]
+COMPARISONS = of_kind("linnaeus compare ")
 PREDICTIONS, EXPORTS = of_kind("linnaeus predict "), of_kind("linnaeus export ")
 OF_ONE_PROCESS = [
     command
     for command in of_kind("python -m linnaeus.train", "linnaeus ")
-    if command not in (*SWEEPS, *PREDICTIONS, *EXPORTS)
+    if command not in (*SWEEPS, *ON_SLURM, *COMPARISONS, *PREDICTIONS, *EXPORTS)
+    and "--status" not in command[1]
 ]
 
 
@@ -182,6 +190,16 @@ def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: R
     train_what_is_evaluated(line, desk)
     outcome = run(*smaller(argv))
     assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.parametrize(("page", "line"), ON_SLURM)
+def test_a_command_for_slurm_makes_a_script(page: str, line: str, desk: Path, run: Run) -> None:
+    """The tests in tests/slurm run such scripts."""
+    argv = tokens_of(line, desk)[1:]
+    outcome = run(*argv, *([] if "--dry-run" in argv else ["--dry-run"]))
+    assert outcome.code == 0, outcome.err
+    first = argv[argv.index("--slurm") + 1]
+    assert f"#SBATCH --{first}\n" in outcome.out
 
 
 @pytest.fixture
@@ -236,10 +254,19 @@ def test_exports_work_and_are_used_without_linnaeus(trained: Path, run: Run) -> 
             assert (name, float(probability)) == (best[level][0], pytest.approx(best[level][1], rel=0.05))
 
 
+@pytest.mark.parametrize(("page", "line"), COMPARISONS)
+def test_a_comparison_works(page: str, line: str, desk: Path, run: Run) -> None:
+    for name in ("one", "other", "lr1", "gap/LR=1"):
+        write_run(desk / "runs" / name)
+    outcome = run(*shlex.split(line)[1:])
+    assert outcome.code == 0, outcome.err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "line"), SWEEPS)
 def test_a_sweep_works(page: str, line: str, desk: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    line = re.sub(r"--trials \d+", "--trials 2", line)
     few = re.sub(r"(BATCH_SIZE|SEED)=([^, ]+),[^ ]*", r"\1=\2,9", " ".join(tokens_of(line, desk)[1:])).split()
     smaller_runs = [token for token in smaller(few) if token != "DATA.BATCH_SIZE=4"]
     outcome = run(*smaller_runs)

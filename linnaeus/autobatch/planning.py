@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from linnaeus.autobatch.report import device_environment
 from linnaeus.autobatch.result import AutoBatchResult, Mode
+from linnaeus.autobatch.shared import Sharing, find_shared_sizes
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes, run_on_every_rank, still_fit
 from linnaeus.batching.plan import BatchPlan
-from linnaeus.config.schema import DataConfig, TrainConfig
+from linnaeus.config.schema import DataConfig
 from linnaeus.dist import World
 from linnaeus.memory.device import GIB
 from linnaeus.training.out_of_memory import SizeOrigin
 from linnaeus.words import counted
-
-_IRRELEVANT = {
-    "TRAIN": (
-        *("EPOCHS", "LOG_EVERY", "VALIDATE_EVERY", "CHECKPOINT_EVERY", "CHECKPOINT_EVERY_STEPS"),
-        *("CHECKPOINT_EVERY_MINUTES", "KEEP_CHECKPOINTS", "AUTO_RESUME", "RESUME_WITH", "DISTRIBUTE_BN"),
-        "ON_OUT_OF_MEMORY",
-    ),
-    "DATA": ("BATCH_SIZE", "BATCH_SIZE_VAL", "SAMPLER"),
-}  # fmt: skip
 
 logger = logging.getLogger("linnaeus.run")
 
@@ -40,12 +30,14 @@ class PlannedSizes:
         key: everything that these sizes depend on; see `search_key`.
         micro_batch_limit: most samples of a micro-batch, where an earlier attempt ran out of memory with
             more; else None. The plan observes it.
+        found_by: the run that has found them, where another one has; see `find_shared_sizes`.
     """
 
     found: dict[str, AutoBatchResult]
     plan: BatchPlan
     key: str
     micro_batch_limit: int | None = None
+    found_by: str | None = None
 
     def origins(self, data: DataConfig) -> dict[str, SizeOrigin]:
         """Where the batch sizes of training and validation come from; `data` holds those in use."""
@@ -101,29 +93,6 @@ def _configured_origin(mode: Mode, data: DataConfig) -> SizeOrigin:
     )
 
 
-def search_key(
-    model_node: Any, loss_node: Any, optimizer_node: Any, train: TrainConfig, data: DataConfig, world: World,
-    *, find_unused_parameters: bool = False,
-) -> str:  # fmt: skip
-    """Everything that the sizes found depend on, as text that can be compared."""
-    nodes = {
-        "MODEL": model_node, "LOSS": loss_node, "OPTIMIZER": optimizer_node, "TRAIN": train, "DATA": data,
-    }  # fmt: skip
-    content: dict[str, Any] = {
-        name: node if isinstance(node, dict) else dataclasses.asdict(node) for name, node in nodes.items()
-    }
-    if train.UNFREEZE_EPOCH is not None:  # only whether unfreezing happens within this run affects memory
-        content["TRAIN"]["UNFREEZE_EPOCH"] = train.UNFREEZE_EPOCH <= train.EPOCHS
-    for name, keys in _IRRELEVANT.items():
-        for key in keys:
-            del content[name][key]
-    # The index of the device differs between ranks.
-    environment = device_environment(world.device) | {"device": world.device.type}
-    content |= {"world_size": world.world_size, "environment": environment}
-    content["find_unused_parameters"] = find_unused_parameters
-    return json.dumps(content, sort_keys=True)
-
-
 def find_planned_sizes(
     search: SizeSearch,
     plan_for: Callable[[int], BatchPlan],
@@ -131,6 +100,7 @@ def find_planned_sizes(
     *,
     key: str,
     checkpoint: Mapping[str, Any] | None,
+    sharing: Sharing | None = None,
 ) -> PlannedSizes:
     """Find the batch sizes, make the plan, and run the planned micro-batch sizes that have not run yet.
 
@@ -143,6 +113,7 @@ def find_planned_sizes(
         batch_size: used in place of a search where AutoBatch is not enabled for training.
         key: the `search_key` of this run.
         checkpoint: checkpoint of the run being resumed; its sizes are kept where its key is the same.
+        sharing: where other runs leave the sizes that they find; None searches.
 
     Raises:
         LinnaeusError: the same on every rank.
@@ -150,19 +121,22 @@ def find_planned_sizes(
     is_kept = checkpoint is not None and search.world.broadcast(checkpoint["searched_for"] == key)
     limit = checkpoint.get("micro_batch_limit") if checkpoint is not None and is_kept else None
     found = _sizes_of_checkpoint(search, checkpoint, limit) if checkpoint is not None and is_kept else None
-    if found is None:
+    found_by = None
+    if found is None and sharing is not None:
+        found, found_by = find_shared_sizes(search, key, sharing)
+    elif found is None:
         found = find_sizes(search)
     if limit is not None:
         logger.info("memory ran out before: micro-batches have at most %s", counted(limit, "sample"))
         plan = plan_for(found["train"].batch_size if "train" in found else batch_size).limited(limit)
         return PlannedSizes(_with_validation_that_fits(search, found, plan), plan, key, limit)
     if "train" not in found:
-        return PlannedSizes(found, plan_for(batch_size), key)
+        return PlannedSizes(found, plan_for(batch_size), key, found_by=found_by)
     while True:
         plan = plan_for(found["train"].batch_size)
         untried = {stage.micro_batch_size for stage in plan.stages} - _sizes_run(found["train"], search.world)
         if not untried:
-            return PlannedSizes(found, plan, key)
+            return PlannedSizes(found, plan, key, found_by=found_by)
         found["train"] = run_on_every_rank(search, found["train"], max(untried))
 
 

@@ -52,6 +52,8 @@ def report_searches(
     device: torch.device,
     path: Path,
     tracker: Tracker,
+    *,
+    found_by: str | None = None,
 ) -> None:
     """Log the results, send them to the tracker and write `autobatch.json`.
 
@@ -60,16 +62,21 @@ def report_searches(
         device: the device of the search.
         path: `autobatch.json` in the run's folder.
         tracker: takes the tables and the sizes.
+        found_by: the run that has searched, where it is another one.
     """
     for mode, result in results.items():
-        logger.info(summary(result))
+        logger.info("%s%s", summary(result), "" if found_by is None else f" (search of run {found_by})")
         columns = ("batch_size", "status", "peak_bytes", "seconds")
         rows = [[trial[name] for name in columns] for trial in result.as_dict()["trials"]]
         tracker.table(f"autobatch/{mode}_trials", columns, rows)
         tracker.summarise({f"autobatch/{mode}_batch_size": result.batch_size})
     if results:
-        content = {mode: results[mode].as_dict() if mode in results else None for mode in get_args(Mode)}
+        content: dict[str, Any] = {
+            mode: results[mode].as_dict() if mode in results else None for mode in get_args(Mode)
+        }
         content["environment"] = device_environment(device)
+        if found_by is not None:
+            content["found_by"] = found_by
         write_text_atomically(path, json.dumps(content, indent=2) + "\n")
 
 

@@ -213,6 +213,10 @@ class SizeSearch:
     def _validate(self, batches: Iterator[Batch]) -> None:
         self.assembly.validation_step(next(batches))
 
+    def limits(self, mode: Mode) -> dict[str, int]:
+        """Upper bounds of a mode's size beside device memory and MAX_BATCH_SIZE, by name."""
+        return self._bounds(mode, self.spec(mode))
+
     def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
         bounds = max_batch_sizes(self.config, self.data, mode, self.world, tensor_bytes=spec.tensor_bytes)
         wanted = self.max_samples_per_rank

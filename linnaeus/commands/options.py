@@ -17,6 +17,7 @@ from linnaeus.config.overrides import OPTIONS
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import temporary_name
+from linnaeus.launchers.options import HELP as LAUNCH_HELP
 
 AUTOBATCH = "DATA.AUTOBATCH"
 
@@ -72,6 +73,11 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("--cfg", metavar="FILE", help="read a YAML file, as for training")
         self.add_argument("--config-dir", metavar="DIR", help="a folder of groups and files, as for training")
         self.add_argument("--config-name", metavar="NAME", help="a file of that folder")
+        for name, (metavar, text) in LAUNCH_HELP.items():  # `linnaeus.launchers.options` reads these
+            if metavar is None:
+                self.add_argument(name, action="store_true", help=text)
+            else:
+                self.add_argument(name, metavar=metavar, help=text)
 
     def option(
         self, name: str, metavar: str, read: Callable[[str], Any], text: str, keys: Sequence[str] = ()

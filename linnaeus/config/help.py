@@ -20,6 +20,7 @@ commands (linnaeus COMMAND --help):
   analyze         memory, batch size and speed before a run
   plan            time, learning rate and warnings of a few batch sizes that fit
   sweep           a run for each combination of values, compared
+  compare         runs side by side: what differs, metrics and learning curves
   evaluate        a trained run on labelled data: accuracy per rank and class, confusions, calibration
   predict         classes of images, by a trained run
   export          a trained run as safetensors, ONNX, torch.export or timm files
@@ -32,6 +33,9 @@ options:
   --print-config  print the whole configuration, resolved, and exit
   --origin        with --print-config: where each value comes from
   -m, --multirun  the command sweep: -m KEY=a,b is sweep KEY=a,b
+  --launcher slurm --slurm KEY=VALUE ...
+                  submit this as a job of SLURM, with these options of sbatch, such as partition=gpu nodes=2
+                  gpus-per-node=4 time=4:00:00; all commands take it. --dry-run prints the job's script
   --opts          may come before the overrides; changes nothing
   --version       print the version of Linnaeus and exit
   --install-completion [SHELL], --show-completion [SHELL]

@@ -1,9 +1,10 @@
-"""A real SLURM of one node, this machine, in a folder of its own.
+"""A real SLURM of one node or several, all of them this machine, in a folder of its own.
 
 Its controller, node daemon and munge have their own configuration, key, sockets, ports and state. Nothing of
 it is known to, or leans on, a SLURM that the machine may belong to, and none of its processes outlives it.
 
-The node says that it has two GPUs, so that job scripts which ask for some need no change.
+Each node says that it has two CPUs and two GPUs, so that job scripts which ask for some need no change. The
+first one has the name of this machine, which is an address too; of the others only SLURM knows the names.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tests.conftest import free_ports
 from tests.forks import Outcome
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
+CONTROLLER = ("slurmctld", "-D", "-i")
 GRACE_S = 20
 """Time between a preempted job's first signal and its end."""
 
@@ -33,14 +35,13 @@ CONFIGURATION = """\
 ClusterName=linnaeus
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
-SlurmdPort={node_port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -54,9 +55,11 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=sched_interval=5,preempt_youngest_first
 GresTypes=gpu
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 RealMemory=1024 Gres=gpu:2 State=UNKNOWN
-PartitionName=low Nodes={host} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace_s}
-PartitionName=high Nodes={host} MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
+PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace_s}
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
+"""
+NODE = """\
+NodeName={name} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1024 Gres=gpu:2
 """
 
 
@@ -65,11 +68,14 @@ class Cluster:
 
     Args:
         folder: empty; its path is short enough for a socket in it.
+        num_nodes: each with a daemon of its own.
         env: changes to this process's environment, for jobs and for the commands that submit them.
     """
 
-    def __init__(self, folder: Path, **env: str) -> None:
+    def __init__(self, folder: Path, num_nodes: int = 1, **env: str) -> None:
         self.folder = folder
+        self._host = gethostname().partition(".")[0]
+        self._nodes = [self._host, *(f"other{number}" for number in range(1, num_nodes))]
         self._daemons: list[subprocess.Popen[bytes]] = []
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
@@ -129,16 +135,27 @@ class Cluster:
             assert time.monotonic() < deadline, shown
             time.sleep(0.2)
 
+    def stop_controller(self) -> None:
+        """End the controller; jobs go on."""
+        (daemon,) = [one for one in self._daemons if one.args == CONTROLLER]
+        daemon.send_signal(signal.SIGTERM)
+        daemon.wait(30)
+        self._daemons.remove(daemon)
+
+    def start_controller(self) -> None:
+        """Start the controller, with the state that an earlier one has left."""
+        self._launch(*CONTROLLER)
+
     def _start(self) -> None:
         for name in ("state", "spool"):
             (self.folder / name).mkdir()
-        controller_port, node_port = free_ports(2)
-        (self.folder / "slurm.conf").write_text(
-            CONFIGURATION.format(
-                host=gethostname().partition(".")[0], user=getuser(), folder=self.folder, grace_s=GRACE_S,
-                controller_port=controller_port, node_port=node_port,
-            )
+        controller_port, *ports = free_ports(1 + len(self._nodes))
+        nodes = [NODE.format(name=name, port=port) for name, port in zip(self._nodes, ports, strict=True)]
+        general = CONFIGURATION.format(
+            host=self._host, user=getuser(), folder=self.folder, grace_s=GRACE_S,
+            controller_port=controller_port,
         )  # fmt: skip
+        (self.folder / "slurm.conf").write_text("".join([general, *nodes]))
         for number in range(2):
             (self.folder / f"gpu{number}").touch()
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-1]\n")
@@ -149,18 +166,21 @@ class Cluster:
         munge = [f"--{name}={self.folder}/munge.{name.partition('-')[0]}" for name in files]
         self._launch("munged", "--foreground", "--force", "--num-threads=2", *munge)
         self._await((self.folder / "munge.socket").exists)
-        self._launch("slurmctld", "-D", "-i")
-        self._launch("slurmd", "-D")
-        self._await(lambda: "idle" in self.try_call("sinfo", "--noheader", "--format=%T").out)
+        self.start_controller()
+        for name in self._nodes:
+            self._launch("slurmd", "-D", "-N", name, log=f"slurmd.{name}")
+        states = ("sinfo", "--noheader", "--Node", "--partition=low", "--format=%T")
+        up = ["idle"] * len(self._nodes)
+        self._await(lambda: self.try_call(*states).out.split() == up)
 
-    def _launch(self, *command: str) -> None:
+    def _launch(self, *command: str, log: str = "") -> None:
         program = shutil.which(command[0])
         assert program is not None
-        with (self.folder / f"{command[0]}.txt").open("wb") as log:
+        with (self.folder / f"{log or command[0]}.txt").open("wb") as file:
             self._daemons.append(
                 subprocess.Popen(
-                    [program, *command[1:]], env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    start_new_session=True,
+                    command, executable=program, env=self.env, stdin=subprocess.DEVNULL, stdout=file,
+                    stderr=file, start_new_session=True,
                 )
             )  # fmt: skip
 

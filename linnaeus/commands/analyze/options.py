@@ -112,7 +112,8 @@ def _fractions(text: str) -> list[float]:
     return sorted({read_fraction(part) for part in text.split(",")})
 
 
-def _gpus(text: str) -> list[Gpu]:
+def read_gpus(text: str) -> list[Gpu]:
+    """GPUs by their names, with commas between them; `ValueError` for names that are not known."""
     gpus, unknown, problems = list[Gpu](), list[str](), list[str]()
     for name in map(str.strip, text.split(",")):
         try:
@@ -183,7 +184,7 @@ PARSER.switch(
     "predict the memory of the GPUs named by --gpu or --device-memory-gb, else of this machine's; nothing "
     "is run",
 )
-PARSER.option("--gpu", "NAME,...", _gpus, f"GPUs that need not be here: {', '.join(GPUS)}")
+PARSER.option("--gpu", "NAME,...", read_gpus, f"GPUs that need not be here: {', '.join(GPUS)}")
 PARSER.option("--device-memory-gb", "X,...", _memories, "GPUs by the GiB that torch sees of their memory")
 PARSER.option("--world-size", "N", read_count, "processes of the run that is predicted; default 1")
 _SUFFIXES = ("", "_VAL")

@@ -15,6 +15,8 @@ from linnaeus.commands.options import CommandParser
 from linnaeus.config.keys import KEYS, NODES, PLUGGABLE_PATHS, TARGET, Key, dotted, strip_optional
 from linnaeus.config.overrides import LONG_NAMES, OPTIONS, SOURCES
 from linnaeus.config.presets import FOLDER, expanded, files_of
+from linnaeus.launchers.options import HELP as LAUNCH_HELP
+from linnaeus.launchers.options import LAUNCHERS
 
 Candidates = dict[str, str]
 """Whole words, each with a short text for shells that show one. Words ending in `=` or `.` go on."""
@@ -23,7 +25,7 @@ FILES: Candidates = {":files": ""}
 """The shell completes names of files by itself."""
 
 TRAIN = "train"
-_FLAGS = (*OPTIONS, "--multirun", "--install-completion", "--show-completion")
+_FLAGS = (*OPTIONS, *LAUNCH_HELP, "--multirun", "--install-completion", "--show-completion")
 _FILE_FLAGS = ("--cfg", "--config-dir")
 _FILE_METAVARS = ("FILE", "DIR", "FOLDER", "DIR/PREFIX")
 _PREFIXES = ("++", "+", "~")
@@ -139,6 +141,8 @@ def _after_option(command: str, option: str, word: str, before: Sequence[str]) -
         return _starting(_names_of_files(before), word)
     if option in ("--install-completion", "--show-completion"):
         return _starting(dict.fromkeys(SHELLS, ""), word)
+    if option == "--launcher":
+        return _starting(dict.fromkeys(LAUNCHERS, ""), word)
     for action in _actions(command):
         if option in action.option_strings and action.nargs != 0:
             return FILES if action.metavar in _FILE_METAVARS else _choices(action, word)

@@ -1,49 +1,82 @@
-"""The files that a sweep keeps in a run's folder: its configuration, and how it ended.
+"""The folder of a sweep and those of its runs: whose they are, and what a run was asked to do.
 
-The run's process reads its configuration from `asked.yaml`; `outcome.json` says how the process ended. The
-run itself writes `result.json`. An outcome counts as long as the configuration is the same.
+A run reads its configuration from `asked.yaml`. How it ended counts as long as the configuration is the same.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+import dataclasses
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO
 
-from linnaeus.config.load import to_yaml
+from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.schema import Config
+from linnaeus.errors import ConfigError
 from linnaeus.files import prepare_run_folder, write_text_atomically
-from linnaeus.signals import SIGNALS
+from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, read_outcome
+from linnaeus.launchers.record import forget_record
 
-ASKED, OUTCOME, RESULT, OUTPUT = "asked.yaml", "outcome.json", "result.json", "logs/output.txt"
+ASKED, SWEEP = "asked.yaml", "sweep.json"
+"""What a run was asked for, in its folder; and the figures of all runs, in that of the sweep."""
+LOCK = ".lock"
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How the process of a run ended.
+@contextmanager
+def locked(folder: Path) -> Iterator[IO[str]]:
+    """Lock the folder of a sweep against other sweeps; its runs do not keep the lock.
 
-    Attributes:
-        exit_code: the process's; negative for a signal.
-        seconds: from start to end, summed over interruptions.
-        reason: why the run failed, in its own words; None when it did not.
-        result: content of `result.json`; None for a run that did not end well.
+    The file is for the numbers of the processes at work.
+
+    Raises:
+        ConfigError: the folder is locked already, or cannot be written to.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"EXPERIMENT.OUTPUT_DIR: {folder} cannot be written to: {error.strerror}; choose another folder"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ConfigError(
+                f"{folder}: another sweep is at work here (process {', '.join(lock.read().split())}); look "
+                f"at it with linnaeus sweep --status {folder}, wait for it or end it, or set another "
+                "EXPERIMENT.NAME"
+            ) from None
+        yield lock
 
-    exit_code: int
-    seconds: float
-    reason: str | None = None
-    result: dict[str, Any] | None = None
 
-    @property
-    def finished(self) -> bool:
-        """Whether the run ended well."""
-        return self.exit_code == 0 and self.result is not None
+def is_asked(folder: Path, config: Config) -> bool:
+    """Whether the run in a folder has this configuration.
 
-    @property
-    def was_interrupted(self) -> bool:
-        """Whether somebody stopped the run or ended its process: Ctrl-C, or another signal."""
-        return self.exit_code < 0 or self.exit_code - 128 in SIGNALS
+    A key that an older version did not have counts as its default, so that an upgrade repeats no run.
+    """
+    path = folder / ASKED
+    try:
+        if path.read_text(encoding="utf-8") == to_yaml(config):
+            return True
+        return _chosen(load_config(["--cfg", str(path)]).config) == _chosen(config)
+    except (OSError, UnicodeDecodeError, ConfigError):
+        return False
+
+
+def _chosen(config: Config) -> Config:
+    """The configuration without what a sweep sets by itself, and no result depends on."""
+    autobatch = dataclasses.replace(config.DATA.AUTOBATCH, SHARED_FOLDER=None)
+    return dataclasses.replace(config, DATA=dataclasses.replace(config.DATA, AUTOBATCH=autobatch))
+
+
+def ended_well(folder: Path, config: Config) -> Outcome | None:
+    """The outcome of an earlier process with this configuration, if it ended well."""
+    outcome = read_outcome(folder) if is_asked(folder, config) else None
+    return outcome if outcome is not None and outcome.finished else None
 
 
 def prepare(folder: Path, config: Config) -> Outcome | None:
@@ -58,7 +91,7 @@ def prepare(folder: Path, config: Config) -> Outcome | None:
     Raises:
         ConfigError: the folder cannot be written to.
     """
-    is_same = _read_text(folder / ASKED) == to_yaml(config)
+    is_same = is_asked(folder, config)
     earlier = read_outcome(folder) if is_same else None
     if earlier is not None and earlier.finished:
         return earlier
@@ -66,40 +99,6 @@ def prepare(folder: Path, config: Config) -> Outcome | None:
     prepare_run_folder(folder, keep=resumes, suffix=".earlier-")
     (folder / OUTPUT).parent.mkdir(exist_ok=True)
     (folder / OUTCOME).unlink(missing_ok=True)
+    forget_record(folder)
     write_text_atomically(folder / ASKED, to_yaml(config))
     return earlier if resumes else None
-
-
-def read_outcome(folder: Path) -> Outcome | None:
-    """How the last process in a folder ended; None when no sweep saw its end."""
-    written = _read_json(folder / OUTCOME)
-    if written is not None:
-        return Outcome(**written)
-    result = read_result(folder)  # the sweep ended before its run, which ended well
-    return None if result is None else Outcome(0, result["training_s"], None, result)
-
-
-def read_result(folder: Path) -> dict[str, Any] | None:
-    """Content of `result.json`; None for a run that has not ended well."""
-    return _read_json(folder / RESULT)
-
-
-def save_outcome(folder: Path, outcome: Outcome) -> None:
-    """Write how the process ended, atomically."""
-    write_text_atomically(folder / OUTCOME, json.dumps(asdict(outcome), indent=2) + "\n")
-
-
-def _read_text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is no such file, or it is damaged."""
-    try:
-        content = json.loads(_read_text(path) or "")
-    except ValueError:
-        return None
-    return content if isinstance(content, dict) else None

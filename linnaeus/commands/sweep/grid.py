@@ -90,7 +90,7 @@ def read_grid(argv: Sequence[str]) -> Grid:
     tokens = line.source_tokens()
     for chosen in itertools.product(*axes):
         values = {override.key: override.text or "" for override in chosen if override.key in swept}
-        grid.combinations.append(Combination(values, (*tokens, *map(_token, chosen))))
+        grid.combinations.append(Combination(values, (*tokens, *map(token_of, chosen))))
     if not swept and not grid.problems:
         grid.problems.append(
             "there is nothing to sweep: give at least one key several values, such as DATA.BATCH_SIZE=32,64"
@@ -98,7 +98,8 @@ def read_grid(argv: Sequence[str]) -> Grid:
     return grid
 
 
-def _token(override: Override) -> str:
+def token_of(override: Override) -> str:
+    """An override as it is typed."""
     text = "" if override.text is None else f"={override.text}"
     return f"{'~' if override.delete else ''}{override.key}{text}"
 

@@ -1,24 +1,37 @@
-"""One sweep, from its runs to its files."""
+"""One sweep, from its runs to its files; and a look at one that another process has started."""
 
 from __future__ import annotations
 
 import logging
-import time
+import os
+import shlex
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
 from rich.console import Console
 
-from linnaeus.commands.sweep.folder import OUTPUT, Outcome, prepare, read_result, save_outcome
+from linnaeus.commands.compare.history import is_smaller_better
+from linnaeus.commands.compare.output import print_runs
+from linnaeus.commands.compare.plot import save_plot
+from linnaeus.commands.compare.results import Comparison, Row
+from linnaeus.commands.compare.runs import RunFolder, read_runs
+from linnaeus.commands.sweep.folder import SWEEP, is_asked, locked
 from linnaeus.commands.sweep.options import Options, PlannedRun
-from linnaeus.commands.sweep.output import results_table
-from linnaeus.commands.sweep.plot import save_plot
-from linnaeus.commands.sweep.process import Stop, last_line, locked, reason_of, run_in_child
-from linnaeus.commands.sweep.results import Row, Sweep
-from linnaeus.console import StatusLine, make_console
-from linnaeus.errors import EXIT_INTERRUPTED
+from linnaeus.commands.sweep.search import JOBS_ON_SLURM, Search
+from linnaeus.commands.sweep.search_plot import save_search_plot
+from linnaeus.commands.sweep.watch import Stop, Watch, words_of
+from linnaeus.console import make_console
+from linnaeus.errors import EXIT_INTERRUPTED, ConfigError
+from linnaeus.launchers.interface import Launcher
+from linnaeus.launchers.jobs import cancel_command
+from linnaeus.launchers.local import Local, Share, divide, visible_gpus
+from linnaeus.launchers.outcome import read_json
+from linnaeus.launchers.slurm import Slurm
+from linnaeus.launchers.slurm_job import SlurmJob
 from linnaeus.log import close_logging, set_up_logging
+from linnaeus.words import counted
 
 EXIT_SOME_FAILED = 1
 logger = logging.getLogger("linnaeus.sweep")
@@ -28,84 +41,150 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
     """Run the runs that have not finished, write the files and show the table.
 
     Returns:
-        The exit code: 0 all ended well, 1 some failed, 130 interrupted.
+        The exit code: 0 all ended well, 1 some did not, 130 interrupted.
 
     Raises:
-        ConfigError: the folder cannot be written to, or another sweep uses it.
+        ConfigError: the folder cannot be written to, another sweep uses it, or sbatch refuses an option.
+        AutoBatchError: for some runs nothing is predicted to fit.
     """
-    folder = runs[0].folder.parent
     console = make_console()
-    sweep = Sweep([Row(run.combination.values, run.folder) for run in runs], options.metric)
+    if options.status:
+        return _show_status(options, runs, console)
+    folder = runs[0].folder.parent
+    if options.launch.dry_run:
+        console.print(_dry_run(options, runs), markup=False, soft_wrap=True, end="")
+        return 0
+    sweep = Comparison([], options.metric)
     stop = Stop()
     set_up_logging(None, rank=0, console=console)
     try:
-        with locked(folder) as lock, stop.listening():
-            for number, (planned, row) in enumerate(zip(runs, sweep.rows, strict=True), start=1):
-                if stop.requested:
-                    break
-                title = f"run {number} of {len(runs)}, {row.title}"
-                _train(planned, row, title, sweep.wanted_metric, stop, lock, console)
-                _save(sweep, folder)
-            _report(sweep, folder, options.plot or folder / "sweep.png", console)
+        launcher = _launcher(options, runs)
+        if options.predict_gpu:
+            # Here and not above: a sweep that predicts nothing does without torch.
+            from linnaeus.commands.sweep.predict import check_predictions
+
+            check_predictions(runs, options.predict_gpu, console, world_size=launcher.num_processes)
+        with stop.listening(), ExitStack() as lock:
+            _sign(lock.enter_context(locked(folder)))
+            search = None if options.plan is None else Search(folder, options.plan)
+            watch = Watch(
+                sweep, runs if search is None else search.earlier(), launcher, stop, console,
+                lambda: _save(sweep, folder), search, _num_at_once(options),
+            )  # fmt: skip
+            if isinstance(launcher, Slurm):
+                if not watch.nothing_to_start:
+                    launcher.check(len(runs) if search is None else 1)
+                watch.when_started = lock.close  # the queue is SLURM's: any process may watch it
+            watch.to_the_end()
+        if sweep.rows:
+            _report(options, sweep, folder, console)
+        if search is not None and (best := search.best()) is not None:
+            logger.info("best: %s", best)
     finally:
         close_logging()
     if stop.requested:
         return EXIT_INTERRUPTED
-    return EXIT_SOME_FAILED if sweep.with_status("failed") else 0
+    return 0 if len(sweep.with_status("finished", "pruned")) == len(sweep.rows) else EXIT_SOME_FAILED
 
 
-def _train(
-    planned: PlannedRun, row: Row, title: str, metric: str | None, stop: Stop, lock: IO[str], console: Console
-) -> None:
-    """Train one run to its end, unless an earlier sweep has done so."""
-    folder = planned.folder
-    earlier = prepare(folder, planned.config)
-    if earlier is not None and earlier.finished:
-        row.outcome = earlier
-        logger.info("%s: has ended well before%s", title, _figure(row, metric))
-        return
-    logger.info("%s: %s; output in %s", title, "going on" if earlier else "started", folder / OUTPUT)
-    began = time.monotonic()
-    with StatusLine(console) as line:
-        line.update(lambda: f"{title}: {last_line(folder)}")
-        exit_code = run_in_child(folder, stop, lock)
-    if stop.requested and exit_code != 0:
-        exit_code = EXIT_INTERRUPTED  # a run that was stopped may also end by the signal
-    seconds = time.monotonic() - began + (earlier.seconds if earlier is not None else 0)
-    result = read_result(folder) if exit_code == 0 else None
-    reason = reason_of(folder, exit_code)
-    if exit_code == 0 and result is None:
-        reason = "ended without result.json"
-    row.outcome = Outcome(exit_code, round(seconds, 3), reason, result)
-    row.stopped = stop.requested and not row.outcome.finished
-    save_outcome(folder, row.outcome)
-    if row.outcome.finished:
-        logger.info("%s: done in %.1f s%s", title, row.outcome.seconds, _figure(row, metric))
-    elif not row.stopped:
-        logger.info("%s: failed (exit code %d): %s", title, exit_code, row.outcome.reason)
+def _num_at_once(options: Options) -> int:
+    """How many runs of a search go on at once."""
+    return options.launch.jobs or (JOBS_ON_SLURM if options.launch.launcher == "slurm" else 1)
 
 
-def _figure(row: Row, metric: str | None) -> str:
-    name = Sweep([row], metric).metric
-    value = row.value(name)
-    return "" if value is None else f", {name} {value:.4f}"
+def _sign(lock: IO[str]) -> None:
+    """Write into the lock of the sweep's folder who holds it."""
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
 
 
-def _save(sweep: Sweep, folder: Path) -> None:
-    for name in ("sweep.json", "sweep.csv"):
+def _launcher(options: Options, runs: Sequence[PlannedRun]) -> Launcher:
+    launch = options.launch
+    if launch.launcher == "slurm":
+        folder = runs[0].folder.parent
+        describe = SlurmJob(words_of(Path("RUN"))).describe()
+        names = "\n".join(f"  {number}: {run.combination.title}" for number, run in enumerate(runs))
+        if options.plan is not None:
+            names = f"  up to {options.plan.num_trials}, one after another as the search asks for them"
+        return Slurm(
+            folder / "slurm", launch.slurm, folder.name, limit=launch.jobs,
+            describe=f"Each job: {describe}\nRuns, but for those that have ended well:\n{names}",
+        )  # fmt: skip
+    if launch.jobs is None:
+        return Local([Share()])
+    is_cpu = all(run.config.EXPERIMENT.DEVICE == "cpu" for run in runs)
+    gpus = [] if is_cpu else visible_gpus()
+    cores = sorted(os.sched_getaffinity(0)) if launch.jobs > 1 else []
+    shares = divide(launch.jobs, gpus, cores)
+    logger.info("%s at once, each with its share: %s", counted(launch.jobs, "run"), _listed(shares))
+    if 0 < len(gpus) < launch.jobs:
+        logger.warning(
+            "--jobs: %d runs share %s; what one takes is not free for the others, so give AutoBatch a limit "
+            "(DATA.AUTOBATCH.MEMORY_LIMIT_GB) or start fewer", launch.jobs, counted(len(gpus), "GPU"),
+        )  # fmt: skip
+    return Local(shares)
+
+
+def _listed(shares: Sequence[Share]) -> str:
+    return " | ".join(map(str, shares))
+
+
+def _dry_run(options: Options, runs: Sequence[PlannedRun]) -> str:
+    """What would be started."""
+    launcher = _launcher(options, runs)
+    if isinstance(launcher, Slurm):
+        return launcher.script(len(runs) if options.plan is None else 1)
+    assert isinstance(launcher, Local)
+    lines = []
+    for number, planned in enumerate(runs):
+        share = launcher.shares[number % len(launcher.shares)]
+        env = [f"{name}={value}" for name, value in share.env().items()]
+        lines.append(shlex.join([*env, *share.command(words_of(planned.folder))]))
+    return "\n".join(lines) + "\n"
+
+
+def _show_status(options: Options, runs: Sequence[PlannedRun], console: Console) -> int:
+    """Show the table of a sweep as it is now; changes nothing."""
+    if runs:
+        values = {run.folder: run.combination.values for run in runs}
+        begun = [run.folder for run in runs if is_asked(run.folder, run.config)]
+    else:
+        entries = (read_json(options.folder / SWEEP) or {}).get("runs")
+        if not entries:
+            raise ConfigError(
+                f"--status: {options.folder / SWEEP} holds no runs; give the command of the sweep instead"
+            )
+        values = {options.folder / Path(entry["folder"]).name: entry["values"] for entry in entries}
+        begun = [folder for folder in values if folder.exists()]
+    known = dict(zip(begun, read_runs(begun), strict=True))
+    rows = [Row.of(known.get(folder, RunFolder(folder)), values[folder]) for folder in values]
+    print_runs(Comparison(rows, options.metric), console)
+    return 0
+
+
+def _save(sweep: Comparison, folder: Path) -> None:
+    for name in (SWEEP, "sweep.csv") if sweep.rows else ():
         sweep.save(folder / name)
 
 
-def _report(sweep: Sweep, folder: Path, plot: Path, console: Console) -> None:
+def _report(options: Options, sweep: Comparison, folder: Path, console: Console) -> None:
     """Write the files, then show the same figures."""
+    plot = options.plot or folder / "sweep.png"
     _save(sweep, folder)
-    save_plot(sweep, plot)
+    if options.plan is None:
+        save_plot(sweep, plot)
+    else:
+        smaller = is_smaller_better(sweep.metric)
+        save_search_plot(sweep, options.plan.space.axes, plot, smaller_is_better=smaller)
     if sweep.wanted_metric is not None and sweep.metrics and sweep.wanted_metric not in sweep.metrics:
         logger.warning("--metric: no run has %s; there are %s", sweep.wanted_metric, ", ".join(sweep.metrics))
-    console.print(results_table(sweep))
-    for row in sweep.with_status("failed"):
-        reason = row.outcome.reason if row.outcome is not None else ""
-        console.print(f"failed: {row.title}: {reason} ({row.folder / OUTPUT})", markup=False, soft_wrap=True)
-    logger.info("figures: %s and sweep.csv; picture: %s", folder.resolve() / "sweep.json", plot.resolve())
-    if len(sweep.with_status("finished", "failed")) < len(sweep.rows):
+    print_runs(sweep, console)
+    logger.info("figures: %s and sweep.csv; picture: %s", folder.resolve() / SWEEP, plot.resolve())
+    if left := sweep.with_status("pending", "running", "unknown"):
+        logger.info(
+            "%s left to go on; the same command joins, linnaeus sweep --status %s looks, and %s cancels",
+            counted(len(left), "run"), shlex.quote(str(folder)), cancel_command([row.folder for row in left]),
+        )  # fmt: skip
+    elif len(sweep.with_status("finished", "failed", "pruned")) < len(sweep.rows):
         logger.info("interrupted; the same command goes on")

@@ -21,9 +21,9 @@ import yaml
 from PIL import Image
 from torch.utils.data import Dataset
 
-from linnaeus.commands.sweep.folder import OUTPUT
-from linnaeus.commands.sweep.process import last_line
-from tests.conftest import SMALL, Child, Run
+from linnaeus.launchers.jobs import going, lost
+from linnaeus.launchers.outcome import OUTPUT, last_line
+from tests.conftest import SMALL, Child, Run, wait_until
 from tests.forks import ROOT
 
 SLEEPY = (
@@ -85,9 +85,19 @@ def test_a_sweep_with_a_run_that_fails(run_in_child: Run, tmp_path: Path) -> Non
     assert titles == {
         f"MODEL.NAME=test_resnet: top1/rank2 {top1:.4g}",
         f"MODEL.NAME=test_resnet: training_s {good['training_s']:.4g}",
+        f"NAME=test_resnet: epoch 1, top1/rank2 {top1:.4g}",
     }
     labels = {"".join(text.itertext()).strip() for text in svg.iter(f"{SVG}text")}
+    assert {"learning curves", "epoch"} <= labels
     assert {"validation top1/rank2", "training time", "effective batch size", "32"} <= labels
+
+    by_hand = run_in_child("compare", "runs", "--output", "again.json")
+    assert by_hand.code == 0, by_hand.err
+    check_table(by_hand.out, good)
+    [other, same] = json.loads((tmp_path / "again.json").read_text())["runs"]
+    assert (other["status"], other["reason"]) == ("failed", bad["reason"])
+    assert same["run"] == "MODEL.NAME=test_resnet"
+    assert {**same, "run": None} == {**good, "run": None}
 
     before = {path: path.stat().st_mtime_ns for path in (folder / "MODEL.NAME=test_resnet").rglob("*")}
     again = run_in_child(*argv)
@@ -101,9 +111,10 @@ def test_a_sweep_with_a_run_that_fails(run_in_child: Run, tmp_path: Path) -> Non
 
 def check_table(text: str, good: dict[str, Any]) -> None:
     metrics = good["metrics"]
-    cells = ("test_resnet", "32", "0.002", "0", f"{metrics['top1/rank2']:.4f}")
+    top1 = f"{metrics['top1/rank2']:.4f}"
+    cells = ("test_resnet", "16", "32", "0.002", "0", top1, f"{top1} @1")
     assert re.search(" +│ +".join(cells) + r" │ .* │ finished │", text)
-    assert re.search(r"resnet5O +│ +│ +│ +│ +│ +│ +│ failed +│", text)
+    assert re.search(r"resnet5O +│ +│ +│ +│ +│ +│ +│ +│ +│ failed +│", text)
 
 
 def check_csv(path: Path, runs: list[dict[str, Any]]) -> None:
@@ -151,25 +162,37 @@ def validated(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_goes_on_once_its_run_has_ended(run_in_child: Run, tmp_path: Path) -> None:
+def test_a_killed_sweep_is_joined(run_in_child: Run, tmp_path: Path) -> None:
+    """Of three runs one lives on, one is killed with it, and one has not begun."""
     folder = tmp_path / "runs/sleepy"
-    argv = ("sweep", *SLEEPY, "TRAIN.EPOCHS=12")
+    argv = ("sweep", *SLEEPY, "MODEL.width=4,8,16", "TRAIN.EPOCHS=24", "--jobs", "2")
+    lives, killed, later = (folder / f"MODEL.width={width}" for width in (4, 8, 16))
     child = Child(tmp_path, *argv)
-    child.wait_for((folder / "MODEL.width=4/checkpoints/last.pt").exists)
-    assert child.end(signal.SIGKILL) == -signal.SIGKILL
-    pids = [int(text) for text in (folder / ".lock").read_text().split()]
-    assert pids[0] == child.process.pid
+    for run in (lives, killed):
+        child.wait_for((run / "checkpoints/last.pt").exists)
     refused = run_in_child(*argv)
     assert refused.code == 2
-    assert f"another sweep is at work here (process {pids[0]}, {pids[1]})" in refused.err
-    os.kill(pids[1], signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while (outcome := run_in_child(*argv)).code == 2:  # until the system has cleared it away
-        assert time.monotonic() < deadline
+    assert f"another sweep is at work here (process {child.process.pid})" in refused.err
+    assert child.end(signal.SIGKILL) == -signal.SIGKILL
+    record = json.loads((killed / "job.json").read_text())
+    for name in ("supervisor", "child"):
+        os.kill(record[name][0], signal.SIGKILL)
+    wait_until(lambda: "killed" in str(lost(killed)) and killed not in going([killed]))
+
+    status = run_in_child("sweep", "--status", "runs/sleepy")
+    assert status.code == 0, status.err
+    shown = [line.split(":")[0] for line in status.out.splitlines() if ": MODEL.width=" in line]
+    assert shown == ["running", "interrupted"], status.out
+    assert not later.exists()
+
+    outcome = run_in_child(*argv)
     assert outcome.code == 0, outcome.err
-    assert (folder / "MODEL.width=4/logs/output.txt").read_text().count("resumed after") == 1
-    assert [entry["status"] for entry in read(folder)] == ["finished", "finished"]
-    assert validated(folder / "MODEL.width=4") == [8 * epoch for epoch in range(1, 13)]
+    assert "run 1 of 3, MODEL.width=4: goes on, process" in outcome.out
+    assert [entry["status"] for entry in read(folder)] == ["finished"] * 3
+    for run, resumed in ((lives, 0), (killed, 1), (later, 0)):
+        assert (run / "logs/output.txt").read_text().count("resumed after") == resumed
+        assert validated(run) == [8 * epoch for epoch in range(1, 25)]
+    assert not [path for path in folder.iterdir() if "earlier" in path.name]
 
 
 def test_nothing_runs_when_one_combination_is_wrong(run: Run, tmp_path: Path) -> None:

@@ -1,72 +1,17 @@
-"""What is kept of runs, and how they are grouped."""
+"""What is kept of the runs of a sweep."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from linnaeus.commands.sweep.folder import Outcome, prepare, read_outcome, save_outcome
-from linnaeus.commands.sweep.process import locked
-from linnaeus.commands.sweep.results import Row, Sweep, series_of
+from linnaeus.commands.sweep.folder import ended_well, locked, prepare
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
-
-
-def result(batch_size: int, top1: float = 0.5, **more: Any) -> dict[str, Any]:
-    """The content of a run's `result.json`."""
-    sizes = {"batch_size": batch_size, "effective_batch": batch_size * 2 * 3}
-    metrics = {"loss": 1 - top1, "top1/kind": top1}
-    speed = {"training_s": 100 / batch_size, "images_per_s": 7.0}
-    return {"metrics": metrics, "headline": "top1/kind", **speed, **sizes, **more}
-
-
-def row(values: dict[str, str], found: dict[str, Any] | None, exit_code: int = 0) -> Row:
-    return Row(values, Path("runs"), Outcome(exit_code, 9.0, None, found))
-
-
-def test_runs_that_differ_in_size_and_seed_are_one_series() -> None:
-    rows = [
-        row({"DATA.BATCH_SIZE": str(size), "X.LR_SCALING": rule, "EXPERIMENT.SEED": seed}, result(size, top1))
-        for size in (16, 8)
-        for rule in ("none", "linear")
-        for seed, top1 in (("0", 0.25), ("1", 0.75 if rule == "none" else 0.5))
-    ]
-    none, linear = series_of(rows)
-    assert (none.label, linear.label) == ("LR_SCALING=none", "LR_SCALING=linear")
-    assert none.means("top1/kind") == [(48, 0.5), (96, 0.5)]
-    assert linear.means("top1/kind") == [(48, 0.375), (96, 0.375)]
-    assert none.means("training_s") == [(48, 12.5), (96, 6.25)]
-    assert [len(one.rows) for one in (none, linear)] == [4, 4]
-
-
-def test_runs_without_a_result_are_left_out_of_the_series() -> None:
-    rows = [row({"DATA.BATCH_SIZE": "8"}, result(8)), row({"DATA.BATCH_SIZE": "9"}, None, exit_code=1)]
-    [series] = series_of(rows)
-    assert (series.label, series.rows) == ("BATCH_SIZE=8", rows[:1])
-    assert series_of(rows[1:]) == []
-
-
-def test_a_key_that_does_not_change_the_size_labels_the_series() -> None:
-    rows = [row({"OPTIMIZER.LR": text}, result(8)) for text in ("0.1", "0.2")]
-    assert [one.label for one in series_of(rows)] == ["LR=0.1", "LR=0.2"]
-
-
-def test_the_metric_that_is_compared() -> None:
-    rows = [row({"A": "1"}, None, exit_code=3), row({"A": "2"}, result(8))]
-    assert Sweep(rows).metric == "top1/kind"
-    assert Sweep(rows, "loss").metric == "loss"
-    assert Sweep(rows, "top5/kind").metric == "top1/kind"
-    assert Sweep(rows[:1]).metric == "loss"
-
-
-def test_status() -> None:
-    assert Row({}, Path()).status == "not run"
-    assert row({}, result(8)).status == "finished"
-    assert row({}, None, exit_code=1).status == "failed"
-    assert row({}, None, exit_code=0).status == "failed"
+from linnaeus.launchers.outcome import Outcome, read_outcome, save_outcome
+from tests.commands.compare.test_results import result
 
 
 @pytest.fixture
@@ -94,6 +39,23 @@ def test_a_finished_run_is_left_alone_until_its_configuration_changes(tmp_path: 
     assert names(tmp_path) == ["LR=0", "LR=0.earlier-1"]
     assert names(folder) == ["asked.yaml", "logs"]
     assert (tmp_path / "LR=0.earlier-1/weights").exists()
+
+
+def test_an_upgrade_that_adds_keys_repeats_no_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    now = load_config(["DATA.AUTOBATCH.SHARED_FOLDER=sweep/autobatch"]).config  # as a sweep sets it
+    prepare(folder, now)
+    save_outcome(folder, Outcome(0, 3.0, None, result(8)))
+    new = ("FOCAL_GAMMA", "SHARED_FOLDER", "BATCH_SIZE_VAL")
+    lines = (folder / "asked.yaml").read_text().splitlines(keepends=True)
+    older = [line for line in lines if not line.strip().startswith(new)]
+    assert len(older) == len(lines) - len(new)
+    (folder / "asked.yaml").write_text("".join(older))
+    assert ended_well(folder, now) is not None
+    for chosen in ("LOSS.FOCAL_GAMMA=3", "DATA.BATCH_SIZE_VAL=7", "OPTIMIZER.LR=0.5"):
+        assert ended_well(folder, load_config([chosen]).config) is None, chosen
+    (folder / "asked.yaml").write_text("".join(older) + "NO_LONGER: 1\n")
+    assert ended_well(folder, now) is None
 
 
 @pytest.mark.parametrize("exit_code", [130, 138, 143, -9])

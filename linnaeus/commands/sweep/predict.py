@@ -1,0 +1,208 @@
+"""Batch sizes of a sweep for GPUs that need not be here, predicted before anything is started."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from linnaeus.autobatch.conditions import memory_settings
+from linnaeus.autobatch.protocol import RankStatus
+from linnaeus.autobatch.result import Mode
+from linnaeus.commands.analyze.fitting import fill
+from linnaeus.commands.analyze.results import Predicted, Row
+from linnaeus.commands.analyze.traced import META, PredictedStep, build_on_meta, predicted_step
+from linnaeus.commands.compare.differences import short_names
+from linnaeus.commands.session import Setup
+from linnaeus.commands.sweep.options import PlannedRun
+from linnaeus.console import StatusLine
+from linnaeus.data.datasets import build_data
+from linnaeus.dist import World
+from linnaeus.errors import AutoBatchError, LinnaeusError
+from linnaeus.memory.device import GIB
+from linnaeus.memory.gpus import ASSUMED_BASE_BYTES, Gpu
+from linnaeus.memory.predict import MARGIN
+from linnaeus.words import counted
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+logger = logging.getLogger("linnaeus.sweep")
+
+
+@dataclass
+class Group:
+    """Runs whose batch sizes cannot differ.
+
+    Attributes:
+        runs: at least one.
+        rows: the predictions, one for each GPU and mode.
+        problem: why there are none; empty where there are.
+    """
+
+    runs: list[PlannedRun]
+    rows: list[Row] = field(default_factory=list)
+    problem: str = ""
+
+    def values(self, key: str) -> set[str]:
+        """The values of a swept key."""
+        return {run.combination.values[key] for run in self.runs}
+
+    def sizes(self, gpu: Gpu) -> dict[Mode, Row]:
+        """The predictions for one GPU."""
+        return {row.mode: row for row in self.rows if row.device == gpu.name}
+
+    def fits(self, gpu: Gpu) -> bool:
+        """Whether a size is predicted to fit in each mode."""
+        return all(row.batch_size is not None for row in self.sizes(gpu).values())
+
+
+def check_predictions(
+    runs: Sequence[PlannedRun], gpus: Sequence[Gpu], console: Console, *, world_size: int = 1
+) -> None:
+    """Show the batch sizes that are predicted for each group of runs.
+
+    Args:
+        runs: of the sweep.
+        gpus: that the runs may be given.
+        console: shows the table.
+        world_size: processes of each run.
+
+    Raises:
+        AutoBatchError: for some runs nothing is predicted to fit on any of the GPUs.
+    """
+    groups = groups_of(runs)
+    world = World(META, world_size=world_size, local_world_size=world_size)
+    with StatusLine(console) as line:
+        for number, group in enumerate(groups, start=1):
+            show = partial(_show, line, f"predicting batch sizes, group {number} of {len(groups)}")
+            _predict(group, gpus, world, RankStatus(show), console)
+            gc.collect()
+    names = _names(groups)
+    console.print(_table(groups, names, gpus))
+    _judge(groups, names, gpus)
+
+
+def _show(line: StatusLine, title: str, text: str) -> None:
+    line.update(f"{title}: {text}")
+
+
+def groups_of(runs: Sequence[PlannedRun]) -> list[Group]:
+    """The runs, grouped by what their sizes depend on, in their order."""
+    groups: dict[str, Group] = {}
+    for run in runs:
+        config, autobatch = run.config, run.config.DATA.AUTOBATCH
+        content = memory_settings(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, config.DATA)
+        given = [
+            None if autobatch.ENABLED else config.DATA.BATCH_SIZE,
+            None if autobatch.ENABLED_VAL else config.DATA.BATCH_SIZE_VAL,
+        ]
+        key = json.dumps([content, given], sort_keys=True, default=str)
+        groups.setdefault(key, Group([])).runs.append(run)
+    return list(groups.values())
+
+
+def _predict(group: Group, gpus: Sequence[Gpu], world: World, status: RankStatus, console: Console) -> None:
+    config = group.runs[0].config
+    try:
+        status.update("building")
+        data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
+        search = build_on_meta(Setup(config, data, world, status, console))
+        for mode in MODES:
+            status.update(f"tracing {mode}")
+            step = predicted_step(search, mode, ASSUMED_BASE_BYTES)
+            group.rows += [_row(group.runs[0], step, gpu) for gpu in gpus]
+    except LinnaeusError as error:  # the run itself says it better, if it is a mistake
+        group.problem = " ".join(str(error).split())
+
+
+def _row(run: PlannedRun, step: PredictedStep, gpu: Gpu) -> Row:
+    """The size that a search would find, or what is known of the one that is configured."""
+    data, is_train = run.config.DATA, step.mode == "train"
+    autobatch = data.AUTOBATCH
+    is_searched, fraction, size = (
+        (autobatch.ENABLED, autobatch.TARGET_MEMORY_FRACTION, data.BATCH_SIZE)
+        if is_train
+        else (autobatch.ENABLED_VAL, autobatch.TARGET_MEMORY_FRACTION_VAL, data.BATCH_SIZE_VAL)
+    )
+    predicted = Predicted(gpu.name, gpu.total_bytes, MARGIN)
+    row = Row(step.mode, fraction if is_searched else 1.0, predicted=predicted)
+    if is_searched:
+        fill(row, step, autobatch.MEMORY_LIMIT_GB)
+        return row
+    need, safe = step.prediction.peak_bytes(size), step.prediction.safe_bytes(size)
+    if need <= gpu.total_bytes:
+        row.batch_size, row.peak_bytes = size, need
+        row.predicted = replace(predicted, safe_batch_size=size if safe <= gpu.total_bytes else None)
+    else:
+        key = f"DATA.BATCH_SIZE{'' if is_train else '_VAL'}"
+        row.reason = (
+            f"{key} is {size}, which is predicted to take {need / GIB:.2f} GiB; {gpu.name} has "
+            f"{gpu.total_bytes / GIB:.2f} GiB"
+        )
+    return row
+
+
+def _names(groups: Sequence[Group]) -> list[str]:
+    """What tells the groups apart: the swept keys that have one value in each."""
+    keys = [
+        key
+        for key in groups[0].runs[0].combination.values
+        if all(len(group.values(key)) == 1 for group in groups)
+        and len({value for group in groups for value in group.values(key)}) > 1
+    ]
+    short = short_names(keys)
+    return [", ".join(f"{short[key]}={min(group.values(key))}" for key in keys) or "all" for group in groups]
+
+
+def _table(groups: Sequence[Group], names: Sequence[str], gpus: Sequence[Gpu]) -> Table:
+    table = Table(title="Predicted batch sizes", title_justify="left")
+    for heading in ("runs", "number", "GPU", "training", "validation"):
+        table.add_column(heading, overflow="fold")
+    for group, name in zip(groups, names, strict=True):
+        for gpu in gpus:
+            sizes = group.sizes(gpu)
+            cells = [_cell(sizes.get(mode)) for mode in MODES]
+            table.add_row(name, str(len(group.runs)), gpu.name, *cells)
+    return table
+
+
+def _cell(row: Row | None) -> str:
+    if row is None or row.predicted is None:
+        return "not predicted"
+    if row.batch_size is None:
+        return "none fits"
+    safe = row.predicted.safe_batch_size
+    return str(safe) if safe is not None else f"{row.batch_size} (without margin)"
+
+
+def _judge(groups: Sequence[Group], names: Sequence[str], gpus: Sequence[Gpu]) -> None:
+    """Warn of what may not fit, and refuse what fits nowhere."""
+    nowhere = []
+    for group, name in zip(groups, names, strict=True):
+        if group.problem:
+            logger.warning("%s: batch sizes are not predicted: %s", name, group.problem)
+            continue
+        failing = [gpu for gpu in gpus if not group.fits(gpu)]
+        if len(failing) == len(gpus):
+            nowhere.append(f"  - {name} ({counted(len(group.runs), 'run')}): {next(_reasons(group))}")
+        elif failing:
+            logger.warning(
+                "%s: nothing is predicted to fit on %s", name, ", ".join(gpu.name for gpu in failing)
+            )
+    if nowhere:
+        raise AutoBatchError(
+            "no run was started: nothing is predicted to fit for\n"
+            + "\n".join(nowhere)
+            + "\nLeave these values "
+            "out of the sweep, name a larger GPU, or leave --predict-gpu out to try them all the same."
+        )
+
+
+def _reasons(group: Group) -> Iterator[str]:
+    yield from (row.reason or "no batch size fits" for row in group.rows if row.batch_size is None)

@@ -1,0 +1,74 @@
+"""What a sweep needs to know of a launcher."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+JobKind = Literal["pending", "running", "unknown"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run that is to be started.
+
+    Attributes:
+        folder: the run's, for its files; it exists.
+        words: what follows `python -m linnaeus.main`.
+        seconds: what earlier processes of the run have taken.
+    """
+
+    folder: Path
+    words: tuple[str, ...]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that goes on, or waits in a queue.
+
+    Attributes:
+        kind: "unknown" where SLURM does not answer.
+        name: for people, such as `SLURM job 12_3`.
+        reason: why it is pending, or its state is unknown.
+        slot: which share of this machine it has; None on SLURM.
+    """
+
+    kind: JobKind
+    name: str
+    reason: str = ""
+    slot: int | None = None
+
+
+class Launcher(ABC):
+    """Starts runs. `linnaeus.launchers.jobs` watches them.
+
+    Attributes:
+        poll_s: pause between two looks at the jobs.
+    """
+
+    poll_s: ClassVar[float]
+
+    @property
+    @abstractmethod
+    def num_processes(self) -> int:
+        """Processes of a run over all its nodes."""
+
+    @abstractmethod
+    def room(self, going: Collection[Job]) -> int:
+        """How many more runs may be given to `submit` now, beside those that go on."""
+
+    @abstractmethod
+    def submit(self, tasks: Sequence[Task], going: Collection[Job]) -> None:
+        """Start runs, or queue them.
+
+        Args:
+            tasks: at most as many as there is room for; nobody runs them yet.
+            going: the jobs of the same sweep.
+
+        Raises:
+            LinnaeusError: they cannot be started; none of them has been.
+        """

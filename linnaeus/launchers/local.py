@@ -1,0 +1,149 @@
+"""Runs on this machine: so many at once, with the GPUs and the CPU cores divided among them.
+
+submitit has an executor for this, which is not used: it starts all jobs at once, cannot find them again from
+another process, and gives a job that is cancelled one second before SIGKILL, too short for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+from linnaeus.errors import LinnaeusError
+from linnaeus.launchers import torchrun
+from linnaeus.launchers.interface import Job, Launcher, Task
+from linnaeus.launchers.record import open_locked
+
+Thing = TypeVar("Thing")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of the jobs may use of this machine.
+
+    Attributes:
+        gpus: as in CUDA_VISIBLE_DEVICES; None leaves that as it is.
+        cores: numbers of CPU cores; empty for all that this process may use.
+    """
+
+    gpus: tuple[str, ...] | None = None
+    cores: tuple[int, ...] = ()
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of a run: one for each GPU."""
+        return len(self.gpus or "_")
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        """The command line of a run: with torchrun where there are several processes."""
+        ranks = [torchrun.__name__, "--standalone", f"--nproc-per-node={self.num_processes}", "-m"]
+        return [sys.executable, "-m", *(ranks if self.num_processes > 1 else []), "linnaeus.main", *words]
+
+    def env(self) -> dict[str, str]:
+        """The run's changes to the environment."""
+        changes = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+        if self.cores and "OMP_NUM_THREADS" not in os.environ:
+            changes["OMP_NUM_THREADS"] = str(max(len(self.cores) // self.num_processes, 1))
+        return changes
+
+    def __str__(self) -> str:
+        gpus = "" if self.gpus is None else f"GPU {', '.join(self.gpus) or 'none'}"
+        cores = f"CPU core {', '.join(map(str, self.cores))}" if self.cores else ""
+        return "; ".join(text for text in (gpus, cores) if text) or "the whole machine"
+
+
+def divide(num_jobs: int, gpus: Sequence[str], cores: Sequence[int]) -> list[Share]:
+    """Equal shares of a machine; what cannot be divided equally is left over, and no share is empty.
+
+    With fewer GPUs or cores than jobs, several jobs have the same one.
+
+    >>> [share.gpus for share in divide(2, ["0", "1", "2", "3"], [])]
+    [('0', '1'), ('2', '3')]
+    >>> [share.cores for share in divide(3, [], [0, 1])]
+    [(0,), (1,), (0,)]
+    """
+    return [
+        Share(_part(gpus, number, num_jobs) if gpus else None, _part(cores, number, num_jobs))
+        for number in range(num_jobs)
+    ]
+
+
+def _part(things: Sequence[Thing], number: int, num_jobs: int) -> tuple[Thing, ...]:
+    each = len(things) // num_jobs
+    if each == 0:
+        return (things[number % len(things)],) if things else ()
+    return tuple(things[number * each : (number + 1) * each])
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
+    import torch  # late: a command line with a mistake does not wait for it
+
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+class Local(Launcher):
+    """Runs on this machine; each has a process that supervises it and outlives this one.
+
+    Args:
+        shares: one for each run that may go on at once.
+    """
+
+    poll_s = 0.2
+
+    def __init__(self, shares: Sequence[Share]) -> None:
+        self.shares = shares
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def num_processes(self) -> int:
+        """One for each GPU of a share."""
+        return self.shares[0].num_processes
+
+    def room(self, going: Collection[Job]) -> int:
+        """The shares that no run has."""
+        self._processes = [process for process in self._processes if process.poll() is None]
+        return max(len(self.shares) - len(going), 0)
+
+    def submit(self, tasks: Sequence[Task], going: Collection[Job]) -> None:
+        """Start runs, each with a free share.
+
+        Raises:
+            LinnaeusError: the folder of a run cannot be written to, or no process can be started.
+        """
+        taken = {job.slot for job in going}
+        free = (slot for slot in range(len(self.shares)) if slot not in taken)
+        for task, slot in zip(tasks, islice(free, len(tasks)), strict=True):
+            self._start(task, slot)
+
+    def _start(self, task: Task, slot: int) -> None:
+        share = self.shares[slot]
+        record = {
+            "launcher": "local", "host": socket.gethostname(), "slot": slot, "cores": share.cores,
+            "command": share.command(task.words), "env": share.env(), "seconds": task.seconds,
+        }  # fmt: skip
+        try:
+            descriptor = open_locked(task.folder, record)
+            try:
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "linnaeus.launchers.supervise", task.folder, str(descriptor)],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        start_new_session=True,  # Ctrl-C in the terminal is for the sweep alone
+                        pass_fds=[descriptor],
+                    )
+                )
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise LinnaeusError(f"{task.folder}: the run cannot be started: {error}") from error

@@ -1,0 +1,114 @@
+"""The options that say where runs run: `--launcher`, `--jobs`, `--slurm`, `--dry-run`. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, cast
+
+from linnaeus.config.presets import available, expanded
+
+LauncherName = Literal["local", "slurm"]
+LAUNCHERS = ("local", "slurm")
+HELP = {
+    "--launcher": ("NAME", "where to run: local, this machine (default), or slurm"),
+    "--slurm": ("KEY=VALUE ...", "options of sbatch, such as partition=gpu time=4:00:00 exclusive"),
+    "--dry-run": (None, "print the job script, and submit nothing"),
+}
+"""These options for the help: what stands for their value, None without one, and what they do."""
+_SBATCH = re.compile(r"(?:--)?([a-z][a-z0-9-]*)(?:=(.*))?", re.DOTALL)
+
+
+@dataclass
+class LaunchOptions:
+    """Where runs run.
+
+    Attributes:
+        launcher: the name of the launcher.
+        jobs: how many runs may go on at once; None for one on this machine, and for all on SLURM.
+        slurm: options of sbatch by their long names; None for those without a value.
+        dry_run: only say what would be started.
+    """
+
+    launcher: LauncherName = "local"
+    jobs: int | None = None
+    slurm: dict[str, str | None] = field(default_factory=dict)
+    dry_run: bool = False
+
+
+def take(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
+    """Take these options out of a command line.
+
+    The options of sbatch end at the first word that cannot be one: a key, which is upper case, another
+    option, or a group of presets, such as `model=resnet50`.
+
+    >>> options, rest, _ = take(["--launcher", "slurm", "--slurm", "nodes=2", "exclusive", "TRAIN.EPOCHS=2"])
+    >>> options.slurm, rest
+    ({'nodes': '2', 'exclusive': None}, ['TRAIN.EPOCHS=2'])
+
+    Returns:
+        The options, the other words, and one sentence for each problem.
+    """
+    options, rest, problems = LaunchOptions(), list[str](), list[str]()
+    groups = _groups(argv)
+    tokens = deque(argv)
+    while tokens:
+        name, has_value, value = tokens.popleft().partition("=")
+        if name == "--slurm":
+            if has_value:
+                tokens.appendleft(value)
+            problems += _take_sbatch(tokens, options.slurm, groups)
+        elif name == "--dry-run":
+            options.dry_run = True
+            problems += ["--dry-run: takes no value"] if has_value else []
+        elif name in ("--launcher", "--jobs"):
+            if not has_value:
+                value = tokens.popleft() if tokens and not tokens[0].startswith("--") else ""
+            problems += _set(options, name, value)
+        else:
+            rest.append(f"{name}{has_value}{value}")
+    if options.slurm and options.launcher != "slurm":
+        problems.append("--slurm: is for --launcher slurm, which is not given")
+    if options.launcher == "slurm":
+        from linnaeus.launchers.slurm import problems_with
+
+        problems += problems_with(options.slurm)
+    return options, rest, problems
+
+
+def _set(options: LaunchOptions, name: str, value: str) -> list[str]:
+    if name == "--launcher":
+        if value not in LAUNCHERS:
+            return [f"--launcher: {value!r} is none; there are {' and '.join(LAUNCHERS)}"]
+        options.launcher = cast(LauncherName, value)
+        return []
+    if not value.isdecimal() or int(value) < 1:
+        return [f"--jobs: {value!r} is not a whole number of at least 1: how many runs go on at once"]
+    options.jobs = int(value)
+    return []
+
+
+def _take_sbatch(tokens: deque[str], found: dict[str, str | None], groups: set[str]) -> list[str]:
+    """Move options of sbatch from the words to `found`; returns the problem if there is none."""
+    number = len(found)
+    while tokens and (match := _SBATCH.fullmatch(tokens[0])) and match[1] not in groups:
+        if tokens[0].startswith("--"):
+            break
+        found[match[1]] = match[2]
+        tokens.popleft()
+    if len(found) > number:
+        return []
+    return ["--slurm: needs options of sbatch without their dashes, such as partition=gpu time=4:00:00"]
+
+
+def _groups(argv: Sequence[str]) -> set[str]:
+    """The groups of presets, those of the user's folders included."""
+    names = set(available())
+    for token, following in pairwise([*argv, ""]):
+        name, has_value, value = token.partition("=")
+        if name in ("--config-dir", "-cd"):
+            names |= set(available(expanded(value if has_value else following)))
+    return names

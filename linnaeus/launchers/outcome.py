@@ -1,0 +1,131 @@
+"""How the process of a run ended: `outcome.json` in its folder, and the reasons in its output."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from linnaeus.files import write_text_atomically
+from linnaeus.signals import SIGNALS
+
+OUTCOME, RESULT, OUTPUT = "outcome.json", "result.json", "logs/output.txt"
+REASON_LETTERS = 400
+TAIL_BYTES = 1 << 16
+"""Only this much of the end of a run's output is read for its last line."""
+_TORCHRUN = re.compile(r"[EWI]\d{4} [\d:.]+ .*torch/distributed/elastic/|srun: |slurmstepd: ")
+"""Begins what torchrun or SLURM say of a failure, after the run itself has given its reason."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the process of a run ended.
+
+    Attributes:
+        exit_code: the process's; negative for a signal.
+        seconds: from start to end, summed over interruptions.
+        reason: why the run failed, in its own words; None when it did not.
+        result: content of `result.json`; None for a run that did not end well.
+    """
+
+    exit_code: int
+    seconds: float
+    reason: str | None = None
+    result: dict[str, Any] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run ended well."""
+        return self.exit_code == 0 and self.result is not None
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the run was asked to end, and did so with a checkpoint: Ctrl-C, or another signal."""
+        return self.exit_code - 128 in SIGNALS
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether somebody stopped the run or ended its process."""
+        return self.exit_code < 0 or self.was_stopped
+
+
+def outcome_of(folder: Path, exit_code: int, seconds: float, begin: int = 0) -> Outcome:
+    """The outcome of a process that has just ended.
+
+    Args:
+        folder: the run's.
+        exit_code: the process's; negative for a signal.
+        seconds: of all processes of the run.
+        begin: where in the run's output that of this process begins, in bytes.
+    """
+    result = read_result(folder) if exit_code == 0 else None
+    reason = reason_of(folder, exit_code, begin)
+    if exit_code == 0 and result is None:
+        reason = f"ended without {RESULT}"
+    return Outcome(exit_code, round(seconds, 3), reason, result)
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """How the last process in a folder ended; None when nobody saw its end."""
+    written = read_json(folder / OUTCOME)
+    if written is not None:
+        return Outcome(**written)
+    result = read_result(folder)  # who watched the run ended before it, and it ended well
+    return None if result is None else Outcome(0, result["training_s"], None, result)
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """Content of `result.json`; None for a run that has not ended well."""
+    return read_json(folder / RESULT)
+
+
+def save_outcome(folder: Path, outcome: Outcome) -> None:
+    """Write how the process ended, atomically."""
+    write_text_atomically(folder / OUTCOME, json.dumps(asdict(outcome), indent=2) + "\n")
+
+
+def reason_of(folder: Path, exit_code: int, begin: int = 0) -> str | None:
+    """Why a run failed: the last line that it wrote, or the signal that ended it; None when it did not."""
+    if exit_code == 0:
+        return None
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        return f"ended by {name}" + (", often for lack of host memory" if name == "SIGKILL" else "")
+    lines = _last_lines(folder, begin)
+    if exit_code - 128 in SIGNALS:
+        return next((line for line in reversed(lines) if "stopped by SIG" in line), "stopped before it began")
+    own = next((number for number, line in enumerate(lines) if _TORCHRUN.match(line)), len(lines))
+    last = _last(lines[:own] or lines).removeprefix("- ")
+    short = last if len(last) <= REASON_LETTERS else f"{last[:REASON_LETTERS]}..."
+    return short or f"ended with exit code {exit_code}"
+
+
+def last_line(folder: Path) -> str:
+    """The last line that the run in a folder has written so far; empty before the first."""
+    return _last(_last_lines(folder))
+
+
+def _last_lines(folder: Path, begin: int = 0) -> list[str]:
+    """The end of a run's output, not before a position in bytes."""
+    try:
+        with (folder / OUTPUT).open("rb") as output:
+            output.seek(max(output.seek(0, 2) - TAIL_BYTES, begin))
+            return output.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _last(lines: list[str]) -> str:
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is no such file, or it is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # UnicodeDecodeError is a ValueError
+        return None
+    return content if isinstance(content, dict) else None

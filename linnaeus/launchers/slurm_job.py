@@ -1,0 +1,238 @@
+"""What a job of SLURM does: torchrun over its nodes, a checkpoint in time, and back into the queue.
+
+`python -m linnaeus.launchers.slurm_job SUBMISSION.json` is the process of a job's script, on the first node.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from linnaeus.files import write_text_atomically
+from linnaeus.launchers import torchrun
+from linnaeus.launchers.outcome import OUTPUT, read_outcome
+from linnaeus.launchers.record import read_record, write_slurm_record
+from linnaeus.launchers.supervise import Child, Supervisor, run_to_end
+
+CONTROLLER_S = 600
+"""A controller that restarts is waited for so long."""
+RETRY_S = 5.0
+RESUME = "TRAIN.AUTO_RESUME=True"
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """The content of a job.
+
+    Attributes:
+        words: what follows `python -m linnaeus.main`.
+        folder: of a sweep's run, which keeps the output and how the run ended; None leaves both to SLURM.
+        seconds: what earlier processes of that run have taken.
+        with_torchrun: whether to start a process for each GPU of each node; else one process in all.
+        resumed_in: folder of the run of `train`; when the job has been queued again it goes on there. None
+            for words that say so themselves, or cannot be resumed.
+    """
+
+    words: tuple[str, ...]
+    folder: str | None = None
+    seconds: float = 0.0
+    with_torchrun: bool = True
+    resumed_in: str | None = None
+
+    def run(self, script: Path, index: int) -> int:
+        """Run to the end or until the job has to go; returns the exit code of the run.
+
+        Args:
+            script: the job's, as it was submitted.
+            index: of the job in the script's array.
+        """
+        if self.folder is not None and not _takes(Path(self.folder), script, index):
+            return 0
+        supervisor = Supervisor(_pass_on, (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT))
+        has_to_go = functools.partial(_has_to_go, supervisor, time.strftime("%Y-%m-%dT%H:%M:%S"))
+        with supervisor.listening():
+            code = self._run(supervisor, has_to_go, script.parent)
+            if code != 0 and (why := has_to_go()):
+                self._queue_again(why)
+            return code
+
+    def _queue_again(self, why: str) -> None:
+        """Put this job back into the queue, and say so where the run's output ends."""
+        self._say(f"queued again: the run goes on where it was, because {why}")
+        if said := _scontrol("requeue", os.environ["SLURM_JOB_ID"]).stderr.strip():
+            self._say(f"not queued again after all: {said}; the same command as before submits the run again")
+
+    def _say(self, sentence: str) -> None:
+        print(sentence, flush=True)
+        if self.folder is not None:
+            with (Path(self.folder) / OUTPUT).open("a", encoding="utf-8") as output:
+                output.write(f"{sentence}\n")
+
+    def command(self, env: Mapping[str, str], endpoint: str) -> list[str]:
+        """What the job executes.
+
+        Args:
+            env: that of the job.
+            endpoint: address and port where its nodes meet.
+
+        >>> env = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8"}
+        >>> words = SlurmJob(("--cfg", "a.yaml")).command(env, "n1:1234")
+        >>> print(*words[:3], *words[6:], sep=" ")  # doctest: +NORMALIZE_WHITESPACE
+        srun --nodes=4 --ntasks=4 linnaeus.launchers.torchrun --nnodes=4 --nproc-per-node=8 --rdzv-id=7
+        --rdzv-backend=c10d --rdzv-endpoint=n1:1234 -m linnaeus.main --cfg a.yaml
+        """
+        nodes = int(env.get("SLURM_NNODES") or 1) if self.with_torchrun else 1
+        srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", sys.executable, "-u"]
+        if not self.with_torchrun:
+            return [*srun, "-m", "linnaeus.main", *self.words]
+        rendezvous = [f"--rdzv-id={env['SLURM_JOB_ID']}", "--rdzv-backend=c10d"]
+        return [
+            *srun, "-m", torchrun.__name__, f"--nnodes={nodes}", f"--nproc-per-node={_per_node(env)}",
+            *rendezvous, f"--rdzv-endpoint={endpoint}", "-m", "linnaeus.main", *self.words,
+        ]  # fmt: skip
+
+    def describe(self) -> str:
+        """The command in shell words, for people who read the job's script."""
+        env = {"SLURM_JOB_ID": "ID", "SLURM_NNODES": "1"}
+        text = shlex.join(self.command(env, "FIRST_NODE:FREE_PORT"))
+        for name in ("nodes", "ntasks", "nnodes"):
+            text = text.replace(f"--{name}=1 ", f"--{name}=NODES ")
+        return text.replace("per-node=1 ", "per-node=GPUS_OF_A_NODE_OR_1 ")
+
+    def _run(self, supervisor: Supervisor, has_to_go: Callable[[], str], marks: Path) -> int:
+        env = _environment(os.environ)
+        endpoint = _endpoint(env)
+        if self.folder is not None:
+            command = self.command(env, endpoint)
+            outcome = run_to_end(
+                Path(self.folder), command, supervisor, env=env, seconds=self.seconds,
+                was_stopped=lambda: bool(has_to_go()),
+            )  # fmt: skip
+            return outcome.exit_code if outcome.exit_code != 0 or outcome.finished else 1
+        command = [*self.command(env, endpoint), *self._resume(env, marks)]
+        child = subprocess.Popen(command, env=env, start_new_session=True)
+        return supervisor.wait(child)
+
+    def _resume(self, env: Mapping[str, str], marks: Path) -> list[str]:
+        """Goes on with the run that this job has begun, and with no earlier one of the same name."""
+        if self.resumed_in is None:
+            return []
+        mark = marks / f"{env['SLURM_JOB_ID']}.began"
+        if env.get("SLURM_RESTART_COUNT", "0") == "0" or not mark.exists():
+            mark.touch()
+            return []
+        written = Path(self.resumed_in) / "config.yaml"
+        has_begun = written.exists() and written.stat().st_mtime >= mark.stat().st_mtime
+        return [RESUME] if has_begun else []
+
+
+def save_jobs(path: Path, jobs: Sequence[SlurmJob]) -> None:
+    """Write what the jobs of one submission do.
+
+    Raises:
+        LinnaeusError, OSError: see `write_text_atomically`.
+    """
+    write_text_atomically(path, json.dumps([asdict(job) for job in jobs], indent=1) + "\n")
+
+
+def main(path: Path) -> int:
+    """Run the job of a submission that this process has been started for; returns the exit code."""
+    index = int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
+    content = json.loads(path.read_text(encoding="utf-8"))[index]
+    job = SlurmJob(**{**content, "words": tuple(content["words"])})
+    return job.run(path.with_suffix(".sh"), index)
+
+
+def _takes(folder: Path, script: Path, index: int) -> bool:
+    """Whether this job is to run the run of a folder: it has not ended well, and no other job has it."""
+    own = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        own = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    outcome, record = read_outcome(folder), read_record(folder)
+    if outcome is not None and outcome.finished:
+        print(f"{folder}: the run has ended well before")
+        return False
+    if record is not None and (record.get("script"), record.get("index")) == (str(script), index):
+        write_slurm_record(folder, own)  # whoever has submitted this job has not noted its number, or not yet
+    elif record is None or record.get("id") != own:
+        print(f"{folder}: the run does not belong to this job, but to {record or 'none'}; nothing is done")
+        return False
+    return True
+
+
+def _endpoint(env: Mapping[str, str]) -> str:
+    """Where the nodes of this job meet: the address of this first one, and a port that is free here.
+
+    The port is one of its own, because jobs may share the node. The name of a node need not be an address.
+    """
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    name = env.get("SLURMD_NODENAME") or socket.gethostname()
+    address = re.search(r"\bNodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", name).stdout)
+    return f"{address[1] if address else name}:{port}"
+
+
+def _per_node(env: Mapping[str, str]) -> int:
+    """Processes of a node: one for each of its GPUs, and one without any."""
+    return max(int(env.get("SLURM_GPUS_ON_NODE") or 1), 1)
+
+
+def _environment(given: Mapping[str, str]) -> dict[str, str]:
+    """The environment of srun: all CPU cores of the job, divided among the processes of a node."""
+    env = dict(given)
+    if cores := env.get("SLURM_CPUS_PER_TASK"):
+        env.setdefault("SRUN_CPUS_PER_TASK", cores)  # srun does not take it from the job
+    per_task = int(cores or env.get("SLURM_CPUS_ON_NODE") or 1)
+    env.setdefault("OMP_NUM_THREADS", str(max(per_task // _per_node(env), 1)))
+    return env
+
+
+def _pass_on(number: int, child: Child) -> None:
+    """The time is nearly over: SIGTERM to torchrun and its ranks, which save a checkpoint.
+
+    With SIGTERM SLURM ends the job; it has sent that to them itself.
+    """
+    if number != signal.SIGTERM:
+        subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], check=False)
+
+
+def _has_to_go(supervisor: Supervisor, began: str) -> str:
+    """Why the job has to go: its time is nearly over, or another one has taken its place since it began.
+
+    Empty where it need not. For the other job SLURM sends SIGTERM to torchrun alone, and does not queue a
+    job again that ends by itself.
+    """
+    if signal.SIGUSR1 in supervisor.received:
+        return "the time of its job was nearly over"
+    shown = _scontrol("--oneliner", "show", "job", os.environ["SLURM_JOB_ID"]).stdout
+    found = re.search(r"\bPreemptTime=(\d{4}-\S+)", shown)
+    return "another job has preempted this one" if found is not None and found[1] >= began else ""
+
+
+def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
+    """Call `scontrol`; a controller that restarts is waited for."""
+    deadline = time.monotonic() + CONTROLLER_S
+    while True:
+        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+        if done.returncode == 0 or time.monotonic() > deadline:
+            return done
+        print(done.stderr.strip(), file=sys.stderr, flush=True)
+        if "Unable to contact" not in done.stderr and "connect" not in done.stderr.lower():
+            return done
+        time.sleep(RETRY_S)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1])))

@@ -1,0 +1,168 @@
+"""A run under supervision: started, passed the signals to stop, and its end written to its folder.
+
+`python -m linnaeus.launchers.supervise FOLDER DESCRIPTOR` is the process of a local run. It does not depend
+on the sweep that has started it, which may end earlier.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from linnaeus.errors import EXIT_INTERRUPTED
+from linnaeus.launchers.outcome import OUTPUT, Outcome, outcome_of, read_outcome, save_outcome
+from linnaeus.launchers.record import identity, read_record, rewrite
+from linnaeus.signals import SIGNALS
+
+Child = subprocess.Popen[bytes]
+
+
+class Supervisor:
+    """Notes the signals to stop, and passes them to the process of a run.
+
+    Args:
+        react: called in the main thread for each signal, with its number and the process, once there is one.
+        signals: what to listen to.
+
+    Attributes:
+        received: the signals so far.
+    """
+
+    def __init__(
+        self,
+        react: Callable[[int, Child], object],
+        signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
+    ) -> None:
+        self.received: list[int] = []
+        self._react = react
+        self._signals = signals
+        self._child: Child | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signals inside the context."""
+        before = {number: signal.signal(number, self._handle) for number in self._signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def wait(self, child: Child) -> int:
+        """Wait until a process ends; returns its exit code, negative for a signal."""
+        self._child = child
+        try:
+            for number in self.received[:1]:  # before the process was known here
+                self._react(number, child)
+            return child.wait()
+        finally:
+            self._child = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        if self._child is not None:
+            self._react(number, self._child)
+
+
+def run_to_end(
+    folder: Path,
+    command: Sequence[str],
+    supervisor: Supervisor,
+    *,
+    env: Mapping[str, str],
+    seconds: float = 0.0,
+    started: Callable[[Child], object] = lambda _: None,
+    was_stopped: Callable[[], bool] = lambda: False,
+    pass_fds: Sequence[int] = (),
+) -> Outcome:
+    """Run the process of a run and write how it ended; its output is appended to the run's.
+
+    Args:
+        folder: the run's.
+        command: what to execute.
+        supervisor: passes signals on; a run that they stop counts as interrupted, whatever its exit code.
+        env: the environment.
+        seconds: what earlier processes of the run have taken, unless its outcome says so.
+        started: called with the process.
+        was_stopped: asked of a run that has failed: whether somebody else has stopped it.
+        pass_fds: descriptors that the process inherits.
+    """
+    earlier = read_outcome(folder)
+    began = time.monotonic()
+    with (folder / OUTPUT).open("ab") as output:
+        begin = output.tell()
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**env, "PYTHONUNBUFFERED": "1"},  # the last line is the reason of a failure
+            start_new_session=True,
+            pass_fds=pass_fds,
+        )
+        started(child)
+        exit_code = supervisor.wait(child)
+    is_signal = exit_code - 128 in SIGNALS
+    if exit_code != 0 and not is_signal and (supervisor.received or was_stopped()):
+        exit_code = EXIT_INTERRUPTED  # its last words were cut off, or it was stopped before it could say any
+    seconds = time.monotonic() - began + (seconds if earlier is None else earlier.seconds)
+    outcome = outcome_of(folder, exit_code, seconds, begin)
+    save_outcome(folder, outcome)
+    return outcome
+
+
+def kill(child: Child) -> None:
+    """End a process and all that it has started, at once."""
+    with suppress(psutil.Error):
+        for process in psutil.Process(child.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                process.kill()
+    child.kill()
+
+
+def _stop_or_kill(supervisor: Callable[[], Supervisor]) -> Callable[[int, Child], object]:
+    """The first signal is passed on as Ctrl-C, with which the run saves a checkpoint; the next one kills."""
+
+    def react(_: int, child: Child) -> None:
+        if len(supervisor().received) == 1:
+            child.send_signal(signal.SIGINT)
+        else:
+            kill(child)
+
+    return react
+
+
+def main(folder: Path, descriptor: int) -> int:
+    """Supervise the local run of a folder, as its record says; returns the exit code."""
+    record = read_record(folder)
+    assert record is not None, f"{folder}: nobody has made its record"
+    if record["cores"]:
+        with suppress(OSError):  # not allowed in this container: the run may use all
+            os.sched_setaffinity(0, record["cores"])
+    supervisor: Supervisor = Supervisor(_stop_or_kill(lambda: supervisor))
+    with supervisor.listening():  # from here on the process may be told to stop, and says who it is
+        record |= {"supervisor": identity(os.getpid())}
+        rewrite(descriptor, record)
+        outcome = run_to_end(
+            folder,
+            record["command"],
+            supervisor,
+            env={**os.environ, **record["env"]},
+            seconds=record["seconds"],
+            started=lambda child: rewrite(descriptor, {**record, "child": identity(child.pid)}),
+            pass_fds=[descriptor],
+        )
+    return 0 if outcome.finished else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1]), int(sys.argv[2])))

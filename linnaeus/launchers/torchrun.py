@@ -1,0 +1,30 @@
+"""torchrun, without a traceback where somebody has stopped it: `python -m linnaeus.launchers.torchrun ...`.
+
+torchrun itself ends with 1 and a traceback of its own after a signal, although the run has saved its
+checkpoint and goes on later.
+"""
+
+from __future__ import annotations
+
+
+def main() -> int:
+    """Start the processes of a run, as the words of the command line say.
+
+    Returns:
+        The exit code: 0 all have ended well, 128 and the number of the signal that torchrun was stopped by.
+
+    Raises:
+        ChildFailedError: a process has failed; torchrun has printed which, and the exit code is 1.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.run import main as torchrun
+
+    try:
+        torchrun()
+    except SignalException as error:
+        return 128 + error.sigval  # its processes have said more
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

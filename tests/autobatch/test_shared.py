@@ -1,0 +1,223 @@
+"""Runs that find batch sizes for each other."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.autobatch.shared import SIZES, Sharing, find_shared_sizes
+from linnaeus.autobatch.sizes import SizeSearch
+from linnaeus.files import LOCK, FolderLock
+from tests.autobatch.test_sizes import ON, OWN_DATA, OWN_MODEL, one_line, prepared
+from tests.conftest import SMALL, Run, assert_same_bits, weights
+from tests.forks import ROOT
+
+SHARED = "DATA.AUTOBATCH.SHARED_FOLDER=shared"
+SHORT = (*SMALL, ON, "TRAIN.EPOCHS=1", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24")
+
+
+def place_in(folder: Path) -> Path:
+    """The only folder of conditions."""
+    [place] = folder.iterdir()
+    return place
+
+
+def test_a_run_takes_what_another_one_has_found_and_trains_the_same(run: Run, tmp_path: Path) -> None:
+    other = ("OPTIMIZER.LR=0.01", "EXPERIMENT.SEED=3", "OPTIMIZER.WEIGHT_DECAY=0.2")
+    assert "found by" not in run(*SHORT, SHARED, "EXPERIMENT.NAME=first").out
+    content = json.loads((place_in(tmp_path / "shared") / SIZES).read_text())
+    assert content["found_by"] == "first"
+    second = run(*SHORT, SHARED, *other, "EXPERIMENT.NAME=second")
+    text = "AutoBatch: batch size 24 (train) and 31 (val), found by run first under the same conditions"
+    assert text in one_line(second.out)
+    assert "trying" not in second.out
+    found = json.loads((tmp_path / "runs/second/autobatch.json").read_text())
+    assert (found["found_by"], found["train"]) == ("first", content["autobatch"]["train"])
+
+    alone = run(*SHORT, *other, "EXPERIMENT.NAME=alone")
+    assert alone.code == 0
+    assert_same_bits(weights(tmp_path / "runs/second"), weights(tmp_path / "runs/alone"))
+    assert "found_by" not in json.loads((tmp_path / "runs/alone/autobatch.json").read_text())
+
+    third = run(*SHORT, SHARED, "TRAIN.AMP=bf16", "EXPERIMENT.NAME=third")
+    assert "found by" not in third.out, "the step needs other memory"
+    assert len(list((tmp_path / "shared").iterdir())) == 2
+
+
+def search_of(*argv: str) -> SizeSearch:
+    search, _ = prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4", *argv)
+    return search
+
+
+def shared(folder: Path, name: str, *argv: str) -> tuple[dict[str, AutoBatchResult], str | None]:
+    return find_shared_sizes(search_of(*argv), "key", Sharing(folder, name))
+
+
+def sizes(found: dict[str, AutoBatchResult]) -> dict[str, int]:
+    return {mode: result.batch_size for mode, result in found.items()}
+
+
+EXPECTED = {"train": 4, "val": 8}
+
+
+@pytest.mark.parametrize("damage", ["{", '{"found_by": "x", "autobatch": {"train": 1}}'])
+def test_a_damaged_file_is_replaced(tmp_path: Path, damage: str) -> None:
+    shared(tmp_path, "first")
+    path = place_in(tmp_path) / SIZES
+    path.write_text(damage)
+    assert shared(tmp_path, "second")[1] is None
+    assert shared(tmp_path, "third")[1] == "second"
+
+
+def test_sizes_that_no_longer_fit_are_not_taken_and_stay(tmp_path: Path) -> None:
+    shared(tmp_path, "first")
+    path = place_in(tmp_path) / SIZES
+    content = json.loads(path.read_text())
+    for trial in content["autobatch"]["train"]["trials"]:
+        trial["peak_bytes"] = 1 << 60
+    path.write_text(text := json.dumps(content))
+    found, by = shared(tmp_path, "second")
+    assert (sizes(found), by) == (EXPECTED, None)
+    assert path.read_text() == text
+
+
+def test_sizes_beyond_the_host_memory_of_this_machine_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared(tmp_path, "first")
+    monkeypatch.setattr("linnaeus.autobatch.bounds.available_host_bytes", lambda: 1)
+    found, by = shared(tmp_path, "second")
+    assert (sizes(found), by) == ({"train": 1, "val": 1}, None)
+
+
+def test_a_folder_that_cannot_be_written_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("linnaeus"), "propagate", True)
+    (tmp_path / "file").touch()
+    found, by = shared(tmp_path / "file", "first")
+    assert (sizes(found), by) == (EXPECTED, None)
+    assert "sizes cannot be shared" in caplog.text
+
+
+class InThread:
+    """A run that finds its sizes in a thread."""
+
+    def __init__(self, folder: Path, *argv: str) -> None:
+        self.outcome: Any = None
+        search = search_of(*argv)
+
+        def work() -> None:
+            self.outcome = find_shared_sizes(search, "key", Sharing(folder, "waiting"))
+
+        self.thread = threading.Thread(target=work)
+        self.thread.start()
+
+    def result(self) -> tuple[dict[str, int], str | None]:
+        self.thread.join(60)
+        assert self.outcome is not None, "it waits for ever"
+        return sizes(self.outcome[0]), self.outcome[1]
+
+
+def test_a_run_waits_for_the_one_that_searches(tmp_path: Path) -> None:
+    shared(tmp_path, "first")
+    place = place_in(tmp_path)
+    text = (place / SIZES).read_text()
+    (place / SIZES).unlink()
+    lock = FolderLock(place)
+    waiting = InThread(tmp_path)
+    time.sleep(1.5)
+    assert waiting.thread.is_alive()
+    (place / SIZES).write_text(text)
+    lock.release()
+    assert waiting.result() == (EXPECTED, "first")
+
+
+HOLDER = "import sys, time; from pathlib import Path; from linnaeus.files import FolderLock\n"
+HOLDER += "lock = FolderLock(Path(sys.argv[1])); print(flush=True); time.sleep(100)"
+
+
+def test_a_run_searches_once_the_one_that_was_searching_has_died(tmp_path: Path) -> None:
+    shared(tmp_path, "first")
+    place = place_in(tmp_path)
+    (place / SIZES).unlink()
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(place)], stdout=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)}
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        waiting = InThread(tmp_path)
+        time.sleep(1.0)
+        assert waiting.thread.is_alive()
+        holder.kill()
+    assert waiting.result() == (EXPECTED, None)
+    assert not (place / LOCK).exists()
+    assert shared(tmp_path, "last")[1] == "waiting"
+
+
+def test_a_run_searches_by_itself_where_the_other_takes_too_long(tmp_path: Path) -> None:
+    limit = "DATA.AUTOBATCH.TIMEOUT_MINUTES=0.02"
+    shared(tmp_path, "first", limit)
+    place = place_in(tmp_path)
+    (place / SIZES).unlink()
+    lock = FolderLock(place)
+    began = time.monotonic()
+    assert InThread(tmp_path, limit).result()[1] is None
+    assert time.monotonic() - began >= 1.2
+    lock.release()
+    assert shared(tmp_path, "last", limit)[1] == "waiting"
+
+
+def test_a_search_that_fails_leaves_nothing_and_lets_others_search(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        shared(tmp_path, "first", "MODEL.fails_at=1")
+    assert [path.name for path in place_in(tmp_path).iterdir()] == []
+    with pytest.raises(ZeroDivisionError):
+        shared(tmp_path, "second", "MODEL.fails_at=1")
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_with_two_processes_rank_0_decides(torchrun: Run, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        outcome = torchrun(2, *SHORT, SHARED, f"EXPERIMENT.NAME={name}")
+        assert outcome.code == 0, outcome.err
+        assert ("found by run first" in outcome.out) == (name == "second")
+    first, second = (
+        json.loads((tmp_path / f"runs/{name}/autobatch.json").read_text()) for name in ("first", "second")
+    )
+    assert second["train"] == first["train"]
+    assert second["train"]["ran_on_every_rank"]
+    assert_same_bits(weights(tmp_path / "runs/first"), weights(tmp_path / "runs/second"))
+
+
+def test_the_runs_of_a_sweep_share_a_folder_unless_another_one_is_set(run: Run) -> None:
+    argv = ("sweep", *SMALL, "OPTIMIZER.LR=1,2", "EXPERIMENT.NAME=rates", "--print-config")
+    assert run(*argv).out.count("SHARED_FOLDER: runs/rates/autobatch\n") == 2
+    assert run(*argv, "DATA.AUTOBATCH.SHARED_FOLDER=mine").out.count("SHARED_FOLDER: mine\n") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_sweep_searches_once_for_the_runs_that_cannot_differ(
+    run_in_child: Run, tmp_path: Path, jobs: str
+) -> None:
+    argv = ("sweep", *SHORT, "OPTIMIZER.LR=0.1,0.2", "EXPERIMENT.NAME=rates", "--jobs", jobs)
+    outcome = run_in_child(*argv)
+    assert outcome.code == 0, outcome.err
+    folders = [tmp_path / f"runs/rates/OPTIMIZER.LR={rate}" for rate in ("0.1", "0.2")]
+    texts = [(folder / "logs/output.txt").read_text() for folder in folders]
+    took = ["found by run OPTIMIZER.LR=" in text for text in texts]
+    assert sorted(took) == [False, True], "whichever came first searched"
+    assert took[1] or jobs == "2"
+    again = run_in_child("compare", "runs/rates")
+    assert again.out.count("finished") == 2

@@ -1,0 +1,302 @@
+"""Runs of all kinds through the command line, from the files that they leave."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import psutil
+import pytest
+
+from linnaeus.commands.compare.results import Row
+from linnaeus.commands.compare.runs import read_runs
+from linnaeus.config.load import load_config, to_yaml
+from linnaeus.files import FolderLock
+from linnaeus.launchers.record import open_locked
+from tests.commands.compare.test_results import result, write_validations
+from tests.conftest import Run, wait_until
+from tests.forks import ROOT
+
+SVG = "{http://www.w3.org/2000/svg}"
+PLAN = {"MICRO_BATCH": 8, "EFFECTIVE_BATCH": 16, "LEARNING_RATE": 0.5, "ACCUMULATION_STEPS": 2}
+
+
+def write_run(
+    folder: Path, *argv: str, values: tuple[float | None, ...] = (0.25, 0.75, 0.5), finished: bool = True,
+    checkpoint: bool = True, **more: Any,
+) -> Path:  # fmt: skip
+    """The files of a run as training writes them."""
+    write_validations(folder, [*values])
+    (folder / "config.yaml").write_text(to_yaml(load_config(argv).config, PLAN))
+    if checkpoint:
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "last.pt").touch()
+    if finished:
+        content = result(8, values[-1] or 0.0, effective_batch=16, learning_rate=0.5, **more)
+        (folder / "result.json").write_text(json.dumps(content))
+    return folder
+
+
+def lines_with(text: str, *words: str) -> list[str]:
+    return [line for line in text.splitlines() if all(word in line for word in words)]
+
+
+def test_runs_started_by_hand_side_by_side(run: Run, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/slow", "OPTIMIZER.LR=0.1")
+    write_run(tmp_path / "runs/fast", "OPTIMIZER.LR=0.2", "EXPERIMENT.SEED=1", values=(0.5, 0.875))
+    outcome = run("compare", "runs", "--output", "a.json", "--plot", "a.svg", "--sort", "metric")
+    assert (outcome.code, outcome.err) == (0, "")
+    [heading] = lines_with(outcome.out, "LR", "SEED")
+    assert "AMP" not in heading
+    first, second = lines_with(outcome.out, "finished")
+    assert [cell.strip() for cell in first.split("│")[1:-1]] == [
+        "fast", "1", "0.2", "8", "16", "0.5", "", "0.8750", "0.8750 @2", "12.5", "7", "finished",
+    ]  # fmt: skip
+    assert "slow" in second
+    assert "0.5000 │ 0.7500 @2" in second
+
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert content["differences"] == ["EXPERIMENT.SEED", "OPTIMIZER.LR"]
+    assert content["metric"] == "top1/kind"
+    entry = content["runs"][1]
+    assert entry["values"] == {"EXPERIMENT.SEED": "0", "OPTIMIZER.LR": "0.1"}
+    assert entry["best"]["top1/kind"] == {"value": 0.75, "epoch": 2}
+    assert entry["curve"] == [[1, 0.25], [2, 0.75], [3, 0.5]]
+    assert (entry["run"], entry["status"], entry["epoch"]) == ("slow", "finished", 3)
+
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    titles = {title.text for title in root.iter(f"{SVG}title")}
+    assert {"LR=0.1: epoch 2, top1/kind 0.75", "fast: top1/kind 0.875", "slow: training_s 12.5"} <= titles
+
+
+def test_the_csv_file_holds_the_best_and_the_last_value_of_every_metric(run: Run, tmp_path: Path) -> None:
+    write_run(tmp_path / "one")
+    assert run("compare", "one", "--output", "a.csv").code == 0
+    [row] = csv.DictReader((tmp_path / "a.csv").read_text().splitlines())
+    wanted = ("run", "top1/kind", "best top1/kind", "best top1/kind epoch", "loss")
+    assert [row[name] for name in wanted] == ["one", "0.5", "0.75", "2", "0.5"]
+
+
+def test_runs_are_found_below_folders_by_patterns_and_once(run: Run, tmp_path: Path) -> None:
+    for name in ("runs/lr/LR=10", "runs/lr/LR=2", "runs/other", "runs/lr/LR=2.earlier-1"):
+        write_run(tmp_path / name)
+    (tmp_path / "runs/conf").mkdir()
+    (tmp_path / "runs/conf/config.yaml").write_text("TRAIN.EPOCHS: 3")  # somebody's, not a run's
+
+    def named(*argv: str) -> list[str]:
+        outcome = run("compare", *argv, "--output", "a.json")
+        assert outcome.code == 0, outcome.err
+        return [entry["run"] for entry in json.loads((tmp_path / "a.json").read_text())["runs"]]
+
+    assert named("runs") == ["lr/LR=2", "lr/LR=10", "other"]
+    assert named("runs/other", "runs/*", "runs/lr/LR=2") == ["other", "lr/LR=2", "lr/LR=10"]
+    assert named("runs/lr/LR=2.earlier-1", "runs/lr") == ["LR=2.earlier-1", "LR=2", "LR=10"]
+    assert named("runs/other") == ["other"]
+
+
+def test_what_cannot_be_used_is_named_at_once(run: Run, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/one")
+    (tmp_path / "empty").mkdir()
+    argv = ["runs/onee", "x*", "empty", "runs/one/config.yaml", "--metrik", "a", "-v", "--plot", "a.gif"]
+    outcome = run("compare", *argv)
+    assert outcome.code == 2
+    for text in (
+        "runs/onee: no such folder; did you mean runs/one?", "x*: no folder of this pattern holds a run",
+        "empty: holds no run", "runs/one/config.yaml: is a file; name the folder of the run, runs/one",
+        "--metrik: no such option; did you mean --metric?", "-v: no such option", "--plot: 'a.gif'",
+    ):  # fmt: skip
+        assert text in outcome.err
+    assert "there is nothing to compare" in run("compare").err
+    assert (
+        "--metric: no run has 'top1/knid'; did you mean top1/kind?; there are"
+        in run("compare", "runs", "--metric", "top1/knid").err
+    )
+    assert "--sort: 'lr' is neither" in run("compare", "runs", "--sort", "lr").err
+    assert "cannot be written" in run("compare", "runs", "--output", "missing/a.json").err
+
+
+def test_what_is_not_known_of_a_run_is_said(run: Run, tmp_path: Path) -> None:
+    write_run(tmp_path / "good", "OPTIMIZER.LR=0.1")
+    write_run(tmp_path / "other", "OPTIMIZER.LR=0.2")
+    write_run(tmp_path / "broken", "OPTIMIZER.LR=0.3")
+    (tmp_path / "broken/config.yaml").write_text("A: [1")
+    write_run(tmp_path / "missing")
+    (tmp_path / "missing/config.yaml").unlink()
+    metrics = tmp_path / "broken/metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '[1]\n{"split": "val", "epoch": 9, "top1\n')
+    outcome = run("compare", "good", "other", "broken", "missing", "--plot", "a.html")
+    assert outcome.code == 0
+    assert "note: broken: config.yaml cannot be read: while parsing" in outcome.out
+    assert "note: missing: there is no config.yaml; what differs is not known of it" in outcome.out
+    assert "finished" in lines_with(outcome.out, "missing │")[0]
+    assert lines_with(outcome.out, "LR", "BATCH_SIZE") == [], "nothing is told apart by what is unknown"
+
+
+@pytest.mark.parametrize(
+    ("argv", "is_noted"),
+    [(("DATA.DATASET.NAME=synthetic",), True), (("DATA.DATASET.NUM_SAMPLES=9",), False), ((), False)],
+)
+def test_metrics_of_different_data_are_not_compared_silently(
+    run: Run, tmp_path: Path, argv: tuple[str, ...], is_noted: bool
+) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", *argv)
+    text = "the runs have different data (DATA.DATASET.NAME): a metric of one cannot be compared"
+    assert (text in run("compare", "a", "b").out) == is_noted
+
+
+def test_different_losses_and_missing_metrics_are_noted(run: Run, tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", "LOSS.LABEL_SMOOTHING=0.1")
+    write_run(tmp_path / "c", finished=False)
+    write_validations(tmp_path / "c", [0.5], metric="top1/species")
+    outcome = run("compare", "a", "b", "c")
+    assert "top1/kind: not measured by c; --metric compares another one of" in outcome.out
+    assert "different losses" not in outcome.out
+    assert "different losses (LOSS.LABEL_SMOOTHING)" in run("compare", "a", "b", "--metric", "loss").out
+
+
+def status_of(folder: Path) -> str:
+    [run] = read_runs([folder])
+    return Row.of(run, {}).status
+
+
+def test_how_far_a_run_has_come(tmp_path: Path) -> None:
+    assert status_of(write_run(tmp_path / "done")) == "finished"
+    stopped = write_run(tmp_path / "stopped", finished=False)
+    assert status_of(stopped) == "interrupted"
+    assert status_of(write_run(tmp_path / "dead", finished=False, checkpoint=False)) == "failed"
+    lock = FolderLock(stopped)
+    assert status_of(stopped) == "running"
+    lock.release()
+    assert status_of(stopped) == "interrupted"
+    here, ended = socket.gethostname(), subprocess.Popen(["true"])
+    wait_until(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE)
+    (stopped / ".lock").write_text(f"process {ended.pid} on {here}")
+    assert status_of(stopped) == "interrupted", "it has ended, and nobody has asked how"
+    ended.wait()
+    for holder, expected in (
+        (f"process {os.getpid()} on {here}", "running"),
+        (f"process {ended.pid} on {here}", "interrupted"),
+        (f"process {os.getpid()} on elsewhere", "running?"),
+        ("", "interrupted"),
+    ):
+        (stopped / ".lock").write_text(holder)
+        assert status_of(stopped) == expected
+    (stopped / ".lock").write_text(f"process {os.getpid()} on {here}")
+    os.utime(stopped / ".lock", (0, 0))
+    assert status_of(stopped) == "interrupted", "another process has the number now"
+
+
+def test_how_a_run_of_a_sweep_ended(run: Run, tmp_path: Path) -> None:
+    outcomes = {"signal": (130, None), "failed": (1, "no such model"), "gone on": (130, None), "odd": None}
+    for name, outcome in outcomes.items():
+        folder = write_run(tmp_path / name, finished=name == "gone on")
+        content = {"exit_code": outcome[0], "seconds": 1.0, "reason": outcome[1]} if outcome else {"a": 1}
+        (folder / "outcome.json").write_text(json.dumps(content))
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "asked.yaml").write_text(to_yaml(load_config(["OPTIMIZER.LR=0.5"]).config))
+    out = run("compare", *outcomes, "begun").out
+    for name, status in (
+        ("signal", "interrupted"), ("failed", "failed"), ("gone on", "finished"), ("odd", "interrupted"),
+        ("begun", "not run"),
+    ):  # fmt: skip
+        assert status in lines_with(out, f"│ {name} ")[0]
+    assert "failed: failed: no such model" in out
+    descriptor = open_locked(begun, {"launcher": "local", "host": socket.gethostname(), "slot": 0})
+    assert status_of(begun) == "running", "whoever runs it holds the lock"
+    os.close(descriptor)
+    assert status_of(begun) == "interrupted"
+    shutil.copytree(begun, tmp_path / "other")
+    (tmp_path / "sweep.json").write_text(json.dumps({"runs": [{"folder": "begun", "status": "pruned"}]}))
+    assert [status_of(begun), status_of(tmp_path / "other")] == ["pruned", "interrupted"]
+
+
+def test_a_lock_that_a_killed_process_of_another_machine_left_is_no_run(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", finished=False)
+    (folder / ".lock").write_text("process 1 on elsewhere")
+    assert status_of(folder) == "running?"
+    (folder / "outcome.json").write_text(json.dumps({"exit_code": -9, "seconds": 1.0}))
+    os.utime(folder / ".lock", (0, 0))
+    assert status_of(folder) == "failed"
+    os.utime(folder / "outcome.json", (0, 0))
+    os.utime(folder / ".lock", (9, 9))
+    assert status_of(folder) == "running?", "somebody goes on with it"
+
+
+def test_the_status_of_a_sweep_is_the_comparison_of_its_runs(run: Run, tmp_path: Path) -> None:
+    folders = {rate: tmp_path / f"runs/rates/OPTIMIZER.LR={rate}" for rate in ("0.1", "0.2", "0.3", "0.4")}
+    for rate, folder in folders.items():
+        write_run(folder, f"OPTIMIZER.LR={rate}", finished=rate == "0.1")
+    stopped = {"exit_code": 130, "seconds": 1.0, "reason": "stopped by SIGINT"}
+    (folders["0.2"] / "outcome.json").write_text(json.dumps(stopped))
+    (folders["0.3"] / "outcome.json").write_text(json.dumps(stopped))
+    entries = [
+        {"values": {"OPTIMIZER.LR": rate}, "folder": f"elsewhere/{folder.name}", "status": "pruned"}
+        for rate, folder in folders.items()
+    ]
+    del entries[1]["status"]
+    (tmp_path / "runs/rates/sweep.json").write_text(json.dumps({"runs": entries}))
+    record = {"launcher": "local", "host": "node7", "slot": 0, "supervisor": [12, 0.0]}
+    descriptor = open_locked(folders["0.4"], record)
+    status, compared = run("sweep", "--status", "runs/rates"), run("compare", "runs/rates")
+    os.close(descriptor)
+    assert (status.code, status.err, status.out) == (0, "", compared.out)
+    for rate, text in zip(folders, ("finished", "interrupted", "pruned", "running"), strict=True):
+        assert text in lines_with(status.out, f"│ {rate} ")[0]
+    assert "interrupted: OPTIMIZER.LR=0.2: stopped by SIGINT" in status.out
+    assert "running: OPTIMIZER.LR=0.4: process 12 on node7" in status.out
+
+
+def test_a_sweep_whose_figures_are_damaged_has_no_status(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("{")
+    outcome = run("sweep", "--status", ".")
+    assert outcome.code == 2
+    assert "--status: sweep.json holds no runs; give the command of the sweep instead" in outcome.err
+
+
+def test_hundreds_of_runs_and_a_long_one(run: Run, tmp_path: Path) -> None:
+    template = write_run(tmp_path / "runs/run0", "OPTIMIZER.LR=0.5")
+    text = (template / "config.yaml").read_text()
+    for number in range(1, 200):
+        folder = tmp_path / f"runs/run{number}"
+        write_validations(folder, [number / 200])
+        (folder / "config.yaml").write_text(text.replace("LR: 0.5", f"LR: 0.{number + 100}"))
+    with (template / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "epoch": 1, "split": "train", "time": 1.0, "loss": 1.0}\n' * 100_000)
+    outcome = run("compare", "runs", "--sort", "metric", "--plot", "a.svg")
+    assert outcome.code == 0
+    rows = lines_with(outcome.out, "│ run")
+    assert len(rows) == 200
+    assert rows[0].startswith("│ run199")
+    labels = {
+        "".join(text.itertext()).strip() for text in ElementTree.parse("a.svg").getroot().iter(f"{SVG}text")
+    }
+    assert "the best 10; 190 more in grey" in labels
+
+
+WITHOUT_TORCH = """
+import sys
+from linnaeus.main import cli
+codes = [cli(["compare", *argv]) for argv in (["--help"], ["one"], ["one", "--plot", "x"])]
+print(codes, {"torch", "matplotlib", "timm", "sklearn"} & set(sys.modules))
+"""
+
+
+def test_a_comparison_does_not_wait_for_torch(tmp_path: Path) -> None:
+    write_run(tmp_path / "one")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "[0, 0, 2] set()"

@@ -1,0 +1,142 @@
+"""How runs are put side by side: statuses, metrics, and the lines of the picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from linnaeus.commands.compare.results import Comparison, Row
+from linnaeus.commands.compare.series import axis_of, by_size, curves_of, series_of
+from linnaeus.launchers.outcome import Outcome
+
+
+def result(batch_size: int, top1: float = 0.5, **more: Any) -> dict[str, Any]:
+    """The content of a run's `result.json`."""
+    sizes = {"batch_size": batch_size, "effective_batch": batch_size * 2 * 3}
+    metrics = {"loss": 1 - top1, "top1/kind": top1}
+    speed = {"training_s": 100 / batch_size, "images_per_s": 7.0}
+    return {"metrics": metrics, "headline": "top1/kind", **speed, **sizes, **more}
+
+
+def row(values: dict[str, str], found: dict[str, Any] | None, exit_code: int = 0) -> Row:
+    return Row(values, Path("runs"), Outcome(exit_code, 9.0, None, found))
+
+
+def test_runs_that_differ_in_size_and_seed_are_one_series() -> None:
+    rows = [
+        row({"DATA.BATCH_SIZE": str(size), "X.LR_SCALING": rule, "EXPERIMENT.SEED": seed}, result(size, top1))
+        for size in (16, 8)
+        for rule in ("none", "linear")
+        for seed, top1 in (("0", 0.25), ("1", 0.75 if rule == "none" else 0.5))
+    ]
+    none, linear = series_of(rows, by_size(rows))
+    assert (none.label, linear.label) == ("LR_SCALING=none", "LR_SCALING=linear")
+    assert none.means("top1/kind") == [(48, 0.5), (96, 0.5)]
+    assert linear.means("top1/kind") == [(48, 0.375), (96, 0.375)]
+    assert none.means("training_s") == [(48, 12.5), (96, 6.25)]
+    assert [len(one.rows) for one in (none, linear)] == [4, 4]
+
+
+def test_runs_without_a_result_are_left_out_of_the_series() -> None:
+    rows = [row({"DATA.BATCH_SIZE": "8"}, result(8)), row({"DATA.BATCH_SIZE": "9"}, None, exit_code=1)]
+    [series] = series_of(rows, by_size(rows))
+    assert (series.label, series.rows) == ("BATCH_SIZE=8", rows[:1])
+    assert series_of(rows[1:], by_size(rows[1:])) == []
+
+
+def test_a_key_that_does_not_change_the_size_labels_the_series() -> None:
+    rows = [row({"OPTIMIZER.LR": text}, result(8)) for text in ("0.1", "0.2")]
+    assert [one.label for one in series_of(rows, by_size(rows))] == ["LR=0.1", "LR=0.2"]
+
+
+def test_the_metric_that_is_compared() -> None:
+    rows = [row({"A": "1"}, None, exit_code=3), row({"A": "2"}, result(8))]
+    assert Comparison(rows).metric == "top1/kind"
+    assert Comparison(rows, "loss").metric == "loss"
+    assert Comparison(rows, "top5/kind").metric == "top1/kind"
+    assert Comparison(rows[:1]).metric == "loss"
+
+
+def test_status() -> None:
+    assert Row({}, Path()).status == "not run"
+    assert row({}, result(8)).status == "finished"
+    assert row({}, None, exit_code=1).status == "failed"
+    assert row({}, None, exit_code=0).status == "failed"
+
+
+def write_validations(folder: Path, values: list[float | None], metric: str = "top1/kind") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [
+        {"step": 10 * epoch, "epoch": epoch, "split": "val", "time": 1.0, metric: value, "loss": 1.0}
+        for epoch, value in enumerate(values, start=1)
+    ]
+    lines.insert(1, {"step": 12, "epoch": 1, "split": "train", "time": 1.0, "loss": 9.0, "lr": 0.1})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def row_of(folder: Path, values: dict[str, str]) -> Row:
+    return Row(values, folder, state="running")
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_curve_with_a_band(tmp_path: Path) -> None:
+    of_run = {"one": [0.25, 0.5], "two": [0.5, 0.5, 0.75], "other": [0.125]}
+    for name, values in of_run.items():
+        write_validations(tmp_path / name, [*values])
+    rows = [
+        row_of(tmp_path / "one", {"OPTIMIZER.LR": "1", "EXPERIMENT.SEED": "0"}),
+        row_of(tmp_path / "two", {"OPTIMIZER.LR": "1", "EXPERIMENT.SEED": "1"}),
+        row_of(tmp_path / "other", {"OPTIMIZER.LR": "2", "EXPERIMENT.SEED": "1"}),
+        row_of(tmp_path / "none", {"OPTIMIZER.LR": "3", "EXPERIMENT.SEED": "1"}),
+    ]
+    both, other = curves_of(rows, "top1/kind")
+    assert (both.label, other.label) == ("LR=1 (2 seeds)", "LR=2")
+    assert both.means == [(1, 0.375), (2, 0.5), (3, 0.75)]
+    assert both.band == [(1, 0.25, 0.5), (2, 0.5, 0.5)]
+    assert both.counts == [2, 2, 1]
+    assert (other.means, other.band) == ([(1, 0.125)], [])
+
+
+def test_what_a_run_has_measured_so_far_is_shown_and_read_again_when_there_is_more(tmp_path: Path) -> None:
+    write_validations(tmp_path, [0.25, 0.75, None])
+    running = row_of(tmp_path, {})
+    assert running.value("top1/kind") is None, "the last one is not finite"
+    best = running.best("top1/kind")
+    assert best is not None
+    assert (best.value, best.epoch) == (0.75, 2)
+    assert (running.history.epoch, running.headline) == (3, "top1/kind")
+    write_validations(tmp_path, [0.25, 0.75, None, 0.5])
+    assert (running.value("top1/kind"), running.history.epoch) == (0.5, 4)
+    assert Row({}, tmp_path).metrics == [], "of a run that has not begun, nothing counts"
+
+
+def test_the_lowest_loss_is_the_best(tmp_path: Path) -> None:
+    write_validations(tmp_path, [0.5, 0.25, 0.25], metric="aux/loss")
+    best = row_of(tmp_path, {}).best("aux/loss")
+    assert best is not None
+    assert (best.value, best.epoch) == (0.25, 2)
+
+
+def axis_labels(**values: list[str]) -> tuple[str, bool, tuple[str, ...]]:
+    """The axis of runs of one size whose keys have these values."""
+    keys = [key.replace("_0", ".") for key in values]
+    points = [dict(zip(keys, texts, strict=True)) for texts in zip(*values.values(), strict=True)]
+    rows = [row(point, result(8)) for point in points]
+    axis = axis_of(rows)
+    assert not axis.is_size
+    return axis.label, axis.is_log, axis.categories
+
+
+def test_the_key_with_the_most_values_is_the_axis() -> None:
+    spread = ["1e-4", "1e-3", "1e-2"]
+    assert axis_labels(OPTIMIZER_0LR=spread, TRAIN_0AMP=["off", "off", "bf16"]) == ("LR", True, ())
+    assert axis_labels(OPTIMIZER_0LR=["1", "2", "3"]) == ("LR", False, ())
+    assert axis_labels(MODEL_0NAME=["a", "b", "b"]) == ("NAME", False, ("a", "b"))
+
+
+def test_the_batch_size_is_the_axis_where_a_number_changes_it_or_only_the_seed_differs() -> None:
+    of_size = [row({"DATA.BATCH_SIZE": str(size), "A.B": "x"}, result(size)) for size in (8, 16)]
+    assert axis_of(of_size).is_size
+    of_model = [row({"MODEL.NAME": name}, result(size)) for name, size in (("a", 8), ("b", 16))]
+    assert axis_of(of_model).categories == ("a", "b"), "AutoBatch found other sizes"
+    assert axis_of([row({"EXPERIMENT.SEED": seed}, result(8)) for seed in "01"]).is_size

@@ -1,0 +1,285 @@
+"""Searches: the space, the study in its file, and whole searches through the command line."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linnaeus.commands.compare.results import Comparison, Row
+from linnaeus.commands.sweep import space as module
+from linnaeus.commands.sweep.options import Options, PlannedRun, plan_run, read
+from linnaeus.commands.sweep.search import STUDY, Search, SearchPlan
+from linnaeus.commands.sweep.search_plot import save_search_plot
+from linnaeus.commands.sweep.space import Axis, read_space
+from linnaeus.errors import ConfigError
+from linnaeus.launchers.outcome import Outcome
+from tests.conftest import Child, Run
+
+pytest.importorskip("optuna")
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    found = doctest.testmod(module)
+    assert (found.failed, found.attempted > 0) == (0, True)
+
+
+LR = "OPTIMIZER.LR"
+AXES = [
+    (LR, "interval(0.1,0.9)", Axis(LR, 0.1, 0.9)),
+    (LR, "interval(1e-4,1e-1)", Axis(LR, 1e-4, 1e-1, is_log=True)),
+    (LR, "tag(linear,interval(1e-4,1e-1))", Axis(LR, 1e-4, 1e-1)),
+    (LR, "tag(log,interval(1,9))", Axis(LR, 1, 9, is_log=True)),
+    (LR, "range(0.1,0.6,0.2)", Axis(LR, 0.1, 0.5, step=0.2)),
+    (LR, "0.1,0.2", Axis(LR, choices=("0.1", "0.2"))),
+    ("DATA.BATCH_SIZE", "interval(8,64)", Axis("DATA.BATCH_SIZE", 8, 64, is_whole=True)),
+    ("MODEL.width", "int(interval(8,64))", Axis("MODEL.width", 8, 64, is_whole=True)),
+    ("MODEL.width", "interval(8,64)", Axis("MODEL.width", 8, 64)),
+    ("MODEL.width", "range(8,64,16)", Axis("MODEL.width", 8, 56, step=16, is_whole=True)),
+    ("model", "resnet18,vit_tiny", Axis("model", choices=("resnet18", "vit_tiny"))),
+]
+
+
+@pytest.mark.parametrize(("key", "text", "expected"), AXES, ids=[f"{key}={text}" for key, text, _ in AXES])
+def test_the_values_of_a_key(key: str, text: str, expected: Axis) -> None:
+    space = read_space([f"{key}={text}", "TRAIN.EPOCHS=2"])
+    assert space.problems == []
+    [axis] = space.axes
+    for name in ("low", "high", "step"):
+        assert getattr(axis, name) == pytest.approx(getattr(expected, name))
+    for name in ("key", "is_log", "is_whole", "choices"):
+        assert getattr(axis, name) == getattr(expected, name)
+
+
+BAD = [
+    (["--trials", "3", "TRAIN.EPOCHS=2"], "there is nothing to search"),
+    (["--trials", "3", "OPTIMIZER.LR=interval(2,1)"], "OPTIMIZER.LR: 'interval(2,1)': the first end"),
+    (["--trials", "3", "OPTIMIZER.LR=tag(log,interval(0,1))"], "tag(log, ...) needs ends above 0"),
+    (["--trials", "3", "EXPERIMENT.NAME=a,b"], "EXPERIMENT.NAME: says where the sweep's files are"),
+    (["--trials", "3", "OPTIMIZER.LR=interval(-1,1)"], "OPTIMIZER.LR"),
+    (["--trials", "0", "OPTIMIZER.LR=1,2"], "--trials: '0' is not a whole number"),
+    (["OPTIMIZER.LR=1,2"], "--trials: say how many runs"),
+]
+
+
+@pytest.mark.parametrize(("argv", "text"), BAD, ids=[" ".join(argv) for argv, _ in BAD])
+def test_mistakes(argv: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(["--search", "optuna", *argv])
+    assert text in str(caught.value)
+
+
+def test_options_of_a_search_are_refused_without_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(["DATA.BATCH_SIZE=8,16", "--trials", "3", "--no-prune"])
+    assert "--trials: is for --search optuna" in str(caught.value)
+    assert "--no-prune: is for --search optuna" in str(caught.value)
+
+
+def test_an_interval_without_a_search_is_refused() -> None:
+    with pytest.raises(ConfigError, match="interval"):
+        read(["OPTIMIZER.LR=interval(1,2)"])
+
+
+def plan_of(*argv: str, folder: Path) -> SearchPlan:
+    found = read(["--search", "optuna", *argv, f"EXPERIMENT.OUTPUT_DIR={folder}", "EXPERIMENT.NAME=s"])
+    assert isinstance(found, tuple)
+    options = found[0]
+    assert isinstance(options, Options)
+    assert options.plan is not None
+    (folder / "s").mkdir(exist_ok=True)
+    return options.plan
+
+
+def end(search: Search, planned: PlannedRun, value: float | None, exit_code: int = 0) -> bool:
+    """Let a run end; None for one without a result."""
+    result: dict[str, Any] | None = None if value is None else {"metrics": {"loss": 1.0, "top1/a": value}}
+    row = Row(planned.combination.values, planned.folder, Outcome(exit_code, 1.0, None, result))
+    return search.told(row)
+
+
+def rate(planned: PlannedRun) -> float:
+    return float(planned.combination.values[LR])
+
+
+def bowl(planned: PlannedRun) -> float:
+    """Best where the rate is 0.3."""
+    return 1 - (rate(planned) - 0.3) ** 2
+
+
+def run_all(search: Search, value: Callable[[PlannedRun], float]) -> list[PlannedRun]:
+    seen = []
+    while search.num_left:
+        for planned in search.more(1):
+            seen.append(planned)
+            assert end(search, planned, value(planned))
+    return seen
+
+
+def test_a_search_draws_near_to_the_best(tmp_path: Path) -> None:
+    argv = (f"{LR}=interval(0.01,10)", "--trials", "40")
+    search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
+    seen = run_all(search, bowl)
+    assert len(seen) == 40
+    distance = [abs(rate(planned) - 0.3) for planned in seen]
+    assert sum(distance[-10:]) < sum(distance[:10]) / 2
+    found = re.fullmatch(rf"{LR}=([\d.e-]+) with ([\d.]+)", search.best() or "")
+    assert found is not None
+    assert float(found[1]) == pytest.approx(0.3, abs=min(distance) + 1e-5)
+
+
+def test_a_loss_is_made_small(tmp_path: Path) -> None:
+    argv = (f"{LR}=interval(0.01,10)", "--trials", "3", "--metric", "loss")
+    search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
+    runs = search.more(3)
+    for planned in runs:
+        result = {"metrics": {"loss": rate(planned), "top1/a": 0.0}}
+        search.told(Row(planned.combination.values, planned.folder, Outcome(0, 1.0, None, result)))
+    assert (search.best() or "").startswith(f"{LR}={min(map(rate, runs)):g} ")
+
+
+def test_a_study_goes_on_in_another_process(tmp_path: Path) -> None:
+    plan = plan_of(f"{LR}=interval(0.01,10)", "--trials", "6", folder=tmp_path)
+    first = Search(tmp_path / "s", plan)
+    done, failed, stopped, running = first.more(4)
+    assert end(first, done, 0.5)
+    assert end(first, failed, None, exit_code=1)
+    assert not end(first, stopped, None, exit_code=130), "it is to be resumed"
+
+    second = Search(tmp_path / "s", plan)
+    assert second.num_left == 2
+    assert [planned.folder for planned in second.earlier()] == [
+        planned.folder for planned in (done, failed, stopped, running)
+    ]
+    assert not end(second, stopped, None, exit_code=130)
+    assert end(second, stopped, 0.7)
+    assert end(second, running, 0.6)
+    asked = second.more(9)
+    assert len(asked) == 2
+    assert not {planned.folder for planned in asked} & {done.folder, failed.folder, stopped.folder}
+    states = [trial.state.name for trial in second._study.trials]
+    assert states == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE", "RUNNING", "RUNNING"]
+
+
+def test_a_point_that_comes_again_is_one_run(tmp_path: Path) -> None:
+    search = Search(tmp_path / "s", plan_of(f"{LR}=0.1,0.2", "--trials", "8", folder=tmp_path))
+    seen = search.more(8)
+    assert sorted(map(rate, seen)) == [0.1, 0.2]
+    assert search.num_left == 0
+    assert all(end(search, planned, rate(planned)) for planned in seen)
+    assert {trial.state.name for trial in search._study.trials} == {"COMPLETE"}
+
+
+@pytest.mark.parametrize("other", [f"{LR}=interval(0.01,9)", f"{LR}=interval(0.01,10) TRAIN.EPOCHS=7"])
+def test_another_search_needs_another_name(tmp_path: Path, other: str) -> None:
+    Search(tmp_path / "s", plan_of(f"{LR}=interval(0.01,10)", "--trials", "6", folder=tmp_path))
+    Search(tmp_path / "s", plan_of(f"{LR}=interval(0.01,10)", "--trials", "9", folder=tmp_path))
+    with pytest.raises(ConfigError, match="give this one another name"):
+        Search(tmp_path / "s", plan_of(*other.split(), "--trials", "6", folder=tmp_path))
+
+
+def validated(planned: PlannedRun, *values: float) -> None:
+    planned.folder.mkdir(parents=True, exist_ok=True)
+    lines = [{"split": "val", "epoch": n, "top1/a": value} for n, value in enumerate(values, start=1)]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (planned.folder / "metrics.jsonl").write_text('{"split": "train", "epoch": 0}\n' + text + '{"unfinish')
+
+
+@pytest.mark.parametrize("prunes", [True, False])
+def test_a_run_that_is_worse_than_the_median_is_pruned(tmp_path: Path, prunes: bool) -> None:
+    argv = (f"{LR}=interval(0.01,10)", "--trials", "9", "TRAIN.EPOCHS=8", *([] if prunes else ["--no-prune"]))
+    search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
+    for planned in search.more(6):
+        validated(planned, 0.5, 0.6, 0.7, 0.8)
+        assert not search.prunes(planned.folder)
+        assert end(search, planned, 0.8)
+    good, bad = search.more(2)
+    validated(good, 0.5, 0.6, 0.7, 0.9)
+    assert not search.prunes(good.folder)
+    validated(bad, 0.1)
+    assert not search.prunes(bad.folder), "the first epochs of eight say little"
+    validated(bad, 0.1, 0.1, 0.1)
+    assert search.prunes(bad.folder) == prunes
+    assert not search.prunes(bad.folder), "once is enough"
+    row = Row(bad.combination.values, bad.folder, Outcome(130, 1.0))
+    assert search.told(row) == prunes, "else it was interrupted, and is to be resumed"
+    assert row.status == ("pruned" if prunes else "interrupted")
+
+
+def test_a_combination_of_a_search_is_a_run_like_that_of_a_grid() -> None:
+    space = read_space([f"{LR}=interval(0.01,1)", "model=resnet18,vit_tiny", "TRAIN.EPOCHS=3"])
+    planned = plan_run(space.combination({LR: "0.25", "model": "vit_tiny"}))
+    assert planned.combination.title == f"{LR}=0.25 model=vit_tiny"
+    assert (planned.config.OPTIMIZER.LR, planned.config.TRAIN.EPOCHS) == (0.25, 3)
+    assert "vit" in planned.config.MODEL.NAME
+
+
+def test_without_optuna_the_extra_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    outcome = run("sweep", f"{LR}=interval(0.01,1)", "--search", "optuna", "--trials", "2")
+    assert outcome.code == 2
+    assert "pip install 'linnaeus[sweep]'" in outcome.err
+
+
+def test_the_picture_has_a_panel_for_each_key(tmp_path: Path) -> None:
+    space = read_space([f"{LR}=interval(1e-3,1)", "model=a,b"])
+    result = {"metrics": {"loss": 1.0, "top1/a": 0.25}, "headline": "top1/a"}
+    good = Row({LR: "0.01", "model": "b"}, tmp_path / "good", Outcome(0, 1.0, None, result))
+    bad = Row({LR: "0.5", "model": "a"}, tmp_path / "bad", Outcome(130, 1.0), pruned=True)
+    path = tmp_path / "picture.svg"
+    save_search_plot(Comparison([good, bad]), space.axes, path, smaller_is_better=False)
+    text = path.read_text()
+    assert text.count("<title>OPTIMIZER.LR=0.01 model=b: top1/a 0.25</title>") == 3
+    assert "LR=0.5" not in text, "it has no value"
+    assert "2 runs of a search, 1 finished, 1 pruned" in text
+    assert "best so far" in text
+
+
+TINY = (
+    "DATA.DATASET._target_=tests.commands.sweep.test_sweep.Sleepy",
+    "MODEL._target_=tests.test_run.Perceptron", "MODEL.width=4", "DATA.BATCH_SIZE=32", "TRAIN.EPOCHS=2",
+    "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=tiny",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_search_and_the_same_command_goes_on(run_in_child: Run, tmp_path: Path) -> None:
+    argv = ("sweep", *TINY, f"{LR}=interval(1e-4,1)", "--search", "optuna", "--trials", "2", "TRAIN.EPOCHS=6")
+    child = Child(tmp_path, *argv)
+    child.wait_for(lambda: any(tmp_path.glob("runs/tiny/*/checkpoints/last.pt")))
+    assert child.end(signal.SIGINT) == 130
+    first = json.loads((tmp_path / "runs/tiny/sweep.json").read_text())["runs"]
+    assert [entry["status"] for entry in first] == ["interrupted"]
+    outcome = run_in_child(*argv)
+    assert outcome.code == 0, outcome.out + outcome.err
+    both = json.loads((tmp_path / "runs/tiny/sweep.json").read_text())["runs"]
+    assert both[0]["values"] == first[0]["values"]
+    assert [entry["status"] for entry in both] == ["finished"] * 2
+    assert (tmp_path / both[0]["folder"] / "logs/output.txt").read_text().count("resumed after") == 1
+
+
+@pytest.mark.slow
+def test_a_whole_search_and_more_trials_later(run_in_child: Run, tmp_path: Path) -> None:
+    argv = ("sweep", *TINY, f"{LR}=interval(1e-4,1)", "--search", "optuna", "--jobs", "2", "--trials")
+    outcome = run_in_child(*argv, "3")
+    assert outcome.code == 0, outcome.out + outcome.err
+    folder = tmp_path / "runs/tiny"
+    assert (folder / STUDY).exists()
+    entries = json.loads((folder / "sweep.json").read_text())["runs"]
+    assert [entry["status"] for entry in entries] == ["finished"] * 3
+    best = max(entry["metrics"]["top1/class"] for entry in entries)
+    assert f"with {best:.4f}" in outcome.out
+    more = run_in_child(*argv, "4")
+    assert more.code == 0, more.out + more.err
+    assert more.out.count("has ended well before") == 3
+    assert more.out.count("started; output in") == 1
+    assert len(json.loads((folder / "sweep.json").read_text())["runs"]) == 4
+    status = run_in_child("sweep", "--status", "runs/tiny")
+    assert status.out.count("finished") == 4

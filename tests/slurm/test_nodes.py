@@ -1,0 +1,84 @@
+"""Runs over two nodes of a real SLURM, each with a daemon of its own on this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import forks
+from tests.conftest import TORCHRUN, wait_until
+from tests.slurm import cluster
+from tests.slurm.cluster import Cluster
+from tests.slurm.test_job import ENV, EXPERIMENT, validations
+from tests.slurm.test_launcher import LINNAEUS, QUEUED_AGAIN, Shell, entries, queue, validations_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.distributed,
+    pytest.mark.skipif(
+        not all(map(shutil.which, cluster.PROGRAMS)), reason="needs slurmctld, slurmd, slurm-client and munge"
+    ),
+    pytest.mark.timeout(900),
+]
+
+RESOURCES = ("--launcher", "slurm", "--slurm", "nodes=2", "cpus-per-task=2", "time=30")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("slurm"), num_nodes=2, **ENV) as running:
+        yield running
+
+
+def test_a_run_over_two_nodes_goes_on_when_its_time_is_nearly_over(slurm: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
+    words = ("train", "--cfg", "my_exp.yaml", "TRAIN.EPOCHS=4")
+    said = slurm.call(*LINNAEUS, *words, *RESOURCES, cwd=tmp_path)
+    (job,) = re.findall(r"submitted as SLURM job (\d+):", said)
+    (log,) = re.findall(r"^log: +(\S+)$", said, re.MULTILINE)
+    wait_until(lambda: len(validations(tmp_path)) > 0)
+    assert slurm.show(job)["NumNodes"] == "2"
+    slurm.call("scancel", "--batch", "--signal=USR1", job)
+    slurm.wait_for(job, "Restarts", "1")
+    (tmp_path / "quick").touch()
+    slurm.wait_for(job, "JobState", "COMPLETED", timeout_s=300)
+    text = Path(log).read_text()
+    assert text.count(f"{QUEUED_AGAIN}, because the time of its job was nearly over\n") == 1, text
+    assert text.count("resumed after") == 1, text
+    assert "x 2 processes" in text
+    assert "Traceback" not in text
+    assert validations(tmp_path) == [6, 12, 18, 24]
+
+
+def test_a_sweep_of_runs_over_two_nodes_each(slurm: Cluster, tmp_path: Path) -> None:
+    """They take turns; the first is preempted on one of its nodes, and ends like one undisturbed."""
+    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
+    sweep = tmp_path / "runs/small"
+    words = ("--cfg", "my_exp.yaml", "TRAIN.EPOCHS=4")
+    shell = Shell(slurm, tmp_path, "sweep", *words, "EXPERIMENT.SEED=0,1", *RESOURCES)
+    first, second = (sweep / f"EXPERIMENT.SEED={seed}" for seed in range(2))
+    wait_until((first / "checkpoints/last.pt").exists, log=shell.log)
+    assert not (second / "metrics.jsonl").exists(), "there are two nodes only"
+    urgent = slurm.call("sbatch", "--parsable", "--partition=high", "--ntasks=1", "--wrap=true")
+    slurm.wait_for(urgent, "JobState", "COMPLETED")
+    (tmp_path / "quick").touch()
+    assert shell.end() == 0, shell.log.read_text()
+    assert not queue(slurm)
+    assert [entry["status"] for entry in entries(sweep)] == ["finished"] * 2
+    assert validations_of(first) == validations_of(second) == [6, 12, 18, 24]
+    text = (first / "logs/output.txt").read_text()
+    assert text.count(f"{QUEUED_AGAIN}, because another job has preempted this one\n") == 1, text
+    assert text.count("resumed after") == 1
+    assert "x 2 processes" in text
+    assert "Traceback" not in text
+
+    alone = (*TORCHRUN, "--nproc_per_node=2", "-m", "linnaeus.main", *words, "EXPERIMENT.NAME=alone")
+    outcome = forks.python(*alone, "EXPERIMENT.SEED=0", cwd=tmp_path, env=ENV)
+    assert outcome.code == 0, outcome.err
+    result = json.loads((tmp_path / "runs/alone/result.json").read_text())
+    assert result["metrics"] == json.loads((first / "result.json").read_text())["metrics"]
