@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -19,6 +19,23 @@ def ignore_signals() -> None:
     if threading.current_thread() is threading.main_thread():  # only that one may
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def handled(
+    numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], object]
+) -> Iterator[None]:
+    """Handle signals inside the context. Only the main thread can.
+
+    Raises:
+        ValueError: in another thread.
+    """
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -58,12 +75,8 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        try:
+        with handled(SIGNALS, self._handle):
             yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:

@@ -17,8 +17,10 @@ from typing import TypeVar
 
 from linnaeus.errors import LinnaeusError
 from linnaeus.launchers.interface import Job, Launcher, Task
+from linnaeus.launchers.outcome import OUTPUT
 from linnaeus.launchers.record import open_locked
 
+SUPERVISE = (sys.executable, "-m", "linnaeus.launchers.supervise")
 Thing = TypeVar("Thing")
 
 
@@ -37,7 +39,7 @@ class Share:
     @property
     def num_processes(self) -> int:
         """Processes of a run: one for each GPU."""
-        return len(self.gpus or "_")
+        return max(len(self.gpus or ()), 1)
 
     def command(self, words: Sequence[str]) -> list[str]:
         """The command line of a run: with torchrun where there are several processes."""
@@ -110,14 +112,20 @@ class Local(Launcher):
 
     def room(self, going: Collection[Job]) -> int:
         """The shares that no run has."""
-        self._processes = [process for process in self._processes if process.poll() is None]
+        self.reap()
         return max(len(self.shares) - len(going), 0)
+
+    def reap(self) -> int:
+        """Let go of the processes that have ended; returns how many of those started here have not."""
+        self._processes = [process for process in self._processes if process.poll() is None]
+        return len(self._processes)
 
     def submit(self, tasks: Sequence[Task], going: Collection[Job]) -> None:
         """Start runs, each with a free share.
 
         Raises:
-            LinnaeusError: the folder of a run cannot be written to, or no process can be started.
+            LinnaeusError: the folder of a run cannot be written to, or no process can be started. The runs
+                before it have been.
         """
         taken = {job.slot for job in going}
         free = (slot for slot in range(len(self.shares)) if slot not in taken)
@@ -131,18 +139,19 @@ class Local(Launcher):
             "command": share.command(task.words), "env": share.env(), "seconds": task.seconds,
         }  # fmt: skip
         try:
-            descriptor = open_locked(task.folder, record)
-            try:
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "linnaeus.launchers.supervise", task.folder, str(descriptor)],
+            with (task.folder / OUTPUT).open("ab") as output:
+                descriptor = open_locked(task.folder, record)
+                try:
+                    process = subprocess.Popen(
+                        [*SUPERVISE, task.folder, str(descriptor)],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
+                        stderr=output,  # the sweep's own would stay open as long as the run goes on
                         start_new_session=True,  # Ctrl-C in the terminal is for the sweep alone
                         pass_fds=[descriptor],
                     )
-                )
-            finally:
-                os.close(descriptor)
+                finally:
+                    os.close(descriptor)
+            self._processes.append(process)
         except OSError as error:
             raise LinnaeusError(f"{task.folder}: the run cannot be started: {error}") from error

@@ -29,12 +29,14 @@ LINES = [
     ("--slurm exclusive gres=gpu:a:4 --cfg x", {"exclusive": None, "gres": "gpu:a:4"}, "--cfg x"),
     ("--slurm nodes=2 --slurm mem=0 nodes=4 ~LOSS", {"nodes": "4", "mem": "0"}, "~LOSS"),
     ("--slurm comment=a=b --plot x.png", {"comment": "a=b"}, "--plot x.png"),
+    ("runs/birds --slurm nodes=2 hold photos", {"nodes": "2", "hold": None}, "runs/birds photos"),
+    ("--slurm nodes=2 -- exclusive --jobs", {"nodes": "2"}, "-- exclusive --jobs"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("line", "found", "rest"), LINES, ids=[line for line, _, _ in LINES])
 def test_options_of_sbatch_end_where_others_begin(line: str, found: dict[str, str | None], rest: str) -> None:
-    taken, others, problems = take([*line.split(), "--launcher", "slurm"])
+    taken, others, problems = take(["--launcher", "slurm", *line.split()])
     assert (taken.slurm, others, problems) == (found, rest.split(), [])
 
 
@@ -58,6 +60,7 @@ BAD = [
     ("train --jobs 2", "--jobs: is for linnaeus sweep"),
     ("train --slurm nodes=2", "--slurm: is for --launcher slurm, which is not given"),
     ("train --launcher slurm --slurm", "--slurm: needs options of sbatch"),
+    ("train --launcher slurm --slurm help", "--slurm: needs options of sbatch"),
     ("plan --launcher slurm --slurm ntasks=8", "--slurm ntasks: each node has one task"),
     ("train --launcher slurm --slurm signal=USR1@60", "--slurm signal=USR1@60: would end the ranks"),
     ("train --launcher slurm --slurm time=5", "--slurm time=5: a run is told 180 s before the end"),
