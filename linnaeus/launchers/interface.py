@@ -35,12 +35,14 @@ class Job:
         name: for people, such as `SLURM job 12_3`.
         reason: why it is pending, or its state is unknown.
         slot: which share of this machine it has, -1 where that is not known; None on SLURM.
+        gpus: those of this machine that it has; None for all, or on SLURM.
     """
 
     kind: JobKind
     name: str
     reason: str = ""
     slot: int | None = None
+    gpus: tuple[str, ...] | None = None
 
 
 class Launcher(ABC):

@@ -14,6 +14,7 @@ from typing import Any
 from linnaeus.errors import EXIT_INTERRUPTED, LinnaeusError
 from linnaeus.launchers import slurm
 from linnaeus.launchers.interface import Job
+from linnaeus.launchers.local import VISIBLE_GPUS, named_gpus
 from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, read_outcome
 from linnaeus.launchers.record import PROCESSES, RECORD, is_locked, lives, read_record, training_process
 
@@ -32,7 +33,11 @@ def going(folders: Iterable[Path]) -> dict[Path, Job]:
         if record.get("launcher") == "slurm":
             on_slurm[folder] = record["id"]
         elif is_locked(folder):
-            found[folder] = Job("running", _local_name(record), slot=record.get("slot", -1))
+            gpus = record.get("env", {}).get(VISIBLE_GPUS)
+            found[folder] = Job(
+                "running", _local_name(record), slot=record.get("slot", -1),
+                gpus=None if gpus is None else named_gpus(gpus),
+            )  # fmt: skip
     if on_slurm:
         queue = slurm.queue()
         for folder, job_id in on_slurm.items():

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TypeVar
 
 from linnaeus.errors import LinnaeusError
@@ -21,6 +20,7 @@ from linnaeus.launchers.outcome import OUTPUT
 from linnaeus.launchers.record import open_locked
 
 SUPERVISE = (sys.executable, "-m", "linnaeus.launchers.supervise")
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 Thing = TypeVar("Thing")
 
 
@@ -48,7 +48,7 @@ class Share:
 
     def env(self) -> dict[str, str]:
         """The run's changes to the environment."""
-        changes = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+        changes = {} if self.gpus is None else {VISIBLE_GPUS: ",".join(self.gpus)}
         if self.cores and "OMP_NUM_THREADS" not in os.environ:
             changes["OMP_NUM_THREADS"] = str(max(len(self.cores) // self.num_processes, 1))
         return changes
@@ -84,12 +84,17 @@ def _part(things: Sequence[Thing], number: int, num_jobs: int) -> tuple[Thing, .
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = os.environ.get(VISIBLE_GPUS)
     if named is not None:
-        return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
+        return [*named_gpus(named)]
     import torch  # late: a command line with a mistake does not wait for it
 
     return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def named_gpus(text: str) -> tuple[str, ...]:
+    """The GPUs that a value of CUDA_VISIBLE_DEVICES names."""
+    return tuple(name.strip() for name in text.split(",") if name.strip() not in ("", "-1"))
 
 
 class Local(Launcher):
@@ -111,9 +116,23 @@ class Local(Launcher):
         return self.shares[0].num_processes
 
     def room(self, going: Collection[Job]) -> int:
-        """The shares that no run has."""
+        """The shares that no run has, all or a part of."""
         self.reap()
-        return max(len(self.shares) - len(going), 0)
+        return max(min(len(self.shares) - len(going), len(self._free(going))), 0)
+
+    def _free(self, going: Collection[Job]) -> list[int]:
+        """The numbers of the shares that no run has, also none of a sweep with other shares."""
+        return [
+            number
+            for number, share in enumerate(self.shares)
+            if not any(self._has(job, number, share) for job in going)
+        ]
+
+    def _has(self, job: Job, number: int, share: Share) -> bool:
+        own = self.shares[job.slot] if job.slot is not None and 0 <= job.slot < len(self.shares) else None
+        if (own is not None and own.gpus == job.gpus) or not share.gpus:
+            return job.slot == number  # with fewer GPUs than runs, several shares have the same one
+        return job.gpus is None or bool({*job.gpus} & {*share.gpus})
 
     def reap(self) -> int:
         """Let go of the processes that have ended; returns how many of those started here have not."""
@@ -127,9 +146,7 @@ class Local(Launcher):
             LinnaeusError: the folder of a run cannot be written to, or no process can be started. The runs
                 before it have been.
         """
-        taken = {job.slot for job in going}
-        free = (slot for slot in range(len(self.shares)) if slot not in taken)
-        for task, slot in zip(tasks, islice(free, len(tasks)), strict=True):
+        for task, slot in zip(tasks, self._free(going)[: len(tasks)], strict=True):
             self._start(task, slot)
 
     def _start(self, task: Task, slot: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, cast
 
+from linnaeus.config.keys import suggest
 from linnaeus.config.presets import available, expanded
 
 LauncherName = Literal["local", "slurm"]
@@ -25,7 +26,7 @@ FLAGS = (
     "stepmgr", "test-only", "use-min-nodes", "verbose", "wait",
 )  # fmt: skip
 """Options of sbatch that may have no value; `linnaeus.launchers.slurm` refuses some of them."""
-_SBATCH = re.compile(rf"([a-z][a-z0-9-]*)=(.*)|({'|'.join(FLAGS)})", re.DOTALL)
+_SBATCH = re.compile(rf"([a-z][a-z0-9_-]*)=(.*)|({'|'.join(FLAGS)})", re.DOTALL)
 
 
 @dataclass
@@ -78,6 +79,8 @@ def take(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
                 setattr(options, name.removeprefix("--"), _READERS[name](value))
             except ValueError as error:
                 problems.append(f"{name}: {error}")
+                if name == "--launcher":  # it may have been meant: the other options are not wrong as well
+                    options.launcher = "slurm"
         else:
             rest.append(f"{name}{has_value}{value}")
     rest += tokens
@@ -93,7 +96,7 @@ def take(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
 def read_launcher(text: str) -> LauncherName:
     """The name of a launcher; `ValueError` for another word."""
     if text not in LAUNCHERS:
-        raise ValueError(f"{text!r} is none; there are {' and '.join(LAUNCHERS)}")
+        raise ValueError(f"{text!r} is none; there are {' and '.join(LAUNCHERS)}{suggest(text, LAUNCHERS)}")
     return cast(LauncherName, text)
 
 
@@ -114,7 +117,7 @@ def _take_sbatch(tokens: deque[str], found: dict[str, str | None], groups: set[s
         found[match[1] or match[3]] = match[2]
         tokens.popleft()
     if len(found) > number:
-        return []
+        return [f"--slurm {name}: is {name.replace('_', '-')} for sbatch" for name in found if "_" in name]
     return ["--slurm: needs options of sbatch without their dashes, such as partition=gpu time=4:00:00"]
 
 

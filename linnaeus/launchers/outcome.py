@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from linnaeus.files import write_text_atomically
+from linnaeus.files import checkpoint_file, write_text_atomically
 from linnaeus.signals import SIGNALS
 
 OUTCOME, RESULT, OUTPUT = "outcome.json", "result.json", "logs/output.txt"
@@ -123,7 +123,9 @@ def reason_of(folder: Path, exit_code: int, begin: int = 0) -> str | None:
         return f"ended by {name}" + (", often for lack of host memory" if name == "SIGKILL" else "")
     lines = _last_lines(folder, begin)
     if exit_code - 128 in SIGNALS:
-        return next((line for line in reversed(lines) if "stopped by SIG" in line), "stopped before it began")
+        has_saved = checkpoint_file(folder, "last") is not None
+        otherwise = "stopped after a checkpoint" if has_saved else "stopped before its first checkpoint"
+        return next((line for line in reversed(lines) if "stopped by SIG" in line), otherwise)
     own = next((number for number, line in enumerate(lines) if _TORCHRUN.match(line)), len(lines))
     last = _last(lines[:own] or lines).removeprefix("- ")
     short = last if len(last) <= REASON_LETTERS else f"{last[:REASON_LETTERS]}..."
@@ -132,7 +134,7 @@ def reason_of(folder: Path, exit_code: int, begin: int = 0) -> str | None:
 
 def last_line(folder: Path) -> str:
     """The last line that the run in a folder has written so far; empty before the first."""
-    return _last(_last_lines(folder))
+    return _last([line for line in _last_lines(folder) if not _TORCHRUN.match(line)])
 
 
 def _last_lines(folder: Path, begin: int = 0) -> list[str]:

@@ -36,12 +36,13 @@ def _is_valid(record: dict[str, Any]) -> bool:
     if not isinstance(record.get("seconds", 0.0), int | float):
         return False
     if record.get("launcher") == "slurm":
-        return isinstance(record.get("id"), str)
+        return isinstance(record.get("id", record.get("script")), str)
     processes = [record[name] for name in PROCESSES if name in record]
     return (
         record.get("launcher") == "local"
         and isinstance(record.get("host"), str)
         and isinstance(record.get("slot"), int)
+        and isinstance(record.get("env", {}), dict)
         and all(isinstance(one, list) and len(one) == 2 and isinstance(one[0], int) for one in processes)
     )
 

@@ -412,6 +412,36 @@ def test_gpus_are_divided(jobs: int, gpus: str, expected: list[str]) -> None:
     assert ["".join(share.gpus or ()) for share in divide(jobs, [*gpus], [])] == expected
 
 
+@pytest.mark.parametrize(
+    ("held", "jobs", "free"),
+    [
+        # The runs that go on, each with its share's number and GPUs; then the new shares that are free.
+        (["0 0,1", "1 2,3"], 4, []), (["1 2,3"], 4, [0, 1]), (["0 all"], 4, []), (["0 all"], 1, []),
+        (["3 3"], 2, [0]), (["1 2,3"], 2, [0]), (["0 0", "1 1", "2 2"], 2, []), (["-1 all"], 2, []),
+        ([], 2, [0, 1]), (["0 4,5"], 2, [0]),
+    ],
+)  # fmt: skip
+def test_gpus_of_runs_that_a_sweep_with_other_shares_has_started(
+    held: list[str], jobs: int, free: list[int], folder: Path
+) -> None:
+    going_on = []
+    for number, text in enumerate(held):
+        slot, gpus = text.split()
+        env = {} if gpus == "all" else {"CUDA_VISIBLE_DEVICES": gpus}
+        run = folder / str(number)
+        run.mkdir()
+        with locked(run):
+            write_record(run, {"launcher": "local", "host": "node7", "slot": int(slot), "env": env})
+            going_on += going([run]).values()
+    launcher = Local(divide(jobs, [*"0123"], []))
+    assert launcher._free(going_on)[: launcher.room(going_on)] == free
+
+
+def test_runs_that_share_a_gpu_have_shares_of_their_own() -> None:
+    launcher = Local(divide(3, ["0"], []))
+    assert launcher._free([Job("running", "", slot=1, gpus=("0",))]) == [0, 2]
+
+
 def test_a_machine_without_gpus_changes_nothing_about_them() -> None:
     assert [share.gpus for share in divide(2, [], [0, 1])] == [None, None]
     assert [share.num_processes for share in divide(2, [], [0, 1])] == [1, 1]

@@ -45,6 +45,11 @@ def test_a_short_time_with_a_signal_of_its_own_is_taken() -> None:
     assert take(["--launcher=slurm", "--slurm", "time=2:00:00"])[2] == []
 
 
+def test_the_options_of_a_launcher_whose_name_is_misspelled_are_no_mistake(run: Run) -> None:
+    outcome = run("train", "--launcher=slrum", "--slurm", "nodes=2", "--dry-run")
+    assert outcome.err.startswith("1 problem in"), outcome.err
+
+
 def test_a_group_of_ones_own_is_no_option_of_sbatch(tmp_path: Path) -> None:
     (tmp_path / "backbone").mkdir()
     (tmp_path / "backbone/small.yaml").touch()
@@ -54,7 +59,8 @@ def test_a_group_of_ones_own_is_no_option_of_sbatch(tmp_path: Path) -> None:
 
 
 BAD = [
-    ("train --launcher slrum", "--launcher: 'slrum' is none; there are local and slurm"),
+    ("train --launcher slrum", "--launcher: 'slrum' is none; there are local and slurm; did you mean slurm?"),
+    ("train --launcher slurm --slurm gpus_per_node=2", "--slurm gpus_per_node: is gpus-per-node for sbatch"),
     ("sweep --launcher=", "--launcher: '' is none"),
     ("sweep --jobs 0", "--jobs: '0' is not a whole number of at least 1"),
     ("train --jobs 2", "--jobs: is for linnaeus sweep"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.launchers.outcome import OUTCOME, RESULT, Outcome, read_outcome
+from linnaeus.launchers.outcome import OUTCOME, OUTPUT, RESULT, Outcome, last_line, outcome_of, read_outcome
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,17 @@ def test_a_result_with_odd_seconds_is_a_result(tmp_path: Path, seconds: object) 
     outcome = read_outcome(tmp_path)
     assert outcome is not None
     assert (outcome.finished, outcome.seconds) == (True, 0.0)
+
+
+def test_a_run_that_was_stopped_without_a_word(tmp_path: Path) -> None:
+    assert outcome_of(tmp_path, 130, 1.0).reason == "stopped before its first checkpoint"
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/last.pt").touch()
+    assert outcome_of(tmp_path, 130, 1.0).reason == "stopped after a checkpoint"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / OUTPUT).write_text("epoch 1\nstopped by SIGTERM at step 3\nsrun: error: node7\n")
+    assert outcome_of(tmp_path, 130, 1.0).reason == "stopped by SIGTERM at step 3"
+    assert last_line(tmp_path) == "stopped by SIGTERM at step 3"
 
 
 def test_a_run_that_somebody_has_finished_by_hand(tmp_path: Path) -> None:
