@@ -21,9 +21,10 @@ HELP = {
 }
 """These options for the help: what stands for their value, None without one, and what they do."""
 FLAGS = (
-    "contiguous", "exclusive", "get-user-env", "hold", "ignore-pbs", "nice", "no-kill", "no-requeue",
-    "overcommit", "oversubscribe", "parsable", "propagate", "quiet", "reboot", "requeue", "spread-job",
-    "stepmgr", "test-only", "use-min-nodes", "verbose", "wait",
+    "contiguous", "exclusive", "get-user-env", "help", "hold", "ignore-pbs", "nice", "no-bell", "no-kill",
+    "no-requeue", "overcommit", "oversubscribe", "parsable", "propagate", "quiet", "reboot", "requeue",
+    "spread-job", "stepmgr", "test-only", "usage", "use-min-nodes", "verbose",
+    "version", "wait",
 )  # fmt: skip
 """Options of sbatch that may have no value; `linnaeus.launchers.slurm` refuses some of them."""
 _SBATCH = re.compile(rf"([a-z][a-z0-9_-]*)=(.*)|({'|'.join(FLAGS)})", re.DOTALL)
@@ -117,7 +118,7 @@ def _take_sbatch(tokens: deque[str], found: dict[str, str | None], groups: set[s
         found[match[1] or match[3]] = match[2]
         tokens.popleft()
     if len(found) > number:
-        return [f"--slurm {name}: is {name.replace('_', '-')} for sbatch" for name in found if "_" in name]
+        return []
     return ["--slurm: needs options of sbatch without their dashes, such as partition=gpu time=4:00:00"]
 
 

@@ -60,13 +60,12 @@ def test_a_group_of_ones_own_is_no_option_of_sbatch(tmp_path: Path) -> None:
 
 BAD = [
     ("train --launcher slrum", "--launcher: 'slrum' is none; there are local and slurm; did you mean slurm?"),
-    ("train --launcher slurm --slurm gpus_per_node=2", "--slurm gpus_per_node: is gpus-per-node for sbatch"),
     ("sweep --launcher=", "--launcher: '' is none"),
     ("sweep --jobs 0", "--jobs: '0' is not a whole number of at least 1"),
     ("train --jobs 2", "--jobs: is for linnaeus sweep"),
     ("train --slurm nodes=2", "--slurm: is for --launcher slurm, which is not given"),
     ("train --launcher slurm --slurm", "--slurm: needs options of sbatch"),
-    ("train --launcher slurm --slurm help", "--slurm: needs options of sbatch"),
+    ("train --launcher slurm --slurm photos", "--slurm: needs options of sbatch"),
     ("plan --launcher slurm --slurm ntasks=8", "--slurm ntasks: each node has one task"),
     ("train --launcher slurm --slurm signal=USR1@60", "--slurm signal=USR1@60: would end the ranks"),
     ("train --launcher slurm --slurm time=5", "--slurm time=5: a run is told 180 s before the end"),
