@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -29,6 +29,23 @@ def blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def handled(
+    numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], object]
+) -> Iterator[None]:
+    """Handle signals inside the context. Only the main thread can.
+
+    Raises:
+        ValueError: in another thread.
+    """
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -68,12 +85,8 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        try:
+        with handled(SIGNALS, self._handle):
             yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:

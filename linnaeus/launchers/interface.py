@@ -34,13 +34,15 @@ class Job:
         kind: "unknown" where SLURM does not answer.
         name: for people, such as `SLURM job 12_3`.
         reason: why it is pending, or its state is unknown.
-        slot: which share of this machine it has; None on SLURM.
+        slot: which share of this machine it has, -1 where that is not known; None on SLURM.
+        gpus: those of this machine that it has; None for all, or on SLURM.
     """
 
     kind: JobKind
     name: str
     reason: str = ""
     slot: int | None = None
+    gpus: tuple[str, ...] | None = None
 
 
 class Launcher(ABC):
@@ -70,5 +72,6 @@ class Launcher(ABC):
             going: the jobs of the same sweep.
 
         Raises:
-            LinnaeusError: they cannot be started; none of them has been.
+            LinnaeusError: not all of them can be started; `linnaeus.launchers.jobs.going` knows those that
+                have been, and they go on.
         """

@@ -14,8 +14,17 @@ from typing import Any
 from linnaeus.errors import EXIT_INTERRUPTED, LinnaeusError
 from linnaeus.launchers import slurm
 from linnaeus.launchers.interface import Job
-from linnaeus.launchers.outcome import OUTCOME, Outcome, read_outcome
-from linnaeus.launchers.record import PROCESSES, is_locked, lives, read_record, write_slurm_record
+from linnaeus.launchers.local import VISIBLE_GPUS, named_gpus
+from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, read_outcome
+from linnaeus.launchers.record import (
+    PROCESSES,
+    RECORD,
+    is_locked,
+    lives,
+    read_record,
+    training_process,
+    write_slurm_record,
+)
 
 START_S = 10.0
 """A process that has just been started says within this time who it is."""
@@ -26,13 +35,17 @@ def going(folders: Iterable[Path]) -> dict[Path, Job]:
     found: dict[Path, Job] = {}
     on_slurm: dict[Path, dict[str, Any]] = {}
     for folder in folders:
-        record = read_record(folder)
-        if record is None or _has_ended_well(folder):
+        if _has_ended_for_good(folder):
             continue
-        if record["launcher"] == "slurm":
+        record = read_record(folder) or {}
+        if record.get("launcher") == "slurm":
             on_slurm[folder] = record
         elif is_locked(folder):
-            found[folder] = Job("running", _local_name(record), slot=record["slot"])
+            gpus = record.get("env", {}).get(VISIBLE_GPUS)
+            found[folder] = Job(
+                "running", _local_name(record), slot=record.get("slot", -1),
+                gpus=None if gpus is None else named_gpus(gpus),
+            )  # fmt: skip
     if on_slurm:
         found |= _in_queue(on_slurm)
     return found
@@ -63,29 +76,44 @@ def lost(folder: Path) -> Outcome | None:
     if record is None or "script" in record:  # submitted perhaps, but never begun
         return None
     if record["launcher"] == "slurm":
-        return Outcome(EXIT_INTERRUPTED, 0.0, slurm.why_gone(record["id"]))
-    return Outcome(EXIT_INTERRUPTED, 0.0, f"{_local_name(record)} has ended without a word: it was killed")
+        reason = slurm.why_gone(record["id"])
+    else:
+        reason = f"{_local_name(record)} ended without writing an outcome: killed, or {OUTPUT} says why"
+    return Outcome(EXIT_INTERRUPTED, record.get("seconds", 0.0), reason)
 
 
 def cancel(folders: Collection[Path]) -> None:
     """Ask runs to save a checkpoint and end; local ones that are asked again end at once.
 
     Raises:
-        LinnaeusError: SLURM refuses, or does not answer; or a run goes on on another machine. The others have
-            been asked.
+        LinnaeusError: SLURM refuses, or does not answer; a run goes on on another machine, or has not said
+            who it is. The others have been asked.
     """
-    records = [(folder, record) for folder in folders if (record := read_record(folder)) is not None]
-    if ids := [record["id"] for _, record in records if "id" in record]:
-        slurm.cancel(ids)
-    elsewhere = []
-    for folder, record in records:
-        if record["launcher"] == "local" and is_locked(folder):
-            if record["host"] == socket.gethostname():
-                _cancel_local(folder)
+    ids, here, problems = list[str](), list[Path](), list[str]()
+    for folder in folders:
+        record = read_record(folder) or {}
+        if record.get("launcher") == "slurm":
+            ids += [record["id"]] if "id" in record else []
+        elif is_locked(folder):
+            if record.get("host", socket.gethostname()) == socket.gethostname():
+                here.append(folder)
             else:
-                elsewhere.append(_local_name(record))
-    if elsewhere:
-        raise LinnaeusError(f"{', '.join(elsewhere)}: go on there, and can only be ended there (kill -INT)")
+                name = _local_name(record)
+                problems.append(f"{name}: goes on there, and can only be ended there (kill -INT)")
+    deadline = time.monotonic() + START_S
+    while here := [folder for folder in here if is_locked(folder) and not _interrupt(folder)]:
+        if time.monotonic() > deadline:
+            names = ", ".join(str(folder / RECORD) for folder in here)
+            problems.append(f"{names}: names no process to end, {START_S:g} s after it was asked; ask again")
+            break
+        time.sleep(0.05)  # they have just been started
+    if ids:
+        try:
+            slurm.cancel(ids)
+        except LinnaeusError as error:
+            problems.append(str(error))
+    if problems:
+        raise LinnaeusError("; ".join(problems))
 
 
 def cancel_command(folders: Collection[Path]) -> str:
@@ -95,26 +123,30 @@ def cancel_command(folders: Collection[Path]) -> str:
     return f"scancel {' '.join(ids)}" if ids else ""
 
 
-def _cancel_local(folder: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while is_locked(folder) and time.monotonic() < deadline:
-        record = read_record(folder) or {}
-        for name in PROCESSES:  # the training alone where its supervisor has been killed
-            if name in record and lives(*record[name]):
-                with suppress(ProcessLookupError):
-                    os.kill(int(record[name][0]), signal.SIGINT)
-                return
-        time.sleep(0.05)  # it has just been started
+def _interrupt(folder: Path) -> bool:
+    """Send SIGINT to the process in charge of a local run; returns whether one is known."""
+    record = read_record(folder) or {}
+    known = [record[name] for name in PROCESSES if name in record]
+    # The training alone where its supervisor has been killed; a rank where torchrun has been, too.
+    pid = next((pid for pid, start in known if lives(pid, start)), None) or training_process(folder)
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGINT)
+    return pid is not None
 
 
-def _has_ended_well(folder: Path) -> bool:
-    """Whether whoever supervises the run says so; `result.json` alone is written before the process ends."""
+def _has_ended_for_good(folder: Path) -> bool:
+    """Whether whoever supervises the run says that it has ended, and neither it nor SLURM goes on with it.
+
+    `result.json` alone does not say so: it is written before the process ends.
+    """
     if not (folder / OUTCOME).exists():
         return False
     outcome = read_outcome(folder)
-    return outcome is not None and outcome.finished
+    return outcome is not None and not outcome.was_interrupted
 
 
 def _local_name(record: dict[str, Any]) -> str:
-    pid = int(record.get("supervisor", [0])[0])
-    return f"process {pid} on {record['host']}" if pid else f"a process on {record['host']}"
+    on = f"on {record['host']}" if "host" in record else f"that {RECORD} does not name"
+    pid = record.get("supervisor", [0])[0]
+    return f"process {pid} {on}" if pid else f"a process {on}"

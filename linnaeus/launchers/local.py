@@ -12,14 +12,16 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TypeVar
 
 from linnaeus.errors import LinnaeusError
 from linnaeus.launchers import torchrun
 from linnaeus.launchers.interface import Job, Launcher, Task
+from linnaeus.launchers.outcome import OUTPUT
 from linnaeus.launchers.record import open_locked
 
+SUPERVISE = (sys.executable, "-m", "linnaeus.launchers.supervise")
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 Thing = TypeVar("Thing")
 
 
@@ -38,7 +40,7 @@ class Share:
     @property
     def num_processes(self) -> int:
         """Processes of a run: one for each GPU."""
-        return len(self.gpus or "_")
+        return max(len(self.gpus or ()), 1)
 
     def command(self, words: Sequence[str]) -> list[str]:
         """The command line of a run: with torchrun where there are several processes."""
@@ -47,7 +49,7 @@ class Share:
 
     def env(self) -> dict[str, str]:
         """The run's changes to the environment."""
-        changes = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
+        changes = {} if self.gpus is None else {VISIBLE_GPUS: ",".join(self.gpus)}
         if self.cores and "OMP_NUM_THREADS" not in os.environ:
             changes["OMP_NUM_THREADS"] = str(max(len(self.cores) // self.num_processes, 1))
         return changes
@@ -83,12 +85,17 @@ def _part(things: Sequence[Thing], number: int, num_jobs: int) -> tuple[Thing, .
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = os.environ.get(VISIBLE_GPUS)
     if named is not None:
-        return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
+        return [*named_gpus(named)]
     import torch  # late: a command line with a mistake does not wait for it
 
     return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def named_gpus(text: str) -> tuple[str, ...]:
+    """The GPUs that a value of CUDA_VISIBLE_DEVICES names."""
+    return tuple(name.strip() for name in text.split(",") if name.strip() not in ("", "-1"))
 
 
 class Local(Launcher):
@@ -110,19 +117,37 @@ class Local(Launcher):
         return self.shares[0].num_processes
 
     def room(self, going: Collection[Job]) -> int:
-        """The shares that no run has."""
+        """The shares that no run has, all or a part of."""
+        self.reap()
+        return max(min(len(self.shares) - len(going), len(self._free(going))), 0)
+
+    def _free(self, going: Collection[Job]) -> list[int]:
+        """The numbers of the shares that no run has, also none of a sweep with other shares."""
+        return [
+            number
+            for number, share in enumerate(self.shares)
+            if not any(self._has(job, number, share) for job in going)
+        ]
+
+    def _has(self, job: Job, number: int, share: Share) -> bool:
+        own = self.shares[job.slot] if job.slot is not None and 0 <= job.slot < len(self.shares) else None
+        if (own is not None and own.gpus == job.gpus) or not share.gpus:
+            return job.slot == number  # with fewer GPUs than runs, several shares have the same one
+        return job.gpus is None or bool({*job.gpus} & {*share.gpus})
+
+    def reap(self) -> int:
+        """Let go of the processes that have ended; returns how many of those started here have not."""
         self._processes = [process for process in self._processes if process.poll() is None]
-        return max(len(self.shares) - len(going), 0)
+        return len(self._processes)
 
     def submit(self, tasks: Sequence[Task], going: Collection[Job]) -> None:
         """Start runs, each with a free share.
 
         Raises:
-            LinnaeusError: the folder of a run cannot be written to, or no process can be started.
+            LinnaeusError: the folder of a run cannot be written to, or no process can be started. The runs
+                before it have been.
         """
-        taken = {job.slot for job in going}
-        free = (slot for slot in range(len(self.shares)) if slot not in taken)
-        for task, slot in zip(tasks, islice(free, len(tasks)), strict=True):
+        for task, slot in zip(tasks, self._free(going)[: len(tasks)], strict=True):
             self._start(task, slot)
 
     def _start(self, task: Task, slot: int) -> None:
@@ -132,18 +157,19 @@ class Local(Launcher):
             "command": share.command(task.words), "env": share.env(), "seconds": task.seconds,
         }  # fmt: skip
         try:
-            descriptor = open_locked(task.folder, record)
-            try:
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "linnaeus.launchers.supervise", task.folder, str(descriptor)],
+            with (task.folder / OUTPUT).open("ab") as output:
+                descriptor = open_locked(task.folder, record)
+                try:
+                    process = subprocess.Popen(
+                        [*SUPERVISE, task.folder, str(descriptor)],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
+                        stderr=output,  # the sweep's own would stay open as long as the run goes on
                         start_new_session=True,  # Ctrl-C in the terminal is for the sweep alone
                         pass_fds=[descriptor],
                     )
-                )
-            finally:
-                os.close(descriptor)
+                finally:
+                    os.close(descriptor)
+            self._processes.append(process)
         except OSError as error:
             raise LinnaeusError(f"{task.folder}: the run cannot be started: {error}") from error

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, cast
 
+from linnaeus.config.keys import suggest
 from linnaeus.config.presets import available, expanded
 
 LauncherName = Literal["local", "slurm"]
@@ -19,7 +20,14 @@ HELP = {
     "--dry-run": (None, "print the job script, and submit nothing"),
 }
 """These options for the help: what stands for their value, None without one, and what they do."""
-_SBATCH = re.compile(r"(?:--)?([a-z][a-z0-9-]*)(?:=(.*))?", re.DOTALL)
+FLAGS = (
+    "contiguous", "exclusive", "get-user-env", "help", "hold", "ignore-pbs", "nice", "no-bell", "no-kill",
+    "no-requeue", "overcommit", "oversubscribe", "parsable", "propagate", "quiet", "reboot", "requeue",
+    "spread-job", "stepmgr", "test-only", "usage", "use-min-nodes", "verbose",
+    "version", "wait",
+)  # fmt: skip
+"""Options of sbatch that may have no value; `linnaeus.launchers.slurm` refuses some of them."""
+_SBATCH = re.compile(rf"([a-z][a-z0-9_-]*)=(.*)|({'|'.join(FLAGS)})", re.DOTALL)
 
 
 @dataclass
@@ -43,7 +51,8 @@ def take(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
     """Take these options out of a command line.
 
     The options of sbatch end at the first word that cannot be one: a key, which is upper case, another
-    option, or a group of presets, such as `model=resnet50`.
+    option, a group of presets, such as `model=resnet50`, or a word without `=` that is none of `FLAGS`. What
+    follows `--` is left as it is.
 
     >>> options, rest, _ = take(["--launcher", "slurm", "--slurm", "nodes=2", "exclusive", "TRAIN.EPOCHS=2"])
     >>> options.slurm, rest
@@ -55,7 +64,7 @@ def take(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
     options, rest, problems = LaunchOptions(), list[str](), list[str]()
     groups = _groups(argv)
     tokens = deque(argv)
-    while tokens:
+    while tokens and tokens[0] != "--":
         name, has_value, value = tokens.popleft().partition("=")
         if name == "--slurm":
             if has_value:
@@ -64,12 +73,18 @@ def take(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
         elif name == "--dry-run":
             options.dry_run = True
             problems += ["--dry-run: takes no value"] if has_value else []
-        elif name in ("--launcher", "--jobs"):
+        elif name in _READERS:
             if not has_value:
                 value = tokens.popleft() if tokens and not tokens[0].startswith("--") else ""
-            problems += _set(options, name, value)
+            try:
+                setattr(options, name.removeprefix("--"), _READERS[name](value))
+            except ValueError as error:
+                problems.append(f"{name}: {error}")
+                if name == "--launcher":  # it may have been meant: the other options are not wrong as well
+                    options.launcher = "slurm"
         else:
             rest.append(f"{name}{has_value}{value}")
+    rest += tokens
     if options.slurm and options.launcher != "slurm":
         problems.append("--slurm: is for --launcher slurm, which is not given")
     if options.launcher == "slurm":
@@ -79,25 +94,28 @@ def take(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
     return options, rest, problems
 
 
-def _set(options: LaunchOptions, name: str, value: str) -> list[str]:
-    if name == "--launcher":
-        if value not in LAUNCHERS:
-            return [f"--launcher: {value!r} is none; there are {' and '.join(LAUNCHERS)}"]
-        options.launcher = cast(LauncherName, value)
-        return []
-    if not value.isdecimal() or int(value) < 1:
-        return [f"--jobs: {value!r} is not a whole number of at least 1: how many runs go on at once"]
-    options.jobs = int(value)
-    return []
+def read_launcher(text: str) -> LauncherName:
+    """The name of a launcher; `ValueError` for another word."""
+    if text not in LAUNCHERS:
+        raise ValueError(f"{text!r} is none; there are {' and '.join(LAUNCHERS)}{suggest(text, LAUNCHERS)}")
+    return cast(LauncherName, text)
+
+
+def read_jobs(text: str) -> int:
+    """How many runs go on at once; `ValueError` for anything but a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r} is not a whole number of at least 1: how many runs go on at once")
+    return int(text)
+
+
+_READERS: dict[str, Callable[[str], object]] = {"--launcher": read_launcher, "--jobs": read_jobs}
 
 
 def _take_sbatch(tokens: deque[str], found: dict[str, str | None], groups: set[str]) -> list[str]:
     """Move options of sbatch from the words to `found`; returns the problem if there is none."""
     number = len(found)
     while tokens and (match := _SBATCH.fullmatch(tokens[0])) and match[1] not in groups:
-        if tokens[0].startswith("--"):
-            break
-        found[match[1]] = match[2]
+        found[match[1] or match[3]] = match[2]
         tokens.popleft()
     if len(found) > number:
         return []

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from linnaeus.files import write_text_atomically
+from linnaeus.files import checkpoint_file, write_text_atomically
 from linnaeus.signals import SIGNALS
 
 OUTCOME, RESULT, OUTPUT = "outcome.json", "result.json", "logs/output.txt"
@@ -52,6 +52,9 @@ class Outcome:
         return self.exit_code < 0 or self.was_stopped
 
 
+_NAMES = tuple(field.name for field in fields(Outcome))
+
+
 def outcome_of(folder: Path, exit_code: int, seconds: float, begin: int = 0) -> Outcome:
     """The outcome of a process that has just ended.
 
@@ -69,12 +72,36 @@ def outcome_of(folder: Path, exit_code: int, seconds: float, begin: int = 0) -> 
 
 
 def read_outcome(folder: Path) -> Outcome | None:
-    """How the last process in a folder ended; None when nobody saw its end."""
-    written = read_json(folder / OUTCOME)
-    if written is not None:
-        return Outcome(**written)
-    result = read_result(folder)  # who watched the run ended before it, and it ended well
-    return None if result is None else Outcome(0, result["training_s"], None, result)
+    """How the last process in a folder ended; None when neither `outcome.json` nor `result.json` says so.
+
+    A run finishes without the one when its supervisor died first, or somebody went on with it by hand.
+    """
+    outcome = _parse(read_json(folder / OUTCOME) or {})
+    if outcome is not None and (outcome.finished or not _is_newer(folder / RESULT, folder / OUTCOME)):
+        return outcome
+    result = read_result(folder)
+    if result is None:
+        return outcome
+    seconds = result.get("training_s")
+    return Outcome(0, seconds if isinstance(seconds, int | float) else 0.0, None, result)
+
+
+def _parse(written: dict[str, Any]) -> Outcome | None:
+    """The outcome that was written as JSON, also by another version; None where that is none."""
+    match written:
+        case {"exit_code": int(), "seconds": int() | float()}:
+            outcome = Outcome(**{name: written[name] for name in _NAMES if name in written})
+            is_sound = isinstance(outcome.reason, str | None) and isinstance(outcome.result, dict | None)
+            return outcome if is_sound else None
+    return None
+
+
+def _is_newer(path: Path, other: Path) -> bool:
+    """Whether a file was written after another one of the same folder; False where it is missing."""
+    try:
+        return path.stat().st_mtime_ns > other.stat().st_mtime_ns
+    except FileNotFoundError:
+        return False
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
@@ -96,7 +123,9 @@ def reason_of(folder: Path, exit_code: int, begin: int = 0) -> str | None:
         return f"ended by {name}" + (", often for lack of host memory" if name == "SIGKILL" else "")
     lines = _last_lines(folder, begin)
     if exit_code - 128 in SIGNALS:
-        return next((line for line in reversed(lines) if "stopped by SIG" in line), "stopped before it began")
+        has_saved = checkpoint_file(folder, "last") is not None
+        otherwise = "stopped after a checkpoint" if has_saved else "stopped before its first checkpoint"
+        return next((line for line in reversed(lines) if "stopped by SIG" in line), otherwise)
     own = next((number for number, line in enumerate(lines) if _TORCHRUN.match(line)), len(lines))
     last = _last(lines[:own] or lines).removeprefix("- ")
     short = last if len(last) <= REASON_LETTERS else f"{last[:REASON_LETTERS]}..."
@@ -105,7 +134,7 @@ def reason_of(folder: Path, exit_code: int, begin: int = 0) -> str | None:
 
 def last_line(folder: Path) -> str:
     """The last line that the run in a folder has written so far; empty before the first."""
-    return _last(_last_lines(folder))
+    return _last([line for line in _last_lines(folder) if not _TORCHRUN.match(line)])
 
 
 def _last_lines(folder: Path, begin: int = 0) -> list[str]:

@@ -1,8 +1,8 @@
-"""`job.json` in a run's folder: who runs it.
+"""Who runs the run in a folder: `job.json`, and `job.lock`, which a run on this machine keeps locked.
 
-The process of a local run keeps the file locked as long as it lives. So does the training that it has
-started, which may outlive it. The lock tells other processes, also of other machines on a shared file system,
-that the run goes on; a number of a process could be another's by now.
+The process that supervises a local run holds the lock, and so does the training that it has started, which
+may outlive it. Other processes, also of other machines on a shared file system, see from it that the run
+goes on; the number of a process could be another's by now.
 """
 
 from __future__ import annotations
@@ -10,32 +10,60 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from linnaeus.files import LOCK as RUN_LOCK
 from linnaeus.files import write_text_atomically
 from linnaeus.launchers.outcome import read_json
 
-RECORD = "job.json"
+RECORD, LOCK = "job.json", "job.lock"
 PROCESSES = ("supervisor", "child")
 """Keys of a local run's record: the process that supervises it, and that which trains."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """Who runs the run of a folder, or has run it; None where nobody has."""
-    return read_json(folder / RECORD)
+    """Who runs the run of a folder, or has run it; None where nobody has, or the record is damaged."""
+    record = read_json(folder / RECORD)
+    return record if record is not None and _is_valid(record) else None
 
 
-def write_slurm_record(folder: Path, job_id: str) -> None:
-    """Note the job of SLURM that runs the run.
+def _is_valid(record: dict[str, Any]) -> bool:
+    if not isinstance(record.get("seconds", 0.0), int | float):
+        return False
+    if record.get("launcher") == "slurm":
+        return isinstance(record.get("id", record.get("script")), str)
+    processes = [record[name] for name in PROCESSES if name in record]
+    return (
+        record.get("launcher") == "local"
+        and isinstance(record.get("host"), str)
+        and isinstance(record.get("slot"), int)
+        and isinstance(record.get("env", {}), dict)
+        and all(isinstance(one, list) and len(one) == 2 and isinstance(one[0], int) for one in processes)
+    )
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write who runs the run, atomically.
 
     Raises:
         LinnaeusError, OSError: see `write_text_atomically`.
     """
-    write_text_atomically(folder / RECORD, json.dumps({"launcher": "slurm", "id": job_id}) + "\n")
+    write_text_atomically(folder / RECORD, json.dumps(record) + "\n")
+
+
+def update_record(folder: Path, **changes: Any) -> None:
+    """Change some values of the record; raises what `write_record` does."""
+    write_record(folder, {**(read_record(folder) or {}), **changes})
+
+
+def write_slurm_record(folder: Path, job_id: str) -> None:
+    """Note the job of SLURM that runs the run; raises what `write_record` does."""
+    write_record(folder, {"launcher": "slurm", "id": job_id})
 
 
 def write_submission(folder: Path, script: Path, index: int) -> None:
@@ -51,75 +79,106 @@ def write_submission(folder: Path, script: Path, index: int) -> None:
     Raises:
         LinnaeusError, OSError: see `write_text_atomically`.
     """
-    content = {"launcher": "slurm", "script": str(script), "index": index}
-    write_text_atomically(folder / RECORD, json.dumps(content) + "\n")
+    write_record(folder, {"launcher": "slurm", "script": str(script), "index": index})
 
 
 def forget_record(folder: Path) -> None:
-    """Delete the record of an earlier job, before the next one begins."""
-    with suppress(FileNotFoundError):
-        (folder / RECORD).unlink()
+    """Delete what an earlier job has left, before the next one begins."""
+    for name in (RECORD, LOCK):
+        (folder / name).unlink(missing_ok=True)
 
 
-def open_locked(folder: Path, content: dict[str, Any]) -> int:
-    """Make the record of a local run and lock it.
+def open_locked(folder: Path, record: dict[str, Any]) -> int:
+    """Lock the folder for a local run, and write its record.
 
     Returns:
-        A descriptor; the record is locked until all processes that inherit it have ended.
+        A descriptor; the folder is locked until all processes that inherit it have ended.
 
     Raises:
-        OSError: the file cannot be written.
+        LinnaeusError, OSError: a file cannot be written.
     """
     forget_record(folder)
-    descriptor = os.open(folder / RECORD, os.O_RDWR | os.O_CREAT, 0o666)
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    rewrite(descriptor, content)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        write_record(folder, record)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 
-def rewrite(descriptor: int, content: dict[str, Any]) -> None:
-    """Replace the content of a record in its place: a new file would not be locked."""
-    text = (json.dumps(content) + "\n").encode()
-    os.pwrite(descriptor, text, 0)
-    os.ftruncate(descriptor, len(text))
-
-
 def is_locked(folder: Path) -> bool:
-    """Whether a process that has inherited the record's lock lives.
+    """Whether a run that was started on a machine, this or another one, goes on.
 
-    Where the file system has no locks, the processes of this machine are looked at instead.
+    The lock alone does not say so on this machine: a worker of a loader inherits it too, and may outlive the
+    training for a while. Nor does it hold the ranks that torchrun starts; they have the lock of the run.
     """
     try:
-        descriptor = os.open(folder / RECORD, os.O_RDONLY)
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except OSError:
         return False
+    has_locks = is_held = True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        is_held = False
     except BlockingIOError:
-        return True
-    except OSError:
-        return _is_alive(read_record(folder) or {})
+        pass
+    except OSError:  # a file system without locks
+        has_locks = False
     finally:
         os.close(descriptor)
-    return False
+    return (is_held and _may_live(read_record(folder), has_locks)) or training_process(folder) is not None
 
 
-def _is_alive(record: dict[str, Any]) -> bool:
-    """Whether a process that a record names lives, or none has said yet who it is."""
+def _may_live(record: dict[str, Any] | None, has_locks: bool) -> bool:
+    """Whether a process that a record names lives, as far as can be seen from this machine."""
+    if record is None or record.get("host") != socket.gethostname():
+        return has_locks
     known = [record[name] for name in PROCESSES if name in record]
-    return not known or any(lives(*one) for one in known)
+    return not known or any(lives(*one) for one in known)  # a supervisor has yet to say who it is
 
 
-def identity(pid: int) -> list[float]:
-    """The number of a process and when it began, in seconds: another process may get the number later."""
-    return [pid, psutil.Process(pid).create_time()]
+def training_process(folder: Path) -> int | None:
+    """The process of this machine that holds the lock of the run (`linnaeus.files.FolderLock`).
+
+    That lock is not tried: a run that starts at this moment would find it taken.
+    """
+    try:
+        match = re.match(r"process (\d+) on (\S+)", (folder / RUN_LOCK).read_text(errors="replace"))
+        if match is None or match[2] != socket.gethostname():
+            return None
+        lock = (folder / RUN_LOCK).stat()
+        opened = [*Path(f"/proc/{match[1]}/fd").iterdir()]
+    except OSError:
+        return None
+    for path in opened:
+        with suppress(OSError):  # closed meanwhile
+            if os.path.samestat(path.stat(), lock):
+                return int(match[1])
+    return None
 
 
-def lives(pid: float, created: float) -> bool:
+def identity(pid: int) -> tuple[int, str]:
+    """The number of a process and when it began, by no clock that can be set: a number may come again.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    return pid, _state_and_start(pid)[1]
+
+
+def lives(pid: int, start: str) -> bool:
     """Whether the process with this identity has not ended."""
     try:
-        process = psutil.Process(int(pid))
-        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        state, actual = _state_and_start(pid)
+    except OSError:
         return False
+    return actual == start and state not in "ZX"
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """The letter of a process's state, and the ticks from the start of the system to that of the process."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # a name may have any letters
+    return fields[0].decode(), f"{fields[19].decode()} ticks after boot {_BOOT_ID.read_text().strip()}"

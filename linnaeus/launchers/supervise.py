@@ -11,17 +11,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
 from linnaeus.errors import EXIT_INTERRUPTED
-from linnaeus.launchers.outcome import OUTPUT, Outcome, outcome_of, read_outcome, save_outcome
-from linnaeus.launchers.record import identity, read_record, rewrite
-from linnaeus.signals import SIGNALS
+from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, outcome_of, read_outcome, save_outcome
+from linnaeus.launchers.record import identity, read_record, update_record
+from linnaeus.signals import SIGNALS, handled
 
 Child = subprocess.Popen[bytes]
 
@@ -43,33 +44,36 @@ class Supervisor:
         signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
     ) -> None:
         self.received: list[int] = []
+        self._to_pass_on: deque[int] = deque()
         self._react = react
         self._signals = signals
         self._child: Child | None = None
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> AbstractContextManager[None]:
         """Handle the signals inside the context."""
-        before = {number: signal.signal(number, self._handle) for number in self._signals}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return handled(self._signals, self._handle)
 
     def wait(self, child: Child) -> int:
         """Wait until a process ends; returns its exit code, negative for a signal."""
         self._child = child
         try:
-            for number in self.received[:1]:  # before the process was known here
-                self._react(number, child)
+            self._pass_on()  # what came before the process was known here
             return child.wait()
         finally:
             self._child = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
-        if self._child is not None:
+        self._to_pass_on.append(number)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Each signal once, although another one may interrupt this at any point."""
+        while self._child is not None:
+            try:
+                number = self._to_pass_on.popleft()
+            except IndexError:
+                return
             self._react(number, self._child)
 
 
@@ -86,17 +90,23 @@ def run_to_end(
 ) -> Outcome:
     """Run the process of a run and write how it ended; its output is appended to the run's.
 
+    The outcome of an earlier process is deleted first: if nobody sees the end of this one, it has none.
+
     Args:
         folder: the run's.
         command: what to execute.
         supervisor: passes signals on; a run that they stop counts as interrupted, whatever its exit code.
         env: the environment.
-        seconds: what earlier processes of the run have taken, unless its outcome says so.
+        seconds: what earlier processes of the run have taken, unless its outcome or its record says so.
         started: called with the process.
         was_stopped: asked of a run that has failed: whether somebody else has stopped it.
         pass_fds: descriptors that the process inherits.
     """
-    earlier = read_outcome(folder)
+    seconds = (read_record(folder) or {}).get("seconds", seconds)
+    if (earlier := read_outcome(folder)) is not None:
+        seconds = earlier.seconds
+    update_record(folder, seconds=seconds)
+    (folder / OUTCOME).unlink(missing_ok=True)
     began = time.monotonic()
     with (folder / OUTPUT).open("ab") as output:
         begin = output.tell()
@@ -114,8 +124,7 @@ def run_to_end(
     is_signal = exit_code - 128 in SIGNALS
     if exit_code != 0 and not is_signal and (supervisor.received or was_stopped()):
         exit_code = EXIT_INTERRUPTED  # its last words were cut off, or it was stopped before it could say any
-    seconds = time.monotonic() - began + (seconds if earlier is None else earlier.seconds)
-    outcome = outcome_of(folder, exit_code, seconds, begin)
+    outcome = outcome_of(folder, exit_code, seconds + time.monotonic() - began, begin)
     save_outcome(folder, outcome)
     return outcome
 
@@ -150,15 +159,14 @@ def main(folder: Path, descriptor: int) -> int:
             os.sched_setaffinity(0, record["cores"])
     supervisor: Supervisor = Supervisor(_stop_or_kill(lambda: supervisor))
     with supervisor.listening():  # from here on the process may be told to stop, and says who it is
-        record |= {"supervisor": identity(os.getpid())}
-        rewrite(descriptor, record)
+        update_record(folder, supervisor=identity(os.getpid()))
         outcome = run_to_end(
             folder,
             record["command"],
             supervisor,
             env={**os.environ, **record["env"]},
             seconds=record["seconds"],
-            started=lambda child: rewrite(descriptor, {**record, "child": identity(child.pid)}),
+            started=lambda child: update_record(folder, child=identity(child.pid)),
             pass_fds=[descriptor],
         )
     return 0 if outcome.finished else 1

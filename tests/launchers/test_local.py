@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import psutil
 import pytest
 
 from linnaeus.errors import LinnaeusError
+from linnaeus.launchers import jobs, slurm
 from linnaeus.launchers.interface import Job, Task
 from linnaeus.launchers.jobs import cancel, going, lost
 from linnaeus.launchers.local import Local, Share, divide
-from linnaeus.launchers.outcome import OUTPUT, Outcome, read_outcome
-from linnaeus.launchers.record import read_record, rewrite
+from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, read_outcome, save_outcome
+from linnaeus.launchers.record import (
+    LOCK,
+    PROCESSES,
+    RECORD,
+    identity,
+    lives,
+    read_record,
+    write_record,
+    write_slurm_record,
+)
+from linnaeus.launchers.supervise import Supervisor
 from tests.conftest import wait_until
 
 LASTING = """\
@@ -47,7 +64,7 @@ class Program(Share):
 def launcher() -> Iterator[Local]:
     here = Local([Program()] * 2)
     yield here
-    wait_until(lambda: here.room([]) == 2 and not here._processes)
+    wait_until(lambda: here.reap() == 0)
 
 
 @pytest.fixture
@@ -67,6 +84,14 @@ def ended(folder: Path) -> Outcome:
     outcome = read_outcome(folder)
     assert outcome is not None
     return outcome
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The lock of a local run, held by this process."""
+    with (folder / LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def text(folder: Path) -> str:
@@ -124,7 +149,7 @@ def test_a_run_outlives_its_supervisor_and_can_still_be_ended(launcher: Local, f
     record = read_record(folder)
     assert record is not None
     os.kill(record["supervisor"][0], signal.SIGKILL)
-    wait_until(lambda: not launcher._processes or (launcher.room([]) == 2 and not launcher._processes))
+    wait_until(lambda: launcher.reap() == 0)
     assert going([folder])[folder].kind == "running"
     cancel([folder])
     wait_until(lambda: not going([folder]))
@@ -153,10 +178,26 @@ def test_a_number_that_another_process_has_by_now_is_left_alone(launcher: Local,
     ended(folder)
     record = read_record(folder)
     assert record is not None
-    own = psutil.Process()
-    (folder / "job.json").write_text(json.dumps({**record, "supervisor": [own.pid, own.create_time() - 9]}))
-    cancel([folder])  # SIGINT would end this test
-    assert not going([folder])
+    pid, began = identity(os.getpid())
+    (folder / OUTCOME).unlink()  # it would say that the run has ended
+    with locked(folder):
+        write_record(folder, {**record, "supervisor": (pid, f"1{began}"), "child": (pid, f"2{began}")})
+        assert not going([folder]), "whatever holds the lock, it is no process of the run"
+        cancel([folder])  # SIGINT would end this test
+        write_record(folder, {**record, "supervisor": (pid, began)})
+        assert going([folder])
+
+
+def test_a_process_is_known_by_no_clock_that_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    known, created = identity(child.pid), psutil.Process(child.pid).create_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 0.0)
+    assert psutil.Process(child.pid).create_time() != created, "the negative control"
+    assert lives(*known)
+    child.kill()
+    wait_until(lambda: not lives(*known))  # its exit code has not been read yet
+    child.wait()
+    assert not lives(*known)
 
 
 def test_a_run_of_another_machine_is_not_ended_from_here(launcher: Local, folder: Path) -> None:
@@ -164,15 +205,171 @@ def test_a_run_of_another_machine_is_not_ended_from_here(launcher: Local, folder
     wait_until(lambda: "up" in text(folder))
     record = read_record(folder)
     assert record is not None
-    descriptor = os.open(folder / "job.json", os.O_RDWR)
-    rewrite(descriptor, {**record, "host": "elsewhere"})
-    with pytest.raises(LinnaeusError, match=f"process {record['supervisor'][0]} on elsewhere: go on there"):
+    write_record(folder, {**record, "host": "elsewhere"})
+    with pytest.raises(LinnaeusError, match=f"process {record['supervisor'][0]} on elsewhere: goes on there"):
         cancel([folder])
     assert going([folder])[folder].name.endswith("on elsewhere")
-    rewrite(descriptor, record)
-    os.close(descriptor)
+    write_record(folder, record)
     cancel([folder])
     assert ended(folder).was_stopped
+
+
+def test_a_worker_that_outlives_the_training_does_not_keep_the_run(launcher: Local, folder: Path) -> None:
+    start(launcher, folder, "import os; os.fork() or os.execlp('sleep', 'sleep', '600')")
+    wait_until(lambda: (folder / OUTCOME).exists() and launcher.reap() == 0)
+    (folder / OUTCOME).unlink()  # it would say that the run has ended
+    with (folder / LOCK).open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    assert not going([folder])
+    [worker] = [one for one in psutil.process_iter() if folder / LOCK in opened(one)]
+    worker.kill()
+
+
+def opened(process: psutil.Process) -> list[Path]:
+    """The files that a process has open."""
+    try:
+        return [path.readlink() for path in Path(f"/proc/{process.pid}/fd").iterdir()]
+    except OSError:
+        return []
+
+
+def test_a_rank_that_outlives_torchrun_keeps_the_run(launcher: Local, folder: Path) -> None:
+    """Those that torchrun starts do not have the launcher's lock, but the first has that of the run."""
+    rank = LASTING.format(saving=0).replace(
+        'print("up"', f"held = FolderLock(Path('{folder}')); print(\"up\""
+    )
+    rank = f"from linnaeus.files import FolderLock; from pathlib import Path\n{rank}"
+    start(launcher, folder, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])")
+    wait_until(lambda: "up" in text(folder))
+    record = read_record(folder)
+    assert record is not None
+    for name in PROCESSES:
+        os.kill(record[name][0], signal.SIGKILL)
+        wait_until(lambda name=name: not lives(*record[name]))  # type: ignore[misc]
+    with (folder / LOCK).open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # it alone would say that nobody runs it
+    assert going([folder])[folder].kind == "running"
+    cancel([folder])
+    wait_until(lambda: not going([folder]))
+    assert "saving" in text(folder)
+
+
+def test_a_process_that_does_not_say_who_it_is_cannot_be_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "START_S", 0.2)
+    with locked(folder):
+        for record in (None, {"launcher": "local", "host": socket.gethostname(), "slot": 1}):
+            if record is None:
+                (folder / RECORD).write_text('{"launcher": "lo')
+            else:
+                write_record(folder, record)
+            [job] = going([folder]).values()
+            assert (job.kind, job.slot) == ("running", -1 if record is None else 1)
+            with pytest.raises(LinnaeusError, match=r"job\.json: names no process to end, 0\.2 s after"):
+                cancel([folder, folder])
+    assert not going([folder])
+    cancel([folder])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}", "[]", "1", '{"launcher": "slurm", "id": 12}', '{"launcher": "local", "host": "a"}',
+        '{"launcher": "local", "host": 1, "slot": 0}', '{"launcher": "slurm", "id": "1", "seconds": null}',
+        '{"launcher": "local", "host": "a", "slot": 0, "child": 1}', '{"launcher": "other", "id": "1"}',
+    ],
+)  # fmt: skip
+def test_a_damaged_record_is_none(folder: Path, content: str) -> None:
+    (folder / RECORD).write_text(content)
+    assert read_record(folder) is None
+    assert not going([folder])
+    assert lost(folder) is None
+    cancel([folder])
+
+
+def test_a_run_has_no_outcome_while_it_goes_on(launcher: Local, folder: Path) -> None:
+    """That of its earlier process would count when nobody sees its end."""
+    save_outcome(folder, Outcome(130, 1000.0, "stopped by SIGINT"))
+    start(launcher, folder, LASTING.format(saving=0))
+    wait_until(lambda: "up" in text(folder))
+    assert read_outcome(folder) is None
+    record = read_record(folder)
+    assert record is not None
+    for name in PROCESSES:
+        os.kill(record[name][0], signal.SIGKILL)
+    wait_until(lambda: not going([folder]))
+    outcome = lost(folder)
+    assert outcome is not None
+    assert (outcome.seconds, outcome.was_interrupted) == (1000.0, True), "what it took before counts"
+
+
+def test_an_outcome_that_is_final_hides_the_job_of_slurm(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "queue", lambda: "there is no squeue here")
+    write_slurm_record(folder, "12")
+    for outcome, is_shown in (
+        (Outcome(1, 1.0, "no such model"), False), (Outcome(130, 1.0, "stopped"), True),
+        (Outcome(-9, 1.0), True), (Outcome(0, 1.0, None, {}), False),
+    ):  # fmt: skip
+        save_outcome(folder, outcome)
+        assert [job.kind for job in going([folder]).values()] == ["unknown"] * is_shown
+
+
+def test_the_process_of_a_run_leaves_its_own_errors_with_the_run(launcher: Local, folder: Path) -> None:
+    class Nothing(Share):
+        def command(self, words: object) -> list[str]:
+            return ["/no/such/program"]
+
+    launcher.shares = [Nothing()]
+    launcher.submit([Task(folder, ())], [])
+    wait_until(lambda: launcher.reap() == 0)
+    assert "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/program'" in text(folder)
+    outcome = lost(folder)
+    assert outcome is not None
+    assert "logs/output.txt says why" in str(outcome.reason)
+
+
+def test_runs_before_one_that_cannot_be_started_go_on(launcher: Local, folder: Path) -> None:
+    tasks = [Task(path, (LASTING.format(saving=0),)) for path in (folder, folder / "missing")]
+    with pytest.raises(LinnaeusError, match="missing: the run cannot be started: "):
+        launcher.submit(tasks, [])
+    assert [*going([task.folder for task in tasks])] == [folder]
+    wait_until(lambda: "up" in text(folder))
+    cancel([folder])
+    assert ended(folder).was_stopped
+
+
+def test_a_signal_is_passed_on_once_whenever_it_comes() -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    counts = []
+    for moment in range(200):
+        passed, count = list[int](), itertools.count()
+        supervisor = Supervisor(lambda number, _, passed=passed: passed.append(number))  # type: ignore[misc]
+
+        def trace(frame: FrameType, event: str, _: object, moment: int = moment, count=count) -> Any:  # type: ignore[no-untyped-def]
+            if frame.f_code.co_name not in ("wait", "_pass_on"):
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode" and next(count) == moment:
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        before = sys.gettrace()
+        with supervisor.listening():
+            try:
+                sys.settrace(trace)
+                supervisor.wait(child)
+            finally:
+                sys.settrace(before)
+        counts.append(len(passed))
+        if not supervisor.received:
+            break
+    assert counts[0] == 1, "it came before the process was known"
+    assert {*counts} == {0, 1}, "0 when the process had ended"
+    assert not supervisor.received, "all moments have been tried"
 
 
 def test_a_free_share_is_taken(launcher: Local, tmp_path: Path) -> None:
@@ -182,9 +379,9 @@ def test_a_free_share_is_taken(launcher: Local, tmp_path: Path) -> None:
     busy = {folders[0]: start(launcher, folders[0], LASTING.format(saving=0))}
     assert launcher.room(busy.values()) == 1
     launcher.submit([Task(folders[1], (LASTING.format(saving=0),))], busy.values())
-    jobs = going(folders)
-    assert {folder.name: job.slot for folder, job in jobs.items()} == {"a": 0, "b": 1}
-    assert launcher.room(jobs.values()) == 0
+    found = going(folders)
+    assert {folder.name: job.slot for folder, job in found.items()} == {"a": 0, "b": 1}
+    assert launcher.room(found.values()) == 0
     for folder in folders[:2]:
         wait_until(lambda folder=folder: "up" in text(folder))  # type: ignore[misc]
     cancel(folders)
@@ -201,7 +398,7 @@ def test_the_share_of_a_run_is_what_it_gets(folder: Path, monkeypatch: pytest.Mo
     start(launcher, folder, f"import os; print([os.environ[n] for n in {names}], os.sched_getaffinity(0))")
     ended(folder)
     assert text(folder) == f"['3,4', '1'] {{{core}}}\n"
-    wait_until(lambda: launcher.room([]) == 1 and not launcher._processes)
+    wait_until(lambda: launcher.reap() == 0)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +410,36 @@ def test_the_share_of_a_run_is_what_it_gets(folder: Path, monkeypatch: pytest.Mo
 )  # fmt: skip
 def test_gpus_are_divided(jobs: int, gpus: str, expected: list[str]) -> None:
     assert ["".join(share.gpus or ()) for share in divide(jobs, [*gpus], [])] == expected
+
+
+@pytest.mark.parametrize(
+    ("held", "jobs", "free"),
+    [
+        # The runs that go on, each with its share's number and GPUs; then the new shares that are free.
+        (["0 0,1", "1 2,3"], 4, []), (["1 2,3"], 4, [0, 1]), (["0 all"], 4, []), (["0 all"], 1, []),
+        (["3 3"], 2, [0]), (["1 2,3"], 2, [0]), (["0 0", "1 1", "2 2"], 2, []), (["-1 all"], 2, []),
+        ([], 2, [0, 1]), (["0 4,5"], 2, [0]),
+    ],
+)  # fmt: skip
+def test_gpus_of_runs_that_a_sweep_with_other_shares_has_started(
+    held: list[str], jobs: int, free: list[int], folder: Path
+) -> None:
+    going_on = []
+    for number, text in enumerate(held):
+        slot, gpus = text.split()
+        env = {} if gpus == "all" else {"CUDA_VISIBLE_DEVICES": gpus}
+        run = folder / str(number)
+        run.mkdir()
+        with locked(run):
+            write_record(run, {"launcher": "local", "host": "node7", "slot": int(slot), "env": env})
+            going_on += going([run]).values()
+    launcher = Local(divide(jobs, [*"0123"], []))
+    assert launcher._free(going_on)[: launcher.room(going_on)] == free
+
+
+def test_runs_that_share_a_gpu_have_shares_of_their_own() -> None:
+    launcher = Local(divide(3, ["0"], []))
+    assert launcher._free([Job("running", "", slot=1, gpus=("0",))]) == [0, 2]
 
 
 def test_a_machine_without_gpus_changes_nothing_about_them() -> None:

@@ -29,18 +29,25 @@ LINES = [
     ("--slurm exclusive gres=gpu:a:4 --cfg x", {"exclusive": None, "gres": "gpu:a:4"}, "--cfg x"),
     ("--slurm nodes=2 --slurm mem=0 nodes=4 ~LOSS", {"nodes": "4", "mem": "0"}, "~LOSS"),
     ("--slurm comment=a=b --plot x.png", {"comment": "a=b"}, "--plot x.png"),
+    ("runs/birds --slurm nodes=2 hold photos", {"nodes": "2", "hold": None}, "runs/birds photos"),
+    ("--slurm nodes=2 -- exclusive --jobs", {"nodes": "2"}, "-- exclusive --jobs"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("line", "found", "rest"), LINES, ids=[line for line, _, _ in LINES])
 def test_options_of_sbatch_end_where_others_begin(line: str, found: dict[str, str | None], rest: str) -> None:
-    taken, others, problems = take([*line.split(), "--launcher", "slurm"])
+    taken, others, problems = take(["--launcher", "slurm", *line.split()])
     assert (taken.slurm, others, problems) == (found, rest.split(), [])
 
 
 def test_a_short_time_with_a_signal_of_its_own_is_taken() -> None:
     assert take(["--launcher=slurm", "--slurm", "time=2", "signal=B:USR1@30"])[2] == []
     assert take(["--launcher=slurm", "--slurm", "time=2:00:00"])[2] == []
+
+
+def test_the_options_of_a_launcher_whose_name_is_misspelled_are_no_mistake(run: Run) -> None:
+    outcome = run("train", "--launcher=slrum", "--slurm", "nodes=2", "--dry-run")
+    assert outcome.err.startswith("1 problem in"), outcome.err
 
 
 def test_a_group_of_ones_own_is_no_option_of_sbatch(tmp_path: Path) -> None:
@@ -52,12 +59,13 @@ def test_a_group_of_ones_own_is_no_option_of_sbatch(tmp_path: Path) -> None:
 
 
 BAD = [
-    ("train --launcher slrum", "--launcher: 'slrum' is none; there are local and slurm"),
+    ("train --launcher slrum", "--launcher: 'slrum' is none; there are local and slurm; did you mean slurm?"),
     ("sweep --launcher=", "--launcher: '' is none"),
     ("sweep --jobs 0", "--jobs: '0' is not a whole number of at least 1"),
     ("train --jobs 2", "--jobs: is for linnaeus sweep"),
     ("train --slurm nodes=2", "--slurm: is for --launcher slurm, which is not given"),
     ("train --launcher slurm --slurm", "--slurm: needs options of sbatch"),
+    ("train --launcher slurm --slurm photos", "--slurm: needs options of sbatch"),
     ("plan --launcher slurm --slurm ntasks=8", "--slurm ntasks: each node has one task"),
     ("train --launcher slurm --slurm signal=USR1@60", "--slurm signal=USR1@60: would end the ranks"),
     ("train --launcher slurm --slurm time=5", "--slurm time=5: a run is told 180 s before the end"),

@@ -13,7 +13,7 @@ from linnaeus.commands.options import CommandParser, check_files, read_count, re
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, RUN_FILES
-from linnaeus.launchers.options import LaunchOptions, take
+from linnaeus.launchers.options import LaunchOptions, read_jobs, take
 from linnaeus.memory.gpus import Gpu
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ PARSER.option(
     "picture: .png, .svg or .html by its ending; default sweep.png beside the runs",
 )  # fmt: skip
 PARSER.option(
-    "--jobs", "N", int, "how many runs go on at once; default: one on this machine, all on SLURM",
+    "--jobs", "N", read_jobs, "how many runs go on at once; default: one on this machine, all on SLURM",
 )  # fmt: skip
 PARSER.option(
     "--search", "NAME", _read_search,
