@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -136,8 +136,11 @@ def _interval(key: str, text: str, value: IntervalSweep) -> Axis:
     if is_log and low <= 0:
         raise ValueError(f"{text!r}: tag(log, ...) needs ends above 0")
     is_whole = isinstance(value.start, int) or _is_whole(key)
-    axis = Axis(key, low, high, is_log=is_log, is_whole=is_whole)
-    return replace(axis, low=math.ceil(low), high=math.floor(high)) if is_whole else axis
+    if is_whole:
+        low, high = math.ceil(low), math.floor(high)
+        if low > high:
+            raise ValueError(f"{text!r}: there is no whole number in it")
+    return Axis(key, low, high, is_log=is_log, is_whole=is_whole)
 
 
 def _range(key: str, text: str) -> Axis | None:
