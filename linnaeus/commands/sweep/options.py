@@ -52,7 +52,7 @@ ends local runs with a checkpoint (twice: at once), and asks before it cancels j
 examples:
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,64,128
   linnaeus sweep --cfg my_exp.yaml --jobs 4 'EXPERIMENT.SEED=range(0,8)'
-  linnaeus sweep --cfg my_exp.yaml OPTIMIZER.LR=1e-3,2e-3 --launcher slurm --slurm gpus-per-node=4 time=4:00:00
+  linnaeus sweep --cfg my_exp.yaml EXPERIMENT.SEED=0,1 --launcher slurm --slurm gpus-per-node=4 time=4:00:00
   linnaeus sweep --cfg my_exp.yaml --search optuna --trials 40 OPTIMIZER.LR='interval(1e-4,1e-1)'
   linnaeus sweep --status runs/my_exp
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,128 OPTIMIZER.LR=1e-3,2e-3 --plot sweep.html
