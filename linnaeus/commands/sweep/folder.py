@@ -23,8 +23,10 @@ from linnaeus.files import (
 from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, read_outcome
 from linnaeus.launchers.record import forget_record
 
-ASKED, SWEEP = "asked.yaml", "sweep.json"
-"""The configuration that a run was started with, in its folder; and the figures of all, in the sweep's."""
+ASKED = "asked.yaml"
+"""The configuration that a run was started with, in its folder."""
+SWEEP, STUDY = "sweep.json", "study.journal"
+"""The figures of all runs, and the study of a search, in the sweep's folder."""
 
 
 def lock_folder(folder: Path) -> FolderLock:

@@ -126,6 +126,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
             combinations have names one of them.
     """
     # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
+    from linnaeus.commands.sweep.folder import STUDY, SWEEP
     from linnaeus.commands.sweep.grid import read_grid
     from linnaeus.commands.sweep.space import Space, read_space
     from linnaeus.config.load import to_yaml
@@ -136,6 +137,8 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
     problems += more
     if options.status and len(rest) == 1 and "=" not in rest[0] and not rest[0].startswith("-"):
         return _options_for_status(options, Path(rest[0]), problems), []
+    if options.status and not rest and not problems:
+        raise ConfigError("--status: give the folder of a sweep, such as runs/my_exp, or its whole command")
     if options.search is None:
         problems += [f"{name}: is for --search optuna" for name in options.only_for_search()]
         grid = read_grid(rest)
@@ -164,6 +167,11 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
         raise ConfigError(
             f"EXPERIMENT.NAME: {folder} is the folder of a run, and a sweep keeps its runs in one of its "
             "own: give the sweep another name"
+        )
+    if (folder / SWEEP).exists() and (folder / STUDY).exists() != isinstance(found, Space):
+        raise ConfigError(
+            f"EXPERIMENT.NAME: {folder} is the folder of a {'grid' if isinstance(found, Space) else 'search'}"
+            "; give this sweep another name"
         )
     return options, runs
 

@@ -17,14 +17,14 @@ from typing import Any
 
 from linnaeus.commands.compare.history import History, is_smaller_better
 from linnaeus.commands.compare.results import Row
-from linnaeus.commands.sweep.folder import ASKED, is_asked
+from linnaeus.commands.sweep.folder import ASKED, STUDY, is_asked
 from linnaeus.commands.sweep.grid import Combination
 from linnaeus.commands.sweep.options import PlannedRun
 from linnaeus.commands.sweep.source import Source
 from linnaeus.commands.sweep.space import Axis, Space
+from linnaeus.config.keys import suggest
 from linnaeus.errors import ConfigError
 
-STUDY = "study.journal"
 JOBS_ON_SLURM = 4
 """Trials at once on SLURM by default: the more at once, the less each can learn from the others."""
 MIN_EPOCHS_LEFT = 2
@@ -123,6 +123,7 @@ class Search(Source):
         unfinished = [trial for trial in trials if not trial.state.is_finished()]
         if not unfinished:
             return True
+        self._check_metric(row)
         self._report(unfinished[0], row.history)
         name, sign = _goal(row.metrics, self._plan.metric)
         value = row.result.get("metrics", {}).get(name)
@@ -134,19 +135,23 @@ class Search(Source):
             how = {"state": self._states.FAIL}
         else:
             return False
-        if row.status == "finished" and value is None:
-            known = ", ".join(row.metrics)
-            logger.warning("%s: has no %s, and does not count; there are %s", row.title, name, known)
         for trial in unfinished:
             self._study.tell(trial.number, **how)
         return True
 
     def prunes(self, row: Row) -> bool:
-        """Report new validations of a run to the study; returns whether to end the run, at most once True."""
+        """Report new validations of a run to the study; returns whether to end the run, at most once True.
+
+        Raises:
+            ConfigError: the run has no such metric.
+        """
         history = row.history
-        if not self._plan.prune or self._seen.get(row.folder) is history:
+        if self._seen.get(row.folder) is history:
             return False
         self._seen[row.folder] = history
+        self._check_metric(row)
+        if not self._plan.prune:
+            return False
         frozen = self._trials()[self._numbers[row.folder][0]]
         if frozen.state.is_finished() or frozen.user_attrs.get(PRUNED):
             return False
@@ -166,6 +171,15 @@ class Search(Source):
         # Without a metric that is named, `_goal` may have negated a loss.
         value = best.value if self._plan.metric is not None else abs(best.value)
         return f"{found} with {value:.4f}"
+
+    def _check_metric(self, row: Row) -> None:
+        """Raise `ConfigError` for a metric that the runs do not have: the search would learn nothing."""
+        wanted, known = self._plan.metric, row.metrics
+        if wanted is not None and known and wanted not in known:
+            raise ConfigError(
+                f"--metric: {row.folder} has no {wanted!r}{suggest(wanted, known)}; there are "
+                f"{', '.join(known)}; end its active runs, and give the search another EXPERIMENT.NAME"
+            )
 
     def _trials(self) -> Any:
         """The trials of the study by their numbers."""
@@ -242,7 +256,7 @@ class Search(Source):
             # keeps the sampler away from points that are being run, and is not the default before Optuna 5.
             study.sampler = optuna.samplers.TPESampler(seed=plan.seed + len(study.trials), constant_liar=True)
             study.pruner = optuna.pruners.MedianPruner(n_warmup_steps=plan.warmup_epochs + 1)
-        asked = json.dumps([plan.metric, [astuple(axis) for axis in plan.space.axes]])
+        asked = json.dumps([plan.metric, sorted(astuple(axis) for axis in plan.space.axes)])
         if study.user_attrs.get("asked", asked) != asked or study.direction.name.lower() != direction:
             raise ConfigError(
                 f"EXPERIMENT.NAME: {path} is the study of a search with other keys, values or metric, or "

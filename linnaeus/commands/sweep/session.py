@@ -6,6 +6,7 @@ import logging
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +23,7 @@ from linnaeus.commands.sweep.search_plot import save_search_plot
 from linnaeus.commands.sweep.source import Source
 from linnaeus.commands.sweep.watch import Stop, Watch, words_of
 from linnaeus.console import make_console
-from linnaeus.errors import EXIT_INTERRUPTED, ConfigError
+from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
 from linnaeus.launchers.interface import Launcher
 from linnaeus.launchers.jobs import cancel_command
 from linnaeus.launchers.local import Local, Share, divide, visible_gpus
@@ -49,10 +50,8 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
     console = make_console()
     if options.status:
         return _show_status(options, runs, console)
-    if options.launch.dry_run:
-        console.print(_dry_run(options, runs), markup=False, soft_wrap=True, end="")
-        return 0
-    set_up_logging(None, rank=0, console=console)
+    if not options.launch.dry_run:  # which prints what a shell or sbatch reads
+        set_up_logging(None, rank=0, console=console)
     try:
         launcher = _launcher(options, runs)
         if options.predict_gpu:
@@ -60,6 +59,9 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
             from linnaeus.commands.sweep.predict import check_predictions
 
             check_predictions(runs, options.predict_gpu, console, world_size=launcher.num_processes)
+        if options.launch.dry_run:
+            console.print(_dry_run(options, runs, launcher), markup=False, soft_wrap=True, end="")
+            return 0
         stop = Stop()
         with stop.listening():
             sweep = _train(options, runs, launcher, stop, console)
@@ -92,6 +94,8 @@ def _train(
         watch.to_the_end()
     finally:
         lock.release()
+        with suppress(OSError):  # nothing has been started, and the folder is empty
+            folder.rmdir()
     if sweep.rows:
         _report(options, sweep, folder, console)
     if search is not None and (best := search.best()) is not None:
@@ -135,13 +139,12 @@ def _listed(shares: Sequence[Share]) -> str:
     return " | ".join(map(str, shares))
 
 
-def _dry_run(options: Options, runs: Sequence[PlannedRun]) -> str:
+def _dry_run(options: Options, runs: Sequence[PlannedRun], launcher: Launcher) -> str:
     """What would be started."""
-    launcher = _launcher(options, runs)
     if isinstance(launcher, Slurm):
         return launcher.script(len(runs) if options.plan is None else 1)
     assert isinstance(launcher, Local)
-    lines = []
+    lines = [] if options.plan is None else ["# such as these; the search chooses the values"]
     for number, planned in enumerate(runs):
         share = launcher.shares[number % len(launcher.shares)]
         env = [f"{name}={value}" for name, value in share.env().items()]
@@ -187,21 +190,25 @@ def _save(sweep: Comparison, folder: Path) -> None:
 
 
 def _report(options: Options, sweep: Comparison, folder: Path, console: Console) -> None:
-    """Write the files, then show the same figures."""
-    plot = options.plot or folder / "sweep.png"
-    _save(sweep, folder)
-    if options.plan is None:
-        save_plot(sweep, plot)
-    else:
-        smaller = is_smaller_better(sweep.metric)
-        save_search_plot(sweep, options.plan.space.axes, plot, smaller_is_better=smaller)
+    """Show the figures, then write them to the files."""
+    print_runs(sweep, console)
     if sweep.wanted_metric is not None and sweep.metrics and sweep.wanted_metric not in sweep.metrics:
         logger.warning("--metric: no run has %s; there are %s", sweep.wanted_metric, ", ".join(sweep.metrics))
-    print_runs(sweep, console)
-    logger.info("figures: %s and sweep.csv; picture: %s", folder.resolve() / SWEEP, plot.resolve())
+    plot = options.plot or folder / "sweep.png"
+    try:
+        _save(sweep, folder)
+        if options.plan is None:
+            save_plot(sweep, plot)
+        else:
+            smaller = is_smaller_better(sweep.metric)
+            save_search_plot(sweep, options.plan.space.axes, plot, smaller_is_better=smaller)
+        logger.info("figures: %s and sweep.csv; picture: %s", folder.resolve() / SWEEP, plot.resolve())
+    except (OSError, LinnaeusError) as error:  # a full disk
+        logger.warning("figures and picture cannot be written: %s", error)
     if left := sweep.with_status("pending", "running", "unknown"):
         logger.info(
-            "%s left to go on; the same command joins, linnaeus sweep --status %s looks, and %s cancels",
+            "%s left to go on; the same command joins them, "
+            "linnaeus sweep --status %s shows them, and %s cancels them",
             counted(len(left), "run"), shlex.quote(str(folder)), cancel_command([row.folder for row in left]),
         )  # fmt: skip
     elif len(sweep.with_status("finished", "failed", "pruned")) < len(sweep.rows):

@@ -18,12 +18,13 @@ from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.sweep.folder import ASKED, is_asked, prepare
 from linnaeus.commands.sweep.options import PlannedRun
 from linnaeus.commands.sweep.source import Source
+from linnaeus.config.keys import suggest
 from linnaeus.console import StatusLine
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.launchers.interface import Job, Launcher, Task
 from linnaeus.launchers.jobs import cancel, going, lost
 from linnaeus.launchers.outcome import OUTPUT, last_line, read_outcome
-from linnaeus.launchers.record import read_record
+from linnaeus.launchers.record import RECORD, read_record
 from linnaeus.words import counted
 
 LOST_LOOKS = 3
@@ -113,8 +114,11 @@ class Watch:
         self._waiting: deque[Path] = deque()
         self._active: list[Path] = []
         """The runs that have been started and not ended."""
+        self._others: list[Path] = []
+        """Runs of the same folder that this sweep does not have, but an earlier one has started."""
         self._gone_since: dict[Path, float] = {}
         """When each active run was first seen without a job and without an outcome."""
+        self._has_checked_metric = False
         self.when_started: Callable[[], object] = lambda: None
 
     @property
@@ -143,6 +147,7 @@ class Watch:
         """
         for planned in self._source.earlier():
             self._add(planned)
+        self._find_others()
         jobs = going(self._planned)
         for folder, planned in self._planned.items():
             row, title = self._rows[folder], self._titles[folder]
@@ -160,6 +165,13 @@ class Watch:
                 self._waiting.append(folder)
             elif row.status == "finished":
                 logger.info("%s: has ended well before%s", title, self._figure(row))
+
+    def _find_others(self) -> None:
+        """Find active runs of earlier sweeps with other values: they have a share of this machine."""
+        found = {record.parent for planned in self._planned for record in planned.parent.glob(f"*/{RECORD}")}
+        for folder, job in going(sorted(found - self._planned.keys())).items():
+            self._others.append(folder)
+            logger.warning("%s: %s is active there, and no longer one of the sweep's runs", folder, job.name)
 
     def _has_ended_for_good(self, row: Row, planned: PlannedRun) -> bool:
         """Whether an earlier process has run this, and it is neither resumed nor repeated."""
@@ -184,7 +196,7 @@ class Watch:
 
     def _step(self) -> bool:
         """Look at the runs and start what there is room for; returns whether any is left."""
-        jobs = going(self._active)
+        jobs = going([*self._active, *self._others])
         changed = False
         for folder in [*self._active]:
             row = self._rows[folder]
@@ -192,6 +204,7 @@ class Watch:
             row.job = jobs.get(folder)
             if row.job is not None:
                 self._gone_since.pop(folder, None)
+                self._check_metric(row)
                 if self._source.prunes(row):
                     self._prune(folder)
             elif self._has_ended(folder, row):
@@ -201,6 +214,18 @@ class Watch:
         if changed:
             self._save()
         return bool(self._active or self._waiting or self._num_left)
+
+    def _check_metric(self, row: Row) -> None:
+        """Warn of a metric that the first run with a validation does not have."""
+        wanted = self._sweep.wanted_metric
+        if self._has_checked_metric or wanted is None or not (known := row.metrics):
+            return
+        self._has_checked_metric = True
+        if wanted not in known:
+            logger.warning(
+                "--metric: %s has no %r%s; there are %s",
+                row.title, wanted, suggest(wanted, known), ", ".join(known),
+            )  # fmt: skip
 
     def _prune(self, folder: Path) -> None:
         logger.info("%s: pruned, because it is worse than the median of the others", self._titles[folder])
@@ -284,14 +309,16 @@ class Watch:
         """Ask whether to cancel jobs; without a terminal, after SIGTERM or a second Ctrl-C they stay."""
         if self._stop.signals != [signal.SIGINT] or not sys.stdin.isatty():
             return False
-        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
         try:
             answer = input(f"cancel {counted(len(self._active), 'job')}? [y/N] ")
             return answer.strip().lower() in ("y", "yes")
         except (KeyboardInterrupt, EOFError):
             return False
         finally:
-            signal.signal(signal.SIGINT, handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _describe(self) -> str:
         """The status line: the only active run with its last line, or the number of runs in each status."""

@@ -172,7 +172,7 @@ def test_a_killed_sweep_is_joined(run_in_child: Run, tmp_path: Path) -> None:
         child.wait_for((run / "checkpoints/last.pt").exists)
     refused = run_in_child(*argv)
     assert refused.code == 2
-    assert f"another sweep is at work here (process {child.process.pid})" in refused.err
+    assert f"another sweep is at work here (process {child.process.pid} on " in refused.err
     assert child.end(signal.SIGKILL) == -signal.SIGKILL
     record = json.loads((killed / "job.json").read_text())
     for name in ("supervisor", "child"):
