@@ -32,6 +32,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / run / "checkpoints/best.pt").touch()
         (tmp_path / run / "checkpoints/last.pt").touch()
         (tmp_path / run / "config.yaml").write_text(EXPERIMENT)
+    (tmp_path / "photos").mkdir()
+    for image in ("photos/0.jpg", "a.jpg", "b.jpg"):
+        (tmp_path / image).touch()
     monkeypatch.chdir(tmp_path)
 
 

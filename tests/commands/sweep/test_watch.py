@@ -1,4 +1,4 @@
-"""What a sweep does with jobs of SLURM that nobody answers for, with signals, and with launchers that fail."""
+"""What a sweep does with jobs that SLURM does not know, with signals, and with launchers that fail."""
 
 from __future__ import annotations
 
