@@ -69,7 +69,8 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
         close_logging()
     if stop.requested:
         return EXIT_INTERRUPTED
-    return 0 if len(sweep.with_status("finished", "pruned")) == len(sweep.rows) else EXIT_SOME_FAILED
+    ended_well = sweep.with_status("finished", "pruned")
+    return 0 if ended_well and len(ended_well) == len(sweep.rows) else EXIT_SOME_FAILED
 
 
 def _train(

@@ -167,11 +167,16 @@ class Watch:
                 logger.info("%s: has ended well before%s", title, self._figure(row))
 
     def _find_others(self) -> None:
-        """Find active runs of earlier sweeps with other values: they have a share of this machine."""
-        found = {record.parent for planned in self._planned for record in planned.parent.glob(f"*/{RECORD}")}
+        """Find active local runs of earlier sweeps with other values: they have a share of this machine."""
+        parents = {folder.parent for folder in self._planned}
+        found = {record.parent for parent in parents for record in parent.glob(f"*/{RECORD}")}
         for folder, job in going(sorted(found - self._planned.keys())).items():
-            self._others.append(folder)
-            logger.warning("%s: %s is active there, and no longer one of the sweep's runs", folder, job.name)
+            if not _is_on_slurm(folder):
+                self._others.append(folder)
+                logger.warning(
+                    "%s: %s is active there and takes room, but is no run of this command, whose Ctrl-C does "
+                    "not end it", folder, job.name,
+                )  # fmt: skip
 
     def _has_ended_for_good(self, row: Row, planned: PlannedRun) -> bool:
         """Whether an earlier process has run this, and it is neither resumed nor repeated."""

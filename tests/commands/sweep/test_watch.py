@@ -108,17 +108,21 @@ def test_runs_that_a_failing_launcher_has_started_are_active(tmp_path: Path) -> 
     assert sweep.saved[-1] == ["unknown", "not run", "not run"]
 
 
-def test_runs_of_an_earlier_list_of_values_take_room(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_local", [True, False])
+def test_local_runs_of_an_earlier_list_of_values_take_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_local: bool
 ) -> None:
     Sweep(tmp_path, Queue()).start_before(0)
+    if is_local:
+        monkeypatch.setattr(module, "_is_on_slurm", lambda _: False)
     queue = Queue(size=2)
     sweep = Sweep(tmp_path, queue, seeds="1,2,3")
     queue.at_submit = lambda: sweep.stop.signals.append(signal.SIGTERM)
+    monkeypatch.setattr(module, "cancel", lambda _: later(0.3, sweep.watch._active.clear))
     with caplog.at_level(logging.WARNING):
         sweep.run()
-    assert len(queue.started) == 1, "the other one has no room"
-    assert "SEED=0: SLURM job 0 is active there, and no longer one of the sweep's runs" in caplog.text
+    assert len(queue.started) == (1 if is_local else 2)
+    assert ("SEED=0: SLURM job 0 is active there and takes room" in caplog.text) == is_local
 
 
 def later(seconds: float, action: Callable[[], object]) -> None:
