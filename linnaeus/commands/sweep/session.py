@@ -179,9 +179,7 @@ def _saved_values(folder: Path) -> dict[Path, dict[str, str]]:
     except (KeyError, TypeError, ValueError):
         found = {}
     if not found or len({tuple(values) for values in found.values()}) > 1:
-        raise ConfigError(
-            f"--status: {folder / SWEEP} holds no runs, or is damaged; give the command of the sweep instead"
-        )
+        raise ConfigError(f"--status: {folder / SWEEP} holds no runs; give the command of the sweep instead")
     return found
 
 

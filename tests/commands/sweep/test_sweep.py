@@ -231,7 +231,7 @@ def test_the_status_of_a_damaged_sweep(run: Run, tmp_path: Path, text: str) -> N
     (tmp_path / "sweep.json").write_text(text)
     outcome = run("sweep", "--status", str(tmp_path))
     assert outcome.code == 2
-    assert "holds no runs, or is damaged; give the command of the sweep instead" in outcome.err
+    assert "holds no runs; give the command of the sweep instead" in outcome.err
 
 
 def test_the_status_of_nothing(run: Run) -> None:
