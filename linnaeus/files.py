@@ -26,6 +26,8 @@ RUN_FILES = ("config.yaml", "model.json", "metrics.jsonl", "result.json", "autob
 """Files that a run writes into its folder."""
 SWEEP_FILES = ("asked.yaml", "outcome.json")
 """Files that a sweep writes into the folder of a run."""
+FILES_OF_SWEEP = ("sweep.json", "study.journal")
+"""Files in the folder of a sweep itself."""
 LOCK = ".lock"
 """The file inside the folder of a run that the run keeps locked while it goes on."""
 BEFORE = ".before"
@@ -282,6 +284,19 @@ def check_run_folder(folder: Path, *, keep: bool = True) -> bool:
             "folder of another run; choose another name"
         )
     return True
+
+
+def check_no_sweep(folder: Path) -> None:
+    """Refuse the folder of a sweep for a run, whose files would mix with those of the sweep.
+
+    Raises:
+        ConfigError: it is the folder of a sweep.
+    """
+    if any((folder / name).exists() for name in FILES_OF_SWEEP):
+        raise ConfigError(
+            f"EXPERIMENT.NAME: {folder} is the folder of a sweep, which holds a folder for each of its runs; "
+            "choose another name"
+        )
 
 
 def _runs_within(folder: Path) -> Iterator[Path]:

@@ -20,6 +20,7 @@ from linnaeus.console import is_interactive, make_console
 from linnaeus.files import (
     LOGS,
     FolderLock,
+    check_no_sweep,
     check_run_folder,
     forget_run_files,
     holds_run,
@@ -107,6 +108,7 @@ class RunFolder:
             self.begin()
 
     def _lock_earlier_run(self) -> bool:
+        check_no_sweep(self._path)
         holds_run = check_run_folder(self._path, keep=self._keep)
         if holds_run:
             self._lock = FolderLock(self._path)

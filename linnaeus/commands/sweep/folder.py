@@ -1,4 +1,4 @@
-"""The folder of a sweep and those of its runs: whose they are, and what a run was asked to do.
+"""The folder of a sweep and those of its runs: the lock, and the configuration that a run was started with.
 
 A run reads its configuration from `asked.yaml`. How it ended counts as long as the configuration is the same.
 """
@@ -6,51 +6,45 @@ A run reads its configuration from `asked.yaml`. How it ended counts as long as 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
-from linnaeus.files import prepare_run_folder, write_text_atomically
+from linnaeus.files import (
+    LOCK,
+    FolderInUseError,
+    FolderLock,
+    prepare_run_folder,
+    take_run_folder,
+    write_text_atomically,
+)
 from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, read_outcome
 from linnaeus.launchers.record import forget_record
 
-ASKED, SWEEP = "asked.yaml", "sweep.json"
-"""What a run was asked for, in its folder; and the figures of all runs, in that of the sweep."""
-LOCK = ".lock"
+ASKED = "asked.yaml"
+"""The configuration that a run was started with, in its folder."""
+SWEEP, STUDY = "sweep.json", "study.journal"
+"""The figures of all runs, and the study of a search, in the sweep's folder."""
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[IO[str]]:
-    """Lock the folder of a sweep against other sweeps; its runs do not keep the lock.
-
-    The file is for the numbers of the processes at work.
+def lock_folder(folder: Path) -> FolderLock:
+    """Make the folder of a sweep and lock it against other sweeps; its runs do not keep the lock.
 
     Raises:
-        ConfigError: the folder is locked already, or cannot be written to.
+        ConfigError: another sweep has locked the folder, or it cannot be written to.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a+", encoding="utf-8")
-    except OSError as error:
+        return take_run_folder(folder, keep=True)[1]
+    except FolderInUseError:
+        holder = "it does not say which"
+        with suppress(OSError):  # it has just ended
+            holder = (folder / LOCK).read_text(encoding="utf-8", errors="replace").strip() or holder
         raise ConfigError(
-            f"EXPERIMENT.OUTPUT_DIR: {folder} cannot be written to: {error.strerror}; choose another folder"
-        ) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise ConfigError(
-                f"{folder}: another sweep is at work here (process {', '.join(lock.read().split())}); look "
-                f"at it with linnaeus sweep --status {folder}, wait for it or end it, or set another "
-                "EXPERIMENT.NAME"
-            ) from None
-        yield lock
+            f"{folder}: another sweep is at work here ({holder}); look at it with linnaeus sweep --status "
+            f"{folder}, wait for it or end it, or set another EXPERIMENT.NAME"
+        ) from None
 
 
 def is_asked(folder: Path, config: Config) -> bool:
@@ -71,12 +65,6 @@ def _chosen(config: Config) -> Config:
     """The configuration without what a sweep sets by itself, and no result depends on."""
     autobatch = dataclasses.replace(config.DATA.AUTOBATCH, SHARED_FOLDER=None)
     return dataclasses.replace(config, DATA=dataclasses.replace(config.DATA, AUTOBATCH=autobatch))
-
-
-def ended_well(folder: Path, config: Config) -> Outcome | None:
-    """The outcome of an earlier process with this configuration, if it ended well."""
-    outcome = read_outcome(folder) if is_asked(folder, config) else None
-    return outcome if outcome is not None and outcome.finished else None
 
 
 def prepare(folder: Path, config: Config) -> Outcome | None:

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from linnaeus.commands.sweep.search import SearchPlan
     from linnaeus.commands.sweep.space import Space
 
-WARMUP_PART = 4
-"""A search ends no run in the first epochs: so many-th part of all."""
+WARMUP_FRACTION = 0.25
+"""No run is pruned in this fraction of the epochs."""
 
 SHARED = "autobatch"
-"""The folder in a sweep's folder in which its runs leave the batch sizes found for each other."""
+"""The folder in a sweep's folder with the batch sizes that its runs share."""
 DESCRIPTION = """\
 Trains once for each combination of values and compares the results: one run after another, several at once
 on this machine, or as jobs of SLURM.
@@ -44,15 +44,15 @@ not stop the others. Called again, a sweep skips the runs that have finished wit
 resumes those that were interrupted, and repeats those that failed. The figures are in sweep.json and
 sweep.csv beside the runs.
 
-With --jobs N, N runs go on at once and each has its share of the GPUs and CPU cores; a run with several GPUs
+With --jobs N, N runs train at once and each has its share of the GPUs and CPU cores; a run with several GPUs
 has a process for each. With --launcher slurm the runs are an array of jobs, at most N at once. The runs do
-not depend on the sweep: the same command joins what goes on, from any shell, and --status only looks. Ctrl-C
+not depend on the sweep: the same command joins running ones, from any shell, and --status only looks. Ctrl-C
 ends local runs with a checkpoint (twice: at once), and asks before it cancels jobs.
 
 examples:
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,64,128
   linnaeus sweep --cfg my_exp.yaml --jobs 4 'EXPERIMENT.SEED=range(0,8)'
-  linnaeus sweep --cfg my_exp.yaml OPTIMIZER.LR=1e-3,2e-3 --launcher slurm --slurm gpus-per-node=4 time=4:00
+  linnaeus sweep --cfg my_exp.yaml EXPERIMENT.SEED=0,1 --launcher slurm --slurm gpus-per-node=4 time=4:00:00
   linnaeus sweep --cfg my_exp.yaml --search optuna --trials 40 OPTIMIZER.LR='interval(1e-4,1e-1)'
   linnaeus sweep --status runs/my_exp
   linnaeus sweep --cfg my_exp.yaml DATA.BATCH_SIZE=32,128 OPTIMIZER.LR=1e-3,2e-3 --plot sweep.html
@@ -71,12 +71,12 @@ class Options:
         metric: name of a validation metric; None for the one that decides which checkpoint is best.
         plot: picture; None for `sweep.png` beside the runs.
         predict_gpu: the GPUs for which batch sizes are predicted before the first run starts.
-        status: only show what is known of the runs.
+        status: only show the status of the runs.
         folder: of the sweep to show, where it is named instead of its command line.
         launch: where the runs run.
-        search: name of what chooses the runs, in place of a grid.
-        trials: how many runs a search has.
-        no_prune: whether a search lets all runs end.
+        search: name of the method that chooses the runs; None for a grid.
+        trials: how many trials a search has.
+        no_prune: whether a search lets all runs train to their end.
         plan: what to search, from the options and the keys.
     """
 
@@ -92,7 +92,7 @@ class Options:
     plan: SearchPlan | None = None
 
     def only_for_search(self) -> list[str]:
-        """The options given that say something of a search."""
+        """The options given that only a search has."""
         return ["--trials"] * (self.trials is not None) + ["--no-prune"] * self.no_prune
 
 
@@ -126,6 +126,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
             combinations have names one of them.
     """
     # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
+    from linnaeus.commands.sweep.folder import STUDY, SWEEP
     from linnaeus.commands.sweep.grid import read_grid
     from linnaeus.commands.sweep.space import Space, read_space
     from linnaeus.config.load import to_yaml
@@ -135,7 +136,9 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
     rest, more = PARSER.take(others, options)
     problems += more
     if options.status and len(rest) == 1 and "=" not in rest[0] and not rest[0].startswith("-"):
-        return _named(options, Path(rest[0]), problems), []
+        return _options_for_status(options, Path(rest[0]), problems), []
+    if options.status and not rest and not problems:
+        raise ConfigError("--status: give the folder of a sweep, such as runs/my_exp, or its whole command")
     if options.search is None:
         problems += [f"{name}: is for --search optuna" for name in options.only_for_search()]
         grid = read_grid(rest)
@@ -158,12 +161,17 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
     if isinstance(found, Space):
         options.plan = _search_plan(options, found, runs[0].config)
     if options.status:
-        return (options, runs) if options.plan is None else (_named(options, folder, []), [])
+        return (options, runs) if options.plan is None else (_options_for_status(options, folder, []), [])
     check_files({"--plot": options.plot})
     if any((folder / name).exists() for name in (*RUN_FILES, CHECKPOINTS)):
         raise ConfigError(
             f"EXPERIMENT.NAME: {folder} is the folder of a run, and a sweep keeps its runs in one of its "
             "own: give the sweep another name"
+        )
+    if (folder / SWEEP).exists() and (folder / STUDY).exists() != isinstance(found, Space):
+        raise ConfigError(
+            f"EXPERIMENT.NAME: {folder} is the folder of a {'grid' if isinstance(found, Space) else 'search'}"
+            "; give this sweep another name"
         )
     return options, runs
 
@@ -176,7 +184,7 @@ def plan_run(combination: Combination) -> PlannedRun:
     """
     from linnaeus.config.load import load_config
 
-    return PlannedRun(combination, _placed(load_config(combination.argv).config, combination))
+    return PlannedRun(combination, _with_run_folder(load_config(combination.argv).config, combination))
 
 
 def _planned(combinations: Sequence[Combination], problems: list[str]) -> list[PlannedRun]:
@@ -205,7 +213,7 @@ def _search_plan(options: Options, space: Space, config: Config) -> SearchPlan:
         seed=config.EXPERIMENT.SEED,
         metric=options.metric,
         prune=not options.no_prune,
-        warmup_epochs=max(config.TRAIN.EPOCHS // WARMUP_PART, 1),
+        warmup_epochs=max(int(config.TRAIN.EPOCHS * WARMUP_FRACTION), 1),
     )
 
 
@@ -215,7 +223,7 @@ def _read_search(text: str) -> str:
     return text
 
 
-def _named(options: Options, folder: Path, problems: list[str]) -> Options:
+def _options_for_status(options: Options, folder: Path, problems: list[str]) -> Options:
     """The options with the folder of `--status FOLDER`.
 
     Raises:
@@ -230,7 +238,7 @@ def _named(options: Options, folder: Path, problems: list[str]) -> Options:
     return dataclasses.replace(options, folder=folder)
 
 
-def _placed(config: Config, combination: Combination) -> Config:
+def _with_run_folder(config: Config, combination: Combination) -> Config:
     """The configuration with the run's own folder below the sweep's; a run that is there is resumed."""
     experiment = dataclasses.replace(
         config.EXPERIMENT,
@@ -270,8 +278,11 @@ PARSER.option(
     "--search", "NAME", _read_search,
     "optuna: choose the values of each run by the results of those before, in place of all combinations",
 )  # fmt: skip
-PARSER.option("--trials", "N", read_count, "runs of a search in all")
-PARSER.switch("--no-prune", "let a search's runs end even if they are worse than the median of the others")
+PARSER.option("--trials", "N", read_count, "runs of a search in all, repeated points included")
+PARSER.switch(
+    "--no-prune",
+    "let a search's runs train to their end even if they are worse than the median of the others",
+)
 PARSER.switch("--status", "show how far the runs are; the folder of a sweep may be all that follows")
 PARSER.option(
     "--predict-gpu", "NAME,...", read_gpus,

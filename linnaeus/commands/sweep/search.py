@@ -1,29 +1,37 @@
-"""A search with Optuna's ask and tell: which runs to start next, and which of them are not worth their time.
+"""A search with Optuna's ask and tell: which runs to start next, and which of them to prune.
 
 The study is a file in the sweep's folder. A trial is told once its run has ended, so that a search that was
-killed goes on: a trial that nobody has told of has a run that goes on, or one that is to be resumed.
+killed can continue: the run of a trial without a result is either running, or to be resumed.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
+import logging
+import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from linnaeus.commands.compare.history import is_smaller_better, read_history
+from linnaeus.commands.compare.history import History, is_smaller_better
 from linnaeus.commands.compare.results import Row
+from linnaeus.commands.sweep.folder import ASKED, STUDY, is_asked
 from linnaeus.commands.sweep.grid import Combination
 from linnaeus.commands.sweep.options import PlannedRun
+from linnaeus.commands.sweep.source import Source
 from linnaeus.commands.sweep.space import Axis, Space
+from linnaeus.config.keys import suggest
 from linnaeus.errors import ConfigError
 
-STUDY = "study.journal"
 JOBS_ON_SLURM = 4
 """Trials at once on SLURM by default: the more at once, the less each can learn from the others."""
+MIN_EPOCHS_LEFT = 2
+"""A run with fewer epochs left is not pruned: its result is worth more than the time."""
 PRUNED = "pruned"
+"""Attribute of a trial whose run the search has asked to end."""
+logger = logging.getLogger("linnaeus.sweep")
 
 
 @dataclass(frozen=True)
@@ -32,12 +40,12 @@ class SearchPlan:
 
     Attributes:
         space: the values of each key.
-        num_trials: runs in all, those of earlier calls and failed ones included.
-        plan: the run of a point; raises `ConfigError` for one that cannot be.
+        num_trials: trials in all, including those of earlier calls, failed ones and repeated points.
+        plan: the run of a point; raises `ConfigError` for an invalid configuration.
         seed: of the sampler.
-        metric: that is searched for its best; None for the one that decides which checkpoint is best.
+        metric: to optimise; None for the one that decides which checkpoint is best.
         prune: whether to end runs that are worse than the median of the others after as many epochs.
-        warmup_epochs: no run ends earlier.
+        warmup_epochs: no run is pruned in these first epochs.
     """
 
     space: Space
@@ -49,104 +57,173 @@ class SearchPlan:
     warmup_epochs: int
 
 
-class Search:
-    """A study in a file, seen as a source of runs.
+class Search(Source):
+    """A study in a file, as a source of runs.
 
     Args:
         folder: of the sweep; it exists, and no other process searches in it.
         plan: what to search.
 
     Raises:
-        ConfigError: Optuna is not installed, or the file has another search.
+        ConfigError: Optuna is not installed, or the file holds another search or is damaged.
     """
 
     def __init__(self, folder: Path, plan: SearchPlan) -> None:
         self._plan = plan
         self._optuna = _import()
+        self._states = self._optuna.trial.TrialState
         self._study = self._open(folder / STUDY)
         self._numbers: dict[Path, list[int]] = {}
         """The trials of each run: the sampler may ask for the same point again."""
+        self._num_epochs: dict[Path, int] = {}
+        self._seen: dict[Path, History] = {}
+        """The validations of each run that the study knows."""
 
     @property
     def num_left(self) -> int:
         """Trials that have not been asked for."""
-        return max(self._plan.num_trials - len(self._study.get_trials(deepcopy=False)), 0)
+        return max(self._plan.num_trials - len(self._trials()), 0)
 
     @property
-    def num_trials(self) -> int:
-        """Runs in all."""
+    def num_runs(self) -> int:
+        """Runs in all, at most."""
         return self._plan.num_trials
 
     def earlier(self) -> list[PlannedRun]:
-        """The runs of the trials that the study has."""
-        return list(self._add(self._study.get_trials(deepcopy=False)))
-
-    def more(self, count: int) -> list[PlannedRun]:
-        """Ask for so many trials; fewer runs where points come again, or none is left.
+        """The runs of the trials that the study has.
 
         Raises:
-            ConfigError: a point that is no configuration.
+            ConfigError: a run has been started with another configuration, so its result does not count here.
         """
+        runs = list(self._add(self._trials()))
+        for run in runs:
+            if (run.folder / ASKED).exists() and not is_asked(run.folder, run.config):
+                raise ConfigError(
+                    f"EXPERIMENT.NAME: {run.folder / ASKED} is another configuration, and a search cannot "
+                    "mix the results of two; give this search another name"
+                )
+        return runs
+
+    def more(self, count: int) -> list[PlannedRun]:
+        """Ask for trials until there are so many new runs, or no trial is left."""
         distributions = {axis.key: self._distribution(axis) for axis in self._plan.space.axes}
-        asked = [self._study.ask(distributions) for _ in range(min(count, self.num_left))]
-        return list(self._add(self._study.get_trials(deepcopy=False)[trial.number] for trial in asked))
+        runs: list[PlannedRun] = []
+        while len(runs) < count and self.num_left:
+            number = self._study.ask(distributions).number
+            runs += self._add([self._trials()[number]])
+        return runs
 
     def told(self, row: Row) -> bool:
-        """Tell the study how a run that does not go on has ended; returns whether that is the end of it.
+        """Tell the study how a run has ended; returns whether it is not to be resumed.
 
         A run that was interrupted, but not by the search, is to be resumed.
         """
-        states = self._optuna.trial.TrialState
-        trials = [self._study.get_trials(deepcopy=False)[number] for number in self._numbers[row.folder]]
+        trials = [self._trials()[number] for number in self._numbers[row.folder]]
         row.pruned = any(trial.user_attrs.get(PRUNED) for trial in trials)
+        unfinished = [trial for trial in trials if not trial.state.is_finished()]
+        if not unfinished:
+            return True
+        self._check_metric(row)
+        self._report(unfinished[0], row.history)
         name, sign = _goal(row.metrics, self._plan.metric)
         value = row.result.get("metrics", {}).get(name)
-        for trial in trials:
-            if trial.state.is_finished():
-                continue
-            if row.status == "finished" and value is not None:
-                self._study.tell(trial.number, sign * value)
-            elif row.pruned:
-                self._study.tell(trial.number, state=states.PRUNED)
-            elif row.outcome is not None and not row.outcome.was_interrupted:
-                self._study.tell(trial.number, state=states.FAIL)
-            else:
-                return False
+        if row.status == "finished" and value is not None:
+            how = {"values": sign * value}
+        elif row.pruned:
+            how = {"state": self._states.PRUNED}
+        elif row.outcome is not None and not row.outcome.was_interrupted:
+            how = {"state": self._states.FAIL}
+        else:
+            return False
+        for trial in unfinished:
+            self._study.tell(trial.number, **how)
         return True
 
-    def prunes(self, folder: Path) -> bool:
-        """Look at the validations of a run; returns whether it is to end, the first time only."""
-        frozen = self._study.get_trials(deepcopy=False)[self._numbers[folder][0]]
-        if not self._plan.prune or frozen.state.is_finished() or frozen.user_attrs.get(PRUNED):
+    def prunes(self, row: Row) -> bool:
+        """Report new validations of a run to the study; returns whether to end the run, at most once True.
+
+        Raises:
+            ConfigError: the run has no such metric.
+        """
+        history = row.history
+        if self._seen.get(row.folder) is history:
             return False
-        trial = self._optuna.trial.Trial(self._study, frozen._trial_id)
-        history = read_history(folder)
-        name, sign = _goal(history.points, self._plan.metric)
-        for epoch, value in history.finite(name):
-            if epoch in frozen.intermediate_values:
-                continue
-            trial.report(sign * value, epoch)
-            if trial.should_prune():
-                trial.set_user_attr(PRUNED, True)
-                return True
-        return False
+        self._seen[row.folder] = history
+        self._check_metric(row)
+        if not self._plan.prune:
+            return False
+        frozen = self._trials()[self._numbers[row.folder][0]]
+        if frozen.state.is_finished() or frozen.user_attrs.get(PRUNED):
+            return False
+        trial = self._report(frozen, history)
+        has_time = self._num_epochs[row.folder] - history.epoch >= MIN_EPOCHS_LEFT
+        if not has_time or not trial.should_prune():
+            return False
+        trial.set_user_attr(PRUNED, True)
+        return True
 
     def best(self) -> str | None:
         """The best finished trial in words; None without one."""
-        if not any(trial.value is not None for trial in self._study.get_trials(deepcopy=False)):
+        if not any(trial.state == self._states.COMPLETE for trial in self._trials()):
             return None
         best = self._study.best_trial
         found = self._plan.space.combination(self._texts(best.params)).title
-        return f"{found} with {abs(best.value):.4f}"
+        # Without a metric that is named, `_goal` may have negated a loss.
+        value = best.value if self._plan.metric is not None else abs(best.value)
+        return f"{found} with {value:.4f}"
 
-    def _add(self, trials: Iterable[Any]) -> Iterable[PlannedRun]:
-        """The runs of trials, each run once."""
+    def _check_metric(self, row: Row) -> None:
+        """Raise `ConfigError` for a metric that the runs do not have: the search would learn nothing."""
+        wanted, known = self._plan.metric, row.metrics
+        if wanted is not None and known and wanted not in known:
+            raise ConfigError(
+                f"--metric: {row.folder} has no {wanted!r}{suggest(wanted, known)}; there are "
+                f"{', '.join(known)}; end its active runs, and give the search another EXPERIMENT.NAME"
+            )
+
+    def _trials(self) -> Any:
+        """The trials of the study by their numbers."""
+        return self._study.get_trials(deepcopy=False)
+
+    def _add(self, trials: Iterable[Any]) -> Iterator[PlannedRun]:
+        """The runs of trials, each run once; a trial whose run has ended already gets the same result."""
         for trial in trials:
-            planned = self._plan.plan(self._plan.space.combination(self._texts(trial.params)))
+            planned = self._planned(trial)
+            if planned is None:
+                continue
             numbers = self._numbers.setdefault(planned.folder, [])
             numbers.append(trial.number)
+            first = self._trials()[numbers[0]]
             if len(numbers) == 1:
+                self._num_epochs[planned.folder] = planned.config.TRAIN.EPOCHS
                 yield planned
+            elif first.state.is_finished() and not trial.state.is_finished():
+                value = first.value if first.state == self._states.COMPLETE else None
+                self._study.tell(trial.number, value, state=first.state)
+
+    def _planned(self, trial: Any) -> PlannedRun | None:
+        """The run of a trial; one that cannot have a run has failed."""
+        problem = "the search was killed while it chose the values"
+        if len(trial.params) == len(self._plan.space.axes):
+            point = self._plan.space.combination(self._texts(trial.params))
+            try:
+                return self._plan.plan(point)
+            except ConfigError as error:
+                problem = f"{point.title}: {'; '.join(error.problems)}"
+        if not trial.state.is_finished():
+            logger.warning("trial %d is left out: %s", trial.number, problem)
+            self._study.tell(trial.number, state=self._states.FAIL)
+        return None
+
+    def _report(self, frozen: Any, history: History) -> Any:
+        """Report the validations that the study does not have; returns the trial."""
+        # The id is private, but no public call makes a `Trial` of one that another process has asked for.
+        trial = self._optuna.trial.Trial(self._study, frozen._trial_id)
+        name, sign = _goal(history.points, self._plan.metric)
+        for epoch, value in history.finite(name):
+            if epoch not in frozen.intermediate_values:
+                trial.report(sign * value, epoch)
+        return trial
 
     def _texts(self, params: Mapping[str, Any]) -> dict[str, str]:
         return {axis.key: axis.text(params[axis.key]) for axis in self._plan.space.axes}
@@ -160,29 +237,39 @@ class Search:
         return kinds.FloatDistribution(axis.low, axis.high, axis.is_log, axis.step)
 
     def _open(self, path: Path) -> Any:
-        """The study of a file, which is made where there is none."""
+        """The study of a file; a new one if there is no file."""
         optuna, plan = self._optuna, self._plan
+        smaller_is_better = plan.metric is not None and is_smaller_better(plan.metric)
+        direction = "minimize" if smaller_is_better else "maximize"
+        _drop_unfinished_line(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            backend = optuna.storages.journal.JournalFileBackend(str(path))
-            storage = optuna.storages.JournalStorage(backend)
-            smaller_is_better = plan.metric is not None and is_smaller_better(plan.metric)
-            study = optuna.create_study(
-                storage=storage, study_name=path.parent.name, load_if_exists=True,
-                direction="minimize" if smaller_is_better else "maximize",
-            )  # fmt: skip
-            # A study that goes on must not draw the same points again.
-            study.sampler = optuna.samplers.TPESampler(seed=plan.seed + len(study.trials))
+            try:
+                backend = optuna.storages.journal.JournalFileBackend(str(path))
+                study = optuna.create_study(
+                    storage=optuna.storages.JournalStorage(backend), study_name="sweep", load_if_exists=True,
+                    direction=direction,
+                )  # fmt: skip
+            except ValueError as error:
+                raise ConfigError(f"EXPERIMENT.NAME: {path} is damaged: {error}") from error
+            # Another seed, so that a continued study does not draw the same points again. `constant_liar`
+            # keeps the sampler away from points that are being run, and is not the default before Optuna 5.
+            study.sampler = optuna.samplers.TPESampler(seed=plan.seed + len(study.trials), constant_liar=True)
             study.pruner = optuna.pruners.MedianPruner(n_warmup_steps=plan.warmup_epochs + 1)
-        own = f"{plan.metric}\n{plan.space.line.overrides}\n{plan.space.line.presets}\n{plan.space.axes}"
-        asked = hashlib.sha256(own.encode()).hexdigest()
-        if study.user_attrs.setdefault("asked", asked) != asked:
+        asked = json.dumps([plan.metric, sorted(astuple(axis) for axis in plan.space.axes)])
+        if study.user_attrs.get("asked", asked) != asked or study.direction.name.lower() != direction:
             raise ConfigError(
-                f"EXPERIMENT.NAME: {path} is the study of a search with other keys, values or metric; give "
-                "this one another name"
+                f"EXPERIMENT.NAME: {path} is the study of a search with other keys, values or metric, or "
+                "with the opposite direction of the metric; give this one another name"
             )
         study.set_user_attr("asked", asked)
         return study
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    """Delete the end of a journal that was killed while it wrote; Optuna would append to it."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _import() -> Any:

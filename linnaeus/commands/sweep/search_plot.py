@@ -20,7 +20,7 @@ def save_search_plot(sweep: Comparison, axes: Sequence[Axis], path: Path, *, sma
     """Draw the picture and write it, atomically, in the format that the ending names.
 
     Args:
-        sweep: the runs, of which those with a value are points.
+        sweep: the runs, of which those with a value are points; hollow ones have not finished.
         axes: the keys searched.
         path: ends in `.png`, `.svg` or `.html`.
         smaller_is_better: whether the best value is the smallest.
@@ -36,9 +36,10 @@ def save_search_plot(sweep: Comparison, axes: Sequence[Axis], path: Path, *, sma
     with drawing(path, title, sweep, columns, num_columns=len(axes) + 1) as picture:
         [panels] = picture.panels
         decorate(panels[0], f"validation {sweep.metric}", "run", sweep.metric)
-        best = accumulate((value for *_, value in points), min if smaller_is_better else max)
+        ended = [(n, value) for n, row, value in points if row.status == "finished"]
+        best = accumulate((value for _, value in ended), min if smaller_is_better else max)
         panels[0].plot(
-            [n for n, *_ in points], list(best), color=VERMILION, drawstyle="steps-post", label="best so far"
+            [n for n, _ in ended], list(best), color=VERMILION, drawstyle="steps-post", label="best so far"
         )
         if points:
             panels[0].legend(frameon=False, fontsize=9)
@@ -47,8 +48,9 @@ def save_search_plot(sweep: Comparison, axes: Sequence[Axis], path: Path, *, sma
             _scale(panel, axis)
         for n, row, value in points:
             text = f"{row.title}: {sweep.metric} {value:.4g}"
+            style = {} if row.status == "finished" else {"markerfacecolor": "none"}
             for panel, place in zip(panels, [n, *(_place(row, axis) for axis in axes)], strict=True):
-                picture.point(panel, place, value, "o", text, color=BLUE)
+                picture.point(panel, place, value, "o", text, color=BLUE, **style)
 
 
 def _scale(panel: Axes, axis: Axis) -> None:

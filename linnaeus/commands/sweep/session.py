@@ -6,9 +6,8 @@ import logging
 import os
 import shlex
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from rich.console import Console
 
@@ -17,13 +16,14 @@ from linnaeus.commands.compare.output import print_runs
 from linnaeus.commands.compare.plot import save_plot
 from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.compare.runs import RunFolder, read_runs
-from linnaeus.commands.sweep.folder import SWEEP, is_asked, locked
+from linnaeus.commands.sweep.folder import SWEEP, is_asked, lock_folder
 from linnaeus.commands.sweep.options import Options, PlannedRun
 from linnaeus.commands.sweep.search import JOBS_ON_SLURM, Search
 from linnaeus.commands.sweep.search_plot import save_search_plot
+from linnaeus.commands.sweep.source import Source
 from linnaeus.commands.sweep.watch import Stop, Watch, words_of
 from linnaeus.console import make_console
-from linnaeus.errors import EXIT_INTERRUPTED, ConfigError
+from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
 from linnaeus.launchers.interface import Launcher
 from linnaeus.launchers.jobs import cancel_command
 from linnaeus.launchers.local import Local, Share, divide, visible_gpus
@@ -50,13 +50,8 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
     console = make_console()
     if options.status:
         return _show_status(options, runs, console)
-    folder = runs[0].folder.parent
-    if options.launch.dry_run:
-        console.print(_dry_run(options, runs), markup=False, soft_wrap=True, end="")
-        return 0
-    sweep = Comparison([], options.metric)
-    stop = Stop()
-    set_up_logging(None, rank=0, console=console)
+    if not options.launch.dry_run:  # which prints what a shell or sbatch reads
+        set_up_logging(None, rank=0, console=console)
     try:
         launcher = _launcher(options, runs)
         if options.predict_gpu:
@@ -64,39 +59,54 @@ def run(options: Options, runs: Sequence[PlannedRun]) -> int:
             from linnaeus.commands.sweep.predict import check_predictions
 
             check_predictions(runs, options.predict_gpu, console, world_size=launcher.num_processes)
-        with stop.listening(), ExitStack() as lock:
-            _sign(lock.enter_context(locked(folder)))
-            search = None if options.plan is None else Search(folder, options.plan)
-            watch = Watch(
-                sweep, runs if search is None else search.earlier(), launcher, stop, console,
-                lambda: _save(sweep, folder), search, _num_at_once(options),
-            )  # fmt: skip
-            if isinstance(launcher, Slurm):
-                if not watch.nothing_to_start:
-                    launcher.check(len(runs) if search is None else 1)
-                watch.when_started = lock.close  # the queue is SLURM's: any process may watch it
-            watch.to_the_end()
-        if sweep.rows:
-            _report(options, sweep, folder, console)
-        if search is not None and (best := search.best()) is not None:
-            logger.info("best: %s", best)
+        if options.launch.dry_run:
+            console.print(_dry_run(options, runs, launcher), markup=False, soft_wrap=True, end="")
+            return 0
+        stop = Stop()
+        with stop.listening():
+            sweep = _train(options, runs, launcher, stop, console)
     finally:
         close_logging()
     if stop.requested:
         return EXIT_INTERRUPTED
-    return 0 if len(sweep.with_status("finished", "pruned")) == len(sweep.rows) else EXIT_SOME_FAILED
+    ended_well = sweep.with_status("finished", "pruned")
+    return 0 if ended_well and len(ended_well) == len(sweep.rows) else EXIT_SOME_FAILED
+
+
+def _train(
+    options: Options, runs: Sequence[PlannedRun], launcher: Launcher, stop: Stop, console: Console
+) -> Comparison:
+    """Run the runs that have not ended well, in a folder that no other sweep uses, and report."""
+    folder = runs[0].folder.parent
+    sweep = Comparison([], options.metric)
+    lock = lock_folder(folder)
+    try:
+        search = None if options.plan is None else Search(folder, options.plan)
+        watch = Watch(
+            sweep, search or Source(runs), launcher, stop, console, lambda: _save(sweep, folder),
+            None if search is None else _num_at_once(options),
+        )  # fmt: skip
+        watch.join()
+        if isinstance(launcher, Slurm):
+            if not watch.nothing_to_start:
+                launcher.check(1 if search else len(runs))
+            if search is None:  # the queue is SLURM's: any process may watch it, but only one may search
+                watch.when_started = lock.release
+        watch.to_the_end()
+    finally:
+        lock.release()
+        with suppress(OSError):  # nothing has been started, and the folder is empty
+            folder.rmdir()
+    if sweep.rows:
+        _report(options, sweep, folder, console)
+    if search is not None and (best := search.best()) is not None:
+        logger.info("best: %s", best)
+    return sweep
 
 
 def _num_at_once(options: Options) -> int:
-    """How many runs of a search go on at once."""
+    """How many runs of a search are active at once."""
     return options.launch.jobs or (JOBS_ON_SLURM if options.launch.launcher == "slurm" else 1)
-
-
-def _sign(lock: IO[str]) -> None:
-    """Write into the lock of the sweep's folder who holds it."""
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
 
 
 def _launcher(options: Options, runs: Sequence[PlannedRun]) -> Launcher:
@@ -130,13 +140,12 @@ def _listed(shares: Sequence[Share]) -> str:
     return " | ".join(map(str, shares))
 
 
-def _dry_run(options: Options, runs: Sequence[PlannedRun]) -> str:
+def _dry_run(options: Options, runs: Sequence[PlannedRun], launcher: Launcher) -> str:
     """What would be started."""
-    launcher = _launcher(options, runs)
     if isinstance(launcher, Slurm):
         return launcher.script(len(runs) if options.plan is None else 1)
     assert isinstance(launcher, Local)
-    lines = []
+    lines = [] if options.plan is None else ["# such as these; the search chooses the values"]
     for number, planned in enumerate(runs):
         share = launcher.shares[number % len(launcher.shares)]
         env = [f"{name}={value}" for name, value in share.env().items()]
@@ -150,17 +159,28 @@ def _show_status(options: Options, runs: Sequence[PlannedRun], console: Console)
         values = {run.folder: run.combination.values for run in runs}
         begun = [run.folder for run in runs if is_asked(run.folder, run.config)]
     else:
-        entries = (read_json(options.folder / SWEEP) or {}).get("runs")
-        if not entries:
-            raise ConfigError(
-                f"--status: {options.folder / SWEEP} holds no runs; give the command of the sweep instead"
-            )
-        values = {options.folder / Path(entry["folder"]).name: entry["values"] for entry in entries}
+        values = _saved_values(options.folder)
         begun = [folder for folder in values if folder.exists()]
     known = dict(zip(begun, read_runs(begun), strict=True))
     rows = [Row.of(known.get(folder, RunFolder(folder)), values[folder]) for folder in values]
     print_runs(Comparison(rows, options.metric), console)
     return 0
+
+
+def _saved_values(folder: Path) -> dict[Path, dict[str, str]]:
+    """The values of each run of a sweep, by its folder, as `sweep.json` has them.
+
+    Raises:
+        ConfigError: it has none, or is damaged.
+    """
+    try:
+        entries = (read_json(folder / SWEEP) or {})["runs"]
+        found = {folder / Path(entry["folder"]).name: dict(entry["values"]) for entry in entries}
+    except (KeyError, TypeError, ValueError):
+        found = {}
+    if not found or len({tuple(values) for values in found.values()}) > 1:
+        raise ConfigError(f"--status: {folder / SWEEP} holds no runs; give the command of the sweep instead")
+    return found
 
 
 def _save(sweep: Comparison, folder: Path) -> None:
@@ -169,21 +189,25 @@ def _save(sweep: Comparison, folder: Path) -> None:
 
 
 def _report(options: Options, sweep: Comparison, folder: Path, console: Console) -> None:
-    """Write the files, then show the same figures."""
-    plot = options.plot or folder / "sweep.png"
-    _save(sweep, folder)
-    if options.plan is None:
-        save_plot(sweep, plot)
-    else:
-        smaller = is_smaller_better(sweep.metric)
-        save_search_plot(sweep, options.plan.space.axes, plot, smaller_is_better=smaller)
+    """Show the figures, then write them to the files."""
+    print_runs(sweep, console)
     if sweep.wanted_metric is not None and sweep.metrics and sweep.wanted_metric not in sweep.metrics:
         logger.warning("--metric: no run has %s; there are %s", sweep.wanted_metric, ", ".join(sweep.metrics))
-    print_runs(sweep, console)
-    logger.info("figures: %s and sweep.csv; picture: %s", folder.resolve() / SWEEP, plot.resolve())
+    plot = options.plot or folder / "sweep.png"
+    try:
+        _save(sweep, folder)
+        if options.plan is None:
+            save_plot(sweep, plot)
+        else:
+            smaller = is_smaller_better(sweep.metric)
+            save_search_plot(sweep, options.plan.space.axes, plot, smaller_is_better=smaller)
+        logger.info("figures: %s and sweep.csv; picture: %s", folder.resolve() / SWEEP, plot.resolve())
+    except (OSError, LinnaeusError) as error:  # a full disk
+        logger.warning("figures and picture cannot be written: %s", error)
     if left := sweep.with_status("pending", "running", "unknown"):
         logger.info(
-            "%s left to go on; the same command joins, linnaeus sweep --status %s looks, and %s cancels",
+            "%s left to go on; the same command joins them, "
+            "linnaeus sweep --status %s shows them, and %s cancels them",
             counted(len(left), "run"), shlex.quote(str(folder)), cancel_command([row.folder for row in left]),
         )  # fmt: skip
     elif len(sweep.with_status("finished", "failed", "pruned")) < len(sweep.rows):

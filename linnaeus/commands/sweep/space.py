@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -119,6 +119,8 @@ def _axis(key: str, text: str) -> Axis | None:
     try:
         value = OverridesParser.create().parse_override(f"value={text}").value()
     except (HydraException, RecursionError):
+        if "interval" in text:
+            raise ValueError(f"{text!r} is no interval; write interval(low,high) with two numbers") from None
         value = None
     if isinstance(value, IntervalSweep):
         return _interval(key, text, value)
@@ -132,12 +134,17 @@ def _interval(key: str, text: str, value: IntervalSweep) -> Axis:
     low, high = float(value.start or 0), float(value.end or 0)
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"{text!r}: the first end of an interval is to be below the second")
+    if not _is_number(key):
+        raise ValueError(f"{text!r}: an interval has numbers, and this key takes none; list its values")
     is_log = "log" in value.tags or ("linear" not in value.tags and low > 0 and high / low >= LOG_RATIO)
     if is_log and low <= 0:
         raise ValueError(f"{text!r}: tag(log, ...) needs ends above 0")
     is_whole = isinstance(value.start, int) or _is_whole(key)
-    axis = Axis(key, low, high, is_log=is_log, is_whole=is_whole)
-    return replace(axis, low=math.ceil(low), high=math.floor(high)) if is_whole else axis
+    if is_whole:
+        low, high = math.ceil(low), math.floor(high)
+        if low > high:
+            raise ValueError(f"{text!r}: there is no whole number in it")
+    return Axis(key, low, high, is_log=is_log, is_whole=is_whole)
 
 
 def _range(key: str, text: str) -> Axis | None:
@@ -151,5 +158,15 @@ def _range(key: str, text: str) -> Axis | None:
 
 def _is_whole(key: str) -> bool:
     """Whether a key takes whole numbers alone."""
+    return _type_of(key) is int
+
+
+def _is_number(key: str) -> bool:
+    """Whether a key may take a number; also True for the arguments of a class of the user's."""
+    return _type_of(key) not in (str, bool)
+
+
+def _type_of(key: str) -> Any:
+    """The type of a key's values; None for one that the schema does not know."""
     known = KEYS.get(tuple(key.split(".")))
-    return known is not None and strip_optional(known.hint)[0] is int
+    return None if known is None else strip_optional(known.hint)[0]

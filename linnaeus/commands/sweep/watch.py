@@ -1,4 +1,4 @@
-"""Starts the runs of a sweep, joins those that go on already, and watches them to their ends."""
+"""Joins the running runs of a sweep, starts the others, and watches all to their ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -15,18 +15,22 @@ from types import FrameType
 from rich.console import Console
 
 from linnaeus.commands.compare.results import Comparison, Row
-from linnaeus.commands.sweep.folder import ASKED, ended_well, is_asked, prepare
+from linnaeus.commands.sweep.folder import ASKED, is_asked, prepare
 from linnaeus.commands.sweep.options import PlannedRun
-from linnaeus.commands.sweep.search import Search
+from linnaeus.commands.sweep.source import Source
+from linnaeus.config.keys import suggest
 from linnaeus.console import StatusLine
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.launchers.interface import Job, Launcher, Task
 from linnaeus.launchers.jobs import cancel, going, lost
 from linnaeus.launchers.outcome import OUTPUT, last_line, read_outcome
+from linnaeus.launchers.record import RECORD, read_record
 from linnaeus.words import counted
 
 LOST_LOOKS = 3
-"""A job that is not in the queue has gone after so many looks: a file server may show its outcome late."""
+"""Consecutive looks without the job and without an outcome after which a local run counts as lost."""
+LOST_S = 90.0
+"""The same for a job of SLURM, in seconds: a file server may show its outcome late."""
 SLICE_S = 0.1
 logger = logging.getLogger("linnaeus.sweep")
 
@@ -45,11 +49,27 @@ class Stop:
 
     def __init__(self) -> None:
         self.signals: list[int] = []
+        self._num_handled = 0
 
     @property
     def requested(self) -> bool:
         """Whether somebody has asked to stop."""
         return bool(self.signals)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there is a signal since the last call of `handle`."""
+        return len(self.signals) > self._num_handled
+
+    def handle(self) -> None:
+        """Count the signals so far as handled."""
+        self._num_handled = len(self.signals)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not past a new signal."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.is_new:
+            time.sleep(SLICE_S)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -70,168 +90,205 @@ class Watch:
 
     Args:
         sweep: its rows, one for each run, are filled.
-        runs: in their order.
+        source: the runs in their order.
         launcher: starts them.
         stop: says when to end.
-        console: shows which runs go on.
+        console: shows which runs are active.
         save: writes the figures; called whenever a row has changed.
-        search: adds runs while there is room; None for those of a grid alone.
-        limit: how many runs of a search go on at once, beside what the launcher has room for.
+        limit: how many runs are active at once, where the launcher has room for more; None for any number.
 
     Attributes:
         when_started: called once all runs have been given to the launcher.
-
-    Raises:
-        ConfigError: a run goes on with another configuration.
     """
 
     def __init__(
-        self, sweep: Comparison, runs: Sequence[PlannedRun], launcher: Launcher, stop: Stop, console: Console,
-        save: Callable[[], None], search: Search | None = None, limit: int = 1,
+        self, sweep: Comparison, source: Source, launcher: Launcher, stop: Stop, console: Console,
+        save: Callable[[], None], limit: int | None = None,
     ) -> None:  # fmt: skip
-        self._sweep = sweep
+        self._sweep, self._source = sweep, source
         self._planned: dict[Path, PlannedRun] = {}
         self._rows: dict[Path, Row] = {}
         self._titles: dict[Path, str] = {}
         self._launcher, self._stop, self._console, self._save = launcher, stop, console, save
-        self._search, self._limit = search, limit
-        self._total = len(runs) if search is None else search.num_trials
-        for planned in runs:
-            self._add(planned)
+        self._limit = limit
         self._waiting: deque[Path] = deque()
-        self._active: dict[Path, int] = {}
-        """The runs that have been started and not ended, each with the looks since it was last seen."""
+        self._active: list[Path] = []
+        """The runs that have been started and not ended."""
+        self._others: list[Path] = []
+        """Runs of the same folder that this sweep does not have, but an earlier one has started."""
+        self._gone_since: dict[Path, float] = {}
+        """When each active run was first seen without a job and without an outcome."""
+        self._has_checked_metric = False
         self.when_started: Callable[[], object] = lambda: None
-        self._join()
 
     @property
     def nothing_to_start(self) -> bool:
-        """Whether all runs have ended well, or go on."""
+        """Whether all runs have ended well, or are active."""
         return not self._waiting and not self._num_left
 
     @property
     def _num_left(self) -> int:
-        """Runs that the search is still to ask for."""
-        return 0 if self._search is None or self._stop.requested else self._search.num_left
+        """Runs that are still to be chosen."""
+        return 0 if self._stop.requested else self._source.num_left
 
-    def _add(self, planned: PlannedRun) -> Row:
+    def _add(self, planned: PlannedRun) -> None:
         """Add a run to the table."""
         row = Row(planned.combination.values, planned.folder)
         self._sweep.rows.append(row)
         self._planned[planned.folder], self._rows[planned.folder] = planned, row
         number = len(self._sweep.rows)
-        self._titles[planned.folder] = f"run {number} of {self._total}, {planned.combination.title}"
-        return row
+        self._titles[planned.folder] = f"run {number} of {self._source.num_runs}, {planned.combination.title}"
 
-    def _join(self) -> None:
-        """Sort the runs: those that go on, those that have ended well, and those to be started."""
+    def join(self) -> None:
+        """Sort the runs that are known: those that are active, those that have ended, and those to start.
+
+        Raises:
+            ConfigError: an active run has another configuration.
+        """
+        for planned in self._source.earlier():
+            self._add(planned)
+        self._find_others()
         jobs = going(self._planned)
         for folder, planned in self._planned.items():
             row, title = self._rows[folder], self._titles[folder]
             if folder in jobs:
                 if not is_asked(folder, planned.config):
                     raise ConfigError(
-                        f"{folder}: {jobs[folder].name} goes on there with another configuration; cancel it, "
-                        "or set another EXPERIMENT.NAME"
+                        f"{folder}: {jobs[folder].name} is active there with another configuration; cancel "
+                        "it, or set another EXPERIMENT.NAME"
                     )
-                self._active[folder] = 0
+                self._active.append(folder)
                 row.job = jobs[folder]
                 logger.info("%s: goes on, %s; output in %s", title, row.job.name, folder / OUTPUT)
-            elif (outcome := ended_well(folder, planned.config)) is not None:
-                row.outcome = outcome
-                if self._search is not None:
-                    self._search.told(row)
-                logger.info("%s: has ended well before%s", title, self._figure(row))
-            elif not self._is_closed(row, planned):
+            elif not self._has_ended_for_good(row, planned):
+                row.outcome = None
                 self._waiting.append(folder)
+            elif row.status == "finished":
+                logger.info("%s: has ended well before%s", title, self._figure(row))
 
-    def _is_closed(self, row: Row, planned: PlannedRun) -> bool:
-        """Whether a search repeats a run neither: it was pruned, or has failed."""
-        if self._search is None:
-            return False
-        row.outcome = read_outcome(row.folder) if is_asked(row.folder, planned.config) else None
-        closed = self._search.told(row)
-        row.outcome = row.outcome if closed else None
-        return closed
+    def _find_others(self) -> None:
+        """Find active local runs of earlier sweeps with other values: they have a share of this machine."""
+        parents = {folder.parent for folder in self._planned}
+        found = {record.parent for parent in parents for record in parent.glob(f"*/{RECORD}")}
+        for folder, job in going(sorted(found - self._planned.keys())).items():
+            if not _is_on_slurm(folder):
+                self._others.append(folder)
+                logger.warning(
+                    "%s: %s is active there and takes room, but is no run of this command, whose Ctrl-C does "
+                    "not end it", folder, job.name,
+                )  # fmt: skip
+
+    def _has_ended_for_good(self, row: Row, planned: PlannedRun) -> bool:
+        """Whether an earlier process has run this, and it is neither resumed nor repeated."""
+        if is_asked(row.folder, planned.config):
+            row.outcome = read_outcome(row.folder) or lost(row.folder)
+        return row.outcome is not None and self._source.told(row)
 
     def to_the_end(self) -> None:
         """Start and watch the runs until all have ended, or somebody has asked to stop.
 
         Raises:
-            LinnaeusError: runs cannot be started; those that go on are left to themselves.
+            LinnaeusError: runs cannot be started; the active ones continue without this process.
         """
         self._save()
-        handled = 0
         while True:
             with StatusLine(self._console) as line:
-                line.update(self._describe)
-                while len(self._stop.signals) == handled and self._step():
-                    self._pause(handled)
-            if len(self._stop.signals) == handled or not self._go_on_after_signal():
+                while not self._stop.is_new and self._step():
+                    line.update(self._describe())
+                    self._stop.wait(self._launcher.poll_s)
+            if not self._stop.is_new or not self._continue_after_signal():
                 return
-            handled = len(self._stop.signals)
 
     def _step(self) -> bool:
         """Look at the runs and start what there is room for; returns whether any is left."""
-        jobs = going(self._active)
+        jobs = going([*self._active, *self._others])
         changed = False
         for folder in [*self._active]:
             row = self._rows[folder]
             changed |= row.job != jobs.get(folder)
             row.job = jobs.get(folder)
-            if row.job is None and self._has_ended(folder, row):
-                del self._active[folder]
+            if row.job is not None:
+                self._gone_since.pop(folder, None)
+                self._check_metric(row)
+                if self._source.prunes(row):
+                    self._prune(folder)
+            elif self._has_ended(folder, row):
+                self._active.remove(folder)
                 changed = True
-            elif row.job is not None and self._search is not None and self._search.prunes(folder):
-                self._prune(folder)
         changed |= self._start(jobs)
         if changed:
             self._save()
         return bool(self._active or self._waiting or self._num_left)
 
+    def _check_metric(self, row: Row) -> None:
+        """Warn of a metric that the first run with a validation does not have."""
+        wanted = self._sweep.wanted_metric
+        if self._has_checked_metric or wanted is None or not (known := row.metrics):
+            return
+        self._has_checked_metric = True
+        if wanted not in known:
+            logger.warning(
+                "--metric: %s has no %r%s; there are %s",
+                row.title, wanted, suggest(wanted, known), ", ".join(known),
+            )  # fmt: skip
+
     def _prune(self, folder: Path) -> None:
-        logger.info("%s: is worse than the others were, and pruned", self._titles[folder])
+        logger.info("%s: pruned, because it is worse than the median of the others", self._titles[folder])
         try:
             cancel([folder])
-        except LinnaeusError as error:  # it goes on to its end, which does no harm
+        except LinnaeusError as error:  # it trains to its end, which does no harm
             logger.warning("%s: cannot be ended: %s", self._titles[folder], error)
 
     def _start(self, jobs: dict[Path, Job]) -> bool:
+        """Start as many runs as there is room for; returns whether there were any."""
         room = self._launcher.room(jobs.values())
-        if self._search is not None and self._num_left:
+        if self._limit is not None:
             room = min(room, self._limit - len(self._active))
-            for planned in self._search.more(max(room - len(self._waiting), 0)):
+        if self._num_left:
+            for planned in self._source.more(room - len(self._waiting)):
                 self._add(planned)
                 self._waiting.append(planned.folder)
-        count = max(min(room, len(self._waiting)), 0)
-        if count and not self._stop.requested:
-            folders = [self._waiting.popleft() for _ in range(count)]
-            began = {folder: prepare(folder, self._planned[folder].config) for folder in folders}
-            tasks = [
-                Task(folder, words_of(folder), 0.0 if earlier is None else earlier.seconds)
-                for folder, earlier in began.items()
-            ]
-            self._launcher.submit(tasks, jobs.values())
-            self._active.update(dict.fromkeys(folders, 0))
-            for folder, job in going(folders).items():
-                self._rows[folder].job = job
-            for folder, earlier in began.items():
-                how = "going on" if earlier else "started"
-                logger.info("%s: %s; output in %s", self._titles[folder], how, folder / OUTPUT)
+        count = 0 if self._stop.requested else max(min(room, len(self._waiting)), 0)
+        if count:
+            self._submit([self._waiting.popleft() for _ in range(count)], jobs)
         if self.nothing_to_start:
             self.when_started()
         return bool(count)
 
+    def _submit(self, folders: list[Path], jobs: dict[Path, Job]) -> None:
+        """Give runs to the launcher. If it fails, those that it has started are active all the same."""
+        earlier = {folder: prepare(folder, self._planned[folder].config) for folder in folders}
+        tasks = [
+            Task(folder, words_of(folder), 0.0 if outcome is None else outcome.seconds)
+            for folder, outcome in earlier.items()
+        ]
+        started: dict[Path, Job] = {}
+        try:
+            self._launcher.submit(tasks, jobs.values())
+            self._active += folders
+        finally:
+            started = going(folders)
+            self._active += [folder for folder in started if folder not in self._active]
+            for folder, job in started.items():
+                self._rows[folder].job = job
+            self._save()
+        for folder, outcome in earlier.items():
+            how = "started" if outcome is None else "resumed"
+            if _is_on_slurm(folder):
+                how = f"submitted as {started[folder].name}" if folder in started else "submitted"
+            logger.info("%s: %s; output in %s", self._titles[folder], how, folder / OUTPUT)
+
     def _has_ended(self, folder: Path, row: Row) -> bool:
-        """Fill the row of a run that does not go on; False where its outcome may still come."""
+        """Fill the row of a run without a job; False while its outcome may still come."""
         row.outcome = read_outcome(folder)
         if row.outcome is None:
-            self._active[folder] += 1
-            if self._active[folder] < LOST_LOOKS:
+            gone_s = time.monotonic() - self._gone_since.setdefault(folder, time.monotonic())
+            # A run that was cancelled is interrupted, whatever comes.
+            is_patient = _is_on_slurm(folder) and not self._stop.requested
+            if gone_s < (LOST_S if is_patient else (LOST_LOOKS - 1) * self._launcher.poll_s):
                 return False
             row.outcome = lost(folder)
-        if self._search is not None:
-            self._search.told(row)
+        self._source.told(row)
         title, outcome = self._titles[folder], row.outcome
         if row.status == "finished" and outcome is not None:
             logger.info("%s: done in %.1f s%s", title, outcome.seconds, self._figure(row))
@@ -239,41 +296,37 @@ class Watch:
             logger.info("%s: %s (exit code %d): %s", title, row.status, outcome.exit_code, outcome.reason)
         return True
 
-    def _pause(self, handled: int) -> None:
-        """Until the next look, or a signal."""
-        until = time.monotonic() + self._launcher.poll_s
-        while time.monotonic() < until and len(self._stop.signals) == handled:
-            time.sleep(SLICE_S)
-
-    def _go_on_after_signal(self) -> bool:
+    def _continue_after_signal(self) -> bool:
         """End the runs, or leave them to themselves; returns whether to watch them to their ends."""
+        self._stop.handle()
         self._waiting.clear()
         if not self._active:
             return False
-        is_on_slurm = any(job is not None and job.slot is None for job in self._jobs())
-        if is_on_slurm and not self._may_cancel():
+        if any(map(_is_on_slurm, self._active)) and not self._may_cancel():
             return False
-        cancel([*self._active])
+        try:
+            cancel(self._active)
+        except LinnaeusError as error:
+            logger.warning("not every run has been asked to end: %s", error)
         return True
-
-    def _jobs(self) -> list[Job | None]:
-        return [self._rows[folder].job for folder in self._active]
 
     def _may_cancel(self) -> bool:
         """Ask whether to cancel jobs; without a terminal, after SIGTERM or a second Ctrl-C they stay."""
         if self._stop.signals != [signal.SIGINT] or not sys.stdin.isatty():
             return False
-        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
         try:
             answer = input(f"cancel {counted(len(self._active), 'job')}? [y/N] ")
             return answer.strip().lower() in ("y", "yes")
         except (KeyboardInterrupt, EOFError):
             return False
         finally:
-            signal.signal(signal.SIGINT, handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _describe(self) -> str:
-        """The status line: the one run that goes on with its last line, or how many do what."""
+        """The status line: the only active run with its last line, or the number of runs in each status."""
         if len(self._active) == 1:
             [folder] = self._active
             job = self._rows[folder].job
@@ -286,3 +339,8 @@ class Watch:
         name = Comparison([row], self._sweep.wanted_metric).metric
         value = row.value(name)
         return "" if value is None else f", {name} {value:.4f}"
+
+
+def _is_on_slurm(folder: Path) -> bool:
+    """Whether SLURM has the run of a folder, or had it last."""
+    return (read_record(folder) or {}).get("launcher") == "slurm"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from linnaeus.commands.sweep.folder import ended_well, locked, prepare
+from linnaeus.commands.sweep.folder import is_asked, lock_folder, prepare
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.launchers.outcome import Outcome, read_outcome, save_outcome
 from tests.commands.compare.test_results import result
+from tests.conftest import SMALL, Run
 
 
 @pytest.fixture
@@ -51,11 +53,11 @@ def test_an_upgrade_that_adds_keys_repeats_no_run(tmp_path: Path) -> None:
     older = [line for line in lines if not line.strip().startswith(new)]
     assert len(older) == len(lines) - len(new)
     (folder / "asked.yaml").write_text("".join(older))
-    assert ended_well(folder, now) is not None
+    assert is_asked(folder, now)
     for chosen in ("LOSS.FOCAL_GAMMA=3", "DATA.BATCH_SIZE_VAL=7", "OPTIMIZER.LR=0.5"):
-        assert ended_well(folder, load_config([chosen]).config) is None, chosen
+        assert not is_asked(folder, load_config([chosen]).config), chosen
     (folder / "asked.yaml").write_text("".join(older) + "NO_LONGER: 1\n")
-    assert ended_well(folder, now) is None
+    assert not is_asked(folder, now)
 
 
 @pytest.mark.parametrize("exit_code", [130, 138, 143, -9])
@@ -102,10 +104,23 @@ def test_a_damaged_outcome_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
-    with locked(tmp_path / "new/folder") as lock:
-        lock.write("12 34")
-        lock.flush()
-        with pytest.raises(ConfigError, match="another sweep is at work here \\(process 12, 34\\)"):
-            locked(tmp_path / "new/folder").__enter__()
-    with locked(tmp_path / "new/folder"):
-        pass
+    lock = lock_folder(tmp_path / "new/folder")
+    with pytest.raises(ConfigError, match=f"another sweep is at work here \\(process {os.getpid()} on "):
+        lock_folder(tmp_path / "new/folder")
+    lock.release()
+    lock_folder(tmp_path / "new/folder").release()
+    assert names(tmp_path / "new/folder") == []
+
+
+@pytest.mark.parametrize("name", ["sweep.json", "study.journal"])
+def test_no_run_trains_into_the_folder_of_a_sweep(run: Run, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "runs/mine"
+    folder.mkdir(parents=True)
+    (folder / name).touch()
+    argv = (*SMALL, "TRAIN.EPOCHS=1", "EXPERIMENT.NAME=mine")
+    outcome = run(*argv)
+    assert outcome.code == 2
+    assert "EXPERIMENT.NAME: runs/mine is the folder of a sweep" in outcome.err
+    assert names(folder) == [name]
+    (folder / name).unlink()
+    assert run(*argv).code == 0, "the control"

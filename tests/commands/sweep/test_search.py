@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import json
-import re
 import signal
 import sys
 from collections.abc import Callable
@@ -15,11 +14,13 @@ import pytest
 
 from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.sweep import space as module
+from linnaeus.commands.sweep.folder import STUDY, prepare
 from linnaeus.commands.sweep.options import Options, PlannedRun, plan_run, read
-from linnaeus.commands.sweep.search import STUDY, Search, SearchPlan
+from linnaeus.commands.sweep.search import Search, SearchPlan
 from linnaeus.commands.sweep.search_plot import save_search_plot
 from linnaeus.commands.sweep.space import Axis, read_space
 from linnaeus.errors import ConfigError
+from linnaeus.launchers.interface import Job
 from linnaeus.launchers.outcome import Outcome
 from tests.conftest import Child, Run
 
@@ -64,6 +65,9 @@ BAD = [
     (["--trials", "3", "OPTIMIZER.LR=tag(log,interval(0,1))"], "tag(log, ...) needs ends above 0"),
     (["--trials", "3", "EXPERIMENT.NAME=a,b"], "EXPERIMENT.NAME: says where the sweep's files are"),
     (["--trials", "3", "OPTIMIZER.LR=interval(-1,1)"], "OPTIMIZER.LR"),
+    (["--trials", "3", "DATA.BATCH_SIZE=interval(8.2,8.8)"], "there is no whole number in it"),
+    (["--trials", "3", "MODEL.NAME=interval(1,2)"], "MODEL.NAME: 'interval(1,2)': an interval has numbers"),
+    (["--trials", "3", "OPTIMIZER.LR=interval(1e-4)"], "OPTIMIZER.LR: 'interval(1e-4)' is no interval"),
     (["--trials", "0", "OPTIMIZER.LR=1,2"], "--trials: '0' is not a whole number"),
     (["OPTIMIZER.LR=1,2"], "--trials: say how many runs"),
 ]
@@ -123,16 +127,43 @@ def run_all(search: Search, value: Callable[[PlannedRun], float]) -> list[Planne
     return seen
 
 
-def test_a_search_draws_near_to_the_best(tmp_path: Path) -> None:
-    argv = (f"{LR}=interval(0.01,10)", "--trials", "40")
+@pytest.mark.parametrize(("metric", "draws_near"), [("top1/a", True), ("error", False)])
+def test_a_search_draws_near_to_the_best(tmp_path: Path, metric: str, draws_near: bool) -> None:
+    """Over several seeds; the control searches for the smallest value of the same bowl."""
+    first, last = 0.0, 0.0
+    for seed in range(3):
+        argv = (f"{LR}=tag(linear,interval(0.01,10))", "--trials", "20", "--no-prune", "--metric", metric)
+        (tmp_path / str(seed)).mkdir()
+        plan = plan_of(*argv, f"EXPERIMENT.SEED={seed}", folder=tmp_path / str(seed))
+        search = Search(tmp_path / str(seed) / "s", plan)
+        distances = []
+        while search.num_left:
+            for planned in search.more(1):
+                result = {"metrics": {metric: bowl(planned)}}
+                assert search.told(
+                    Row(planned.combination.values, planned.folder, Outcome(0, 1, None, result))
+                )
+                distances.append(abs(rate(planned) - 0.3))
+        assert len(distances) == 20
+        first, last = first + sum(distances[:10]), last + sum(distances[-10:])
+    assert (last < first) == draws_near
+
+
+def test_the_best_trial_in_words(tmp_path: Path) -> None:
+    search = Search(tmp_path / "s", plan_of(f"{LR}=interval(0.01,10)", "--trials", "5", folder=tmp_path))
+    assert search.best() is None
+    best = min(run_all(search, bowl), key=lambda planned: abs(rate(planned) - 0.3))
+    assert search.best() == f"{best.combination.title} with {bowl(best):.4f}"
+
+
+@pytest.mark.parametrize(("metric", "shown"), [("gain", "-0.2500"), ("loss", "-0.5000"), (None, "0.2500")])
+def test_the_best_value_keeps_its_sign(tmp_path: Path, metric: str | None, shown: str) -> None:
+    argv = (f"{LR}=interval(0.01,10)", "--trials", "2", *([] if metric is None else ["--metric", metric]))
     search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
-    seen = run_all(search, bowl)
-    assert len(seen) == 40
-    distance = [abs(rate(planned) - 0.3) for planned in seen]
-    assert sum(distance[-10:]) < sum(distance[:10]) / 2
-    found = re.fullmatch(rf"{LR}=([\d.e-]+) with ([\d.]+)", search.best() or "")
-    assert found is not None
-    assert float(found[1]) == pytest.approx(0.3, abs=min(distance) + 1e-5)
+    for planned, value in zip(search.more(2), (-0.5, -0.25), strict=True):
+        result = {"metrics": {metric or "loss": value if metric else -value}}
+        search.told(Row(planned.combination.values, planned.folder, Outcome(0, 1.0, None, result)))
+    assert (search.best() or "").endswith(f" with {shown}")
 
 
 def test_a_loss_is_made_small(tmp_path: Path) -> None:
@@ -177,12 +208,139 @@ def test_a_point_that_comes_again_is_one_run(tmp_path: Path) -> None:
     assert {trial.state.name for trial in search._study.trials} == {"COMPLETE"}
 
 
-@pytest.mark.parametrize("other", [f"{LR}=interval(0.01,9)", f"{LR}=interval(0.01,10) TRAIN.EPOCHS=7"])
+@pytest.mark.parametrize("num_at_once", [1, 2, 8])
+def test_points_that_come_again_are_told_too(tmp_path: Path, num_at_once: int) -> None:
+    """Also by the next process, where the last one was killed before it told them."""
+    plan = plan_of(f"{LR}=0.1,0.2", "--trials", "8", folder=tmp_path)
+    seen = []
+    while (search := Search(tmp_path / "s", plan)).num_left:
+        search.earlier()
+        runs = search.more(num_at_once)
+        seen += runs
+        assert all(end(search, planned, rate(planned)) for planned in runs)
+    search.earlier()
+    assert sorted(map(rate, seen)) == [0.1, 0.2]
+    trials = search._study.trials
+    assert [trial.value for trial in trials] == [float(trial.params[LR]) for trial in trials]
+    assert len(trials) == 8
+
+
+def test_a_point_that_comes_again_fails_again(tmp_path: Path) -> None:
+    search = Search(tmp_path / "s", plan_of(f"{LR}=0.1,0.2", "--trials", "6", folder=tmp_path))
+    while search.num_left:
+        for planned in search.more(1):
+            assert end(search, planned, None, exit_code=1)
+    assert {trial.state.name for trial in search._study.trials} == {"FAIL"}
+
+
+def test_a_search_survives_being_killed_while_it_asks(tmp_path: Path) -> None:
+    """Whatever it had written of a trial, even half a line of the journal."""
+    argv = (f"{LR}=interval(0.01,10)", "DATA.BATCH_SIZE=interval(8,64)", "--trials", "3")
+    plan = plan_of(*argv, folder=tmp_path)
+    journal = tmp_path / "s" / STUDY
+    (run,) = Search(tmp_path / "s", plan).more(1)
+    whole = journal.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    assert len(lines) >= 5
+    for kept in range(len(lines) + 1):
+        for half in (b"", b'{"op_code": 5, "wor'):
+            journal.write_bytes(b"".join(lines[:kept]) + half)
+            search = Search(tmp_path / "s", plan)
+            earlier = search.earlier()
+            assert [one.folder for one in earlier] in ([], [run.folder])
+            more = search.more(9)
+            assert len(earlier) + len(more) in (2, 3)
+            assert all(end(search, planned, 0.5) for planned in [*earlier, *more])
+            assert {trial.state.name for trial in search._study.trials} <= {"COMPLETE", "FAIL"}
+    journal.write_bytes(b"damaged\n" + whole)
+    with pytest.raises(ConfigError, match="is damaged"):
+        Search(tmp_path / "s", plan)
+
+
+def test_a_point_that_is_no_configuration_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = [f"DATA.AUTOBATCH.{name}_BATCH_SIZE=interval(1,100)" for name in ("MIN", "MAX")]
+    plan = plan_of(*sizes, "--trials", "12", folder=tmp_path)
+    search = Search(tmp_path / "s", plan)
+    runs = search.more(99)
+    assert search.num_left == 0
+    states = [trial.state.name for trial in search._study.trials]
+    assert states.count("RUNNING") == len(runs) > 0
+    assert states.count("FAIL") == 12 - len(runs) > 0
+    assert "is left out: DATA.AUTOBATCH.MIN_BATCH_SIZE=" in caplog.text
+    assert [run.folder for run in Search(tmp_path / "s", plan).earlier()] == [run.folder for run in runs]
+
+
+def test_the_order_of_the_arguments_and_the_name_of_the_folder_do_not_count(tmp_path: Path) -> None:
+    both = (f"{LR}=interval(0.01,10)", "DATA.BATCH_SIZE=interval(8,64)")
+    Search(tmp_path / "s", plan_of(*both, "--trials", "2", folder=tmp_path)).more(2)
+    plan = plan_of(*both[::-1], "EXPERIMENT.SEED=0", "--trials", "2", folder=tmp_path)
+    assert Search(tmp_path / "s", plan).num_left == 0
+    (tmp_path / "s").rename(tmp_path / "renamed")
+    assert Search(tmp_path / "renamed", plan).num_left == 0
+
+
+@pytest.mark.parametrize(
+    "other", [f"{LR}=interval(0.01,9)", "DATA.BATCH_SIZE=8,16", f"{LR}=interval(0.01,10) --metric loss"]
+)
 def test_another_search_needs_another_name(tmp_path: Path, other: str) -> None:
     Search(tmp_path / "s", plan_of(f"{LR}=interval(0.01,10)", "--trials", "6", folder=tmp_path))
     Search(tmp_path / "s", plan_of(f"{LR}=interval(0.01,10)", "--trials", "9", folder=tmp_path))
     with pytest.raises(ConfigError, match="give this one another name"):
         Search(tmp_path / "s", plan_of(*other.split(), "--trials", "6", folder=tmp_path))
+
+
+def test_a_study_of_the_other_direction_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that knows better which metrics are errors must not go on as before."""
+    plan = plan_of(f"{LR}=interval(0.01,10)", "--trials", "6", "--metric", "loss", folder=tmp_path)
+    with monkeypatch.context() as earlier_version:
+        earlier_version.setattr("linnaeus.commands.sweep.search.is_smaller_better", lambda _: False)
+        Search(tmp_path / "s", plan)
+        Search(tmp_path / "s", plan)
+    with pytest.raises(ConfigError, match="the opposite direction"):
+        Search(tmp_path / "s", plan)
+
+
+def test_another_configuration_needs_another_name(tmp_path: Path) -> None:
+    """What the file says counts, not only what is typed."""
+    file = tmp_path / "a.yaml"
+    file.write_text("TRAIN: {EPOCHS: 3}")
+    argv = (f"{LR}=interval(0.01,10)", "--cfg", str(file), "--trials", "6")
+    search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
+    (planned,) = search.more(1)
+    prepare(planned.folder, planned.config)
+    assert end(search, planned, 0.5)
+    Search(tmp_path / "s", plan_of(*argv, folder=tmp_path)).earlier()
+    file.write_text("TRAIN: {EPOCHS: 30}")
+    for changed in (argv, (*argv, "TRAIN.EPOCHS=7")):
+        with pytest.raises(ConfigError, match="give this search another name"):
+            Search(tmp_path / "s", plan_of(*changed, folder=tmp_path)).earlier()
+    Search(tmp_path / "s", plan_of(*argv, "TRAIN.EPOCHS=3", folder=tmp_path)).earlier()
+
+
+def test_a_metric_that_no_run_has_ends_the_search(tmp_path: Path) -> None:
+    argv = (f"{LR}=interval(0.01,10)", "--trials", "6", "--metric", "top1/b")
+    search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
+    (planned,) = search.more(1)
+    validated(planned, 0.5)
+    with pytest.raises(ConfigError, match="has no 'top1/b'; did you mean top1/a"):
+        search.prunes(running(planned))
+    with pytest.raises(ConfigError, match="has no 'top1/b'"):
+        end(search, planned, 0.5)
+
+
+@pytest.mark.parametrize("first", ["grid", "search"])
+def test_a_grid_and_a_search_have_folders_of_their_own(tmp_path: Path, first: str) -> None:
+    argv = [f"{LR}=0.1,0.2", f"EXPERIMENT.OUTPUT_DIR={tmp_path}", "EXPERIMENT.NAME=s"]
+    a_search = ["--search", "optuna", "--trials", "2"]
+    (tmp_path / "s").mkdir()
+    for name in ("sweep.json", STUDY)[: 1 if first == "grid" else 2]:
+        (tmp_path / "s" / name).touch()
+    same, other = ([], a_search) if first == "grid" else (a_search, [])
+    read([*argv, *same])
+    with pytest.raises(ConfigError, match=f"is the folder of a {first}; give this sweep another name"):
+        read([*argv, *other])
 
 
 def validated(planned: PlannedRun, *values: float) -> None:
@@ -192,25 +350,57 @@ def validated(planned: PlannedRun, *values: float) -> None:
     (planned.folder / "metrics.jsonl").write_text('{"split": "train", "epoch": 0}\n' + text + '{"unfinish')
 
 
+def running(planned: PlannedRun) -> Row:
+    return Row(planned.combination.values, planned.folder, job=Job("running", "process 1"))
+
+
 @pytest.mark.parametrize("prunes", [True, False])
 def test_a_run_that_is_worse_than_the_median_is_pruned(tmp_path: Path, prunes: bool) -> None:
     argv = (f"{LR}=interval(0.01,10)", "--trials", "9", "TRAIN.EPOCHS=8", *([] if prunes else ["--no-prune"]))
     search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
     for planned in search.more(6):
         validated(planned, 0.5, 0.6, 0.7, 0.8)
-        assert not search.prunes(planned.folder)
+        assert not search.prunes(running(planned))
         assert end(search, planned, 0.8)
     good, bad = search.more(2)
     validated(good, 0.5, 0.6, 0.7, 0.9)
-    assert not search.prunes(good.folder)
+    assert not search.prunes(running(good))
+    looked_at = running(bad)
     validated(bad, 0.1)
-    assert not search.prunes(bad.folder), "the first epochs of eight say little"
+    assert not search.prunes(looked_at), "the first epochs of eight say little"
     validated(bad, 0.1, 0.1, 0.1)
-    assert search.prunes(bad.folder) == prunes
-    assert not search.prunes(bad.folder), "once is enough"
+    assert search.prunes(looked_at) == prunes
+    assert not search.prunes(looked_at), "nothing has changed"
+    assert not search.prunes(running(bad)), "once is enough"
     row = Row(bad.combination.values, bad.folder, Outcome(130, 1.0))
     assert search.told(row) == prunes, "else it was interrupted, and is to be resumed"
     assert row.status == ("pruned" if prunes else "interrupted")
+
+
+@pytest.mark.parametrize(("num_epochs", "is_pruned"), [(6, True), (5, False), (4, False)])
+def test_a_run_is_not_pruned_near_its_end(tmp_path: Path, num_epochs: int, is_pruned: bool) -> None:
+    """It has 2, 1 and 0 epochs left."""
+    argv = (f"{LR}=interval(0.01,10)", "--trials", "9", f"TRAIN.EPOCHS={num_epochs}")
+    search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
+    for planned in search.more(6):
+        validated(planned, 0.5, 0.6, 0.7, 0.8)
+        assert end(search, planned, 0.8), "its validations are reported when it has ended"
+    (bad,) = search.more(1)
+    validated(bad, 0.1, 0.1, 0.1, 0.1)
+    assert search.prunes(running(bad)) == is_pruned
+
+
+def test_validations_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = Search(tmp_path / "s", plan_of(f"{LR}=interval(0.01,10)", "--trials", "1", folder=tmp_path))
+    (planned,) = search.more(1)
+    row, reports = running(planned), []
+    report = Search._report
+    monkeypatch.setattr(Search, "_report", lambda *args: reports.append(args) or report(*args))
+    for values in ([0.1], [0.1], [0.1, 0.2]):
+        if len(values) != len(row.history.points.get("top1/a", [])):
+            validated(planned, *values)
+        search.prunes(row)
+    assert len(reports) == 2
 
 
 def test_a_combination_of_a_search_is_a_run_like_that_of_a_grid() -> None:

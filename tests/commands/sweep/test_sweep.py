@@ -172,7 +172,7 @@ def test_a_killed_sweep_is_joined(run_in_child: Run, tmp_path: Path) -> None:
         child.wait_for((run / "checkpoints/last.pt").exists)
     refused = run_in_child(*argv)
     assert refused.code == 2
-    assert f"another sweep is at work here (process {child.process.pid})" in refused.err
+    assert f"another sweep is at work here (process {child.process.pid} on " in refused.err
     assert child.end(signal.SIGKILL) == -signal.SIGKILL
     record = json.loads((killed / "job.json").read_text())
     for name in ("supervisor", "child"):
@@ -224,6 +224,36 @@ def test_a_folder_that_cannot_be_written_is_refused(run: Run) -> None:
     outcome = run("sweep", *SMALL, "DATA.BATCH_SIZE=16,8", "EXPERIMENT.OUTPUT_DIR=/proc/nowhere")
     assert outcome.code == 2
     assert "/proc/nowhere" in outcome.err
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"runs": 3}', '{"runs": [{"folder": "x"}]}', '{"runs": [7]}'])
+def test_the_status_of_a_damaged_sweep(run: Run, tmp_path: Path, text: str) -> None:
+    (tmp_path / "sweep.json").write_text(text)
+    outcome = run("sweep", "--status", str(tmp_path))
+    assert outcome.code == 2
+    assert "holds no runs; give the command of the sweep instead" in outcome.err
+
+
+def test_the_status_of_nothing(run: Run) -> None:
+    outcome = run("sweep", "--status")
+    assert outcome.code == 2
+    assert "--status: give the folder of a sweep, such as runs/my_exp" in outcome.err
+
+
+def test_a_dry_run_predicts_too(run: Run, tmp_path: Path) -> None:
+    outcome = run("sweep", *SMALL, "DATA.BATCH_SIZE=16,8", "--dry-run", "--predict-gpu", "a100-40gb")
+    assert outcome.code == 0, outcome.err
+    assert "Predicted batch sizes" in outcome.out
+    assert outcome.out.count("-m linnaeus.main --cfg runs/") == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refused_sweep_leaves_no_folder(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    outcome = run("sweep", *SMALL, "EXPERIMENT.NAME=new", "DATA.BATCH_SIZE=16,8", "--launcher", "slurm")
+    assert outcome.code == 2
+    assert "there is no sbatch here" in outcome.err
+    assert not (tmp_path / "runs/new").exists()
 
 
 def test_print_config_prints_every_configuration(run: Run, tmp_path: Path) -> None:

@@ -1,0 +1,198 @@
+"""What a sweep does with jobs that SLURM does not know, with signals, and with launchers that fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import pytest
+
+from linnaeus.commands.compare.results import Comparison
+from linnaeus.commands.sweep import watch as module
+from linnaeus.commands.sweep.folder import prepare
+from linnaeus.commands.sweep.options import PlannedRun, read
+from linnaeus.commands.sweep.source import Source
+from linnaeus.commands.sweep.watch import Stop, Watch
+from linnaeus.console import make_console
+from linnaeus.errors import LinnaeusError
+from linnaeus.launchers.interface import Job, Launcher, Task
+from linnaeus.launchers.outcome import Outcome, save_outcome
+from linnaeus.launchers.record import write_slurm_record
+
+
+class Queue(Launcher):
+    """Notes what it is given, as a job of SLURM that has the number of its call.
+
+    Args:
+        size: jobs that it has room for.
+        at_submit: called after the first run of each submission has its job.
+    """
+
+    poll_s = 0.05
+    num_processes = 1
+
+    def __init__(self, size: int = 100, at_submit: Callable[[], object] = lambda: None) -> None:
+        self.size, self.at_submit = size, at_submit
+        self.started: list[Path] = []
+
+    def room(self, going: Collection[Job]) -> int:
+        return self.size - len(going)
+
+    def submit(self, tasks: Sequence[Task], going: Collection[Job]) -> None:
+        for task in tasks:
+            write_slurm_record(task.folder, str(len(self.started)))
+            self.started.append(task.folder)
+            self.at_submit()
+
+
+class Sweep:
+    """A sweep over three seeds, with what it needs."""
+
+    def __init__(self, folder: Path, queue: Queue, limit: int | None = None, seeds: str = "0,1,2") -> None:
+        found = read([f"EXPERIMENT.SEED={seeds}", f"EXPERIMENT.OUTPUT_DIR={folder}", "EXPERIMENT.NAME=s"])
+        assert isinstance(found, tuple)
+        self.runs: list[PlannedRun] = found[1]
+        self.folders = [run.folder for run in self.runs]
+        self.stop, self.table = Stop(), Comparison([])
+        self.saved: list[list[str]] = []
+        self.watch = Watch(
+            self.table, Source(self.runs), queue, self.stop, make_console(),
+            lambda: self.saved.append(self.statuses), limit,
+        )  # fmt: skip
+
+    @property
+    def statuses(self) -> list[str]:
+        return [row.status for row in self.table.rows]
+
+    def start_before(self, *numbers: int) -> None:
+        """Let an earlier process have started some of the runs."""
+        for number in numbers:
+            prepare(self.folders[number], self.runs[number].config)
+            write_slurm_record(self.folders[number], str(number))
+
+    def run(self) -> None:
+        self.watch.join()
+        self.watch.to_the_end()
+
+
+@pytest.fixture(autouse=True)
+def commands(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder with commands: there is no SLURM that answers, so that jobs are unknown."""
+    folder = tmp_path_factory.mktemp("bin")
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_the_limit_of_a_search_also_holds_for_runs_that_are_resumed(
+    tmp_path: Path, limit: int | None
+) -> None:
+    queue = Queue()
+    sweep = Sweep(tmp_path, queue, limit)
+    queue.at_submit = lambda: sweep.stop.signals.append(signal.SIGTERM)
+    sweep.run()
+    assert queue.started == sweep.folders[:limit]
+
+
+def test_runs_that_a_failing_launcher_has_started_are_active(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise LinnaeusError("the disk is full")
+
+    sweep = Sweep(tmp_path, Queue(at_submit=fail))
+    with pytest.raises(LinnaeusError, match="the disk is full"):
+        sweep.run()
+    assert sweep.saved[-1] == ["unknown", "not run", "not run"]
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_local_runs_of_an_earlier_list_of_values_take_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_local: bool
+) -> None:
+    Sweep(tmp_path, Queue()).start_before(0)
+    if is_local:
+        monkeypatch.setattr(module, "_is_on_slurm", lambda _: False)
+    queue = Queue(size=2)
+    sweep = Sweep(tmp_path, queue, seeds="1,2,3")
+    queue.at_submit = lambda: sweep.stop.signals.append(signal.SIGTERM)
+    monkeypatch.setattr(module, "cancel", lambda _: later(0.3, sweep.watch._active.clear))
+    with caplog.at_level(logging.WARNING):
+        sweep.run()
+    assert len(queue.started) == (1 if is_local else 2)
+    assert ("SEED=0: SLURM job 0 is active there and takes room" in caplog.text) == is_local
+
+
+def later(seconds: float, action: Callable[[], object]) -> None:
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+
+
+def test_jobs_of_slurm_stay_without_a_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also those that are not, or not any more, in the queue."""
+    sweep = Sweep(tmp_path, Queue())
+    sweep.start_before(0, 1, 2)
+    sweep.watch.join()
+    for row in sweep.table.rows:
+        row.job = None
+    sweep.stop.signals.append(signal.SIGTERM)
+    with caplog.at_level(logging.WARNING):
+        sweep.watch.to_the_end()
+    assert "asked to end" not in caplog.text
+
+
+def test_cancelling_that_fails_is_said_and_the_watch_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one answer is yes; the second Ctrl-C leaves."""
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    sweep = Sweep(tmp_path, Queue())
+    sweep.start_before(0, 1, 2)
+    sweep.watch.join()
+    sweep.stop.signals.append(signal.SIGINT)
+    later(0.5, lambda: sweep.stop.signals.append(signal.SIGINT))
+    with caplog.at_level(logging.WARNING):
+        sweep.watch.to_the_end()
+    assert caplog.text.count("not every run has been asked to end: scancel 0 1 2") == 1
+    assert sweep.stop.signals == [signal.SIGINT] * 2
+
+
+def test_sigterm_at_the_question_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_for_an_answer(_: str) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "y"
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", wait_for_an_answer)
+    sweep = Sweep(tmp_path, Queue())
+    sweep.start_before(0, 1, 2)
+    sweep.watch.join()
+    with sweep.stop.listening():
+        sweep.stop.signals.append(signal.SIGINT)
+        sweep.watch.to_the_end()
+    assert sweep.statuses == ["unknown"] * 3, "nobody has tried to cancel them"
+
+
+@pytest.mark.parametrize(("lost_s", "status"), [(20.0, "finished"), (0.2, "interrupted")])
+def test_the_outcome_of_a_job_may_come_late(
+    tmp_path: Path, commands: Path, monkeypatch: pytest.MonkeyPatch, lost_s: float, status: str
+) -> None:
+    """A file server shows it when the job has left the queue already."""
+    (commands / "squeue").write_text("#!/bin/sh\n")
+    monkeypatch.setattr(module, "LOST_S", lost_s)
+    queue = Queue()
+    sweep = Sweep(tmp_path, queue)
+    result = {"metrics": {"loss": 1.0}, "training_s": 1.0}
+
+    def end() -> None:
+        for folder in queue.started:
+            save_outcome(folder, Outcome(0, 1.0, None, result))
+
+    queue.at_submit = lambda: (commands / "squeue").chmod(0o755)
+    later(1.5, end)
+    sweep.run()
+    assert sweep.statuses == [status] * 3
