@@ -67,7 +67,7 @@ ZERO_OR_NOT = frozenset(
 _WITH_VERSION = ("linnaeus", "torch", "timm", "torchvision")
 """Packages whose version says what their code is."""
 _VARIABLE = re.compile(
-    r"(PYTORCH|TORCH|CUDA|CUBLAS|CUDNN|NVIDIA|NCCL|GLOO|HIP|HSA|MIOPEN|TRITON|TIMM|LINNAEUS|ONEDNN|DNNL|MALLOC"
+    r"(PYTORCH|TORCH|CUDA|CUBLAS|CUDNN|NVIDIA|NCCL|GLOO|HIP|MIOPEN|TRITON|TIMM|LINNAEUS_MEMORY|ONEDNN|DNNL|MALLOC"
     r"|LD_PRELOAD|GLIBC)(?!ELASTIC_)\w*"
 )
 """Environment variables that may change what a step allocates, or what an allocator makes of it."""

@@ -223,6 +223,7 @@ def test_a_variable_that_a_launcher_sets_for_each_run_does_not_count(
 
 
 def test_switches_of_torch_and_threads_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_float32_matmul_precision("highest")  # the default, which torch then calls by another name
     base = process_conditions(CPU)
     number = torch.get_num_threads()
     for change, undo in (
