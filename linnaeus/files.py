@@ -146,8 +146,8 @@ class FolderInUseError(ConfigError):
 class FolderLock:
     """The lock of a run's folder, held from construction to `release` or to the end of the process.
 
-    It is a lock of the kernel on the file `.lock`, which names the process. Processes that are forked later
-    do not keep it. On a file system without locks nothing is locked.
+    It is a lock of the kernel on the file `.lock`, which names the process and says when it began. Processes
+    that are forked later do not keep it. On a file system without locks nothing is locked.
 
     Args:
         folder: of the run; it is there.
@@ -163,7 +163,8 @@ class FolderLock:
         try:
             self._descriptor = _open_locked(folder)
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            holder = f"process {os.getpid()} on {socket.gethostname()}\n{process_start(os.getpid())}\n"
+            os.pwrite(self._descriptor, holder.encode(), 0)
         except OSError as error:
             self.release()
             raise _cannot_write(folder, why_not_written(error, folder)) from error
@@ -196,6 +197,22 @@ class FolderLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def process_start(pid: int) -> str:
+    """When a process of this machine began: ticks since the start of the machine, which no clock moves.
+
+    Empty where there is no such process, or the system does not say so.
+    """
+    try:
+        return (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()[19]
+        )
+    except (OSError, IndexError):
+        return ""
 
 
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
@@ -231,7 +248,7 @@ def _lock(descriptor: int, folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = " ".join(os.pread(descriptor, 300, 0).decode(errors="replace").split())
+        holder = os.pread(descriptor, 300, 0).decode(errors="replace").partition("\n")[0].strip()
         raise FolderInUseError(
             f"EXPERIMENT.NAME: {folder} is in use by a run that is still going on "
             f"({holder or 'it does not say which'}); choose another name"

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import os
+import re
+import sys
 from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, get_args
+
+import torch
+import torch.distributed as torch_dist
 
 from linnaeus import __version__, nest
 from linnaeus.autobatch.report import device_environment
@@ -17,24 +26,53 @@ from linnaeus.dist import World
 from linnaeus.memory.device import device_memory
 from linnaeus.training import fingerprint
 
-IRRELEVANT = (
-    *(f"OPTIMIZER.{name}" for name in ("LR", "LR_SCALING", "WEIGHT_DECAY_SCALING", "BASE_BATCH_SIZE")),
-    *(f"TRAIN.{name}" for name in ("EPOCHS", "LOG_EVERY", "VALIDATE_EVERY", "KEEP_CHECKPOINTS")),
-    *(f"TRAIN.CHECKPOINT_EVERY{unit}" for unit in ("", "_STEPS", "_MINUTES")),
-    *(f"TRAIN.{name}" for name in ("AUTO_RESUME", "RESUME_WITH", "DISTRIBUTE_BN", "ON_OUT_OF_MEMORY")),
-    *(f"TRAIN.{name}" for name in ("EMA.DECAY", "NOISE_SCALE.EVERY", "NOISE_SCALE.DECAY")),
-    *(f"DATA.AUTOBATCH.{name}" for name in ("LOG_LEVEL", "LOG_LEVEL_VAL", "SHARED_FOLDER")),
-    "DATA.BATCH_SIZE_VAL",
-    "DATA.SAMPLER",
+IRRELEVANT = frozenset(
+    {
+        "OPTIMIZER.LR",
+        "OPTIMIZER.LR_SCALING",
+        "OPTIMIZER.WEIGHT_DECAY_SCALING",
+        "OPTIMIZER.BASE_BATCH_SIZE",
+        "TRAIN.EPOCHS",
+        "TRAIN.LOG_EVERY",
+        "TRAIN.VALIDATE_EVERY",
+        "TRAIN.CHECKPOINT_EVERY",
+        "TRAIN.CHECKPOINT_EVERY_STEPS",
+        "TRAIN.CHECKPOINT_EVERY_MINUTES",
+        "TRAIN.KEEP_CHECKPOINTS",
+        "TRAIN.AUTO_RESUME",
+        "TRAIN.RESUME_WITH",
+        "TRAIN.DISTRIBUTE_BN",
+        "TRAIN.ON_OUT_OF_MEMORY",
+        "TRAIN.EMA.DECAY",
+        "TRAIN.NOISE_SCALE.EVERY",
+        "TRAIN.NOISE_SCALE.DECAY",
+        "DATA.AUTOBATCH.LOG_LEVEL",
+        "DATA.AUTOBATCH.LOG_LEVEL_VAL",
+        "DATA.AUTOBATCH.SHARED_FOLDER",
+        "DATA.BATCH_SIZE_VAL",
+        "DATA.SAMPLER",
+    }
 )
 """Keys of the nodes below that no step's memory depends on."""
-ONLY_WHETHER = (
-    "MODEL.DROP_RATE", "MODEL.DROP_PATH_RATE", "LOSS.LABEL_SMOOTHING", "OPTIMIZER.WEIGHT_DECAY",
-    "TRAIN.CLIP_GRAD_NORM",
-)  # fmt: skip
-"""Keys of which only this counts: whether they are 0 or null. A step then leaves something out."""
-_OF_TORCH_OPTIMIZERS = {"OPTIMIZER.lr": IRRELEVANT, "OPTIMIZER.weight_decay": ONLY_WHETHER}
-"""The same for a `_target_` of torch.optim. What a class of one's own makes of its arguments is not known."""
+ZERO_OR_NOT = frozenset(
+    {
+        "MODEL.DROP_RATE",
+        "MODEL.DROP_PATH_RATE",
+        "LOSS.LABEL_SMOOTHING",
+        "OPTIMIZER.WEIGHT_DECAY",
+        "TRAIN.CLIP_GRAD_NORM",
+    }
+)
+"""Keys of which only zero or null versus any other value matters: the step then skips a computation."""
+_WITH_VERSION = ("linnaeus", "torch", "timm", "torchvision")
+"""Packages whose version says what their code is."""
+_VARIABLE = re.compile(
+    r"(PYTORCH|TORCH|CUDA|CUBLAS|CUDNN|NVIDIA|NCCL|GLOO|HIP|MIOPEN|TRITON|TIMM|LINNAEUS_MEMORY|ONEDNN|DNNL|MALLOC"
+    r"|LD_PRELOAD|GLIBC)(?!ELASTIC_)\w*"
+)
+"""Environment variables that may change what a step allocates, or what an allocator makes of it."""
+_PLACE = re.compile(r"\w*(VISIBLE_DEVICES|_DIR|_DIRECTORY|_HOME|_PATH|_ROOT|_FILE|_LOGS?)")
+"""Those of them that say which device, folder or file is used, as launchers set them for each run."""
 
 Nodes = dict[str, Any]
 
@@ -53,15 +91,16 @@ def memory_settings(
     }
     if train.UNFREEZE_EPOCH is not None:  # only whether unfreezing happens within this run affects memory
         content["TRAIN.UNFREEZE_EPOCH"] = train.UNFREEZE_EPOCH <= train.EPOCHS
-    rules = dict.fromkeys(IRRELEVANT, IRRELEVANT) | dict.fromkeys(ONLY_WHETHER, ONLY_WHETHER)
+    irrelevant, zero_or_not = set(IRRELEVANT), set(ZERO_OR_NOT)
     if data.AUTOBATCH.ENABLED or not data.AUTOBATCH.ENABLED_VAL:
-        rules["DATA.BATCH_SIZE"] = IRRELEVANT  # else validation is searched beside training at this size
+        irrelevant.add("DATA.BATCH_SIZE")  # else validation is searched beside training at this size
     if is_target(optimizer_node) and str(optimizer_node["_target_"]).startswith("torch.optim."):
-        rules |= _OF_TORCH_OPTIMIZERS
+        irrelevant.add("OPTIMIZER.lr")  # what a class of one's own makes of its arguments is not known
+        zero_or_not.add("OPTIMIZER.weight_decay")
     return {
-        key: bool(value) if rules.get(key) is ONLY_WHETHER else value
+        key: bool(value) if key in zero_or_not else value
         for key, value in content.items()
-        if rules.get(key) is not IRRELEVANT
+        if key not in irrelevant
     }
 
 
@@ -87,7 +126,7 @@ def search_key(
 
 
 def shared_key(key: str, search: SizeSearch) -> str:
-    """A `search_key` with what the data, the model and the device really are.
+    """A `search_key` with what the data, the model, the device and the software of this rank really are.
 
     Runs of different seeds have it in common where the seed chooses samples of the same shapes.
     """
@@ -95,11 +134,85 @@ def shared_key(key: str, search: SizeSearch) -> str:
         "version": __version__,
         "searched_for": key,
         "data_and_model": fingerprint.of_data_and_model(search.data, search.assembly),
+        "module_classes_and_tensors": _of_modules(search),
+        "code": _own_code(search),
         "samples": {mode: _shapes(search, mode) for mode in get_args(Mode)},
         "max_samples_per_rank": search.max_samples_per_rank,
-        "total_bytes": device_memory(search.world.device).total_bytes,
+        "process": process_conditions(search.world),
     }
     return json.dumps(content, sort_keys=True)
+
+
+def process_conditions(world: World) -> dict[str, Any]:
+    """What the memory of a step depends on beside configuration, data and model: of this rank."""
+    device, cudnn, cuda = world.device, torch.backends.cudnn, torch.backends.cuda
+    content: dict[str, Any] = {
+        "total_bytes": device_memory(device).total_bytes,
+        "local_world_size": world.local_world_size,
+        "backend": torch_dist.get_backend() if torch_dist.is_initialized() else None,
+        "versions": {name: version(name) for name in ("timm", "torchvision")},
+        "cudnn": [cudnn.version(), cudnn.enabled, cudnn.benchmark, cudnn.deterministic],
+        "attention": [
+            cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+        ],
+        "precision": [str(torch.get_default_dtype()), _matmul_precision()],
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if _VARIABLE.fullmatch(name) and not _PLACE.fullmatch(name)
+        },
+    }  # fmt: skip
+    if device.type == "cuda":
+        content["processors"] = torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type == "cpu":  # kernels allocate for each thread
+        content |= {
+            "threads": torch.get_num_threads(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+        }
+    return content
+
+
+def _matmul_precision() -> str:
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # since torch 2.9, whose old function may raise
+        return str(matmul.fp32_precision)
+    return torch.get_float32_matmul_precision()
+
+
+def _of_modules(search: SizeSearch) -> str:
+    """A digest of the classes of all modules, and of the kinds of their tensors."""
+    model = search.assembly.model
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    content = [
+        [
+            (name, f"{type(module).__module__}.{type(module).__qualname__}")
+            for name, module in model.named_modules()
+        ],
+        [(name, str(each.dtype), list(each.shape), each.requires_grad) for name, each in tensors],
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _own_code(search: SizeSearch) -> dict[str, str]:
+    """A digest of each file with a class or function of one's own that a step calls: files are edited."""
+    assembly, data = search.assembly, search.data
+    called = (
+        *assembly.model.modules(), *assembly.criterion.modules(), assembly.optimizer, data.train, data.val,
+        data.collate, data.mixing,
+    )  # fmt: skip
+    names = {str(each.__module__) for each in called if each is not None}
+    files = {
+        name: getattr(sys.modules.get(name), "__file__", None)
+        for name in names
+        if name.partition(".")[0] not in _WITH_VERSION
+    }
+    return {
+        name: hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        for name, file in sorted(files.items())
+        if file is not None and Path(file).is_file()
+    }
 
 
 def _shapes(search: SizeSearch, mode: Mode) -> list[str]:

@@ -52,7 +52,7 @@ class PlannedSizes:
         """Plain values, for a checkpoint."""
         found = {mode: result.as_dict() for mode, result in self.found.items()}
         content = {"autobatch": found, "searched_for": self.key, "plan": self.plan.as_dict()}
-        return content | {"micro_batch_limit": self.micro_batch_limit}
+        return content | {"micro_batch_limit": self.micro_batch_limit, "found_by": self.found_by}
 
 
 _SUFFIXES: dict[Mode, str] = {"train": "", "val": "_VAL"}
@@ -113,7 +113,7 @@ def find_planned_sizes(
         batch_size: used in place of a search where AutoBatch is not enabled for training.
         key: the `search_key` of this run.
         checkpoint: checkpoint of the run being resumed; its sizes are kept where its key is the same.
-        sharing: where other runs leave the sizes that they find; None searches.
+        sharing: the folder of shared sizes; None searches.
 
     Raises:
         LinnaeusError: the same on every rank.
@@ -121,7 +121,7 @@ def find_planned_sizes(
     is_kept = checkpoint is not None and search.world.broadcast(checkpoint["searched_for"] == key)
     limit = checkpoint.get("micro_batch_limit") if checkpoint is not None and is_kept else None
     found = _sizes_of_checkpoint(search, checkpoint, limit) if checkpoint is not None and is_kept else None
-    found_by = None
+    found_by = checkpoint.get("found_by") if checkpoint is not None and found is not None else None
     if found is None and sharing is not None:
         found, found_by = find_shared_sizes(search, key, sharing)
     elif found is None:
@@ -129,15 +129,24 @@ def find_planned_sizes(
     if limit is not None:
         logger.info("memory ran out before: micro-batches have at most %s", counted(limit, "sample"))
         plan = plan_for(found["train"].batch_size if "train" in found else batch_size).limited(limit)
-        return PlannedSizes(_with_validation_that_fits(search, found, plan), plan, key, limit)
-    if "train" not in found:
-        return PlannedSizes(found, plan_for(batch_size), key, found_by=found_by)
+        found = _with_validation_that_fits(search, found, plan)
+    elif "train" not in found:
+        plan = plan_for(batch_size)
+    else:
+        found["train"], plan = _planned(search, found["train"], plan_for)
+    return PlannedSizes(found, plan, key, limit, found_by)
+
+
+def _planned(
+    search: SizeSearch, result: AutoBatchResult, plan_for: Callable[[int], BatchPlan]
+) -> tuple[AutoBatchResult, BatchPlan]:
+    """A training size, lowered until all micro-batch sizes of its plan have run; and that plan."""
     while True:
-        plan = plan_for(found["train"].batch_size)
-        untried = {stage.micro_batch_size for stage in plan.stages} - _sizes_run(found["train"], search.world)
+        plan = plan_for(result.batch_size)
+        untried = {stage.micro_batch_size for stage in plan.stages} - _sizes_run(result, search.world)
         if not untried:
-            return PlannedSizes(found, plan, key, found_by=found_by)
-        found["train"] = run_on_every_rank(search, found["train"], max(untried))
+            return result, plan
+        result = run_on_every_rank(search, result, max(untried))
 
 
 def _sizes_of_checkpoint(

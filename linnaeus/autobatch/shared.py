@@ -1,4 +1,4 @@
-"""Sizes that runs under the same conditions find for each other: one searches, the others take what it found.
+"""Batch sizes shared between runs with the same search conditions: one searches, the others reuse its result.
 
 The runs have a folder in common, such as that of a sweep, with a folder in it for each set of conditions:
 
@@ -25,18 +25,19 @@ from linnaeus.autobatch.protocol import RankStatus, exchange
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes, still_fit
 from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.files import FolderInUseError, FolderLock, write_text_atomically
+from linnaeus.files import FolderInUseError, FolderLock, not_written, write_text_atomically
+from linnaeus.memory.device import device_memory
 
 SIZES = "sizes.json"
 POLL_S = 0.5
-"""Time between two looks at what the run that searches has left."""
+"""Time between two looks for the result of the run that searches."""
 
 logger = logging.getLogger("linnaeus.run")
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Where runs leave the sizes that they find.
+    """The folder of shared sizes.
 
     Attributes:
         folder: the same for all runs that share.
@@ -50,81 +51,98 @@ class Sharing:
 def find_shared_sizes(
     search: SizeSearch, key: str, sharing: Sharing
 ) -> tuple[dict[str, AutoBatchResult], str | None]:
-    """Take the sizes that a run has found under the same conditions, or search and leave them for others.
+    """Reuse the sizes that a run has found under the same conditions, or search and save them for others.
 
     Every rank must call this. Rank 0 decides.
 
     Args:
         search: the search of this run.
         key: its `search_key`.
-        sharing: where sizes are left.
+        sharing: where sizes are saved.
 
     Returns:
-        The sizes by mode, and the run that found them; None where this one has.
+        The sizes by mode, and the run that found them; None if this run found them.
 
     Raises:
         LinnaeusError: the same on every rank.
     """
-    place: _Place | None = None
+    shared: _SharedSizes | None = None
+    control, timeout_minutes = search.world.control, search.config.AUTOBATCH.TIMEOUT_MINUTES
+    keys = exchange(control, lambda status: shared_key(key, search), timeout_minutes=timeout_minutes)
 
-    def take(status: RankStatus) -> dict[str, Any] | None:
-        nonlocal place
+    def wait_or_lock(status: RankStatus) -> dict[str, Any] | None:
+        nonlocal shared
         if not search.world.is_main:
             return None
-        conditions = shared_key(key, search)
-        place = _Place(sharing.folder / hashlib.sha256(conditions.encode()).hexdigest()[:16], conditions)
-        return place.take(status, 60 * search.config.AUTOBATCH.TIMEOUT_MINUTES)
+        # The devices and machines of the ranks may differ.
+        shared = _SharedSizes(sharing.folder, [json.loads(each) for each in sorted(set(keys))])
+        return shared.wait_or_lock(status, 60 * timeout_minutes)
 
     try:
-        timeout_minutes = search.config.AUTOBATCH.TIMEOUT_MINUTES
-        content = exchange(search.world.control, take, timeout_minutes=timeout_minutes)[0]
+        content = exchange(control, wait_or_lock, timeout_minutes=timeout_minutes)[0]
+        search.world.warm_up_collectives()  # what they hold is in use before a search, too
         if content is not None:
             found, run = _results(content), str(content["found_by"])
-            if _can_be_taken(search, found):
+            if _can_be_taken(search, found, content["growth_bytes"]):
                 sizes = " and ".join(f"{result.batch_size} ({mode})" for mode, result in found.items())
                 logger.info("AutoBatch: batch size %s, found by run %s under the same conditions", sizes, run)
                 return found, run
-            logger.info("AutoBatch: the sizes found by run %s need more memory than is free now", run)
+            logger.info(
+                "AutoBatch: the sizes found by run %s do not fit into the memory that is free now, on the "
+                "device or the host", run,
+            )  # fmt: skip
             return find_sizes(search), None
+        before_bytes = _outside(search)
         found = find_sizes(search)
-        if place is not None:
-            place.leave(found, sharing.run)
+        if shared is not None:
+            shared.save(found, sharing.run, growth_bytes=max(_outside(search) - before_bytes, 0))
         return found, None
     finally:
-        if place is not None:
-            place.release()
+        if shared is not None:
+            shared.unlock()
 
 
-def _can_be_taken(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> bool:
+def _outside(search: SizeSearch) -> int:
+    """Bytes in use outside the allocator: a search loads kernels and libraries, which a later run lacks yet.
+
+    On the CPU these belong to the process itself, and not to its budget.
+    """
+    device = search.world.device
+    return 0 if device.type == "cpu" else device_memory(device).outside()
+
+
+def _can_be_taken(search: SizeSearch, found: Mapping[str, AutoBatchResult], growth_bytes: int) -> bool:
     """Whether the sizes fit on every rank: into its device now, and batches of them into host memory.
 
-    Every rank must call this.
+    Every rank must call this. By `growth_bytes`, use outside the allocator has grown in the search.
     """
 
     def is_within(status: RankStatus) -> bool:
         return all(result.batch_size <= min(search.limits(result.mode).values()) for result in found.values())
 
-    return still_fit(search, found) and all(exchange(search.world.control, is_within))
+    fits = still_fit(search, found, growth_bytes=growth_bytes)
+    return fits and all(exchange(search.world.control, is_within))
 
 
 def _results(content: Mapping[str, Any]) -> dict[str, AutoBatchResult]:
     return {mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in content["autobatch"].items()}
 
 
-class _Place:
-    """What runs under the same conditions share; only rank 0 of each has one.
+class _SharedSizes:
+    """The sizes of runs under the same conditions; only rank 0 of each run has one.
 
     Args:
-        folder: theirs.
-        conditions: in full, because the name of the folder is a hash.
+        folder: of shared sizes.
+        conditions: in full, because the name of the inner folder is a hash.
     """
 
-    def __init__(self, folder: Path, conditions: str) -> None:
-        self._folder, self._conditions = folder, conditions
+    def __init__(self, folder: Path, conditions: list[Any]) -> None:
+        self._folder = folder / hashlib.sha256(json.dumps(conditions).encode()).hexdigest()[:16]
+        self._conditions = conditions
         self._lock: FolderLock | None = None
 
-    def take(self, status: RankStatus, limit_s: float) -> dict[str, Any] | None:
-        """The sizes that are there, waiting for a run that searches; None where this run is to search.
+    def wait_or_lock(self, status: RankStatus, limit_s: float) -> dict[str, Any] | None:
+        """The saved sizes, waiting for a run that searches; None where this run is to search.
 
         It holds the lock then, except where the wait has taken too long or nothing can be written.
         """
@@ -145,36 +163,43 @@ class _Place:
                     status.update("waiting for another run's search")
                     time.sleep(POLL_S)
                 else:
-                    content = self._read()  # it may have been left since the last look
+                    content = self._read()  # it may have been saved since the last look
                     break
             return content
         except (OSError, ConfigError) as error:
-            logger.warning("AutoBatch: sizes cannot be shared in %s (%s)", self._folder, error)
+            self._warn(error)
             return None
 
-    def leave(self, found: Mapping[str, AutoBatchResult], run: str) -> None:
-        """Leave the sizes for the others. A run goes on where that is not possible."""
+    def save(self, found: Mapping[str, AutoBatchResult], run: str, growth_bytes: int) -> None:
+        """Save the sizes for the others. A run goes on where that is not possible."""
         content = {
             "found_by": run,
             "autobatch": {mode: result.as_dict() for mode, result in found.items()},
-            "conditions": json.loads(self._conditions),
+            "growth_bytes": growth_bytes,
+            "conditions": self._conditions,
         }
         try:
             write_text_atomically(self._folder / SIZES, json.dumps(content, indent=2) + "\n")
         except (OSError, LinnaeusError) as error:
-            logger.warning("AutoBatch: sizes cannot be shared in %s (%s)", self._folder, error)
+            self._warn(error)
 
-    def release(self) -> None:
-        """Let the others search or take."""
+    def unlock(self) -> None:
+        """Let the others search or reuse."""
         if self._lock is not None:
             self._lock.release()
 
+    def _warn(self, error: Exception) -> None:
+        # A lock names the keys of a run's folder, whose files cannot be written for the same reasons.
+        cause = error.__cause__ if isinstance(error, ConfigError) else error
+        reason = not_written(self._folder, cause) if isinstance(cause, OSError) else error
+        logger.warning("AutoBatch: sizes are not shared: %s (DATA.AUTOBATCH.SHARED_FOLDER)", reason)
+
     def _read(self) -> dict[str, Any] | None:
-        """What is there; None where nothing is, or it is damaged."""
+        """What was saved; None where nothing was, or it is damaged."""
         try:
             content: dict[str, Any] = json.loads((self._folder / SIZES).read_text(encoding="utf-8"))
             _results(content)
-            is_same = content["conditions"] == json.loads(self._conditions)
-            return content if is_same and isinstance(content["found_by"], str) else None
+            is_valid = isinstance(content["found_by"], str) and isinstance(content["growth_bytes"], int)
+            return content if is_valid and content["conditions"] == self._conditions else None
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None

@@ -267,10 +267,15 @@ def _find(search: SizeSearch, mode: Mode, trained_at: int | None) -> AutoBatchRe
     return result
 
 
-def still_fit(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> bool:
+def still_fit(search: SizeSearch, found: Mapping[str, AutoBatchResult], growth_bytes: int = 0) -> bool:
     """Whether the peaks of sizes found earlier are within what every rank may hold now.
 
     Every rank must call this.
+
+    Args:
+        search: the search of this run.
+        found: the sizes, by mode.
+        growth_bytes: what training will use outside the allocator that is not in use yet.
     """
     memory, config = device_memory(search.world.device), search.config.AUTOBATCH
     limit_gb = _memory_limit_gb(config, search.world.rank)
@@ -280,7 +285,8 @@ def still_fit(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> bool:
         # Those of smaller sizes count too, because memory does not always grow with the size.
         used = [trial for trial in result.trials if trial.size <= result.batch_size]
         peaks = [trial.peak_bytes or 0 for trial in used if trial.status == "fits"]
-        return bool(peaks) and max(peaks) <= memory.budget(result.target_memory_fraction, limit_bytes)
+        budget_bytes = memory.budget(result.target_memory_fraction, limit_bytes) - growth_bytes
+        return bool(peaks) and max(peaks) <= budget_bytes
 
     return all(exchange(search.world.control, lambda status: all(map(fits, found.values()))))
 

@@ -38,6 +38,13 @@ for _tag in ("value", "merge"):  # `=` and `<<` are text when they are values
     Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", lambda loader, node: str(node.value))
 
 
+class FastLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Reads the same values as `Loader`, where possible with PyYAML's parser in C, whose messages differ."""
+
+
+FastLoader.yaml_implicit_resolvers = Loader.yaml_implicit_resolvers
+FastLoader.yaml_constructors = Loader.yaml_constructors
+
 DEFAULTS = "defaults"
 """The key of a file's defaults list."""
 SELF = "_self_"

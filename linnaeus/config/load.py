@@ -183,6 +183,15 @@ def _escape(value: Any) -> Any:
     return [_escape(item) for item in value] if isinstance(value, list) else value
 
 
+def unescape(value: Any) -> Any:
+    r"""The inverse of `_escape`, which doubles the backslashes before `${` and adds one, in a text.
+
+    >>> [unescape(_escape(text)) for text in ("${A}", r"\${A}", r"\\${A} \$")]
+    ['${A}', '\\${A}', '\\\\${A} \\$']
+    """
+    return re.sub(r"(\\*)\1\\\$\{", r"\1${", value) if isinstance(value, str) else value
+
+
 def save_config(config: Config, path: str | os.PathLike[str], plan: Mapping[str, Any] | None = None) -> None:
     """Write the configuration as YAML, atomically; arguments as for `to_yaml`.
 

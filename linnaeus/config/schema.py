@@ -271,8 +271,8 @@ class AutoBatchConfig:
         32, "samples that are read to find the largest shape, which the trials use", ge=1
     )
     SHARED_FOLDER: str | None = key(
-        None, "folder in which runs leave the sizes that they find for others with the same memory needs on "
-        "the same kind of device; null searches for each run, and in a sweep is the sweep's own folder",
+        None, "folder in which AutoBatch results are shared between runs with the same memory needs; null: "
+        "no sharing, except in a sweep, which uses `<sweep>/autobatch`",
     )  # fmt: skip
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from linnaeus.autobatch.conditions import memory_settings, search_key, shared_key
+from linnaeus.autobatch.conditions import memory_settings, process_conditions, search_key, shared_key
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
@@ -16,7 +17,6 @@ from linnaeus.dist import World
 from tests.autobatch.test_sizes import OWN_DATA, OWN_MODEL, prepared
 from tests.conftest import SMALL
 
-NODES = ("MODEL", "LOSS", "OPTIMIZER", "TRAIN", "DATA")
 DROPPED = {
     "OPTIMIZER.LR": 0.5, "OPTIMIZER.LR_SCALING": "linear", "OPTIMIZER.WEIGHT_DECAY_SCALING": "sqrt",
     "OPTIMIZER.BASE_BATCH_SIZE": 7, "TRAIN.EPOCHS": 3, "TRAIN.LOG_EVERY": 3, "TRAIN.VALIDATE_EVERY": 3,
@@ -28,13 +28,39 @@ DROPPED = {
     "DATA.BATCH_SIZE": 3, "DATA.BATCH_SIZE_VAL": 3, "DATA.SAMPLER": "balanced",
 }  # fmt: skip
 """Keys that no search depends on, and another value of each."""
+OF_NO_STEP = {
+    "EXPERIMENT.NAME": "of a folder",
+    "EXPERIMENT.OUTPUT_DIR": "a folder",
+    "EXPERIMENT.WANDB.ENABLED": "scalars and tables are sent, and no model is watched",
+    "EXPERIMENT.WANDB.PROJECT": "text",
+    "EXPERIMENT.WANDB.ENTITY": "text",
+    "EXPERIMENT.WANDB.GROUP": "text",
+    "EXPERIMENT.WANDB.TAGS": "text",
+    "SCHEDULE.NAME": "a rate for each step",
+    "SCHEDULE.WARMUP_EPOCHS": "a rate for each step",
+    "SCHEDULE.WARMUP_FRACTION": "a rate for each step",
+    "SCHEDULE.WARMUP_STEPS": "a rate for each step",
+    "SCHEDULE.MIN_LR_FRACTION": "a rate for each step",
+    "DIST.TIMEOUT_MINUTES": "a time",
+    "DIST.START_MINUTES": "a time",
+}
+"""Keys of other nodes that no step's memory depends on, and what they set. A new key has to be named here, or
+to count."""
+IN_OTHER_FORM = {
+    "EXPERIMENT.SEED": "the shapes of the samples that it chooses",
+    "EXPERIMENT.DEVICE": "the device that it is",
+    "DIST.BACKEND": "the backend that it is",
+    "DIST.FIND_UNUSED_PARAMETERS": "an argument of `search_key`",
+}
+"""Keys that do not count, and what of them counts; a test below shows it for each."""
 ONLY_WHETHER = {
     "MODEL.DROP_RATE": (0.1, 0.2), "MODEL.DROP_PATH_RATE": (0.1, 0.2), "LOSS.LABEL_SMOOTHING": (0.1, 0.2),
     "OPTIMIZER.WEIGHT_DECAY": (0.1, 0.2), "TRAIN.CLIP_GRAD_NORM": (1.0, 2.0),
 }  # fmt: skip
 """Keys of which it only counts whether they are 0 or null, and two values that are neither."""
-OF_SEARCHED = sorted(dotted(path) for path in KEYS if path[0] in NODES)
+ALL_KEYS = sorted(map(dotted, KEYS))
 ON = ("DATA.AUTOBATCH.ENABLED=True",)
+CPU = World(torch.device("cpu"))
 
 
 def changed(config: Any, key: str, value: Any) -> Any:
@@ -62,7 +88,7 @@ def config() -> Config:
     return load_config(ON).config
 
 
-@pytest.mark.parametrize("key", OF_SEARCHED)
+@pytest.mark.parametrize("key", ALL_KEYS)
 def test_each_key_counts_unless_no_memory_depends_on_it(key: str, config: Config) -> None:
     before = config
     for name in key.split("."):
@@ -72,11 +98,13 @@ def test_each_key_counts_unless_no_memory_depends_on_it(key: str, config: Config
         one, two = (settings(changed(config, key, value)) for value in ONLY_WHETHER[key])
         assert one == two
         counts = one != settings(changed(config, key, 0.0))
-    assert counts == (key not in DROPPED)
+    assert counts == (key not in {*DROPPED, *OF_NO_STEP, *IN_OTHER_FORM})
 
 
 def test_every_key_that_is_named_here_is_one() -> None:
-    assert set(DROPPED) | set(ONLY_WHETHER) <= set(OF_SEARCHED)
+    named = [*DROPPED, *ONLY_WHETHER, *OF_NO_STEP, *IN_OTHER_FORM]
+    assert set(named) <= set(ALL_KEYS)
+    assert len(named) == len(set(named))
 
 
 def test_seed_schedule_and_names_do_not_count() -> None:
@@ -142,7 +170,108 @@ def test_the_step_needs_the_same_memory_whatever_the_keys_left_out_are() -> None
 
 def test_the_device_counts(config: Config) -> None:
     nodes = (config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, config.DATA)
-    cpu = World(torch.device("cpu"))
-    assert search_key(*nodes, cpu) == search_key(*nodes, cpu)
-    assert search_key(*nodes, cpu) != search_key(*nodes, World(torch.device("meta")))
-    assert search_key(*nodes, cpu) != search_key(*nodes, dataclasses.replace(cpu, world_size=2))
+    assert search_key(*nodes, CPU) == search_key(*nodes, CPU)
+    assert search_key(*nodes, CPU) != search_key(*nodes, World(torch.device("meta")))
+    assert search_key(*nodes, CPU) != search_key(*nodes, dataclasses.replace(CPU, world_size=2))
+
+
+def test_the_backend_and_unused_parameters_count(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = (config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, config.DATA)
+    assert search_key(*nodes, CPU) != search_key(*nodes, CPU, find_unused_parameters=True)
+    alone = process_conditions(CPU)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    backends = []
+    for name in ("gloo", "nccl"):
+        monkeypatch.setattr(torch.distributed, "get_backend", lambda name=name: name)
+        backends.append(process_conditions(CPU)["backend"])
+    assert [alone["backend"], *backends] == [None, "gloo", "nccl"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "TIMM_FUSED_ATTN",
+        "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "CUDA_MODULE_LOADING",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHDYNAMO_DISABLE",
+        "TORCH_COMPILE_DISABLE", "TORCH_CUDNN_V8_API_DISABLED", "NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS",
+        "MALLOC_ARENA_MAX", "LD_PRELOAD", "LINNAEUS_MEMORY_LIMIT_GB",
+    ],
+)  # fmt: skip
+def test_a_variable_that_changes_what_is_allocated_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(name, raising=False)
+    before = process_conditions(CPU)
+    monkeypatch.setenv(name, "1")
+    one = process_conditions(CPU)
+    monkeypatch.setenv(name, "2")
+    assert before != one != process_conditions(CPU)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
+        "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCH_LOGS", "CUDA_MPS_PIPE_DIRECTORY", "NCCL_DEBUG_FILE",
+        "WANDB_RUN_ID", "SLURM_JOB_ID", "RANK", "MASTER_PORT", "HOSTNAME", "PWD",
+    ],
+)  # fmt: skip
+def test_a_variable_that_a_launcher_sets_for_each_run_does_not_count(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = process_conditions(CPU)
+    monkeypatch.setenv(name, "7")
+    assert process_conditions(CPU) == before
+
+
+def test_switches_of_torch_and_threads_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_float32_matmul_precision("highest")  # the default, which torch then calls by another name
+    base = process_conditions(CPU)
+    number = torch.get_num_threads()
+    for change, undo in (
+        (
+            lambda: torch.set_float32_matmul_precision("high"),
+            lambda: torch.set_float32_matmul_precision("highest"),
+        ),
+        (lambda: torch.set_num_threads(number + 1), lambda: torch.set_num_threads(number)),
+        (lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False)),
+        (
+            lambda: torch.backends.cuda.enable_flash_sdp(False),
+            lambda: torch.backends.cuda.enable_flash_sdp(True),
+        ),
+    ):
+        change()
+        other = process_conditions(CPU)
+        undo()
+        assert other != base
+    assert process_conditions(CPU) == base
+    monkeypatch.setattr("linnaeus.autobatch.conditions.version", lambda name: "0.1")
+    assert process_conditions(CPU) != base
+
+
+def test_what_the_model_is_made_of_counts_where_its_name_and_parameters_stay() -> None:
+    search, assembly = prepared(*SMALL)
+    base = shared_key("", search)
+    assert shared_key("", search) == base
+    name = next(name for name, each in assembly.model.named_modules() if isinstance(each, torch.nn.ReLU))
+    parent = assembly.model.get_submodule(name.rpartition(".")[0])
+    relu = parent.get_submodule(name.rpartition(".")[2])
+    setattr(parent, name.rpartition(".")[2], torch.nn.GELU())
+    assert shared_key("", search) != base
+    setattr(parent, name.rpartition(".")[2], relu)
+    assert shared_key("", search) == base
+    next(assembly.model.parameters()).requires_grad_(requires_grad=False)
+    assert shared_key("", search) != base
+
+
+def test_an_edited_file_of_a_model_of_ones_own_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its activations may be kept or not, whatever its parameters are."""
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "from tests.autobatch.test_sizes import Model\nclass Own(Model): pass\n"
+    (tmp_path / "own_of_test.py").write_text(text)
+    search, _ = prepared("MODEL._target_=own_of_test.Own", OWN_DATA)
+    base = shared_key("", search)
+    (tmp_path / "own_of_test.py").write_text(text + "# edited\n")
+    assert shared_key("", search) != base
+    (tmp_path / "own_of_test.py").write_text(text)
+    assert shared_key("", search) == base

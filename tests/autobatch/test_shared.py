@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -13,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from linnaeus.autobatch.protocol import exchange
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.shared import SIZES, Sharing, find_shared_sizes
 from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.files import LOCK, FolderLock
 from tests.autobatch.test_sizes import ON, OWN_DATA, OWN_MODEL, one_line, prepared
-from tests.conftest import SMALL, Run, assert_same_bits, weights
+from tests.conftest import SMALL, Run, assert_same_bits, wait_until, weights
 from tests.forks import ROOT
 
 SHARED = "DATA.AUTOBATCH.SHARED_FOLDER=shared"
@@ -90,6 +92,53 @@ def test_sizes_that_no_longer_fit_are_not_taken_and_stay(tmp_path: Path) -> None
     assert path.read_text() == text
 
 
+@pytest.mark.parametrize("growth_bytes", [0, 1 << 60])
+def test_what_a_search_loads_outside_the_allocator_must_be_free_too(
+    tmp_path: Path, growth_bytes: int
+) -> None:
+    """On a GPU the kernels and libraries of a step are not loaded yet when sizes are taken."""
+    shared(tmp_path, "first")
+    path = place_in(tmp_path) / SIZES
+    content = json.loads(path.read_text())
+    assert content["growth_bytes"] == 0, "on the CPU they belong to the process"
+    path.write_text(json.dumps(content | {"growth_bytes": growth_bytes}))
+    assert shared(tmp_path, "second")[1] == (None if growth_bytes else "first")
+
+
+def test_growth_outside_the_allocator_is_measured_around_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = iter([100, 130])
+    monkeypatch.setattr("linnaeus.autobatch.shared._outside", lambda search: next(outside))
+    shared(tmp_path, "first")
+    assert json.loads((place_in(tmp_path) / SIZES).read_text())["growth_bytes"] == 30
+
+
+def test_sizes_are_shared_only_where_all_ranks_have_the_same_conditions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The devices of the other ranks may be of another kind."""
+    others = ["{}"]
+
+    def of_ranks(control: Any, work: Any, **options: Any) -> list[Any]:
+        mine = exchange(control, work, **options)[0]
+        return [mine, *others] if isinstance(mine, str) else [mine]
+
+    monkeypatch.setattr("linnaeus.autobatch.shared.exchange", of_ranks)
+    shared(tmp_path, "first")
+    assert shared(tmp_path, "second")[1] == "first"
+    others[0] = '{"process": 2}'
+    assert shared(tmp_path, "third")[1] is None
+
+
+def test_a_resumed_run_still_says_who_found_its_sizes(run: Run, tmp_path: Path) -> None:
+    assert run(*SHORT, SHARED, "EXPERIMENT.NAME=first").code == 0
+    assert run(*SHORT, SHARED, "EXPERIMENT.NAME=second").code == 0
+    again = run(*SHORT, SHARED, "EXPERIMENT.NAME=second", "TRAIN.EPOCHS=2", "TRAIN.AUTO_RESUME=True")
+    assert "the checkpoint's batch sizes are kept" in one_line(again.out)
+    assert json.loads((tmp_path / "runs/second/autobatch.json").read_text())["found_by"] == "first"
+
+
 def test_sizes_beyond_the_host_memory_of_this_machine_are_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +155,20 @@ def test_a_folder_that_cannot_be_written_is_warned_of(
     (tmp_path / "file").touch()
     found, by = shared(tmp_path / "file", "first")
     assert (sizes(found), by) == (EXPECTED, None)
-    assert "sizes cannot be shared" in caplog.text
+    [text] = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+    assert re.fullmatch(r"AutoBatch: sizes are not shared: .*: Not a directory \(DATA.*SHARED_FOLDER\)", text)
+
+
+def test_a_lock_that_cannot_be_made_names_no_other_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("linnaeus"), "propagate", True)
+    shared(tmp_path, "first")
+    (place_in(tmp_path) / SIZES).unlink()
+    (place_in(tmp_path) / LOCK).mkdir()
+    assert shared(tmp_path, "second")[1] is None
+    [text] = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+    assert ("Is a directory" in text, "OUTPUT_DIR" in text, "\n" in text) == (True, False, False)
 
 
 class InThread:
@@ -122,20 +184,31 @@ class InThread:
         self.thread = threading.Thread(target=work)
         self.thread.start()
 
+    def is_waiting(self, caplog: pytest.LogCaptureFixture) -> bool:
+        return any("another run is searching" in record.getMessage() for record in caplog.records)
+
     def result(self) -> tuple[dict[str, int], str | None]:
         self.thread.join(60)
         assert self.outcome is not None, "it waits for ever"
         return sizes(self.outcome[0]), self.outcome[1]
 
 
-def test_a_run_waits_for_the_one_that_searches(tmp_path: Path) -> None:
+@pytest.fixture
+def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What is logged, the notes too."""
+    monkeypatch.setattr(logging.getLogger("linnaeus"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="linnaeus.run")
+    return caplog
+
+
+def test_a_run_waits_for_the_one_that_searches(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
     shared(tmp_path, "first")
     place = place_in(tmp_path)
     text = (place / SIZES).read_text()
     (place / SIZES).unlink()
     lock = FolderLock(place)
     waiting = InThread(tmp_path)
-    time.sleep(1.5)
+    wait_until(lambda: waiting.is_waiting(heard))
     assert waiting.thread.is_alive()
     (place / SIZES).write_text(text)
     lock.release()
@@ -146,7 +219,9 @@ HOLDER = "import sys, time; from pathlib import Path; from linnaeus.files import
 HOLDER += "lock = FolderLock(Path(sys.argv[1])); print(flush=True); time.sleep(100)"
 
 
-def test_a_run_searches_once_the_one_that_was_searching_has_died(tmp_path: Path) -> None:
+def test_a_run_searches_once_the_one_that_was_searching_has_died(
+    tmp_path: Path, heard: pytest.LogCaptureFixture
+) -> None:
     shared(tmp_path, "first")
     place = place_in(tmp_path)
     (place / SIZES).unlink()
@@ -156,7 +231,7 @@ def test_a_run_searches_once_the_one_that_was_searching_has_died(tmp_path: Path)
         assert holder.stdout is not None
         holder.stdout.readline()
         waiting = InThread(tmp_path)
-        time.sleep(1.0)
+        wait_until(lambda: waiting.is_waiting(heard))
         assert waiting.thread.is_alive()
         holder.kill()
     assert waiting.result() == (EXPECTED, None)

@@ -13,10 +13,10 @@ from linnaeus.commands.sweep.folder import ASKED
 from linnaeus.errors import ConfigError
 from linnaeus.files import BEFORE, CHECKPOINTS, LOGS
 
-_OWN = ("metrics.jsonl", "result.json", ASKED, CHECKPOINTS)
+RUN_MARKERS = ("metrics.jsonl", "result.json", ASKED, CHECKPOINTS)
 """A run has at least one of these; a folder with a `config.yaml` that somebody wrote has none."""
 _NOT_ENTERED = (LOGS, CHECKPOINTS, BEFORE, "wandb", "__pycache__", "node_modules")
-_ASIDE = re.compile(r"\.earlier-\d+$")
+MOVED_ASIDE = re.compile(r"\.earlier-\d+$")
 """Runs that a sweep has moved aside."""
 
 
@@ -59,7 +59,7 @@ def _runs_of(name: str, problems: list[str]) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in _OWN)
+    return any((folder / name).exists() for name in RUN_MARKERS)
 
 
 def _within(folder: Path) -> Iterator[Path]:
@@ -76,7 +76,7 @@ def _below(folder: Path) -> Iterator[Path]:
     except OSError:  # not ours to read
         return
     for path in sorted(inner, key=natural):
-        if path.name in _NOT_ENTERED or path.name.startswith(".") or _ASIDE.search(path.name):
+        if path.name in _NOT_ENTERED or path.name.startswith(".") or MOVED_ASIDE.search(path.name):
             continue
         if _is_run(path):
             yield path

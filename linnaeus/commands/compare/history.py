@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def read_history(folder: Path) -> History:
             for line in file:
                 if _MARK in line and (record := _validation(line)) is not None:
                     by_epoch[record["epoch"]] = {
-                        name: value
+                        name: _finite(value)
                         for name, value in record.items()
                         if name not in _PLACE and _is_value(value)
                     }
@@ -99,8 +100,15 @@ def _validation(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     is_record = isinstance(record, dict) and record.get("split") == "val"
-    return record if is_record and type(record.get("epoch")) is int else None
+    return record if is_record and type(record.get("epoch")) is int and record["epoch"] >= 0 else None
 
 
 def _is_value(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _finite(value: float | None) -> float | None:
+    try:
+        return value if value is not None and math.isfinite(value) else None
+    except OverflowError:  # a whole number of hundreds of digits
+        return None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from linnaeus.commands.compare.differences import short_names
@@ -19,12 +19,14 @@ MOST_KEYS = 8
 
 _NODES = re.compile(r"(?:\w+\.)+(?=\w+=)")
 """The nodes before the last part of each key in the name of a sweep's run."""
+EXPENDABLE = ("warm-up", "images/s", "training s", "rate", "size", "batch")
+"""Columns that a narrow terminal does without, in this order; the metric and the status are never cut."""
 Column = tuple[str, Callable[[Row], str]]
 
 
 def print_runs(runs: Comparison, console: Console) -> None:
     """Show the table, what limits the comparison, who runs what, and why runs have not ended well."""
-    console.print(results_table(runs))
+    console.print(_fitting_table(runs, console))
     sentences = [f"note: {note}" for note in runs.notes]
     sentences += [f"{row.status}: {row.title}: {text}" for row in runs.rows if (text := _said_of(row))]
     for sentence in sentences:
@@ -34,27 +36,51 @@ def print_runs(runs: Comparison, console: Console) -> None:
 def _said_of(row: Row) -> str:
     """Who runs a run and its last line of output, or why it has not ended well; empty for the others."""
     if row.job is not None:
-        return ": ".join(filter(None, (row.job.name, row.job.reason, last_line(row.folder))))
+        last = last_line(row.folder) if row.status == "running" else ""
+        return ": ".join(filter(None, (row.job.name, " ".join(row.job.reason.split()), last)))
     if row.reason is None or row.status == "pruned":
         return ""
     output = row.folder / OUTPUT
     return f"{row.reason} ({output})" if output.exists() else row.reason
 
 
-def results_table(runs: Comparison) -> Table:
-    """One line per run: what differs, the batch plan, the metric at the end and at its best."""
+def _fitting_table(runs: Comparison, console: Console) -> Table:
+    """The table with as many columns as there is room for."""
+    unlimited = console.options.update(max_width=10**6)
+    for count in range(len(EXPENDABLE)):
+        table = results_table(runs, EXPENDABLE[:count])
+        if Measurement.get(console, unlimited, table).minimum <= console.width:
+            return table
+    return results_table(runs, EXPENDABLE)
+
+
+def results_table(runs: Comparison, left_out: Sequence[str] = ()) -> Table:
+    """One line per run: what differs, the batch plan, the metric at the end and at its best.
+
+    Args:
+        runs: of the rows.
+        left_out: columns of figures that are not shown; nor are those that are empty.
+    """
     table = Table(title="Runs", title_justify="left")
     keys = runs.keys[:MOST_KEYS]
     names = short_names(runs.keys)
-    texts: list[Column] = [(names[key], partial(_value_of, key)) for key in keys]
+
+    def values_of(key: str) -> Column:
+        return names[key], lambda row: row.values[key]
+
+    texts = [values_of(key) for key in keys]
     if not _values_are_names(runs):
         texts.insert(0, ("run", lambda row: _NODES.sub("", row.name)))
-    figures = _figures(runs)
+    figures = [
+        (heading, text)
+        for heading, text in _figures(runs)
+        if heading not in left_out and (heading not in EXPENDABLE or any(map(text, runs.rows)))
+    ]
     for heading, _ in texts:
         table.add_column(heading, overflow="fold")
     for heading, _ in figures:
-        table.add_column(heading, justify="right")
-    table.add_column("status")
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("status", no_wrap=True)
     for row in runs.rows:
         table.add_row(*[text(row) for _, text in (*texts, *figures)], _status(row))
     if len(runs.keys) > MOST_KEYS:
@@ -63,11 +89,9 @@ def results_table(runs: Comparison) -> Table:
 
 
 def _status(row: Row) -> str:
-    return f"{row.status} ({row.job.reason})" if row.job is not None and row.job.reason else row.status
-
-
-def _value_of(key: str, row: Row) -> str:
-    return row.values[key]
+    """The status, for a waiting job with SLURM's word for the reason."""
+    is_waiting = row.job is not None and row.status == "pending" and row.reason
+    return f"{row.status} ({row.reason})" if is_waiting else row.status
 
 
 def _values_are_names(runs: Comparison) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from linnaeus.commands.compare.differences import SEED
 from linnaeus.commands.compare.history import is_smaller_better
 from linnaeus.commands.compare.results import Comparison
-from linnaeus.commands.compare.series import Axis, Curve, Series, axis_of, curves_of, series_of
+from linnaeus.commands.compare.series import Axis, Group, Mean, axis_of, groups_by, point_of
 from linnaeus.commands.picture import INK, SERIES, Picture, decorate, drawing, size_axis
+from linnaeus.files import not_written
 from linnaeus.words import counted
 
 if TYPE_CHECKING:
@@ -29,18 +32,23 @@ def save_plot(runs: Comparison, path: Path) -> None:
     """Draw the picture and write it, atomically, in the format that the ending names."""
     columns = [name for name in runs.columns if name not in ("folder", "reason")]
     axis = axis_of(runs.rows)
-    series = series_of(runs.rows, axis)
-    with drawing(path, _headline(runs), runs, columns, num_columns=3, panel_height=5.6) as picture:
-        [[left, middle, right]] = picture.panels
-        _curves_panel(picture, left, runs)
-        decorate(middle, f"validation {runs.metric}", axis.label, runs.metric)
-        decorate(right, "training time", axis.label, "seconds")
-        _lines(picture, middle, series, axis, runs.metric)
-        _lines(picture, right, series, axis, "training_s")
-        if any(row.value("training_s") is not None for row in runs.rows):
-            right.set_ylim(bottom=0)
-        if len(series) > 1:
-            middle.legend(frameon=False, fontsize=9)
+    groups = groups_by(
+        (row for row in runs.rows if row.metrics and axis.place(row) is not None), axis.keys | {SEED}
+    )
+    try:
+        with drawing(path, _headline(runs), runs, columns, num_columns=3, panel_height=5.6) as picture:
+            [[left, middle, right]] = picture.panels
+            _curves_panel(picture, left, runs)
+            decorate(middle, f"validation {runs.metric}", axis.label, runs.metric)
+            decorate(right, "training time", axis.label, "seconds")
+            _against_axis(picture, middle, groups, axis, runs.metric)
+            _against_axis(picture, right, groups, axis, "training_s")
+            if any(row.value("training_s") is not None for row in runs.rows):
+                right.set_ylim(bottom=0)
+            if len(groups) > 1:
+                middle.legend(frameon=False, fontsize=9)
+    except OSError as error:
+        raise not_written(path, error) from error
 
 
 def _headline(runs: Comparison) -> str:
@@ -55,23 +63,27 @@ def _curves_panel(picture: Picture, axes: Axes, runs: Comparison) -> None:
 
     metric = runs.metric
     decorate(axes, "learning curves", "epoch", metric)
-    curves = curves_of(runs.rows, metric)
     sign = -1 if is_smaller_better(metric) else 1
-    best = sorted(curves, key=lambda curve: -max(sign * value for _, value in curve.means))[:MOST_LABELS]
+    drawn = groups_by((row for row in runs.rows if row.history.finite(metric)), frozenset({SEED}))
+    curves = [(_title(group), group.means(lambda row: row.history.finite(metric))) for group in drawn]
+    best = sorted(curves, key=lambda curve: -max(sign * mean.value for mean in curve[1]))[:MOST_LABELS]
     coloured = [curve for curve in curves if curve in best]
-    is_short = sum(len(curve.means) for curve in curves) <= MOST_POINTS
+    is_short = sum(len(means) for _, means in curves) <= MOST_POINTS
     for curve in curves:
         if curve not in best:
-            axes.plot(*zip(*curve.means, strict=True), "-", color=INK, alpha=0.3, linewidth=0.8, zorder=2)
-    for number, curve in enumerate(coloured):
+            _line(axes, curve[1], "-", color=INK, alpha=0.3, linewidth=0.8, zorder=2)
+    for number, (label, means) in enumerate(coloured):
         colour, style = SERIES[number % len(SERIES)], "-" if number < len(SERIES) else "--"
-        axes.plot(
-            *zip(*curve.means, strict=True), style, color=colour, linewidth=1.6, label=curve.label, zorder=3
-        )
-        if curve.band:
-            epochs, lowest, highest = zip(*curve.band, strict=True)
+        _line(axes, means, style, color=colour, label=label)
+        if band := [mean for mean in means if mean.number > 1]:
+            epochs, _, lowest, highest, _ = zip(*band, strict=True)
             axes.fill_between(epochs, lowest, highest, color=colour, alpha=0.18, linewidth=0)
-        _hover(picture, axes, curve, metric, colour, sign, is_short=is_short)
+        top = max(means, key=lambda mean: sign * mean.value)
+        for mean in means if is_short else sorted({top, means[-1]}):
+            of = f", mean of {mean.number}" if mean.number > 1 else ""
+            text = f"{label}: epoch {mean.place}, {metric} {mean.value:.4g}{of}"
+            size = 3 if is_short else 5
+            picture.point(axes, mean.place, mean.value, "o", text, color=colour, markersize=size)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if not curves:
         axes.text(0.5, 0.5, "no validation yet", ha="center", transform=axes.transAxes)
@@ -83,38 +95,33 @@ def _curves_panel(picture: Picture, axes: Axes, runs: Comparison) -> None:
         axes.legend(frameon=False, fontsize=8, title=title, title_fontsize=8, **place)
 
 
-def _hover(
-    picture: Picture, axes: Axes, curve: Curve, metric: str, colour: str, sign: int, *, is_short: bool
-) -> None:
-    """Points with texts: all of them, or the best and the last."""
-    best = max(range(len(curve.means)), key=lambda index: sign * curve.means[index][1])
-    shown = range(len(curve.means)) if is_short else sorted({best, len(curve.means) - 1})
-    for index in shown:
-        (epoch, value), count = curve.means[index], curve.counts[index]
-        mean = f", mean of {count}" if count > 1 else ""
-        text = f"{curve.label}: epoch {epoch}, {metric} {value:.4g}{mean}"
-        picture.point(axes, epoch, value, "o", text, color=colour, markersize=3 if is_short else 5)
+def _title(group: Group) -> str:
+    """What the legend calls a learning curve."""
+    if len(group.rows) == 1:
+        return group.label or group.rows[0].title
+    return f"{group.label} ({counted(len(group.rows), 'seed')})".lstrip()
 
 
-def _lines(picture: Picture, axes: Axes, series: list[Series], axis: Axis, name: str) -> None:
+def _line(axes: Axes, means: Sequence[Mean], style: str, **more: Any) -> None:
+    places, values = [mean.place for mean in means], [mean.value for mean in means]
+    axes.plot(places, values, style, **{"linewidth": 1.6, "zorder": 3, **more})
+
+
+def _against_axis(picture: Picture, axes: Axes, groups: list[Group], axis: Axis, name: str) -> None:
     """A point for each run, and a line through the means at each place."""
-    places = sorted({place for one in series for row in one.rows if (place := axis.place(row)) is not None})
-    _scale(axes, axis, places)
-    for number, one in enumerate(series):
+    places = {place for group in groups for row in group.rows if (place := axis.place(row)) is not None}
+    _scale(axes, axis, sorted(places))
+    for number, group in enumerate(groups):
         is_coloured = number < MOST_LABELS
         colour = SERIES[number % len(SERIES)] if is_coloured else INK
         marker = MARKERS[number % len(MARKERS)]
         if is_coloured:  # without data: the legend's entry, with line and marker
-            axes.plot([], [], "-", color=colour, marker=marker, label=one.label)
-        means = one.means(name)
+            _line(axes, [], "-", color=colour, marker=marker, label=group.label or group.rows[0].name)
         if not axis.categories:
-            axes.plot(
-                [place for place, _ in means], [mean for _, mean in means], "-", color=colour, alpha=0.7,
-                zorder=3, linewidth=1.6,
-            )  # fmt: skip
-        for row in one.rows:
-            place, value = axis.place(row), row.value(name)
-            if place is not None and value is not None:
+            means = group.means(lambda row: point_of(row, axis, name))
+            _line(axes, means, "-", color=colour, alpha=0.7)
+        for row in group.rows:
+            for place, value in point_of(row, axis, name):
                 style = {} if row.status == "finished" else {"markerfacecolor": "none"}
                 text = f"{row.title}: {name} {value:.4g}"
                 picture.point(axes, place, value, marker, text, color=colour, **style)

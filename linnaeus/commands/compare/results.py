@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from linnaeus.commands.compare.differences import (
     DATASET,
@@ -17,11 +18,12 @@ from linnaeus.commands.compare.differences import (
     shown,
 )
 from linnaeus.commands.compare.history import Best, History, history_version, is_smaller_better, read_history
-from linnaeus.commands.compare.runs import RunFolder, RunStatus
 from linnaeus.commands.tables import Figures
-from linnaeus.launchers.interface import Job
+from linnaeus.launchers.interface import Job, JobKind
 from linnaeus.launchers.outcome import Outcome
 
+RunStatus = JobKind | Literal["finished", "failed", "interrupted", "pruned", "running?", "not run"]
+"""How far a run has come; `running?` is one that another machine has begun, where nothing can be asked."""
 PLANNED = (
     "batch_size", "accumulation_steps", "world_size", "effective_batch", "learning_rate", "warmup_steps",
     "total_steps",
@@ -36,13 +38,15 @@ class Row:
     Attributes:
         values: the text of each key in which the runs differ.
         folder: where its files are.
-        outcome: how its process ended; None before it has.
-        job: who runs it; None while nobody does, or it is not known.
+        outcome: how its process ended; None for a run that goes on, or whose end nobody saw.
+        job: who runs it, if a launcher has started it and it goes on.
         pruned: whether a search has ended it before its end.
         name: what the table calls it; empty where the values do.
         state: its status while there is neither a job nor an outcome.
-        plan: figures of its batch plan, for a run without a result.
+        plan: figures of its batch plan with the names of `result.json`, for a run without a result.
         failure: why it failed, where there is no outcome to say so.
+        config: its configuration by dotted key; None where that is not known.
+        problem: why the configuration is not known; empty where it is.
     """
 
     values: dict[str, str]
@@ -54,14 +58,14 @@ class Row:
     state: RunStatus = "not run"
     plan: Mapping[str, Any] = field(default_factory=dict)
     failure: str | None = None
-    _read: tuple[object, History] | None = field(default=None, repr=False, compare=False)
+    config: dict[str, Any] | None = None
+    problem: str = ""
+    _read: tuple[object, History] | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, run: RunFolder, values: dict[str, str], name: str = "") -> Row:
-        """The row of a run as its folder tells it."""
-        return cls(
-            values, run.folder, run.outcome, run.job, run.pruned, name, run.state, run.plan, run.reason
-        )
+    def of(cls, run: Row, values: dict[str, str], name: str = "") -> Row:
+        """The row of a run that was read, with the values of a table."""
+        return dataclasses.replace(run, values=values, name=name)
 
     @property
     def title(self) -> str:
@@ -70,7 +74,10 @@ class Row:
 
     @property
     def status(self) -> RunStatus:
-        """How far the run has come."""
+        """How far the run has come: as its job, its outcome or else its files say.
+
+        A run that somebody stopped, or whose process was ended, is the same to a sweep, which resumes both.
+        """
         if self.job is not None:
             return self.job.kind
         if self.outcome is None:
@@ -79,7 +86,7 @@ class Row:
             return "finished"
         if self.pruned:
             return "pruned"
-        return "interrupted" if self.outcome.was_stopped else "failed"
+        return "interrupted" if self.outcome.was_interrupted else "failed"
 
     @property
     def reason(self) -> str | None:
@@ -121,12 +128,17 @@ class Row:
         """A figure of its batch plan; None where it is not known."""
         return self.result.get(name, self.plan.get(name))
 
-    def value(self, name: str) -> float | None:
-        """A metric of the last validation, or `training_s`; None for a run without it."""
+    def value(self, name: str, history: History | None = None) -> float | None:
+        """A metric of the last validation, or `training_s`; None for a run without it.
+
+        Args:
+            name: of the metric.
+            history: the run's, where the caller has read it.
+        """
         if name == "training_s":
             return self.result.get(name)
         values: Mapping[str, float | None] = self.result.get("metrics", {})
-        return values[name] if name in values else self.history.last(name)
+        return values[name] if name in values else (history or self.history).last(name)
 
     def best(self, metric: str) -> Best | None:
         """The best validation by a metric."""
@@ -134,15 +146,16 @@ class Row:
 
     def scalars(self, metrics: Sequence[str]) -> dict[str, Any]:
         """The row of the table, with these metrics."""
-        outcome, best = self.outcome, {name: self.best(name) for name in metrics}
+        outcome, history = self.outcome, self.history
+        best = {name: history.best(name) for name in metrics}
         return {
             **({"run": self.name} if self.name else {}),
             **self.values,
             "status": self.status,
             "exit_code": None if outcome is None else outcome.exit_code,
             **{name: self.planned(name) for name in PLANNED},
-            "epoch": self.history.epoch or None,
-            **{name: self.value(name) for name in metrics},
+            "epoch": history.epoch or None,
+            **{name: self.value(name, history) for name in metrics},
             **{f"best {name}": found and found.value for name, found in best.items()},
             **{f"best {name} epoch": found and found.epoch for name, found in best.items()},
             "training_s": self.result.get("training_s"),
@@ -156,11 +169,12 @@ class Row:
         """The entry of the JSON file."""
         fields = self.scalars([])
         values = {key: fields.pop(key) for key in self.values}
-        best = {name: found for name in self.metrics if (found := self.best(name)) is not None}
+        metrics, history = self.metrics, self.history
+        best = {name: found for name in metrics if (found := history.best(name)) is not None}
         return {
             "values": values,
             **fields,
-            "metrics": {name: self.value(name) for name in self.metrics},
+            "metrics": {name: self.value(name, history) for name in metrics},
             "best": {name: {"value": found.value, "epoch": found.epoch} for name, found in best.items()},
         }
 
@@ -187,8 +201,8 @@ class Comparison(Figures):
     @property
     def metric(self) -> str:
         """The metric that is compared: the wanted one if a run has it, else the headline of most runs."""
-        if self.wanted_metric in self.metrics:
-            return str(self.wanted_metric)
+        if self.wanted_metric is not None and self.wanted_metric in self.metrics:
+            return self.wanted_metric
         headlines = Counter(row.headline for row in self.rows if row.headline is not None)
         return headlines.most_common(1)[0][0] if headlines else "loss"
 
@@ -203,7 +217,13 @@ class Comparison(Figures):
 
     def scalars(self) -> list[dict[str, Any]]:
         """Rows of the table."""
-        return [row.scalars(self.metrics) for row in self.rows]
+        metrics = self.metrics
+        return [row.scalars(metrics) for row in self.rows]
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the table, in order."""
+        return list(self.rows[0].scalars(self.metrics))
 
     def as_dict(self) -> dict[str, Any]:
         """Content of the JSON file."""
@@ -216,7 +236,7 @@ class Comparison(Figures):
         }
 
 
-def compared(runs: Sequence[RunFolder], names: Sequence[str], metric: str | None = None) -> Comparison:
+def compared(runs: Sequence[Row], names: Sequence[str], metric: str | None = None) -> Comparison:
     """Put runs side by side, in their order.
 
     Args:
@@ -235,7 +255,7 @@ def compared(runs: Sequence[RunFolder], names: Sequence[str], metric: str | None
     return comparison
 
 
-def _of_configurations(runs: Sequence[RunFolder], names: Sequence[str]) -> list[str]:
+def _of_configurations(runs: Sequence[Row], names: Sequence[str]) -> list[str]:
     return [
         f"{name}: {run.problem}; what differs is not known of it"
         for run, name in zip(runs, names, strict=True)

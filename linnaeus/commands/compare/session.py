@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from linnaeus.commands.compare.folders import run_names
+from linnaeus.commands.compare.differences import short_names
+from linnaeus.commands.compare.folders import natural_text, run_names
+from linnaeus.commands.compare.history import is_smaller_better
 from linnaeus.commands.compare.options import Options
-from linnaeus.commands.compare.order import sort_rows
 from linnaeus.commands.compare.output import print_runs
 from linnaeus.commands.compare.plot import save_plot
-from linnaeus.commands.compare.results import compared
+from linnaeus.commands.compare.results import Comparison, Row, compared
 from linnaeus.commands.compare.runs import read_runs
 from linnaeus.config.keys import suggest
 from linnaeus.console import make_console
 from linnaeus.errors import ConfigError
+
+METRIC = "metric"
+"""Stands for the metric that is compared."""
+_COLUMNS = (
+    "run", "status", "epoch", "batch_size", "effective_batch", "learning_rate", "training_s", "images_per_s",
+)  # fmt: skip
 
 
 def run(options: Options, folders: Sequence[Path]) -> int:
@@ -41,3 +49,43 @@ def run(options: Options, folders: Sequence[Path]) -> int:
         save_plot(runs, options.plot)
         console.print(f"picture: {options.plot.resolve()}", markup=False, soft_wrap=True)
     return 0
+
+
+def sort_rows(runs: Comparison, key: str) -> None:
+    """Sort the rows: by a metric from its best value to the worst, by anything else ascending.
+
+    Rows without a value come last. A `-` before the key reverses the others.
+
+    Raises:
+        ConfigError: there is no such key; the message names those that there are.
+    """
+    name, is_reversed = key.removeprefix("-"), key.startswith("-")
+    name = runs.metric if name == METRIC else name
+    short = {short: full for full, short in short_names(runs.keys).items()}
+    known = [*runs.metrics, *_COLUMNS, *runs.keys]
+    if name not in known and name not in short:
+        raise ConfigError(
+            f"--sort: {name!r} is neither a metric, nor a column, nor a key in which the runs differ"
+            f"{suggest(name, [*known, *short])}; there are {', '.join([METRIC, *known])}"
+        )
+    name = name if name in known else short[name]
+    sign = -1 if name in runs.metrics and not is_smaller_better(name) else 1
+
+    def value(row: Row) -> Any:
+        if name in runs.metrics:
+            best = row.best(name)
+            return row.value(name) if best is None else best.value
+        return row.scalars([]).get(name)
+
+    with_value = [row for row in runs.rows if value(row) not in (None, "")]
+    without = [row for row in runs.rows if value(row) in (None, "")]
+    with_value.sort(key=lambda row: _place(value(row), sign), reverse=is_reversed)
+    runs.rows = [*with_value, *without]
+
+
+def _place(value: Any, sign: int) -> Any:
+    """Numbers before texts; a text that is a number counts as one."""
+    try:
+        return 0, sign * float(value), []
+    except (TypeError, ValueError):
+        return 1, 0.0, natural_text(str(value))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import get_args
 
 from rich.console import Console
@@ -80,16 +79,13 @@ def check_predictions(
     world = World(META, world_size=world_size, local_world_size=world_size)
     with StatusLine(console) as line:
         for number, group in enumerate(groups, start=1):
-            show = partial(_show, line, f"predicting batch sizes, group {number} of {len(groups)}")
-            _predict(group, gpus, world, RankStatus(show), console)
+            title = f"predicting batch sizes, group {number} of {len(groups)}"
+            logger.info("%s (%s)", title, counted(len(group.runs), "run"))
+            _predict(group, gpus, world, line, title, console)
             gc.collect()
     names = _names(groups)
     console.print(_table(groups, names, gpus))
     _judge(groups, names, gpus)
-
-
-def _show(line: StatusLine, title: str, text: str) -> None:
-    line.update(f"{title}: {text}")
 
 
 def groups_of(runs: Sequence[PlannedRun]) -> list[Group]:
@@ -107,8 +103,11 @@ def groups_of(runs: Sequence[PlannedRun]) -> list[Group]:
     return list(groups.values())
 
 
-def _predict(group: Group, gpus: Sequence[Gpu], world: World, status: RankStatus, console: Console) -> None:
+def _predict(
+    group: Group, gpus: Sequence[Gpu], world: World, line: StatusLine, title: str, console: Console
+) -> None:
     config = group.runs[0].config
+    status = RankStatus(lambda text: line.update(f"{title}: {text}"))
     try:
         status.update("building")
         data = build_data(config.DATA, seed=config.EXPERIMENT.SEED)
@@ -190,7 +189,8 @@ def _judge(groups: Sequence[Group], names: Sequence[str], gpus: Sequence[Gpu]) -
             continue
         failing = [gpu for gpu in gpus if not group.fits(gpu)]
         if len(failing) == len(gpus):
-            nowhere.append(f"  - {name} ({counted(len(group.runs), 'run')}): {next(_reasons(group))}")
+            reason = next(row.reason for row in group.rows if row.batch_size is None) or "no batch size fits"
+            nowhere.append(f"  - {name} ({counted(len(group.runs), 'run')}): {reason}")
         elif failing:
             logger.warning(
                 "%s: nothing is predicted to fit on %s", name, ", ".join(gpu.name for gpu in failing)
@@ -202,7 +202,3 @@ def _judge(groups: Sequence[Group], names: Sequence[str], gpus: Sequence[Gpu]) -
             + "\nLeave these values "
             "out of the sweep, name a larger GPU, or leave --predict-gpu out to try them all the same."
         )
-
-
-def _reasons(group: Group) -> Iterator[str]:
-    yield from (row.reason or "no batch size fits" for row in group.rows if row.batch_size is None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import errno
+import io
 import json
 import os
 import shutil
@@ -15,11 +17,14 @@ from xml.etree import ElementTree
 
 import psutil
 import pytest
+from rich.console import Console
 
-from linnaeus.commands.compare.results import Row
+from linnaeus.commands.compare.output import EXPENDABLE, print_runs
+from linnaeus.commands.compare.results import Comparison, Row, compared
 from linnaeus.commands.compare.runs import read_runs
 from linnaeus.config.load import load_config, to_yaml
-from linnaeus.files import FolderLock
+from linnaeus.files import FolderLock, process_start
+from linnaeus.launchers.interface import Job, JobKind
 from linnaeus.launchers.record import open_locked
 from tests.commands.compare.test_results import result, write_validations
 from tests.conftest import Run, wait_until
@@ -58,7 +63,7 @@ def test_runs_started_by_hand_side_by_side(run: Run, tmp_path: Path) -> None:
     assert "AMP" not in heading
     first, second = lines_with(outcome.out, "finished")
     assert [cell.strip() for cell in first.split("│")[1:-1]] == [
-        "fast", "1", "0.2", "8", "16", "0.5", "", "0.8750", "0.8750 @2", "12.5", "7", "finished",
+        "fast", "1", "0.2", "8", "16", "0.5", "0.8750", "0.8750 @2", "12.5", "7", "finished",
     ]  # fmt: skip
     assert "slow" in second
     assert "0.5000 │ 0.7500 @2" in second
@@ -164,6 +169,57 @@ def test_different_losses_and_missing_metrics_are_noted(run: Run, tmp_path: Path
     assert "different losses (LOSS.LABEL_SMOOTHING)" in run("compare", "a", "b", "--metric", "loss").out
 
 
+def test_a_narrow_terminal_does_without_columns_but_not_without_the_metric(tmp_path: Path) -> None:
+    for name, rate in (("one-with-a-long-name", "0.1"), ("another-with-a-long-name", "0.2")):
+        write_run(tmp_path / name, f"OPTIMIZER.LR={rate}", "EXPERIMENT.SEED=1", warmup_steps=3)
+    read = compared(read_runs(sorted(tmp_path.iterdir())), ["one-with-a-long-name", "other"])
+
+    def shown(width: int) -> str:
+        console = Console(file=io.StringIO(), width=width)
+        print_runs(read, console)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    assert all(heading in shown(200) for heading in EXPENDABLE)
+    narrow = shown(60)
+    assert "…" not in narrow
+    assert narrow.count("0.5000 │ 0.7500 @2 │") == 2
+    assert narrow.count("finished") == 2
+    assert "warm-up" not in narrow
+
+
+def test_a_reason_of_many_lines_is_one_line_below_the_table(tmp_path: Path) -> None:
+    jobs: dict[JobKind, str] = {"unknown": "squeue: error: no\n  answer\n", "pending": "Resources"}
+    rows = [
+        Row({}, tmp_path, job=Job(kind, "SLURM job 1", reason), name=kind) for kind, reason in jobs.items()
+    ]
+    console = Console(file=io.StringIO(), width=200)
+    print_runs(Comparison(rows), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "unknown: unknown: SLURM job 1: squeue: error: no answer\n" in text
+    assert lines_with(text, "│ unknown ", "│ unknown │")
+    assert lines_with(text, "│ pending ", "pending (Resources)")
+
+
+def test_a_picture_that_cannot_be_written_is_an_error_in_words(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_run(tmp_path / "one")
+    monkeypatch.setattr("linnaeus.commands.picture.write_atomically", full)
+    outcome = run("compare", "one", "--plot", "a.png")
+    assert (outcome.code, "a.png cannot be written: the disk is full" in outcome.err) == (1, True)
+    assert "finished" in outcome.out, "the table comes first"
+
+
+def test_a_damaged_file_of_the_sweep_leaves_its_part_unknown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", finished=False)
+    for runs in (3, None, ["x"], [{"status": "pruned"}], [{"status": "pruned", "folder": 3}]):
+        (tmp_path / "sweep.json").write_text(json.dumps({"runs": runs}))
+        assert status_of(folder) == "interrupted"
+
+
 def status_of(folder: Path) -> str:
     [run] = read_runs([folder])
     return Row.of(run, {}).status
@@ -191,9 +247,11 @@ def test_how_far_a_run_has_come(tmp_path: Path) -> None:
     ):
         (stopped / ".lock").write_text(holder)
         assert status_of(stopped) == expected
-    (stopped / ".lock").write_text(f"process {os.getpid()} on {here}")
-    os.utime(stopped / ".lock", (0, 0))
-    assert status_of(stopped) == "interrupted", "another process has the number now"
+    start = int(process_start(os.getpid()))
+    for ticks, expected in ((start, "running"), (start - 1, "interrupted")):
+        (stopped / ".lock").write_text(f"process {os.getpid()} on {here}\n{ticks}\n")
+        os.utime(stopped / ".lock", (0, 0))  # the clock of a file server
+        assert status_of(stopped) == expected, "another process has the number now"
 
 
 def test_how_a_run_of_a_sweep_ended(run: Run, tmp_path: Path) -> None:
@@ -227,7 +285,7 @@ def test_a_lock_that_a_killed_process_of_another_machine_left_is_no_run(tmp_path
     assert status_of(folder) == "running?"
     (folder / "outcome.json").write_text(json.dumps({"exit_code": -9, "seconds": 1.0}))
     os.utime(folder / ".lock", (0, 0))
-    assert status_of(folder) == "failed"
+    assert status_of(folder) == "interrupted"
     os.utime(folder / "outcome.json", (0, 0))
     os.utime(folder / ".lock", (9, 9))
     assert status_of(folder) == "running?", "somebody goes on with it"

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from linnaeus.commands.compare.differences import SEED
 from linnaeus.commands.compare.results import Comparison, Row
-from linnaeus.commands.compare.series import axis_of, by_size, curves_of, series_of
+from linnaeus.commands.compare.series import Group, axis_of, groups_by, point_of
 from linnaeus.launchers.outcome import Outcome
 
 
@@ -23,6 +26,17 @@ def row(values: dict[str, str], found: dict[str, Any] | None, exit_code: int = 0
     return Row(values, Path("runs"), Outcome(exit_code, 9.0, None, found))
 
 
+def drawn(rows: list[Row]) -> list[Group]:
+    """The lines of the panels against the axis of the rows."""
+    axis = axis_of(rows)
+    return groups_by((row for row in rows if axis.place(row) is not None), axis.keys | {SEED})
+
+
+def means(group: Group, name: str, rows: list[Row]) -> list[tuple[float, float]]:
+    axis = axis_of(rows)
+    return [mean[:2] for mean in group.means(lambda row: point_of(row, axis, name))]
+
+
 def test_runs_that_differ_in_size_and_seed_are_one_series() -> None:
     rows = [
         row({"DATA.BATCH_SIZE": str(size), "X.LR_SCALING": rule, "EXPERIMENT.SEED": seed}, result(size, top1))
@@ -30,24 +44,36 @@ def test_runs_that_differ_in_size_and_seed_are_one_series() -> None:
         for rule in ("none", "linear")
         for seed, top1 in (("0", 0.25), ("1", 0.75 if rule == "none" else 0.5))
     ]
-    none, linear = series_of(rows, by_size(rows))
+    assert axis_of(rows).is_size
+    none, linear = drawn(rows)
     assert (none.label, linear.label) == ("LR_SCALING=none", "LR_SCALING=linear")
-    assert none.means("top1/kind") == [(48, 0.5), (96, 0.5)]
-    assert linear.means("top1/kind") == [(48, 0.375), (96, 0.375)]
-    assert none.means("training_s") == [(48, 12.5), (96, 6.25)]
+    assert means(none, "top1/kind", rows) == [(48, 0.5), (96, 0.5)]
+    assert means(linear, "top1/kind", rows) == [(48, 0.375), (96, 0.375)]
+    assert means(none, "training_s", rows) == [(48, 12.5), (96, 6.25)]
     assert [len(one.rows) for one in (none, linear)] == [4, 4]
 
 
 def test_runs_without_a_result_are_left_out_of_the_series() -> None:
     rows = [row({"DATA.BATCH_SIZE": "8"}, result(8)), row({"DATA.BATCH_SIZE": "9"}, None, exit_code=1)]
-    [series] = series_of(rows, by_size(rows))
+    [series] = drawn(rows)
     assert (series.label, series.rows) == ("BATCH_SIZE=8", rows[:1])
-    assert series_of(rows[1:], by_size(rows[1:])) == []
+    assert drawn(rows[1:]) == []
 
 
 def test_a_key_that_does_not_change_the_size_labels_the_series() -> None:
-    rows = [row({"OPTIMIZER.LR": text}, result(8)) for text in ("0.1", "0.2")]
-    assert [one.label for one in series_of(rows, by_size(rows))] == ["LR=0.1", "LR=0.2"]
+    rows = [
+        row({"OPTIMIZER.LR": text, "DATA.BATCH_SIZE": str(size)}, result(size))
+        for text in ("0.1", "0.2")
+        for size in (8, 16)
+    ]
+    assert [one.label for one in drawn(rows)] == ["LR=0.1", "LR=0.2"]
+
+
+def test_runs_of_which_nothing_is_known_are_no_group() -> None:
+    unknown = [Row({"A.B": ""}, Path(name), Outcome(0, 9.0, None, result(8))) for name in "ab"]
+    assert [len(group.rows) for group in groups_by(unknown, frozenset())] == [1, 1]
+    known = [Row({"A.B": "1"}, Path(name)) for name in "ab"]
+    assert [len(group.rows) for group in groups_by(known, frozenset())] == [2]
 
 
 def test_the_metric_that_is_compared() -> None:
@@ -63,6 +89,8 @@ def test_status() -> None:
     assert row({}, result(8)).status == "finished"
     assert row({}, None, exit_code=1).status == "failed"
     assert row({}, None, exit_code=0).status == "failed"
+    assert row({}, None, exit_code=130).status == "interrupted"
+    assert row({}, None, exit_code=-9).status == "interrupted", "a sweep resumes it"
 
 
 def write_validations(folder: Path, values: list[float | None], metric: str = "top1/kind") -> None:
@@ -89,12 +117,12 @@ def test_runs_that_differ_in_the_seed_alone_are_one_curve_with_a_band(tmp_path: 
         row_of(tmp_path / "other", {"OPTIMIZER.LR": "2", "EXPERIMENT.SEED": "1"}),
         row_of(tmp_path / "none", {"OPTIMIZER.LR": "3", "EXPERIMENT.SEED": "1"}),
     ]
-    both, other = curves_of(rows, "top1/kind")
-    assert (both.label, other.label) == ("LR=1 (2 seeds)", "LR=2")
-    assert both.means == [(1, 0.375), (2, 0.5), (3, 0.75)]
-    assert both.band == [(1, 0.25, 0.5), (2, 0.5, 0.5)]
-    assert both.counts == [2, 2, 1]
-    assert (other.means, other.band) == ([(1, 0.125)], [])
+    both, other, nothing = groups_by(rows, frozenset({SEED}))
+    assert (both.label, other.label) == ("LR=1", "LR=2")
+    of = lambda row: row.history.finite("top1/kind")  # noqa: E731
+    assert both.means(of) == [(1, 0.375, 0.25, 0.5, 2), (2, 0.5, 0.5, 0.5, 2), (3, 0.75, 0.75, 0.75, 1)]
+    assert other.means(of) == [(1, 0.125, 0.125, 0.125, 1)]
+    assert nothing.means(of) == []
 
 
 def test_what_a_run_has_measured_so_far_is_shown_and_read_again_when_there_is_more(tmp_path: Path) -> None:
@@ -140,3 +168,43 @@ def test_the_batch_size_is_the_axis_where_a_number_changes_it_or_only_the_seed_d
     of_model = [row({"MODEL.NAME": name}, result(size)) for name, size in (("a", 8), ("b", 16))]
     assert axis_of(of_model).categories == ("a", "b"), "AutoBatch found other sizes"
     assert axis_of([row({"EXPERIMENT.SEED": seed}, result(8)) for seed in "01"]).is_size
+
+
+def test_what_is_not_finite_or_no_epoch_is_no_best_value(tmp_path: Path) -> None:
+    lines = [
+        (1, "0.5"),
+        (2, "1e400"),
+        (3, "Infinity"),
+        (4, "NaN"),
+        (5, "-Infinity"),
+        (6, "9" * 400),
+        (-1, "0.9"),
+    ]
+    text = '{"split": "val", "epoch": %d, "top1/kind": %s}\n'
+    (tmp_path / "metrics.jsonl").write_text("".join(text % line for line in lines))
+    one = row_of(tmp_path, {})
+    assert one.history.finite("top1/kind") == [(1, 0.5)]
+    assert one.history.epoch == 6
+    json.dumps(one.as_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.jsonl"])
+def test_a_file_of_twice_the_runs_takes_twice_the_looks_at_their_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    looks: list[Path] = []
+
+    def counted(folder: Path) -> tuple[int, int]:
+        looks.append(folder)
+        return 0, 0
+
+    monkeypatch.setattr("linnaeus.commands.compare.results.history_version", counted)
+    of_size = []
+    for number in (20, 40):
+        looks.clear()
+        Comparison([row_of(tmp_path / str(each), {"A": str(each)}) for each in range(number)]).save(
+            tmp_path / name
+        )
+        of_size.append(len(looks))
+    assert of_size[1] <= 2 * of_size[0] + 4
+    assert of_size[1] <= 40 * 8
