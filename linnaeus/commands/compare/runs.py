@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -29,10 +28,6 @@ _PLANNED = {
     "TOTAL_STEPS": "total_steps",
 }  # fmt: skip
 """Entries of the plan in `config.yaml`, and what `result.json` calls them."""
-
-
-RunFolder = partial(Row, {})
-"""A run of which nothing but its folder is known yet."""
 
 
 def read_runs(folders: Sequence[Path]) -> list[Row]:

@@ -15,7 +15,7 @@ from linnaeus.commands.compare.history import is_smaller_better
 from linnaeus.commands.compare.output import print_runs
 from linnaeus.commands.compare.plot import save_plot
 from linnaeus.commands.compare.results import Comparison, Row
-from linnaeus.commands.compare.runs import RunFolder, read_runs
+from linnaeus.commands.compare.runs import read_runs
 from linnaeus.commands.sweep.folder import SWEEP, is_asked, lock_folder
 from linnaeus.commands.sweep.options import Options, PlannedRun
 from linnaeus.commands.sweep.search import JOBS_ON_SLURM, Search
@@ -162,7 +162,7 @@ def _show_status(options: Options, runs: Sequence[PlannedRun], console: Console)
         values = _saved_values(options.folder)
         begun = [folder for folder in values if folder.exists()]
     known = dict(zip(begun, read_runs(begun), strict=True))
-    rows = [Row.of(known.get(folder, RunFolder(folder)), values[folder]) for folder in values]
+    rows = [Row.of(known.get(folder, Row({}, folder)), values[folder]) for folder in values]
     print_runs(Comparison(rows, options.metric), console)
     return 0
 
