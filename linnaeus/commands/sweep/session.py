@@ -21,7 +21,8 @@ from linnaeus.commands.sweep.options import Options, PlannedRun
 from linnaeus.commands.sweep.search import JOBS_ON_SLURM, Search
 from linnaeus.commands.sweep.search_plot import save_search_plot
 from linnaeus.commands.sweep.source import Source
-from linnaeus.commands.sweep.watch import Stop, Watch, words_of
+from linnaeus.commands.sweep.stop import Stop
+from linnaeus.commands.sweep.watch import Watch, words_of
 from linnaeus.console import make_console
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
 from linnaeus.launchers.interface import Launcher

@@ -7,10 +7,8 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
@@ -18,6 +16,7 @@ from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.sweep.folder import ASKED, is_asked, prepare
 from linnaeus.commands.sweep.options import PlannedRun
 from linnaeus.commands.sweep.source import Source
+from linnaeus.commands.sweep.stop import Stop
 from linnaeus.config.keys import suggest
 from linnaeus.console import StatusLine
 from linnaeus.errors import ConfigError, LinnaeusError
@@ -25,64 +24,19 @@ from linnaeus.launchers.interface import Job, Launcher, Task
 from linnaeus.launchers.jobs import cancel, going, lost
 from linnaeus.launchers.outcome import OUTPUT, last_line, read_outcome
 from linnaeus.launchers.record import RECORD, read_record
+from linnaeus.signals import handled
 from linnaeus.words import counted
 
 LOST_LOOKS = 3
 """Consecutive looks without the job and without an outcome after which a local run counts as lost."""
 LOST_S = 90.0
 """The same for a job of SLURM, in seconds: a file server may show its outcome late."""
-SLICE_S = 0.1
 logger = logging.getLogger("linnaeus.sweep")
 
 
 def words_of(folder: Path) -> tuple[str, ...]:
     """What a run is started with, after `python -m linnaeus.main`."""
     return ("--cfg", str(folder / ASKED))
-
-
-class Stop:
-    """Notes Ctrl-C and SIGTERM.
-
-    Attributes:
-        signals: those so far.
-    """
-
-    def __init__(self) -> None:
-        self.signals: list[int] = []
-        self._num_handled = 0
-
-    @property
-    def requested(self) -> bool:
-        """Whether somebody has asked to stop."""
-        return bool(self.signals)
-
-    @property
-    def is_new(self) -> bool:
-        """Whether there is a signal since the last call of `handle`."""
-        return len(self.signals) > self._num_handled
-
-    def handle(self) -> None:
-        """Count the signals so far as handled."""
-        self._num_handled = len(self.signals)
-
-    def wait(self, seconds: float) -> None:
-        """Sleep, but not past a new signal."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not self.is_new:
-            time.sleep(SLICE_S)
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Note the signals inside the context."""
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(number)
 
 
 class Watch:
@@ -314,16 +268,12 @@ class Watch:
         """Ask whether to cancel jobs; without a terminal, after SIGTERM or a second Ctrl-C they stay."""
         if self._stop.signals != [signal.SIGINT] or not sys.stdin.isatty():
             return False
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
         try:
-            answer = input(f"cancel {counted(len(self._active), 'job')}? [y/N] ")
+            with handled((signal.SIGINT, signal.SIGTERM), signal.default_int_handler):
+                answer = input(f"cancel {counted(len(self._active), 'job')}? [y/N] ")
             return answer.strip().lower() in ("y", "yes")
         except (KeyboardInterrupt, EOFError):
             return False
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _describe(self) -> str:
         """The status line: the only active run with its last line, or the number of runs in each status."""

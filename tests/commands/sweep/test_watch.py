@@ -16,7 +16,8 @@ from linnaeus.commands.sweep import watch as module
 from linnaeus.commands.sweep.folder import prepare
 from linnaeus.commands.sweep.options import PlannedRun, read
 from linnaeus.commands.sweep.source import Source
-from linnaeus.commands.sweep.watch import Stop, Watch
+from linnaeus.commands.sweep.stop import Stop
+from linnaeus.commands.sweep.watch import Watch
 from linnaeus.console import make_console
 from linnaeus.errors import LinnaeusError
 from linnaeus.launchers.interface import Job, Launcher, Task
