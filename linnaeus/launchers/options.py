@@ -19,7 +19,7 @@ HELP = {
     "--dry-run": (None, "print the job script, and submit nothing"),
 }
 """These options for the help: what stands for their value, None without one, and what they do."""
-_SBATCH = re.compile(r"(?:--)?([a-z][a-z0-9-]*)(?:=(.*))?", re.DOTALL)
+_SBATCH = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)(?:=(.*))?", re.DOTALL)
 
 
 @dataclass
@@ -73,7 +73,7 @@ def take(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
     if options.slurm and options.launcher != "slurm":
         problems.append("--slurm: is for --launcher slurm, which is not given")
     if options.launcher == "slurm":
-        from linnaeus.launchers.slurm import problems_with
+        from linnaeus.launchers.sbatch import problems_with
 
         problems += problems_with(options.slurm)
     return options, rest, problems

@@ -134,7 +134,7 @@ def _dry_run(options: Options, runs: Sequence[PlannedRun]) -> str:
     """What would be started."""
     launcher = _launcher(options, runs)
     if isinstance(launcher, Slurm):
-        return launcher.script(len(runs) if options.plan is None else 1)
+        return launcher.dry_run(len(runs) if options.plan is None else 1)
     assert isinstance(launcher, Local)
     lines = []
     for number, planned in enumerate(runs):
