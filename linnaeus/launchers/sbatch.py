@@ -80,7 +80,7 @@ def _wrong(name: str) -> str:
 
 
 def likely_misspelled(options: Options) -> list[str]:
-    """One sentence for each option that is like one of sbatch, but is none; for where sbatch cannot be asked."""
+    """One sentence for each option that is like one of sbatch; for where sbatch cannot be asked."""
     unknown = [name for name in options if name not in KNOWN and not name.startswith("container-")]  # pyxis
     near = {name: get_close_matches(name, KNOWN, n=1, cutoff=0.75) for name in unknown}
     return [

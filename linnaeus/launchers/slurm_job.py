@@ -80,7 +80,7 @@ class SlurmJob:
             if why:
                 self._queue_again(why)
             elif signal.SIGTERM in supervisor.received:
-                self._set_reason(f"SLURM job {_own_id()} was ended with SIGTERM, as scancel does", code)
+                self._set_reason(f"SLURM job {_own_id()} was ended with SIGTERM, as by scancel", code)
             return code
 
     def _saved(self) -> int | None:
@@ -102,6 +102,7 @@ class SlurmJob:
         """Say how the job has ended, in the run's outcome too."""
         self._say(reason)
         if self.folder is not None and (outcome := read_outcome(Path(self.folder))) is not None:
+            reason = "; ".join(filter(None, [reason, outcome.reason]))
             save_outcome(Path(self.folder), replace(outcome, exit_code=exit_code, reason=reason))
 
     def _queue_again(self, why: str) -> None:

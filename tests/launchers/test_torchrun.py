@@ -40,3 +40,23 @@ def test_failed(tmp_path: Path) -> None:
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "ChildFailedError" in said
+
+
+SAVES = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: None)
+pathlib.Path("began").touch()
+signal.pause()
+pathlib.Path("timeout").write_text(" ".join(sys.argv))
+time.sleep({seconds})
+pathlib.Path("saved").touch()
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_may_take_longer_than_torchruns_own_30_s(tmp_path: Path) -> None:
+    process = start(torchrun.__name__, SAVES.format(seconds=40), tmp_path)
+    wait_until((tmp_path / "began").exists)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=100)
+    assert (tmp_path / "saved").exists(), said
