@@ -138,11 +138,11 @@ def test_a_dry_run_of_one_command(run: Run, tmp_path: Path, command: str, with_t
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_dry_run_says_what_an_option_is_needed_for(run: Run, tmp_path: Path) -> None:
+def test_a_dry_run_says_what_the_options_come_to(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     outcome = run("plan", *SMALL, *SLURM, "--slurm", "nodes=2", "gpus-per-node=4", "container-image=x")
     assert outcome.code == 0, outcome.err
     assert "srun --nodes=1 --ntasks=1 " in outcome.out
-    assert "linnaeus plan is one process, and the job holds the GPUs or nodes of 8" in outcome.err
+    assert "linnaeus plan is one process, and the job holds the GPUs or nodes of 8" in caplog.text
     assert "# --slurm: without cpus-per-task=N or cpus-per-gpu=N, SLURM gives" in outcome.out
     assert "#SBATCH --container-image=x\n" in outcome.out, "plugins have options of their own"
     several = run("train", *SMALL, *SLURM, "--slurm", "nodes=2-4")
