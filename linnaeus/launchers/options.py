@@ -19,7 +19,7 @@ HELP = {
     "--dry-run": (None, "print the job script, and submit nothing"),
 }
 """These options for the help: what stands for their value, None without one, and what they do."""
-_SBATCH = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)(?:=(.*))?", re.DOTALL)
+_SBATCH = re.compile(r"(?:--)?([a-z][a-z0-9-]*)(?:=(.*))?", re.DOTALL)
 
 
 @dataclass

@@ -26,6 +26,7 @@ REFUSED = {
     "test-only": "use --dry-run",
     "parsable": "the number of the job is printed anyway",
     "wait": "a sweep waits for its jobs",
+    "quiet": "the number of the job has to be read",
     "no-requeue": "a run goes on after a preemption because its job goes back into the queue",
     "clusters": "the state of the jobs is asked of this cluster; log in on the other one",
     **dict.fromkeys(("help", "usage", "version"), _SHOWS),
@@ -72,8 +73,6 @@ def _wrong(name: str) -> str:
     """Why an option cannot be given, by its name; empty for one that sbatch may take."""
     if name in KNOWN:
         return REFUSED.get(name, "")
-    if (dashes := name.replace("_", "-")) in KNOWN:
-        return f"write {dashes}"
     if full := [known for known in sorted(KNOWN) if known.startswith(name)]:  # sbatch would take it for one
         return f"write the option in full: {' or '.join(full)}"
     return ""

@@ -37,11 +37,13 @@ from linnaeus.launchers.sbatch import (
     num_per_node,
     num_processes,
 )
-from linnaeus.launchers.slurm_job import CONTROLLER_S, RETRY_S, SlurmJob, is_out_of_reach, save_jobs
+from linnaeus.launchers.slurm_job import RETRY_S, SlurmJob, is_out_of_reach, save_jobs
 from linnaeus.words import counted
 
 FOLDER = "slurm"
 """Below the current folder: the scripts and logs of single commands."""
+SUBMIT_S = 120
+"""Longest wait at submission for a controller that does not answer, in seconds."""
 COMMAND_TIMEOUT_S = 120
 """SLURM's commands wait this long for a busy controller by themselves."""
 
@@ -194,7 +196,7 @@ class Slurm(Launcher):
 
     def _number(self, script: Path, text: str) -> str:
         """Submit a script; returns the number of the job, which a controller that is busy may have taken."""
-        deadline = time.monotonic() + CONTROLLER_S
+        deadline = time.monotonic() + SUBMIT_S
         while True:
             done = _sbatch("--parsable", script, text)
             number = re.search(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)
@@ -204,14 +206,15 @@ class Slurm(Launcher):
             if not is_out_of_reach(said):
                 raise LinnaeusError(f"sbatch has refused the job: {said}")
             logger.warning("sbatch: %s; it is tried again", said)
-            time.sleep(RETRY_S)
-            while isinstance(found := queue(), str):
+            found: Queue | str = said
+            while isinstance(found, str):
                 if time.monotonic() > deadline:
                     raise LinnaeusError(
                         f"SLURM does not answer, and may have taken the job ({said}): look with squeue --me; "
                         "the same command of a sweep finds its jobs by itself"
                     )
                 time.sleep(RETRY_S)
+                found = queue()
             taken = [job for (path, _), job in found.submitted.items() if path == str(script)]
             if taken:
                 return taken[0].partition("_")[0]

@@ -107,7 +107,8 @@ class SlurmJob:
 
     def _queue_again(self, why: str) -> None:
         """Put this job back into the queue, and say so where the run's output ends."""
-        self._say(f"queued again: the run goes on where it was, because {why}")
+        how = "begins anew" if self._saved() is None else "goes on where it was"
+        self._say(f"queued again: the run {how}, because {why}")
         if said := _scontrol("requeue", os.environ["SLURM_JOB_ID"]).stderr.strip():
             self._say(f"not queued again after all: {said}; the same command as before submits the run again")
 
@@ -293,10 +294,11 @@ def is_out_of_reach(said: str) -> bool:
     True
     >>> is_out_of_reach("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
     True
-    >>> is_out_of_reach("sbatch: error: invalid partition specified: nope")
+    >>> is_out_of_reach("sbatch: error: use --constraint=interconnect on partition gpu")
     False
     """
-    return re.search("unable to contact|connect|timed out|configuration source", said, re.I) is not None
+    signs = "unable to contact|connect failure|connection refused|timed out|zero bytes|configuration source"
+    return re.search(signs, said, re.IGNORECASE) is not None
 
 
 def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:

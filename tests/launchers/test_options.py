@@ -64,33 +64,11 @@ BAD = [
     ("plan --launcher slurm --slurm ntasks=8", "--slurm ntasks: each node has one task"),
     ("train --launcher slurm --slurm signal=USR1@60", "--slurm signal=USR1@60: would end the ranks"),
     ("train --launcher slurm --slurm time=5", "--slurm time=5: a run is told 180 s before the end"),
-    (
-        "train --launcher slurm --slurm time=1 signal=B:USR1@59",
-        "--slurm time=1: a run is told 59 s before the end",
-    ),
-    (
-        "train --launcher slurm --slurm time=2 signal=B:USR1",
-        "--slurm time=2: a run is told 60 s before the end",
-    ),
+    ("train --launcher slurm --slurm time=1 signal=B:USR1@59", "time=1: a run is told 59 s before the end"),
+    ("train --launcher slurm --slurm time=2 signal=B:USR1", "time=2: a run is told 60 s before the end"),
     ("train --launcher slurm --slurm signal=B:USR2@60", "--slurm signal=B:USR2@60: would end the ranks"),
     ("train --launcher slurm --slurm signal=B:TERM@60", "--slurm signal=B:TERM@60: would end the ranks"),
-    (
-        "train --launcher slurm --slurm gpus=6",
-        "--slurm gpus: all nodes have the same number; give gpus-per-node=N",
-    ),
-    (
-        "sweep --launcher slurm --slurm no-requeue",
-        "--slurm no-requeue: a run goes on after a preemption because",
-    ),
-    ("train --launcher slurm --slurm help", "--slurm help: only shows something, and submits nothing"),
     ("train --launcher slurm --slurm chd=/", "--slurm chd: write the option in full: chdir"),
-    ("train --launcher slurm --slurm arr=0-3", "--slurm arr: write the option in full: array"),
-    ("train --launcher slurm --slurm p=low", "or partition or"),
-    ("train --launcher slurm --slurm gpus_per_node=2", "--slurm gpus_per_node: write gpus-per-node"),
-    (
-        "train --launcher slurm --dry-run --slurm partitoin=low",
-        "no such option of sbatch; did you mean partition?",
-    ),
     ("train --dry-run", "--dry-run: shows the script of a job: give --launcher slurm too"),
     ("analyze --launcher slurm --dry-run TRAIN.EPOCH=1", "TRAIN.EPOCH"),
 ]
@@ -147,6 +125,31 @@ def test_a_dry_run_says_what_the_options_come_to(run: Run, caplog: pytest.LogCap
     assert "#SBATCH --container-image=x\n" in outcome.out, "plugins have options of their own"
     several = run("train", *SMALL, *SLURM, "--slurm", "nodes=2-4")
     assert "--nnodes=NODES --nproc-per-node=1 " in several.out
+
+
+NAMES = [
+    ("gpus", "all nodes have the same number; give gpus-per-node=N"),
+    ("no-requeue", "a run goes on after a preemption because its job goes back into the queue"),
+    ("clusters", "the state of the jobs is asked of this cluster; log in on the other one"),
+    ("help", "only shows something, and submits nothing"),
+    ("arr", "write the option in full: array"),
+    ("part", "write the option in full: partition"),
+]
+
+
+@pytest.mark.parametrize(("name", "why"), NAMES)
+def test_names_of_options_that_cannot_be_given(name: str, why: str) -> None:
+    assert sbatch.problems_with({name: "1", "nodes": "2", "partitoin": "low"}) == [f"--slurm {name}: {why}"]
+
+
+def test_misspelled_options_where_sbatch_cannot_be_asked(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    outcome = run("train", *SMALL, *SLURM, "--slurm", "partitoin=low")
+    assert outcome.code == 2, outcome
+    assert "--slurm partitoin: no such option of sbatch; did you mean partition?" in outcome.err
+    assert run("train", *SMALL, *SLURM, "--slurm", "of-a-plugin=low").code == 0
 
 
 def test_a_folder_whose_name_slurm_would_change_is_refused(run: Run, tmp_path: Path) -> None:

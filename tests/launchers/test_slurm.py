@@ -130,6 +130,16 @@ def test_a_controller_that_does_not_answer_sbatch_is_tried_again(commands: Path,
     assert submitted(tmp_path / "slurm") == "43"
 
 
+def test_a_controller_that_never_answers_sbatch_is_given_up(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "SUBMIT_S", 0.5)
+    stand_in(commands, "squeue", "")
+    stand_in(commands, "sbatch", f"echo '{TIMED_OUT}' >&2; exit 1")
+    with pytest.raises(LinnaeusError, match="SLURM does not answer, and may have taken the job"):
+        submitted(tmp_path / "slurm")
+
+
 def test_a_job_that_the_controller_has_taken_is_not_submitted_again(commands: Path, tmp_path: Path) -> None:
     stand_in(
         commands, "sbatch",
@@ -215,6 +225,7 @@ def test_a_job_that_saves_nothing_in_its_time_is_not_queued_again_for_ever(start
     """srun gets SIGTERM from the job itself, which needs no controller for that."""
     assert started.run("true", restarts=0) == 143
     assert started.num_requeues == 1, "it may have found batch sizes"
+    assert "queued again: the run begins anew" in (started.folder / "logs/output.txt").read_text()
     assert started.run("true", restarts=1) == 1
     outcome = read_outcome(started.folder)
     assert started.num_requeues == 1
@@ -229,6 +240,7 @@ def test_a_job_that_saves_a_checkpoint_is_queued_again(started: Started) -> None
     save = f"date +%N > {started.folder}/checkpoints/last.pt"
     assert started.run(save, restarts=4) == 143
     assert started.num_requeues == 1
+    assert "queued again: the run goes on where it was" in (started.folder / "logs/output.txt").read_text()
     outcome = read_outcome(started.folder)
     assert outcome is not None
     assert outcome.was_interrupted
