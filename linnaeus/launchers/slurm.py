@@ -37,7 +37,7 @@ from linnaeus.launchers.sbatch import (
     num_per_node,
     num_processes,
 )
-from linnaeus.launchers.slurm_job import RETRY_S, SlurmJob, is_out_of_reach, save_jobs
+from linnaeus.launchers.slurm_job import NO_CLUSTER, RETRY_S, SlurmJob, is_out_of_reach, save_jobs
 from linnaeus.words import counted
 
 FOLDER = "slurm"
@@ -131,7 +131,13 @@ class Slurm(Launcher):
                 "--launcher slurm: there is no sbatch here; run this on a login node of the cluster, or use "
                 "--dry-run to see the script"
             )
-        if said := self._judge(text):
+        deadline = time.monotonic() + SUBMIT_S
+        while is_out_of_reach(said := self._judge(text)):
+            if NO_CLUSTER in said or time.monotonic() > deadline:
+                raise ConfigError(f"--launcher slurm: SLURM does not answer here: {said}")
+            logger.warning("sbatch: %s; it is tried again", said)
+            time.sleep(RETRY_S)
+        if said:
             raise ConfigError(f"--slurm: sbatch refuses the job: {said}")
         if note := self._note():
             logger.warning("%s", note)

@@ -31,6 +31,8 @@ RETRY_S = 5.0
 RESUME = "TRAIN.AUTO_RESUME=True"
 NODES, PER_NODE = "NODES", "GPUS_OF_A_NODE_OR_1"
 """Stand for numbers in a described command, as long as they are not known."""
+NO_CLUSTER = "configuration source"
+"""In what SLURM's commands say on a machine that belongs to no cluster."""
 TIME_IS_OVER = "the time of its job was nearly over"
 NOTHING_SAVED = (
     "not queued again: the time of its job was over before anything new was saved; give it more time "
@@ -297,7 +299,7 @@ def is_out_of_reach(said: str) -> bool:
     >>> is_out_of_reach("sbatch: error: use --constraint=interconnect on partition gpu")
     False
     """
-    signs = "unable to contact|connect failure|connection refused|timed out|zero bytes|configuration source"
+    signs = f"unable to contact|connect failure|connection refused|timed out|zero bytes|{NO_CLUSTER}"
     return re.search(signs, said, re.IGNORECASE) is not None
 
 

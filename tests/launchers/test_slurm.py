@@ -140,6 +140,21 @@ def test_a_controller_that_never_answers_sbatch_is_given_up(
         submitted(tmp_path / "slurm")
 
 
+def test_a_controller_that_restarts_is_waited_for_before_the_options_are_judged(
+    commands: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = tmp_path / "asked"
+    stand_in(commands, "sbatch", f"[ -e {asked} ] || {{ touch {asked}; echo '{TIMED_OUT}' >&2; exit 1; }}")
+    Slurm(tmp_path, {}, "name").check(1)
+    assert caplog.text.count("it is tried again") == 1
+
+
+def test_a_machine_of_no_cluster_is_told_at_once(commands: Path, tmp_path: Path) -> None:
+    stand_in(commands, "sbatch", f"cat >&2 <<'EOF'\n{UNCONFIGURED}EOF\nexit 1")
+    with pytest.raises(LinnaeusError, match=r"SLURM does not answer here: .*configuration source"):
+        Slurm(tmp_path, {}, "name").check(1)
+
+
 def test_a_job_that_the_controller_has_taken_is_not_submitted_again(commands: Path, tmp_path: Path) -> None:
     stand_in(
         commands, "sbatch",
