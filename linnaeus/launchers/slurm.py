@@ -173,7 +173,8 @@ class Slurm(Launcher):
 
         jobs = [SlurmJob(task.words, str(task.folder.resolve()), task.seconds) for task in tasks]
         job_ids = self.submit_jobs(jobs, note)
-        logger.info("submitted as SLURM job %s", " to ".join(dict.fromkeys((job_ids[0], job_ids[-1]))))
+        numbers = " to ".join(dict.fromkeys((job_ids[0], job_ids[-1])))
+        logger.info("%s submitted as SLURM job %s", counted(len(tasks), "run"), numbers)
         for task, job_id in zip(tasks, job_ids, strict=True):
             if "script" in (read_record(task.folder) or {}):  # else the job has begun, and noted its number
                 write_slurm_record(task.folder, job_id)

@@ -198,7 +198,7 @@ def test_a_job_that_begins_before_its_number_is_noted_keeps_the_run(
     with caplog.at_level("INFO", "linnaeus"):
         Slurm(tmp_path / "slurm", {}, "name").submit([Task(folder, ("train",)) for folder in folders])
     assert [(read_record(folder) or {})["id"] for folder in folders] == ["50_0", "51_1"]
-    assert "submitted as SLURM job 51_0 to 51_1" in caplog.text
+    assert "2 runs submitted as SLURM job 51_0 to 51_1" in caplog.text
 
 
 class Started:
