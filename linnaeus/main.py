@@ -68,7 +68,10 @@ def cli(argv: Sequence[str] | None = None) -> int:
             if is_main:
                 print(request, end="")
             return 0
-        if (reason := COMMANDS.get(command)) and rank is not None:
+        reason = COMMANDS.get(command, "")
+        if launch.launcher == "slurm":
+            reason = "a job of SLURM starts torchrun by itself"
+        if reason and rank is not None:
             remedy = f"run it without torchrun: python -m linnaeus.main {shlex.join(tokens)}"
             raise ConfigError(f"{reason}; {remedy}")
     except ConfigError as error:  # every rank has read the same command line
@@ -135,14 +138,14 @@ def _take_launch_options(tokens: Sequence[str]) -> tuple[LaunchOptions, Sequence
 
 def _submit(launch: LaunchOptions, command: str, words: Sequence[str], request: tuple[object, ...]) -> str:
     """Submit the command as a job; a run of `train` goes on where it was when its job is queued again."""
-    from linnaeus.launchers.single import submit
+    from linnaeus.launchers.slurm import submit_command
 
     folder = None
     if command == "train":
         [config] = request
         assert isinstance(config, Config)
         folder = Path(config.EXPERIMENT.OUTPUT_DIR) / config.EXPERIMENT.NAME
-    return submit(launch, command, words, not COMMANDS[command], folder)
+    return submit_command(launch, command, words, not COMMANDS[command], folder)
 
 
 def _check_first_word(tokens: Sequence[str]) -> None:

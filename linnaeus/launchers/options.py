@@ -88,7 +88,7 @@ def take(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
     if options.slurm and options.launcher != "slurm":
         problems.append("--slurm: is for --launcher slurm, which is not given")
     if options.launcher == "slurm":
-        from linnaeus.launchers.slurm import problems_with
+        from linnaeus.launchers.sbatch import problems_with
 
         problems += problems_with(options.slurm)
     return options, rest, problems

@@ -8,6 +8,8 @@ accounting do not have. What a job does is in a file beside its script, before i
 from __future__ import annotations
 
 import getpass
+import logging
+import os
 import re
 import shlex
 import shutil
@@ -24,86 +26,28 @@ from typing import Any
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.launchers import slurm_job
 from linnaeus.launchers.interface import Job, Launcher, Task
-from linnaeus.launchers.record import write_slurm_record, write_submission
-from linnaeus.launchers.slurm_job import SlurmJob, save_jobs
+from linnaeus.launchers.options import LaunchOptions
+from linnaeus.launchers.record import read_record, write_slurm_record, write_submission
+from linnaeus.launchers.sbatch import (
+    GRACE_S,
+    REFUSED,
+    Options,
+    likely_misspelled,
+    num_nodes,
+    num_per_node,
+    num_processes,
+)
+from linnaeus.launchers.slurm_job import NO_CLUSTER, RETRY_S, SlurmJob, is_out_of_reach, save_jobs
+from linnaeus.words import counted
 
-Options = Mapping[str, str | None]
-"""Options of sbatch by their long names without dashes; None for those without a value."""
-
-GRACE_S = 180
-"""A job is told so many seconds before the end of its time that it is to save a checkpoint."""
-REFUSED = {
-    "array": "a sweep makes the array; --jobs N limits how many of its runs go on at once",
-    "ntasks": "each node has one task, which starts a process for each GPU; give nodes=N gpus-per-node=N",
-    "ntasks-per-node": "each node has one task, which starts a process for each GPU; give gpus-per-node=N",
-    "chdir": "the paths in a configuration begin in the current folder; change to the other one first",
-    "wrap": "the job's script is made from the command line",
-    "test-only": "use --dry-run",
-    "parsable": "the number of the job is printed anyway",
-    "wait": "a sweep waits for its jobs",
-}
-"""Options that would take the place of what the job's script is made for, each with what to do."""
+FOLDER = "slurm"
+"""Below the current folder: the scripts and logs of single commands."""
+SUBMIT_S = 120
+"""Longest wait at submission for a controller that does not answer, in seconds."""
 COMMAND_TIMEOUT_S = 120
 """SLURM's commands wait this long for a busy controller by themselves."""
 
-
-def problems_with(options: Options) -> list[str]:
-    """One sentence for each option that cannot be given; sbatch judges the rest."""
-    problems = [f"--slurm {name}: {REFUSED[name]}" for name in options if name in REFUSED]
-    signal = options.get("signal", "B:")
-    if not (signal or "").startswith("B:"):
-        problems.append(
-            f"--slurm signal={signal}: would end the ranks without a checkpoint; write "
-            "signal=B:USR1@SECONDS, which tells the job's script"
-        )
-    seconds = _seconds(options.get("time") or "")
-    if "signal" not in options and seconds is not None and seconds <= 2 * GRACE_S:
-        problems.append(
-            f"--slurm time={options['time']}: a run is told {GRACE_S} s before the end to save a checkpoint, "
-            "and would get nowhere; give it more time (a plain number is minutes), or signal=B:USR1@30"
-        )
-    return problems
-
-
-def _seconds(text: str) -> int | None:
-    """A time as sbatch reads it, in seconds; None for no limit, or what sbatch will refuse.
-
-    >>> _seconds("90"), _seconds("1:30"), _seconds("4:00:00"), _seconds("1-12"), _seconds("UNLIMITED")
-    (5400, 90, 14400, 129600, None)
-    """
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if not all(part.isdecimal() for part in (*parts, days or "0")) or len(parts) > 3:
-        return None
-    numbers = [int(part) for part in parts]
-    if dash or len(numbers) == 3:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-    else:
-        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-def num_processes(options: Options) -> int:
-    """Processes of a job with these options: one for each GPU, and one for each node without any.
-
-    >>> num_processes({"nodes": "2", "gpus-per-node": "a100:4"}), num_processes({"gres": "gpu:2,shard:1"})
-    (8, 2)
-    >>> num_processes({"gpus": "6", "nodes": "2"}), num_processes({"nodes": "3-4"}), num_processes({})
-    (6, 3, 1)
-    """
-    nodes = _count((options.get("nodes") or "1").partition("-")[0])
-    if gpus := options.get("gpus"):
-        return sum(map(_count, gpus.split(",")))
-    per_node = options.get("gpus-per-node") or options.get("gpus-per-task")
-    kinds = per_node.split(",") if per_node else (options.get("gres") or "").split(",")
-    of_node = [_count(kind) for kind in kinds if per_node or kind.partition(":")[0] == "gpu"]
-    return nodes * max(sum(of_node), 1)
-
-
-def _count(text: str) -> int:
-    """The number at the end of a request such as `a100:4`; 1 without one."""
-    number = text.rpartition(":")[2]
-    return int(number) if number.isdecimal() else 1
+logger = logging.getLogger("linnaeus.launchers.slurm")
 
 
 class Slurm(Launcher):
@@ -145,14 +89,34 @@ class Slurm(Launcher):
             name: of the submission, which no other one has.
 
         Raises:
-            ConfigError: submitit is not installed.
+            ConfigError: submitit is not installed, or SLURM cannot write to the folder.
         """
+        if "%" in str(self.folder):
+            raise ConfigError(
+                f"--launcher slurm: {self.folder}: SLURM replaces % in the path of a log; rename the folder"
+            )
         slurm = _submitit().slurm.slurm
         # In the place of the script's shell: signals to the script are then for the process.
         content = str(self.folder / f"{name}.json")
         command = f"exec {shlex.join([sys.executable, '-u', '-m', slurm_job.__name__, content])}"
         count = {"map_count": num_jobs} if num_jobs > 1 else {}
+        # A private function, but what submitit is for; pyproject.toml bounds its version.
         text: str = slurm._make_sbatch_string(command, self.folder, **self._parameters(num_jobs), **count)
+        return text
+
+    def dry_run(self, num_jobs: int) -> str:
+        """The script, judged by sbatch where there is one that reaches its controller.
+
+        Raises:
+            ConfigError: submitit is not installed, or what sbatch says against an option.
+        """
+        text = self.script(num_jobs)
+        said = None if shutil.which("sbatch") is None else self._judge(text)
+        if said is None or is_out_of_reach(said):
+            if problems := likely_misspelled(self._options):
+                raise ConfigError(problems)
+        elif said:
+            raise ConfigError(f"--slurm: sbatch refuses the job: {said}")
         return text
 
     def check(self, num_jobs: int) -> None:
@@ -167,14 +131,34 @@ class Slurm(Launcher):
                 "--launcher slurm: there is no sbatch here; run this on a login node of the cluster, or use "
                 "--dry-run to see the script"
             )
+        deadline = time.monotonic() + SUBMIT_S
+        while is_out_of_reach(said := self._judge(text)):
+            if NO_CLUSTER in said or time.monotonic() > deadline:
+                raise ConfigError(f"--launcher slurm: SLURM does not answer here: {said}")
+            logger.warning("sbatch: %s; it is tried again", said)
+            time.sleep(RETRY_S)
+        if said:
+            raise ConfigError(f"--slurm: sbatch refuses the job: {said}")
+        if note := self._note():
+            logger.warning("%s", note)
+
+    def _judge(self, text: str) -> str:
+        """What sbatch says against a script; empty where it would take it."""
         with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
             file.write(text)
             file.flush()
-            done = _call("sbatch", "--test-only", file.name)
-        if done.returncode != 0:
-            lines = done.stderr.replace(file.name, "the script").splitlines()
-            said = "; ".join(line.removeprefix("sbatch: ") for line in lines if line.strip())
-            raise ConfigError(f"--slurm: sbatch refuses the job: {said}")
+            done = _sbatch("--test-only", Path(file.name), text)
+        return "" if done.returncode == 0 else _said(done).replace(file.name, "the script") or "it fails"
+
+    def _note(self) -> str:
+        """A warning where the job's processes may have to share one CPU core; empty otherwise."""
+        names = ("cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus", "cores-per-socket")
+        if num_per_node(self._options) == 1 or any(name in self._options for name in names):
+            return ""
+        return (
+            "--slurm: without cpus-per-task=N or cpus-per-gpu=N, SLURM gives a node's processes one CPU core "
+            "together, unless the cluster has another default"
+        )
 
     def submit(self, tasks: Sequence[Task], going: Collection[Job] = ()) -> None:
         """Submit runs of a sweep, several as an array, and note the job of each.
@@ -188,8 +172,12 @@ class Slurm(Launcher):
                 write_submission(task.folder, script, index)
 
         jobs = [SlurmJob(task.words, str(task.folder.resolve()), task.seconds) for task in tasks]
-        for task, job_id in zip(tasks, self.submit_jobs(jobs, note), strict=True):
-            write_slurm_record(task.folder, job_id)
+        job_ids = self.submit_jobs(jobs, note)
+        numbers = " to ".join(dict.fromkeys((job_ids[0], job_ids[-1])))
+        logger.info("%s submitted as SLURM job %s", counted(len(tasks), "run"), numbers)
+        for task, job_id in zip(tasks, job_ids, strict=True):
+            if "script" in (read_record(task.folder) or {}):  # else the job has begun, and noted its number
+                write_slurm_record(task.folder, job_id)
 
     def submit_jobs(
         self, jobs: Sequence[SlurmJob], note: Callable[[Path], object] = lambda _: None
@@ -210,16 +198,37 @@ class Slurm(Launcher):
         save_jobs(script.with_suffix(".json"), jobs)
         script.write_text(text)
         note(script)
-        done = _call("sbatch", "--parsable", str(script))
-        number = re.search(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)
-        if done.returncode != 0 or number is None:
-            said = (done.stderr.strip() or done.stdout.strip()).removeprefix("sbatch: ")
-            raise LinnaeusError(f"sbatch has refused the job: {said}")
-        return [f"{number[1]}_{index}" for index in range(len(jobs))] if len(jobs) > 1 else [number[1]]
+        number = self._number(script, text)
+        return [f"{number}_{index}" for index in range(len(jobs))] if len(jobs) > 1 else [number]
+
+    def _number(self, script: Path, text: str) -> str:
+        """Submit a script; returns the number of the job, which a controller that is busy may have taken."""
+        deadline = time.monotonic() + SUBMIT_S
+        while True:
+            done = _sbatch("--parsable", script, text)
+            number = re.search(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)
+            if done.returncode == 0 and number is not None:
+                return number[1]
+            said = _said(done)
+            if not is_out_of_reach(said):
+                raise LinnaeusError(f"sbatch has refused the job: {said}")
+            logger.warning("sbatch: %s; it is tried again", said)
+            found: Queue | str = said
+            while isinstance(found, str):
+                if time.monotonic() > deadline:
+                    raise LinnaeusError(
+                        f"SLURM does not answer, and may have taken the job ({said}): look with squeue --me; "
+                        "the same command of a sweep finds its jobs by itself"
+                    )
+                time.sleep(RETRY_S)
+                found = queue()
+            taken = [job for (path, _), job in found.submitted.items() if path == str(script)]
+            if taken:
+                return taken[0].partition("_")[0]
 
     def log(self, job_id: str) -> str:
         """The file with the output of a job."""
-        default = f"{self.folder}/%j.out"
+        default = f"{self.folder}/{job_id}.out"
         return (self._options.get("output") or default).replace("%j", job_id).replace("%A_%a", job_id)
 
     def _parameters(self, num_jobs: int) -> dict[str, Any]:
@@ -240,9 +249,63 @@ class Slurm(Launcher):
             "use_srun": False,  # the job itself calls it
             "stderr_to_stdout": True,
             "array_parallelism": self.limit or num_jobs,
-            "setup": [f"# {line}" for line in self._describe.splitlines()],
+            "setup": [f"# {line}" for line in self._lines()],
             "additional_parameters": {**ours, **given},
         }
+
+    def _lines(self) -> list[str]:
+        """What a job executes, with the numbers that the options give."""
+        nodes, per_node = num_nodes(self._options), num_per_node(self._options)
+        given = self._options.get("nodes") or "1"
+        text = self._describe.replace(slurm_job.PER_NODE, str(per_node))
+        if given.isdecimal():
+            text = text.replace(slurm_job.NODES, given)
+        if "torchrun" in text:
+            each = f"{counted(nodes, 'node')}, {per_node} on each" if nodes > 1 else "one node"
+            text += f"\nProcesses: {num_processes(self._options)} ({each})"
+        text += f"\n{self._note()}\nThe job reads the .json file that linnaeus writes beside this script."
+        return [line for line in text.splitlines() if line]
+
+
+def submit_command(
+    options: LaunchOptions, command: str, words: Sequence[str], with_torchrun: bool, resumed_in: Path | None
+) -> str:
+    """Submit one command, whose words have been checked, as one job: `linnaeus train --launcher slurm`.
+
+    Args:
+        options: where it runs.
+        command: the word after `linnaeus`.
+        words: those after the command.
+        with_torchrun: whether it uses a process for each GPU.
+        resumed_in: the folder of the run that goes on there when the job is queued again; None for a
+            command that begins anew.
+
+    Returns:
+        What to print: the job with its log, and how to follow and cancel it; or the job's script.
+
+    Raises:
+        LinnaeusError: it cannot be submitted; the message says why.
+    """
+    folder = None if resumed_in is None else str(resumed_in.resolve())
+    job = SlurmJob((command, *words), with_torchrun=with_torchrun, resumed_in=folder)
+    slurm = Slurm(Path(FOLDER), options.slurm, f"linnaeus-{command}", describe=job.describe())
+    if not with_torchrun and (asked := num_processes(options.slurm)) > 1:
+        logger.warning(
+            "--slurm: linnaeus %s is one process, and the job holds the GPUs or nodes of %d; gpus-per-node=1 "
+            "and no nodes=N are enough", command, asked,
+        )  # fmt: skip
+    if options.dry_run:
+        return slurm.dry_run(1)
+    slurm.check(1)
+    [job_id] = slurm.submit_jobs([job])
+    log = shlex.quote(slurm.log(job_id))
+    return (
+        f"submitted as SLURM job {job_id}: linnaeus {shlex.join([command, *words])}\n"
+        f"log:    {log}\n"
+        f"follow: tail --retry --follow=name {log}\n"
+        f"state:  squeue --jobs={job_id}\n"
+        f"cancel: scancel {job_id}\n"
+    )
 
 
 def _submitit() -> Any:
@@ -274,14 +337,21 @@ class Queue:
 
 
 def queue() -> Queue | str:
-    """What SLURM has in its queue, or why it does not answer."""
+    """What SLURM has in its queue, or in a few words why it does not answer."""
     if shutil.which("squeue") is None:
         return "there is no squeue here"
     done = _call("squeue", "--noheader", "--array", f"--user={getpass.getuser()}", "--format=%i|%T|%r|%o")
     if done.returncode != 0:
-        return done.stderr.strip() or "squeue fails"
+        return _said(done).rpartition("; ")[2] or "squeue fails"  # the last line says what it comes to
+    return parse_queue(done.stdout)
+
+
+def parse_queue(text: str) -> Queue:
+    """What `squeue --noheader --array --format=%i|%T|%r|%o` prints: number, state, reason, script."""
     found = Queue({}, {})
-    for line in done.stdout.splitlines():
+    for line in text.splitlines():
+        if line.count("|") < 3:  # such as "CLUSTER: name"
+            continue
         number, state, reason, script = line.strip().split("|", 3)
         is_running = state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
         why = "" if is_running or reason == "None" else reason
@@ -298,12 +368,19 @@ def unknown(job_id: str | None, why: str) -> Job:
 
 def why_gone(job_id: str) -> str:
     """Why a job is no longer in the queue although its run has not ended, as far as SLURM knows."""
-    done = _call("scontrol", "--oneliner", "show", "job", job_id)
-    words = dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
-    state = words.get("JobState")
+    return parse_gone(job_id, _call("scontrol", "--oneliner", "show", "job", job_id).stdout)
+
+
+def parse_gone(job_id: str, text: str) -> str:
+    """The same from what `scontrol --oneliner show job` prints; nothing of a job that SLURM has forgotten.
+
+    >>> parse_gone("4", "JobId=4 JobName=a b=c JobState=NODE_FAIL Reason=NodeDown Restarts=0")
+    "SLURM job 4 has ended as NODE_FAIL (SLURM's reason: NodeDown)"
+    """
+    state, reason = (re.search(rf" {name}=(\S+)", text) for name in ("JobState", "Reason"))
     if state is None:
-        return f"{_title(job_id)} has ended without a word: cancelled, or killed with its node"
-    return f"{_title(job_id)} has ended as {state} (SLURM's reason: {words.get('Reason', 'None')})"
+        return f"{_title(job_id)} has ended without writing an outcome: cancelled, or killed with its node"
+    return f"{_title(job_id)} has ended as {state[1]} (SLURM's reason: {reason[1] if reason else 'None'})"
 
 
 def cancel(job_ids: Sequence[str]) -> None:
@@ -314,18 +391,42 @@ def cancel(job_ids: Sequence[str]) -> None:
     """
     done = _call("scancel", *job_ids)
     if done.returncode != 0:
-        raise LinnaeusError(f"scancel {' '.join(job_ids)}: {done.stderr.strip()}")
+        raise LinnaeusError(f"scancel {' '.join(job_ids)}: {_said(done)}")
 
 
 def _title(job_id: str | None) -> str:
     return f"SLURM job {job_id or 'without a known number'}"
 
 
-def _call(*command: str) -> subprocess.CompletedProcess[str]:
+def _sbatch(mode: str, script: Path, text: str) -> subprocess.CompletedProcess[str]:
+    """Call sbatch with the options of a script as arguments too: variables SBATCH_* rank above the script.
+
+    Left out of the environment are those of refused options, and what it says of the job that this is in.
+    """
+    options = shlex.split(" ".join(re.findall(r"^#SBATCH (--.*)$", text, re.MULTILINE)))
+    refused = {f"SBATCH_{name.upper().replace('-', '_')}" for name in REFUSED} | {"SBATCH_ARRAY_INX"}
+    env = {
+        name: value for name, value in os.environ.items()
+        if name not in refused and not name.startswith(("SLURM_ARRAY_", "SLURM_RESTART_COUNT"))
+    }  # fmt: skip
+    return _call("sbatch", mode, *options, str(script), env=env)
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command of SLURM that has failed says, on one line and without its own name.
+
+    >>> _said(subprocess.CompletedProcess([], 1, "", "squeue: error: No such host\\nsqueue: fatal: Gave up"))
+    'No such host; Gave up'
+    """
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    return "; ".join(re.sub(r"^\w+: ((error|fatal): )?", "", line.strip()) for line in lines if line.strip())
+
+
+def _call(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command of SLURM; one that does not answer in time has failed."""
     try:
         return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=env,
             timeout=COMMAND_TIMEOUT_S, start_new_session=True,  # Ctrl-C in the terminal would break it off
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:

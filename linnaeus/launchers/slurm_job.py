@@ -16,19 +16,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from linnaeus.files import write_text_atomically
 from linnaeus.launchers import torchrun
-from linnaeus.launchers.outcome import OUTPUT, read_outcome
+from linnaeus.launchers.outcome import OUTPUT, read_outcome, save_outcome
 from linnaeus.launchers.record import read_record, write_slurm_record
 from linnaeus.launchers.supervise import Child, Supervisor, run_to_end
 
 CONTROLLER_S = 600
-"""A controller that restarts is waited for so long."""
+"""Longest wait for a restarting controller, in seconds."""
 RETRY_S = 5.0
 RESUME = "TRAIN.AUTO_RESUME=True"
+NODES, PER_NODE = "NODES", "GPUS_OF_A_NODE_OR_1"
+"""Stand for numbers in a described command, as long as they are not known."""
+NO_CLUSTER = "configuration source"
+"""In what SLURM's commands say on a machine that belongs to no cluster."""
+TIME_IS_OVER = "the time of its job was nearly over"
+NOTHING_SAVED = (
+    "not queued again: the time of its job was over before anything new was saved; give it more time "
+    "(--slurm time=...)"
+)
 
 
 @dataclass(frozen=True)
@@ -60,16 +69,48 @@ class SlurmJob:
         if self.folder is not None and not _takes(Path(self.folder), script, index):
             return 0
         supervisor = Supervisor(_pass_on, (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT))
-        has_to_go = functools.partial(_has_to_go, supervisor, time.strftime("%Y-%m-%dT%H:%M:%S"))
+        has_to_go = functools.partial(_has_to_go, supervisor)
+        before = self._saved()
         with supervisor.listening():
             code = self._run(supervisor, has_to_go, script.parent)
-            if code != 0 and (why := has_to_go()):
+            if code == 0:
+                return 0
+            why = has_to_go()
+            if why == TIME_IS_OVER and not self._may_repeat(before):
+                self._set_reason(NOTHING_SAVED, exit_code=1)
+                return 1
+            if why:
                 self._queue_again(why)
+            elif signal.SIGTERM in supervisor.received:
+                self._set_reason(f"SLURM job {_own_id()} was ended with SIGTERM, as by scancel", code)
             return code
+
+    def _saved(self) -> int | None:
+        """When the run's last checkpoint was written; None without any."""
+        folder = self.folder or self.resumed_in
+        return None if folder is None else _stamp(Path(folder) / "checkpoints/last.pt")
+
+    def _may_repeat(self, before: int | None) -> bool:
+        """Whether the time of another job is of use: this one has saved something, or was the first.
+
+        The first one may have found batch sizes, which are kept. A command that cannot be resumed would
+        need as much time again.
+        """
+        if self.folder is None and self.resumed_in is None:
+            return False
+        return self._saved() != before or os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+
+    def _set_reason(self, reason: str, exit_code: int) -> None:
+        """Say how the job has ended, in the run's outcome too."""
+        self._say(reason)
+        if self.folder is not None and (outcome := read_outcome(Path(self.folder))) is not None:
+            reason = "; ".join(filter(None, [reason, outcome.reason]))
+            save_outcome(Path(self.folder), replace(outcome, exit_code=exit_code, reason=reason))
 
     def _queue_again(self, why: str) -> None:
         """Put this job back into the queue, and say so where the run's output ends."""
-        self._say(f"queued again: the run goes on where it was, because {why}")
+        how = "begins anew" if self._saved() is None else "goes on where it was"
+        self._say(f"queued again: the run {how}, because {why}")
         if said := _scontrol("requeue", os.environ["SLURM_JOB_ID"]).stderr.strip():
             self._say(f"not queued again after all: {said}; the same command as before submits the run again")
 
@@ -92,23 +133,23 @@ class SlurmJob:
         srun --nodes=4 --ntasks=4 linnaeus.launchers.torchrun --nnodes=4 --nproc-per-node=8 --rdzv-id=7
         --rdzv-backend=c10d --rdzv-endpoint=n1:1234 -m linnaeus.main --cfg a.yaml
         """
-        nodes = int(env.get("SLURM_NNODES") or 1) if self.with_torchrun else 1
-        srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", sys.executable, "-u"]
-        if not self.with_torchrun:
-            return [*srun, "-m", "linnaeus.main", *self.words]
-        rendezvous = [f"--rdzv-id={env['SLURM_JOB_ID']}", "--rdzv-backend=c10d"]
-        return [
-            *srun, "-m", torchrun.__name__, f"--nnodes={nodes}", f"--nproc-per-node={_per_node(env)}",
-            *rendezvous, f"--rdzv-endpoint={endpoint}", "-m", "linnaeus.main", *self.words,
-        ]  # fmt: skip
+        nodes = env.get("SLURM_NNODES") or "1"
+        return self._command(env["SLURM_JOB_ID"], nodes, str(_per_node(env)), endpoint)
 
     def describe(self) -> str:
         """The command in shell words, for people who read the job's script."""
-        env = {"SLURM_JOB_ID": "ID", "SLURM_NNODES": "1"}
-        text = shlex.join(self.command(env, "FIRST_NODE:FREE_PORT"))
-        for name in ("nodes", "ntasks", "nnodes"):
-            text = text.replace(f"--{name}=1 ", f"--{name}=NODES ")
-        return text.replace("per-node=1 ", "per-node=GPUS_OF_A_NODE_OR_1 ")
+        return shlex.join(self._command("ID", NODES, PER_NODE, "FIRST_NODE:FREE_PORT"))
+
+    def _command(self, job_id: str, nodes: str, per_node: str, endpoint: str) -> list[str]:
+        if not self.with_torchrun:
+            srun = ["srun", "--nodes=1", "--ntasks=1", sys.executable, "-u"]
+            return [*srun, "-m", "linnaeus.main", *self.words]
+        return [
+            "srun", f"--nodes={nodes}", f"--ntasks={nodes}", sys.executable, "-u",
+            "-m", torchrun.__name__, f"--nnodes={nodes}", f"--nproc-per-node={per_node}",
+            f"--rdzv-id={job_id}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}",
+            "-m", "linnaeus.main", *self.words,
+        ]  # fmt: skip
 
     def _run(self, supervisor: Supervisor, has_to_go: Callable[[], str], marks: Path) -> int:
         env = _environment(os.environ)
@@ -129,12 +170,11 @@ class SlurmJob:
         if self.resumed_in is None:
             return []
         mark = marks / f"{env['SLURM_JOB_ID']}.began"
+        written = str(_stamp(Path(self.resumed_in) / "config.yaml"))
         if env.get("SLURM_RESTART_COUNT", "0") == "0" or not mark.exists():
-            mark.touch()
+            mark.write_text(written)  # of an earlier run: two times of one file server are comparable
             return []
-        written = Path(self.resumed_in) / "config.yaml"
-        has_begun = written.exists() and written.stat().st_mtime >= mark.stat().st_mtime
-        return [RESUME] if has_begun else []
+        return [RESUME] if written not in ("None", mark.read_text()) else []
 
 
 def save_jobs(path: Path, jobs: Sequence[SlurmJob]) -> None:
@@ -156,9 +196,7 @@ def main(path: Path) -> int:
 
 def _takes(folder: Path, script: Path, index: int) -> bool:
     """Whether this job is to run the run of a folder: it has not ended well, and no other job has it."""
-    own = os.environ["SLURM_JOB_ID"]
-    if "SLURM_ARRAY_JOB_ID" in os.environ:
-        own = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    own = _own_id()
     outcome, record = read_outcome(folder), read_record(folder)
     if outcome is not None and outcome.finished:
         print(f"{folder}: the run has ended well before")
@@ -169,6 +207,21 @@ def _takes(folder: Path, script: Path, index: int) -> bool:
         print(f"{folder}: the run does not belong to this job, but to {record or 'none'}; nothing is done")
         return False
     return True
+
+
+def _own_id() -> str:
+    """This job's number, as squeue shows it."""
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ["SLURM_JOB_ID"]
+
+
+def _stamp(path: Path) -> int | None:
+    """When a file was written, by its own server's clock, in nanoseconds; None where there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def _endpoint(env: Mapping[str, str]) -> str:
@@ -200,25 +253,54 @@ def _environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _pass_on(number: int, child: Child) -> None:
-    """The time is nearly over: SIGTERM to torchrun and its ranks, which save a checkpoint.
+    """The time is nearly over: SIGTERM to srun, which passes it to torchrun and its ranks on all nodes.
 
-    With SIGTERM SLURM ends the job; it has sent that to them itself.
+    They save a checkpoint. With SIGTERM SLURM ends the job; it has sent that to them itself.
     """
     if number != signal.SIGTERM:
-        subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], check=False)
+        child.send_signal(signal.SIGTERM)
 
 
-def _has_to_go(supervisor: Supervisor, began: str) -> str:
-    """Why the job has to go: its time is nearly over, or another one has taken its place since it began.
+def _has_to_go(supervisor: Supervisor) -> str:
+    """Why the job has to go: its time is nearly over, or another one takes its place; empty otherwise.
 
-    Empty where it need not. For the other job SLURM sends SIGTERM to torchrun alone, and does not queue a
-    job again that ends by itself.
+    For the other job SLURM sends SIGTERM to torchrun alone, and does not queue a job again that ends by
+    itself.
     """
     if signal.SIGUSR1 in supervisor.received:
-        return "the time of its job was nearly over"
+        return TIME_IS_OVER
     shown = _scontrol("--oneliner", "show", "job", os.environ["SLURM_JOB_ID"]).stdout
-    found = re.search(r"\bPreemptTime=(\d{4}-\S+)", shown)
-    return "another job has preempted this one" if found is not None and found[1] >= began else ""
+    return "another job has preempted this one" if was_preempted(shown) else ""
+
+
+def was_preempted(shown: str) -> bool:
+    """Whether a job is preempted since it was last started, by what `scontrol --oneliner show job` prints.
+
+    Both times are the controller's. That of an earlier preemption stays.
+
+    >>> was_preempted("StartTime=2026-11-22T12:05:24 PreemptTime=2026-11-22T12:09:01")
+    True
+    >>> was_preempted("StartTime=2026-11-22T12:09:40 PreemptTime=2026-11-22T12:09:01")
+    False
+    >>> was_preempted("StartTime=2026-11-22T12:05:24 PreemptTime=None"), was_preempted("")
+    (False, False)
+    """
+    times = dict(re.findall(r" ?\b(StartTime|PreemptTime)=(\d{4}-\S+)", shown))
+    return "PreemptTime" in times and times["PreemptTime"] >= times.get("StartTime", "")
+
+
+def is_out_of_reach(said: str) -> bool:
+    """Whether a command of SLURM has failed for want of the controller, by what it says.
+
+    >>> is_out_of_reach("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    True
+    >>> is_out_of_reach("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
+    True
+    >>> is_out_of_reach("sbatch: error: use --constraint=interconnect on partition gpu")
+    False
+    """
+    signs = f"unable to contact|connect failure|connection refused|timed out|zero bytes|{NO_CLUSTER}"
+    return re.search(signs, said, re.IGNORECASE) is not None
 
 
 def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
@@ -229,7 +311,7 @@ def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
         if done.returncode == 0 or time.monotonic() > deadline:
             return done
         print(done.stderr.strip(), file=sys.stderr, flush=True)
-        if "Unable to contact" not in done.stderr and "connect" not in done.stderr.lower():
+        if not is_out_of_reach(done.stderr):
             return done
         time.sleep(RETRY_S)
 

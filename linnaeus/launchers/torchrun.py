@@ -6,6 +6,11 @@ checkpoint and goes on later.
 
 from __future__ import annotations
 
+import sys
+
+SHUTDOWN_S = 180
+"""After a signal, processes get this many seconds for their checkpoint; torchrun's own 30 may be too few."""
+
 
 def main() -> int:
     """Start the processes of a run, as the words of the command line say.
@@ -17,10 +22,13 @@ def main() -> int:
         ChildFailedError: a process has failed; torchrun has printed which, and the exit code is 1.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.run import get_args_parser
     from torch.distributed.run import main as torchrun
 
+    option = "--shutdown-timeout"  # not in older versions
+    has_option = option in get_args_parser().format_usage()
     try:
-        torchrun()
+        torchrun([*([f"{option}={SHUTDOWN_S}"] if has_option else []), *sys.argv[1:]])
     except SignalException as error:
         return 128 + error.sigval  # its processes have said more
     return 0

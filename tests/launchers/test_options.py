@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.launchers import local, options, slurm, slurm_job
+from linnaeus.launchers import local, options, sbatch, slurm, slurm_job
 from linnaeus.launchers.options import take
-from linnaeus.launchers.slurm import GRACE_S
+from linnaeus.launchers.sbatch import GRACE_S
 from tests.conftest import SMALL, Run
 
 SLURM = ("--launcher", "slurm", "--dry-run")
 
 
-@pytest.mark.parametrize("module", [options, local, slurm, slurm_job], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [options, local, sbatch, slurm, slurm_job], ids=lambda module: module.__name__
+)
 def test_the_examples_in_the_docstrings(module: object) -> None:
     found = doctest.testmod(module)  # type: ignore[arg-type]
     assert (found.failed, found.attempted > 0) == (0, True)
@@ -43,6 +45,7 @@ def test_options_of_sbatch_end_where_others_begin(line: str, found: dict[str, st
 def test_a_short_time_with_a_signal_of_its_own_is_taken() -> None:
     assert take(["--launcher=slurm", "--slurm", "time=2", "signal=B:USR1@30"])[2] == []
     assert take(["--launcher=slurm", "--slurm", "time=2:00:00"])[2] == []
+    assert take(["--launcher=slurm", "--slurm", "time=2:01", "signal=B:SIGUSR1"])[2] == []
 
 
 def test_the_options_of_a_launcher_whose_name_is_misspelled_are_no_mistake(run: Run) -> None:
@@ -69,6 +72,11 @@ BAD = [
     ("plan --launcher slurm --slurm ntasks=8", "--slurm ntasks: each node has one task"),
     ("train --launcher slurm --slurm signal=USR1@60", "--slurm signal=USR1@60: would end the ranks"),
     ("train --launcher slurm --slurm time=5", "--slurm time=5: a run is told 180 s before the end"),
+    ("train --launcher slurm --slurm time=1 signal=B:USR1@59", "time=1: a run is told 59 s before the end"),
+    ("train --launcher slurm --slurm time=2 signal=B:USR1", "time=2: a run is told 60 s before the end"),
+    ("train --launcher slurm --slurm signal=B:USR2@60", "--slurm signal=B:USR2@60: would end the ranks"),
+    ("train --launcher slurm --slurm signal=B:TERM@60", "--slurm signal=B:TERM@60: would end the ranks"),
+    ("train --launcher slurm --slurm chd=/", "--slurm chd: write the option in full: chdir"),
     ("train --dry-run", "--dry-run: shows the script of a job: give --launcher slurm too"),
     ("analyze --launcher slurm --dry-run TRAIN.EPOCH=1", "TRAIN.EPOCH"),
 ]
@@ -96,7 +104,10 @@ def test_a_dry_run_prints_the_script_of_a_sweep_and_touches_nothing(run: Run, tm
         assert lines.count(line) == 1, (line, outcome.out)
     content = tmp_path / "runs/small/slurm/SUBMISSION.json"
     assert f"exec {sys.executable} -u -m linnaeus.launchers.slurm_job {content}" in lines
-    assert "linnaeus.launchers.torchrun --nnodes=NODES" in outcome.out
+    assert "srun --nodes=2 --ntasks=2 " in outcome.out
+    assert "linnaeus.launchers.torchrun --nnodes=2 --nproc-per-node=4 " in outcome.out
+    assert "# Processes: 8 (2 nodes, 4 on each)\n" in outcome.out
+    assert "one CPU core" not in outcome.out, "exclusive has all"
     assert not [*tmp_path.iterdir()]
 
 
@@ -109,7 +120,59 @@ def test_a_dry_run_of_one_command(run: Run, tmp_path: Path, command: str, with_t
     assert "--time" not in outcome.out, "that of the partition holds"
     assert ("linnaeus.launchers.torchrun" in outcome.out) == with_torchrun
     assert f"-m linnaeus.main {command} " in outcome.out
+    assert outcome.out.count("# Processes: 1 (one node)\n") == with_torchrun
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_dry_run_says_what_the_options_come_to(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    outcome = run("plan", *SMALL, *SLURM, "--slurm", "nodes=2", "gpus-per-node=4", "container-image=x")
+    assert outcome.code == 0, outcome.err
+    assert "srun --nodes=1 --ntasks=1 " in outcome.out
+    assert "linnaeus plan is one process, and the job holds the GPUs or nodes of 8" in caplog.text
+    assert "# --slurm: without cpus-per-task=N or cpus-per-gpu=N, SLURM gives" in outcome.out
+    assert "#SBATCH --container-image=x\n" in outcome.out, "plugins have options of their own"
+    several = run("train", *SMALL, *SLURM, "--slurm", "nodes=2-4")
+    assert "--nnodes=NODES --nproc-per-node=1 " in several.out
+
+
+NAMES = [
+    ("gpus", "all nodes have the same number; give gpus-per-node=N"),
+    ("no-requeue", "a run goes on after a preemption because its job goes back into the queue"),
+    ("clusters", "the state of the jobs is asked of this cluster; log in on the other one"),
+    ("help", "only shows something, and submits nothing"),
+    ("arr", "write the option in full: array"),
+    ("part", "write the option in full: partition"),
+]
+
+
+@pytest.mark.parametrize(("name", "why"), NAMES)
+def test_names_of_options_that_cannot_be_given(name: str, why: str) -> None:
+    assert sbatch.problems_with({name: "1", "nodes": "2", "partitoin": "low"}) == [f"--slurm {name}: {why}"]
+
+
+def test_misspelled_options_where_sbatch_cannot_be_asked(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    outcome = run("train", *SMALL, *SLURM, "--slurm", "partitoin=low")
+    assert outcome.code == 2, outcome
+    assert "--slurm partitoin: no such option of sbatch; did you mean partition?" in outcome.err
+    assert run("train", *SMALL, *SLURM, "--slurm", "of-a-plugin=low").code == 0
+
+
+def test_a_folder_whose_name_slurm_would_change_is_refused(run: Run, tmp_path: Path) -> None:
+    outcome = run("sweep", *SMALL, "EXPERIMENT.NAME=lr10%a", "EXPERIMENT.SEED=0,1", *SLURM)
+    assert outcome.code == 2, outcome
+    assert "lr10%a/slurm: SLURM replaces % in the path of a log" in outcome.err
+
+
+def test_torchrun_does_not_submit_a_job_for_each_rank(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    outcome = run("train", *SMALL, *SLURM)
+    assert outcome.code == 2, outcome
+    assert "a job of SLURM starts torchrun by itself; run it without torchrun" in outcome.err
+    assert "#SBATCH" not in outcome.out
 
 
 def test_a_dry_run_of_a_local_sweep_divides_the_machine(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,3 +40,26 @@ def test_failed(tmp_path: Path) -> None:
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "ChildFailedError" in said
+
+
+SAVES = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: None)
+pathlib.Path("began").touch()
+signal.pause()
+pathlib.Path("timeout").write_text(" ".join(sys.argv))
+time.sleep(35)
+pathlib.Path("saved").touch()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "saved"), [(torchrun.__name__, True), ("torch.distributed.run", False)])
+def test_a_checkpoint_may_take_longer_than_torchruns_own_30_s(
+    module: str, saved: bool, tmp_path: Path
+) -> None:
+    process = start(module, SAVES, tmp_path)
+    wait_until((tmp_path / "began").exists)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=100)
+    assert (tmp_path / "saved").exists() == saved, said

@@ -144,7 +144,7 @@ def _listed(shares: Sequence[Share]) -> str:
 def _dry_run(options: Options, runs: Sequence[PlannedRun], launcher: Launcher) -> str:
     """What would be started."""
     if isinstance(launcher, Slurm):
-        return launcher.script(len(runs) if options.plan is None else 1)
+        return launcher.dry_run(len(runs) if options.plan is None else 1)
     assert isinstance(launcher, Local)
     lines = [] if options.plan is None else ["# such as these; the search chooses the values"]
     for number, planned in enumerate(runs):

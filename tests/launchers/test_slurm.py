@@ -1,0 +1,313 @@
+"""What SLURM prints and is given, without a cluster: recorded output of SLURM 22.05, and stand-ins.
+
+`tests/slurm` has a real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from linnaeus.errors import LinnaeusError
+from linnaeus.launchers import slurm, slurm_job
+from linnaeus.launchers.interface import Job, Task
+from linnaeus.launchers.outcome import Outcome, read_outcome, save_outcome
+from linnaeus.launchers.record import read_record, write_slurm_record, write_submission
+from linnaeus.launchers.slurm import Slurm, parse_gone, parse_queue
+from linnaeus.launchers.slurm_job import NOTHING_SAVED, RESUME, SlurmJob, was_preempted
+
+SQUEUE = """\
+8|PENDING|Resources|(null)
+2_1|PENDING|JobArrayTaskLimit|/home/me/x|y %j.sh
+2_2|PENDING|Nodes required for job are DOWN, DRAINED or reserved|/home/me/x|y %j.sh
+2_0|RUNNING|None|/home/me/x|y %j.sh
+4|COMPLETING|None|/home/me/a.sh
+"""
+JOB = (
+    "JobId=5 ArrayJobId=2 ArrayTaskId=0 JobName=x|y %j.sh UserId=root(0) JobState=RUNNING "
+    "Reason=None Dependency=(null) Requeue=1 Restarts=0 TimeLimit=UNLIMITED SubmitTime=2026-11-22T12:05:22 "
+    "EligibleTime=2026-11-22T12:05:22 StartTime=2026-11-22T12:05:24 EndTime=Unknown "
+    "PreemptEligibleTime=2026-11-22T12:05:24 PreemptTime={} SuspendTime=None Partition=low NodeList=vm"
+)
+UNCONFIGURED = """\
+squeue: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+squeue: error: fetch_config: DNS SRV lookup failed
+squeue: fatal: Could not establish a configuration source
+"""
+TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+
+
+def stand_in(folder: Path, name: str, text: str) -> None:
+    """A command of SLURM: a shell script in a folder."""
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is searched for commands first."""
+    folder = tmp_path / "bin"
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "RETRY_S", 0.01)
+    return folder
+
+
+def test_the_queue() -> None:
+    found = parse_queue(f"CLUSTER: linnaeus\n{SQUEUE}")
+    assert found.jobs["2_0"] == Job("running", "SLURM job 2_0")
+    assert found.jobs["4"].kind == "running"
+    assert found.jobs["2_1"] == Job("pending", "SLURM job 2_1", "JobArrayTaskLimit")
+    assert found.jobs["2_2"].reason.startswith("Nodes required for job are DOWN")
+    assert len(found.jobs) == 5
+    assert found.submitted["/home/me/x|y %j.sh", 2] == "2_2"
+    assert found.submitted["/home/me/a.sh", 0] == "4"
+
+
+def test_a_queue_that_cannot_be_asked_is_told_in_a_few_words(commands: Path) -> None:
+    stand_in(commands, "squeue", f"cat >&2 <<'EOF'\n{UNCONFIGURED}EOF\nexit 1")
+    assert slurm.queue() == "Could not establish a configuration source"
+
+
+def test_a_job_that_is_gone() -> None:
+    assert parse_gone(
+        "8", JOB.format("None").replace("RUNNING", "CANCELLED").replace("=None", "=Resources")
+    ) == ("SLURM job 8 has ended as CANCELLED (SLURM's reason: Resources)")
+    assert "has ended without writing an outcome" in parse_gone("4711", "")
+
+
+@pytest.mark.parametrize(
+    ("time_", "preempted"),
+    [
+        ("2026-11-22T12:05:24", True),
+        ("2026-11-22T12:05:29", True),
+        ("2026-11-22T12:05:23", False),
+        ("None", False),
+    ],
+)
+def test_a_preemption_before_the_last_start_is_over(time_: str, preempted: bool) -> None:
+    assert was_preempted(JOB.format(time_)) == preempted
+
+
+def submitted(folder: Path) -> str:
+    (job_id,) = Slurm(folder, {"nodes": "2"}, "name").submit_jobs([SlurmJob(("train",))])
+    return job_id
+
+
+def test_options_win_over_the_environment(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what it says of the job in which linnaeus was called, and of options that cannot be given."""
+    monkeypatch.setenv("SBATCH_ARRAY_INX", "0-4")
+    monkeypatch.setenv("SBATCH_WAIT", "1")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "4")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    monkeypatch.setenv("SLURM_CONF", "here")
+    stand_in(commands, "sbatch", f"{{ printf '%s\\n' \"$@\"; env; }} > {tmp_path}/given; echo '42;cluster'")
+    assert submitted(tmp_path / "a 'b") == "42"
+    given = (tmp_path / "given").read_text().splitlines()
+    for option in ("--nodes=2", "--requeue", "--signal=B:USR1@180", f"--output={tmp_path}/a 'b/%j.out"):
+        assert option in given
+    assert {"SBATCH_ACCOUNT=mine", "SLURM_CONF=here"} <= {*given}
+    left = ("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
+    assert not [line for line in given if line.startswith(left)]
+
+
+def test_a_controller_that_does_not_answer_sbatch_is_tried_again(commands: Path, tmp_path: Path) -> None:
+    stand_in(
+        commands, "squeue", f"[ -e {tmp_path}/asked ] || {{ touch {tmp_path}/asked; echo no >&2; exit 1; }}"
+    )
+    stand_in(
+        commands, "sbatch", f"[ -e {tmp_path}/asked ] && echo 43 || {{ echo '{TIMED_OUT}' >&2; exit 1; }}"
+    )
+    assert submitted(tmp_path / "slurm") == "43"
+
+
+def test_a_controller_that_never_answers_sbatch_is_given_up(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "SUBMIT_S", 0.5)
+    stand_in(commands, "squeue", "")
+    stand_in(commands, "sbatch", f"echo '{TIMED_OUT}' >&2; exit 1")
+    with pytest.raises(LinnaeusError, match="SLURM does not answer, and may have taken the job"):
+        submitted(tmp_path / "slurm")
+
+
+def test_a_controller_that_restarts_is_waited_for_before_the_options_are_judged(
+    commands: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = tmp_path / "asked"
+    stand_in(commands, "sbatch", f"[ -e {asked} ] || {{ touch {asked}; echo '{TIMED_OUT}' >&2; exit 1; }}")
+    Slurm(tmp_path, {}, "name").check(1)
+    assert caplog.text.count("it is tried again") == 1
+
+
+def test_a_machine_of_no_cluster_is_told_at_once(commands: Path, tmp_path: Path) -> None:
+    stand_in(commands, "sbatch", f"cat >&2 <<'EOF'\n{UNCONFIGURED}EOF\nexit 1")
+    with pytest.raises(LinnaeusError, match=r"SLURM does not answer here: .*configuration source"):
+        Slurm(tmp_path, {}, "name").check(1)
+
+
+def test_a_job_that_the_controller_has_taken_is_not_submitted_again(commands: Path, tmp_path: Path) -> None:
+    stand_in(
+        commands, "sbatch",
+        f"echo >> {tmp_path}/calls; echo \"44_0|RUNNING|None|${{@: -1}}\" > {tmp_path}/queue; "
+        f"echo '{TIMED_OUT}' >&2; exit 1",
+    )  # fmt: skip
+    stand_in(commands, "squeue", f"cat {tmp_path}/queue")
+    assert submitted(tmp_path / "slurm") == "44"
+    assert (tmp_path / "calls").read_text() == "\n"
+
+
+def test_what_sbatch_refuses_is_not_tried_again(commands: Path, tmp_path: Path) -> None:
+    stand_in(
+        commands, "sbatch", f"echo >> {tmp_path}/calls; echo 'sbatch: error: invalid account' >&2; exit 1"
+    )
+    with pytest.raises(LinnaeusError, match="sbatch has refused the job: invalid account"):
+        submitted(tmp_path / "slurm")
+    assert (tmp_path / "calls").read_text() == "\n"
+
+
+def test_a_dry_run_is_judged_where_sbatch_is(commands: Path, tmp_path: Path) -> None:
+    launcher = Slurm(tmp_path, {"plugin-option": "1"}, "name")
+    stand_in(commands, "sbatch", "echo \"sbatch: unrecognized option '--plugin-option=1'\" >&2; exit 255")
+    with pytest.raises(
+        LinnaeusError, match="sbatch refuses the job: unrecognized option '--plugin-option=1'"
+    ):
+        launcher.dry_run(1)
+    stand_in(commands, "sbatch", f"cat >&2 <<'EOF'\n{UNCONFIGURED}EOF\nexit 1")
+    assert "#SBATCH --plugin-option=1" in launcher.dry_run(1), "nobody could judge it"
+
+
+def test_a_job_that_begins_before_its_number_is_noted_keeps_the_run(
+    commands: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two jobs of one script: sbatch was called twice, and the first one has the run."""
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    begun = json.dumps({"launcher": "slurm", "id": "50_0"})
+    stand_in(commands, "sbatch", f"echo '{begun}' > {folders[0]}/job.json; echo 51")
+    with caplog.at_level("INFO", "linnaeus"):
+        Slurm(tmp_path / "slurm", {}, "name").submit([Task(folder, ("train",)) for folder in folders])
+    assert [(read_record(folder) or {})["id"] for folder in folders] == ["50_0", "51_1"]
+    assert "2 runs submitted as SLURM job 51_0 to 51_1" in caplog.text
+
+
+class Started:
+    """A job that this process plays: the environment of SLURM, with an srun that does what a test says."""
+
+    def __init__(self, tmp_path: Path, commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = tmp_path / "run"
+        (self.folder / "logs").mkdir(parents=True)
+        self.script = tmp_path / "s.sh"
+        self._commands, self._env = commands, monkeypatch
+        self._requeued = tmp_path / "requeued"
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+        stand_in(
+            commands, "scontrol", f"[ $1 = requeue ] && echo >> {self._requeued}; echo '{JOB.format(None)}'"
+        )
+        self.job = SlurmJob(("train",), str(self.folder))
+
+    def run(self, does: str, restarts: int = 0, number: int = signal.SIGUSR1) -> int:
+        """Run the job, whose srun gives this process the signal and then does something; its exit code."""
+        write_submission(self.folder, self.script, 0)
+        self._env.setenv("SLURM_RESTART_COUNT", str(restarts))
+        wait = "trap 'quit=1' TERM; " if number == signal.SIGUSR1 else "quit=1; "
+        until = 'until [ "$quit" ]; do sleep 0.05; done'
+        stand_in(self._commands, "srun", f"{wait}kill -{number} {os.getpid()}; {until}; {does}; exit 143")
+        return self.job.run(self.script, 0)
+
+    @property
+    def num_requeues(self) -> int:
+        return len(self._requeued.read_text()) if self._requeued.exists() else 0
+
+
+@pytest.fixture
+def started(tmp_path: Path, commands: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+    return Started(tmp_path, commands, monkeypatch)
+
+
+def test_a_job_that_saves_nothing_in_its_time_is_not_queued_again_for_ever(started: Started) -> None:
+    """srun gets SIGTERM from the job itself, which needs no controller for that."""
+    assert started.run("true", restarts=0) == 143
+    assert started.num_requeues == 1, "it may have found batch sizes"
+    assert "queued again: the run begins anew" in (started.folder / "logs/output.txt").read_text()
+    assert started.run("true", restarts=1) == 1
+    outcome = read_outcome(started.folder)
+    assert started.num_requeues == 1
+    assert outcome is not None
+    assert (outcome.exit_code, outcome.was_interrupted) == (1, False)
+    assert (outcome.reason or "").startswith(NOTHING_SAVED)
+    assert NOTHING_SAVED in (started.folder / "logs/output.txt").read_text()
+
+
+def test_a_job_that_saves_a_checkpoint_is_queued_again(started: Started) -> None:
+    (started.folder / "checkpoints").mkdir()
+    save = f"date +%N > {started.folder}/checkpoints/last.pt"
+    assert started.run(save, restarts=4) == 143
+    assert started.num_requeues == 1
+    assert "queued again: the run goes on where it was" in (started.folder / "logs/output.txt").read_text()
+    outcome = read_outcome(started.folder)
+    assert outcome is not None
+    assert outcome.was_interrupted
+
+
+def test_a_job_that_is_cancelled_says_so(started: Started) -> None:
+    assert started.run("true", number=signal.SIGTERM) == 143
+    assert started.num_requeues == 0
+    outcome = read_outcome(started.folder)
+    assert outcome is not None
+    assert (outcome.reason or "").startswith("SLURM job 7 was ended with SIGTERM, as by scancel")
+    assert outcome.was_interrupted
+
+
+def test_a_command_that_cannot_be_resumed_gets_no_second_time(started: Started) -> None:
+    started.job = SlurmJob(("plan",), with_torchrun=False)
+    assert started.run("true") == 1
+    assert started.num_requeues == 0
+
+
+def test_only_a_run_that_this_job_has_begun_is_resumed(tmp_path: Path) -> None:
+    """By the times of its own file, whatever the clocks of two file servers say."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    job = SlurmJob(("train",), resumed_in=str(folder))
+    first = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}
+    again = {**first, "SLURM_RESTART_COUNT": "1"}
+    assert job._resume(first, tmp_path) == job._resume(again, tmp_path) == [], "there is no run"
+    (folder / "config.yaml").touch()
+    os.utime(folder / "config.yaml", (1, 1))  # a clock that is far behind
+    assert job._resume(again, tmp_path) == [RESUME]
+    assert job._resume(first, tmp_path) == [], "of an earlier job"
+    assert job._resume(again, tmp_path) == []
+    os.utime(folder / "config.yaml", (2, 2))
+    assert job._resume(again, tmp_path) == [RESUME]
+
+
+def test_which_runs_a_job_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    script = tmp_path / "s.sh"
+    takes = slurm_job._takes
+    assert not takes(tmp_path, script, 1), "nobody has submitted it"
+    write_submission(tmp_path, script, 0)
+    assert not takes(tmp_path, script, 1), "another job's"
+    write_submission(tmp_path, script, 1)
+    assert takes(tmp_path, script, 1)
+    assert (read_record(tmp_path) or {})["id"] == "7_1"
+    assert takes(tmp_path, script, 1), "once more"
+    write_slurm_record(tmp_path, "8_1")
+    assert not takes(tmp_path, script, 1)
+    write_slurm_record(tmp_path, "7_1")
+    save_outcome(tmp_path, Outcome(0, 1.0, None, {"training_s": 1.0}))
+    assert not takes(tmp_path, script, 1), "it has ended well"
