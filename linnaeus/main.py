@@ -23,7 +23,7 @@ from linnaeus import __version__
 from linnaeus.config.keys import suggest
 from linnaeus.config.schema import Config
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
-from linnaeus.launchers.options import LaunchOptions, take
+from linnaeus.launchers.options import LaunchOptions, split_launch_options
 from linnaeus.signals import Interrupted
 
 COMMANDS = {
@@ -126,7 +126,7 @@ def _take_launch_options(tokens: Sequence[str]) -> tuple[LaunchOptions, Sequence
     Raises:
         ConfigError: an option that cannot be used.
     """
-    launch, rest, problems = take(tokens)
+    launch, rest, problems = split_launch_options(tokens)
     if launch.jobs is not None:
         problems.append("--jobs: is for linnaeus sweep, which has several runs")
     if launch.dry_run and launch.launcher == "local":

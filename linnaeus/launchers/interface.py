@@ -60,18 +60,18 @@ class Launcher(ABC):
         """Processes of a run over all its nodes."""
 
     @abstractmethod
-    def room(self, going: Collection[Job]) -> int:
+    def room(self, active: Collection[Job]) -> int:
         """How many more runs may be given to `submit` now, beside those that go on."""
 
     @abstractmethod
-    def submit(self, tasks: Sequence[Task], going: Collection[Job]) -> None:
+    def submit(self, tasks: Sequence[Task], active: Collection[Job]) -> None:
         """Start runs, or queue them.
 
         Args:
             tasks: at most as many as there is room for; nobody runs them yet.
-            going: the jobs of the same sweep.
+            active: the jobs of the same sweep.
 
         Raises:
-            LinnaeusError: not all of them can be started; `linnaeus.launchers.jobs.going` knows those that
-                have been, and they go on.
+            LinnaeusError: not all of them can be started. Those that have been go on, and
+                `linnaeus.launchers.jobs.active_jobs` knows them.
         """

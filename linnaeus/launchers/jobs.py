@@ -30,7 +30,7 @@ START_S = 10.0
 """A process that has just been started says within this time who it is."""
 
 
-def going(folders: Iterable[Path]) -> dict[Path, Job]:
+def active_jobs(folders: Iterable[Path]) -> dict[Path, Job]:
     """The runs that go on or wait in a queue, by their folders."""
     found: dict[Path, Job] = {}
     on_slurm: dict[Path, dict[str, Any]] = {}
@@ -66,7 +66,7 @@ def _in_queue(records: dict[Path, dict[str, Any]]) -> dict[Path, Job]:
     return found
 
 
-def lost(folder: Path) -> Outcome | None:
+def lost_outcome(folder: Path) -> Outcome | None:
     """The outcome of a run that has been started and does not go on, but has not left one.
 
     Its process or its machine was killed, or its job was cancelled before it began. None for a run that

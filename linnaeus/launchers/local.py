@@ -116,17 +116,17 @@ class Local(Launcher):
         """One for each GPU of a share."""
         return self.shares[0].num_processes
 
-    def room(self, going: Collection[Job]) -> int:
+    def room(self, active: Collection[Job]) -> int:
         """The shares that no run has, all or a part of."""
         self.reap()
-        return max(min(len(self.shares) - len(going), len(self._free(going))), 0)
+        return max(min(len(self.shares) - len(active), len(self._free(active))), 0)
 
-    def _free(self, going: Collection[Job]) -> list[int]:
+    def _free(self, active: Collection[Job]) -> list[int]:
         """The numbers of the shares that no run has, also none of a sweep with other shares."""
         return [
             number
             for number, share in enumerate(self.shares)
-            if not any(self._has(job, number, share) for job in going)
+            if not any(self._has(job, number, share) for job in active)
         ]
 
     def _has(self, job: Job, number: int, share: Share) -> bool:
@@ -140,14 +140,14 @@ class Local(Launcher):
         self._processes = [process for process in self._processes if process.poll() is None]
         return len(self._processes)
 
-    def submit(self, tasks: Sequence[Task], going: Collection[Job]) -> None:
+    def submit(self, tasks: Sequence[Task], active: Collection[Job]) -> None:
         """Start runs, each with a free share.
 
         Raises:
             LinnaeusError: the folder of a run cannot be written to, or no process can be started. The runs
                 before it have been.
         """
-        for task, slot in zip(tasks, self._free(going)[: len(tasks)], strict=True):
+        for task, slot in zip(tasks, self._free(active)[: len(tasks)], strict=True):
             self._start(task, slot)
 
     def _start(self, task: Task, slot: int) -> None:

@@ -47,14 +47,15 @@ class LaunchOptions:
     dry_run: bool = False
 
 
-def take(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
+def split_launch_options(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], list[str]]:
     """Take these options out of a command line.
 
     The options of sbatch end at the first word that cannot be one: a key, which is upper case, another
     option, a group of presets, such as `model=resnet50`, or a word without `=` that is none of `FLAGS`. What
     follows `--` is left as it is.
 
-    >>> options, rest, _ = take(["--launcher", "slurm", "--slurm", "nodes=2", "exclusive", "TRAIN.EPOCHS=2"])
+    >>> argv = ["--launcher", "slurm", "--slurm", "nodes=2", "exclusive", "TRAIN.EPOCHS=2"]
+    >>> options, rest, _ = split_launch_options(argv)
     >>> options.slurm, rest
     ({'nodes': '2', 'exclusive': None}, ['TRAIN.EPOCHS=2'])
 

@@ -77,7 +77,7 @@ class Slurm(Launcher):
         """One for each GPU that is asked for, at least one for each node."""
         return num_processes(self._options)
 
-    def room(self, going: Collection[Job]) -> int:
+    def room(self, active: Collection[Job]) -> int:
         """No bound: SLURM has the queue."""
         return 1_000_000
 
@@ -160,7 +160,7 @@ class Slurm(Launcher):
             "together, unless the cluster has another default"
         )
 
-    def submit(self, tasks: Sequence[Task], going: Collection[Job] = ()) -> None:
+    def submit(self, tasks: Sequence[Task], active: Collection[Job] = ()) -> None:
         """Submit runs of a sweep, several as an array, and note the job of each.
 
         Raises:

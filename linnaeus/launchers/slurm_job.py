@@ -66,7 +66,7 @@ class SlurmJob:
             script: the job's, as it was submitted.
             index: of the job in the script's array.
         """
-        if self.folder is not None and not _takes(Path(self.folder), script, index):
+        if self.folder is not None and not _owns_run(Path(self.folder), script, index):
             return 0
         supervisor = Supervisor(_pass_on, (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT))
         has_to_go = functools.partial(_has_to_go, supervisor)
@@ -194,7 +194,7 @@ def main(path: Path) -> int:
     return job.run(path.with_suffix(".sh"), index)
 
 
-def _takes(folder: Path, script: Path, index: int) -> bool:
+def _owns_run(folder: Path, script: Path, index: int) -> bool:
     """Whether this job is to run the run of a folder: it has not ended well, and no other job has it."""
     own = _own_id()
     outcome, record = read_outcome(folder), read_record(folder)

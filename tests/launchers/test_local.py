@@ -24,7 +24,7 @@ import pytest
 from linnaeus.errors import LinnaeusError
 from linnaeus.launchers import jobs, slurm
 from linnaeus.launchers.interface import Job, Task
-from linnaeus.launchers.jobs import cancel, going, lost
+from linnaeus.launchers.jobs import active_jobs, cancel, lost_outcome
 from linnaeus.launchers.local import Local, Share, divide
 from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, read_outcome, save_outcome
 from linnaeus.launchers.record import (
@@ -76,11 +76,11 @@ def folder(tmp_path: Path) -> Path:
 
 def start(launcher: Local, folder: Path, program: str, seconds: float = 0.0) -> Job:
     launcher.submit([Task(folder, (program,), seconds)], [])
-    return going([folder])[folder]
+    return active_jobs([folder])[folder]
 
 
 def ended(folder: Path) -> Outcome:
-    wait_until(lambda: not going([folder]))
+    wait_until(lambda: not active_jobs([folder]))
     outcome = read_outcome(folder)
     assert outcome is not None
     return outcome
@@ -150,12 +150,12 @@ def test_a_run_outlives_its_supervisor_and_can_still_be_ended(launcher: Local, f
     assert record is not None
     os.kill(record["supervisor"][0], signal.SIGKILL)
     wait_until(lambda: launcher.reap() == 0)
-    assert going([folder])[folder].kind == "running"
+    assert active_jobs([folder])[folder].kind == "running"
     cancel([folder])
-    wait_until(lambda: not going([folder]))
+    wait_until(lambda: not active_jobs([folder]))
     assert "saving" in text(folder)
     assert read_outcome(folder) is None
-    outcome = lost(folder)
+    outcome = lost_outcome(folder)
     assert outcome is not None
     assert outcome.was_interrupted, "so that it is resumed"
     assert f"process {record['supervisor'][0]} on " in str(outcome.reason)
@@ -168,7 +168,7 @@ def test_a_file_system_without_locks(launcher: Local, folder: Path, monkeypatch:
     monkeypatch.setattr(fcntl, "flock", refuse)
     start(launcher, folder, LASTING.format(saving=0))
     wait_until(lambda: "up" in text(folder))
-    assert going([folder])[folder].kind == "running"
+    assert active_jobs([folder])[folder].kind == "running"
     cancel([folder])
     assert ended(folder).was_stopped
 
@@ -182,10 +182,10 @@ def test_a_number_that_another_process_has_by_now_is_left_alone(launcher: Local,
     (folder / OUTCOME).unlink()  # it would say that the run has ended
     with locked(folder):
         write_record(folder, {**record, "supervisor": (pid, f"1{began}"), "child": (pid, f"2{began}")})
-        assert not going([folder]), "whatever holds the lock, it is no process of the run"
+        assert not active_jobs([folder]), "whatever holds the lock, it is no process of the run"
         cancel([folder])  # SIGINT would end this test
         write_record(folder, {**record, "supervisor": (pid, began)})
-        assert going([folder])
+        assert active_jobs([folder])
 
 
 def test_a_process_is_known_by_no_clock_that_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_a_run_of_another_machine_is_not_ended_from_here(launcher: Local, folder
     write_record(folder, {**record, "host": "elsewhere"})
     with pytest.raises(LinnaeusError, match=f"process {record['supervisor'][0]} on elsewhere: goes on there"):
         cancel([folder])
-    assert going([folder])[folder].name.endswith("on elsewhere")
+    assert active_jobs([folder])[folder].name.endswith("on elsewhere")
     write_record(folder, record)
     cancel([folder])
     assert ended(folder).was_stopped
@@ -220,7 +220,7 @@ def test_a_worker_that_outlives_the_training_does_not_keep_the_run(launcher: Loc
     (folder / OUTCOME).unlink()  # it would say that the run has ended
     with (folder / LOCK).open() as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    assert not going([folder])
+    assert not active_jobs([folder])
     [worker] = [one for one in psutil.process_iter() if folder / LOCK in opened(one)]
     worker.kill()
 
@@ -248,9 +248,9 @@ def test_a_rank_that_outlives_torchrun_keeps_the_run(launcher: Local, folder: Pa
         wait_until(lambda name=name: not lives(*record[name]))  # type: ignore[misc]
     with (folder / LOCK).open() as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # it alone would say that nobody runs it
-    assert going([folder])[folder].kind == "running"
+    assert active_jobs([folder])[folder].kind == "running"
     cancel([folder])
-    wait_until(lambda: not going([folder]))
+    wait_until(lambda: not active_jobs([folder]))
     assert "saving" in text(folder)
 
 
@@ -264,11 +264,11 @@ def test_a_process_that_does_not_say_who_it_is_cannot_be_ended(
                 (folder / RECORD).write_text('{"launcher": "lo')
             else:
                 write_record(folder, record)
-            [job] = going([folder]).values()
+            [job] = active_jobs([folder]).values()
             assert (job.kind, job.slot) == ("running", -1 if record is None else 1)
             with pytest.raises(LinnaeusError, match=r"job\.json: names no process to end, 0\.2 s after"):
                 cancel([folder, folder])
-    assert not going([folder])
+    assert not active_jobs([folder])
     cancel([folder])
 
 
@@ -283,8 +283,8 @@ def test_a_process_that_does_not_say_who_it_is_cannot_be_ended(
 def test_a_damaged_record_is_none(folder: Path, content: str) -> None:
     (folder / RECORD).write_text(content)
     assert read_record(folder) is None
-    assert not going([folder])
-    assert lost(folder) is None
+    assert not active_jobs([folder])
+    assert lost_outcome(folder) is None
     cancel([folder])
 
 
@@ -298,8 +298,8 @@ def test_a_run_has_no_outcome_while_it_goes_on(launcher: Local, folder: Path) ->
     assert record is not None
     for name in PROCESSES:
         os.kill(record[name][0], signal.SIGKILL)
-    wait_until(lambda: not going([folder]))
-    outcome = lost(folder)
+    wait_until(lambda: not active_jobs([folder]))
+    outcome = lost_outcome(folder)
     assert outcome is not None
     assert (outcome.seconds, outcome.was_interrupted) == (1000.0, True), "what it took before counts"
 
@@ -314,7 +314,7 @@ def test_an_outcome_that_is_final_hides_the_job_of_slurm(
         (Outcome(-9, 1.0), True), (Outcome(0, 1.0, None, {}), False),
     ):  # fmt: skip
         save_outcome(folder, outcome)
-        assert [job.kind for job in going([folder]).values()] == ["unknown"] * is_shown
+        assert [job.kind for job in active_jobs([folder]).values()] == ["unknown"] * is_shown
 
 
 def test_the_process_of_a_run_leaves_its_own_errors_with_the_run(launcher: Local, folder: Path) -> None:
@@ -326,7 +326,7 @@ def test_the_process_of_a_run_leaves_its_own_errors_with_the_run(launcher: Local
     launcher.submit([Task(folder, ())], [])
     wait_until(lambda: launcher.reap() == 0)
     assert "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/program'" in text(folder)
-    outcome = lost(folder)
+    outcome = lost_outcome(folder)
     assert outcome is not None
     assert "logs/output.txt says why" in str(outcome.reason)
 
@@ -335,7 +335,7 @@ def test_runs_before_one_that_cannot_be_started_go_on(launcher: Local, folder: P
     tasks = [Task(path, (LASTING.format(saving=0),)) for path in (folder, folder / "missing")]
     with pytest.raises(LinnaeusError, match="missing: the run cannot be started: "):
         launcher.submit(tasks, [])
-    assert [*going([task.folder for task in tasks])] == [folder]
+    assert [*active_jobs([task.folder for task in tasks])] == [folder]
     wait_until(lambda: "up" in text(folder))
     cancel([folder])
     assert ended(folder).was_stopped
@@ -379,7 +379,7 @@ def test_a_free_share_is_taken(launcher: Local, tmp_path: Path) -> None:
     busy = {folders[0]: start(launcher, folders[0], LASTING.format(saving=0))}
     assert launcher.room(busy.values()) == 1
     launcher.submit([Task(folders[1], (LASTING.format(saving=0),))], busy.values())
-    found = going(folders)
+    found = active_jobs(folders)
     assert {folder.name: job.slot for folder, job in found.items()} == {"a": 0, "b": 1}
     assert launcher.room(found.values()) == 0
     for folder in folders[:2]:
@@ -387,7 +387,7 @@ def test_a_free_share_is_taken(launcher: Local, tmp_path: Path) -> None:
     cancel(folders)
     assert ended(folders[0]).was_stopped
     assert ended(folders[1]).was_stopped
-    assert lost(folders[2]) is None, "nobody has started it"
+    assert lost_outcome(folders[2]) is None, "nobody has started it"
 
 
 def test_the_share_of_a_run_is_what_it_gets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +432,7 @@ def test_gpus_of_runs_that_a_sweep_with_other_shares_has_started(
         run.mkdir()
         with locked(run):
             write_record(run, {"launcher": "local", "host": "node7", "slot": int(slot), "env": env})
-            going_on += going([run]).values()
+            going_on += active_jobs([run]).values()
     launcher = Local(divide(jobs, [*"0123"], []))
     assert launcher._free(going_on)[: launcher.room(going_on)] == free
 

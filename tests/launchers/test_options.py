@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from linnaeus.launchers import local, options, sbatch, slurm, slurm_job
-from linnaeus.launchers.options import take
+from linnaeus.launchers.options import split_launch_options
 from linnaeus.launchers.sbatch import GRACE_S
 from tests.conftest import SMALL, Run
 
@@ -38,14 +38,14 @@ LINES = [
 
 @pytest.mark.parametrize(("line", "found", "rest"), LINES, ids=[line for line, _, _ in LINES])
 def test_options_of_sbatch_end_where_others_begin(line: str, found: dict[str, str | None], rest: str) -> None:
-    taken, others, problems = take(["--launcher", "slurm", *line.split()])
+    taken, others, problems = split_launch_options(["--launcher", "slurm", *line.split()])
     assert (taken.slurm, others, problems) == (found, rest.split(), [])
 
 
 def test_a_short_time_with_a_signal_of_its_own_is_taken() -> None:
-    assert take(["--launcher=slurm", "--slurm", "time=2", "signal=B:USR1@30"])[2] == []
-    assert take(["--launcher=slurm", "--slurm", "time=2:00:00"])[2] == []
-    assert take(["--launcher=slurm", "--slurm", "time=2:01", "signal=B:SIGUSR1"])[2] == []
+    assert split_launch_options(["--launcher=slurm", "--slurm", "time=2", "signal=B:USR1@30"])[2] == []
+    assert split_launch_options(["--launcher=slurm", "--slurm", "time=2:00:00"])[2] == []
+    assert split_launch_options(["--launcher=slurm", "--slurm", "time=2:01", "signal=B:SIGUSR1"])[2] == []
 
 
 def test_the_options_of_a_launcher_whose_name_is_misspelled_are_no_mistake(run: Run) -> None:
@@ -57,7 +57,7 @@ def test_a_group_of_ones_own_is_no_option_of_sbatch(tmp_path: Path) -> None:
     (tmp_path / "backbone").mkdir()
     (tmp_path / "backbone/small.yaml").touch()
     argv = ["--launcher=slurm", "--config-dir", str(tmp_path), "--slurm", "nodes=2", "backbone=small"]
-    taken, rest, _ = take(argv)
+    taken, rest, _ = split_launch_options(argv)
     assert (taken.slurm, rest[2:]) == ({"nodes": "2"}, ["backbone=small"])
 
 

@@ -293,12 +293,12 @@ def test_only_a_run_that_this_job_has_begun_is_resumed(tmp_path: Path) -> None:
     assert job._resume(again, tmp_path) == [RESUME]
 
 
-def test_which_runs_a_job_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_runs_a_job_owns_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "9")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
     script = tmp_path / "s.sh"
-    takes = slurm_job._takes
+    takes = slurm_job._owns_run
     assert not takes(tmp_path, script, 1), "nobody has submitted it"
     write_submission(tmp_path, script, 0)
     assert not takes(tmp_path, script, 1), "another job's"

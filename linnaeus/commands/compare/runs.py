@@ -18,7 +18,7 @@ from linnaeus.config.files import FastLoader
 from linnaeus.config.load import PLAN, unescape
 from linnaeus.files import CHECKPOINTS, LOCK, process_start
 from linnaeus.launchers.interface import Job
-from linnaeus.launchers.jobs import going, lost
+from linnaeus.launchers.jobs import active_jobs, lost_outcome
 from linnaeus.launchers.outcome import OUTCOME, Outcome, read_json, read_outcome, read_result
 
 CONFIG = "config.yaml"
@@ -32,7 +32,7 @@ _PLANNED = {
 
 def read_runs(folders: Sequence[Path]) -> list[Row]:
     """Read everything but the metrics. A file that is missing or damaged leaves its part unknown."""
-    jobs, pruned = going(folders), _pruned(folders)
+    jobs, pruned = active_jobs(folders), _pruned(folders)
     return [_read_run(folder, jobs.get(folder), pruned=folder.resolve() in pruned) for folder in folders]
 
 
@@ -121,7 +121,7 @@ def _outcome(folder: Path) -> Outcome | None:
         seen = None
     result = read_result(folder)
     if result is None or (seen is not None and seen.finished):
-        return seen or lost(folder)
+        return seen or lost_outcome(folder)
     return Outcome(0, float(result.get("training_s") or 0.0), None, result)
 
 

@@ -13,7 +13,7 @@ from linnaeus.commands.options import CommandParser, check_files, read_count, re
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, RUN_FILES
-from linnaeus.launchers.options import LaunchOptions, read_jobs, take
+from linnaeus.launchers.options import LaunchOptions, read_jobs, split_launch_options
 from linnaeus.memory.gpus import Gpu
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
     from linnaeus.commands.sweep.space import Space, read_space
     from linnaeus.config.load import to_yaml
 
-    launch, others, problems = take(argv)
+    launch, others, problems = split_launch_options(argv)
     options = Options(launch=launch)
     rest, more = PARSER.take(others, options)
     problems += more

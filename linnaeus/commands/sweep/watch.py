@@ -21,7 +21,7 @@ from linnaeus.config.keys import suggest
 from linnaeus.console import StatusLine
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.launchers.interface import Job, Launcher, Task
-from linnaeus.launchers.jobs import cancel, going, lost
+from linnaeus.launchers.jobs import active_jobs, cancel, lost_outcome
 from linnaeus.launchers.outcome import OUTPUT, last_line, read_outcome
 from linnaeus.launchers.record import RECORD, read_record
 from linnaeus.signals import handled
@@ -102,7 +102,7 @@ class Watch:
         for planned in self._source.earlier():
             self._add(planned)
         self._find_others()
-        jobs = going(self._planned)
+        jobs = active_jobs(self._planned)
         for folder, planned in self._planned.items():
             row, title = self._rows[folder], self._titles[folder]
             if folder in jobs:
@@ -124,7 +124,7 @@ class Watch:
         """Find active local runs of earlier sweeps with other values: they have a share of this machine."""
         parents = {folder.parent for folder in self._planned}
         found = {record.parent for parent in parents for record in parent.glob(f"*/{RECORD}")}
-        for folder, job in going(sorted(found - self._planned.keys())).items():
+        for folder, job in active_jobs(sorted(found - self._planned.keys())).items():
             if not _is_on_slurm(folder):
                 self._others.append(folder)
                 logger.warning(
@@ -135,7 +135,7 @@ class Watch:
     def _has_ended_for_good(self, row: Row, planned: PlannedRun) -> bool:
         """Whether an earlier process has run this, and it is neither resumed nor repeated."""
         if is_asked(row.folder, planned.config):
-            row.outcome = read_outcome(row.folder) or lost(row.folder)
+            row.outcome = read_outcome(row.folder) or lost_outcome(row.folder)
         return row.outcome is not None and self._source.told(row)
 
     def to_the_end(self) -> None:
@@ -155,7 +155,7 @@ class Watch:
 
     def _step(self) -> bool:
         """Look at the runs and start what there is room for; returns whether any is left."""
-        jobs = going([*self._active, *self._others])
+        jobs = active_jobs([*self._active, *self._others])
         changed = False
         for folder in [*self._active]:
             row = self._rows[folder]
@@ -221,7 +221,7 @@ class Watch:
             self._launcher.submit(tasks, jobs.values())
             self._active += folders
         finally:
-            started = going(folders)
+            started = active_jobs(folders)
             self._active += [folder for folder in started if folder not in self._active]
             for folder, job in started.items():
                 self._rows[folder].job = job
@@ -241,7 +241,7 @@ class Watch:
             is_patient = _is_on_slurm(folder) and not self._stop.requested
             if gone_s < (LOST_S if is_patient else (LOST_LOOKS - 1) * self._launcher.poll_s):
                 return False
-            row.outcome = lost(folder)
+            row.outcome = lost_outcome(folder)
         self._source.told(row)
         title, outcome = self._titles[folder], row.outcome
         if row.status == "finished" and outcome is not None:

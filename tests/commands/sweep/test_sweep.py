@@ -21,7 +21,7 @@ import yaml
 from PIL import Image
 from torch.utils.data import Dataset
 
-from linnaeus.launchers.jobs import going, lost
+from linnaeus.launchers.jobs import active_jobs, lost_outcome
 from linnaeus.launchers.outcome import OUTPUT, last_line
 from tests.conftest import SMALL, Child, Run, wait_until
 from tests.forks import ROOT
@@ -177,7 +177,7 @@ def test_a_killed_sweep_is_joined(run_in_child: Run, tmp_path: Path) -> None:
     record = json.loads((killed / "job.json").read_text())
     for name in ("supervisor", "child"):
         os.kill(record[name][0], signal.SIGKILL)
-    wait_until(lambda: "killed" in str(lost(killed)) and killed not in going([killed]))
+    wait_until(lambda: "killed" in str(lost_outcome(killed)) and killed not in active_jobs([killed]))
 
     status = run_in_child("sweep", "--status", "runs/sleepy")
     assert status.code == 0, status.err

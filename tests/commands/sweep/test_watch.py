@@ -40,10 +40,10 @@ class Queue(Launcher):
         self.size, self.at_submit = size, at_submit
         self.started: list[Path] = []
 
-    def room(self, going: Collection[Job]) -> int:
-        return self.size - len(going)
+    def room(self, active: Collection[Job]) -> int:
+        return self.size - len(active)
 
-    def submit(self, tasks: Sequence[Task], going: Collection[Job]) -> None:
+    def submit(self, tasks: Sequence[Task], active: Collection[Job]) -> None:
         for task in tasks:
             write_slurm_record(task.folder, str(len(self.started)))
             self.started.append(task.folder)
