@@ -80,7 +80,8 @@ def commands() -> Iterator[tuple[str, str]]:
     for page in PAGES:
         for block in blocks(page):
             if not block.startswith("#!"):
-                yield from ((page.name, line) for line in block.splitlines() if line.strip())
+                lines = (line for line in block.splitlines() if line.strip() and line[0] != "#")
+                yield from ((page.name, line) for line in lines)
 
 
 COMMANDS = sorted({line.partition("  #")[0].rstrip(): page for page, line in commands()}.items())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.launchers.options import take
+from linnaeus.launchers.options import split_launch_options
 from linnaeus.main import COMMANDS, cli
 
 EXPERIMENT = "DATA: {DATASET: {NAME: synthetic}}\n"
@@ -52,6 +52,6 @@ def test_the_examples_of_the_help(command: str, capsys: pytest.CaptureFixture[st
         if command == "sweep":
             rest = argv
         else:
-            _, rest, problems = take(argv)
+            _, rest, problems = split_launch_options(argv)
             assert problems == [], line
         assert import_module(f"linnaeus.commands.{command}.options").read(rest), line
