@@ -19,7 +19,7 @@ from linnaeus.config.load import PLAN, unescape
 from linnaeus.files import CHECKPOINTS, LOCK, process_start
 from linnaeus.launchers.interface import Job
 from linnaeus.launchers.jobs import active_jobs, lost_outcome
-from linnaeus.launchers.outcome import OUTCOME, Outcome, read_json, read_outcome, read_result
+from linnaeus.launchers.outcome import OUTCOME, read_json, read_outcome
 
 CONFIG = "config.yaml"
 _PLANNED = {
@@ -88,7 +88,7 @@ def _find_end(run: Row) -> None:
     | else | `failed` |
     """
     folder = run.folder
-    run.outcome = _outcome(folder)
+    run.outcome = read_outcome(folder) or lost_outcome(folder)
     if run.outcome is not None and run.outcome.finished:
         return
     running = _running(folder)
@@ -111,18 +111,6 @@ def _is_newer(path: Path, other: Path) -> bool:
         return path.stat().st_mtime > other.stat().st_mtime
     except OSError:
         return False
-
-
-def _outcome(folder: Path) -> Outcome | None:
-    """How the last process ended. A result counts whatever a sweep has seen before somebody went on."""
-    try:
-        seen = read_outcome(folder)
-    except (KeyError, TypeError):  # of another version, or damaged
-        seen = None
-    result = read_result(folder)
-    if result is None or (seen is not None and seen.finished):
-        return seen or lost_outcome(folder)
-    return Outcome(0, float(result.get("training_s") or 0.0), None, result)
 
 
 def _running(folder: Path) -> Literal["running", "running?"] | None:

@@ -25,6 +25,7 @@ from linnaeus.commands.compare.runs import read_runs
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.files import FolderLock, process_start
 from linnaeus.launchers.interface import Job, JobKind
+from linnaeus.launchers.outcome import read_outcome
 from linnaeus.launchers.record import open_locked
 from tests.commands.compare.test_results import result, write_validations
 from tests.conftest import Run, wait_until
@@ -260,6 +261,7 @@ def test_how_a_run_of_a_sweep_ended(run: Run, tmp_path: Path) -> None:
         folder = write_run(tmp_path / name, finished=name == "gone on")
         content = {"exit_code": outcome[0], "seconds": 1.0, "reason": outcome[1]} if outcome else {"a": 1}
         (folder / "outcome.json").write_text(json.dumps(content))
+    os.utime(tmp_path / "gone on/outcome.json", (0, 0))  # the result is of somebody who went on by hand
     begun = tmp_path / "begun"
     begun.mkdir()
     (begun / "asked.yaml").write_text(to_yaml(load_config(["OPTIMIZER.LR=0.5"]).config))
@@ -277,6 +279,18 @@ def test_how_a_run_of_a_sweep_ended(run: Run, tmp_path: Path) -> None:
     shutil.copytree(begun, tmp_path / "other")
     (tmp_path / "sweep.json").write_text(json.dumps({"runs": [{"folder": "begun", "status": "pruned"}]}))
     assert [status_of(begun), status_of(tmp_path / "other")] == ["pruned", "interrupted"]
+
+
+def test_compare_and_the_sweep_agree_on_which_runs_have_finished(tmp_path: Path) -> None:
+    """The process of a run may be killed after it has written its result."""
+    folder = write_run(tmp_path / "run")
+    (folder / "outcome.json").write_text(json.dumps({"exit_code": -9, "seconds": 1.0}))
+    for result_at, status in ((10, "interrupted"), (30, "finished")):
+        os.utime(folder / "result.json", (result_at, result_at))
+        os.utime(folder / "outcome.json", (20, 20))
+        outcome = read_outcome(folder)
+        assert outcome is not None
+        assert (status_of(folder), outcome.finished) == (status, status == "finished")
 
 
 def test_a_lock_that_a_killed_process_of_another_machine_left_is_no_run(tmp_path: Path) -> None:
