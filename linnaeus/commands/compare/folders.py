@@ -83,14 +83,9 @@ def _below(folder: Path) -> Iterator[Path]:
         yield from _below(path)
 
 
-def natural(path: Path) -> list[tuple[int, str]]:
-    """A key that sorts `LR=2` before `LR=10`."""
-    return natural_text(str(path))
-
-
-def natural_text(text: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers within texts by their value."""
-    parts = re.split(r"(\d+)", text)
+def natural(text: object) -> list[tuple[int, str]]:
+    """A key that sorts numbers within texts by their value: `LR=2` before `LR=10`."""
+    parts = re.split(r"(\d+)", str(text))
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 

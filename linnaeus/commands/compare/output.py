@@ -107,13 +107,13 @@ def _values_are_names(runs: Comparison) -> bool:
 def _figures(runs: Comparison) -> list[Column]:
     """The columns of numbers. The size of a micro-batch has one where it is not the whole batch."""
     metric = runs.metric
-    size: list[Column] = [("size", lambda row: cell(row.planned("batch_size"), "d"))]
+    size: list[Column] = [("size", lambda row: cell(row.planned("batch_size"), ".0f"))]
     is_split = any(row.planned("batch_size") != row.planned("effective_batch") for row in runs.rows)
     return [
         *(size if is_split else []),
-        ("batch", lambda row: cell(row.planned("effective_batch"), "d")),
+        ("batch", lambda row: cell(row.planned("effective_batch"), ".0f")),
         ("rate", lambda row: cell(row.planned("learning_rate"), ".3g")),
-        ("warm-up", lambda row: cell(row.planned("warmup_steps"), "d")),
+        ("warm-up", lambda row: cell(row.planned("warmup_steps"), ".0f")),
         (metric, lambda row: cell(row.value(metric), ".4f")),
         ("best", lambda row: _best(row, metric)),
         ("training s", lambda row: cell(row.result.get("training_s"), ".1f")),
@@ -122,5 +122,5 @@ def _figures(runs: Comparison) -> list[Column]:
 
 
 def _best(row: Row, metric: str) -> str:
-    found = row.best(metric)
+    found = row.history.best(metric)
     return "" if found is None else f"{found.value:.4f} @{found.epoch}"

@@ -12,7 +12,8 @@ import psutil
 import yaml
 
 from linnaeus.commands.compare.differences import flattened
-from linnaeus.commands.compare.results import Row
+from linnaeus.commands.compare.history import numbers_in
+from linnaeus.commands.compare.results import PLANNED, Row
 from linnaeus.commands.sweep.folder import ASKED, SWEEP
 from linnaeus.config.files import FastLoader
 from linnaeus.config.load import PLAN, unescape
@@ -22,12 +23,6 @@ from linnaeus.launchers.jobs import active_jobs, lost_outcome
 from linnaeus.launchers.outcome import OUTCOME, read_json, read_outcome
 
 CONFIG = "config.yaml"
-_PLANNED = {
-    "MICRO_BATCH": "batch_size", "ACCUMULATION_STEPS": "accumulation_steps", "WORLD_SIZE": "world_size",
-    "EFFECTIVE_BATCH": "effective_batch", "LEARNING_RATE": "learning_rate", "WARMUP_STEPS": "warmup_steps",
-    "TOTAL_STEPS": "total_steps",
-}  # fmt: skip
-"""Entries of the plan in `config.yaml`, and what `result.json` calls them."""
 
 
 def read_runs(folders: Sequence[Path]) -> list[Row]:
@@ -71,7 +66,7 @@ def _read_config(run: Row) -> None:
         plan = content.pop(PLAN, None)
         run.config = {key: unescape(value) for key, value in flattened(content).items()}
         if isinstance(plan, Mapping):
-            run.plan = {name: plan[key] for key, name in _PLANNED.items() if key in plan}
+            run.plan = numbers_in({name: plan[key] for key, name in PLANNED.items() if key in plan})
 
 
 def _find_end(run: Row) -> None:
@@ -95,13 +90,13 @@ def _find_end(run: Row) -> None:
     if running == "running?" and run.outcome is not None and not _is_newer(folder / LOCK, folder / OUTCOME):
         running = None  # a process that was killed has left the lock
     if running is not None:
-        run.state, run.outcome = running, None
+        run.file_status, run.outcome = running, None
     elif run.outcome is not None:
         return
     elif any((folder / CHECKPOINTS).glob("*.pt")):
-        run.state = "interrupted"
+        run.file_status = "interrupted"
     elif (folder / CONFIG).exists() or not (folder / ASKED).exists():
-        run.state = "failed"
+        run.file_status = "failed"
         run.failure = "ended without a result and without a checkpoint"
 
 

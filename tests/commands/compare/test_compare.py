@@ -221,6 +221,28 @@ def test_a_damaged_file_of_the_sweep_leaves_its_part_unknown(tmp_path: Path) -> 
         assert status_of(folder) == "interrupted"
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"metrics": 3}, {"metrics": [1]}, {"metrics": {"loss": "x", "top1/kind": [1]}}, {"headline": None},
+        {"training_s": "abc", "images_per_s": [1]}, {"effective_batch": 8.5, "learning_rate": {"a": 1}},
+    ],
+)  # fmt: skip
+def test_a_damaged_result_leaves_its_part_unknown(run: Run, tmp_path: Path, damage: dict[str, Any]) -> None:
+    sound = write_run(tmp_path / "runs/sound")
+    other = write_run(tmp_path / "runs/other")
+    content = json.loads((sound / "result.json").read_text()) | damage
+    (sound / "result.json").write_text(json.dumps(content))
+    (other / "result.json").unlink()
+    (other / "outcome.json").write_text(json.dumps({"exit_code": 0, "seconds": 1, "result": content}))
+    outcome = run("compare", "runs", "--output", "a.json", "--plot", "a.svg")
+    assert (outcome.code, outcome.out.count("finished")) == (0, 2)
+    rows = json.loads(Path("a.json").read_text())["runs"]
+    known = result(8, 0.5, effective_batch=16, learning_rate=0.5)
+    for name in {"training_s", "images_per_s", "effective_batch", "learning_rate"} - damage.keys():
+        assert [each[name] for each in rows] == [known[name]] * 2, "the rest is shown"
+
+
 def status_of(folder: Path) -> str:
     [run] = read_runs([folder])
     return Row.of(run, {}).status

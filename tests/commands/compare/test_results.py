@@ -104,7 +104,7 @@ def write_validations(folder: Path, values: list[float | None], metric: str = "t
 
 
 def row_of(folder: Path, values: dict[str, str]) -> Row:
-    return Row(values, folder, state="running")
+    return Row(values, folder, file_status="running")
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_curve_with_a_band(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_what_a_run_has_measured_so_far_is_shown_and_read_again_when_there_is_mo
     write_validations(tmp_path, [0.25, 0.75, None])
     running = row_of(tmp_path, {})
     assert running.value("top1/kind") is None, "the last one is not finite"
-    best = running.best("top1/kind")
+    best = running.history.best("top1/kind")
     assert best is not None
     assert (best.value, best.epoch) == (0.75, 2)
     assert (running.history.epoch, running.headline) == (3, "top1/kind")
@@ -140,7 +140,7 @@ def test_what_a_run_has_measured_so_far_is_shown_and_read_again_when_there_is_mo
 
 def test_the_lowest_loss_is_the_best(tmp_path: Path) -> None:
     write_validations(tmp_path, [0.5, 0.25, 0.25], metric="aux/loss")
-    best = row_of(tmp_path, {}).best("aux/loss")
+    best = row_of(tmp_path, {}).history.best("aux/loss")
     assert best is not None
     assert (best.value, best.epoch) == (0.25, 2)
 
