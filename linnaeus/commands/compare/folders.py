@@ -18,6 +18,7 @@ RUN_MARKERS = ("metrics.jsonl", "result.json", ASKED, CHECKPOINTS)
 _NOT_ENTERED = (LOGS, CHECKPOINTS, BEFORE, "wandb", "__pycache__", "node_modules")
 MOVED_ASIDE = re.compile(r"\.earlier-\d+$")
 """Runs that a sweep has moved aside."""
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[-+]\d+)?)", re.ASCII)
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
@@ -83,10 +84,10 @@ def _below(folder: Path) -> Iterator[Path]:
         yield from _below(path)
 
 
-def natural(text: object) -> list[tuple[int, str]]:
-    """A key that sorts numbers within texts by their value: `LR=2` before `LR=10`."""
-    parts = re.split(r"(\d+)", str(text))
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+def natural(text: object) -> tuple[list[tuple[float, str]], str]:
+    """A key that sorts numbers within texts by their value: `LR=0.05`, `LR=2`, `LR=10`."""
+    parts = _NUMBER.split(str(text))  # every second one is a number
+    return [(float(part), "") if n % 2 else (-1.0, part) for n, part in enumerate(parts)], str(text)
 
 
 def _hint(path: Path) -> str:

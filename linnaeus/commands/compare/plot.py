@@ -23,6 +23,7 @@ LABELS_INSIDE = 4
 """A longer legend is below its panel, where it covers no curve."""
 MOST_POINTS = 1500
 """Points of a panel that say something on hover; of longer curves only the best and the last one do."""
+MOST_KEYS_IN_TITLE = 5
 MOST_CATEGORIES = 16
 """Texts below an axis; with more, they would cover each other."""
 
@@ -49,8 +50,8 @@ def save_plot(runs: Comparison, path: Path) -> None:
 
 def _headline(runs: Comparison) -> str:
     finished, total = sum(row.status == "finished" for row in runs.rows), len(runs.rows)
-    keys = f" over {', '.join(runs.keys)}" if runs.keys else ""
-    return f"{finished} of {counted(total, 'run')} finished{keys}"
+    keys = counted(len(runs.keys), "key") if len(runs.keys) > MOST_KEYS_IN_TITLE else ", ".join(runs.keys)
+    return f"{finished} of {counted(total, 'run')} finished{keys and f' over {keys}'}"
 
 
 def _curves_panel(picture: Picture, axes: Axes, runs: Comparison) -> None:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from linnaeus.commands.compare.differences import SEED, short_names
 from linnaeus.commands.compare.results import Row
 
+LABEL_LETTERS = 48
+"""Of the label of a line."""
 LOG_FACTOR = 8
 """Numbers that spread over more than this factor have a logarithmic axis."""
 
@@ -93,7 +95,8 @@ class Group:
     """Runs that form one line.
 
     Attributes:
-        label: the values of the keys that tell it from others; empty when there are none.
+        label: the values of the keys that tell it from others, or the name of its first run where that would
+            be long; empty when there are none.
         rows: in their order.
     """
 
@@ -130,7 +133,11 @@ def point_of(row: Row, axis: Axis, name: str) -> list[tuple[float, float]]:
 
 def _label(row: Row, hidden: frozenset[str]) -> str:
     names = short_names(list(row.values))
-    return ", ".join(f"{names[key]}={value}" for key, value in row.values.items() if key not in hidden)
+    label = ", ".join(f"{names[key]}={value}" for key, value in row.values.items() if key not in hidden)
+    if len(label) <= LABEL_LETTERS:
+        return label
+    name = row.name or label
+    return name if len(name) <= LABEL_LETTERS else f"…{name[1 - LABEL_LETTERS :]}"
 
 
 def _changes_size(key: str, known: Sequence[Row]) -> bool:

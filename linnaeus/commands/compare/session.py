@@ -86,6 +86,6 @@ def sort_rows(runs: Comparison, key: str) -> None:
 def _sort_key(value: Any, sign: int) -> Any:
     """Numbers before texts; a text that is a number counts as one."""
     try:
-        return 0, sign * float(value), []
+        return 0, sign * float(value), ()
     except (TypeError, ValueError):
         return 1, 0.0, natural(value)

@@ -22,10 +22,11 @@ from rich.console import Console
 from linnaeus.commands.compare.output import EXPENDABLE, print_runs
 from linnaeus.commands.compare.results import Comparison, Row, compared
 from linnaeus.commands.compare.runs import read_runs
+from linnaeus.commands.compare.series import groups_by
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.files import FolderLock, process_start
 from linnaeus.launchers.interface import Job, JobKind
-from linnaeus.launchers.outcome import read_outcome
+from linnaeus.launchers.outcome import Outcome, read_outcome
 from linnaeus.launchers.record import open_locked
 from tests.commands.compare.test_results import result, write_validations
 from tests.conftest import Run, wait_until
@@ -188,6 +189,52 @@ def test_a_narrow_terminal_does_without_columns_but_not_without_the_metric(tmp_p
     assert "warm-up" not in narrow
 
 
+def table_of(rows: list[Row], width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_runs(Comparison(rows), console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [70, *range(76, 90), 200])
+def test_no_value_is_cut_to_keep_a_column_of_figures(tmp_path: Path, width: int) -> None:
+    plan = result(64, 0.5, effective_batch=64, learning_rate=0.00443, warmup_steps=20)
+    rows = [
+        Row({"OPTIMIZER.LR": "0.00443038", "MODEL.NAME": name}, tmp_path, Outcome(0, 9.0, None, plan))
+        for name in ("test_resnet", "test_vit")
+    ]
+    text = table_of(rows, width)
+    assert lines_with(text, "│ 0.00443038 │ test_resnet │", "finished")
+    assert "training s" in text or width < 200
+
+
+def test_the_keys_with_the_most_values_have_the_columns(tmp_path: Path) -> None:
+    """One run by hand beside a sweep differs from it in many keys, of which each has two values."""
+    odd = {f"MODEL.KEY_WITH_A_LONG_NAME_{number}": "x" for number in range(12)}
+    rows = [
+        Row(
+            dict.fromkeys(odd, "y" if number else "x") | {"OPTIMIZER.LR": f"0.{number}1"},
+            tmp_path,
+            name=f"run{number}",
+        )
+        for number in range(4)
+    ]
+    for width, num_others in ((80, 11), (400, 5)):
+        text = table_of(rows, width)
+        assert f"{num_others} more keys differ" in " ".join(text.split())
+        assert all(lines_with(text, f"│ run{number} ", f" 0.{number}1 ") for number in range(4))
+
+
+def test_labels_of_runs_that_differ_in_many_keys_are_their_names(tmp_path: Path) -> None:
+    few, many = {"A.B": "1"}, {f"MODEL.KEY{number}": "a long value" for number in range(9)}
+    labels = [
+        group.label
+        for values in (few, many)
+        for name in ("short", "long" * 30)
+        for group in groups_by([Row(values, tmp_path, name=name)], frozenset())
+    ]
+    assert labels == ["B=1", "B=1", "short", f"…{('long' * 30)[-47:]}"]
+
+
 def test_a_reason_of_many_lines_is_one_line_below_the_table(tmp_path: Path) -> None:
     jobs: dict[JobKind, str] = {"unknown": "squeue: error: no\n  answer\n", "pending": "Resources"}
     rows = [
@@ -307,12 +354,13 @@ def test_compare_and_the_sweep_agree_on_which_runs_have_finished(tmp_path: Path)
     """The process of a run may be killed after it has written its result."""
     folder = write_run(tmp_path / "run")
     (folder / "outcome.json").write_text(json.dumps({"exit_code": -9, "seconds": 1.0}))
-    for result_at, status in ((10, "interrupted"), (30, "finished")):
+    for result_at in (10, 30):
         os.utime(folder / "result.json", (result_at, result_at))
         os.utime(folder / "outcome.json", (20, 20))
         outcome = read_outcome(folder)
         assert outcome is not None
-        assert (status_of(folder), outcome.finished) == (status, status == "finished")
+        assert (status_of(folder) == "finished") == outcome.finished
+    assert outcome.finished, "somebody has gone on with it"
 
 
 def test_a_lock_that_a_killed_process_of_another_machine_left_is_no_run(tmp_path: Path) -> None:

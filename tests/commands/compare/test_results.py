@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from linnaeus.commands.compare.differences import SEED
+from linnaeus.commands.compare.folders import natural
 from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.compare.series import Group, axis_of, groups_by, point_of
 from linnaeus.launchers.outcome import Outcome
@@ -208,3 +209,9 @@ def test_a_file_of_twice_the_runs_takes_twice_the_looks_at_their_metrics(
         of_size.append(len(looks))
     assert of_size[1] <= 2 * of_size[0] + 4
     assert of_size[1] <= 40 * 8
+
+
+def test_numbers_in_names_are_sorted_by_their_value() -> None:
+    rates = ["LR=5e-05,SEED=1", "LR=0.001,SEED=0", "LR=0.001,SEED=10", "LR=0.01", "LR=0.05", "LR=0.1", "LR=2"]
+    assert sorted(set(rates), key=natural) == rates
+    assert natural("1") != natural("01"), "no tie is left to the order of the disk"
