@@ -9,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from linnaeus.commands.sweep.folder import ASKED
 from linnaeus.errors import ConfigError
-from linnaeus.files import BEFORE, CHECKPOINTS, LOGS
+from linnaeus.files import ASKED, BEFORE, CHECKPOINTS, LOGS, METRICS, RESULT
 
-RUN_MARKERS = ("metrics.jsonl", "result.json", ASKED, CHECKPOINTS)
+RUN_MARKERS = (METRICS, RESULT, ASKED, CHECKPOINTS)
 """A run has at least one of these; a folder with a `config.yaml` that somebody wrote has none."""
 _NOT_ENTERED = (LOGS, CHECKPOINTS, BEFORE, "wandb", "__pycache__", "node_modules")
 MOVED_ASIDE = re.compile(r"\.earlier-\d+$")

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-METRICS = "metrics.jsonl"
+from linnaeus.files import METRICS
+
 _NOT_METRICS = ("step", "epoch", "split", "time")
 _MARK = b'"val"'
 _SMALLER_IS_BETTER = ("loss", "error", "ece", "nll", "perplexity")

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import re
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import yaml
 
 from linnaeus.commands.compare.differences import flattened
 from linnaeus.commands.compare.history import numbers_in
 from linnaeus.commands.compare.results import PLANNED, Row
-from linnaeus.commands.sweep.folder import ASKED, SWEEP
 from linnaeus.config.files import FastLoader
 from linnaeus.config.load import PLAN, unescape
-from linnaeus.files import CHECKPOINTS, LOCK, process_start
+from linnaeus.files import ASKED, CHECKPOINTS, CONFIG, LOCK, OUTCOME, SWEEP, read_holder
 from linnaeus.launchers.interface import Job
 from linnaeus.launchers.jobs import active_jobs, lost_outcome
-from linnaeus.launchers.outcome import OUTCOME, read_json, read_outcome
-
-CONFIG = "config.yaml"
+from linnaeus.launchers.outcome import is_newer, read_json, read_outcome
 
 
 def read_runs(folders: Sequence[Path]) -> list[Row]:
@@ -87,7 +81,7 @@ def _find_end(run: Row) -> None:
     if run.outcome is not None and run.outcome.finished:
         return
     running = _running(folder)
-    if running == "running?" and run.outcome is not None and not _is_newer(folder / LOCK, folder / OUTCOME):
+    if running == "running?" and run.outcome is not None and not is_newer(folder / LOCK, folder / OUTCOME):
         running = None  # a process that was killed has left the lock
     if running is not None:
         run.file_status, run.outcome = running, None
@@ -100,30 +94,14 @@ def _find_end(run: Row) -> None:
         run.failure = "ended without a result and without a checkpoint"
 
 
-def _is_newer(path: Path, other: Path) -> bool:
-    """Whether a file was written after another one; False where either is missing."""
-    try:
-        return path.stat().st_mtime > other.stat().st_mtime
-    except OSError:
-        return False
-
-
 def _running(folder: Path) -> Literal["running", "running?"] | None:
     """`running` where the lock's process lives here, `running?` where it is on another machine, else None.
 
     The lock itself is not tried: a run that starts at this moment would find it taken.
     """
-    try:
-        match = re.match(r"process (\d+) on (\S+)(?:\n(\d+))?", (folder / LOCK).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
+    holder = read_holder(folder)
+    if holder is None:
         return None
-    if match is None:
-        return None
-    pid, host, start = match.groups()
-    if host != socket.gethostname():
+    if not holder.is_here:
         return "running?"
-    try:
-        is_alive = psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OverflowError):
-        return None
-    return "running" if is_alive and start in (None, process_start(int(pid))) else None
+    return "running" if holder.lives() else None
