@@ -122,7 +122,7 @@ def groups_by(rows: Iterable[Row], hidden: frozenset[str]) -> list[Group]:
         others = tuple(item for item in row.values.items() if item[0] not in hidden)
         # Nothing is known of the differences of a run whose configuration cannot be read.
         groups.setdefault(others if any(row.values.values()) else row.folder, []).append(row)
-    return [Group(_label(group[0], hidden), group) for group in groups.values()]
+    return [Group(_label(group, hidden), group) for group in groups.values()]
 
 
 def point_of(row: Row, axis: Axis, name: str) -> list[tuple[float, float]]:
@@ -131,13 +131,15 @@ def point_of(row: Row, axis: Axis, name: str) -> list[tuple[float, float]]:
     return [] if place is None or value is None else [(place, value)]
 
 
-def _label(row: Row, hidden: frozenset[str]) -> str:
+def _label(group: Sequence[Row], hidden: frozenset[str]) -> str:
+    row = group[0]
     names = short_names(list(row.values))
     label = ", ".join(f"{names[key]}={value}" for key, value in row.values.items() if key not in hidden)
     if len(label) <= LABEL_LETTERS:
         return label
     name = row.name or label
-    return name if len(name) <= LABEL_LETTERS else f"…{name[1 - LABEL_LETTERS :]}"
+    name = name if len(name) <= LABEL_LETTERS else f"…{name[1 - LABEL_LETTERS :]}"
+    return name if len(group) == 1 else f"{name} and {len(group) - 1} more"
 
 
 def _changes_size(key: str, known: Sequence[Row]) -> bool:

@@ -20,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from linnaeus.commands.compare.output import EXPENDABLE, print_runs
+from linnaeus.commands.compare.plot import save_plot
 from linnaeus.commands.compare.results import Comparison, Row, compared
 from linnaeus.commands.compare.runs import read_runs
 from linnaeus.commands.compare.series import groups_by
@@ -233,6 +234,23 @@ def test_labels_of_runs_that_differ_in_many_keys_are_their_names(tmp_path: Path)
         for group in groups_by([Row(values, tmp_path, name=name)], frozenset())
     ]
     assert labels == ["B=1", "B=1", "short", f"…{('long' * 30)[-47:]}"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_picture_of_runs_that_differ_in_many_keys_has_room_for_its_panels(tmp_path: Path) -> None:
+    rows = []
+    for number in range(4):
+        write_validations(tmp_path / str(number), [0.25, 0.5])
+        odd = {
+            f"MODEL.KEY_{key}": "a long value" if number else f"another long value {key}" for key in range(12)
+        }
+        outcome = Outcome(0, 9.0, None, result(8))
+        values = {**odd, "OPTIMIZER.LR": str(number)}
+        rows.append(Row(values, tmp_path / str(number), outcome, name=f"rates/LR={number}"))
+    save_plot(Comparison(rows), tmp_path / "a.svg")
+    labels = (tmp_path / "a.svg").read_text()
+    assert "4 of 4 runs finished over 13 keys" in labels
+    assert "rates/LR=1 and 2 more" in labels, "runs of one line against the rate"
 
 
 def test_a_reason_of_many_lines_is_one_line_below_the_table(tmp_path: Path) -> None:
