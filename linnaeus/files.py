@@ -8,13 +8,14 @@ import functools
 import io
 import itertools
 import os
+import re
 import shutil
 import socket
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from linnaeus.errors import ConfigError, LinnaeusError
 
@@ -22,12 +23,15 @@ LOGS = "logs"
 """The folder of log files inside the folder of a run."""
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints inside the folder of a run."""
-RUN_FILES = ("config.yaml", "model.json", "metrics.jsonl", "result.json", "autobatch.json")
+CONFIG, METRICS, RESULT = "config.yaml", "metrics.jsonl", "result.json"
+RUN_FILES = (CONFIG, "model.json", METRICS, RESULT, "autobatch.json")
 """Files that a run writes into its folder."""
-SWEEP_FILES = ("asked.yaml", "outcome.json")
+ASKED, OUTCOME = "asked.yaml", "outcome.json"
+"""The configuration that a sweep has started a run with, and how the run's process ended, in its folder."""
+SWEEP_FILES = (ASKED, OUTCOME)
 """Files that a sweep writes into the folder of a run."""
-FILES_OF_SWEEP = ("sweep.json", "study.journal")
-"""Files in the folder of a sweep itself."""
+SWEEP, STUDY = "sweep.json", "study.journal"
+"""The figures of all runs, and the study of a search, in the folder of a sweep itself."""
 LOCK = ".lock"
 """The file inside the folder of a run that the run keeps locked while it goes on."""
 BEFORE = ".before"
@@ -163,8 +167,8 @@ class FolderLock:
         try:
             self._descriptor = _open_locked(folder)
             os.ftruncate(self._descriptor, 0)
-            holder = f"process {os.getpid()} on {socket.gethostname()}\n{process_start(os.getpid())}\n"
-            os.pwrite(self._descriptor, holder.encode(), 0)
+            holder = Holder(os.getpid(), socket.gethostname(), process_start(os.getpid()))
+            os.pwrite(self._descriptor, f"{holder}\n{holder.start}\n".encode(), 0)
         except OSError as error:
             self.release()
             raise _cannot_write(folder, why_not_written(error, folder)) from error
@@ -199,20 +203,62 @@ class FolderLock:
             self._descriptor = None
 
 
-def process_start(pid: int) -> str:
-    """When a process of this machine began: ticks since the start of the machine, which no clock moves.
+class Holder(NamedTuple):
+    """Who holds the lock of a folder, as the file says.
 
-    Empty where there is no such process, or the system does not say so.
+    Attributes:
+        pid: the number of the process.
+        host: its machine.
+        start: see `process_start`; empty where that is not known.
     """
+
+    pid: int
+    host: str
+    start: str
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a process of this machine."""
+        return self.host == socket.gethostname()
+
+    def lives(self) -> bool:
+        """Whether the process, one of this machine, has not ended."""
+        try:
+            state, start = state_and_start(self.pid)
+        except OSError:
+            return False
+        return state not in "ZX" and self.start in ("", start)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def read_holder(folder: Path) -> Holder | None:
+    """Who holds the lock of a folder, or held it when it was killed; None where no file says so."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()[19]
-        )
-    except (OSError, IndexError):
+        text = (folder / LOCK).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    match = re.match(r"process (\d+) on (\S+)(?:\n(\d+))?", text)
+    return None if match is None else Holder(int(match[1]), match[2], match[3] or "")
+
+
+def process_start(pid: int) -> str:
+    """The ticks of `state_and_start`; empty where there is no such process, or the system does not say."""
+    try:
+        return state_and_start(pid)[1]
+    except OSError:
         return ""
+
+
+def state_and_start(pid: int) -> tuple[str, str]:
+    """The letter of a process's state, and the ticks from the start of the machine to that of the process.
+
+    Raises:
+        OSError: this machine has no such process.
+    """
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # a name may have any letters
+    return fields[0].decode(), fields[19].decode()
 
 
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
@@ -248,7 +294,7 @@ def _lock(descriptor: int, folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(descriptor, 300, 0).decode(errors="replace").partition("\n")[0].strip()
+        holder = read_holder(folder)
         raise FolderInUseError(
             f"EXPERIMENT.NAME: {folder} is in use by a run that is still going on "
             f"({holder or 'it does not say which'}); choose another name"
@@ -309,7 +355,7 @@ def check_no_sweep(folder: Path) -> None:
     Raises:
         ConfigError: it is the folder of a sweep.
     """
-    if any((folder / name).exists() for name in FILES_OF_SWEEP):
+    if any((folder / name).exists() for name in (SWEEP, STUDY)):
         raise ConfigError(
             f"EXPERIMENT.NAME: {folder} is the folder of a sweep, which holds a folder for each of its runs; "
             "choose another name"

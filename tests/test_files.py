@@ -20,12 +20,14 @@ import pytest
 
 from linnaeus.errors import ConfigError
 from linnaeus.files import (
+    LOCK,
     RUN_FILES,
     SWEEP_FILES,
     FolderLock,
     check_run_folder,
     prepare_run_folder,
     put_back,
+    read_holder,
     take_run_folder,
     why_not_written,
     write_atomically,
@@ -395,6 +397,30 @@ def fork_that_waits(*, lock: Path | None = None) -> int:
 def end(child: int) -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+
+
+def test_the_holder_of_a_lock_is_known_as_long_as_it_lives(folder: Path) -> None:
+    assert read_holder(folder) is None
+    lock = FolderLock(folder)
+    holder = read_holder(folder)
+    assert holder is not None
+    assert (holder.pid, holder.is_here, holder.lives()) == (os.getpid(), True, True)
+    assert str(holder) == f"process {os.getpid()} on {socket.gethostname()}"
+    assert holder._replace(start="").lives(), "an older version has not said when it began"
+    assert not holder._replace(start="1").lives(), "another process has its number now"
+    assert not holder._replace(host="elsewhere").is_here
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert not holder._replace(pid=child, start="").lives(), "it has ended, and nobody has asked how"
+    os.waitpid(child, 0)
+    assert not holder._replace(pid=child, start="").lives()
+    lock.release()
+    assert read_holder(folder) is None
+    for damaged in (b"", b"process x", b"\xff\xfe"):
+        (folder / LOCK).write_bytes(damaged)
+        assert read_holder(folder) is None
 
 
 def test_a_process_that_is_killed_loses_its_lock(folder: Path) -> None:

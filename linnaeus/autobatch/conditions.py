@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import sysconfig
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -66,12 +67,17 @@ ZERO_OR_NOT = frozenset(
 """Keys of which only zero or null versus any other value matters: the step then skips a computation."""
 _WITH_VERSION = ("linnaeus", "torch", "timm", "torchvision")
 """Packages whose version says what their code is."""
+_OF_LIBRARY = re.compile(
+    "|".join(re.escape(sysconfig.get_path(name) + os.sep) for name in ("stdlib", "platstdlib"))
+    + r"|.*/(site|dist)-packages/"
+)
+"""Begins the path of a file that nobody edits."""
 _VARIABLE = re.compile(
     r"(PYTORCH|TORCH|CUDA|CUBLAS|CUDNN|NVIDIA|NCCL|GLOO|HIP|MIOPEN|TRITON|TIMM|LINNAEUS_MEMORY|ONEDNN|DNNL|MALLOC"
     r"|LD_PRELOAD|GLIBC)(?!ELASTIC_)\w*"
 )
 """Environment variables that may change what a step allocates, or what an allocator makes of it."""
-_PLACE = re.compile(r"\w*(VISIBLE_DEVICES|_DIR|_DIRECTORY|_HOME|_PATH|_ROOT|_FILE|_LOGS?)")
+_PATH_VARIABLE = re.compile(r"\w*(VISIBLE_DEVICES|_DIR|_DIRECTORY|_HOME|_PATH|_ROOT|_FILE|_LOGS?)")
 """Those of them that say which device, folder or file is used, as launchers set them for each run."""
 
 Nodes = dict[str, Any]
@@ -161,7 +167,7 @@ def process_conditions(world: World) -> dict[str, Any]:
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
-            if _VARIABLE.fullmatch(name) and not _PLACE.fullmatch(name)
+            if _VARIABLE.fullmatch(name) and not _PATH_VARIABLE.fullmatch(name)
         },
     }  # fmt: skip
     if device.type == "cuda":
@@ -196,7 +202,10 @@ def _of_modules(search: SizeSearch) -> str:
 
 
 def _own_code(search: SizeSearch) -> dict[str, str]:
-    """A digest of each file with a class or function of one's own that a step calls: files are edited."""
+    """A digest of each file of one's own that is loaded: files are edited.
+
+    Of libraries without a version here, only files with a class or function that a step calls count.
+    """
     assembly, data = search.assembly, search.data
     called = (
         *assembly.model.modules(), *assembly.criterion.modules(), assembly.optimizer, data.train, data.val,
@@ -204,14 +213,14 @@ def _own_code(search: SizeSearch) -> dict[str, str]:
     )  # fmt: skip
     names = {str(each.__module__) for each in called if each is not None}
     files = {
-        name: getattr(sys.modules.get(name), "__file__", None)
-        for name in names
+        name: str(getattr(module, "__dict__", {}).get("__file__"))  # attributes of some modules import others
+        for name, module in sorted(sys.modules.items())
         if name.partition(".")[0] not in _WITH_VERSION
     }
     return {
         name: hashlib.sha256(Path(file).read_bytes()).hexdigest()
-        for name, file in sorted(files.items())
-        if file is not None and Path(file).is_file()
+        for name, file in files.items()
+        if (name in names or (name != "__main__" and not _OF_LIBRARY.match(file))) and Path(file).is_file()
     }
 
 

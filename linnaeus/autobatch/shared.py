@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from linnaeus.autobatch.conditions import shared_key
 from linnaeus.autobatch.protocol import RankStatus, exchange
@@ -66,43 +66,51 @@ def find_shared_sizes(
     Raises:
         LinnaeusError: the same on every rank.
     """
-    shared: _SharedSizes | None = None
     control, timeout_minutes = search.world.control, search.config.AUTOBATCH.TIMEOUT_MINUTES
     keys = exchange(control, lambda status: shared_key(key, search), timeout_minutes=timeout_minutes)
+    # The devices and machines of the ranks may differ.
+    shared = _SharedSizes(sharing.folder, [json.loads(each) for each in sorted(set(keys))])
 
-    def wait_or_lock(status: RankStatus) -> dict[str, Any] | None:
-        nonlocal shared
-        if not search.world.is_main:
-            return None
-        # The devices and machines of the ranks may differ.
-        shared = _SharedSizes(sharing.folder, [json.loads(each) for each in sorted(set(keys))])
-        return shared.wait_or_lock(status, 60 * timeout_minutes)
+    def wait_or_lock(status: RankStatus) -> _Saved | None:
+        return shared.wait_or_lock(status, 60 * timeout_minutes) if search.world.is_main else None
 
     try:
-        content = exchange(control, wait_or_lock, timeout_minutes=timeout_minutes)[0]
+        saved = exchange(control, wait_or_lock, timeout_minutes=timeout_minutes)[0]
         search.world.warm_up_collectives()  # what they hold is in use before a search, too
-        if content is not None:
-            found, run = _results(content), str(content["found_by"])
-            if _can_be_taken(search, found, content["growth_bytes"]):
-                sizes = " and ".join(f"{result.batch_size} ({mode})" for mode, result in found.items())
-                logger.info("AutoBatch: batch size %s, found by run %s under the same conditions", sizes, run)
-                return found, run
-            logger.info(
-                "AutoBatch: the sizes found by run %s do not fit into the memory that is free now, on the "
-                "device or the host", run,
-            )  # fmt: skip
-            return find_sizes(search), None
-        before_bytes = _outside(search)
-        found = find_sizes(search)
-        if shared is not None:
-            shared.save(found, sharing.run, growth_bytes=max(_outside(search) - before_bytes, 0))
-        return found, None
+        if saved is None:
+            return _search_and_save(search, shared, sharing.run), None
+        return _reuse_or_search(search, saved)
     finally:
-        if shared is not None:
-            shared.unlock()
+        shared.unlock()
 
 
-def _outside(search: SizeSearch) -> int:
+def _search_and_save(search: SizeSearch, shared: _SharedSizes, run: str) -> dict[str, AutoBatchResult]:
+    """Search, and save the sizes with the growth of the rank that needs most. Every rank must call this."""
+    before_bytes = _non_allocator_bytes(search)
+    found = find_sizes(search)
+    growths = exchange(
+        search.world.control, lambda status: max(_non_allocator_bytes(search) - before_bytes, 0)
+    )
+    if search.world.is_main:
+        shared.save(_Saved(run, found, max(growths)))
+    return found
+
+
+def _reuse_or_search(search: SizeSearch, saved: _Saved) -> tuple[dict[str, AutoBatchResult], str | None]:
+    """The saved sizes where they fit on every rank, else those of a new search. Every rank must call this."""
+    if _can_be_taken(search, saved.sizes, saved.growth_bytes):
+        sizes = " and ".join(f"{result.batch_size} ({mode})" for mode, result in saved.sizes.items())
+        text = "AutoBatch: batch size %s, found by run %s under the same conditions"
+        logger.info(text, sizes, saved.found_by)
+        return saved.sizes, saved.found_by
+    logger.info(
+        "AutoBatch: the sizes found by run %s do not fit into the memory that is free now, on the device or "
+        "the host", saved.found_by,
+    )  # fmt: skip
+    return find_sizes(search), None
+
+
+def _non_allocator_bytes(search: SizeSearch) -> int:
     """Bytes in use outside the allocator: a search loads kernels and libraries, which a later run lacks yet.
 
     On the CPU these belong to the process itself, and not to its budget.
@@ -114,7 +122,8 @@ def _outside(search: SizeSearch) -> int:
 def _can_be_taken(search: SizeSearch, found: Mapping[str, AutoBatchResult], growth_bytes: int) -> bool:
     """Whether the sizes fit on every rank: into its device now, and batches of them into host memory.
 
-    Every rank must call this. By `growth_bytes`, use outside the allocator has grown in the search.
+    Every rank must call this. `growth_bytes` is how much memory outside the allocator grew during the search
+    that found the sizes.
     """
 
     def is_within(status: RankStatus) -> bool:
@@ -124,12 +133,22 @@ def _can_be_taken(search: SizeSearch, found: Mapping[str, AutoBatchResult], grow
     return fits and all(exchange(search.world.control, is_within))
 
 
-def _results(content: Mapping[str, Any]) -> dict[str, AutoBatchResult]:
-    return {mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in content["autobatch"].items()}
+class _Saved(NamedTuple):
+    """What a run has found: `sizes.json` without the conditions.
+
+    Attributes:
+        found_by: name of the run.
+        sizes: by mode.
+        growth_bytes: how much memory outside the allocator grew during the search, on the rank with most.
+    """
+
+    found_by: str
+    sizes: dict[str, AutoBatchResult]
+    growth_bytes: int
 
 
 class _SharedSizes:
-    """The sizes of runs under the same conditions; only rank 0 of each run has one.
+    """The sizes of runs under the same conditions; only rank 0 of each run reads, locks and saves.
 
     Args:
         folder: of shared sizes.
@@ -141,7 +160,7 @@ class _SharedSizes:
         self._conditions = conditions
         self._lock: FolderLock | None = None
 
-    def wait_or_lock(self, status: RankStatus, limit_s: float) -> dict[str, Any] | None:
+    def wait_or_lock(self, status: RankStatus, limit_s: float) -> _Saved | None:
         """The saved sizes, waiting for a run that searches; None where this run is to search.
 
         It holds the lock then, except where the wait has taken too long or nothing can be written.
@@ -150,7 +169,7 @@ class _SharedSizes:
         is_told = False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            while (content := self._read()) is None:
+            while (saved := self._read()) is None:
                 try:
                     self._lock = FolderLock(self._folder)
                 except FolderInUseError:
@@ -163,19 +182,18 @@ class _SharedSizes:
                     status.update("waiting for another run's search")
                     time.sleep(POLL_S)
                 else:
-                    content = self._read()  # it may have been saved since the last look
-                    break
-            return content
+                    return self._read()  # it may have been saved since the last look
+            return saved
         except (OSError, ConfigError) as error:
             self._warn(error)
             return None
 
-    def save(self, found: Mapping[str, AutoBatchResult], run: str, growth_bytes: int) -> None:
+    def save(self, saved: _Saved) -> None:
         """Save the sizes for the others. A run goes on where that is not possible."""
         content = {
-            "found_by": run,
-            "autobatch": {mode: result.as_dict() for mode, result in found.items()},
-            "growth_bytes": growth_bytes,
+            "found_by": saved.found_by,
+            "autobatch": {mode: result.as_dict() for mode, result in saved.sizes.items()},
+            "growth_bytes": saved.growth_bytes,
             "conditions": self._conditions,
         }
         try:
@@ -194,12 +212,15 @@ class _SharedSizes:
         reason = not_written(self._folder, cause) if isinstance(cause, OSError) else error
         logger.warning("AutoBatch: sizes are not shared: %s (DATA.AUTOBATCH.SHARED_FOLDER)", reason)
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> _Saved | None:
         """What was saved; None where nothing was, or it is damaged."""
         try:
             content: dict[str, Any] = json.loads((self._folder / SIZES).read_text(encoding="utf-8"))
-            _results(content)
-            is_valid = isinstance(content["found_by"], str) and isinstance(content["growth_bytes"], int)
-            return content if is_valid and content["conditions"] == self._conditions else None
+            sizes = {
+                mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in content["autobatch"].items()
+            }
+            saved = _Saved(content["found_by"], sizes, content["growth_bytes"])
+            is_valid = isinstance(saved.found_by, str) and isinstance(saved.growth_bytes, int)
+            return saved if is_valid and content["conditions"] == self._conditions else None
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None

@@ -18,7 +18,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from linnaeus.commands.tables import Figures
-from linnaeus.files import write_atomically, write_text_atomically
+from linnaeus.files import not_written, write_atomically, write_text_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,6 +105,9 @@ def drawing(
         num_rows: rows of panels.
         num_columns: panels in a row.
         panel_height: inches; a panel is 6.4 inches wide.
+
+    Raises:
+        LinnaeusError: the file cannot be written.
     """
     # Here and not above: matplotlib takes a second to import.
     import matplotlib as mpl
@@ -116,13 +119,16 @@ def drawing(
         figure.suptitle(lines, fontsize=11)
         picture = Picture(figure, figure.subplots(num_rows, num_columns, squeeze=False).tolist())
         yield picture
-        if path.suffix.lower() == ".png":
-            write_atomically(path, lambda file: _save(figure, file, "png"))
-            return
-        text = _svg_text(picture)
-        if path.suffix.lower() == ".html":
-            text = _html_page(text, title, columns, figures.scalars())
-        write_text_atomically(path, text)
+        try:
+            if path.suffix.lower() == ".png":
+                write_atomically(path, lambda file: _save(figure, file, "png"))
+                return
+            text = _svg_text(picture)
+            if path.suffix.lower() == ".html":
+                text = _html_page(text, title, columns, figures.scalars())
+            write_text_atomically(path, text)
+        except OSError as error:
+            raise not_written(path, error) from error
 
 
 def decorate(axes: Axes, title: str, x_label: str, y_label: str) -> None:

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from linnaeus.files import checkpoint_file, write_text_atomically
+from linnaeus.files import LOGS, checkpoint_file, write_text_atomically
+from linnaeus.files import OUTCOME as OUTCOME
+from linnaeus.files import RESULT as RESULT
 from linnaeus.signals import SIGNALS
 
-OUTCOME, RESULT, OUTPUT = "outcome.json", "result.json", "logs/output.txt"
+OUTPUT = f"{LOGS}/output.txt"
 REASON_LETTERS = 400
 TAIL_BYTES = 1 << 16
 """Only this much of the end of a run's output is read for its last line."""
@@ -77,7 +79,7 @@ def read_outcome(folder: Path) -> Outcome | None:
     A run finishes without the one when its supervisor died first, or somebody went on with it by hand.
     """
     outcome = _parse(read_json(folder / OUTCOME) or {})
-    if outcome is not None and (outcome.finished or not _is_newer(folder / RESULT, folder / OUTCOME)):
+    if outcome is not None and (outcome.finished or not is_newer(folder / RESULT, folder / OUTCOME)):
         return outcome
     result = read_result(folder)
     if result is None:
@@ -96,11 +98,11 @@ def _parse(written: dict[str, Any]) -> Outcome | None:
     return None
 
 
-def _is_newer(path: Path, other: Path) -> bool:
+def is_newer(path: Path, other: Path) -> bool:
     """Whether a file was written after another one of the same folder; False where it is missing."""
     try:
         return path.stat().st_mtime_ns > other.stat().st_mtime_ns
-    except FileNotFoundError:
+    except OSError:
         return False
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from linnaeus.files import LOCK as RUN_LOCK
-from linnaeus.files import write_text_atomically
+from linnaeus.files import read_holder, state_and_start, write_text_atomically
 from linnaeus.launchers.outcome import read_json
 
 RECORD, LOCK = "job.json", "job.lock"
@@ -146,17 +145,17 @@ def training_process(folder: Path) -> int | None:
     That lock is not tried: a run that starts at this moment would find it taken.
     """
     try:
-        match = re.match(r"process (\d+) on (\S+)", (folder / RUN_LOCK).read_text(errors="replace"))
-        if match is None or match[2] != socket.gethostname():
+        holder = read_holder(folder)
+        if holder is None or not holder.is_here:
             return None
         lock = (folder / RUN_LOCK).stat()
-        opened = [*Path(f"/proc/{match[1]}/fd").iterdir()]
+        opened = [*Path(f"/proc/{holder.pid}/fd").iterdir()]
     except OSError:
         return None
     for path in opened:
         with suppress(OSError):  # closed meanwhile
             if os.path.samestat(path.stat(), lock):
-                return int(match[1])
+                return holder.pid
     return None
 
 
@@ -179,6 +178,6 @@ def lives(pid: int, start: str) -> bool:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """The letter of a process's state, and the ticks from the start of the system to that of the process."""
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # a name may have any letters
-    return fields[0].decode(), f"{fields[19].decode()} ticks after boot {_BOOT_ID.read_text().strip()}"
+    """The letter of a process's state, and when it began, told from the same ticks after another boot."""
+    state, start = state_and_start(pid)
+    return state, f"{start} ticks after boot {_BOOT_ID.read_text().strip()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -262,16 +263,36 @@ def test_what_the_model_is_made_of_counts_where_its_name_and_parameters_stay() -
     assert shared_key("", search) != base
 
 
-def test_an_edited_file_of_a_model_of_ones_own_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("edited", "counts"),
+    [
+        ("own_of_test", True),
+        ("ops_of_test", True),
+        ("unused_of_test", False),
+        ("site-packages/lib_of_test", False),
+    ],
+)
+def test_an_edited_file_of_ones_own_that_is_loaded_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edited: str, *, counts: bool
 ) -> None:
-    """Its activations may be kept or not, whatever its parameters are."""
+    """A model's activations may be kept or not, whatever its parameters and classes are."""
+    library = tmp_path / "site-packages"
+    library.mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    text = "from tests.autobatch.test_sizes import Model\nclass Own(Model): pass\n"
-    (tmp_path / "own_of_test.py").write_text(text)
+    monkeypatch.syspath_prepend(library)
+    texts = {
+        "own_of_test": "import lib_of_test, ops_of_test\n"
+        "from tests.autobatch.test_sizes import Model\nclass Own(Model): pass\n",
+        "ops_of_test": "def op(): pass\n",
+        "unused_of_test": "",
+        "site-packages/lib_of_test": "",
+    }
+    for name, text in texts.items():
+        monkeypatch.delitem(sys.modules, Path(name).name, raising=False)
+        (tmp_path / f"{name}.py").write_text(text)
     search, _ = prepared("MODEL._target_=own_of_test.Own", OWN_DATA)
     base = shared_key("", search)
-    (tmp_path / "own_of_test.py").write_text(text + "# edited\n")
-    assert shared_key("", search) != base
-    (tmp_path / "own_of_test.py").write_text(text)
+    (tmp_path / f"{edited}.py").write_text(texts[edited] + "# edited\n")
+    assert (shared_key("", search) != base) == counts
+    (tmp_path / f"{edited}.py").write_text(texts[edited])
     assert shared_key("", search) == base

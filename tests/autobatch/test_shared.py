@@ -109,9 +109,27 @@ def test_growth_outside_the_allocator_is_measured_around_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = iter([100, 130])
-    monkeypatch.setattr("linnaeus.autobatch.shared._outside", lambda search: next(outside))
+    monkeypatch.setattr("linnaeus.autobatch.shared._non_allocator_bytes", lambda search: next(outside))
     shared(tmp_path, "first")
     assert json.loads((place_in(tmp_path) / SIZES).read_text())["growth_bytes"] == 30
+
+
+def test_the_growth_that_is_saved_is_that_of_the_rank_with_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels and buffers differ between ranks, and the budget of each is reduced by it."""
+
+    def of_ranks(control: Any, work: Any, **options: Any) -> list[Any]:
+        mine = exchange(control, work, **options)
+        return [*mine, other] if type(mine[0]) is int else mine
+
+    monkeypatch.setattr("linnaeus.autobatch.shared.exchange", of_ranks)
+    for other in (500, 3):
+        outside = iter([100, 130])
+        monkeypatch.setattr("linnaeus.autobatch.shared._non_allocator_bytes", lambda search: next(outside))  # noqa: B023
+        shared(tmp_path / str(other), "first")
+        saved = json.loads((place_in(tmp_path / str(other)) / SIZES).read_text())
+        assert saved["growth_bytes"] == max(other, 30)
 
 
 def test_sizes_are_shared_only_where_all_ranks_have_the_same_conditions(

@@ -20,11 +20,11 @@ IGNORED = frozenset({
     "EXPERIMENT.NAME", "EXPERIMENT.OUTPUT_DIR", "TRAIN.AUTO_RESUME", "DATA.AUTOBATCH.SHARED_FOLDER",
 })  # fmt: skip
 """Where a run is and whether it may be resumed: no result depends on it, and a sweep sets it by itself."""
-FOUND_BY = {
+SEARCHED_BY_SWITCH = {
     "DATA.BATCH_SIZE": "DATA.AUTOBATCH.ENABLED",
     "DATA.BATCH_SIZE_VAL": "DATA.AUTOBATCH.ENABLED_VAL",
 }
-"""Keys that hold what AutoBatch has found where the other key is on: results, not settings."""
+"""Batch-size keys, each with the switch that makes AutoBatch write it: then a result, not a setting."""
 OF_TRAINING_ALONE = frozenset({"DATA.DATASET.NUM_SAMPLES"})
 """Keys of the dataset that leave validation as it is."""
 
@@ -50,7 +50,7 @@ def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings_of(flat: Flat) -> dict[str, Any]:
     """What somebody has chosen of a configuration: without sizes that were found, and without places."""
-    found = {key for key, switch in FOUND_BY.items() if flat.get(switch) is True}
+    found = {key for key, switch in SEARCHED_BY_SWITCH.items() if flat.get(switch) is True}
     return {key: value for key, value in flat.items() if key not in IGNORED and key not in found}
 
 
@@ -85,7 +85,7 @@ def _comparable(run: Flat, key: str) -> str | None:
     """Equal texts for equal values; None where nothing is known of the value."""
     value = run.get(key, _ABSENT)
     if value is _ABSENT:
-        if key in FOUND_BY:
+        if key in SEARCHED_BY_SWITCH:
             return None
         value = _DEFAULTS.get(key, _ABSENT)
         if isinstance(value, str) and _REFERENCE.match(value):

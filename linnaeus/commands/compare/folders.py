@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from linnaeus.commands.sweep.folder import ASKED
 from linnaeus.errors import ConfigError
-from linnaeus.files import BEFORE, CHECKPOINTS, LOGS
+from linnaeus.files import ASKED, BEFORE, CHECKPOINTS, LOGS, METRICS, RESULT
 
-RUN_MARKERS = ("metrics.jsonl", "result.json", ASKED, CHECKPOINTS)
+RUN_MARKERS = (METRICS, RESULT, ASKED, CHECKPOINTS)
 """A run has at least one of these; a folder with a `config.yaml` that somebody wrote has none."""
 _NOT_ENTERED = (LOGS, CHECKPOINTS, BEFORE, "wandb", "__pycache__", "node_modules")
 MOVED_ASIDE = re.compile(r"\.earlier-\d+$")
 """Runs that a sweep has moved aside."""
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[-+]\d+)?)", re.ASCII)
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
@@ -83,15 +83,10 @@ def _below(folder: Path) -> Iterator[Path]:
         yield from _below(path)
 
 
-def natural(path: Path) -> list[tuple[int, str]]:
-    """A key that sorts `LR=2` before `LR=10`."""
-    return natural_text(str(path))
-
-
-def natural_text(text: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers within texts by their value."""
-    parts = re.split(r"(\d+)", text)
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+def natural(text: object) -> tuple[list[tuple[float, str]], str]:
+    """A key that sorts numbers within texts by their value: `LR=0.05`, `LR=2`, `LR=10`."""
+    parts = _NUMBER.split(str(text))  # every second one is a number
+    return [(float(part), "") if n % 2 else (-1.0, part) for n, part in enumerate(parts)], str(text)
 
 
 def _hint(path: Path) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-METRICS = "metrics.jsonl"
-_PLACE = ("step", "epoch", "split", "time")
+from linnaeus.files import METRICS
+
+_NOT_METRICS = ("step", "epoch", "split", "time")
 _MARK = b'"val"'
 _SMALLER_IS_BETTER = ("loss", "error", "ece", "nll", "perplexity")
 
@@ -81,9 +83,7 @@ def read_history(folder: Path) -> History:
             for line in file:
                 if _MARK in line and (record := _validation(line)) is not None:
                     by_epoch[record["epoch"]] = {
-                        name: _finite(value)
-                        for name, value in record.items()
-                        if name not in _PLACE and _is_value(value)
+                        name: value for name, value in numbers_in(record).items() if name not in _NOT_METRICS
                     }
     except OSError:
         pass
@@ -103,12 +103,12 @@ def _validation(line: bytes) -> dict[str, Any] | None:
     return record if is_record and type(record.get("epoch")) is int and record["epoch"] >= 0 else None
 
 
-def _is_value(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
-def _finite(value: float | None) -> float | None:
-    try:
-        return value if value is not None and math.isfinite(value) else None
-    except OverflowError:  # a whole number of hundreds of digits
-        return None
+def numbers_in(record: object) -> dict[str, float | None]:
+    """The numbers of a record by name, None for one not finite; nothing else that a damaged file may hold."""
+    if not isinstance(record, Mapping):
+        return {}
+    return {
+        name: value if value is not None and abs(value) <= sys.float_info.max else None
+        for name, value in record.items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    }

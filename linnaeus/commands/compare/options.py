@@ -23,7 +23,7 @@ examples:
   linnaeus compare runs/one runs/other --plot curves.html
   linnaeus compare 'runs/lr*' --metric loss --sort metric --output runs.csv
 
-exit codes: 0 done, 2 a folder or an option, 130 interrupted
+exit codes: 0 done, 1 a file cannot be written, 2 a folder or an option, 130 interrupted
 """
 
 
@@ -74,7 +74,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[Path]]:
 PARSER = RunCommandParser("compare", words="RUN...", description=DESCRIPTION, details=DETAILS)
 PARSER.option(
     "--metric", "NAME", str,
-    "validation metric that is compared; default: top-1 of the finest level, or the loss",
+    "validation metric that is compared; default: top-1 of the finest taxonomic rank, or the loss",
 )  # fmt: skip
 PARSER.option(
     "--sort", "KEY", str,

@@ -21,6 +21,8 @@ _NODES = re.compile(r"(?:\w+\.)+(?=\w+=)")
 """The nodes before the last part of each key in the name of a sweep's run."""
 EXPENDABLE = ("warm-up", "images/s", "training s", "rate", "size", "batch")
 """Columns that a narrow terminal does without, in this order; the metric and the status are never cut."""
+NAME_LETTERS = 24
+"""Of a run's name, before it is folded to keep a column."""
 Column = tuple[str, Callable[[Row], str]]
 
 
@@ -47,30 +49,37 @@ def _said_of(row: Row) -> str:
 def _fitting_table(runs: Comparison, console: Console) -> Table:
     """The table with as many columns as there is room for."""
     unlimited = console.options.update(max_width=10**6)
-    for count in range(len(EXPENDABLE)):
-        table = results_table(runs, EXPENDABLE[:count])
-        if Measurement.get(console, unlimited, table).minimum <= console.width:
+    layouts = [(count, MOST_KEYS) for count in range(len(EXPENDABLE))]
+    layouts += [(len(EXPENDABLE), count) for count in range(min(len(runs.keys), MOST_KEYS), -1, -1)]
+    for num_left_out, most_keys in layouts:
+        table = results_table(runs, EXPENDABLE[:num_left_out], most_keys)
+        folded = 0
+        if table.columns[0].header == "run":
+            folded = max(max(len(_short_name(row)) for row in runs.rows) - NAME_LETTERS, 0)
+        if Measurement.get(console, unlimited, table).maximum - folded <= console.width:
             return table
     return results_table(runs, EXPENDABLE)
 
 
-def results_table(runs: Comparison, left_out: Sequence[str] = ()) -> Table:
+def results_table(runs: Comparison, left_out: Sequence[str] = (), most_keys: int = MOST_KEYS) -> Table:
     """One line per run: what differs, the batch plan, the metric at the end and at its best.
 
     Args:
         runs: of the rows.
         left_out: columns of figures that are not shown; nor are those that are empty.
+        most_keys: of the differing keys, those with the most values are shown, and at most so many.
     """
     table = Table(title="Runs", title_justify="left")
-    keys = runs.keys[:MOST_KEYS]
+    most = sorted(runs.keys, key=lambda key: -len({row.values[key] for row in runs.rows}))[:most_keys]
+    keys = [key for key in runs.keys if key in most]
     names = short_names(runs.keys)
 
     def values_of(key: str) -> Column:
         return names[key], lambda row: row.values[key]
 
     texts = [values_of(key) for key in keys]
-    if not _values_are_names(runs):
-        texts.insert(0, ("run", lambda row: _NODES.sub("", row.name)))
+    if len(keys) < len(runs.keys) or not _values_are_names(runs):
+        texts.insert(0, ("run", _short_name))
     figures = [
         (heading, text)
         for heading, text in _figures(runs)
@@ -83,9 +92,15 @@ def results_table(runs: Comparison, left_out: Sequence[str] = ()) -> Table:
     table.add_column("status", no_wrap=True)
     for row in runs.rows:
         table.add_row(*[text(row) for _, text in (*texts, *figures)], _status(row))
-    if len(runs.keys) > MOST_KEYS:
-        table.caption = f"{len(runs.keys) - MOST_KEYS} more keys differ: {', '.join(runs.keys[MOST_KEYS:])}"
+    if others := [key for key in runs.keys if key not in keys]:
+        table.caption = (
+            f"{len(others)} more {'keys differ' if len(others) > 1 else 'key differs'}: {', '.join(others)}"
+        )
     return table
+
+
+def _short_name(row: Row) -> str:
+    return _NODES.sub("", row.name or row.title)
 
 
 def _status(row: Row) -> str:
@@ -97,23 +112,19 @@ def _status(row: Row) -> str:
 def _values_are_names(runs: Comparison) -> bool:
     """Whether the values tell the runs apart, and the names say no more, as in a sweep."""
     tell_apart = len({tuple(row.values.values()) for row in runs.rows}) == len(runs.rows)
-    return (
-        tell_apart
-        and len(runs.keys) <= MOST_KEYS
-        and all(not row.name or "=" in row.name for row in runs.rows)
-    )
+    return tell_apart and all(not row.name or "=" in row.name for row in runs.rows)
 
 
 def _figures(runs: Comparison) -> list[Column]:
     """The columns of numbers. The size of a micro-batch has one where it is not the whole batch."""
     metric = runs.metric
-    size: list[Column] = [("size", lambda row: cell(row.planned("batch_size"), "d"))]
+    size: list[Column] = [("size", lambda row: cell(row.planned("batch_size"), ".0f"))]
     is_split = any(row.planned("batch_size") != row.planned("effective_batch") for row in runs.rows)
     return [
         *(size if is_split else []),
-        ("batch", lambda row: cell(row.planned("effective_batch"), "d")),
+        ("batch", lambda row: cell(row.planned("effective_batch"), ".0f")),
         ("rate", lambda row: cell(row.planned("learning_rate"), ".3g")),
-        ("warm-up", lambda row: cell(row.planned("warmup_steps"), "d")),
+        ("warm-up", lambda row: cell(row.planned("warmup_steps"), ".0f")),
         (metric, lambda row: cell(row.value(metric), ".4f")),
         ("best", lambda row: _best(row, metric)),
         ("training s", lambda row: cell(row.result.get("training_s"), ".1f")),
@@ -122,5 +133,5 @@ def _figures(runs: Comparison) -> list[Column]:
 
 
 def _best(row: Row, metric: str) -> str:
-    found = row.best(metric)
+    found = row.history.best(metric)
     return "" if found is None else f"{found.value:.4f} @{found.epoch}"

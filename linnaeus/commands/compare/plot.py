@@ -11,7 +11,6 @@ from linnaeus.commands.compare.history import is_smaller_better
 from linnaeus.commands.compare.results import Comparison
 from linnaeus.commands.compare.series import Axis, Group, Mean, axis_of, groups_by, point_of
 from linnaeus.commands.picture import INK, SERIES, Picture, decorate, drawing, size_axis
-from linnaeus.files import not_written
 from linnaeus.words import counted
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ LABELS_INSIDE = 4
 """A longer legend is below its panel, where it covers no curve."""
 MOST_POINTS = 1500
 """Points of a panel that say something on hover; of longer curves only the best and the last one do."""
+MOST_KEYS_IN_TITLE = 5
 MOST_CATEGORIES = 16
 """Texts below an axis; with more, they would cover each other."""
 
@@ -35,26 +35,23 @@ def save_plot(runs: Comparison, path: Path) -> None:
     groups = groups_by(
         (row for row in runs.rows if row.metrics and axis.place(row) is not None), axis.keys | {SEED}
     )
-    try:
-        with drawing(path, _headline(runs), runs, columns, num_columns=3, panel_height=5.6) as picture:
-            [[left, middle, right]] = picture.panels
-            _curves_panel(picture, left, runs)
-            decorate(middle, f"validation {runs.metric}", axis.label, runs.metric)
-            decorate(right, "training time", axis.label, "seconds")
-            _against_axis(picture, middle, groups, axis, runs.metric)
-            _against_axis(picture, right, groups, axis, "training_s")
-            if any(row.value("training_s") is not None for row in runs.rows):
-                right.set_ylim(bottom=0)
-            if len(groups) > 1:
-                middle.legend(frameon=False, fontsize=9)
-    except OSError as error:
-        raise not_written(path, error) from error
+    with drawing(path, _headline(runs), runs, columns, num_columns=3, panel_height=5.6) as picture:
+        [[left, middle, right]] = picture.panels
+        _curves_panel(picture, left, runs)
+        decorate(middle, f"validation {runs.metric}", axis.label, runs.metric)
+        decorate(right, "training time", axis.label, "seconds")
+        _against_axis(picture, middle, groups, axis, runs.metric)
+        _against_axis(picture, right, groups, axis, "training_s")
+        if any(row.value("training_s") is not None for row in runs.rows):
+            right.set_ylim(bottom=0)
+        if len(groups) > 1:
+            middle.legend(frameon=False, fontsize=9)
 
 
 def _headline(runs: Comparison) -> str:
     finished, total = sum(row.status == "finished" for row in runs.rows), len(runs.rows)
-    keys = f" over {', '.join(runs.keys)}" if runs.keys else ""
-    return f"{finished} of {counted(total, 'run')} finished{keys}"
+    keys = counted(len(runs.keys), "key") if len(runs.keys) > MOST_KEYS_IN_TITLE else ", ".join(runs.keys)
+    return f"{finished} of {counted(total, 'run')} finished{keys and f' over {keys}'}"
 
 
 def _curves_panel(picture: Picture, axes: Axes, runs: Comparison) -> None:
@@ -73,26 +70,37 @@ def _curves_panel(picture: Picture, axes: Axes, runs: Comparison) -> None:
         if curve not in best:
             _line(axes, curve[1], "-", color=INK, alpha=0.3, linewidth=0.8, zorder=2)
     for number, (label, means) in enumerate(coloured):
-        colour, style = SERIES[number % len(SERIES)], "-" if number < len(SERIES) else "--"
-        _line(axes, means, style, color=colour, label=label)
-        if band := [mean for mean in means if mean.number > 1]:
-            epochs, _, lowest, highest, _ = zip(*band, strict=True)
-            axes.fill_between(epochs, lowest, highest, color=colour, alpha=0.18, linewidth=0)
         top = max(means, key=lambda mean: sign * mean.value)
-        for mean in means if is_short else sorted({top, means[-1]}):
-            of = f", mean of {mean.number}" if mean.number > 1 else ""
-            text = f"{label}: epoch {mean.place}, {metric} {mean.value:.4g}{of}"
-            size = 3 if is_short else 5
-            picture.point(axes, mean.place, mean.value, "o", text, color=colour, markersize=size)
+        _curve(picture, axes, number, label, means, means if is_short else sorted({top, means[-1]}), metric)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if not curves:
         axes.text(0.5, 0.5, "no validation yet", ha="center", transform=axes.transAxes)
     if len(curves) > 1:
-        rest = len(curves) - len(coloured)
-        title = f"the best {len(coloured)}; {rest} more in grey" if rest else None
-        is_long = len(coloured) > LABELS_INSIDE
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 2} if is_long else {}
-        axes.legend(frameon=False, fontsize=8, title=title, title_fontsize=8, **place)
+        _curves_legend(axes, len(coloured), len(curves) - len(coloured))
+
+
+def _curve(
+    picture: Picture, axes: Axes, number: int, label: str, means: Sequence[Mean], points: Sequence[Mean],
+    metric: str,
+) -> None:  # fmt: skip
+    """One of the coloured learning curves, with its range, and those of its points that say something."""
+    colour, style = SERIES[number % len(SERIES)], "-" if number < len(SERIES) else "--"
+    _line(axes, means, style, color=colour, label=label)
+    if band := [mean for mean in means if mean.number > 1]:
+        epochs, _, lowest, highest, _ = zip(*band, strict=True)
+        axes.fill_between(epochs, lowest, highest, color=colour, alpha=0.18, linewidth=0)
+    for mean in points:
+        of = f", mean of {mean.number}" if mean.number > 1 else ""
+        text = f"{label}: epoch {mean.place}, {metric} {mean.value:.4g}{of}"
+        size = 3 if len(points) == len(means) else 5
+        picture.point(axes, mean.place, mean.value, "o", text, color=colour, markersize=size)
+
+
+def _curves_legend(axes: Axes, num_coloured: int, num_grey: int) -> None:
+    title = f"the best {num_coloured}; {num_grey} more in grey" if num_grey else None
+    is_long = num_coloured > LABELS_INSIDE
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 2} if is_long else {}
+    axes.legend(frameon=False, fontsize=8, title=title, title_fontsize=8, **place)
 
 
 def _title(group: Group) -> str:

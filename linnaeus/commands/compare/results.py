@@ -17,18 +17,25 @@ from linnaeus.commands.compare.differences import (
     settings_of,
     shown,
 )
-from linnaeus.commands.compare.history import Best, History, history_version, is_smaller_better, read_history
+from linnaeus.commands.compare.history import (
+    History,
+    history_version,
+    is_smaller_better,
+    numbers_in,
+    read_history,
+)
 from linnaeus.commands.tables import Figures
 from linnaeus.launchers.interface import Job, JobKind
 from linnaeus.launchers.outcome import Outcome
 
 RunStatus = JobKind | Literal["finished", "failed", "interrupted", "pruned", "running?", "not run"]
-"""How far a run has come; `running?` is one that another machine has begun, where nothing can be asked."""
-PLANNED = (
-    "batch_size", "accumulation_steps", "world_size", "effective_batch", "learning_rate", "warmup_steps",
-    "total_steps",
-)  # fmt: skip
-"""Figures of a run's batch plan."""
+"""`running?`: another machine holds the lock, and its process cannot be checked here."""
+PLANNED = {
+    "MICRO_BATCH": "batch_size", "ACCUMULATION_STEPS": "accumulation_steps", "WORLD_SIZE": "world_size",
+    "EFFECTIVE_BATCH": "effective_batch", "LEARNING_RATE": "learning_rate", "WARMUP_STEPS": "warmup_steps",
+    "TOTAL_STEPS": "total_steps",
+}  # fmt: skip
+"""Entries of the plan in `config.yaml`, and what `result.json` calls them."""
 
 
 @dataclass
@@ -42,7 +49,7 @@ class Row:
         job: who runs it, if a launcher has started it and it goes on.
         pruned: whether a search has ended it before its end.
         name: what the table calls it; empty where the values do.
-        state: its status while there is neither a job nor an outcome.
+        file_status: its status while there is neither a job nor an outcome.
         plan: figures of its batch plan with the names of `result.json`, for a run without a result.
         failure: why it failed, where there is no outcome to say so.
         config: its configuration by dotted key; None where that is not known.
@@ -55,7 +62,7 @@ class Row:
     job: Job | None = None
     pruned: bool = False
     name: str = ""
-    state: RunStatus = "not run"
+    file_status: RunStatus = "not run"
     plan: Mapping[str, Any] = field(default_factory=dict)
     failure: str | None = None
     config: dict[str, Any] | None = None
@@ -81,7 +88,7 @@ class Row:
         if self.job is not None:
             return self.job.kind
         if self.outcome is None:
-            return self.state
+            return self.file_status
         if self.outcome.finished:
             return "finished"
         if self.pruned:
@@ -97,8 +104,10 @@ class Row:
 
     @property
     def result(self) -> Mapping[str, Any]:
-        """The content of the run's `result.json`; empty for a run that has not ended well."""
-        return (self.outcome and self.outcome.result) or {}
+        """The numbers, metrics and headline of the run's `result.json`; empty where it has not ended well."""
+        content = (self.outcome and self.outcome.result) or {}
+        metrics, headline = numbers_in(content.get("metrics")), content.get("headline")
+        return numbers_in(content) | {"metrics": metrics, "headline": headline} if content else {}
 
     @property
     def history(self) -> History:
@@ -118,8 +127,8 @@ class Row:
     @property
     def headline(self) -> str | None:
         """The metric that decides which checkpoint is best: top-1 of the finest rank, or the loss."""
-        if "headline" in self.result:
-            return str(self.result["headline"])
+        if isinstance(headline := self.result.get("headline"), str):
+            return headline
         metrics = self.metrics
         finest = [name for name in metrics if name.startswith("top1/")]
         return finest[-1] if finest else next(iter(metrics), None)
@@ -140,10 +149,6 @@ class Row:
         values: Mapping[str, float | None] = self.result.get("metrics", {})
         return values[name] if name in values else (history or self.history).last(name)
 
-    def best(self, metric: str) -> Best | None:
-        """The best validation by a metric."""
-        return self.history.best(metric)
-
     def scalars(self, metrics: Sequence[str]) -> dict[str, Any]:
         """The row of the table, with these metrics."""
         outcome, history = self.outcome, self.history
@@ -153,7 +158,7 @@ class Row:
             **self.values,
             "status": self.status,
             "exit_code": None if outcome is None else outcome.exit_code,
-            **{name: self.planned(name) for name in PLANNED},
+            **{name: self.planned(name) for name in PLANNED.values()},
             "epoch": history.epoch or None,
             **{name: self.value(name, history) for name in metrics},
             **{f"best {name}": found and found.value for name, found in best.items()},

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import re
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import yaml
 
 from linnaeus.commands.compare.differences import flattened
-from linnaeus.commands.compare.results import Row
-from linnaeus.commands.sweep.folder import ASKED, SWEEP
+from linnaeus.commands.compare.history import numbers_in
+from linnaeus.commands.compare.results import PLANNED, Row
 from linnaeus.config.files import FastLoader
 from linnaeus.config.load import PLAN, unescape
-from linnaeus.files import CHECKPOINTS, LOCK, process_start
+from linnaeus.files import ASKED, CHECKPOINTS, CONFIG, LOCK, OUTCOME, SWEEP, read_holder
 from linnaeus.launchers.interface import Job
 from linnaeus.launchers.jobs import active_jobs, lost_outcome
-from linnaeus.launchers.outcome import OUTCOME, Outcome, read_json, read_outcome, read_result
-
-CONFIG = "config.yaml"
-_PLANNED = {
-    "MICRO_BATCH": "batch_size", "ACCUMULATION_STEPS": "accumulation_steps", "WORLD_SIZE": "world_size",
-    "EFFECTIVE_BATCH": "effective_batch", "LEARNING_RATE": "learning_rate", "WARMUP_STEPS": "warmup_steps",
-    "TOTAL_STEPS": "total_steps",
-}  # fmt: skip
-"""Entries of the plan in `config.yaml`, and what `result.json` calls them."""
+from linnaeus.launchers.outcome import is_newer, read_json, read_outcome
 
 
 def read_runs(folders: Sequence[Path]) -> list[Row]:
@@ -71,7 +60,7 @@ def _read_config(run: Row) -> None:
         plan = content.pop(PLAN, None)
         run.config = {key: unescape(value) for key, value in flattened(content).items()}
         if isinstance(plan, Mapping):
-            run.plan = {name: plan[key] for key, name in _PLANNED.items() if key in plan}
+            run.plan = numbers_in({name: plan[key] for key, name in PLANNED.items() if key in plan})
 
 
 def _find_end(run: Row) -> None:
@@ -88,41 +77,21 @@ def _find_end(run: Row) -> None:
     | else | `failed` |
     """
     folder = run.folder
-    run.outcome = _outcome(folder)
+    run.outcome = read_outcome(folder) or lost_outcome(folder)
     if run.outcome is not None and run.outcome.finished:
         return
     running = _running(folder)
-    if running == "running?" and run.outcome is not None and not _is_newer(folder / LOCK, folder / OUTCOME):
+    if running == "running?" and run.outcome is not None and not is_newer(folder / LOCK, folder / OUTCOME):
         running = None  # a process that was killed has left the lock
     if running is not None:
-        run.state, run.outcome = running, None
+        run.file_status, run.outcome = running, None
     elif run.outcome is not None:
         return
     elif any((folder / CHECKPOINTS).glob("*.pt")):
-        run.state = "interrupted"
+        run.file_status = "interrupted"
     elif (folder / CONFIG).exists() or not (folder / ASKED).exists():
-        run.state = "failed"
+        run.file_status = "failed"
         run.failure = "ended without a result and without a checkpoint"
-
-
-def _is_newer(path: Path, other: Path) -> bool:
-    """Whether a file was written after another one; False where either is missing."""
-    try:
-        return path.stat().st_mtime > other.stat().st_mtime
-    except OSError:
-        return False
-
-
-def _outcome(folder: Path) -> Outcome | None:
-    """How the last process ended. A result counts whatever a sweep has seen before somebody went on."""
-    try:
-        seen = read_outcome(folder)
-    except (KeyError, TypeError):  # of another version, or damaged
-        seen = None
-    result = read_result(folder)
-    if result is None or (seen is not None and seen.finished):
-        return seen or lost_outcome(folder)
-    return Outcome(0, float(result.get("training_s") or 0.0), None, result)
 
 
 def _running(folder: Path) -> Literal["running", "running?"] | None:
@@ -130,17 +99,9 @@ def _running(folder: Path) -> Literal["running", "running?"] | None:
 
     The lock itself is not tried: a run that starts at this moment would find it taken.
     """
-    try:
-        match = re.match(r"process (\d+) on (\S+)(?:\n(\d+))?", (folder / LOCK).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
+    holder = read_holder(folder)
+    if holder is None:
         return None
-    if match is None:
-        return None
-    pid, host, start = match.groups()
-    if host != socket.gethostname():
+    if not holder.is_here:
         return "running?"
-    try:
-        is_alive = psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OverflowError):
-        return None
-    return "running" if is_alive and start in (None, process_start(int(pid))) else None
+    return "running" if holder.lives() else None

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from linnaeus.commands.compare.differences import SEED, short_names
 from linnaeus.commands.compare.results import Row
 
+LABEL_LETTERS = 48
+"""Of the label of a line."""
 LOG_FACTOR = 8
 """Numbers that spread over more than this factor have a logarithmic axis."""
 
@@ -93,7 +95,8 @@ class Group:
     """Runs that form one line.
 
     Attributes:
-        label: the values of the keys that tell it from others; empty when there are none.
+        label: the values of the keys that tell it from others, or the name of its first run where that would
+            be long; empty when there are none.
         rows: in their order.
     """
 
@@ -119,7 +122,7 @@ def groups_by(rows: Iterable[Row], hidden: frozenset[str]) -> list[Group]:
         others = tuple(item for item in row.values.items() if item[0] not in hidden)
         # Nothing is known of the differences of a run whose configuration cannot be read.
         groups.setdefault(others if any(row.values.values()) else row.folder, []).append(row)
-    return [Group(_label(group[0], hidden), group) for group in groups.values()]
+    return [Group(_label(group, hidden), group) for group in groups.values()]
 
 
 def point_of(row: Row, axis: Axis, name: str) -> list[tuple[float, float]]:
@@ -128,9 +131,15 @@ def point_of(row: Row, axis: Axis, name: str) -> list[tuple[float, float]]:
     return [] if place is None or value is None else [(place, value)]
 
 
-def _label(row: Row, hidden: frozenset[str]) -> str:
+def _label(group: Sequence[Row], hidden: frozenset[str]) -> str:
+    row = group[0]
     names = short_names(list(row.values))
-    return ", ".join(f"{names[key]}={value}" for key, value in row.values.items() if key not in hidden)
+    label = ", ".join(f"{names[key]}={value}" for key, value in row.values.items() if key not in hidden)
+    if len(label) <= LABEL_LETTERS:
+        return label
+    name = row.name or label
+    name = name if len(name) <= LABEL_LETTERS else f"…{name[1 - LABEL_LETTERS :]}"
+    return name if len(group) == 1 else f"{name} and {len(group) - 1} more"
 
 
 def _changes_size(key: str, known: Sequence[Row]) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from linnaeus.commands.compare.differences import short_names
-from linnaeus.commands.compare.folders import natural_text, run_names
+from linnaeus.commands.compare.folders import natural, run_names
 from linnaeus.commands.compare.history import is_smaller_better
 from linnaeus.commands.compare.options import Options
 from linnaeus.commands.compare.output import print_runs
@@ -73,19 +73,19 @@ def sort_rows(runs: Comparison, key: str) -> None:
 
     def value(row: Row) -> Any:
         if name in runs.metrics:
-            best = row.best(name)
+            best = row.history.best(name)
             return row.value(name) if best is None else best.value
         return row.scalars([]).get(name)
 
     with_value = [row for row in runs.rows if value(row) not in (None, "")]
     without = [row for row in runs.rows if value(row) in (None, "")]
-    with_value.sort(key=lambda row: _place(value(row), sign), reverse=is_reversed)
+    with_value.sort(key=lambda row: _sort_key(value(row), sign), reverse=is_reversed)
     runs.rows = [*with_value, *without]
 
 
-def _place(value: Any, sign: int) -> Any:
+def _sort_key(value: Any, sign: int) -> Any:
     """Numbers before texts; a text that is a number counts as one."""
     try:
-        return 0, sign * float(value), []
+        return 0, sign * float(value), ()
     except (TypeError, ValueError):
-        return 1, 0.0, natural_text(str(value))
+        return 1, 0.0, natural(value)

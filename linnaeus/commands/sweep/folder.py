@@ -6,27 +6,24 @@ A run reads its configuration from `asked.yaml`. How it ended counts as long as 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import suppress
 from pathlib import Path
 
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
+from linnaeus.files import ASKED as ASKED
+from linnaeus.files import STUDY as STUDY
+from linnaeus.files import SWEEP as SWEEP
 from linnaeus.files import (
-    LOCK,
     FolderInUseError,
     FolderLock,
     prepare_run_folder,
+    read_holder,
     take_run_folder,
     write_text_atomically,
 )
 from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, read_outcome
 from linnaeus.launchers.record import forget_record
-
-ASKED = "asked.yaml"
-"""The configuration that a run was started with, in its folder."""
-SWEEP, STUDY = "sweep.json", "study.journal"
-"""The figures of all runs, and the study of a search, in the sweep's folder."""
 
 
 def lock_folder(folder: Path) -> FolderLock:
@@ -38,9 +35,7 @@ def lock_folder(folder: Path) -> FolderLock:
     try:
         return take_run_folder(folder, keep=True)[1]
     except FolderInUseError:
-        holder = "it does not say which"
-        with suppress(OSError):  # it has just ended
-            holder = (folder / LOCK).read_text(encoding="utf-8", errors="replace").strip() or holder
+        holder = read_holder(folder) or "it does not say which"
         raise ConfigError(
             f"{folder}: another sweep is at work here ({holder}); look at it with linnaeus sweep --status "
             f"{folder}, wait for it or end it, or set another EXPERIMENT.NAME"

@@ -20,11 +20,14 @@ import pytest
 from rich.console import Console
 
 from linnaeus.commands.compare.output import EXPENDABLE, print_runs
+from linnaeus.commands.compare.plot import save_plot
 from linnaeus.commands.compare.results import Comparison, Row, compared
 from linnaeus.commands.compare.runs import read_runs
+from linnaeus.commands.compare.series import groups_by
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.files import FolderLock, process_start
 from linnaeus.launchers.interface import Job, JobKind
+from linnaeus.launchers.outcome import Outcome, read_outcome
 from linnaeus.launchers.record import open_locked
 from tests.commands.compare.test_results import result, write_validations
 from tests.conftest import Run, wait_until
@@ -187,6 +190,69 @@ def test_a_narrow_terminal_does_without_columns_but_not_without_the_metric(tmp_p
     assert "warm-up" not in narrow
 
 
+def table_of(rows: list[Row], width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_runs(Comparison(rows), console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [70, *range(76, 90), 200])
+def test_no_value_is_cut_to_keep_a_column_of_figures(tmp_path: Path, width: int) -> None:
+    plan = result(64, 0.5, effective_batch=64, learning_rate=0.00443, warmup_steps=20)
+    rows = [
+        Row({"OPTIMIZER.LR": "0.00443038", "MODEL.NAME": name}, tmp_path, Outcome(0, 9.0, None, plan))
+        for name in ("test_resnet", "test_vit")
+    ]
+    text = table_of(rows, width)
+    assert lines_with(text, "│ 0.00443038 │ test_resnet │", "finished")
+    assert "training s" in text or width < 200
+
+
+def test_the_keys_with_the_most_values_have_the_columns(tmp_path: Path) -> None:
+    """One run by hand beside a sweep differs from it in many keys, of which each has two values."""
+    odd = {f"MODEL.KEY_WITH_A_LONG_NAME_{number}": "x" for number in range(12)}
+    rows = [
+        Row(
+            dict.fromkeys(odd, "y" if number else "x") | {"OPTIMIZER.LR": f"0.{number}1"},
+            tmp_path,
+            name=f"run{number}",
+        )
+        for number in range(4)
+    ]
+    for width, num_others in ((80, 11), (400, 5)):
+        text = table_of(rows, width)
+        assert f"{num_others} more keys differ" in " ".join(text.split())
+        assert all(lines_with(text, f"│ run{number} ", f" 0.{number}1 ") for number in range(4))
+
+
+def test_labels_of_runs_that_differ_in_many_keys_are_their_names(tmp_path: Path) -> None:
+    few, many = {"A.B": "1"}, {f"MODEL.KEY{number}": "a long value" for number in range(9)}
+    labels = [
+        group.label
+        for values in (few, many)
+        for name in ("short", "long" * 30)
+        for group in groups_by([Row(values, tmp_path, name=name)], frozenset())
+    ]
+    assert labels == ["B=1", "B=1", "short", f"…{('long' * 30)[-47:]}"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_picture_of_runs_that_differ_in_many_keys_has_room_for_its_panels(tmp_path: Path) -> None:
+    rows = []
+    for number in range(4):
+        write_validations(tmp_path / str(number), [0.25, 0.5])
+        odd = {
+            f"MODEL.KEY_{key}": "a long value" if number else f"another long value {key}" for key in range(12)
+        }
+        outcome = Outcome(0, 9.0, None, result(8))
+        values = {**odd, "OPTIMIZER.LR": str(number)}
+        rows.append(Row(values, tmp_path / str(number), outcome, name=f"rates/LR={number}"))
+    save_plot(Comparison(rows), tmp_path / "a.svg")
+    labels = (tmp_path / "a.svg").read_text()
+    assert "4 of 4 runs finished over 13 keys" in labels
+    assert "rates/LR=1 and 2 more" in labels, "runs of one line against the rate"
+
+
 def test_a_reason_of_many_lines_is_one_line_below_the_table(tmp_path: Path) -> None:
     jobs: dict[JobKind, str] = {"unknown": "squeue: error: no\n  answer\n", "pending": "Resources"}
     rows = [
@@ -218,6 +284,28 @@ def test_a_damaged_file_of_the_sweep_leaves_its_part_unknown(tmp_path: Path) -> 
     for runs in (3, None, ["x"], [{"status": "pruned"}], [{"status": "pruned", "folder": 3}]):
         (tmp_path / "sweep.json").write_text(json.dumps({"runs": runs}))
         assert status_of(folder) == "interrupted"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"metrics": 3}, {"metrics": [1]}, {"metrics": {"loss": "x", "top1/kind": [1]}}, {"headline": None},
+        {"training_s": "abc", "images_per_s": [1]}, {"effective_batch": 8.5, "learning_rate": {"a": 1}},
+    ],
+)  # fmt: skip
+def test_a_damaged_result_leaves_its_part_unknown(run: Run, tmp_path: Path, damage: dict[str, Any]) -> None:
+    sound = write_run(tmp_path / "runs/sound")
+    other = write_run(tmp_path / "runs/other")
+    content = json.loads((sound / "result.json").read_text()) | damage
+    (sound / "result.json").write_text(json.dumps(content))
+    (other / "result.json").unlink()
+    (other / "outcome.json").write_text(json.dumps({"exit_code": 0, "seconds": 1, "result": content}))
+    outcome = run("compare", "runs", "--output", "a.json", "--plot", "a.svg")
+    assert (outcome.code, outcome.out.count("finished")) == (0, 2)
+    rows = json.loads(Path("a.json").read_text())["runs"]
+    known = result(8, 0.5, effective_batch=16, learning_rate=0.5)
+    for name in {"training_s", "images_per_s", "effective_batch", "learning_rate"} - damage.keys():
+        assert [each[name] for each in rows] == [known[name]] * 2, "the rest is shown"
 
 
 def status_of(folder: Path) -> str:
@@ -260,6 +348,7 @@ def test_how_a_run_of_a_sweep_ended(run: Run, tmp_path: Path) -> None:
         folder = write_run(tmp_path / name, finished=name == "gone on")
         content = {"exit_code": outcome[0], "seconds": 1.0, "reason": outcome[1]} if outcome else {"a": 1}
         (folder / "outcome.json").write_text(json.dumps(content))
+    os.utime(tmp_path / "gone on/outcome.json", (0, 0))  # the result is of somebody who went on by hand
     begun = tmp_path / "begun"
     begun.mkdir()
     (begun / "asked.yaml").write_text(to_yaml(load_config(["OPTIMIZER.LR=0.5"]).config))
@@ -277,6 +366,19 @@ def test_how_a_run_of_a_sweep_ended(run: Run, tmp_path: Path) -> None:
     shutil.copytree(begun, tmp_path / "other")
     (tmp_path / "sweep.json").write_text(json.dumps({"runs": [{"folder": "begun", "status": "pruned"}]}))
     assert [status_of(begun), status_of(tmp_path / "other")] == ["pruned", "interrupted"]
+
+
+def test_compare_and_the_sweep_agree_on_which_runs_have_finished(tmp_path: Path) -> None:
+    """The process of a run may be killed after it has written its result."""
+    folder = write_run(tmp_path / "run")
+    (folder / "outcome.json").write_text(json.dumps({"exit_code": -9, "seconds": 1.0}))
+    for result_at in (10, 30):
+        os.utime(folder / "result.json", (result_at, result_at))
+        os.utime(folder / "outcome.json", (20, 20))
+        outcome = read_outcome(folder)
+        assert outcome is not None
+        assert (status_of(folder) == "finished") == outcome.finished
+    assert outcome.finished, "somebody has gone on with it"
 
 
 def test_a_lock_that_a_killed_process_of_another_machine_left_is_no_run(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from linnaeus.commands.compare.differences import SEED
+from linnaeus.commands.compare.folders import natural
 from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.compare.series import Group, axis_of, groups_by, point_of
 from linnaeus.launchers.outcome import Outcome
@@ -104,7 +105,7 @@ def write_validations(folder: Path, values: list[float | None], metric: str = "t
 
 
 def row_of(folder: Path, values: dict[str, str]) -> Row:
-    return Row(values, folder, state="running")
+    return Row(values, folder, file_status="running")
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_curve_with_a_band(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_what_a_run_has_measured_so_far_is_shown_and_read_again_when_there_is_mo
     write_validations(tmp_path, [0.25, 0.75, None])
     running = row_of(tmp_path, {})
     assert running.value("top1/kind") is None, "the last one is not finite"
-    best = running.best("top1/kind")
+    best = running.history.best("top1/kind")
     assert best is not None
     assert (best.value, best.epoch) == (0.75, 2)
     assert (running.history.epoch, running.headline) == (3, "top1/kind")
@@ -140,7 +141,7 @@ def test_what_a_run_has_measured_so_far_is_shown_and_read_again_when_there_is_mo
 
 def test_the_lowest_loss_is_the_best(tmp_path: Path) -> None:
     write_validations(tmp_path, [0.5, 0.25, 0.25], metric="aux/loss")
-    best = row_of(tmp_path, {}).best("aux/loss")
+    best = row_of(tmp_path, {}).history.best("aux/loss")
     assert best is not None
     assert (best.value, best.epoch) == (0.25, 2)
 
@@ -208,3 +209,9 @@ def test_a_file_of_twice_the_runs_takes_twice_the_looks_at_their_metrics(
         of_size.append(len(looks))
     assert of_size[1] <= 2 * of_size[0] + 4
     assert of_size[1] <= 40 * 8
+
+
+def test_numbers_in_names_are_sorted_by_their_value() -> None:
+    rates = ["LR=5e-05,SEED=1", "LR=0.001,SEED=0", "LR=0.001,SEED=10", "LR=0.01", "LR=0.05", "LR=0.1", "LR=2"]
+    assert sorted(set(rates), key=natural) == rates
+    assert natural("1") != natural("01"), "no tie is left to the order of the disk"
