@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,16 +24,14 @@ from linnaeus.files import write_text_atomically
 from linnaeus.launchers import torchrun
 from linnaeus.launchers.outcome import OUTPUT, read_outcome, save_outcome
 from linnaeus.launchers.record import read_record, write_slurm_record
+from linnaeus.launchers.slurm_commands import RETRY_S, call, is_out_of_reach, said_by
 from linnaeus.launchers.supervise import Child, Supervisor, run_to_end
 
 CONTROLLER_S = 600
 """Longest wait for a restarting controller, in seconds."""
-RETRY_S = 5.0
 RESUME = "TRAIN.AUTO_RESUME=True"
 NODES, PER_NODE = "NODES", "GPUS_OF_A_NODE_OR_1"
 """Stand for numbers in a described command, as long as they are not known."""
-NO_CLUSTER = "configuration source"
-"""In what SLURM's commands say on a machine that belongs to no cluster."""
 TIME_IS_OVER = "the time of its job was nearly over"
 NOTHING_SAVED = (
     "not queued again: the time of its job was over before anything new was saved; give it more time "
@@ -45,17 +44,15 @@ class SlurmJob:
     """The content of a job.
 
     Attributes:
-        words: what follows `python -m linnaeus.main`.
+        argv: what follows `python -m linnaeus.main`.
         folder: of a sweep's run, which keeps the output and how the run ended; None leaves both to SLURM.
-        seconds: what earlier processes of that run have taken.
         with_torchrun: whether to start a process for each GPU of each node; else one process in all.
         resumed_in: folder of the run of `train`; when the job has been queued again it goes on there. None
-            for words that say so themselves, or cannot be resumed.
+            for a command line that says so themselves, or cannot be resumed.
     """
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     folder: str | None = None
-    seconds: float = 0.0
     with_torchrun: bool = True
     resumed_in: str | None = None
 
@@ -69,13 +66,13 @@ class SlurmJob:
         if self.folder is not None and not _owns_run(Path(self.folder), script, index):
             return 0
         supervisor = Supervisor(_pass_on, (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT))
-        has_to_go = functools.partial(_has_to_go, supervisor)
+        requeue_reason = functools.cache(functools.partial(_requeue_reason, supervisor))  # one answer holds
         before = self._saved()
         with supervisor.listening():
-            code = self._run(supervisor, has_to_go, script.parent)
+            code = self._run(supervisor, requeue_reason, script.parent)
             if code == 0:
                 return 0
-            why = has_to_go()
+            why = requeue_reason()
             if why == TIME_IS_OVER and not self._may_repeat(before):
                 self._set_reason(NOTHING_SAVED, exit_code=1)
                 return 1
@@ -143,22 +140,22 @@ class SlurmJob:
     def _command(self, job_id: str, nodes: str, per_node: str, endpoint: str) -> list[str]:
         if not self.with_torchrun:
             srun = ["srun", "--nodes=1", "--ntasks=1", sys.executable, "-u"]
-            return [*srun, "-m", "linnaeus.main", *self.words]
+            return [*srun, "-m", "linnaeus.main", *self.argv]
         return [
             "srun", f"--nodes={nodes}", f"--ntasks={nodes}", sys.executable, "-u",
             "-m", torchrun.__name__, f"--nnodes={nodes}", f"--nproc-per-node={per_node}",
             f"--rdzv-id={job_id}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}",
-            "-m", "linnaeus.main", *self.words,
+            "-m", "linnaeus.main", *self.argv,
         ]  # fmt: skip
 
-    def _run(self, supervisor: Supervisor, has_to_go: Callable[[], str], marks: Path) -> int:
+    def _run(self, supervisor: Supervisor, requeue_reason: Callable[[], str], marks: Path) -> int:
         env = _environment(os.environ)
         endpoint = _endpoint(env)
         if self.folder is not None:
             command = self.command(env, endpoint)
             outcome = run_to_end(
-                Path(self.folder), command, supervisor, env=env, seconds=self.seconds,
-                was_stopped=lambda: bool(has_to_go()),
+                Path(self.folder), command, supervisor, env=env,
+                stopped_elsewhere=lambda: bool(requeue_reason()),
             )  # fmt: skip
             return outcome.exit_code if outcome.exit_code != 0 or outcome.finished else 1
         command = [*self.command(env, endpoint), *self._resume(env, marks)]
@@ -190,23 +187,37 @@ def main(path: Path) -> int:
     """Run the job of a submission that this process has been started for; returns the exit code."""
     index = int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
     content = json.loads(path.read_text(encoding="utf-8"))[index]
-    job = SlurmJob(**{**content, "words": tuple(content["words"])})
+    job = SlurmJob(**{**content, "argv": tuple(content["argv"])})
     return job.run(path.with_suffix(".sh"), index)
 
 
 def _owns_run(folder: Path, script: Path, index: int) -> bool:
-    """Whether this job is to run the run of a folder: it has not ended well, and no other job has it."""
+    """Whether this job is to run the run of a folder: it has not ended well, and no other job has it.
+
+    Two jobs may have the same script: sbatch was called again although the controller had taken the first
+    without an answer. While the record has no number, the job that begins first gets the run.
+    """
     own = _own_id()
     outcome, record = read_outcome(folder), read_record(folder)
     if outcome is not None and outcome.finished:
         print(f"{folder}: the run has ended well before")
         return False
-    if record is not None and (record.get("script"), record.get("index")) == (str(script), index):
-        write_slurm_record(folder, own)  # whoever has submitted this job has not noted its number, or not yet
-    elif record is None or record.get("id") != own:
-        print(f"{folder}: the run does not belong to this job, but to {record or 'none'}; nothing is done")
-        return False
-    return True
+    noted = (str(script), index, own)
+    if record is not None and noted == (record.get("script"), record.get("index"), record.get("id", own)):
+        holder = _claim(script.with_suffix(f".{index}"), own)
+        write_slurm_record(folder, holder)
+        if holder == own:
+            return True
+        record["id"] = holder
+    print(f"{folder}: the run does not belong to this job, but to {record or 'none'}; nothing is done")
+    return False
+
+
+def _claim(path: Path, own: str) -> str:
+    """The number of the job that has made a link; this job makes it where there is none."""
+    with suppress(FileExistsError):
+        path.symlink_to(own)  # made at once with its content, on a network file system too
+    return str(path.readlink())
 
 
 def _own_id() -> str:
@@ -252,7 +263,7 @@ def _environment(given: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def _pass_on(number: int, child: Child) -> None:
+def _pass_on(number: int, child: Child, num_signals: int) -> None:
     """The time is nearly over: SIGTERM to srun, which passes it to torchrun and its ranks on all nodes.
 
     They save a checkpoint. With SIGTERM SLURM ends the job; it has sent that to them itself.
@@ -261,11 +272,11 @@ def _pass_on(number: int, child: Child) -> None:
         child.send_signal(signal.SIGTERM)
 
 
-def _has_to_go(supervisor: Supervisor) -> str:
+def _requeue_reason(supervisor: Supervisor) -> str:
     """Why the job has to go: its time is nearly over, or another one takes its place; empty otherwise.
 
-    For the other job SLURM sends SIGTERM to torchrun alone, and does not queue a job again that ends by
-    itself.
+    On preemption SLURM sends SIGTERM to torchrun only, and does not requeue a job that exits by itself;
+    therefore the job requeues itself.
     """
     if signal.SIGUSR1 in supervisor.received:
         return TIME_IS_OVER
@@ -289,28 +300,14 @@ def was_preempted(shown: str) -> bool:
     return "PreemptTime" in times and times["PreemptTime"] >= times.get("StartTime", "")
 
 
-def is_out_of_reach(said: str) -> bool:
-    """Whether a command of SLURM has failed for want of the controller, by what it says.
-
-    >>> is_out_of_reach("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    True
-    >>> is_out_of_reach("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
-    True
-    >>> is_out_of_reach("sbatch: error: use --constraint=interconnect on partition gpu")
-    False
-    """
-    signs = f"unable to contact|connect failure|connection refused|timed out|zero bytes|{NO_CLUSTER}"
-    return re.search(signs, said, re.IGNORECASE) is not None
-
-
 def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
     """Call `scontrol`; a controller that restarts is waited for."""
     deadline = time.monotonic() + CONTROLLER_S
     while True:
-        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+        done = call("scontrol", *words)
         if done.returncode == 0 or time.monotonic() > deadline:
             return done
-        print(done.stderr.strip(), file=sys.stderr, flush=True)
+        print(said_by(done), file=sys.stderr, flush=True)
         if not is_out_of_reach(done.stderr):
             return done
         time.sleep(RETRY_S)

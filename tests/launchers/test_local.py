@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from linnaeus.errors import LinnaeusError
-from linnaeus.launchers import jobs, slurm
+from linnaeus.launchers import jobs, slurm_commands
 from linnaeus.launchers.interface import Job, Task
 from linnaeus.launchers.jobs import active_jobs, cancel, lost_outcome
 from linnaeus.launchers.local import Local, Share, divide
@@ -277,6 +277,7 @@ def test_a_process_that_does_not_say_who_it_is_cannot_be_ended(
     [
         "{}", "[]", "1", '{"launcher": "slurm", "id": 12}', '{"launcher": "local", "host": "a"}',
         '{"launcher": "local", "host": 1, "slot": 0}', '{"launcher": "slurm", "id": "1", "seconds": null}',
+        '{"launcher": "slurm", "script": "s.sh"}', '{"launcher": "slurm", "id": null, "script": ""}',
         '{"launcher": "local", "host": "a", "slot": 0, "child": 1}', '{"launcher": "other", "id": "1"}',
     ],
 )  # fmt: skip
@@ -307,7 +308,7 @@ def test_a_run_has_no_outcome_while_it_goes_on(launcher: Local, folder: Path) ->
 def test_an_outcome_that_is_final_hides_the_job_of_slurm(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "queue", lambda: "there is no squeue here")
+    monkeypatch.setattr(slurm_commands, "queue", lambda: "there is no squeue here")
     write_slurm_record(folder, "12")
     for outcome, is_shown in (
         (Outcome(1, 1.0, "no such model"), False), (Outcome(130, 1.0, "stopped"), True),
@@ -347,7 +348,7 @@ def test_a_signal_is_passed_on_once_whenever_it_comes() -> None:
     counts = []
     for moment in range(200):
         passed, count = list[int](), itertools.count()
-        supervisor = Supervisor(lambda number, _, passed=passed: passed.append(number))  # type: ignore[misc]
+        supervisor = Supervisor(lambda number, *_, passed=passed: passed.append(number))  # type: ignore[misc]
 
         def trace(frame: FrameType, event: str, _: object, moment: int = moment, count=count) -> Any:  # type: ignore[no-untyped-def]
             if frame.f_code.co_name not in ("wait", "_pass_on"):
