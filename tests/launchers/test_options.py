@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.launchers import local, options, sbatch, slurm, slurm_job
+from linnaeus.launchers import local, options, sbatch, slurm, slurm_commands, slurm_job
 from linnaeus.launchers.options import split_launch_options
 from linnaeus.launchers.sbatch import GRACE_S
 from tests.conftest import SMALL, Run
@@ -18,7 +18,7 @@ SLURM = ("--launcher", "slurm", "--dry-run")
 
 
 @pytest.mark.parametrize(
-    "module", [options, local, sbatch, slurm, slurm_job], ids=lambda module: module.__name__
+    "module", [options, local, sbatch, slurm_commands, slurm_job], ids=lambda module: module.__name__
 )
 def test_the_examples_in_the_docstrings(module: object) -> None:
     found = doctest.testmod(module)  # type: ignore[arg-type]
