@@ -119,14 +119,15 @@ class Local(Launcher):
     def room(self, active: Collection[Job]) -> int:
         """Number of shares of which no active run uses any GPU, less runs of unknown shares."""
         self.reap()
-        return max(min(len(self.shares) - len(active), len(self._free(active))), 0)
+        here = [job for job in active if job.slot is not None]  # those of SLURM need none
+        return max(min(len(self.shares) - len(here), len(self._free(here))), 0)
 
     def _free(self, active: Collection[Job]) -> list[int]:
         """The numbers of the shares that no run has, also none of a sweep with other shares."""
         return [
             number
             for number, share in enumerate(self.shares)
-            if not any(self._has(job, number, share) for job in active)
+            if not any(self._has(job, number, share) for job in active if job.slot is not None)
         ]
 
     def _has(self, job: Job, number: int, share: Share) -> bool:

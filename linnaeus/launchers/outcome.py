@@ -103,10 +103,16 @@ def _parse(written: dict[str, Any]) -> Outcome | None:
 
 def _is_newer(path: Path, other: Path) -> bool:
     """Whether a file was written after another one of the same folder; False where it is missing."""
+    times = stamp(path), stamp(other)
+    return times[0] is not None and times[1] is not None and times[0] > times[1]
+
+
+def stamp(path: Path) -> int | None:
+    """When a file was written, by its own server's clock, in nanoseconds; None where there is none."""
     try:
-        return path.stat().st_mtime_ns > other.stat().st_mtime_ns
+        return path.stat().st_mtime_ns
     except FileNotFoundError:
-        return False
+        return None
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from linnaeus.files import write_text_atomically
 from linnaeus.launchers import torchrun
-from linnaeus.launchers.outcome import OUTPUT, read_outcome, save_outcome
+from linnaeus.launchers.outcome import OUTPUT, read_outcome, save_outcome, stamp
 from linnaeus.launchers.record import read_record, write_slurm_record
 from linnaeus.launchers.slurm_commands import RETRY_S, call, is_out_of_reach, said_by
 from linnaeus.launchers.supervise import Child, Supervisor, run_to_end
@@ -73,36 +73,45 @@ class SlurmJob:
             if code == 0:
                 return 0
             why = requeue_reason()
-            if why == TIME_IS_OVER and not self._may_repeat(before):
-                self._set_reason(NOTHING_SAVED, exit_code=1)
+            if why == TIME_IS_OVER and not self._may_repeat(before, script.with_name(f"{_own_id()}.over")):
+                self._set_reason(NOTHING_SAVED)
                 return 1
             if why:
                 self._queue_again(why)
             elif signal.SIGTERM in supervisor.received:
-                self._set_reason(f"SLURM job {_own_id()} was ended with SIGTERM, as by scancel", code)
+                self._set_reason(f"SLURM job {_own_id()} was ended with SIGTERM, as by scancel")
             return code
 
     def _saved(self) -> int | None:
         """When the run's last checkpoint was written; None without any."""
         folder = self.folder or self.resumed_in
-        return None if folder is None else _stamp(Path(folder) / "checkpoints/last.pt")
+        return None if folder is None else stamp(Path(folder) / "checkpoints/last.pt")
 
-    def _may_repeat(self, before: int | None) -> bool:
-        """Whether the time of another job is of use: this one has saved something, or was the first.
+    def _may_repeat(self, before: int | None, mark: Path) -> bool:
+        """Whether as much time again is of use: something was saved, or this is the first time without.
 
         The first one may have found batch sizes, which are kept. A command that cannot be resumed would
         need as much time again.
+
+        Args:
+            before: when the checkpoint that was there before had been saved.
+            mark: a file of this job that says that its time was once over before anything was saved.
         """
         if self.folder is None and self.resumed_in is None:
             return False
-        return self._saved() != before or os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+        if self._saved() != before:
+            mark.unlink(missing_ok=True)
+            return True
+        is_first = not mark.exists()  # SLURM's count of restarts has preemptions too
+        mark.touch()
+        return is_first
 
-    def _set_reason(self, reason: str, exit_code: int) -> None:
+    def _set_reason(self, reason: str) -> None:
         """Say how the job has ended, in the run's outcome too."""
         self._say(reason)
         if self.folder is not None and (outcome := read_outcome(Path(self.folder))) is not None:
             reason = "; ".join(filter(None, [reason, outcome.reason]))
-            save_outcome(Path(self.folder), replace(outcome, exit_code=exit_code, reason=reason))
+            save_outcome(Path(self.folder), replace(outcome, reason=reason))
 
     def _queue_again(self, why: str) -> None:
         """Put this job back into the queue, and say so where the run's output ends."""
@@ -167,7 +176,7 @@ class SlurmJob:
         if self.resumed_in is None:
             return []
         mark = marks / f"{env['SLURM_JOB_ID']}.began"
-        written = str(_stamp(Path(self.resumed_in) / "config.yaml"))
+        written = str(stamp(Path(self.resumed_in) / "config.yaml"))
         if env.get("SLURM_RESTART_COUNT", "0") == "0" or not mark.exists():
             mark.write_text(written)  # of an earlier run: two times of one file server are comparable
             return []
@@ -225,14 +234,6 @@ def _own_id() -> str:
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     return os.environ["SLURM_JOB_ID"]
-
-
-def _stamp(path: Path) -> int | None:
-    """When a file was written, by its own server's clock, in nanoseconds; None where there is none."""
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return None
 
 
 def _endpoint(env: Mapping[str, str]) -> str:

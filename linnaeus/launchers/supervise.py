@@ -23,11 +23,13 @@ from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.launchers.outcome import (
     OUTCOME,
     OUTPUT,
+    RESULT,
     Outcome,
     is_stop,
     outcome_of,
     read_outcome,
     save_outcome,
+    stamp,
 )
 from linnaeus.launchers.record import identity, read_record, update_record
 from linnaeus.signals import handled
@@ -109,7 +111,7 @@ def run_to_end(
         stopped_elsewhere: asked of a run that has failed: whether somebody else has stopped it.
         pass_fds: descriptors that the process inherits.
     """
-    seconds = _seconds_before(folder)
+    seconds, result_before = _seconds_before(folder), stamp(folder / RESULT)
     update_record(folder, seconds=seconds)
     (folder / OUTCOME).unlink(missing_ok=True)
     began = time.monotonic()
@@ -130,15 +132,20 @@ def run_to_end(
     if not says_so and (supervisor.received or stopped_elsewhere()):
         exit_code = EXIT_INTERRUPTED  # its last words were cut off, or it was stopped before it could say any
     outcome = outcome_of(folder, exit_code, seconds + time.monotonic() - began, begin)
+    if outcome.was_interrupted and stamp(folder / RESULT) not in (None, result_before):
+        outcome = outcome_of(folder, 0, outcome.seconds)  # it had done all, and was about to end
     save_outcome(folder, outcome)
     return outcome
 
 
 def _seconds_before(folder: Path) -> float:
-    """What earlier processes of a run have taken, by how the last one ended, else by the run's record."""
-    if (earlier := read_outcome(folder)) is not None:
-        return earlier.seconds
-    return float((read_record(folder) or {}).get("seconds", 0.0))
+    """What earlier processes of a run have taken, by how the last one ended and by the run's record.
+
+    Each may know less than the other: `result.json` has the last training alone, the record only what was
+    before a job that was queued again.
+    """
+    earlier, record = read_outcome(folder), read_record(folder) or {}
+    return max(0.0 if earlier is None else earlier.seconds, record.get("seconds", 0.0))
 
 
 def kill(child: Child) -> None:

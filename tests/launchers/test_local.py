@@ -289,6 +289,26 @@ def test_a_damaged_record_is_none(folder: Path, content: str) -> None:
     cancel([folder])
 
 
+def test_a_run_that_is_stopped_after_its_result_has_finished(launcher: Local, folder: Path) -> None:
+    """A result of an earlier process does not count, which is the negative control."""
+    for old, program in ((True, "pass"), (False, f"open('{folder}/result.json', 'w').write('{RESULT}')")):
+        if old:
+            (folder / "result.json").write_text(RESULT)
+        save_outcome(folder, Outcome(130, 50.0))
+        start(launcher, folder, f"{program}\n{LASTING.format(saving=0)}")
+        wait_until(lambda: "up" in text(folder))
+        cancel([folder])
+        outcome = ended(folder)
+        assert (outcome.finished, outcome.was_stopped) == (not old, old)
+        (folder / OUTPUT).unlink()
+
+
+def test_what_a_run_took_is_not_replaced_by_its_training_alone(launcher: Local, folder: Path) -> None:
+    (folder / "result.json").write_text(RESULT)
+    start(launcher, folder, "pass", seconds=100.0)
+    assert ended(folder).seconds > 100, "the result has training_s alone"
+
+
 def test_a_run_has_no_outcome_while_it_goes_on(launcher: Local, folder: Path) -> None:
     """That of its earlier process would count when nobody sees its end."""
     save_outcome(folder, Outcome(130, 1000.0, "stopped by SIGINT"))
@@ -441,6 +461,14 @@ def test_gpus_of_runs_that_a_sweep_with_other_shares_has_started(
 def test_runs_that_share_a_gpu_have_shares_of_their_own() -> None:
     launcher = Local(divide(3, ["0"], []))
     assert launcher._free([Job("running", "", slot=1, gpus=("0",))]) == [0, 2]
+
+
+def test_jobs_of_slurm_need_no_share() -> None:
+    launcher = Local(divide(2, ["0", "1"], []))
+    queued = Job("pending", "SLURM job 1")
+    assert launcher.room([queued] * 3) == 2
+    assert launcher.room([queued, Job("running", "", slot=0, gpus=("0",))]) == 1
+    assert launcher._free([queued]) == [0, 1]
 
 
 def test_a_machine_without_gpus_changes_nothing_about_them() -> None:

@@ -313,7 +313,7 @@ class Started:
         self.folder = tmp_path / "run"
         (self.folder / "logs").mkdir(parents=True)
         self.script = tmp_path / "s.sh"
-        self._commands, self._env = commands, monkeypatch
+        self.commands, self._env = commands, monkeypatch
         self._requeued = tmp_path / "requeued"
         monkeypatch.setenv("SLURM_JOB_ID", "7")
         monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
@@ -329,7 +329,7 @@ class Started:
         self._env.setenv("SLURM_RESTART_COUNT", str(restarts))
         wait = "trap 'quit=1' TERM; " if number == signal.SIGUSR1 else "quit=1; "
         until = 'until [ "$quit" ]; do sleep 0.05; done'
-        stand_in(self._commands, "srun", f"{wait}kill -{number} {os.getpid()}; {until}; {does}; exit 143")
+        stand_in(self.commands, "srun", f"{wait}kill -{number} {os.getpid()}; {until}; {does}; exit 143")
         return self.job.run(self.script, 0)
 
     @property
@@ -351,9 +351,53 @@ def test_a_job_that_saves_nothing_in_its_time_is_not_queued_again_for_ever(start
     outcome = read_outcome(started.folder)
     assert started.num_requeues == 1
     assert outcome is not None
-    assert (outcome.exit_code, outcome.was_interrupted) == (1, False)
+    assert (outcome.exit_code, outcome.was_interrupted) == (143, True), "with more time it goes on"
     assert (outcome.reason or "").startswith(NOTHING_SAVED)
     assert NOTHING_SAVED in (started.folder / "logs/output.txt").read_text()
+
+
+def test_a_preemption_is_no_time_that_was_over(started: Started) -> None:
+    """The time of the third start is the first to be over; the negative control is the test above."""
+    assert started.run("true", restarts=2) == 143
+    assert started.num_requeues == 1
+
+
+def test_a_checkpoint_between_gives_another_chance(started: Started) -> None:
+    (started.folder / "checkpoints").mkdir()
+    save = f"date +%N > {started.folder}/checkpoints/last.pt"
+    codes = [started.run(does, restarts=number) for number, does in enumerate(("true", save, "true", "true"))]
+    assert codes == [143, 143, 143, 1]
+
+
+def test_the_controller_is_asked_once_why_a_job_failed(started: Started) -> None:
+    """Its second answer may differ: the outcome would be final, and the run would be queued again."""
+    later = f"echo '{JOB.format('2026-11-22T12:59:00')}'"
+    asked = f"{started.script}.asked"
+    stand_in(
+        started.commands, "scontrol",
+        f"[ \"$3\" = job ] || exit; [ -e {asked} ] && {{ {later}; exit; }}; "
+        f"touch {asked}; echo '{JOB.format(None)}'",
+    )  # fmt: skip
+    stand_in(started.commands, "srun", "exit 3")
+    submission(started.folder, started.script, 0)
+    assert started.job.run(started.script, 0) == 3
+    outcome = read_outcome(started.folder)
+    assert outcome is not None
+    assert not outcome.was_interrupted
+    assert "queued again" not in (started.folder / "logs/output.txt").read_text()
+
+
+def test_an_image_without_scontrol_runs_the_job(
+    started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (started.commands / "scontrol").unlink()
+    stand_in(started.commands, "srun", "exit 3")
+    monkeypatch.setenv("PATH", str(started.commands))
+    submission(started.folder, started.script, 0)
+    assert started.job.run(started.script, 0) == 3
+    outcome = read_outcome(started.folder)
+    assert outcome is not None
+    assert outcome.exit_code == 3
 
 
 def test_a_job_that_saves_a_checkpoint_is_queued_again(started: Started) -> None:
