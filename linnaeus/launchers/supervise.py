@@ -145,7 +145,7 @@ def _seconds_before(folder: Path) -> float:
     before a job that was queued again.
     """
     earlier, record = read_outcome(folder), read_record(folder) or {}
-    return max(0.0 if earlier is None else earlier.seconds, record.get("seconds", 0.0))
+    return max(0.0 if earlier is None else earlier.seconds, float(record.get("seconds", 0.0)))
 
 
 def kill(child: Child) -> None:
