@@ -120,6 +120,7 @@ class Slurm(Launcher):
         if said is None or is_out_of_reach(said):
             if problems := likely_misspelled(self._options):
                 raise ConfigError(problems)
+            logger.warning("SLURM does not answer here: sbatch has not judged the options")
         elif said:
             raise ConfigError(f"--slurm: sbatch refuses the job: {said}")
         return text

@@ -280,15 +280,19 @@ def test_what_sbatch_refuses_is_not_tried_again(commands: Path, tmp_path: Path) 
     assert (tmp_path / "calls").read_text() == "\n"
 
 
-def test_a_dry_run_is_judged_where_sbatch_is(commands: Path, tmp_path: Path) -> None:
+def test_a_dry_run_is_judged_where_sbatch_is(
+    commands: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     launcher = Slurm(tmp_path, {"plugin-option": "1"}, "name")
     stand_in(commands, "sbatch", "echo \"sbatch: unrecognized option '--plugin-option=1'\" >&2; exit 255")
     with pytest.raises(
         LinnaeusError, match="sbatch refuses the job: unrecognized option '--plugin-option=1'"
     ):
         launcher.dry_run(1)
+    assert not caplog.text
     stand_in(commands, "sbatch", f"cat >&2 <<'EOF'\n{UNCONFIGURED}EOF\nexit 1")
     assert "#SBATCH --plugin-option=1" in launcher.dry_run(1), "nobody could judge it"
+    assert "sbatch has not judged the options" in caplog.text
 
 
 def test_a_job_that_begins_before_its_number_is_noted_keeps_the_run(
