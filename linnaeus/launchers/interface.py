@@ -17,12 +17,12 @@ class Task:
 
     Attributes:
         folder: the run's, for its files; it exists.
-        words: what follows `python -m linnaeus.main`.
+        argv: what follows `python -m linnaeus.main`.
         seconds: what earlier processes of the run have taken.
     """
 
     folder: Path
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     seconds: float = 0.0
 
 

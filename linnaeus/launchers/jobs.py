@@ -6,13 +6,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from linnaeus.errors import EXIT_INTERRUPTED, LinnaeusError
-from linnaeus.launchers import slurm
+from linnaeus.launchers import slurm_commands
 from linnaeus.launchers.interface import Job
 from linnaeus.launchers.local import VISIBLE_GPUS, named_gpus
 from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, read_outcome
@@ -23,7 +23,6 @@ from linnaeus.launchers.record import (
     lives,
     read_record,
     training_process,
-    write_slurm_record,
 )
 
 START_S = 10.0
@@ -52,18 +51,17 @@ def active_jobs(folders: Iterable[Path]) -> dict[Path, Job]:
 
 
 def _in_queue(records: dict[Path, dict[str, Any]]) -> dict[Path, Job]:
-    """The runs whose job is in SLURM's queue; one that was submitted without a note of its number gets it."""
-    queue = slurm.queue()
+    """The runs whose job is in SLURM's queue."""
+    queue = slurm_commands.queue()
     if isinstance(queue, str):
-        return {folder: slurm.unknown(record.get("id"), queue) for folder, record in records.items()}
-    found = {}
-    for folder, record in records.items():
-        job_id = record.get("id") or queue.submitted.get((record["script"], record["index"]))
-        if job_id in queue.jobs:
-            found[folder] = queue.jobs[job_id]
-            if "id" not in record:
-                write_slurm_record(folder, job_id)
-    return found
+        return {folder: slurm_commands.unknown(record.get("id"), queue) for folder, record in records.items()}
+    ids = {folder: _job_id(record, queue) for folder, record in records.items()}
+    return {folder: queue.jobs[job_id] for folder, job_id in ids.items() if job_id in queue.jobs}
+
+
+def _job_id(record: dict[str, Any], queue: slurm_commands.Queue) -> str | None:
+    """The number of a run's job, also of one that was submitted without a note of it; None without a job."""
+    return record.get("id") or queue.submitted.get((record["script"], record["index"]))
 
 
 def lost_outcome(folder: Path) -> Outcome | None:
@@ -73,10 +71,12 @@ def lost_outcome(folder: Path) -> Outcome | None:
     nobody has started.
     """
     record = read_record(folder)
-    if record is None or "script" in record:  # submitted perhaps, but never begun
+    if record is None:
         return None
     if record["launcher"] == "slurm":
-        reason = slurm.why_gone(record["id"])
+        if "id" not in record:  # submitted perhaps, but never begun
+            return None
+        reason = slurm_commands.why_gone(record["id"])
     else:
         reason = f"{_local_name(record)} ended without writing an outcome: killed, or {OUTPUT} says why"
     return Outcome(EXIT_INTERRUPTED, record.get("seconds", 0.0), reason)
@@ -89,38 +89,66 @@ def cancel(folders: Collection[Path]) -> None:
         LinnaeusError: SLURM refuses, or does not answer; a run goes on on another machine, or has not said
             who it is. The others have been asked.
     """
-    ids, here, problems = list[str](), list[Path](), list[str]()
+    on_slurm, here, problems = list[dict[str, Any]](), list[Path](), list[str]()
     for folder in folders:
         record = read_record(folder) or {}
         if record.get("launcher") == "slurm":
-            ids += [record["id"]] if "id" in record else []
+            on_slurm.append(record)
         elif is_locked(folder):
             if record.get("host", socket.gethostname()) == socket.gethostname():
                 here.append(folder)
             else:
                 name = _local_name(record)
                 problems.append(f"{name}: goes on there, and can only be ended there (kill -INT)")
+    if problems := [*problems, *_interrupt_all(here), *_cancel_all(on_slurm)]:
+        raise LinnaeusError("; ".join(problems))
+
+
+def _interrupt_all(folders: Sequence[Path]) -> list[str]:
+    """Ask local runs of this machine to end; returns a sentence on those that name no process in time."""
     deadline = time.monotonic() + START_S
-    while here := [folder for folder in here if is_locked(folder) and not _interrupt(folder)]:
+    while folders := [folder for folder in folders if is_locked(folder) and not _interrupt(folder)]:
         if time.monotonic() > deadline:
-            names = ", ".join(str(folder / RECORD) for folder in here)
-            problems.append(f"{names}: names no process to end, {START_S:g} s after it was asked; ask again")
-            break
+            names = ", ".join(str(folder / RECORD) for folder in folders)
+            return [f"{names}: names no process to end, {START_S:g} s after it was asked; ask again"]
         time.sleep(0.05)  # they have just been started
+    return []
+
+
+def _cancel_all(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Cancel jobs of SLURM; returns a sentence for each problem."""
+    ids, problems = _job_ids(records)
     if ids:
         try:
-            slurm.cancel(ids)
+            slurm_commands.cancel(ids)
         except LinnaeusError as error:
             problems.append(str(error))
-    if problems:
-        raise LinnaeusError("; ".join(problems))
+    return problems
+
+
+def _job_ids(records: Sequence[dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """The numbers of jobs of SLURM, and a sentence for each script whose job has an unknown one.
+
+    SLURM is asked for those that nobody has noted; one that was never submitted has none.
+    """
+    unnoted = [record for record in records if "id" not in record]
+    queue = slurm_commands.queue() if unnoted else slurm_commands.Queue({}, {})
+    if isinstance(queue, str):
+        scripts = dict.fromkeys(record["script"] for record in unnoted)
+        problems = [
+            f"{script}: the number of its job is not known ({queue}); look with squeue --me "
+            "--format='%i %o', and cancel it with scancel" for script in scripts
+        ]  # fmt: skip
+        return [record["id"] for record in records if "id" in record], problems
+    return [job_id for record in records if (job_id := _job_id(record, queue))], []
 
 
 def cancel_command(folders: Collection[Path]) -> str:
     """How to cancel jobs of SLURM by hand, arrays as a whole; empty where none of the runs has one."""
     records = (read_record(folder) or {} for folder in folders)
-    ids = dict.fromkeys(record["id"].partition("_")[0] for record in records if "id" in record)
-    return f"scancel {' '.join(ids)}" if ids else ""
+    ids, _ = _job_ids([record for record in records if record.get("launcher") == "slurm"])
+    arrays = dict.fromkeys(job_id.partition("_")[0] for job_id in ids)
+    return f"scancel {' '.join(arrays)}" if arrays else ""
 
 
 def _interrupt(folder: Path) -> bool:

@@ -117,16 +117,17 @@ class Local(Launcher):
         return self.shares[0].num_processes
 
     def room(self, active: Collection[Job]) -> int:
-        """The shares that no run has, all or a part of."""
+        """Number of shares of which no active run uses any GPU, less runs of unknown shares."""
         self.reap()
-        return max(min(len(self.shares) - len(active), len(self._free(active))), 0)
+        here = [job for job in active if job.slot is not None]  # those of SLURM need none
+        return max(min(len(self.shares) - len(here), len(self._free(here))), 0)
 
     def _free(self, active: Collection[Job]) -> list[int]:
         """The numbers of the shares that no run has, also none of a sweep with other shares."""
         return [
             number
             for number, share in enumerate(self.shares)
-            if not any(self._has(job, number, share) for job in active)
+            if not any(self._has(job, number, share) for job in active if job.slot is not None)
         ]
 
     def _has(self, job: Job, number: int, share: Share) -> bool:
@@ -136,7 +137,7 @@ class Local(Launcher):
         return job.gpus is None or bool({*job.gpus} & {*share.gpus})
 
     def reap(self) -> int:
-        """Let go of the processes that have ended; returns how many of those started here have not."""
+        """Reap supervisors that have ended; returns the number of those started here that still run."""
         self._processes = [process for process in self._processes if process.poll() is None]
         return len(self._processes)
 
@@ -154,7 +155,7 @@ class Local(Launcher):
         share = self.shares[slot]
         record = {
             "launcher": "local", "host": socket.gethostname(), "slot": slot, "cores": share.cores,
-            "command": share.command(task.words), "env": share.env(), "seconds": task.seconds,
+            "command": share.command(task.argv), "env": share.env(), "seconds": task.seconds,
         }  # fmt: skip
         try:
             with (task.folder / OUTPUT).open("ab") as output:

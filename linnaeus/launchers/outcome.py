@@ -46,12 +46,17 @@ class Outcome:
     @property
     def was_stopped(self) -> bool:
         """Whether the run was asked to end, and did so with a checkpoint: Ctrl-C, or another signal."""
-        return self.exit_code - 128 in SIGNALS
+        return is_stop(self.exit_code)
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether somebody stopped the run or ended its process."""
-        return self.exit_code < 0 or self.was_stopped
+        """Whether somebody stopped the run or ended its process; a crash, such as SIGSEGV, is a failure."""
+        return self.was_stopped or -self.exit_code in (*SIGNALS, signal.SIGKILL, signal.SIGHUP)
+
+
+def is_stop(exit_code: int) -> bool:
+    """Whether an exit code is that of a run that ended because a signal asked it to."""
+    return exit_code - 128 in SIGNALS
 
 
 _NAMES = tuple(field.name for field in fields(Outcome))
@@ -76,7 +81,7 @@ def outcome_of(folder: Path, exit_code: int, seconds: float, begin: int = 0) -> 
 def read_outcome(folder: Path) -> Outcome | None:
     """How the last process in a folder ended; None when neither `outcome.json` nor `result.json` says so.
 
-    A run finishes without the one when its supervisor died first, or somebody went on with it by hand.
+    Only `result.json` exists where the supervisor died first, or somebody resumed the run by hand.
     """
     outcome = _parse(read_json(folder / OUTCOME) or {})
     if outcome is not None and (outcome.finished or not is_newer(folder / RESULT, folder / OUTCOME)):
@@ -100,10 +105,16 @@ def _parse(written: dict[str, Any]) -> Outcome | None:
 
 def is_newer(path: Path, other: Path) -> bool:
     """Whether a file was written after another one of the same folder; False where it is missing."""
+    times = stamp(path), stamp(other)
+    return times[0] is not None and times[1] is not None and times[0] > times[1]
+
+
+def stamp(path: Path) -> int | None:
+    """When a file was written, by its own server's clock, in nanoseconds; None where there is none."""
     try:
-        return path.stat().st_mtime_ns > other.stat().st_mtime_ns
-    except OSError:
-        return False
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:
@@ -121,10 +132,10 @@ def reason_of(folder: Path, exit_code: int, begin: int = 0) -> str | None:
     if exit_code == 0:
         return None
     if exit_code < 0:
-        name = signal.Signals(-exit_code).name
+        name = next((known.name for known in signal.Signals if known == -exit_code), f"signal {-exit_code}")
         return f"ended by {name}" + (", often for lack of host memory" if name == "SIGKILL" else "")
     lines = _last_lines(folder, begin)
-    if exit_code - 128 in SIGNALS:
+    if is_stop(exit_code):
         has_saved = checkpoint_file(folder, "last") is not None
         otherwise = "stopped after a checkpoint" if has_saved else "stopped before its first checkpoint"
         return next((line for line in reversed(lines) if "stopped by SIG" in line), otherwise)

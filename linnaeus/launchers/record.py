@@ -35,7 +35,8 @@ def _is_valid(record: dict[str, Any]) -> bool:
     if not isinstance(record.get("seconds", 0.0), int | float):
         return False
     if record.get("launcher") == "slurm":
-        return isinstance(record.get("id", record.get("script")), str)
+        names = isinstance(record.get("script"), str) and isinstance(record.get("index"), int)
+        return isinstance(record["id"], str) if "id" in record else names
     processes = [record[name] for name in PROCESSES if name in record]
     return (
         record.get("launcher") == "local"
@@ -61,24 +62,8 @@ def update_record(folder: Path, **changes: Any) -> None:
 
 
 def write_slurm_record(folder: Path, job_id: str) -> None:
-    """Note the job of SLURM that runs the run; raises what `write_record` does."""
-    write_record(folder, {"launcher": "slurm", "id": job_id})
-
-
-def write_submission(folder: Path, script: Path, index: int) -> None:
-    """Note which job is about to be submitted for the run, before it has a number.
-
-    Whoever submits may be killed before SLURM's answer. The script's name then tells the job from others.
-
-    Args:
-        folder: the run's.
-        script: that of the job, or of its array; no other submission has it.
-        index: of the job in the array.
-
-    Raises:
-        LinnaeusError, OSError: see `write_text_atomically`.
-    """
-    write_record(folder, {"launcher": "slurm", "script": str(script), "index": index})
+    """Note the number of the run's job of SLURM; raises what `write_record` does."""
+    update_record(folder, launcher="slurm", id=job_id)
 
 
 def forget_record(folder: Path) -> None:
@@ -111,8 +96,8 @@ def open_locked(folder: Path, record: dict[str, Any]) -> int:
 def is_locked(folder: Path) -> bool:
     """Whether a run that was started on a machine, this or another one, goes on.
 
-    The lock alone does not say so on this machine: a worker of a loader inherits it too, and may outlive the
-    training for a while. Nor does it hold the ranks that torchrun starts; they have the lock of the run.
+    On this machine the lock alone proves nothing: data-loader workers inherit it and may outlive training,
+    and torchrun's ranks do not inherit it (they hold the run's `.lock`).
     """
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)

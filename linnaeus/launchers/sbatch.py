@@ -59,13 +59,16 @@ def problems_with(options: Options) -> list[str]:
             "signal=B:USR1@SECONDS, which tells the job's script"
         )
         return problems
-    grace_s, time_s = int(signal[1] or SIGNAL_S), _seconds(options.get("time") or "")
-    if time_s is not None and time_s <= 2 * grace_s:
-        problems.append(
-            f"--slurm time={options['time']}: a run is told {grace_s} s before the end to save a checkpoint, "
-            "which leaves too little time to train; give it more time (a plain number is minutes), or "
-            "signal=B:USR1@SECONDS"
-        )
+    grace_s = int(signal[1] or SIGNAL_S)
+    if grace_s == 0:
+        problems.append(f"--slurm signal={options['signal']}: leaves no time for a checkpoint")
+    problems += [
+        f"--slurm {name}={options[name]}: a run is told {grace_s} s before the end to save a checkpoint, "
+        "which leaves too little time to train; give it more time (a plain number is minutes), or "
+        "signal=B:USR1@SECONDS"
+        for name in ("time", "time-min")
+        if (time_s := _seconds(options.get(name) or "")) and time_s <= 2 * grace_s
+    ]
     return problems
 
 
@@ -89,7 +92,7 @@ def likely_misspelled(options: Options) -> list[str]:
 
 
 def _seconds(text: str) -> int | None:
-    """A time as sbatch reads it, in seconds; None for no limit, or what sbatch will refuse.
+    """A time as sbatch reads it, in seconds; 0 or None for no limit, None also for what sbatch will refuse.
 
     >>> _seconds("90"), _seconds("1:30"), _seconds("4:00:00"), _seconds("1-12"), _seconds("UNLIMITED")
     (5400, 90, 14400, 129600, None)

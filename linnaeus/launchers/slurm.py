@@ -1,4 +1,4 @@
-"""Runs on SLURM: one job, or an array of jobs; the queue, and cancelling.
+"""Runs on SLURM: one job, or an array of jobs.
 
 submitit writes the job script. What it has for submitting and watching is not used: a job whose submission
 was broken off would not find its pickle, and the look at the jobs needs `sacct`, which clusters without
@@ -7,7 +7,6 @@ accounting do not have. What a job does is in a file beside its script, before i
 
 from __future__ import annotations
 
-import getpass
 import logging
 import os
 import re
@@ -18,8 +17,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.launchers import slurm_job
 from linnaeus.launchers.interface import Job, Launcher, Task
 from linnaeus.launchers.options import LaunchOptions
-from linnaeus.launchers.record import read_record, write_slurm_record, write_submission
+from linnaeus.launchers.record import read_record, write_record, write_slurm_record
 from linnaeus.launchers.sbatch import (
     GRACE_S,
     REFUSED,
@@ -37,15 +35,22 @@ from linnaeus.launchers.sbatch import (
     num_per_node,
     num_processes,
 )
-from linnaeus.launchers.slurm_job import NO_CLUSTER, RETRY_S, SlurmJob, is_out_of_reach, save_jobs
+from linnaeus.launchers.slurm_commands import (
+    NO_CLUSTER,
+    RETRY_S,
+    Queue,
+    call,
+    is_out_of_reach,
+    queue,
+    said_by,
+)
+from linnaeus.launchers.slurm_job import SlurmJob, save_jobs
 from linnaeus.words import counted
 
 FOLDER = "slurm"
 """Below the current folder: the scripts and logs of single commands."""
 SUBMIT_S = 120
 """Longest wait at submission for a controller that does not answer, in seconds."""
-COMMAND_TIMEOUT_S = 120
-"""SLURM's commands wait this long for a busy controller by themselves."""
 
 logger = logging.getLogger("linnaeus.launchers.slurm")
 
@@ -115,6 +120,7 @@ class Slurm(Launcher):
         if said is None or is_out_of_reach(said):
             if problems := likely_misspelled(self._options):
                 raise ConfigError(problems)
+            logger.warning("SLURM does not answer here: sbatch has not judged the options")
         elif said:
             raise ConfigError(f"--slurm: sbatch refuses the job: {said}")
         return text
@@ -131,8 +137,9 @@ class Slurm(Launcher):
                 "--launcher slurm: there is no sbatch here; run this on a login node of the cluster, or use "
                 "--dry-run to see the script"
             )
-        deadline = time.monotonic() + SUBMIT_S
+        deadline: float | None = None
         while is_out_of_reach(said := self._judge(text)):
+            deadline = deadline or time.monotonic() + SUBMIT_S
             if NO_CLUSTER in said or time.monotonic() > deadline:
                 raise ConfigError(f"--launcher slurm: SLURM does not answer here: {said}")
             logger.warning("sbatch: %s; it is tried again", said)
@@ -148,7 +155,7 @@ class Slurm(Launcher):
             file.write(text)
             file.flush()
             done = _sbatch("--test-only", Path(file.name), text)
-        return "" if done.returncode == 0 else _said(done).replace(file.name, "the script") or "it fails"
+        return "" if done.returncode == 0 else said_by(done).replace(file.name, "the script") or "it fails"
 
     def _note(self) -> str:
         """A warning where the job's processes may have to share one CPU core; empty otherwise."""
@@ -163,20 +170,24 @@ class Slurm(Launcher):
     def submit(self, tasks: Sequence[Task], active: Collection[Job] = ()) -> None:
         """Submit runs of a sweep, several as an array, and note the job of each.
 
+        The script is noted before it is submitted: whoever submits may be killed before SLURM's answer. Its
+        name then tells the job from others.
+
         Raises:
             LinnaeusError: sbatch has refused them.
         """
 
         def note(script: Path) -> None:
             for index, task in enumerate(tasks):
-                write_submission(task.folder, script, index)
+                record = {"launcher": "slurm", "script": str(script), "index": index, "seconds": task.seconds}
+                write_record(task.folder, record)
 
-        jobs = [SlurmJob(task.words, str(task.folder.resolve()), task.seconds) for task in tasks]
+        jobs = [SlurmJob(task.argv, str(task.folder.resolve())) for task in tasks]
         job_ids = self.submit_jobs(jobs, note)
         numbers = " to ".join(dict.fromkeys((job_ids[0], job_ids[-1])))
         logger.info("%s submitted as SLURM job %s", counted(len(tasks), "run"), numbers)
         for task, job_id in zip(tasks, job_ids, strict=True):
-            if "script" in (read_record(task.folder) or {}):  # else the job has begun, and noted its number
+            if "id" not in (read_record(task.folder) or {}):  # else the job has begun, and noted its number
                 write_slurm_record(task.folder, job_id)
 
     def submit_jobs(
@@ -203,33 +214,34 @@ class Slurm(Launcher):
 
     def _number(self, script: Path, text: str) -> str:
         """Submit a script; returns the number of the job, which a controller that is busy may have taken."""
-        deadline = time.monotonic() + SUBMIT_S
+        deadline: float | None = None
         while True:
             done = _sbatch("--parsable", script, text)
             number = re.search(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)
             if done.returncode == 0 and number is not None:
                 return number[1]
-            said = _said(done)
+            said = said_by(done)
             if not is_out_of_reach(said):
                 raise LinnaeusError(f"sbatch has refused the job: {said}")
             logger.warning("sbatch: %s; it is tried again", said)
+            deadline = deadline or time.monotonic() + SUBMIT_S  # sbatch itself may have waited as long
             found: Queue | str = said
             while isinstance(found, str):
+                time.sleep(RETRY_S)
+                found = queue()
+                if not isinstance(found, str) and (taken := found.number_of(script)):
+                    return taken
                 if time.monotonic() > deadline:
                     raise LinnaeusError(
                         f"SLURM does not answer, and may have taken the job ({said}): look with squeue --me; "
                         "the same command of a sweep finds its jobs by itself"
                     )
-                time.sleep(RETRY_S)
-                found = queue()
-            taken = [job for (path, _), job in found.submitted.items() if path == str(script)]
-            if taken:
-                return taken[0].partition("_")[0]
 
-    def log(self, job_id: str) -> str:
-        """The file with the output of a job."""
-        default = f"{self.folder}/{job_id}.out"
-        return (self._options.get("output") or default).replace("%j", job_id).replace("%A_%a", job_id)
+    def log(self, job_id: str) -> str | None:
+        """The file with the output of a single job; None where its name depends on what SLURM knows alone."""
+        pattern = self._options.get("output") or f"{self.folder}/%j.out"
+        known = {"%j": job_id, "%x": self._options.get("job-name") or self._name}
+        return None if re.search(r"%(?![jx])", pattern) else re.sub("%[jx]", lambda at: known[at[0]], pattern)
 
     def _parameters(self, num_jobs: int) -> dict[str, Any]:
         """Parameters of submitit; options of sbatch go by the names that they have in Python there."""
@@ -298,11 +310,12 @@ def submit_command(
         return slurm.dry_run(1)
     slurm.check(1)
     [job_id] = slurm.submit_jobs([job])
-    log = shlex.quote(slurm.log(job_id))
+    if (log := slurm.log(job_id)) is None:
+        where = f"log:    as output={options.slurm['output']} says\n"
+    else:
+        where = f"log:    {shlex.quote(log)}\nfollow: tail --retry --follow=name {shlex.quote(log)}\n"
     return (
-        f"submitted as SLURM job {job_id}: linnaeus {shlex.join([command, *words])}\n"
-        f"log:    {log}\n"
-        f"follow: tail --retry --follow=name {log}\n"
+        f"submitted as SLURM job {job_id}: linnaeus {shlex.join([command, *words])}\n{where}"
         f"state:  squeue --jobs={job_id}\n"
         f"cancel: scancel {job_id}\n"
     )
@@ -323,81 +336,6 @@ def _submitit() -> Any:
     return submitit
 
 
-@dataclass(frozen=True)
-class Queue:
-    """This user's jobs that SLURM has not ended.
-
-    Attributes:
-        jobs: by their numbers.
-        submitted: the numbers by the script of a job, and its index in the script's array.
-    """
-
-    jobs: dict[str, Job]
-    submitted: dict[tuple[str, int], str]
-
-
-def queue() -> Queue | str:
-    """What SLURM has in its queue, or in a few words why it does not answer."""
-    if shutil.which("squeue") is None:
-        return "there is no squeue here"
-    done = _call("squeue", "--noheader", "--array", f"--user={getpass.getuser()}", "--format=%i|%T|%r|%o")
-    if done.returncode != 0:
-        return _said(done).rpartition("; ")[2] or "squeue fails"  # the last line says what it comes to
-    return parse_queue(done.stdout)
-
-
-def parse_queue(text: str) -> Queue:
-    """What `squeue --noheader --array --format=%i|%T|%r|%o` prints: number, state, reason, script."""
-    found = Queue({}, {})
-    for line in text.splitlines():
-        if line.count("|") < 3:  # such as "CLUSTER: name"
-            continue
-        number, state, reason, script = line.strip().split("|", 3)
-        is_running = state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
-        why = "" if is_running or reason == "None" else reason
-        found.jobs[number] = Job("running" if is_running else "pending", _title(number), why)
-        index = number.partition("_")[2]
-        found.submitted[script, int(index) if index.isdecimal() else 0] = number
-    return found
-
-
-def unknown(job_id: str | None, why: str) -> Job:
-    """A job that SLURM says nothing of, perhaps not even its number."""
-    return Job("unknown", _title(job_id), why)
-
-
-def why_gone(job_id: str) -> str:
-    """Why a job is no longer in the queue although its run has not ended, as far as SLURM knows."""
-    return parse_gone(job_id, _call("scontrol", "--oneliner", "show", "job", job_id).stdout)
-
-
-def parse_gone(job_id: str, text: str) -> str:
-    """The same from what `scontrol --oneliner show job` prints; nothing of a job that SLURM has forgotten.
-
-    >>> parse_gone("4", "JobId=4 JobName=a b=c JobState=NODE_FAIL Reason=NodeDown Restarts=0")
-    "SLURM job 4 has ended as NODE_FAIL (SLURM's reason: NodeDown)"
-    """
-    state, reason = (re.search(rf" {name}=(\S+)", text) for name in ("JobState", "Reason"))
-    if state is None:
-        return f"{_title(job_id)} has ended without writing an outcome: cancelled, or killed with its node"
-    return f"{_title(job_id)} has ended as {state[1]} (SLURM's reason: {reason[1] if reason else 'None'})"
-
-
-def cancel(job_ids: Sequence[str]) -> None:
-    """End jobs; those that run are given time for a checkpoint, `KillWait` seconds, 30 by default.
-
-    Raises:
-        LinnaeusError: SLURM refuses, or does not answer.
-    """
-    done = _call("scancel", *job_ids)
-    if done.returncode != 0:
-        raise LinnaeusError(f"scancel {' '.join(job_ids)}: {_said(done)}")
-
-
-def _title(job_id: str | None) -> str:
-    return f"SLURM job {job_id or 'without a known number'}"
-
-
 def _sbatch(mode: str, script: Path, text: str) -> subprocess.CompletedProcess[str]:
     """Call sbatch with the options of a script as arguments too: variables SBATCH_* rank above the script.
 
@@ -409,25 +347,4 @@ def _sbatch(mode: str, script: Path, text: str) -> subprocess.CompletedProcess[s
         name: value for name, value in os.environ.items()
         if name not in refused and not name.startswith(("SLURM_ARRAY_", "SLURM_RESTART_COUNT"))
     }  # fmt: skip
-    return _call("sbatch", mode, *options, str(script), env=env)
-
-
-def _said(done: subprocess.CompletedProcess[str]) -> str:
-    """What a command of SLURM that has failed says, on one line and without its own name.
-
-    >>> _said(subprocess.CompletedProcess([], 1, "", "squeue: error: No such host\\nsqueue: fatal: Gave up"))
-    'No such host; Gave up'
-    """
-    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    return "; ".join(re.sub(r"^\w+: ((error|fatal): )?", "", line.strip()) for line in lines if line.strip())
-
-
-def _call(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command of SLURM; one that does not answer in time has failed."""
-    try:
-        return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=env,
-            timeout=COMMAND_TIMEOUT_S, start_new_session=True,  # Ctrl-C in the terminal would break it off
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, 1, "", str(error))
+    return call("sbatch", mode, *options, str(script), env=env)

@@ -16,23 +16,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from linnaeus.files import write_text_atomically
 from linnaeus.launchers import torchrun
-from linnaeus.launchers.outcome import OUTPUT, read_outcome, save_outcome
+from linnaeus.launchers.outcome import OUTPUT, read_outcome, save_outcome, stamp
 from linnaeus.launchers.record import read_record, write_slurm_record
+from linnaeus.launchers.slurm_commands import RETRY_S, call, is_out_of_reach, said_by
 from linnaeus.launchers.supervise import Child, Supervisor, run_to_end
 
 CONTROLLER_S = 600
 """Longest wait for a restarting controller, in seconds."""
-RETRY_S = 5.0
 RESUME = "TRAIN.AUTO_RESUME=True"
 NODES, PER_NODE = "NODES", "GPUS_OF_A_NODE_OR_1"
 """Stand for numbers in a described command, as long as they are not known."""
-NO_CLUSTER = "configuration source"
-"""In what SLURM's commands say on a machine that belongs to no cluster."""
 TIME_IS_OVER = "the time of its job was nearly over"
 NOTHING_SAVED = (
     "not queued again: the time of its job was over before anything new was saved; give it more time "
@@ -45,17 +44,15 @@ class SlurmJob:
     """The content of a job.
 
     Attributes:
-        words: what follows `python -m linnaeus.main`.
+        argv: what follows `python -m linnaeus.main`.
         folder: of a sweep's run, which keeps the output and how the run ended; None leaves both to SLURM.
-        seconds: what earlier processes of that run have taken.
         with_torchrun: whether to start a process for each GPU of each node; else one process in all.
         resumed_in: folder of the run of `train`; when the job has been queued again it goes on there. None
-            for words that say so themselves, or cannot be resumed.
+            for a command line that says so themselves, or cannot be resumed.
     """
 
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     folder: str | None = None
-    seconds: float = 0.0
     with_torchrun: bool = True
     resumed_in: str | None = None
 
@@ -69,43 +66,52 @@ class SlurmJob:
         if self.folder is not None and not _owns_run(Path(self.folder), script, index):
             return 0
         supervisor = Supervisor(_pass_on, (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT))
-        has_to_go = functools.partial(_has_to_go, supervisor)
+        requeue_reason = functools.cache(functools.partial(_requeue_reason, supervisor))  # one answer holds
         before = self._saved()
         with supervisor.listening():
-            code = self._run(supervisor, has_to_go, script.parent)
+            code = self._run(supervisor, requeue_reason, script.parent)
             if code == 0:
                 return 0
-            why = has_to_go()
-            if why == TIME_IS_OVER and not self._may_repeat(before):
-                self._set_reason(NOTHING_SAVED, exit_code=1)
+            why = requeue_reason()
+            if why == TIME_IS_OVER and not self._may_repeat(before, script.with_name(f"{_own_id()}.over")):
+                self._set_reason(NOTHING_SAVED)
                 return 1
             if why:
                 self._queue_again(why)
             elif signal.SIGTERM in supervisor.received:
-                self._set_reason(f"SLURM job {_own_id()} was ended with SIGTERM, as by scancel", code)
+                self._set_reason(f"SLURM job {_own_id()} was ended with SIGTERM, as by scancel")
             return code
 
     def _saved(self) -> int | None:
         """When the run's last checkpoint was written; None without any."""
         folder = self.folder or self.resumed_in
-        return None if folder is None else _stamp(Path(folder) / "checkpoints/last.pt")
+        return None if folder is None else stamp(Path(folder) / "checkpoints/last.pt")
 
-    def _may_repeat(self, before: int | None) -> bool:
-        """Whether the time of another job is of use: this one has saved something, or was the first.
+    def _may_repeat(self, before: int | None, mark: Path) -> bool:
+        """Whether as much time again is of use: something was saved, or this is the first time without.
 
         The first one may have found batch sizes, which are kept. A command that cannot be resumed would
         need as much time again.
+
+        Args:
+            before: when the checkpoint that was there before had been saved.
+            mark: a file of this job that says that its time was once over before anything was saved.
         """
         if self.folder is None and self.resumed_in is None:
             return False
-        return self._saved() != before or os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+        if self._saved() != before:
+            mark.unlink(missing_ok=True)
+            return True
+        is_first = not mark.exists()  # SLURM's count of restarts has preemptions too
+        mark.touch()
+        return is_first
 
-    def _set_reason(self, reason: str, exit_code: int) -> None:
+    def _set_reason(self, reason: str) -> None:
         """Say how the job has ended, in the run's outcome too."""
         self._say(reason)
         if self.folder is not None and (outcome := read_outcome(Path(self.folder))) is not None:
             reason = "; ".join(filter(None, [reason, outcome.reason]))
-            save_outcome(Path(self.folder), replace(outcome, exit_code=exit_code, reason=reason))
+            save_outcome(Path(self.folder), replace(outcome, reason=reason))
 
     def _queue_again(self, why: str) -> None:
         """Put this job back into the queue, and say so where the run's output ends."""
@@ -143,22 +149,22 @@ class SlurmJob:
     def _command(self, job_id: str, nodes: str, per_node: str, endpoint: str) -> list[str]:
         if not self.with_torchrun:
             srun = ["srun", "--nodes=1", "--ntasks=1", sys.executable, "-u"]
-            return [*srun, "-m", "linnaeus.main", *self.words]
+            return [*srun, "-m", "linnaeus.main", *self.argv]
         return [
             "srun", f"--nodes={nodes}", f"--ntasks={nodes}", sys.executable, "-u",
             "-m", torchrun.__name__, f"--nnodes={nodes}", f"--nproc-per-node={per_node}",
             f"--rdzv-id={job_id}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}",
-            "-m", "linnaeus.main", *self.words,
+            "-m", "linnaeus.main", *self.argv,
         ]  # fmt: skip
 
-    def _run(self, supervisor: Supervisor, has_to_go: Callable[[], str], marks: Path) -> int:
+    def _run(self, supervisor: Supervisor, requeue_reason: Callable[[], str], marks: Path) -> int:
         env = _environment(os.environ)
         endpoint = _endpoint(env)
         if self.folder is not None:
             command = self.command(env, endpoint)
             outcome = run_to_end(
-                Path(self.folder), command, supervisor, env=env, seconds=self.seconds,
-                was_stopped=lambda: bool(has_to_go()),
+                Path(self.folder), command, supervisor, env=env,
+                stopped_elsewhere=lambda: bool(requeue_reason()),
             )  # fmt: skip
             return outcome.exit_code if outcome.exit_code != 0 or outcome.finished else 1
         command = [*self.command(env, endpoint), *self._resume(env, marks)]
@@ -170,7 +176,7 @@ class SlurmJob:
         if self.resumed_in is None:
             return []
         mark = marks / f"{env['SLURM_JOB_ID']}.began"
-        written = str(_stamp(Path(self.resumed_in) / "config.yaml"))
+        written = str(stamp(Path(self.resumed_in) / "config.yaml"))
         if env.get("SLURM_RESTART_COUNT", "0") == "0" or not mark.exists():
             mark.write_text(written)  # of an earlier run: two times of one file server are comparable
             return []
@@ -190,23 +196,37 @@ def main(path: Path) -> int:
     """Run the job of a submission that this process has been started for; returns the exit code."""
     index = int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))
     content = json.loads(path.read_text(encoding="utf-8"))[index]
-    job = SlurmJob(**{**content, "words": tuple(content["words"])})
+    job = SlurmJob(**{**content, "argv": tuple(content["argv"])})
     return job.run(path.with_suffix(".sh"), index)
 
 
 def _owns_run(folder: Path, script: Path, index: int) -> bool:
-    """Whether this job is to run the run of a folder: it has not ended well, and no other job has it."""
+    """Whether this job is to run the run of a folder: it has not ended well, and no other job has it.
+
+    Two jobs may have the same script: sbatch was called again although the controller had taken the first
+    without an answer. While the record has no number, the job that begins first gets the run.
+    """
     own = _own_id()
     outcome, record = read_outcome(folder), read_record(folder)
     if outcome is not None and outcome.finished:
         print(f"{folder}: the run has ended well before")
         return False
-    if record is not None and (record.get("script"), record.get("index")) == (str(script), index):
-        write_slurm_record(folder, own)  # whoever has submitted this job has not noted its number, or not yet
-    elif record is None or record.get("id") != own:
-        print(f"{folder}: the run does not belong to this job, but to {record or 'none'}; nothing is done")
-        return False
-    return True
+    noted = (str(script), index, own)
+    if record is not None and noted == (record.get("script"), record.get("index"), record.get("id", own)):
+        holder = _claim(script.with_suffix(f".{index}"), own)
+        write_slurm_record(folder, holder)
+        if holder == own:
+            return True
+        record["id"] = holder
+    print(f"{folder}: the run does not belong to this job, but to {record or 'none'}; nothing is done")
+    return False
+
+
+def _claim(path: Path, own: str) -> str:
+    """The number of the job that has made a link; this job makes it where there is none."""
+    with suppress(FileExistsError):
+        path.symlink_to(own)  # made at once with its content, on a network file system too
+    return str(path.readlink())
 
 
 def _own_id() -> str:
@@ -214,14 +234,6 @@ def _own_id() -> str:
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     return os.environ["SLURM_JOB_ID"]
-
-
-def _stamp(path: Path) -> int | None:
-    """When a file was written, by its own server's clock, in nanoseconds; None where there is none."""
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return None
 
 
 def _endpoint(env: Mapping[str, str]) -> str:
@@ -252,7 +264,7 @@ def _environment(given: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def _pass_on(number: int, child: Child) -> None:
+def _pass_on(number: int, child: Child, num_signals: int) -> None:
     """The time is nearly over: SIGTERM to srun, which passes it to torchrun and its ranks on all nodes.
 
     They save a checkpoint. With SIGTERM SLURM ends the job; it has sent that to them itself.
@@ -261,11 +273,11 @@ def _pass_on(number: int, child: Child) -> None:
         child.send_signal(signal.SIGTERM)
 
 
-def _has_to_go(supervisor: Supervisor) -> str:
+def _requeue_reason(supervisor: Supervisor) -> str:
     """Why the job has to go: its time is nearly over, or another one takes its place; empty otherwise.
 
-    For the other job SLURM sends SIGTERM to torchrun alone, and does not queue a job again that ends by
-    itself.
+    On preemption SLURM sends SIGTERM to torchrun only, and does not requeue a job that exits by itself;
+    therefore the job requeues itself.
     """
     if signal.SIGUSR1 in supervisor.received:
         return TIME_IS_OVER
@@ -289,28 +301,14 @@ def was_preempted(shown: str) -> bool:
     return "PreemptTime" in times and times["PreemptTime"] >= times.get("StartTime", "")
 
 
-def is_out_of_reach(said: str) -> bool:
-    """Whether a command of SLURM has failed for want of the controller, by what it says.
-
-    >>> is_out_of_reach("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    True
-    >>> is_out_of_reach("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
-    True
-    >>> is_out_of_reach("sbatch: error: use --constraint=interconnect on partition gpu")
-    False
-    """
-    signs = f"unable to contact|connect failure|connection refused|timed out|zero bytes|{NO_CLUSTER}"
-    return re.search(signs, said, re.IGNORECASE) is not None
-
-
 def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
     """Call `scontrol`; a controller that restarts is waited for."""
     deadline = time.monotonic() + CONTROLLER_S
     while True:
-        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+        done = call("scontrol", *words)
         if done.returncode == 0 or time.monotonic() > deadline:
             return done
-        print(done.stderr.strip(), file=sys.stderr, flush=True)
+        print(said_by(done), file=sys.stderr, flush=True)
         if not is_out_of_reach(done.stderr):
             return done
         time.sleep(RETRY_S)

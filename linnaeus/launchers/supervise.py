@@ -20,18 +20,29 @@ from types import FrameType
 import psutil
 
 from linnaeus.errors import EXIT_INTERRUPTED
-from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, outcome_of, read_outcome, save_outcome
+from linnaeus.launchers.outcome import (
+    OUTCOME,
+    OUTPUT,
+    RESULT,
+    Outcome,
+    is_stop,
+    outcome_of,
+    read_outcome,
+    save_outcome,
+    stamp,
+)
 from linnaeus.launchers.record import identity, read_record, update_record
-from linnaeus.signals import SIGNALS, handled
+from linnaeus.signals import handled
 
 Child = subprocess.Popen[bytes]
 
 
 class Supervisor:
-    """Notes the signals to stop, and passes them to the process of a run.
+    """Forwards stop signals to the process of a run, also those that arrive before it exists.
 
     Args:
-        react: called in the main thread for each signal, with its number and the process, once there is one.
+        react: called in the main thread for each signal, with its number, the process, and how many signals
+            there have been.
         signals: what to listen to.
 
     Attributes:
@@ -40,7 +51,7 @@ class Supervisor:
 
     def __init__(
         self,
-        react: Callable[[int, Child], object],
+        react: Callable[[int, Child, int], object],
         signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
     ) -> None:
         self.received: list[int] = []
@@ -74,7 +85,7 @@ class Supervisor:
                 number = self._to_pass_on.popleft()
             except IndexError:
                 return
-            self._react(number, self._child)
+            self._react(number, self._child, len(self.received))
 
 
 def run_to_end(
@@ -83,9 +94,8 @@ def run_to_end(
     supervisor: Supervisor,
     *,
     env: Mapping[str, str],
-    seconds: float = 0.0,
     started: Callable[[Child], object] = lambda _: None,
-    was_stopped: Callable[[], bool] = lambda: False,
+    stopped_elsewhere: Callable[[], bool] = lambda: False,
     pass_fds: Sequence[int] = (),
 ) -> Outcome:
     """Run the process of a run and write how it ended; its output is appended to the run's.
@@ -97,14 +107,11 @@ def run_to_end(
         command: what to execute.
         supervisor: passes signals on; a run that they stop counts as interrupted, whatever its exit code.
         env: the environment.
-        seconds: what earlier processes of the run have taken, unless its outcome or its record says so.
         started: called with the process.
-        was_stopped: asked of a run that has failed: whether somebody else has stopped it.
+        stopped_elsewhere: asked of a run that has failed: whether somebody else has stopped it.
         pass_fds: descriptors that the process inherits.
     """
-    seconds = (read_record(folder) or {}).get("seconds", seconds)
-    if (earlier := read_outcome(folder)) is not None:
-        seconds = earlier.seconds
+    seconds, result_before = _seconds_before(folder), stamp(folder / RESULT)
     update_record(folder, seconds=seconds)
     (folder / OUTCOME).unlink(missing_ok=True)
     began = time.monotonic()
@@ -121,12 +128,24 @@ def run_to_end(
         )
         started(child)
         exit_code = supervisor.wait(child)
-    is_signal = exit_code - 128 in SIGNALS
-    if exit_code != 0 and not is_signal and (supervisor.received or was_stopped()):
+    says_so = exit_code == 0 or is_stop(exit_code)
+    if not says_so and (supervisor.received or stopped_elsewhere()):
         exit_code = EXIT_INTERRUPTED  # its last words were cut off, or it was stopped before it could say any
     outcome = outcome_of(folder, exit_code, seconds + time.monotonic() - began, begin)
+    if outcome.was_interrupted and stamp(folder / RESULT) not in (None, result_before):
+        outcome = outcome_of(folder, 0, outcome.seconds)  # it had done all, and was about to end
     save_outcome(folder, outcome)
     return outcome
+
+
+def _seconds_before(folder: Path) -> float:
+    """What earlier processes of a run have taken, by how the last one ended and by the run's record.
+
+    Each may know less than the other: `result.json` has the last training alone, the record only what was
+    before a job that was queued again.
+    """
+    earlier, record = read_outcome(folder), read_record(folder) or {}
+    return max(0.0 if earlier is None else earlier.seconds, float(record.get("seconds", 0.0)))
 
 
 def kill(child: Child) -> None:
@@ -138,16 +157,12 @@ def kill(child: Child) -> None:
     child.kill()
 
 
-def _stop_or_kill(supervisor: Callable[[], Supervisor]) -> Callable[[int, Child], object]:
+def _stop_or_kill(_: int, child: Child, num_signals: int) -> None:
     """The first signal is passed on as Ctrl-C, with which the run saves a checkpoint; the next one kills."""
-
-    def react(_: int, child: Child) -> None:
-        if len(supervisor().received) == 1:
-            child.send_signal(signal.SIGINT)
-        else:
-            kill(child)
-
-    return react
+    if num_signals == 1:
+        child.send_signal(signal.SIGINT)
+    else:
+        kill(child)
 
 
 def main(folder: Path, descriptor: int) -> int:
@@ -157,7 +172,7 @@ def main(folder: Path, descriptor: int) -> int:
     if record["cores"]:
         with suppress(OSError):  # not allowed in this container: the run may use all
             os.sched_setaffinity(0, record["cores"])
-    supervisor: Supervisor = Supervisor(_stop_or_kill(lambda: supervisor))
+    supervisor = Supervisor(_stop_or_kill)
     with supervisor.listening():  # from here on the process may be told to stop, and says who it is
         update_record(folder, supervisor=identity(os.getpid()))
         outcome = run_to_end(
@@ -165,7 +180,6 @@ def main(folder: Path, descriptor: int) -> int:
             record["command"],
             supervisor,
             env={**os.environ, **record["env"]},
-            seconds=record["seconds"],
             started=lambda child: update_record(folder, child=identity(child.pid)),
             pass_fds=[descriptor],
         )

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from linnaeus.errors import LinnaeusError
-from linnaeus.launchers import jobs, slurm
+from linnaeus.launchers import jobs, slurm_commands
 from linnaeus.launchers.interface import Job, Task
 from linnaeus.launchers.jobs import active_jobs, cancel, lost_outcome
 from linnaeus.launchers.local import Local, Share, divide
@@ -277,6 +277,7 @@ def test_a_process_that_does_not_say_who_it_is_cannot_be_ended(
     [
         "{}", "[]", "1", '{"launcher": "slurm", "id": 12}', '{"launcher": "local", "host": "a"}',
         '{"launcher": "local", "host": 1, "slot": 0}', '{"launcher": "slurm", "id": "1", "seconds": null}',
+        '{"launcher": "slurm", "script": "s.sh"}', '{"launcher": "slurm", "id": null, "script": ""}',
         '{"launcher": "local", "host": "a", "slot": 0, "child": 1}', '{"launcher": "other", "id": "1"}',
     ],
 )  # fmt: skip
@@ -286,6 +287,26 @@ def test_a_damaged_record_is_none(folder: Path, content: str) -> None:
     assert not active_jobs([folder])
     assert lost_outcome(folder) is None
     cancel([folder])
+
+
+def test_a_run_that_is_stopped_after_its_result_has_finished(launcher: Local, folder: Path) -> None:
+    """A result of an earlier process does not count, which is the negative control."""
+    for old, program in ((True, "pass"), (False, f"open('{folder}/result.json', 'w').write('{RESULT}')")):
+        if old:
+            (folder / "result.json").write_text(RESULT)
+        save_outcome(folder, Outcome(130, 50.0))
+        start(launcher, folder, f"{program}\n{LASTING.format(saving=0)}")
+        wait_until(lambda: "up" in text(folder))
+        cancel([folder])
+        outcome = ended(folder)
+        assert (outcome.finished, outcome.was_stopped) == (not old, old)
+        (folder / OUTPUT).unlink()
+
+
+def test_what_a_run_took_is_not_replaced_by_its_training_alone(launcher: Local, folder: Path) -> None:
+    (folder / "result.json").write_text(RESULT)
+    start(launcher, folder, "pass", seconds=100.0)
+    assert ended(folder).seconds > 100, "the result has training_s alone"
 
 
 def test_a_run_has_no_outcome_while_it_goes_on(launcher: Local, folder: Path) -> None:
@@ -307,7 +328,7 @@ def test_a_run_has_no_outcome_while_it_goes_on(launcher: Local, folder: Path) ->
 def test_an_outcome_that_is_final_hides_the_job_of_slurm(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "queue", lambda: "there is no squeue here")
+    monkeypatch.setattr(slurm_commands, "queue", lambda: "there is no squeue here")
     write_slurm_record(folder, "12")
     for outcome, is_shown in (
         (Outcome(1, 1.0, "no such model"), False), (Outcome(130, 1.0, "stopped"), True),
@@ -347,7 +368,7 @@ def test_a_signal_is_passed_on_once_whenever_it_comes() -> None:
     counts = []
     for moment in range(200):
         passed, count = list[int](), itertools.count()
-        supervisor = Supervisor(lambda number, _, passed=passed: passed.append(number))  # type: ignore[misc]
+        supervisor = Supervisor(lambda number, *_, passed=passed: passed.append(number))  # type: ignore[misc]
 
         def trace(frame: FrameType, event: str, _: object, moment: int = moment, count=count) -> Any:  # type: ignore[no-untyped-def]
             if frame.f_code.co_name not in ("wait", "_pass_on"):
@@ -440,6 +461,14 @@ def test_gpus_of_runs_that_a_sweep_with_other_shares_has_started(
 def test_runs_that_share_a_gpu_have_shares_of_their_own() -> None:
     launcher = Local(divide(3, ["0"], []))
     assert launcher._free([Job("running", "", slot=1, gpus=("0",))]) == [0, 2]
+
+
+def test_jobs_of_slurm_need_no_share() -> None:
+    launcher = Local(divide(2, ["0", "1"], []))
+    queued = Job("pending", "SLURM job 1")
+    assert launcher.room([queued] * 3) == 2
+    assert launcher.room([queued, Job("running", "", slot=0, gpus=("0",))]) == 1
+    assert launcher._free([queued]) == [0, 1]
 
 
 def test_a_machine_without_gpus_changes_nothing_about_them() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.launchers import local, options, sbatch, slurm, slurm_job
+from linnaeus.launchers import local, options, sbatch, slurm_commands, slurm_job
 from linnaeus.launchers.options import split_launch_options
 from linnaeus.launchers.sbatch import GRACE_S
 from tests.conftest import SMALL, Run
@@ -18,7 +18,7 @@ SLURM = ("--launcher", "slurm", "--dry-run")
 
 
 @pytest.mark.parametrize(
-    "module", [options, local, sbatch, slurm, slurm_job], ids=lambda module: module.__name__
+    "module", [options, local, sbatch, slurm_commands, slurm_job], ids=lambda module: module.__name__
 )
 def test_the_examples_in_the_docstrings(module: object) -> None:
     found = doctest.testmod(module)  # type: ignore[arg-type]
@@ -74,6 +74,8 @@ BAD = [
     ("train --launcher slurm --slurm time=5", "--slurm time=5: a run is told 180 s before the end"),
     ("train --launcher slurm --slurm time=1 signal=B:USR1@59", "time=1: a run is told 59 s before the end"),
     ("train --launcher slurm --slurm time=2 signal=B:USR1", "time=2: a run is told 60 s before the end"),
+    ("train --launcher slurm --slurm time=60 time-min=2", "--slurm time-min=2: a run is told 180 s before"),
+    ("train --launcher slurm --slurm signal=B:USR1@0", "signal=B:USR1@0: leaves no time for a checkpoint"),
     ("train --launcher slurm --slurm signal=B:USR2@60", "--slurm signal=B:USR2@60: would end the ranks"),
     ("train --launcher slurm --slurm signal=B:TERM@60", "--slurm signal=B:TERM@60: would end the ranks"),
     ("train --launcher slurm --slurm chd=/", "--slurm chd: write the option in full: chdir"),
@@ -148,6 +150,12 @@ NAMES = [
 @pytest.mark.parametrize(("name", "why"), NAMES)
 def test_names_of_options_that_cannot_be_given(name: str, why: str) -> None:
     assert sbatch.problems_with({name: "1", "nodes": "2", "partitoin": "low"}) == [f"--slurm {name}: {why}"]
+
+
+@pytest.mark.parametrize("time", ["0", "0:00:00", "UNLIMITED", "7"])
+def test_times_that_are_long_enough(time: str) -> None:
+    """For sbatch 0 is no limit."""
+    assert sbatch.problems_with({"time": time}) == []
 
 
 def test_misspelled_options_where_sbatch_cannot_be_asked(

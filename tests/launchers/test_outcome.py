@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,21 @@ def test_a_run_that_was_stopped_without_a_word(tmp_path: Path) -> None:
     (tmp_path / OUTPUT).write_text("epoch 1\nstopped by SIGTERM at step 3\nsrun: error: node7\n")
     assert outcome_of(tmp_path, 130, 1.0).reason == "stopped by SIGTERM at step 3"
     assert last_line(tmp_path) == "stopped by SIGTERM at step 3"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "name", "is_interrupted"),
+    [
+        (-signal.SIGSEGV, "SIGSEGV", False), (-signal.SIGABRT, "SIGABRT", False), (-37, "signal 37", False),
+        (-signal.SIGKILL, "SIGKILL, often for lack of host memory", True), (-signal.SIGTERM, "SIGTERM", True),
+        (-signal.SIGHUP, "SIGHUP", True),
+    ],
+)  # fmt: skip
+def test_a_crash_is_a_failure_and_being_ended_is_none(
+    tmp_path: Path, exit_code: int, name: str, is_interrupted: bool
+) -> None:
+    outcome = outcome_of(tmp_path, exit_code, 1.0)
+    assert (outcome.reason, outcome.was_interrupted) == (f"ended by {name}", is_interrupted)
 
 
 def test_a_run_that_somebody_has_finished_by_hand(tmp_path: Path) -> None:

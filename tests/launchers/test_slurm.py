@@ -5,20 +5,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from linnaeus.errors import LinnaeusError
-from linnaeus.launchers import slurm, slurm_job
+from linnaeus.launchers import slurm, slurm_commands, slurm_job
 from linnaeus.launchers.interface import Job, Task
+from linnaeus.launchers.jobs import active_jobs, cancel, cancel_command, lost_outcome
+from linnaeus.launchers.options import LaunchOptions
 from linnaeus.launchers.outcome import Outcome, read_outcome, save_outcome
-from linnaeus.launchers.record import read_record, write_slurm_record, write_submission
-from linnaeus.launchers.slurm import Slurm, parse_gone, parse_queue
+from linnaeus.launchers.record import read_record, write_record
+from linnaeus.launchers.slurm import Slurm
+from linnaeus.launchers.slurm_commands import parse_gone, parse_queue
 from linnaeus.launchers.slurm_job import NOTHING_SAVED, RESUME, SlurmJob, was_preempted
 
 SQUEUE = """\
@@ -40,6 +43,11 @@ squeue: error: fetch_config: DNS SRV lookup failed
 squeue: fatal: Could not establish a configuration source
 """
 TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+
+
+def submission(folder: Path, script: Path, index: int, **more: object) -> None:
+    """The record of a run whose job is about to be submitted."""
+    write_record(folder, {"launcher": "slurm", "script": str(script), "index": index, "seconds": 5.0, **more})
 
 
 def stand_in(folder: Path, name: str, text: str) -> None:
@@ -72,7 +80,7 @@ def test_the_queue() -> None:
 
 def test_a_queue_that_cannot_be_asked_is_told_in_a_few_words(commands: Path) -> None:
     stand_in(commands, "squeue", f"cat >&2 <<'EOF'\n{UNCONFIGURED}EOF\nexit 1")
-    assert slurm.queue() == "Could not establish a configuration source"
+    assert slurm_commands.queue() == "Could not establish a configuration source"
 
 
 def test_a_job_that_is_gone() -> None:
@@ -140,6 +148,103 @@ def test_a_controller_that_never_answers_sbatch_is_given_up(
         submitted(tmp_path / "slurm")
 
 
+def test_the_queue_is_asked_after_an_sbatch_that_hung_for_all_the_time(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller has taken the job; a negative control is the test above, where it has not."""
+    monkeypatch.setattr(slurm, "SUBMIT_S", 0.0)
+    stand_in(
+        commands, "sbatch",
+        f"echo \"44|PENDING|None|${{@: -1}}\" > {tmp_path}/queue; echo '{TIMED_OUT}' >&2; exit 1",
+    )  # fmt: skip
+    stand_in(commands, "squeue", f"cat {tmp_path}/queue")
+    assert submitted(tmp_path / "slurm") == "44"
+
+
+def test_a_check_that_hangs_once_is_tried_again(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked"
+    monkeypatch.setattr(slurm, "SUBMIT_S", 0.4)
+    once = f"touch {asked}; sleep 0.5; echo '{TIMED_OUT}' >&2; exit 1"
+    stand_in(commands, "sbatch", f"[ -e {asked} ] || {{ {once}; }}")
+    Slurm(tmp_path, {}, "name").check(1)
+
+
+def test_variables_of_the_user_change_nothing_about_a_look(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would hide jobs, which then count as lost; scancel would wait for an answer."""
+    for name in ("SQUEUE_STATES", "SCANCEL_INTERACTIVE", "SCONTROL_ALL", "SLURM_TIME_FORMAT", "SLURM_CONF"):
+        monkeypatch.setenv(name, "RUNNING")
+    monkeypatch.setenv("LOGNAME", "somebody")
+    for name in ("squeue", "scancel", "scontrol"):
+        stand_in(commands, name, f'{{ echo "$@"; env; }} >> {tmp_path}/given')
+    slurm_commands.queue()
+    slurm_commands.cancel(["1"])
+    slurm_commands.why_gone("1")
+    given = (tmp_path / "given").read_text().splitlines()
+    assert sum(f"--user={os.getuid()} " in line for line in given) == 1
+    assert given.count("SLURM_CONF=RUNNING") == 3, "where the cluster is"
+    left = ("SQUEUE_", "SCANCEL_", "SCONTROL_", "SLURM_TIME_FORMAT")
+    assert not [line for line in given if line.startswith(left)]
+
+
+@pytest.mark.parametrize(
+    ("options", "log"),
+    [
+        ({}, "{}/12.out"), ({"output": "logs/%x-%j.out"}, "logs/name-12.out"),
+        ({"output": "%x.%j", "job-name": "%j"}, "%j.12"), ({"output": "all.out"}, "all.out"),
+        ({"output": "%N-%j.out"}, None), ({"output": "%5j.out"}, None),
+    ],
+)  # fmt: skip
+def test_the_log_of_a_job(tmp_path: Path, options: dict[str, str | None], log: str | None) -> None:
+    assert Slurm(tmp_path, options, "name").log("12") == (log and log.format(tmp_path))
+
+
+def test_a_log_whose_name_slurm_alone_knows_is_not_followed(
+    commands: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stand_in(commands, "sbatch", '[ "$1" = --test-only ] || echo 12')
+    for output, follows in (("%N.out", False), ("%j.out", True)):
+        options = LaunchOptions("slurm", slurm={"output": output})
+        said = slurm.submit_command(options, "plan", (), with_torchrun=False, resumed_in=None)
+        assert ("log:    as output=%N.out says\n" in said, "tail" in said) == (not follows, follows)
+
+
+def test_jobs_whose_number_nobody_has_noted_are_cancelled(commands: Path, tmp_path: Path) -> None:
+    """Whoever has submitted them was killed before it learned their numbers."""
+    script = tmp_path / "s.sh"
+    folders = [tmp_path / name for name in ("one", "two", "noted")]
+    for index, folder in enumerate(folders):
+        folder.mkdir()
+        submission(folder, script, index, **({"id": "9"} if folder.name == "noted" else {}))
+    stand_in(commands, "scancel", f'echo "$@" > {tmp_path}/cancelled')
+    stand_in(commands, "squeue", "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(
+        LinnaeusError, match=rf"{script}: the number of its job is not known \(Unable to"
+    ) as told:
+        cancel(folders)
+    assert str(told.value).count("s.sh") == 1, "one array"
+    assert (tmp_path / "cancelled").read_text() == "9\n", "the others are asked all the same"
+    assert cancel_command(folders) == "scancel 9"
+
+    stand_in(commands, "squeue", f"echo '4_1|PENDING|None|{script}'")  # the first has ended
+    cancel(folders)
+    assert (tmp_path / "cancelled").read_text() == "4_1 9\n"
+    assert cancel_command(folders) == "scancel 4 9"
+
+
+def test_a_look_at_the_jobs_writes_nothing(commands: Path, tmp_path: Path) -> None:
+    submission(tmp_path, tmp_path / "s.sh", 1)
+    before = (tmp_path / "job.json").read_text()
+    stand_in(commands, "squeue", f"echo '4_1|RUNNING|None|{tmp_path}/s.sh'")
+    assert active_jobs([tmp_path]) == {tmp_path: Job("running", "SLURM job 4_1")}
+    assert (tmp_path / "job.json").read_text() == before
+    assert lost_outcome(tmp_path) is None, "it may never have begun"
+
+
 def test_a_controller_that_restarts_is_waited_for_before_the_options_are_judged(
     commands: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,15 +280,19 @@ def test_what_sbatch_refuses_is_not_tried_again(commands: Path, tmp_path: Path) 
     assert (tmp_path / "calls").read_text() == "\n"
 
 
-def test_a_dry_run_is_judged_where_sbatch_is(commands: Path, tmp_path: Path) -> None:
+def test_a_dry_run_is_judged_where_sbatch_is(
+    commands: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     launcher = Slurm(tmp_path, {"plugin-option": "1"}, "name")
     stand_in(commands, "sbatch", "echo \"sbatch: unrecognized option '--plugin-option=1'\" >&2; exit 255")
     with pytest.raises(
         LinnaeusError, match="sbatch refuses the job: unrecognized option '--plugin-option=1'"
     ):
         launcher.dry_run(1)
+    assert not caplog.text
     stand_in(commands, "sbatch", f"cat >&2 <<'EOF'\n{UNCONFIGURED}EOF\nexit 1")
     assert "#SBATCH --plugin-option=1" in launcher.dry_run(1), "nobody could judge it"
+    assert "sbatch has not judged the options" in caplog.text
 
 
 def test_a_job_that_begins_before_its_number_is_noted_keeps_the_run(
@@ -193,8 +302,8 @@ def test_a_job_that_begins_before_its_number_is_noted_keeps_the_run(
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
-    begun = json.dumps({"launcher": "slurm", "id": "50_0"})
-    stand_in(commands, "sbatch", f"echo '{begun}' > {folders[0]}/job.json; echo 51")
+    begun = f'sed -i \'s/.launcher/"id": "50_0", &/\' {folders[0]}/job.json'
+    stand_in(commands, "sbatch", f"{begun}; echo 51")
     with caplog.at_level("INFO", "linnaeus"):
         Slurm(tmp_path / "slurm", {}, "name").submit([Task(folder, ("train",)) for folder in folders])
     assert [(read_record(folder) or {})["id"] for folder in folders] == ["50_0", "51_1"]
@@ -208,7 +317,7 @@ class Started:
         self.folder = tmp_path / "run"
         (self.folder / "logs").mkdir(parents=True)
         self.script = tmp_path / "s.sh"
-        self._commands, self._env = commands, monkeypatch
+        self.commands, self._env = commands, monkeypatch
         self._requeued = tmp_path / "requeued"
         monkeypatch.setenv("SLURM_JOB_ID", "7")
         monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
@@ -219,11 +328,12 @@ class Started:
 
     def run(self, does: str, restarts: int = 0, number: int = signal.SIGUSR1) -> int:
         """Run the job, whose srun gives this process the signal and then does something; its exit code."""
-        write_submission(self.folder, self.script, 0)
+        submission(self.folder, self.script, 0)
+        self.script.with_suffix(".0").unlink(missing_ok=True)
         self._env.setenv("SLURM_RESTART_COUNT", str(restarts))
         wait = "trap 'quit=1' TERM; " if number == signal.SIGUSR1 else "quit=1; "
         until = 'until [ "$quit" ]; do sleep 0.05; done'
-        stand_in(self._commands, "srun", f"{wait}kill -{number} {os.getpid()}; {until}; {does}; exit 143")
+        stand_in(self.commands, "srun", f"{wait}kill -{number} {os.getpid()}; {until}; {does}; exit 143")
         return self.job.run(self.script, 0)
 
     @property
@@ -245,9 +355,53 @@ def test_a_job_that_saves_nothing_in_its_time_is_not_queued_again_for_ever(start
     outcome = read_outcome(started.folder)
     assert started.num_requeues == 1
     assert outcome is not None
-    assert (outcome.exit_code, outcome.was_interrupted) == (1, False)
+    assert (outcome.exit_code, outcome.was_interrupted) == (143, True), "with more time it goes on"
     assert (outcome.reason or "").startswith(NOTHING_SAVED)
     assert NOTHING_SAVED in (started.folder / "logs/output.txt").read_text()
+
+
+def test_a_preemption_is_no_time_that_was_over(started: Started) -> None:
+    """The time of the third start is the first to be over; the negative control is the test above."""
+    assert started.run("true", restarts=2) == 143
+    assert started.num_requeues == 1
+
+
+def test_a_checkpoint_between_gives_another_chance(started: Started) -> None:
+    (started.folder / "checkpoints").mkdir()
+    save = f"date +%N > {started.folder}/checkpoints/last.pt"
+    codes = [started.run(does, restarts=number) for number, does in enumerate(("true", save, "true", "true"))]
+    assert codes == [143, 143, 143, 1]
+
+
+def test_the_controller_is_asked_once_why_a_job_failed(started: Started) -> None:
+    """Its second answer may differ: the outcome would be final, and the run would be queued again."""
+    later = f"echo '{JOB.format('2026-11-22T12:59:00')}'"
+    asked = f"{started.script}.asked"
+    stand_in(
+        started.commands, "scontrol",
+        f"[ \"$3\" = job ] || exit; [ -e {asked} ] && {{ {later}; exit; }}; "
+        f"touch {asked}; echo '{JOB.format(None)}'",
+    )  # fmt: skip
+    stand_in(started.commands, "srun", "exit 3")
+    submission(started.folder, started.script, 0)
+    assert started.job.run(started.script, 0) == 3
+    outcome = read_outcome(started.folder)
+    assert outcome is not None
+    assert not outcome.was_interrupted
+    assert "queued again" not in (started.folder / "logs/output.txt").read_text()
+
+
+def test_an_image_without_scontrol_runs_the_job(
+    started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (started.commands / "scontrol").unlink()
+    stand_in(started.commands, "srun", "exit 3")
+    monkeypatch.setenv("PATH", str(started.commands))
+    submission(started.folder, started.script, 0)
+    assert started.job.run(started.script, 0) == 3
+    outcome = read_outcome(started.folder)
+    assert outcome is not None
+    assert outcome.exit_code == 3
 
 
 def test_a_job_that_saves_a_checkpoint_is_queued_again(started: Started) -> None:
@@ -293,21 +447,42 @@ def test_only_a_run_that_this_job_has_begun_is_resumed(tmp_path: Path) -> None:
     assert job._resume(again, tmp_path) == [RESUME]
 
 
-def test_which_runs_a_job_owns_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "9")
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+@pytest.fixture
+def owns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], bool]:
+    """Whether a job of this number owns the run of the folder, by the script `s.sh` and the index 1."""
+
+    def ask(number: str) -> bool:
+        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", number.partition("_")[0])
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", number.partition("_")[2])
+        return slurm_job._owns_run(tmp_path, tmp_path / "s.sh", 1)
+
+    return ask
+
+
+def test_which_runs_a_job_owns_run(tmp_path: Path, owns: Callable[[str], bool]) -> None:
     script = tmp_path / "s.sh"
-    takes = slurm_job._owns_run
-    assert not takes(tmp_path, script, 1), "nobody has submitted it"
-    write_submission(tmp_path, script, 0)
-    assert not takes(tmp_path, script, 1), "another job's"
-    write_submission(tmp_path, script, 1)
-    assert takes(tmp_path, script, 1)
+    assert not owns("7_1"), "nobody has submitted it"
+    submission(tmp_path, script, 0)
+    assert not owns("7_1"), "another job's"
+    submission(tmp_path, script, 1, id="8_1")
+    assert not owns("7_1"), "another submission of the script has been noted"
+    submission(tmp_path, script, 1)
+    assert owns("7_1")
     assert (read_record(tmp_path) or {})["id"] == "7_1"
-    assert takes(tmp_path, script, 1), "once more"
-    write_slurm_record(tmp_path, "8_1")
-    assert not takes(tmp_path, script, 1)
-    write_slurm_record(tmp_path, "7_1")
+    assert owns("7_1"), "once more"
     save_outcome(tmp_path, Outcome(0, 1.0, None, {"training_s": 1.0}))
-    assert not takes(tmp_path, script, 1), "it has ended well"
+    assert not owns("7_1"), "it has ended well"
+
+
+@pytest.mark.parametrize("noted", [{}, {"id": "8_1"}])
+def test_of_two_jobs_of_one_script_the_first_has_the_run(
+    tmp_path: Path, owns: Callable[[str], bool], noted: dict[str, str]
+) -> None:
+    """The second one has read the record before the first one noted its number, or its own was noted late."""
+    submission(tmp_path, tmp_path / "s.sh", 1)
+    assert owns("7_1")
+    submission(tmp_path, tmp_path / "s.sh", 1, **noted)
+    assert not owns("8_1")
+    assert (read_record(tmp_path) or {})["id"] == "7_1", "so that the job is found"
+    assert owns("7_1")
+    assert (read_record(tmp_path) or {})["seconds"] == 5.0, "what was noted before stays"
