@@ -80,11 +80,12 @@ def _train(
     """Run the runs that have not ended well, in a folder that no other sweep uses, and report."""
     folder = runs[0].folder.parent
     sweep = Comparison([], options.metric)
+    files = _Files(sweep, folder)
     lock = lock_folder(folder)
     try:
         search = None if options.plan is None else Search(folder, options.plan)
         watch = Watch(
-            sweep, search or Source(runs), launcher, stop, console, lambda: _save(sweep, folder),
+            sweep, search or Source(runs), launcher, stop, console, files.save,
             None if search is None else _num_at_once(options),
         )  # fmt: skip
         watch.join()
@@ -92,14 +93,18 @@ def _train(
             if not watch.nothing_to_start:
                 launcher.check(1 if search else len(runs))
             if search is None:  # the queue is SLURM's: any process may watch it, but only one may search
-                watch.when_started = lock.release
+                watch.lock = lock
         watch.to_the_end()
+    except OSError as error:  # a disk that is full, also for the study of a search
+        raise LinnaeusError(
+            f"{folder}: the sweep cannot go on, but its active runs do: {error}; the same command joins them"
+        ) from error
     finally:
         lock.release()
         with suppress(OSError):  # nothing has been started, and the folder is empty
             folder.rmdir()
     if sweep.rows:
-        _report(options, sweep, folder, console)
+        _report(options, sweep, files, console)
     if search is not None and (best := search.best()) is not None:
         logger.info("best: %s", best)
     return sweep
@@ -184,27 +189,45 @@ def _saved_values(folder: Path) -> dict[Path, dict[str, str]]:
     return found
 
 
-def _save(sweep: Comparison, folder: Path) -> None:
-    for name in (SWEEP, "sweep.csv") if sweep.rows else ():
-        sweep.save(folder / name)
+class _Files:
+    """The figures of a sweep in its folder. Runs go on where they cannot be written; that is said once."""
+
+    def __init__(self, sweep: Comparison, folder: Path) -> None:
+        self.sweep, self.folder = sweep, folder
+        self._has_failed = False
+
+    def save(self) -> bool:
+        """Write the figures; returns whether they are written."""
+        try:
+            for name in (SWEEP, "sweep.csv") if self.sweep.rows else ():
+                self.sweep.save(self.folder / name)
+        except (OSError, LinnaeusError) as error:  # a full disk
+            if not self._has_failed:
+                logger.warning("the figures cannot be written: %s; runs go on", error)
+            self._has_failed = True
+            return False
+        self._has_failed = False
+        return True
 
 
-def _report(options: Options, sweep: Comparison, folder: Path, console: Console) -> None:
+def _report(options: Options, sweep: Comparison, files: _Files, console: Console) -> None:
     """Show the figures, then write them to the files."""
     print_runs(sweep, console)
-    if sweep.wanted_metric is not None and sweep.metrics and sweep.wanted_metric not in sweep.metrics:
-        logger.warning("--metric: no run has %s; there are %s", sweep.wanted_metric, ", ".join(sweep.metrics))
+    if sweep.metrics and (problem := sweep.unknown_metric) is not None:
+        logger.warning("--metric: %s", problem)
+    folder = files.folder
     plot = options.plot or folder / "sweep.png"
+    if files.save():
+        logger.info("figures: %s and sweep.csv", folder.resolve() / SWEEP)
     try:
-        _save(sweep, folder)
         if options.plan is None:
             save_plot(sweep, plot)
         else:
             smaller = is_smaller_better(sweep.metric)
             save_search_plot(sweep, options.plan.space.axes, plot, smaller_is_better=smaller)
-        logger.info("figures: %s and sweep.csv; picture: %s", folder.resolve() / SWEEP, plot.resolve())
+        logger.info("picture: %s", plot.resolve())
     except (OSError, LinnaeusError) as error:  # a full disk
-        logger.warning("figures and picture cannot be written: %s", error)
+        logger.warning("the picture cannot be written: %s", error)
     if left := sweep.with_status("pending", "running", "unknown"):
         logger.info(
             "%s left to go on; the same command joins them, "

@@ -38,8 +38,8 @@ class Source:
         """Choose so many runs, or fewer if no more are left."""
         return []
 
-    def told(self, row: Row) -> bool:
-        """Note how a run has ended; returns whether it is not to be resumed or repeated."""
+    def record_end(self, row: Row) -> bool:
+        """Note how a run has ended; returns whether that is final: it is neither resumed nor repeated."""
         return row.status == "finished"
 
     def prunes(self, row: Row) -> bool:

@@ -13,16 +13,17 @@ import pytest
 
 from linnaeus.commands.compare.results import Comparison
 from linnaeus.commands.sweep import watch as module
-from linnaeus.commands.sweep.folder import prepare
+from linnaeus.commands.sweep.folder import lock_folder, prepare
 from linnaeus.commands.sweep.options import PlannedRun, read
 from linnaeus.commands.sweep.source import Source
 from linnaeus.commands.sweep.stop import Stop
+from linnaeus.commands.sweep.session import _Files
 from linnaeus.commands.sweep.watch import Watch
 from linnaeus.console import make_console
 from linnaeus.errors import LinnaeusError
 from linnaeus.launchers.interface import Job, Launcher, Task
 from linnaeus.launchers.outcome import Outcome, save_outcome
-from linnaeus.launchers.record import write_slurm_record
+from linnaeus.launchers.record import write_slurm_record, write_submission
 
 
 class Queue(Launcher):
@@ -197,3 +198,81 @@ def test_the_outcome_of_a_job_may_come_late(
     later(1.5, end)
     sweep.run()
     assert sweep.statuses == [status] * 3
+
+
+def answer(commands: Path, *jobs: str) -> None:
+    """Let SLURM answer that it has these jobs, running."""
+    lines = "".join(f"{job}|RUNNING|None||\\n" for job in jobs)
+    (commands / "squeue").write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    (commands / "squeue").chmod(0o755)
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_run_whose_submission_was_lost_is_submitted_again_or_named(
+    tmp_path: Path, commands: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    is_released: bool,
+) -> None:  # fmt: skip
+    """SLURM does not answer when the sweep joins, and does not have the job when it answers again."""
+    monkeypatch.setattr(module, "LOST_S", 0.2)
+    queue = Queue()
+    sweep = Sweep(tmp_path, queue, seeds="0,1")
+    for number in (0, 1):
+        prepare(sweep.folders[number], sweep.runs[number].config)
+        write_submission(sweep.folders[number], tmp_path / "lost.sh", number)
+    sweep.watch.lock = lock_folder(tmp_path / "s")
+    if is_released:
+        sweep.watch.lock.release()
+    queue.at_submit = lambda: later(0.3, lambda: sweep.stop.signals.append(signal.SIGTERM))
+    later(0.5, lambda: answer(commands))
+    with caplog.at_level(logging.WARNING):
+        sweep.run()
+    assert queue.started == ([] if is_released else sweep.folders)
+    how = "the same command submits it" if is_released else "it is submitted again"
+    assert caplog.text.count(how) == 2
+
+
+def test_a_run_that_another_sweep_has_started_again_is_watched_again(tmp_path: Path, commands: Path) -> None:
+    """It does not stay failed in the files that this sweep writes last."""
+    sweep = Sweep(tmp_path, Queue(), seeds="0,1")
+    sweep.start_before(0, 1)
+    answer(commands, "0", "1")
+    sweep.watch.join()
+    result = {"metrics": {"loss": 1.0}, "training_s": 1.0}
+
+    def fail() -> None:
+        save_outcome(sweep.folders[0], Outcome(1, 1.0, "why"))
+        later(0.5, again)
+
+    def again() -> None:
+        assert sweep.statuses == ["failed", "running"]
+        sweep.start_before(0)
+        write_slurm_record(sweep.folders[0], "7")
+        answer(commands, "1", "7")
+        later(0.5, end)
+
+    def end() -> None:
+        assert sweep.statuses == ["running", "running"]
+        for folder in sweep.folders:
+            save_outcome(folder, Outcome(0, 1.0, None, result))
+        answer(commands)
+
+    later(0.3, fail)
+    sweep.watch.to_the_end()
+    assert sweep.saved[-1] == ["finished"] * 2
+    assert ["failed", "running"] in sweep.saved, "the control"
+
+
+def test_figures_that_cannot_be_written_end_no_sweep_and_are_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sweep = Sweep(tmp_path, Queue())
+    sweep.start_before(0, 1, 2)
+    sweep.watch.join()
+    files = _Files(sweep.table, tmp_path / "s")
+    (tmp_path / "s/sweep.json").mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert [files.save(), files.save()] == [False, False]
+        assert caplog.text.count("the figures cannot be written") == 1
+        (tmp_path / "s/sweep.json").rmdir()
+        assert files.save()
+        assert (tmp_path / "s/sweep.csv").exists()
