@@ -20,7 +20,7 @@ from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.sweep.folder import ASKED, STUDY, is_asked
 from linnaeus.commands.sweep.grid import Combination
 from linnaeus.commands.sweep.options import PlannedRun
-from linnaeus.commands.sweep.source import Source
+from linnaeus.commands.sweep.source import Source, UnknownMetricError
 from linnaeus.commands.sweep.space import Axis, Space
 from linnaeus.errors import ConfigError
 
@@ -145,7 +145,7 @@ class Search(Source):
         """Report new validations of a run to the study; returns whether to end the run, at most once True.
 
         Raises:
-            ConfigError: the run has no such metric.
+            UnknownMetricError: the run does not have the wanted metric.
         """
         history = row.history
         if self._seen.get(row.folder) is history:
@@ -187,11 +187,11 @@ class Search(Source):
         return -1 if goal is not None and is_smaller_better(goal) else 1
 
     def _check_metric(self, row: Row) -> None:
-        """Raise `ConfigError` for a metric that the runs do not have: the search would learn nothing."""
+        """Raise `UnknownMetricError` for a metric that the runs lack: the search would learn nothing."""
         problem = Comparison([row], self._plan.metric).unknown_metric
         if row.metrics and problem is not None:
-            raise ConfigError(
-                f"--metric: {problem}; end the active runs, and give the search another EXPERIMENT.NAME"
+            raise UnknownMetricError(
+                f"--metric: {problem}; the search ends its active runs and needs another EXPERIMENT.NAME"
             )
 
     def _trials(self) -> Any:
@@ -262,13 +262,16 @@ class Search(Source):
                     storage=optuna.storages.JournalStorage(backend), study_name="sweep", load_if_exists=True,
                     direction=direction,
                 )  # fmt: skip
-            except ValueError as error:
-                raise ConfigError(f"EXPERIMENT.NAME: {path} is damaged: {error}") from error
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise ConfigError(f"EXPERIMENT.NAME: {path} is damaged: {error!r}") from error
             # Another seed, so that a continued study does not draw the same points again. `constant_liar`
             # keeps the sampler away from points that are being run, and is not the default before Optuna 5.
             study.sampler = optuna.samplers.TPESampler(seed=plan.seed + len(study.trials), constant_liar=True)
             study.pruner = optuna.pruners.MedianPruner(n_warmup_steps=plan.warmup_epochs + 1)
-        asked = json.dumps([plan.metric, sorted(astuple(axis) for axis in plan.space.axes)])
+        is_default = direction == "maximize" and plan.metric == study.user_attrs.get(GOAL)
+        asked = json.dumps(
+            [None if is_default else plan.metric, sorted(astuple(axis) for axis in plan.space.axes)]
+        )
         if study.user_attrs.get("asked", asked) != asked or study.direction.name.lower() != direction:
             raise ConfigError(
                 f"EXPERIMENT.NAME: {path} is the study of a search with other keys, values or metric, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shlex
@@ -16,7 +17,7 @@ from linnaeus.commands.compare.output import print_runs
 from linnaeus.commands.compare.plot import save_plot
 from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.compare.runs import read_runs
-from linnaeus.commands.sweep.folder import SWEEP, is_asked, lock_folder
+from linnaeus.commands.sweep.folder import STUDY, SWEEP, is_asked, lock_folder
 from linnaeus.commands.sweep.options import Options, PlannedRun
 from linnaeus.commands.sweep.search import JOBS_ON_SLURM, Search
 from linnaeus.commands.sweep.search_plot import save_search_plot
@@ -25,6 +26,7 @@ from linnaeus.commands.sweep.stop import Stop
 from linnaeus.commands.sweep.watch import Watch, words_of
 from linnaeus.console import make_console
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
+from linnaeus.files import FolderLock
 from linnaeus.launchers.interface import Launcher
 from linnaeus.launchers.jobs import cancel_command
 from linnaeus.launchers.local import Local, Share, divide, visible_gpus
@@ -80,9 +82,14 @@ def _train(
     """Run the runs that have not ended well, in a folder that no other sweep uses, and report."""
     folder = runs[0].folder.parent
     sweep = Comparison([], options.metric)
-    files = _Files(sweep, folder)
     lock = lock_folder(folder)
+    files = _Files(sweep, folder, lock)
     try:
+        is_new = options.plan is not None and not (folder / STUDY).exists()
+        if is_new and isinstance(
+            launcher, Slurm
+        ):  # before there is a study, which makes this a search's folder
+            launcher.check(1)
         search = None if options.plan is None else Search(folder, options.plan)
         watch = Watch(
             sweep, search or Source(runs), launcher, stop, console, files.save,
@@ -90,24 +97,33 @@ def _train(
         )  # fmt: skip
         watch.join()
         if isinstance(launcher, Slurm):
-            if not watch.nothing_to_start:
-                launcher.check(1 if search else len(runs))
+            if not watch.nothing_to_start and not is_new:
+                launcher.check(1 if search else watch.num_waiting)
             if search is None:  # the queue is SLURM's: any process may watch it, but only one may search
                 watch.lock = lock
-        watch.to_the_end()
-    except OSError as error:  # a disk that is full, also for the study of a search
-        raise LinnaeusError(
-            f"{folder}: the sweep cannot go on, but its active runs do: {error}; the same command joins them"
-        ) from error
+        failure = _watch_to_the_end(watch, folder)
     finally:
         lock.release()
         with suppress(OSError):  # nothing has been started, and the folder is empty
             folder.rmdir()
     if sweep.rows:
         _report(options, sweep, files, console)
+    if failure is not None:
+        raise failure
     if search is not None and (best := search.best()) is not None:
         logger.info("best: %s", best)
     return sweep
+
+
+def _watch_to_the_end(watch: Watch, folder: Path) -> LinnaeusError | None:
+    """Start and watch the runs; returns why that cannot go on, although active runs do."""
+    try:
+        watch.to_the_end()
+    except LinnaeusError as error:
+        return error
+    except OSError as error:  # a full disk, also where a search keeps its study
+        return LinnaeusError(f"{folder}: the sweep cannot go on: {error}; the same command joins its runs")
+    return None
 
 
 def _num_at_once(options: Options) -> int:
@@ -184,23 +200,35 @@ def _saved_values(folder: Path) -> dict[Path, dict[str, str]]:
         found = {folder / Path(entry["folder"]).name: dict(entry["values"]) for entry in entries}
     except (KeyError, TypeError, ValueError):
         found = {}
-    if not found or len({tuple(values) for values in found.values()}) > 1:
+    texts = [text for values in found.values() for item in values.items() for text in item]
+    if (
+        not all(isinstance(text, str) for text in texts)
+        or not found
+        or len({tuple(values) for values in found.values()}) > 1
+    ):
         raise ConfigError(f"--status: {folder / SWEEP} holds no runs; give the command of the sweep instead")
     return found
 
 
 class _Files:
-    """The figures of a sweep in its folder. Runs go on where they cannot be written; that is said once."""
+    """The figures of a sweep in its folder. Runs go on where they cannot be written; that is said once.
 
-    def __init__(self, sweep: Comparison, folder: Path) -> None:
-        self.sweep, self.folder = sweep, folder
+    Once the lock is given back, the entries of another sweep that has written the files since are kept.
+    """
+
+    def __init__(self, sweep: Comparison, folder: Path, lock: FolderLock) -> None:
+        self.sweep, self.folder, self._lock = sweep, folder, lock
         self._has_failed = False
 
     def save(self) -> bool:
         """Write the figures; returns whether they are written."""
+        if not self.sweep.rows:
+            return True
+        others = [] if self._lock.is_held else self._rows_of_others()
+        whole = dataclasses.replace(self.sweep, rows=[*self.sweep.rows, *others])
         try:
-            for name in (SWEEP, "sweep.csv") if self.sweep.rows else ():
-                self.sweep.save(self.folder / name)
+            for name in (SWEEP, "sweep.csv"):
+                whole.save(self.folder / name)
         except (OSError, LinnaeusError) as error:  # a full disk
             if not self._has_failed:
                 logger.warning("the figures cannot be written: %s; runs go on", error)
@@ -208,6 +236,15 @@ class _Files:
             return False
         self._has_failed = False
         return True
+
+    def _rows_of_others(self) -> list[Row]:
+        """The rows that are in the file, and not in this sweep."""
+        values = {}
+        with suppress(ConfigError):  # damaged, or deleted
+            values = _saved_values(self.folder)
+        own = {row.folder for row in self.sweep.rows}
+        wanted = [f for f in values if f not in own and [*values[f]] == self.sweep.keys and f.exists()]
+        return [Row.of(run, values[run.folder]) for run in read_runs(wanted)]
 
 
 def _report(options: Options, sweep: Comparison, files: _Files, console: Console) -> None:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from linnaeus.errors import ConfigError
+
 if TYPE_CHECKING:
     from linnaeus.commands.compare.results import Row
     from linnaeus.commands.sweep.options import PlannedRun
+
+
+class UnknownMetricError(ConfigError):
+    """The runs of a search do not have its metric: they are of no use to it."""
 
 
 class Source:

@@ -15,7 +15,7 @@ from rich.console import Console
 from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.sweep.folder import ASKED, is_asked, prepare
 from linnaeus.commands.sweep.options import PlannedRun
-from linnaeus.commands.sweep.source import Source
+from linnaeus.commands.sweep.source import Source, UnknownMetricError
 from linnaeus.commands.sweep.stop import Stop
 from linnaeus.console import StatusLine
 from linnaeus.errors import ConfigError, LinnaeusError
@@ -58,7 +58,7 @@ class Watch:
 
     def __init__(
         self, sweep: Comparison, source: Source, launcher: Launcher, stop: Stop, console: Console,
-        save: Callable[[], None], limit: int | None = None,
+        save: Callable[[], object], limit: int | None = None,
     ) -> None:  # fmt: skip
         self._sweep, self._source = sweep, source
         self._planned: dict[Path, PlannedRun] = {}
@@ -80,6 +80,11 @@ class Watch:
     def nothing_to_start(self) -> bool:
         """Whether all runs have ended well, or are active."""
         return not self._waiting and not self._num_left
+
+    @property
+    def num_waiting(self) -> int:
+        """Runs that are chosen and not started."""
+        return len(self._waiting)
 
     @property
     def _num_left(self) -> int:
@@ -114,7 +119,13 @@ class Watch:
                     )
                 self._active.append(folder)
                 row.job = jobs[folder]
-                logger.info("%s: goes on, %s; output in %s", title, row.job.name, folder / OUTPUT)
+                if row.job.kind == "unknown":
+                    logger.warning(
+                        "%s: may go on: %s, and SLURM does not answer (%s); if it does not, delete %s",
+                        title, row.job.name, row.job.reason, folder / RECORD,
+                    )  # fmt: skip
+                else:
+                    logger.info("%s: goes on, %s; output in %s", title, row.job.name, folder / OUTPUT)
             elif not self._has_ended_for_good(row, planned):
                 row.outcome = None
                 self._waiting.append(folder)
@@ -148,9 +159,13 @@ class Watch:
         self._save()
         while True:
             with StatusLine(self._console) as line:
-                while not self._stop.is_new and self._step():
-                    line.update(self._describe())
-                    self._stop.wait(self._launcher.poll_s)
+                try:
+                    while not self._stop.is_new and self._step():
+                        line.update(self._describe())
+                        self._stop.wait(self._launcher.poll_s)
+                except UnknownMetricError:
+                    self._cancel()
+                    raise
             if not self._stop.is_new or not self._continue_after_signal():
                 return
 
@@ -179,7 +194,7 @@ class Watch:
         return bool(self._active or self._waiting or self._num_left)
 
     def _watch_again(self, ended: list[Path], jobs: dict[Path, Job]) -> None:
-        """Watch ended runs that another process has started again, and drop jobs of which SLURM says nothing."""
+        """Watch ended runs that another process has started again; drop jobs that SLURM says nothing of."""
         for folder in ended:
             if jobs[folder].kind == "unknown":
                 del jobs[folder]
@@ -284,11 +299,15 @@ class Watch:
             return False
         if any(map(_is_on_slurm, self._active)) and not self._may_cancel():
             return False
+        self._cancel()
+        return True
+
+    def _cancel(self) -> None:
+        """Ask the active runs to end; a warning says which cannot be asked."""
         try:
             cancel(self._active)
         except LinnaeusError as error:
             logger.warning("not every run has been asked to end: %s", error)
-        return True
 
     def _may_cancel(self) -> bool:
         """Ask whether to cancel jobs; without a terminal, after SIGTERM or a second Ctrl-C they stay."""

@@ -293,9 +293,10 @@ def test_a_search_survives_being_killed_while_it_asks(tmp_path: Path) -> None:
             assert len(earlier) + len(more) in (2, 3)
             assert all(end(search, planned, 0.5) for planned in [*earlier, *more])
             assert {trial.state.name for trial in search._study.trials} <= {"COMPLETE", "FAIL"}
-    journal.write_bytes(b"damaged\n" + whole)
-    with pytest.raises(ConfigError, match="is damaged"):
-        Search(tmp_path / "s", plan)
+    for damage in (b"damaged\n", b'{"a": 1}\n', b"[1]\n"):
+        journal.write_bytes(damage + whole)
+        with pytest.raises(ConfigError, match="is damaged"):
+            Search(tmp_path / "s", plan)
 
 
 def test_a_point_that_is_no_configuration_is_left_out(
@@ -330,6 +331,20 @@ def test_another_search_needs_another_name(tmp_path: Path, other: str) -> None:
     Search(tmp_path / "s", plan_of(f"{LR}=interval(0.01,10)", "--trials", "9", folder=tmp_path))
     with pytest.raises(ConfigError, match="give this one another name"):
         Search(tmp_path / "s", plan_of(*other.split(), "--trials", "6", folder=tmp_path))
+
+
+def test_the_default_metric_may_be_named_later(tmp_path: Path) -> None:
+    argv = (f"{LR}=interval(0.01,10)", "--trials", "6")
+    search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
+    named = plan_of(*argv, "--metric", "top1/a", folder=tmp_path)
+    with pytest.raises(ConfigError, match="give this one another name"):
+        Search(tmp_path / "s", named)  # nobody knows yet
+    [planned] = search.more(1)
+    assert end(search, planned, 0.5)
+    assert Search(tmp_path / "s", named).best() == search.best()
+    assert Search(tmp_path / "s", plan_of(*argv, folder=tmp_path)).best() == search.best()
+    with pytest.raises(ConfigError, match="give this one another name"):
+        Search(tmp_path / "s", plan_of(*argv, "--metric", "loss", folder=tmp_path))
 
 
 def test_a_study_of_the_other_direction_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -11,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.commands.compare.results import Comparison
+from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.sweep import watch as module
 from linnaeus.commands.sweep.folder import lock_folder, prepare
 from linnaeus.commands.sweep.options import PlannedRun, read
-from linnaeus.commands.sweep.source import Source
+from linnaeus.commands.sweep.session import _Files, _watch_to_the_end
+from linnaeus.commands.sweep.source import Source, UnknownMetricError
 from linnaeus.commands.sweep.stop import Stop
-from linnaeus.commands.sweep.session import _Files
 from linnaeus.commands.sweep.watch import Watch
 from linnaeus.console import make_console
 from linnaeus.errors import LinnaeusError
@@ -268,7 +269,7 @@ def test_figures_that_cannot_be_written_end_no_sweep_and_are_named_once(
     sweep = Sweep(tmp_path, Queue())
     sweep.start_before(0, 1, 2)
     sweep.watch.join()
-    files = _Files(sweep.table, tmp_path / "s")
+    files = _Files(sweep.table, tmp_path / "s", lock_folder(tmp_path / "s"))
     (tmp_path / "s/sweep.json").mkdir()
     with caplog.at_level(logging.WARNING):
         assert [files.save(), files.save()] == [False, False]
@@ -276,3 +277,45 @@ def test_figures_that_cannot_be_written_end_no_sweep_and_are_named_once(
         (tmp_path / "s/sweep.json").rmdir()
         assert files.save()
         assert (tmp_path / "s/sweep.csv").exists()
+
+
+def test_figures_of_another_sweep_are_kept_once_the_lock_is_given_back(tmp_path: Path) -> None:
+    first, second = Sweep(tmp_path, Queue(), seeds="0,1"), Sweep(tmp_path, Queue(), seeds="0,1,2")
+    second.start_before(0, 1, 2)
+    lock = lock_folder(tmp_path / "s")
+    for sweep in (second, first):
+        sweep.watch.join()
+        assert _Files(sweep.table, tmp_path / "s", lock).save()
+    path = tmp_path / "s/sweep.json"
+    assert len(json.loads(path.read_text())["runs"]) == 2, "the list is shorter: the control"
+    lock.release()
+    for sweep in (second, first):
+        assert _Files(sweep.table, tmp_path / "s", lock).save()
+    entries = json.loads(path.read_text())["runs"]
+    assert [entry["folder"] for entry in entries] == [str(folder) for folder in second.folders]
+    assert len(first.table.rows) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [UnknownMetricError("no such metric"), LinnaeusError("full"), OSError("full")]
+)
+def test_runs_end_with_a_search_for_a_metric_that_they_lack(
+    tmp_path: Path, commands: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Nobody needs them, and no other command could end them. Those of any other sweep that ends go on."""
+
+    class Failing(Source):
+        def prunes(self, row: Row) -> bool:
+            raise error
+
+    cancelled: list[Path] = []
+    monkeypatch.setattr(module, "cancel", cancelled.extend)
+    sweep = Sweep(tmp_path, Queue())
+    sweep.watch._source = Failing(sweep.runs)
+    sweep.start_before(0, 1)
+    answer(commands, "0", "1")
+    sweep.watch.join()
+    failure = _watch_to_the_end(sweep.watch, tmp_path / "s")
+    assert isinstance(failure, LinnaeusError)
+    assert str(error) in str(failure)
+    assert cancelled == (sweep.folders[:2] if isinstance(error, UnknownMetricError) else [])
