@@ -150,6 +150,8 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
             problems.append("--trials: say how many runs the search may have, such as --trials 40")
     if found.line.show_help:
         return PARSER.format_help()
+    if options.status and found.line.stray:
+        raise ConfigError("--status: is followed by the folder of a sweep alone, or by keys without a folder")
     problems += found.line.problems + found.problems
     runs = _planned(points, problems)
     if problems:
@@ -242,7 +244,9 @@ def _status_of(options: Options, folder: Path, problems: list[str]) -> Options:
     """
     from linnaeus.commands.sweep.folder import SWEEP
 
-    if not (folder / SWEEP).exists():
+    if not folder.exists():
+        problems.append(f"--status: there is no folder {folder}")
+    elif not (folder / SWEEP).exists():
         problems.append(f"--status: {folder} is not the folder of a sweep: it has no {SWEEP}")
     if problems:
         raise ConfigError(problems)
@@ -276,7 +280,7 @@ PARSER = CommandParser(
 )
 PARSER.option(
     "--metric", "NAME", str,
-    "validation metric that is compared; default: top-1 of the finest level, or the loss",
+    "validation metric that is compared; default: top-1 of the finest rank, or the loss",
 )  # fmt: skip
 PARSER.option(
     "--plot", "FILE", read_plot,

@@ -86,10 +86,8 @@ def _train(
     files = _Files(sweep, folder, lock)
     try:
         is_new = options.plan is not None and not (folder / STUDY).exists()
-        if is_new and isinstance(
-            launcher, Slurm
-        ):  # before there is a study, which makes this a search's folder
-            launcher.check(1)
+        if is_new and isinstance(launcher, Slurm):
+            launcher.check(1)  # before the study, which makes this the folder of a search
         search = None if options.plan is None else Search(folder, options.plan)
         watch = Watch(
             sweep, search or Source(runs), launcher, stop, console, files.save,
@@ -167,7 +165,10 @@ def _dry_run(options: Options, runs: Sequence[PlannedRun], launcher: Launcher) -
     if isinstance(launcher, Slurm):
         return launcher.dry_run(len(runs) if options.plan is None else 1)
     assert isinstance(launcher, Local)
-    lines = [] if options.plan is None else ["# such as these; the search chooses the values"]
+    lines = [f"# {counted(len(launcher.shares), 'run')} at once: {_listed(launcher.shares)}"]
+    lines.append("# each reads asked.yaml, which is written when the run starts")
+    if options.plan is not None:
+        lines.append("# such as these; the search chooses the values")
     for number, planned in enumerate(runs):
         share = launcher.shares[number % len(launcher.shares)]
         env = [f"{name}={value}" for name, value in share.env().items()]
@@ -200,12 +201,8 @@ def _saved_values(folder: Path) -> dict[Path, dict[str, str]]:
         found = {folder / Path(entry["folder"]).name: dict(entry["values"]) for entry in entries}
     except (KeyError, TypeError, ValueError):
         found = {}
-    texts = [text for values in found.values() for item in values.items() for text in item]
-    if (
-        not all(isinstance(text, str) for text in texts)
-        or not found
-        or len({tuple(values) for values in found.values()}) > 1
-    ):
+    is_text = all(isinstance(text, str) for values in found.values() for text in values.values())
+    if not found or not is_text or len({tuple(values) for values in found.values()}) > 1:
         raise ConfigError(f"--status: {folder / SWEEP} holds no runs; give the command of the sweep instead")
     return found
 

@@ -104,11 +104,20 @@ class Watch:
 
         Raises:
             ConfigError: an active run has another configuration.
+            UnknownMetricError: the runs do not have the metric of the search; they are asked to end.
         """
         for planned in self._source.earlier():
             self._add(planned)
         self._find_others()
         jobs = active_jobs(self._planned)
+        try:
+            self._sort(jobs)
+        except UnknownMetricError:
+            self._active = [*jobs]
+            self._cancel()
+            raise
+
+    def _sort(self, jobs: dict[Path, Job]) -> None:
         for folder, planned in self._planned.items():
             row, title = self._rows[folder], self._titles[folder]
             if folder in jobs:
@@ -154,7 +163,8 @@ class Watch:
         """Start and watch the runs until all have ended, or somebody has asked to stop.
 
         Raises:
-            LinnaeusError: runs cannot be started; the active ones continue without this process.
+            LinnaeusError, OSError: runs cannot be started; the active ones continue without this process.
+            UnknownMetricError: see `join`.
         """
         self._save()
         while True:
@@ -277,6 +287,7 @@ class Watch:
         if outcome is None:
             self._submit_again(row.folder)
             return
+        self._check_metric(row)
         self._source.record_end(row)
         if row.status == "finished":
             logger.info("%s: done in %.1f s%s", title, outcome.seconds, self._figure(row))
@@ -285,11 +296,12 @@ class Watch:
 
     def _submit_again(self, folder: Path) -> None:
         """Let a run wait whose job was never accepted; without the lock, another sweep may do the same."""
-        how = "the same command submits it"
-        if not self._stop.requested and (self.lock is None or self.lock.is_held):
+        how = "the same command starts it"
+        is_alone = self.lock is None or self.lock.is_held
+        if is_alone and _is_on_slurm(folder) and not self._stop.requested:
             self._waiting.append(folder)
             how = "it is submitted again"
-        logger.warning("%s: SLURM does not have its job, which has not begun; %s", self._titles[folder], how)
+        logger.warning("%s: no job has it, and it has not begun; %s", self._titles[folder], how)
 
     def _continue_after_signal(self) -> bool:
         """End the runs, or leave them to themselves; returns whether to watch them to their ends."""

@@ -244,6 +244,10 @@ def test_the_status_of_nothing(run: Run) -> None:
     outcome = run("sweep", "--status")
     assert outcome.code == 2
     assert "--status: give the folder of a sweep, such as runs/my_exp" in outcome.err
+    assert "there is no folder runs/nope" in run("sweep", "--status", "runs/nope").err
+    outcome = run("sweep", "EXPERIMENT.NAME=s", "--status", "runs/nope")
+    assert outcome.err.count("--status: is followed by the folder of a sweep alone") == 1
+    assert "nothing to sweep" not in outcome.err
 
 
 def test_a_dry_run_predicts_too(run: Run, tmp_path: Path) -> None:
@@ -251,6 +255,7 @@ def test_a_dry_run_predicts_too(run: Run, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     assert "Predicted batch sizes" in outcome.out
     assert outcome.out.count("-m linnaeus.main --cfg runs/") == 2
+    assert "# 1 run at once: " in outcome.out
     assert not list(tmp_path.iterdir())
 
 

@@ -228,7 +228,7 @@ def test_a_run_whose_submission_was_lost_is_submitted_again_or_named(
     with caplog.at_level(logging.WARNING):
         sweep.run()
     assert queue.started == ([] if is_released else sweep.folders)
-    how = "the same command submits it" if is_released else "it is submitted again"
+    how = "the same command starts it" if is_released else "it is submitted again"
     assert caplog.text.count(how) == 2
 
 
@@ -319,3 +319,22 @@ def test_runs_end_with_a_search_for_a_metric_that_they_lack(
     assert isinstance(failure, LinnaeusError)
     assert str(error) in str(failure)
     assert cancelled == (sweep.folders[:2] if isinstance(error, UnknownMetricError) else [])
+
+
+def test_runs_end_with_a_search_that_joins_them_without_its_metric(
+    tmp_path: Path, commands: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(Source):
+        def record_end(self, row: Row) -> bool:
+            raise UnknownMetricError("no such metric")
+
+    cancelled: list[Path] = []
+    monkeypatch.setattr(module, "cancel", cancelled.extend)
+    sweep = Sweep(tmp_path, Queue())
+    sweep.watch._source = Failing(sweep.runs)
+    sweep.start_before(0, 1, 2)
+    save_outcome(sweep.folders[0], Outcome(0, 1.0, None, {"metrics": {}}))
+    answer(commands, "1", "2")
+    with pytest.raises(UnknownMetricError):
+        sweep.watch.join()
+    assert cancelled == sweep.folders[1:], "also those after the one that shows it"
