@@ -40,9 +40,7 @@ def lock_folder(folder: Path) -> FolderLock:
     except FolderInUseError:
         holder = "it does not say which"
         with suppress(OSError):  # it has just ended
-            holder = (folder / LOCK).read_text(encoding="utf-8", errors="replace").partition("\n")[
-                0
-            ] or holder
+            holder = (folder / LOCK).read_text(encoding="utf-8", errors="replace").strip() or holder
         raise ConfigError(
             f"{folder}: another sweep is at work here ({holder}); look at it with linnaeus sweep --status "
             f"{folder}, wait for it or end it, or set another EXPERIMENT.NAME"

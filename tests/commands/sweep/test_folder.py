@@ -105,9 +105,7 @@ def test_a_damaged_outcome_is_none(tmp_path: Path, text: str) -> None:
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
     lock = lock_folder(tmp_path / "new/folder")
-    with pytest.raises(
-        ConfigError, match=f"another sweep is at work here \\(process {os.getpid()} on \\S+\\);"
-    ):
+    with pytest.raises(ConfigError, match=f"another sweep is at work here \\(process {os.getpid()} on "):
         lock_folder(tmp_path / "new/folder")
     lock.release()
     lock_folder(tmp_path / "new/folder").release()

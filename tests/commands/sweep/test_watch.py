@@ -24,7 +24,7 @@ from linnaeus.console import make_console
 from linnaeus.errors import LinnaeusError
 from linnaeus.launchers.interface import Job, Launcher, Task
 from linnaeus.launchers.outcome import Outcome, save_outcome
-from linnaeus.launchers.record import write_slurm_record, write_submission
+from linnaeus.launchers.record import write_record, write_slurm_record
 
 
 class Queue(Launcher):
@@ -219,7 +219,8 @@ def test_a_run_whose_submission_was_lost_is_submitted_again_or_named(
     sweep = Sweep(tmp_path, queue, seeds="0,1")
     for number in (0, 1):
         prepare(sweep.folders[number], sweep.runs[number].config)
-        write_submission(sweep.folders[number], tmp_path / "lost.sh", number)
+        record = {"launcher": "slurm", "script": str(tmp_path / "lost.sh"), "index": number}
+        write_record(sweep.folders[number], record)
     sweep.watch.lock = lock_folder(tmp_path / "s")
     if is_released:
         sweep.watch.lock.release()
