@@ -339,3 +339,18 @@ def test_runs_end_with_a_search_that_joins_them_without_its_metric(
     with pytest.raises(UnknownMetricError):
         sweep.watch.join()
     assert cancelled == sweep.folders[1:], "also those after the one that shows it"
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_run_that_may_go_on_is_named_with_a_remedy(
+    tmp_path: Path, commands: Path, caplog: pytest.LogCaptureFixture, answers: bool
+) -> None:
+    sweep = Sweep(tmp_path, Queue())
+    sweep.start_before(0)
+    if answers:
+        answer(commands, "0")
+    with caplog.at_level(logging.WARNING):
+        sweep.watch.join()
+    assert ("may go on: SLURM job 0" in caplog.text) != answers
+    assert (f"delete {sweep.folders[0] / 'job.json'}" in caplog.text) != answers
+    assert sweep.watch.num_waiting == 2
