@@ -25,6 +25,7 @@ from linnaeus.commands.compare.history import (
     read_history,
 )
 from linnaeus.commands.tables import Figures
+from linnaeus.config.keys import suggest
 from linnaeus.launchers.interface import Job, JobKind
 from linnaeus.launchers.outcome import Outcome
 
@@ -215,6 +216,15 @@ class Comparison(Figures):
     def metrics(self) -> list[str]:
         """All metrics of the runs, in their order."""
         return list(dict.fromkeys(name for row in self.rows for name in row.metrics))
+
+    @property
+    def unknown_metric(self) -> str | None:
+        """A sentence for a wanted metric that no run has; None where one has it, or none is wanted."""
+        wanted, known = self.wanted_metric, self.metrics
+        if wanted is None or wanted in known:
+            return None
+        there_are = ", ".join(known) or "none yet: no run has been validated"
+        return f"no run has {wanted!r}{suggest(wanted, known)}; there are {there_are}"
 
     def with_status(self, *wanted: RunStatus) -> list[Row]:
         """The rows with one of these statuses."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from linnaeus.config.overrides import CommandLine, Override, parse_command_line
 from linnaeus.config.sweep_values import sweep_values
 
-PLACE = ("EXPERIMENT.NAME", "EXPERIMENT.OUTPUT_DIR")
-"""Keys that cannot be swept, because they say where the sweep's files are."""
+NOT_SWEPT = ("EXPERIMENT.NAME", "EXPERIMENT.OUTPUT_DIR")
+"""Keys that say where the sweep's files are."""
 MAX_LETTERS = 120
 """Bound on the length of a combination's name; file systems take 255 bytes."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.,=+\[\]-]+")
@@ -74,18 +74,12 @@ def read_grid(argv: Sequence[str]) -> Grid:
     """
     line = parse_command_line(argv)
     grid = Grid(line)
-    last: dict[str, Override] = {}
-    for override in line.overrides:
-        last.pop(override.key, None)  # of a key that is set again, the last one counts at its own place
-        last[override.key] = override
-    presets = [Override(group, name) for group, name in line.presets.items()]
     axes: list[list[Override]] = []
-    for override in [*presets, *last.values()]:
-        texts = _values(override, grid.problems)
-        if len(texts) > 1 and override.key in PLACE:
-            grid.problems.append(f"{override.key}: says where the sweep's files are and takes one value")
-        if texts:
-            axes.append([replace(override, text=text) for text in texts])
+    for override in effective(line):
+        try:
+            axes.append([replace(override, text=text) for text in _values(override)])
+        except ValueError as error:
+            grid.problems.append(f"{override.key}: {error}")
     swept = {axis[0].key for axis in axes if len(axis) > 1}
     tokens = line.source_tokens()
     for chosen in itertools.product(*axes):
@@ -98,18 +92,32 @@ def read_grid(argv: Sequence[str]) -> Grid:
     return grid
 
 
+def effective(line: CommandLine) -> list[Override]:
+    """Presets and overrides in the order in which they are applied; a repeated key has its last place."""
+    last: dict[str, Override] = {}
+    for override in line.overrides:
+        last.pop(override.key, None)
+        last[override.key] = override
+    return [*(Override(group, name) for group, name in line.presets.items()), *last.values()]
+
+
+def check_may_be_swept(key: str) -> None:
+    """Raise `ValueError` for a key that takes one value."""
+    if key in NOT_SWEPT:
+        raise ValueError("says where the sweep's files are and takes one value")
+
+
 def token_of(override: Override) -> str:
     """An override as it is typed."""
     text = "" if override.text is None else f"={override.text}"
     return f"{'~' if override.delete else ''}{override.key}{text}"
 
 
-def _values(override: Override, problems: list[str]) -> list[str | None]:
-    """The values of an override, one for each run; none where they cannot be read."""
+def _values(override: Override) -> list[str | None]:
+    """The values of an override, one for each run; raises `ValueError` where they cannot be used."""
     if override.text is None or override.delete:
         return [override.text]
-    try:
-        return list(sweep_values(override.text))
-    except ValueError as error:
-        problems.append(f"{override.key}: {error}")
-        return []
+    values = sweep_values(override.text)
+    if len(values) > 1:
+        check_may_be_swept(override.key)
+    return [*values]

@@ -126,7 +126,6 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
             combinations have names one of them.
     """
     # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
-    from linnaeus.commands.sweep.folder import STUDY, SWEEP
     from linnaeus.commands.sweep.grid import read_grid
     from linnaeus.commands.sweep.space import Space, read_space
     from linnaeus.config.load import to_yaml
@@ -136,7 +135,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
     rest, more = PARSER.take(others, options)
     problems += more
     if options.status and len(rest) == 1 and "=" not in rest[0] and not rest[0].startswith("-"):
-        return _options_for_status(options, Path(rest[0]), problems), []
+        return _status_of(options, Path(rest[0]), problems), []
     if options.status and not rest and not problems:
         raise ConfigError("--status: give the folder of a sweep, such as runs/my_exp, or its whole command")
     if options.search is None:
@@ -151,29 +150,43 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[PlannedRun]]:
             problems.append("--trials: say how many runs the search may have, such as --trials 40")
     if found.line.show_help:
         return PARSER.format_help()
+    if options.status and found.line.stray:
+        raise ConfigError("--status: is followed by the folder of a sweep alone, or by keys without a folder")
     problems += found.line.problems + found.problems
     runs = _planned(points, problems)
     if problems:
         raise ConfigError(problems)
     if found.line.print_config:
         return "---\n".join(f"# {run.combination.title}\n{to_yaml(run.config)}" for run in runs)
-    folder = runs[0].folder.parent
     if isinstance(found, Space):
         options.plan = _search_plan(options, found, runs[0].config)
-    if options.status:
-        return (options, runs) if options.plan is None else (_options_for_status(options, folder, []), [])
+    folder = runs[0].folder.parent
+    if options.status:  # the runs that a search has chosen are in its folder alone
+        return (options, runs) if options.plan is None else (_status_of(options, folder, []), [])
     check_files({"--plot": options.plot})
+    _check_folder(folder, is_search=isinstance(found, Space))
+    return options, runs
+
+
+def _check_folder(folder: Path, *, is_search: bool) -> None:
+    """Refuse the folder of a run, or of the other kind of sweep.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    from linnaeus.commands.sweep.folder import STUDY, SWEEP
+
     if any((folder / name).exists() for name in (*RUN_FILES, CHECKPOINTS)):
         raise ConfigError(
             f"EXPERIMENT.NAME: {folder} is the folder of a run, and a sweep keeps its runs in one of its "
             "own: give the sweep another name"
         )
-    if (folder / SWEEP).exists() and (folder / STUDY).exists() != isinstance(found, Space):
+    has_study = (folder / STUDY).exists()
+    if has_study != is_search and (has_study or (folder / SWEEP).exists()):
         raise ConfigError(
-            f"EXPERIMENT.NAME: {folder} is the folder of a {'grid' if isinstance(found, Space) else 'search'}"
-            "; give this sweep another name"
+            f"EXPERIMENT.NAME: {folder} is the folder of a {'search' if has_study else 'grid'}; give this "
+            "sweep another name"
         )
-    return options, runs
 
 
 def plan_run(combination: Combination) -> PlannedRun:
@@ -223,7 +236,7 @@ def _read_search(text: str) -> str:
     return text
 
 
-def _options_for_status(options: Options, folder: Path, problems: list[str]) -> Options:
+def _status_of(options: Options, folder: Path, problems: list[str]) -> Options:
     """The options with the folder of `--status FOLDER`.
 
     Raises:
@@ -231,7 +244,9 @@ def _options_for_status(options: Options, folder: Path, problems: list[str]) -> 
     """
     from linnaeus.commands.sweep.folder import SWEEP
 
-    if not (folder / SWEEP).exists():
+    if not folder.exists():
+        problems.append(f"--status: there is no folder {folder}")
+    elif not (folder / SWEEP).exists():
         problems.append(f"--status: {folder} is not the folder of a sweep: it has no {SWEEP}")
     if problems:
         raise ConfigError(problems)
@@ -265,7 +280,7 @@ PARSER = CommandParser(
 )
 PARSER.option(
     "--metric", "NAME", str,
-    "validation metric that is compared; default: top-1 of the finest level, or the loss",
+    "validation metric that is compared; default: top-1 of the finest rank, or the loss",
 )  # fmt: skip
 PARSER.option(
     "--plot", "FILE", read_plot,

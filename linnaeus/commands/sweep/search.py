@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from linnaeus.commands.compare.history import History, is_smaller_better
-from linnaeus.commands.compare.results import Row
+from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.sweep.folder import ASKED, STUDY, is_asked
 from linnaeus.commands.sweep.grid import Combination
 from linnaeus.commands.sweep.options import PlannedRun
-from linnaeus.commands.sweep.source import Source
+from linnaeus.commands.sweep.source import Source, UnknownMetricError
 from linnaeus.commands.sweep.space import Axis, Space
-from linnaeus.config.keys import suggest
 from linnaeus.errors import ConfigError
 
 JOBS_ON_SLURM = 4
@@ -31,6 +30,8 @@ MIN_EPOCHS_LEFT = 2
 """A run with fewer epochs left is not pruned: its result is worth more than the time."""
 PRUNED = "pruned"
 """Attribute of a trial whose run the search has asked to end."""
+GOAL = "goal"
+"""Attribute of the study: the metric that it is told, where `--metric` names none."""
 logger = logging.getLogger("linnaeus.sweep")
 
 
@@ -113,8 +114,8 @@ class Search(Source):
             runs += self._add([self._trials()[number]])
         return runs
 
-    def told(self, row: Row) -> bool:
-        """Tell the study how a run has ended; returns whether it is not to be resumed.
+    def record_end(self, row: Row) -> bool:
+        """Tell the study how a run has ended; returns whether that is final.
 
         A run that was interrupted, but not by the search, is to be resumed.
         """
@@ -124,11 +125,12 @@ class Search(Source):
         if not unfinished:
             return True
         self._check_metric(row)
+        if row.status == "finished" and self._goal is None:
+            self._study.set_user_attr(GOAL, row.headline)
         self._report(unfinished[0], row.history)
-        name, sign = _goal(row.metrics, self._plan.metric)
-        value = row.result.get("metrics", {}).get(name)
+        value = row.result.get("metrics", {}).get(self._goal)
         if row.status == "finished" and value is not None:
-            how = {"values": sign * value}
+            how = {"values": self._sign * value}
         elif row.pruned:
             how = {"state": self._states.PRUNED}
         elif row.outcome is not None and not row.outcome.was_interrupted:
@@ -143,7 +145,7 @@ class Search(Source):
         """Report new validations of a run to the study; returns whether to end the run, at most once True.
 
         Raises:
-            ConfigError: the run has no such metric.
+            UnknownMetricError: the run does not have the wanted metric.
         """
         history = row.history
         if self._seen.get(row.folder) is history:
@@ -168,17 +170,28 @@ class Search(Source):
             return None
         best = self._study.best_trial
         found = self._plan.space.combination(self._texts(best.params)).title
-        # Without a metric that is named, `_goal` may have negated a loss.
-        value = best.value if self._plan.metric is not None else abs(best.value)
-        return f"{found} with {value:.4f}"
+        return f"{found} with {self._sign * best.value:.4f}"
+
+    @property
+    def _goal(self) -> str | None:
+        """The metric that the study is told: the wanted one, or what decides which checkpoint is best.
+
+        That is known, and then the same for all runs, once a run has finished.
+        """
+        return self._plan.metric or self._study.user_attrs.get(GOAL)
+
+    @property
+    def _sign(self) -> int:
+        """Factor of the metric in the study. Without a wanted metric, the study makes its values large."""
+        goal = None if self._plan.metric else self._goal
+        return -1 if goal is not None and is_smaller_better(goal) else 1
 
     def _check_metric(self, row: Row) -> None:
-        """Raise `ConfigError` for a metric that the runs do not have: the search would learn nothing."""
-        wanted, known = self._plan.metric, row.metrics
-        if wanted is not None and known and wanted not in known:
-            raise ConfigError(
-                f"--metric: {row.folder} has no {wanted!r}{suggest(wanted, known)}; there are "
-                f"{', '.join(known)}; end its active runs, and give the search another EXPERIMENT.NAME"
+        """Raise `UnknownMetricError` for a metric that the runs lack: the search would learn nothing."""
+        problem = Comparison([row], self._plan.metric).unknown_metric
+        if row.metrics and problem is not None:
+            raise UnknownMetricError(
+                f"--metric: {problem}; the search ends its active runs and needs another EXPERIMENT.NAME"
             )
 
     def _trials(self) -> Any:
@@ -219,10 +232,9 @@ class Search(Source):
         """Report the validations that the study does not have; returns the trial."""
         # The id is private, but no public call makes a `Trial` of one that another process has asked for.
         trial = self._optuna.trial.Trial(self._study, frozen._trial_id)
-        name, sign = _goal(history.points, self._plan.metric)
-        for epoch, value in history.finite(name):
+        for epoch, value in history.finite(self._goal) if self._goal else ():
             if epoch not in frozen.intermediate_values:
-                trial.report(sign * value, epoch)
+                trial.report(self._sign * value, epoch)
         return trial
 
     def _texts(self, params: Mapping[str, Any]) -> dict[str, str]:
@@ -250,13 +262,16 @@ class Search(Source):
                     storage=optuna.storages.JournalStorage(backend), study_name="sweep", load_if_exists=True,
                     direction=direction,
                 )  # fmt: skip
-            except ValueError as error:
-                raise ConfigError(f"EXPERIMENT.NAME: {path} is damaged: {error}") from error
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise ConfigError(f"EXPERIMENT.NAME: {path} is damaged: {error!r}") from error
             # Another seed, so that a continued study does not draw the same points again. `constant_liar`
             # keeps the sampler away from points that are being run, and is not the default before Optuna 5.
             study.sampler = optuna.samplers.TPESampler(seed=plan.seed + len(study.trials), constant_liar=True)
             study.pruner = optuna.pruners.MedianPruner(n_warmup_steps=plan.warmup_epochs + 1)
-        asked = json.dumps([plan.metric, sorted(astuple(axis) for axis in plan.space.axes)])
+        is_default = direction == "maximize" and plan.metric == study.user_attrs.get(GOAL)
+        asked = json.dumps(
+            [None if is_default else plan.metric, sorted(astuple(axis) for axis in plan.space.axes)]
+        )
         if study.user_attrs.get("asked", asked) != asked or study.direction.name.lower() != direction:
             raise ConfigError(
                 f"EXPERIMENT.NAME: {path} is the study of a search with other keys, values or metric, or "
@@ -281,11 +296,3 @@ def _import() -> Any:
         ) from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
-
-
-def _goal(metrics: Iterable[str], wanted: str | None) -> tuple[str, int]:
-    """The metric that the study is told, and its sign; for the headline of a run larger is better."""
-    top1 = [name for name in metrics if name.startswith("top1/")]
-    if wanted is not None or top1:
-        return wanted or top1[-1], 1
-    return "loss", -1

@@ -49,8 +49,8 @@ def save_search_plot(sweep: Comparison, axes: Sequence[Axis], path: Path, *, sma
         for n, row, value in points:
             text = f"{row.title}: {sweep.metric} {value:.4g}"
             style = {} if row.status == "finished" else {"markerfacecolor": "none"}
-            for panel, place in zip(panels, [n, *(_place(row, axis) for axis in axes)], strict=True):
-                picture.point(panel, place, value, "o", text, color=BLUE, **style)
+            for panel, x in zip(panels, [n, *(_x(row, axis) for axis in axes)], strict=True):
+                picture.point(panel, x, value, "o", text, color=BLUE, **style)
 
 
 def _scale(panel: Axes, axis: Axis) -> None:
@@ -60,7 +60,7 @@ def _scale(panel: Axes, axis: Axis) -> None:
         panel.set_xscale("log")
 
 
-def _place(row: Row, axis: Axis) -> float:
+def _x(row: Row, axis: Axis) -> float:
     """Where a run is on the axis of a key."""
     text = row.values[axis.key]
     return axis.choices.index(text) if axis.choices else float(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shlex
@@ -16,7 +17,7 @@ from linnaeus.commands.compare.output import print_runs
 from linnaeus.commands.compare.plot import save_plot
 from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.compare.runs import read_runs
-from linnaeus.commands.sweep.folder import SWEEP, is_asked, lock_folder
+from linnaeus.commands.sweep.folder import STUDY, SWEEP, is_asked, lock_folder
 from linnaeus.commands.sweep.options import Options, PlannedRun
 from linnaeus.commands.sweep.search import JOBS_ON_SLURM, Search
 from linnaeus.commands.sweep.search_plot import save_search_plot
@@ -25,6 +26,7 @@ from linnaeus.commands.sweep.stop import Stop
 from linnaeus.commands.sweep.watch import Watch, words_of
 from linnaeus.console import make_console
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
+from linnaeus.files import FolderLock
 from linnaeus.launchers.interface import Launcher
 from linnaeus.launchers.jobs import cancel_command
 from linnaeus.launchers.local import Local, Share, divide, visible_gpus
@@ -81,28 +83,45 @@ def _train(
     folder = runs[0].folder.parent
     sweep = Comparison([], options.metric)
     lock = lock_folder(folder)
+    files = _Files(sweep, folder, lock)
     try:
+        is_new = options.plan is not None and not (folder / STUDY).exists()
+        if is_new and isinstance(launcher, Slurm):
+            launcher.check(1)  # before the study, which makes this the folder of a search
         search = None if options.plan is None else Search(folder, options.plan)
         watch = Watch(
-            sweep, search or Source(runs), launcher, stop, console, lambda: _save(sweep, folder),
+            sweep, search or Source(runs), launcher, stop, console, files.save,
             None if search is None else _num_at_once(options),
         )  # fmt: skip
         watch.join()
         if isinstance(launcher, Slurm):
-            if not watch.nothing_to_start:
-                launcher.check(1 if search else len(runs))
+            if not watch.nothing_to_start and not is_new:
+                launcher.check(1 if search else watch.num_waiting)
             if search is None:  # the queue is SLURM's: any process may watch it, but only one may search
-                watch.when_started = lock.release
-        watch.to_the_end()
+                watch.lock = lock
+        failure = _watch_to_the_end(watch, folder)
     finally:
         lock.release()
         with suppress(OSError):  # nothing has been started, and the folder is empty
             folder.rmdir()
     if sweep.rows:
-        _report(options, sweep, folder, console)
+        _report(options, sweep, files, console)
+    if failure is not None:
+        raise failure
     if search is not None and (best := search.best()) is not None:
         logger.info("best: %s", best)
     return sweep
+
+
+def _watch_to_the_end(watch: Watch, folder: Path) -> LinnaeusError | None:
+    """Start and watch the runs; returns why that cannot go on, although active runs do."""
+    try:
+        watch.to_the_end()
+    except LinnaeusError as error:
+        return error
+    except OSError as error:  # a full disk, also where a search keeps its study
+        return LinnaeusError(f"{folder}: the sweep cannot go on: {error}; the same command joins its runs")
+    return None
 
 
 def _num_at_once(options: Options) -> int:
@@ -146,7 +165,10 @@ def _dry_run(options: Options, runs: Sequence[PlannedRun], launcher: Launcher) -
     if isinstance(launcher, Slurm):
         return launcher.dry_run(len(runs) if options.plan is None else 1)
     assert isinstance(launcher, Local)
-    lines = [] if options.plan is None else ["# such as these; the search chooses the values"]
+    lines = [f"# {counted(len(launcher.shares), 'run')} at once: {_listed(launcher.shares)}"]
+    lines.append("# each reads asked.yaml, which is written when the run starts")
+    if options.plan is not None:
+        lines.append("# such as these; the search chooses the values")
     for number, planned in enumerate(runs):
         share = launcher.shares[number % len(launcher.shares)]
         env = [f"{name}={value}" for name, value in share.env().items()]
@@ -179,32 +201,67 @@ def _saved_values(folder: Path) -> dict[Path, dict[str, str]]:
         found = {folder / Path(entry["folder"]).name: dict(entry["values"]) for entry in entries}
     except (KeyError, TypeError, ValueError):
         found = {}
-    if not found or len({tuple(values) for values in found.values()}) > 1:
+    is_text = all(isinstance(text, str) for values in found.values() for text in values.values())
+    if not found or not is_text or len({tuple(values) for values in found.values()}) > 1:
         raise ConfigError(f"--status: {folder / SWEEP} holds no runs; give the command of the sweep instead")
     return found
 
 
-def _save(sweep: Comparison, folder: Path) -> None:
-    for name in (SWEEP, "sweep.csv") if sweep.rows else ():
-        sweep.save(folder / name)
+class _Files:
+    """The figures of a sweep in its folder. Runs go on where they cannot be written; that is said once.
+
+    Once the lock is given back, the entries of another sweep that has written the files since are kept.
+    """
+
+    def __init__(self, sweep: Comparison, folder: Path, lock: FolderLock) -> None:
+        self.sweep, self.folder, self._lock = sweep, folder, lock
+        self._has_failed = False
+
+    def save(self) -> bool:
+        """Write the figures; returns whether they are written."""
+        if not self.sweep.rows:
+            return True
+        others = [] if self._lock.is_held else self._rows_of_others()
+        whole = dataclasses.replace(self.sweep, rows=[*self.sweep.rows, *others])
+        try:
+            for name in (SWEEP, "sweep.csv"):
+                whole.save(self.folder / name)
+        except (OSError, LinnaeusError) as error:  # a full disk
+            if not self._has_failed:
+                logger.warning("the figures cannot be written: %s; runs go on", error)
+            self._has_failed = True
+            return False
+        self._has_failed = False
+        return True
+
+    def _rows_of_others(self) -> list[Row]:
+        """The rows that are in the file, and not in this sweep."""
+        values = {}
+        with suppress(ConfigError):  # damaged, or deleted
+            values = _saved_values(self.folder)
+        own = {row.folder for row in self.sweep.rows}
+        wanted = [f for f in values if f not in own and [*values[f]] == self.sweep.keys and f.exists()]
+        return [Row.of(run, values[run.folder]) for run in read_runs(wanted)]
 
 
-def _report(options: Options, sweep: Comparison, folder: Path, console: Console) -> None:
+def _report(options: Options, sweep: Comparison, files: _Files, console: Console) -> None:
     """Show the figures, then write them to the files."""
     print_runs(sweep, console)
-    if sweep.wanted_metric is not None and sweep.metrics and sweep.wanted_metric not in sweep.metrics:
-        logger.warning("--metric: no run has %s; there are %s", sweep.wanted_metric, ", ".join(sweep.metrics))
+    if sweep.metrics and (problem := sweep.unknown_metric) is not None:
+        logger.warning("--metric: %s", problem)
+    folder = files.folder
     plot = options.plot or folder / "sweep.png"
+    if files.save():
+        logger.info("figures: %s and sweep.csv", folder.resolve() / SWEEP)
     try:
-        _save(sweep, folder)
         if options.plan is None:
             save_plot(sweep, plot)
         else:
             smaller = is_smaller_better(sweep.metric)
             save_search_plot(sweep, options.plan.space.axes, plot, smaller_is_better=smaller)
-        logger.info("figures: %s and sweep.csv; picture: %s", folder.resolve() / SWEEP, plot.resolve())
+        logger.info("picture: %s", plot.resolve())
     except (OSError, LinnaeusError) as error:  # a full disk
-        logger.warning("figures and picture cannot be written: %s", error)
+        logger.warning("the picture cannot be written: %s", error)
     if left := sweep.with_status("pending", "running", "unknown"):
         logger.info(
             "%s left to go on; the same command joins them, "

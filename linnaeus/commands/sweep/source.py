@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from linnaeus.errors import ConfigError
+
 if TYPE_CHECKING:
     from linnaeus.commands.compare.results import Row
     from linnaeus.commands.sweep.options import PlannedRun
+
+
+class UnknownMetricError(ConfigError):
+    """The runs of a search do not have its metric: they are of no use to it."""
 
 
 class Source:
@@ -38,8 +44,8 @@ class Source:
         """Choose so many runs, or fewer if no more are left."""
         return []
 
-    def told(self, row: Row) -> bool:
-        """Note how a run has ended; returns whether it is not to be resumed or repeated."""
+    def record_end(self, row: Row) -> bool:
+        """Note how a run has ended; returns whether that is final: it is neither resumed nor repeated."""
         return row.status == "finished"
 
     def prunes(self, row: Row) -> bool:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 from hydra.errors import HydraException
 
-from linnaeus.commands.sweep.grid import PLACE, Combination, token_of
+from linnaeus.commands.sweep.grid import Combination, check_may_be_swept, effective, token_of
 from linnaeus.config.keys import KEYS, strip_optional
 from linnaeus.config.overrides import CommandLine, Override, parse_command_line
 from linnaeus.config.sweep_values import sweep_values
@@ -21,6 +21,8 @@ LOG_RATIO = 100.0
 """An interval whose ends differ by this factor is searched by its logarithm."""
 DIGITS = 6
 """Significant digits of a value in an interval, as it is typed and named."""
+RANGE_DIGITS = 12
+"""The same for a range, whose values are as in a grid."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class Axis:
 
     def text(self, value: Any) -> str:
         """A value as it is typed."""
-        return str(value) if self.choices else str(int(value)) if self.is_whole else f"{value:.{DIGITS}g}"
+        if self.choices or self.is_whole:
+            return str(value if self.choices else int(value))
+        return f"{value:.{DIGITS if self.step is None else RANGE_DIGITS}g}"
 
 
 @dataclass
@@ -66,13 +70,12 @@ class Space:
     line: CommandLine
     axes: list[Axis] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    _fixed: list[Override] = field(default_factory=list)
+    _overrides: list[Override] = field(default_factory=list)
 
     def combination(self, texts: Mapping[str, str]) -> Combination:
         """The point with these values, by key."""
-        chosen = [Override(axis.key, texts[axis.key]) for axis in self.axes]
-        tokens = (token_of(override) for override in (*self._fixed, *chosen))
-        return Combination(dict(texts), (*self.line.source_tokens(), *tokens))
+        chosen = (replace(each, text=texts.get(each.key, each.text)) for each in self._overrides)
+        return Combination(dict(texts), (*self.line.source_tokens(), *map(token_of, chosen)))
 
     def corners(self) -> Iterator[Combination]:
         """Points with each end and each choice: what is wrong with a key alone shows in one of them."""
@@ -91,21 +94,15 @@ def read_space(argv: Sequence[str]) -> Space:
     ['OPTIMIZER.LR=0.0001 DATA.BATCH_SIZE=8', 'OPTIMIZER.LR=0.1 DATA.BATCH_SIZE=64']
     """
     line = parse_command_line(argv)
-    space = Space(line)
-    last = {override.key: override for override in line.overrides}
-    presets = [Override(group, name) for group, name in line.presets.items()]
-    for override in itertools.chain(presets, last.values()):
+    space = Space(line, _overrides=effective(line))
+    for override in space._overrides:
         try:
             axis = None if override.delete or override.text is None else _axis(override.key, override.text)
+            if axis is not None:
+                check_may_be_swept(axis.key)
+                space.axes.append(axis)
         except ValueError as error:
             space.problems.append(f"{override.key}: {error}")
-            continue
-        if axis is None:
-            space._fixed.append(override)
-        elif override.key in PLACE:
-            space.problems.append(f"{override.key}: says where the sweep's files are and takes one value")
-        else:
-            space.axes.append(axis)
     if not space.axes and not space.problems:
         space.problems.append(
             "there is nothing to search: give a key an interval, such as OPTIMIZER.LR='interval(1e-4,1e-1)', "
@@ -148,12 +145,14 @@ def _interval(key: str, text: str, value: IntervalSweep) -> Axis:
 
 
 def _range(key: str, text: str) -> Axis | None:
-    values = [float(value) for value in sweep_values(text)]
+    # As typed: in binary, 0.7 is not 0.1 and a multiple of 0.4 - 0.1, and Optuna would drop it.
+    values = [Decimal(value) for value in sweep_values(text)]
     if len(values) < 2:
         return None
-    is_whole = all(value.is_integer() for value in values)
-    low, high = min(values), max(values)
-    return Axis(key, low, high, step=abs(values[1] - values[0]), is_whole=is_whole)
+    is_whole = all(value == int(value) for value in values)
+    low, step = min(values[0], values[-1]), abs(values[1] - values[0])
+    high = low + (len(values) - 1) * step
+    return Axis(key, float(low), float(high), step=float(step), is_whole=is_whole)
 
 
 def _is_whole(key: str) -> bool:

@@ -15,11 +15,11 @@ from rich.console import Console
 from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.sweep.folder import ASKED, is_asked, prepare
 from linnaeus.commands.sweep.options import PlannedRun
-from linnaeus.commands.sweep.source import Source
+from linnaeus.commands.sweep.source import Source, UnknownMetricError
 from linnaeus.commands.sweep.stop import Stop
-from linnaeus.config.keys import suggest
 from linnaeus.console import StatusLine
 from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.files import FolderLock
 from linnaeus.launchers.interface import Job, Launcher, Task
 from linnaeus.launchers.jobs import active_jobs, cancel, lost_outcome
 from linnaeus.launchers.outcome import OUTPUT, last_line, read_outcome
@@ -49,15 +49,16 @@ class Watch:
         stop: says when to end.
         console: shows which runs are active.
         save: writes the figures; called whenever a row has changed.
-        limit: how many runs are active at once, where the launcher has room for more; None for any number.
+        limit: most runs active at once; None leaves it to the launcher.
 
     Attributes:
-        when_started: called once all runs have been given to the launcher.
+        lock: that of the sweep's folder, given back once the launcher is known to have all runs; None for one
+            that is kept to the end.
     """
 
     def __init__(
         self, sweep: Comparison, source: Source, launcher: Launcher, stop: Stop, console: Console,
-        save: Callable[[], None], limit: int | None = None,
+        save: Callable[[], object], limit: int | None = None,
     ) -> None:  # fmt: skip
         self._sweep, self._source = sweep, source
         self._planned: dict[Path, PlannedRun] = {}
@@ -73,12 +74,17 @@ class Watch:
         self._gone_since: dict[Path, float] = {}
         """When each active run was first seen without a job and without an outcome."""
         self._has_checked_metric = False
-        self.when_started: Callable[[], object] = lambda: None
+        self.lock: FolderLock | None = None
 
     @property
     def nothing_to_start(self) -> bool:
         """Whether all runs have ended well, or are active."""
         return not self._waiting and not self._num_left
+
+    @property
+    def num_waiting(self) -> int:
+        """Runs that are chosen and not started."""
+        return len(self._waiting)
 
     @property
     def _num_left(self) -> int:
@@ -98,11 +104,20 @@ class Watch:
 
         Raises:
             ConfigError: an active run has another configuration.
+            UnknownMetricError: the runs do not have the metric of the search; they are asked to end.
         """
         for planned in self._source.earlier():
             self._add(planned)
         self._find_others()
         jobs = active_jobs(self._planned)
+        try:
+            self._sort(jobs)
+        except UnknownMetricError:
+            self._active = [*jobs]
+            self._cancel()
+            raise
+
+    def _sort(self, jobs: dict[Path, Job]) -> None:
         for folder, planned in self._planned.items():
             row, title = self._rows[folder], self._titles[folder]
             if folder in jobs:
@@ -113,7 +128,13 @@ class Watch:
                     )
                 self._active.append(folder)
                 row.job = jobs[folder]
-                logger.info("%s: goes on, %s; output in %s", title, row.job.name, folder / OUTPUT)
+                if row.job.kind == "unknown":
+                    logger.warning(
+                        "%s: may go on: %s, and SLURM does not answer (%s); if it does not, delete %s",
+                        title, row.job.name, row.job.reason, folder / RECORD,
+                    )  # fmt: skip
+                else:
+                    logger.info("%s: goes on, %s; output in %s", title, row.job.name, folder / OUTPUT)
             elif not self._has_ended_for_good(row, planned):
                 row.outcome = None
                 self._waiting.append(folder)
@@ -136,26 +157,33 @@ class Watch:
         """Whether an earlier process has run this, and it is neither resumed nor repeated."""
         if is_asked(row.folder, planned.config):
             row.outcome = read_outcome(row.folder) or lost_outcome(row.folder)
-        return row.outcome is not None and self._source.told(row)
+        return row.outcome is not None and self._source.record_end(row)
 
     def to_the_end(self) -> None:
         """Start and watch the runs until all have ended, or somebody has asked to stop.
 
         Raises:
-            LinnaeusError: runs cannot be started; the active ones continue without this process.
+            LinnaeusError, OSError: runs cannot be started; the active ones continue without this process.
+            UnknownMetricError: see `join`.
         """
         self._save()
         while True:
             with StatusLine(self._console) as line:
-                while not self._stop.is_new and self._step():
-                    line.update(self._describe())
-                    self._stop.wait(self._launcher.poll_s)
+                try:
+                    while not self._stop.is_new and self._step():
+                        line.update(self._describe())
+                        self._stop.wait(self._launcher.poll_s)
+                except UnknownMetricError:
+                    self._cancel()
+                    raise
             if not self._stop.is_new or not self._continue_after_signal():
                 return
 
     def _step(self) -> bool:
         """Look at the runs and start what there is room for; returns whether any is left."""
-        jobs = active_jobs([*self._active, *self._others])
+        ended = [folder for folder, row in self._rows.items() if row.status in ("failed", "interrupted")]
+        jobs = active_jobs([*self._active, *self._others, *ended])
+        self._watch_again([folder for folder in ended if folder in jobs], jobs)
         changed = False
         for folder in [*self._active]:
             row = self._rows[folder]
@@ -166,25 +194,31 @@ class Watch:
                 self._check_metric(row)
                 if self._source.prunes(row):
                     self._prune(folder)
-            elif self._has_ended(folder, row):
+            elif self._may_have_ended(folder):
                 self._active.remove(folder)
+                self._end(row)
                 changed = True
         changed |= self._start(jobs)
         if changed:
             self._save()
         return bool(self._active or self._waiting or self._num_left)
 
+    def _watch_again(self, ended: list[Path], jobs: dict[Path, Job]) -> None:
+        """Watch ended runs that another process has started again; drop jobs that SLURM says nothing of."""
+        for folder in ended:
+            if jobs[folder].kind == "unknown":
+                del jobs[folder]
+            elif not self._stop.requested:
+                logger.info("%s: has been started again, %s", self._titles[folder], jobs[folder].name)
+                self._rows[folder].outcome = None
+                self._active.append(folder)
+
     def _check_metric(self, row: Row) -> None:
-        """Warn of a metric that the first run with a validation does not have."""
-        wanted = self._sweep.wanted_metric
-        if self._has_checked_metric or wanted is None or not (known := row.metrics):
-            return
-        self._has_checked_metric = True
-        if wanted not in known:
-            logger.warning(
-                "--metric: %s has no %r%s; there are %s",
-                row.title, wanted, suggest(wanted, known), ", ".join(known),
-            )  # fmt: skip
+        """Warn once, when a run has been validated, of a metric that no run has."""
+        if not self._has_checked_metric and row.metrics:
+            self._has_checked_metric = True
+            if (problem := self._sweep.unknown_metric) is not None:
+                logger.warning("--metric: %s", problem)
 
     def _prune(self, folder: Path) -> None:
         logger.info("%s: pruned, because it is worse than the median of the others", self._titles[folder])
@@ -205,9 +239,14 @@ class Watch:
         count = 0 if self._stop.requested else max(min(room, len(self._waiting)), 0)
         if count:
             self._submit([self._waiting.popleft() for _ in range(count)], jobs)
-        if self.nothing_to_start:
-            self.when_started()
+        if self.lock is not None and self.nothing_to_start and all(map(self._is_launched, self._active)):
+            self.lock.release()
         return bool(count)
+
+    def _is_launched(self, folder: Path) -> bool:
+        """Whether the launcher is known to have a run: it need not be submitted again."""
+        job = self._rows[folder].job
+        return job is not None and job.kind != "unknown"
 
     def _submit(self, folders: list[Path], jobs: dict[Path, Job]) -> None:
         """Give runs to the launcher. If it fails, those that it has started are active all the same."""
@@ -216,7 +255,6 @@ class Watch:
             Task(folder, words_of(folder), 0.0 if outcome is None else outcome.seconds)
             for folder, outcome in earlier.items()
         ]
-        started: dict[Path, Job] = {}
         try:
             self._launcher.submit(tasks, jobs.values())
             self._active += folders
@@ -232,23 +270,38 @@ class Watch:
                 how = f"submitted as {started[folder].name}" if folder in started else "submitted"
             logger.info("%s: %s; output in %s", self._titles[folder], how, folder / OUTPUT)
 
-    def _has_ended(self, folder: Path, row: Row) -> bool:
-        """Fill the row of a run without a job; False while its outcome may still come."""
-        row.outcome = read_outcome(folder)
-        if row.outcome is None:
-            gone_s = time.monotonic() - self._gone_since.setdefault(folder, time.monotonic())
-            # A run that was cancelled is interrupted, whatever comes.
-            is_patient = _is_on_slurm(folder) and not self._stop.requested
-            if gone_s < (LOST_S if is_patient else (LOST_LOOKS - 1) * self._launcher.poll_s):
-                return False
-            row.outcome = lost_outcome(folder)
-        self._source.told(row)
-        title, outcome = self._titles[folder], row.outcome
-        if row.status == "finished" and outcome is not None:
+    def _may_have_ended(self, folder: Path) -> bool:
+        """Whether a run without a job has ended or was lost; False while its outcome may still come."""
+        if read_outcome(folder) is not None:
+            return True
+        gone_s = time.monotonic() - self._gone_since.setdefault(folder, time.monotonic())
+        # A run that was cancelled is interrupted, whatever comes.
+        is_patient = _is_on_slurm(folder) and not self._stop.requested
+        return gone_s >= (LOST_S if is_patient else (LOST_LOOKS - 1) * self._launcher.poll_s)
+
+    def _end(self, row: Row) -> None:
+        """Fill the row of a run that is not active any more, and say how it has ended."""
+        row.outcome = outcome = read_outcome(row.folder) or lost_outcome(row.folder)
+        self._gone_since.pop(row.folder, None)
+        title = self._titles[row.folder]
+        if outcome is None:
+            self._submit_again(row.folder)
+            return
+        self._check_metric(row)
+        self._source.record_end(row)
+        if row.status == "finished":
             logger.info("%s: done in %.1f s%s", title, outcome.seconds, self._figure(row))
-        elif outcome is not None and not row.pruned and not (self._stop.requested and outcome.was_stopped):
+        elif not row.pruned and not (self._stop.requested and outcome.was_stopped):
             logger.info("%s: %s (exit code %d): %s", title, row.status, outcome.exit_code, outcome.reason)
-        return True
+
+    def _submit_again(self, folder: Path) -> None:
+        """Let a run wait whose job was never accepted; without the lock, another sweep may do the same."""
+        how = "the same command starts it"
+        is_alone = self.lock is None or self.lock.is_held
+        if is_alone and _is_on_slurm(folder) and not self._stop.requested:
+            self._waiting.append(folder)
+            how = "it is submitted again"
+        logger.warning("%s: no job has it, and it has not begun; %s", self._titles[folder], how)
 
     def _continue_after_signal(self) -> bool:
         """End the runs, or leave them to themselves; returns whether to watch them to their ends."""
@@ -258,11 +311,15 @@ class Watch:
             return False
         if any(map(_is_on_slurm, self._active)) and not self._may_cancel():
             return False
+        self._cancel()
+        return True
+
+    def _cancel(self) -> None:
+        """Ask the active runs to end; a warning says which cannot be asked."""
         try:
             cancel(self._active)
         except LinnaeusError as error:
             logger.warning("not every run has been asked to end: %s", error)
-        return True
 
     def _may_cancel(self) -> bool:
         """Ask whether to cancel jobs; without a terminal, after SIGTERM or a second Ctrl-C they stay."""

@@ -7,24 +7,29 @@ import json
 import signal
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.sweep import space as module
 from linnaeus.commands.sweep.folder import STUDY, prepare
+from linnaeus.commands.sweep.grid import read_grid
 from linnaeus.commands.sweep.options import Options, PlannedRun, plan_run, read
 from linnaeus.commands.sweep.search import Search, SearchPlan
 from linnaeus.commands.sweep.search_plot import save_search_plot
 from linnaeus.commands.sweep.space import Axis, read_space
+from linnaeus.config.sweep_values import sweep_values
 from linnaeus.errors import ConfigError
 from linnaeus.launchers.interface import Job
 from linnaeus.launchers.outcome import Outcome
 from tests.conftest import Child, Run
 
-pytest.importorskip("optuna")
+optuna = pytest.importorskip("optuna")
 
 
 def test_the_examples_in_the_docstrings() -> None:
@@ -57,6 +62,29 @@ def test_the_values_of_a_key(key: str, text: str, expected: Axis) -> None:
         assert getattr(axis, name) == pytest.approx(getattr(expected, name))
     for name in ("key", "is_log", "is_whole", "choices"):
         assert getattr(axis, name) == getattr(expected, name)
+
+
+@given(st.decimals(-10, 10, places=3), st.decimals("0.001", 3, places=3), st.integers(2, 9), st.booleans())
+def test_no_value_of_a_range_is_lost(start: Decimal, step: Decimal, count: int, falls: bool) -> None:
+    """The control is the step between the numbers as they are in binary."""
+    step = -step if falls else step
+    text = f"range({start},{start + count * step},{step})"
+    [axis] = read_space([f"{LR}={text}"]).axes
+    kind = optuna.distributions.IntDistribution if axis.is_whole else optuna.distributions.FloatDistribution
+    found = kind(axis.low, axis.high, step=axis.step)
+    assert (found.low, found.high) == (axis.low, axis.high)
+    values = [axis.text(axis.low + number * (axis.step or 0)) for number in range(count)]
+    assert sorted(map(float, values)) == sorted(map(float, sweep_values(text)))
+
+
+@pytest.mark.parametrize("again", ["0.1,0.2", "0.2"])
+def test_a_search_and_a_grid_read_a_key_that_is_typed_again_alike(again: str) -> None:
+    argv = [f"{LR}=0.1,0.4", "OPTIMIZER={LR: 0.3}", f"{LR}={again}", "TRAIN.EPOCHS=1,2"]
+    points = [read_grid(argv).combinations[0], next(read_space(argv).corners())]
+    assert [plan_run(point).config.OPTIMIZER.LR for point in points] == [float(again.split(",")[0])] * 2
+    argv = [f"{LR}=0.1,0.4", "OPTIMIZER={LR: 0.3}", "TRAIN.EPOCHS=1,2"]
+    points = [read_grid(argv).combinations[0], next(read_space(argv).corners())]
+    assert [plan_run(point).config.OPTIMIZER.LR for point in points] == [0.3] * 2, "the control"
 
 
 BAD = [
@@ -106,7 +134,7 @@ def end(search: Search, planned: PlannedRun, value: float | None, exit_code: int
     """Let a run end; None for one without a result."""
     result: dict[str, Any] | None = None if value is None else {"metrics": {"loss": 1.0, "top1/a": value}}
     row = Row(planned.combination.values, planned.folder, Outcome(exit_code, 1.0, None, result))
-    return search.told(row)
+    return search.record_end(row)
 
 
 def rate(planned: PlannedRun) -> float:
@@ -140,7 +168,7 @@ def test_a_search_draws_near_to_the_best(tmp_path: Path, metric: str, draws_near
         while search.num_left:
             for planned in search.more(1):
                 result = {"metrics": {metric: bowl(planned)}}
-                assert search.told(
+                assert search.record_end(
                     Row(planned.combination.values, planned.folder, Outcome(0, 1, None, result))
                 )
                 distances.append(abs(rate(planned) - 0.3))
@@ -156,14 +184,27 @@ def test_the_best_trial_in_words(tmp_path: Path) -> None:
     assert search.best() == f"{best.combination.title} with {bowl(best):.4f}"
 
 
-@pytest.mark.parametrize(("metric", "shown"), [("gain", "-0.2500"), ("loss", "-0.5000"), (None, "0.2500")])
-def test_the_best_value_keeps_its_sign(tmp_path: Path, metric: str | None, shown: str) -> None:
+@pytest.mark.parametrize(
+    ("metric", "values", "shown"),
+    [
+        ("gain", (-0.5, -0.25), "-0.2500"),
+        ("loss", (-0.5, -0.25), "-0.5000"),
+        (None, (0.5, 0.25), "0.2500"),
+        (None, (-0.5, -0.25), "-0.5000"),
+    ],
+)
+def test_the_best_value_keeps_its_sign(
+    tmp_path: Path, metric: str | None, values: tuple[float, float], shown: str
+) -> None:
+    """Also in the next process, and for the logarithm of a density, a loss that may be negative."""
     argv = (f"{LR}=interval(0.01,10)", "--trials", "2", *([] if metric is None else ["--metric", metric]))
-    search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
-    for planned, value in zip(search.more(2), (-0.5, -0.25), strict=True):
-        result = {"metrics": {metric or "loss": value if metric else -value}}
-        search.told(Row(planned.combination.values, planned.folder, Outcome(0, 1.0, None, result)))
-    assert (search.best() or "").endswith(f" with {shown}")
+    plan = plan_of(*argv, folder=tmp_path)
+    for value in values:
+        search = Search(tmp_path / "s", plan)
+        [planned] = search.more(1)
+        result = {"metrics": {metric or "loss": value}}
+        search.record_end(Row(planned.combination.values, planned.folder, Outcome(0, 1.0, None, result)))
+    assert (Search(tmp_path / "s", plan).best() or "").endswith(f" with {shown}")
 
 
 def test_a_loss_is_made_small(tmp_path: Path) -> None:
@@ -172,7 +213,7 @@ def test_a_loss_is_made_small(tmp_path: Path) -> None:
     runs = search.more(3)
     for planned in runs:
         result = {"metrics": {"loss": rate(planned), "top1/a": 0.0}}
-        search.told(Row(planned.combination.values, planned.folder, Outcome(0, 1.0, None, result)))
+        search.record_end(Row(planned.combination.values, planned.folder, Outcome(0, 1.0, None, result)))
     assert (search.best() or "").startswith(f"{LR}={min(map(rate, runs)):g} ")
 
 
@@ -252,9 +293,10 @@ def test_a_search_survives_being_killed_while_it_asks(tmp_path: Path) -> None:
             assert len(earlier) + len(more) in (2, 3)
             assert all(end(search, planned, 0.5) for planned in [*earlier, *more])
             assert {trial.state.name for trial in search._study.trials} <= {"COMPLETE", "FAIL"}
-    journal.write_bytes(b"damaged\n" + whole)
-    with pytest.raises(ConfigError, match="is damaged"):
-        Search(tmp_path / "s", plan)
+    for damage in (b"damaged\n", b'{"a": 1}\n', b"[1]\n"):
+        journal.write_bytes(damage + whole)
+        with pytest.raises(ConfigError, match="is damaged"):
+            Search(tmp_path / "s", plan)
 
 
 def test_a_point_that_is_no_configuration_is_left_out(
@@ -291,6 +333,20 @@ def test_another_search_needs_another_name(tmp_path: Path, other: str) -> None:
         Search(tmp_path / "s", plan_of(*other.split(), "--trials", "6", folder=tmp_path))
 
 
+def test_the_default_metric_may_be_named_later(tmp_path: Path) -> None:
+    argv = (f"{LR}=interval(0.01,10)", "--trials", "6")
+    search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
+    named = plan_of(*argv, "--metric", "top1/a", folder=tmp_path)
+    with pytest.raises(ConfigError, match="give this one another name"):
+        Search(tmp_path / "s", named)  # nobody knows yet
+    [planned] = search.more(1)
+    assert end(search, planned, 0.5)
+    assert Search(tmp_path / "s", named).best() == search.best()
+    assert Search(tmp_path / "s", plan_of(*argv, folder=tmp_path)).best() == search.best()
+    with pytest.raises(ConfigError, match="give this one another name"):
+        Search(tmp_path / "s", plan_of(*argv, "--metric", "loss", folder=tmp_path))
+
+
 def test_a_study_of_the_other_direction_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version that knows better which metrics are errors must not go on as before."""
     plan = plan_of(f"{LR}=interval(0.01,10)", "--trials", "6", "--metric", "loss", folder=tmp_path)
@@ -324,9 +380,9 @@ def test_a_metric_that_no_run_has_ends_the_search(tmp_path: Path) -> None:
     search = Search(tmp_path / "s", plan_of(*argv, folder=tmp_path))
     (planned,) = search.more(1)
     validated(planned, 0.5)
-    with pytest.raises(ConfigError, match="has no 'top1/b'; did you mean top1/a"):
+    with pytest.raises(ConfigError, match="no run has 'top1/b'; did you mean top1/a"):
         search.prunes(running(planned))
-    with pytest.raises(ConfigError, match="has no 'top1/b'"):
+    with pytest.raises(ConfigError, match="no run has 'top1/b'"):
         end(search, planned, 0.5)
 
 
@@ -373,7 +429,7 @@ def test_a_run_that_is_worse_than_the_median_is_pruned(tmp_path: Path, prunes: b
     assert not search.prunes(looked_at), "nothing has changed"
     assert not search.prunes(running(bad)), "once is enough"
     row = Row(bad.combination.values, bad.folder, Outcome(130, 1.0))
-    assert search.told(row) == prunes, "else it was interrupted, and is to be resumed"
+    assert search.record_end(row) == prunes, "else it was interrupted, and is to be resumed"
     assert row.status == ("pruned" if prunes else "interrupted")
 
 

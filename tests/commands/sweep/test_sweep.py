@@ -226,7 +226,13 @@ def test_a_folder_that_cannot_be_written_is_refused(run: Run) -> None:
     assert "/proc/nowhere" in outcome.err
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"runs": 3}', '{"runs": [{"folder": "x"}]}', '{"runs": [7]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{}", '{"runs": 3}', '{"runs": [{"folder": "x"}]}', '{"runs": [7]}',
+        '{"runs": [{"folder": "x", "values": {"A": 0}}]}',
+    ],
+)  # fmt: skip
 def test_the_status_of_a_damaged_sweep(run: Run, tmp_path: Path, text: str) -> None:
     (tmp_path / "sweep.json").write_text(text)
     outcome = run("sweep", "--status", str(tmp_path))
@@ -238,6 +244,10 @@ def test_the_status_of_nothing(run: Run) -> None:
     outcome = run("sweep", "--status")
     assert outcome.code == 2
     assert "--status: give the folder of a sweep, such as runs/my_exp" in outcome.err
+    assert "there is no folder runs/nope" in run("sweep", "--status", "runs/nope").err
+    outcome = run("sweep", "EXPERIMENT.NAME=s", "--status", "runs/nope")
+    assert outcome.err.count("--status: is followed by the folder of a sweep alone") == 1
+    assert "nothing to sweep" not in outcome.err
 
 
 def test_a_dry_run_predicts_too(run: Run, tmp_path: Path) -> None:
@@ -245,6 +255,7 @@ def test_a_dry_run_predicts_too(run: Run, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     assert "Predicted batch sizes" in outcome.out
     assert outcome.out.count("-m linnaeus.main --cfg runs/") == 2
+    assert "# 1 run at once: " in outcome.out
     assert not list(tmp_path.iterdir())
 
 
@@ -254,6 +265,35 @@ def test_a_refused_sweep_leaves_no_folder(run: Run, tmp_path: Path, monkeypatch:
     assert outcome.code == 2
     assert "there is no sbatch here" in outcome.err
     assert not (tmp_path / "runs/new").exists()
+
+
+@pytest.mark.parametrize("is_search", [False, True])
+def test_a_sweep_that_sbatch_refuses_leaves_no_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_search: bool
+) -> None:
+    """The study of a search would make it the folder of one."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sbatch").write_text("#!/bin/sh\necho 'invalid partition specified: nope' >&2; exit 1\n")
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
+    search = ("--search", "optuna", "--trials", "2") if is_search else ()
+    argv = (*SMALL, "EXPERIMENT.NAME=new", "DATA.BATCH_SIZE=16,8", "--launcher", "slurm", *search)
+    outcome = run("sweep", *argv)
+    assert "invalid partition" in outcome.err
+    assert not (tmp_path / "runs/new").exists()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sweep.json", "grid"), ("study.journal", "search")])
+def test_a_grid_and_a_search_have_different_folders(run: Run, tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / "runs/new").mkdir(parents=True)
+    (tmp_path / "runs/new" / name).touch()
+    search = ("--search", "optuna", "--trials", "2")
+    argv = ("sweep", *SMALL, "EXPERIMENT.NAME=new", "DATA.BATCH_SIZE=16,8", "--dry-run")
+    refused, control = ((), search) if kind == "search" else (search, ())
+    outcome = run(*argv, *refused)
+    assert outcome.code == 2
+    assert f"runs/new is the folder of a {kind}; give this sweep another name" in outcome.err
+    assert run(*argv, *control).code == 0
 
 
 def test_print_config_prints_every_configuration(run: Run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -11,18 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.commands.compare.results import Comparison
+from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.sweep import watch as module
-from linnaeus.commands.sweep.folder import prepare
+from linnaeus.commands.sweep.folder import lock_folder, prepare
 from linnaeus.commands.sweep.options import PlannedRun, read
-from linnaeus.commands.sweep.source import Source
+from linnaeus.commands.sweep.session import _Files, _watch_to_the_end
+from linnaeus.commands.sweep.source import Source, UnknownMetricError
 from linnaeus.commands.sweep.stop import Stop
 from linnaeus.commands.sweep.watch import Watch
 from linnaeus.console import make_console
 from linnaeus.errors import LinnaeusError
 from linnaeus.launchers.interface import Job, Launcher, Task
 from linnaeus.launchers.outcome import Outcome, save_outcome
-from linnaeus.launchers.record import write_slurm_record
+from linnaeus.launchers.record import write_record, write_slurm_record
 
 
 class Queue(Launcher):
@@ -197,3 +199,158 @@ def test_the_outcome_of_a_job_may_come_late(
     later(1.5, end)
     sweep.run()
     assert sweep.statuses == [status] * 3
+
+
+def answer(commands: Path, *jobs: str) -> None:
+    """Let SLURM answer that it has these jobs, running."""
+    lines = "".join(f"{job}|RUNNING|None||\\n" for job in jobs)
+    (commands / "squeue").write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    (commands / "squeue").chmod(0o755)
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_run_whose_submission_was_lost_is_submitted_again_or_named(
+    tmp_path: Path, commands: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    is_released: bool,
+) -> None:  # fmt: skip
+    """SLURM does not answer when the sweep joins, and does not have the job when it answers again."""
+    monkeypatch.setattr(module, "LOST_S", 0.2)
+    queue = Queue()
+    sweep = Sweep(tmp_path, queue, seeds="0,1")
+    for number in (0, 1):
+        prepare(sweep.folders[number], sweep.runs[number].config)
+        record = {"launcher": "slurm", "script": str(tmp_path / "lost.sh"), "index": number}
+        write_record(sweep.folders[number], record)
+    sweep.watch.lock = lock_folder(tmp_path / "s")
+    if is_released:
+        sweep.watch.lock.release()
+    queue.at_submit = lambda: later(0.3, lambda: sweep.stop.signals.append(signal.SIGTERM))
+    later(0.5, lambda: answer(commands))
+    with caplog.at_level(logging.WARNING):
+        sweep.run()
+    assert queue.started == ([] if is_released else sweep.folders)
+    how = "the same command starts it" if is_released else "it is submitted again"
+    assert caplog.text.count(how) == 2
+
+
+def test_a_run_that_another_sweep_has_started_again_is_watched_again(tmp_path: Path, commands: Path) -> None:
+    """It does not stay failed in the files that this sweep writes last."""
+    sweep = Sweep(tmp_path, Queue(), seeds="0,1")
+    sweep.start_before(0, 1)
+    answer(commands, "0", "1")
+    sweep.watch.join()
+    result = {"metrics": {"loss": 1.0}, "training_s": 1.0}
+
+    def fail() -> None:
+        save_outcome(sweep.folders[0], Outcome(1, 1.0, "why"))
+        later(0.5, again)
+
+    def again() -> None:
+        assert sweep.statuses == ["failed", "running"]
+        sweep.start_before(0)
+        write_slurm_record(sweep.folders[0], "7")
+        answer(commands, "1", "7")
+        later(0.5, end)
+
+    def end() -> None:
+        assert sweep.statuses == ["running", "running"]
+        for folder in sweep.folders:
+            save_outcome(folder, Outcome(0, 1.0, None, result))
+        answer(commands)
+
+    later(0.3, fail)
+    sweep.watch.to_the_end()
+    assert sweep.saved[-1] == ["finished"] * 2
+    assert ["failed", "running"] in sweep.saved, "the control"
+
+
+def test_figures_that_cannot_be_written_end_no_sweep_and_are_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sweep = Sweep(tmp_path, Queue())
+    sweep.start_before(0, 1, 2)
+    sweep.watch.join()
+    files = _Files(sweep.table, tmp_path / "s", lock_folder(tmp_path / "s"))
+    (tmp_path / "s/sweep.json").mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert [files.save(), files.save()] == [False, False]
+        assert caplog.text.count("the figures cannot be written") == 1
+        (tmp_path / "s/sweep.json").rmdir()
+        assert files.save()
+        assert (tmp_path / "s/sweep.csv").exists()
+
+
+def test_figures_of_another_sweep_are_kept_once_the_lock_is_given_back(tmp_path: Path) -> None:
+    first, second = Sweep(tmp_path, Queue(), seeds="0,1"), Sweep(tmp_path, Queue(), seeds="0,1,2")
+    second.start_before(0, 1, 2)
+    lock = lock_folder(tmp_path / "s")
+    for sweep in (second, first):
+        sweep.watch.join()
+        assert _Files(sweep.table, tmp_path / "s", lock).save()
+    path = tmp_path / "s/sweep.json"
+    assert len(json.loads(path.read_text())["runs"]) == 2, "the list is shorter: the control"
+    lock.release()
+    for sweep in (second, first):
+        assert _Files(sweep.table, tmp_path / "s", lock).save()
+    entries = json.loads(path.read_text())["runs"]
+    assert [entry["folder"] for entry in entries] == [str(folder) for folder in second.folders]
+    assert len(first.table.rows) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [UnknownMetricError("no such metric"), LinnaeusError("full"), OSError("full")]
+)
+def test_runs_end_with_a_search_for_a_metric_that_they_lack(
+    tmp_path: Path, commands: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Nobody needs them, and no other command could end them. Those of any other sweep that ends go on."""
+
+    class Failing(Source):
+        def prunes(self, row: Row) -> bool:
+            raise error
+
+    cancelled: list[Path] = []
+    monkeypatch.setattr(module, "cancel", cancelled.extend)
+    sweep = Sweep(tmp_path, Queue())
+    sweep.watch._source = Failing(sweep.runs)
+    sweep.start_before(0, 1)
+    answer(commands, "0", "1")
+    sweep.watch.join()
+    failure = _watch_to_the_end(sweep.watch, tmp_path / "s")
+    assert isinstance(failure, LinnaeusError)
+    assert str(error) in str(failure)
+    assert cancelled == (sweep.folders[:2] if isinstance(error, UnknownMetricError) else [])
+
+
+def test_runs_end_with_a_search_that_joins_them_without_its_metric(
+    tmp_path: Path, commands: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(Source):
+        def record_end(self, row: Row) -> bool:
+            raise UnknownMetricError("no such metric")
+
+    cancelled: list[Path] = []
+    monkeypatch.setattr(module, "cancel", cancelled.extend)
+    sweep = Sweep(tmp_path, Queue())
+    sweep.watch._source = Failing(sweep.runs)
+    sweep.start_before(0, 1, 2)
+    save_outcome(sweep.folders[0], Outcome(0, 1.0, None, {"metrics": {}}))
+    answer(commands, "1", "2")
+    with pytest.raises(UnknownMetricError):
+        sweep.watch.join()
+    assert cancelled == sweep.folders[1:], "also those after the one that shows it"
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_run_that_may_go_on_is_named_with_a_remedy(
+    tmp_path: Path, commands: Path, caplog: pytest.LogCaptureFixture, answers: bool
+) -> None:
+    sweep = Sweep(tmp_path, Queue())
+    sweep.start_before(0)
+    if answers:
+        answer(commands, "0")
+    with caplog.at_level(logging.WARNING):
+        sweep.watch.join()
+    assert ("may go on: SLURM job 0" in caplog.text) != answers
+    assert (f"delete {sweep.folders[0] / 'job.json'}" in caplog.text) != answers
+    assert sweep.watch.num_waiting == 2
