@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from linnaeus.errors import EXIT_INTERRUPTED, LinnaeusError
+from linnaeus.files import OUTCOME
 from linnaeus.launchers import slurm_commands
 from linnaeus.launchers.interface import Job
 from linnaeus.launchers.local import VISIBLE_GPUS, named_gpus
-from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, read_outcome
+from linnaeus.launchers.outcome import OUTPUT, Outcome, read_outcome
 from linnaeus.launchers.record import (
     PROCESSES,
     RECORD,

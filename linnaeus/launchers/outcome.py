@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from linnaeus.files import LOGS, checkpoint_file, write_text_atomically
-from linnaeus.files import OUTCOME as OUTCOME
-from linnaeus.files import RESULT as RESULT
+from linnaeus.files import LOGS, OUTCOME, RESULT, checkpoint_file, write_text_atomically
 from linnaeus.signals import SIGNALS
 
 OUTPUT = f"{LOGS}/output.txt"

@@ -20,17 +20,8 @@ from types import FrameType
 import psutil
 
 from linnaeus.errors import EXIT_INTERRUPTED
-from linnaeus.launchers.outcome import (
-    OUTCOME,
-    OUTPUT,
-    RESULT,
-    Outcome,
-    is_stop,
-    outcome_of,
-    read_outcome,
-    save_outcome,
-    stamp,
-)
+from linnaeus.files import OUTCOME, RESULT
+from linnaeus.launchers.outcome import OUTPUT, Outcome, is_stop, outcome_of, read_outcome, save_outcome, stamp
 from linnaeus.launchers.record import identity, read_record, update_record
 from linnaeus.signals import handled
 

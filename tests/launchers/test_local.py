@@ -22,11 +22,12 @@ import psutil
 import pytest
 
 from linnaeus.errors import LinnaeusError
+from linnaeus.files import OUTCOME
 from linnaeus.launchers import jobs, slurm_commands
 from linnaeus.launchers.interface import Job, Task
 from linnaeus.launchers.jobs import active_jobs, cancel, lost_outcome
 from linnaeus.launchers.local import Local, Share, divide
-from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, read_outcome, save_outcome
+from linnaeus.launchers.outcome import OUTPUT, Outcome, read_outcome, save_outcome
 from linnaeus.launchers.record import (
     LOCK,
     PROCESSES,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.launchers.outcome import OUTCOME, OUTPUT, RESULT, Outcome, last_line, outcome_of, read_outcome
+from linnaeus.files import OUTCOME, RESULT
+from linnaeus.launchers.outcome import OUTPUT, Outcome, last_line, outcome_of, read_outcome
 
 
 @pytest.mark.parametrize(

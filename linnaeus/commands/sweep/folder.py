@@ -11,10 +11,9 @@ from pathlib import Path
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
-from linnaeus.files import ASKED as ASKED
-from linnaeus.files import STUDY as STUDY
-from linnaeus.files import SWEEP as SWEEP
 from linnaeus.files import (
+    ASKED,
+    OUTCOME,
     FolderInUseError,
     FolderLock,
     prepare_run_folder,
@@ -22,7 +21,7 @@ from linnaeus.files import (
     take_run_folder,
     write_text_atomically,
 )
-from linnaeus.launchers.outcome import OUTCOME, OUTPUT, Outcome, read_outcome
+from linnaeus.launchers.outcome import OUTPUT, Outcome, read_outcome
 from linnaeus.launchers.record import forget_record
 
 

@@ -174,7 +174,7 @@ def _check_folder(folder: Path, *, is_search: bool) -> None:
     Raises:
         ConfigError: it is one.
     """
-    from linnaeus.commands.sweep.folder import STUDY, SWEEP
+    from linnaeus.files import STUDY, SWEEP
 
     if any((folder / name).exists() for name in (*RUN_FILES, CHECKPOINTS)):
         raise ConfigError(
@@ -242,7 +242,7 @@ def _status_of(options: Options, folder: Path, problems: list[str]) -> Options:
     Raises:
         ConfigError: there is no sweep in the folder, or another option is wrong.
     """
-    from linnaeus.commands.sweep.folder import SWEEP
+    from linnaeus.files import SWEEP
 
     if not folder.exists():
         problems.append(f"--status: there is no folder {folder}")

@@ -17,12 +17,13 @@ from typing import Any
 
 from linnaeus.commands.compare.history import History, is_smaller_better
 from linnaeus.commands.compare.results import Comparison, Row
-from linnaeus.commands.sweep.folder import ASKED, STUDY, is_asked
+from linnaeus.commands.sweep.folder import is_asked
 from linnaeus.commands.sweep.grid import Combination
 from linnaeus.commands.sweep.options import PlannedRun
 from linnaeus.commands.sweep.source import Source, UnknownMetricError
 from linnaeus.commands.sweep.space import Axis, Space
 from linnaeus.errors import ConfigError
+from linnaeus.files import ASKED, STUDY
 
 JOBS_ON_SLURM = 4
 """Trials at once on SLURM by default: the more at once, the less each can learn from the others."""

@@ -17,7 +17,7 @@ from linnaeus.commands.compare.output import print_runs
 from linnaeus.commands.compare.plot import save_plot
 from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.compare.runs import read_runs
-from linnaeus.commands.sweep.folder import STUDY, SWEEP, is_asked, lock_folder
+from linnaeus.commands.sweep.folder import is_asked, lock_folder
 from linnaeus.commands.sweep.options import Options, PlannedRun
 from linnaeus.commands.sweep.search import JOBS_ON_SLURM, Search
 from linnaeus.commands.sweep.search_plot import save_search_plot
@@ -26,7 +26,7 @@ from linnaeus.commands.sweep.stop import Stop
 from linnaeus.commands.sweep.watch import Watch, words_of
 from linnaeus.console import make_console
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
-from linnaeus.files import FolderLock
+from linnaeus.files import STUDY, SWEEP, FolderLock
 from linnaeus.launchers.interface import Launcher
 from linnaeus.launchers.jobs import cancel_command
 from linnaeus.launchers.local import Local, Share, divide, visible_gpus

@@ -13,13 +13,13 @@ from pathlib import Path
 from rich.console import Console
 
 from linnaeus.commands.compare.results import Comparison, Row
-from linnaeus.commands.sweep.folder import ASKED, is_asked, prepare
+from linnaeus.commands.sweep.folder import is_asked, prepare
 from linnaeus.commands.sweep.options import PlannedRun
 from linnaeus.commands.sweep.source import Source, UnknownMetricError
 from linnaeus.commands.sweep.stop import Stop
 from linnaeus.console import StatusLine
 from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.files import FolderLock
+from linnaeus.files import ASKED, FolderLock
 from linnaeus.launchers.interface import Job, Launcher, Task
 from linnaeus.launchers.jobs import active_jobs, cancel, lost_outcome
 from linnaeus.launchers.outcome import OUTPUT, last_line, read_outcome

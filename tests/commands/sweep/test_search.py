@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.sweep import space as module
-from linnaeus.commands.sweep.folder import STUDY, prepare
+from linnaeus.commands.sweep.folder import prepare
 from linnaeus.commands.sweep.grid import read_grid
 from linnaeus.commands.sweep.options import Options, PlannedRun, plan_run, read
 from linnaeus.commands.sweep.search import Search, SearchPlan
@@ -25,6 +25,7 @@ from linnaeus.commands.sweep.search_plot import save_search_plot
 from linnaeus.commands.sweep.space import Axis, read_space
 from linnaeus.config.sweep_values import sweep_values
 from linnaeus.errors import ConfigError
+from linnaeus.files import STUDY
 from linnaeus.launchers.interface import Job
 from linnaeus.launchers.outcome import Outcome
 from tests.conftest import Child, Run
