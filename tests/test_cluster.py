@@ -330,7 +330,7 @@ def test_two_agents_recover_at_the_first_attempt(tmp_path: Path) -> None:
 
 # --- faults, anywhere ---
 
-QUICK = {("error", 1, "in training"), ("SIGKILL", 0, "in training"), ("SIGTERM", 1, "in validation")}
+QUICK = {("error", 1, "in training"), ("SIGKILL", 0, "in training")}
 
 
 def cells() -> list[object]:

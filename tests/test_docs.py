@@ -184,7 +184,16 @@ OF_ONE_PROCESS = [
 ]
 
 
-@pytest.mark.parametrize(("page", "line"), OF_ONE_PROCESS)
+QUICK_PAGES = ("README.md", "index.md", "workflow.md", "training.md", "finetuning.md", "compare.md")
+
+
+@pytest.mark.parametrize(
+    ("page", "line"),
+    [
+        pytest.param(page, line, marks=() if page in QUICK_PAGES else pytest.mark.slow)
+        for page, line in OF_ONE_PROCESS
+    ],
+)
 def test_a_command_of_one_process_works(page: str, line: str, desk: Path, run: Run) -> None:
     tokens = tokens_of(line, desk)
     argv = tokens[3:] if tokens[0] == "python" else tokens[1:]

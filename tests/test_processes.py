@@ -58,6 +58,7 @@ def lines_of(run: Path) -> list[tuple[int, str]]:
     return [(record["step"], record["split"]) for record in records]
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_and_resumed(never_killed: Path, tmp_path: Path) -> None:
     moments = random.Random(time.time_ns())
     run = tmp_path / "runs/small"

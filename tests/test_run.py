@@ -105,6 +105,7 @@ def test_a_run_of_the_same_name_is_kept(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "runs/small.1/metrics.jsonl").read_text() == first
 
 
+@pytest.mark.slow
 def test_folders_of_jpeg_files(run: Run, tmp_path: Path) -> None:
     write_images(tmp_path / "images", ["warm/red", "cold/green", "cold/blue"], 12)
     outcome = run(
@@ -229,18 +230,24 @@ def test_a_loss_of_torch_with_class_weights(run: Run, tmp_path: Path) -> None:
         ["TRAIN.AMP=bf16", "TRAIN.CHANNELS_LAST=True"],
         ["TRAIN.GRADIENT_CHECKPOINTING=True", "TRAIN.ACCUMULATION_STEPS=4"],
         ["TRAIN.EMA.ENABLED=True", "OPTIMIZER.NAME=sgd", "SCHEDULE.NAME=linear"],
-        [
-            "TRAIN.CLIP_GRAD_NORM=None",
-            "OPTIMIZER.NAME=lamb",
-            "SCHEDULE.NAME=constant",
-            "TRAIN.DETERMINISTIC=True",
-        ],
-        [
-            "MODEL.NAME=test_vit",
-            "MODEL.DROP_PATH_RATE=0.1",
-            "LOSS.LABEL_SMOOTHING=0.1",
-            "LOSS.RANK_WEIGHTS=[1,2]",
-        ],
+        pytest.param(
+            [
+                "TRAIN.CLIP_GRAD_NORM=None",
+                "OPTIMIZER.NAME=lamb",
+                "SCHEDULE.NAME=constant",
+                "TRAIN.DETERMINISTIC=True",
+            ],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [
+                "MODEL.NAME=test_vit",
+                "MODEL.DROP_PATH_RATE=0.1",
+                "LOSS.LABEL_SMOOTHING=0.1",
+                "LOSS.RANK_WEIGHTS=[1,2]",
+            ],
+            marks=pytest.mark.slow,
+        ),
         ["DATA.DATASET.CHANNELS=1", "DATA.IMG_SIZE=[32,48]", "DATA.NUM_WORKERS=1"],
     ],
 )

@@ -121,6 +121,7 @@ def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_a_key_the_run_is_offline_and_says_how_to_sync(
     fresh: tuple[Path, Outcome],
 ) -> None:

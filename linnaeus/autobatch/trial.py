@@ -29,6 +29,9 @@ MIN_TIMED_S = 0.25
 """Steps are timed until there are at least `MIN_TIMED_STEPS` and they took `MIN_TIMED_S` seconds together, or
 until there are `MAX_TIMED_STEPS`."""
 
+FEW_OBJECTS = 50_000
+"""A collection of fewer objects takes some milliseconds."""
+
 logger = logging.getLogger("linnaeus.autobatch")
 
 
@@ -39,7 +42,8 @@ def existing_objects_frozen() -> Iterator[None]:
     After importing torch a full collection takes half a second, and every trial runs several. Where the
     caller has frozen objects, nothing is done, because unfreezing would release the caller's objects too.
     """
-    if gc.get_freeze_count():
+    # Python counts frozen objects one by one: where few are left to collect, they need not be counted.
+    if len(gc.get_objects(generation=2)) < FEW_OBJECTS or gc.get_freeze_count():
         yield
         return
     gc.collect()

@@ -149,6 +149,7 @@ def test_sizes_are_shared_only_where_all_ranks_have_the_same_conditions(
     assert shared(tmp_path, "third")[1] is None
 
 
+@pytest.mark.slow
 def test_a_resumed_run_still_says_who_found_its_sizes(run: Run, tmp_path: Path) -> None:
     assert run(*SHORT, SHARED, "EXPERIMENT.NAME=first").code == 0
     assert run(*SHORT, SHARED, "EXPERIMENT.NAME=second").code == 0
@@ -257,6 +258,7 @@ def test_a_run_searches_once_the_one_that_was_searching_has_died(
     assert shared(tmp_path, "last")[1] == "waiting"
 
 
+@pytest.mark.slow
 def test_a_run_searches_by_itself_where_the_other_takes_too_long(tmp_path: Path) -> None:
     limit = "DATA.AUTOBATCH.TIMEOUT_MINUTES=0.02"
     shared(tmp_path, "first", limit)

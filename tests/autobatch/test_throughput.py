@@ -119,6 +119,7 @@ def test_a_run_asks_for_throughput(run: Run, tmp_path: Path) -> None:
         assert (result["limited_by"] == "throughput") == (result["batch_size"] < max(ran))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_timed_steps")
 def test_timing_changes_nothing_about_the_training(run: Run, tmp_path: Path) -> None:
     options = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16", "TRAIN.EPOCHS=1")

@@ -693,6 +693,7 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_checkpointing_saves_memory_in_a_trial_as_it_does_in_training() -> None:
     def make(checkpointed: bool, room_mib: int) -> TrialRunner:
         model = Deep(checkpointed)

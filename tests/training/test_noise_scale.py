@@ -82,6 +82,7 @@ def test_expected_norms_give_the_exact_moments(
     assert found == pytest.approx((gradient_sq, trace), rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_micro_batches_of_one_process_measure_the_exact_value() -> None:
     scale = measured()
     assert scale.num == 1500

@@ -251,6 +251,7 @@ def check_speeds_on_console(text: str, knee: int, timed: dict[int, float]) -> No
     assert f"knee of train: batch size {knee}, the smallest within 5 % of the best samples per second" in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_timed_steps")
 @pytest.mark.parametrize("ending", ["png", pytest.param("svg", marks=pytest.mark.slow)])
 def test_throughput_and_pictures(run: Run, tmp_path: Path, ending: str) -> None:
@@ -297,6 +298,7 @@ def contrast(a: np.ndarray, b: np.ndarray) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_timed_steps")
 def test_a_fraction_at_which_nothing_fits_does_not_end_the_others(run: Run, tmp_path: Path) -> None:
     outcome = run("analyze", *WIDE, "--fractions", "0.1,1.0", "--modes", "train", *limit(30))

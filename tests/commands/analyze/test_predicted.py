@@ -545,6 +545,7 @@ def test_remedies(run: Run) -> None:
     assert "Remedies, predicted" in outcome.out
 
 
+@pytest.mark.slow
 def test_what_fits_with_a_remedy_is_what_fits_in_the_changed_configuration(run: Run) -> None:
     argv = (
         "analyze", *TINY, "--predict", "--device-memory-gb", "4,16", "--fractions", "0.5,0.9", "--modes",

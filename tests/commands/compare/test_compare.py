@@ -424,6 +424,7 @@ def test_a_sweep_whose_figures_are_damaged_has_no_status(run: Run, tmp_path: Pat
     assert "--status: sweep.json holds no runs; give the command of the sweep instead" in outcome.err
 
 
+@pytest.mark.slow
 def test_hundreds_of_runs_and_a_long_one(run: Run, tmp_path: Path) -> None:
     template = write_run(tmp_path / "runs/run0", "OPTIMIZER.LR=0.5")
     text = (template / "config.yaml").read_text()

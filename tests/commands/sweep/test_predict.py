@@ -56,6 +56,7 @@ def test_nothing_is_started_where_nothing_is_predicted_to_fit(run: Run, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_processes_that_a_job_of_slurm_asks_for_share_the_samples(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

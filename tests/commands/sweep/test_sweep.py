@@ -130,6 +130,7 @@ def check_csv(path: Path, runs: list[dict[str, Any]]) -> None:
         }
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_run_and_the_same_command_goes_on(run_in_child: Run, tmp_path: Path) -> None:
     folder = tmp_path / "runs/sleepy"
     child = Child(tmp_path, "sweep", *SLEEPY)
@@ -250,6 +251,7 @@ def test_the_status_of_nothing(run: Run) -> None:
     assert "nothing to sweep" not in outcome.err
 
 
+@pytest.mark.slow
 def test_a_dry_run_predicts_too(run: Run, tmp_path: Path) -> None:
     outcome = run("sweep", *SMALL, "DATA.BATCH_SIZE=16,8", "--dry-run", "--predict-gpu", "a100-40gb")
     assert outcome.code == 0, outcome.err
