@@ -18,8 +18,8 @@ WAITS = "import pathlib, time; pathlib.Path('began').touch(); time.sleep(60)"
 
 
 def start(module: str, code: str, folder: Path) -> subprocess.Popen[str]:
-    (folder / "code.py").write_text(code)
-    command = [sys.executable, "-m", module, "--standalone", "--nproc-per-node=1", "code.py"]
+    (folder / "program.py").write_text(code)
+    command = [sys.executable, "-m", module, "--standalone", "--nproc-per-node=1", "program.py"]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
