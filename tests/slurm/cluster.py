@@ -22,11 +22,20 @@ from pathlib import Path
 from socket import gethostname
 
 import psutil
+import pytest
 
 from tests.conftest import free_ports
 from tests.forks import Outcome
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
+MARKS = [
+    pytest.mark.slow,
+    pytest.mark.distributed,
+    pytest.mark.skipif(
+        not all(map(shutil.which, PROGRAMS)), reason="needs slurmctld, slurmd, slurm-client and munge"
+    ),
+]
+"""Of all tests that bring up a cluster."""
 CONTROLLER = ("slurmctld", "-D", "-i")
 GRACE_S = 20
 """Time between a preempted job's first signal and its end."""

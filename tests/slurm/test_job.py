@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +17,7 @@ from tests.forks import ROOT
 from tests.slurm import cluster
 from tests.slurm.cluster import Cluster
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.distributed,
-    pytest.mark.skipif(
-        not all(map(shutil.which, cluster.PROGRAMS)), reason="needs slurmctld, slurmd, slurm-client and munge"
-    ),
-]
+pytestmark = cluster.MARKS
 
 EXPERIMENT = """\
 EXPERIMENT: {NAME: small, DEVICE: cpu, WANDB: {ENABLED: true}}

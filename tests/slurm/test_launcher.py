@@ -22,14 +22,7 @@ from tests.slurm import cluster
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_job import ENV, EXPERIMENT, validations
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.distributed,
-    pytest.mark.skipif(
-        not all(map(shutil.which, cluster.PROGRAMS)), reason="needs slurmctld, slurmd, slurm-client and munge"
-    ),
-    pytest.mark.timeout(900),
-]
+pytestmark = [*cluster.MARKS, pytest.mark.timeout(900)]
 
 LINNAEUS = (sys.executable, "-m", "linnaeus.main")
 SWEEP = ("sweep", "--cfg", "my_exp.yaml", "EXPERIMENT.SEED=range(0,8)", "TRAIN.EPOCHS=8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,14 +16,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.test_job import ENV, EXPERIMENT, validations
 from tests.slurm.test_launcher import LINNAEUS, QUEUED_AGAIN, Shell, entries, queue, validations_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.distributed,
-    pytest.mark.skipif(
-        not all(map(shutil.which, cluster.PROGRAMS)), reason="needs slurmctld, slurmd, slurm-client and munge"
-    ),
-    pytest.mark.timeout(900),
-]
+pytestmark = [*cluster.MARKS, pytest.mark.timeout(900)]
 
 RESOURCES = ("--launcher", "slurm", "--slurm", "nodes=2", "cpus-per-task=2", "time=30")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,14 +15,7 @@ from tests.slurm.test_launcher import ON_SLURM, QUEUED_AGAIN, Shell, entries, qu
 
 pytest.importorskip("optuna")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.distributed,
-    pytest.mark.skipif(
-        not all(map(shutil.which, cluster.PROGRAMS)), reason="needs slurmctld, slurmd, slurm-client and munge"
-    ),
-    pytest.mark.timeout(900),
-]
+pytestmark = [*cluster.MARKS, pytest.mark.timeout(900)]
 
 SEED = 38
 """With this one the first five rates are of use, and the sixth is 4e-6, by far the lowest."""

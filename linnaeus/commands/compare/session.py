@@ -32,12 +32,8 @@ def run(options: Options, folders: Sequence[Path]) -> int:
         ConfigError: no run has the metric, or there is nothing to sort by.
     """
     runs = compared(read_runs(folders), run_names(folders), options.metric)
-    wanted = options.metric
-    if wanted is not None and wanted not in runs.metrics:
-        known = ", ".join(runs.metrics) or "none yet: no run has been validated"
-        raise ConfigError(
-            f"--metric: no run has {wanted!r}{suggest(wanted, runs.metrics)}; there are {known}"
-        )
+    if runs.unknown_metric is not None:
+        raise ConfigError(f"--metric: {runs.unknown_metric}")
     if options.sort is not None:
         sort_rows(runs, options.sort)
     console = make_console()
