@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from linnaeus.words import counted
 LOST_LOOKS = 3
 """Consecutive looks without the job and without an outcome after which a local run counts as lost."""
 LOST_S = 90.0
-"""The same for a job of SLURM, in seconds: a file server may show its outcome late."""
+"""The same for a job of SLURM, in seconds between looks: a file server may show its outcome late."""
 logger = logging.getLogger("linnaeus.sweep")
 
 
@@ -71,8 +70,8 @@ class Watch:
         """The runs that have been started and not ended."""
         self._others: list[Path] = []
         """Runs of the same folder that this sweep does not have, but an earlier one has started."""
-        self._gone_since: dict[Path, float] = {}
-        """When each active run was first seen without a job and without an outcome."""
+        self._looks_without_job: Counter[Path] = Counter()
+        """Consecutive looks at each active run that found neither a job nor an outcome."""
         self._has_checked_metric = False
         self.lock: FolderLock | None = None
 
@@ -190,7 +189,7 @@ class Watch:
             changed |= row.job != jobs.get(folder)
             row.job = jobs.get(folder)
             if row.job is not None:
-                self._gone_since.pop(folder, None)
+                del self._looks_without_job[folder]
                 self._check_metric(row)
                 if self._source.prunes(row):
                     self._prune(folder)
@@ -274,15 +273,16 @@ class Watch:
         """Whether a run without a job has ended or was lost; False while its outcome may still come."""
         if read_outcome(folder) is not None:
             return True
-        gone_s = time.monotonic() - self._gone_since.setdefault(folder, time.monotonic())
+        self._looks_without_job[folder] += 1
         # A run that was cancelled is interrupted, whatever comes.
         is_patient = _is_on_slurm(folder) and not self._stop.requested
-        return gone_s >= (LOST_S if is_patient else (LOST_LOOKS - 1) * self._launcher.poll_s)
+        most = LOST_S / self._launcher.poll_s + 1 if is_patient else LOST_LOOKS
+        return self._looks_without_job[folder] >= most
 
     def _end(self, row: Row) -> None:
         """Fill the row of a run that is not active any more, and say how it has ended."""
         row.outcome = outcome = read_outcome(row.folder) or lost_outcome(row.folder)
-        self._gone_since.pop(row.folder, None)
+        del self._looks_without_job[row.folder]
         title = self._titles[row.folder]
         if outcome is None:
             self._submit_again(row.folder)

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -35,7 +34,7 @@ class Queue(Launcher):
         at_submit: called after the first run of each submission has its job.
     """
 
-    poll_s = 0.05
+    poll_s = 30.0
     num_processes = 1
 
     def __init__(self, size: int = 100, at_submit: Callable[[], object] = lambda: None) -> None:
@@ -52,6 +51,29 @@ class Queue(Launcher):
             self.at_submit()
 
 
+class Script(Stop):
+    """Ctrl-C and SIGTERM of a sweep that does not sleep between two looks: something happens then.
+
+    Attributes:
+        events: what happens after each look; nothing after the last of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Callable[[], object]] = []
+
+    def wait(self, seconds: float) -> None:
+        if self.events:
+            self.events.pop(0)()
+
+    def receive(self, number: int) -> None:
+        self.signals.append(number)
+
+
+def nothing() -> None:
+    """A look without an event before the next."""
+
+
 class Sweep:
     """A sweep over three seeds, with what it needs."""
 
@@ -60,7 +82,7 @@ class Sweep:
         assert isinstance(found, tuple)
         self.runs: list[PlannedRun] = found[1]
         self.folders = [run.folder for run in self.runs]
-        self.stop, self.table = Stop(), Comparison([])
+        self.stop, self.table = Script(), Comparison([])
         self.saved: list[list[str]] = []
         self.watch = Watch(
             self.table, Source(self.runs), queue, self.stop, make_console(),
@@ -96,7 +118,7 @@ def test_the_limit_of_a_search_also_holds_for_runs_that_are_resumed(
 ) -> None:
     queue = Queue()
     sweep = Sweep(tmp_path, queue, limit)
-    queue.at_submit = lambda: sweep.stop.signals.append(signal.SIGTERM)
+    queue.at_submit = lambda: sweep.stop.receive(signal.SIGTERM)
     sweep.run()
     assert queue.started == sweep.folders[:limit]
 
@@ -121,17 +143,11 @@ def test_local_runs_of_an_earlier_list_of_values_take_room(
     queue = Queue(size=2)
     sweep = Sweep(tmp_path, queue, seeds="1,2,3")
     queue.at_submit = lambda: sweep.stop.signals.append(signal.SIGTERM)
-    monkeypatch.setattr(module, "cancel", lambda _: later(0.3, sweep.watch._active.clear))
+    monkeypatch.setattr(module, "cancel", lambda _: sweep.watch._active.clear())
     with caplog.at_level(logging.WARNING):
         sweep.run()
     assert len(queue.started) == (1 if is_local else 2)
     assert ("SEED=0: SLURM job 0 is active there and takes room" in caplog.text) == is_local
-
-
-def later(seconds: float, action: Callable[[], object]) -> None:
-    timer = threading.Timer(seconds, action)
-    timer.daemon = True
-    timer.start()
 
 
 def test_jobs_of_slurm_stay_without_a_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -157,7 +173,7 @@ def test_cancelling_that_fails_is_said_and_the_watch_goes_on(
     sweep.start_before(0, 1, 2)
     sweep.watch.join()
     sweep.stop.signals.append(signal.SIGINT)
-    later(0.5, lambda: sweep.stop.signals.append(signal.SIGINT))
+    sweep.stop.events = [nothing, lambda: sweep.stop.receive(signal.SIGINT)]
     with caplog.at_level(logging.WARNING):
         sweep.watch.to_the_end()
     assert caplog.text.count("not every run has been asked to end: scancel 0 1 2") == 1
@@ -180,13 +196,12 @@ def test_sigterm_at_the_question_leaves(tmp_path: Path, monkeypatch: pytest.Monk
     assert sweep.statuses == ["unknown"] * 3, "nobody has tried to cancel them"
 
 
-@pytest.mark.parametrize(("lost_s", "status"), [(20.0, "finished"), (0.2, "interrupted")])
+@pytest.mark.parametrize(("num_looks", "status"), [(3, "finished"), (4, "interrupted")])
 def test_the_outcome_of_a_job_may_come_late(
-    tmp_path: Path, commands: Path, monkeypatch: pytest.MonkeyPatch, lost_s: float, status: str
+    tmp_path: Path, commands: Path, num_looks: int, status: str
 ) -> None:
     """A file server shows it when the job has left the queue already."""
     (commands / "squeue").write_text("#!/bin/sh\n")
-    monkeypatch.setattr(module, "LOST_S", lost_s)
     queue = Queue()
     sweep = Sweep(tmp_path, queue)
     result = {"metrics": {"loss": 1.0}, "training_s": 1.0}
@@ -196,7 +211,7 @@ def test_the_outcome_of_a_job_may_come_late(
             save_outcome(folder, Outcome(0, 1.0, None, result))
 
     queue.at_submit = lambda: (commands / "squeue").chmod(0o755)
-    later(1.5, end)
+    sweep.stop.events = [nothing] * num_looks + [end]
     sweep.run()
     assert sweep.statuses == [status] * 3
 
@@ -210,11 +225,9 @@ def answer(commands: Path, *jobs: str) -> None:
 
 @pytest.mark.parametrize("is_released", [False, True])
 def test_a_run_whose_submission_was_lost_is_submitted_again_or_named(
-    tmp_path: Path, commands: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    is_released: bool,
-) -> None:  # fmt: skip
+    tmp_path: Path, commands: Path, caplog: pytest.LogCaptureFixture, is_released: bool
+) -> None:
     """SLURM does not answer when the sweep joins, and does not have the job when it answers again."""
-    monkeypatch.setattr(module, "LOST_S", 0.2)
     queue = Queue()
     sweep = Sweep(tmp_path, queue, seeds="0,1")
     for number in (0, 1):
@@ -224,8 +237,8 @@ def test_a_run_whose_submission_was_lost_is_submitted_again_or_named(
     sweep.watch.lock = lock_folder(tmp_path / "s")
     if is_released:
         sweep.watch.lock.release()
-    queue.at_submit = lambda: later(0.3, lambda: sweep.stop.signals.append(signal.SIGTERM))
-    later(0.5, lambda: answer(commands))
+    queue.at_submit = lambda: sweep.stop.receive(signal.SIGTERM)
+    sweep.stop.events = [lambda: answer(commands)]
     with caplog.at_level(logging.WARNING):
         sweep.run()
     assert queue.started == ([] if is_released else sweep.folders)
@@ -243,14 +256,13 @@ def test_a_run_that_another_sweep_has_started_again_is_watched_again(tmp_path: P
 
     def fail() -> None:
         save_outcome(sweep.folders[0], Outcome(1, 1.0, "why"))
-        later(0.5, again)
+        answer(commands, "1")
 
     def again() -> None:
         assert sweep.statuses == ["failed", "running"]
         sweep.start_before(0)
         write_slurm_record(sweep.folders[0], "7")
         answer(commands, "1", "7")
-        later(0.5, end)
 
     def end() -> None:
         assert sweep.statuses == ["running", "running"]
@@ -258,7 +270,7 @@ def test_a_run_that_another_sweep_has_started_again_is_watched_again(tmp_path: P
             save_outcome(folder, Outcome(0, 1.0, None, result))
         answer(commands)
 
-    later(0.3, fail)
+    sweep.stop.events = [fail, again, end]
     sweep.watch.to_the_end()
     assert sweep.saved[-1] == ["finished"] * 2
     assert ["failed", "running"] in sweep.saved, "the control"
