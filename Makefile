@@ -11,7 +11,7 @@ FLOOR_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).*
 FLOOR :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slow test-all test-integrations test-floor lint typecheck docs clean
+.PHONY: help train test test-e2e test-slow test-all test-integrations test-floor messages size lint typecheck docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,8 +19,11 @@ help: ## list the targets
 train: $(VENV)/.installed ## train on handwritten digits with AutoBatch
 	$(BIN)/python -m linnaeus.train --cfg configs/digits.yaml
 
-test: $(VENV)/.installed-dev ## run the whole test suite but the slow tests
-	$(BIN)/python -m pytest -m "not slow and not integrations" $(PARALLEL)
+test: $(VENV)/.installed-dev ## run the quick tests: what a change must not break
+	$(BIN)/python -m pytest -m "not e2e and not slow and not integrations" $(PARALLEL)
+
+test-e2e: $(VENV)/.installed-dev ## run the tests that start whole runs
+	$(BIN)/python -m pytest -m "e2e and not slow and not integrations" $(PARALLEL) tests
 
 test-slow: $(VENV)/.installed-dev ## run the slow tests, and the property tests with many examples
 	$(BIN)/python -m pytest -m "(slow or hypothesis) and not integrations" $(THOROUGH) $(PARALLEL)
@@ -33,6 +36,12 @@ test-all: $(VENV)/.installed-dev ## run the whole test suite
 
 test-floor: ## run the whole test suite but the slow tests with the oldest torch that pyproject.toml allows
 	$(MAKE) test VENV=.venv-floor FLOOR="torch==$(FLOOR_TORCH)"
+
+messages: $(VENV)/.installed-dev ## write tests/messages/ anew, to be read as a difference
+	$(BIN)/python -m pytest --rewrite-messages -q -k test_messages tests
+
+size: ## print the lines of each room beside the most that it may have
+	$(PYTHON) tools/size.py
 
 lint: $(VENV)/.installed-dev ## check style, format and spelling
 	$(BIN)/ruff check .

@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 from textwrap import shorten
 
-from tests import forks
-from tests.odd_ranks import KINDS, PLACES
+from tests.helpers import forks
+from tests.helpers.odd_ranks import KINDS, PLACES
 
 ROOT = Path(__file__).parents[1]
 JOB = (
-    "DATA.DATASET._target_=tests.odd_ranks.Dataset", "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=8",
+    "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset", "MODEL.NAME=test_resnet", "DATA.IMG_SIZE=8",
     "DATA.BATCH_SIZE=8", "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
     "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=job", "TRAIN.EPOCHS=3", "TRAIN.AUTO_RESUME=True",
 )  # fmt: skip
@@ -35,7 +35,7 @@ def run(folder: Path, **env: str) -> tuple[int, str, float]:
         "--standalone",
         "--nproc_per_node=2",
         "-m",
-        "tests.odd_ranks",
+        "tests.helpers.odd_ranks",
         *JOB,
     ]
     environment = {"PYTHONPATH": str(ROOT), "CI": "true", "OMP_NUM_THREADS": "1", **env}

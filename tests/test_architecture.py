@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forks
-from tests.forks import ROOT
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
 
 PACKAGE = ROOT / "linnaeus"
 

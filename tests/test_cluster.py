@@ -17,16 +17,16 @@ import pytest
 from linnaeus.config.schema import DistConfig
 from linnaeus.dist import join
 from linnaeus.errors import ConfigError
-from tests import forks
-from tests.conftest import SMALL, assert_same_bits, free_ports, wait_until, weights
-from tests.forks import ROOT
-from tests.odd_ranks import KINDS, PLACES
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.odd_ranks import KINDS, PLACES
+from tests.helpers.runs import SMALL, assert_same_bits, free_ports, wait_until, weights
 
 pytestmark = pytest.mark.distributed
 
 JOB = (
     *(option for option in SMALL if not option.startswith(("MODEL.", "DATA.DATASET."))),
-    "DATA.DATASET._target_=tests.odd_ranks.Dataset",
+    "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
     "MODEL.NAME=test_resnet",
     "DATA.IMG_SIZE=8",
     "DATA.BATCH_SIZE=8",
@@ -43,13 +43,13 @@ class Ended(NamedTuple):
 
 
 class Ranks:
-    """A torchrun whose ranks may be odd; see `tests.odd_ranks`. Nothing of it outlives the test."""
+    """A torchrun whose ranks may be odd; see `tests.helpers.odd_ranks`. Nothing of it outlives the test."""
 
     def __init__(self, folder: Path, *argv: str, options: Sequence[str] = (), **env: str) -> None:
         self.folder = folder
         self.log = folder / f"torchrun{len(list(folder.glob('torchrun*')))}.txt"
         options = options or ("--standalone", "--nproc_per_node=2")
-        command = ["-m", "torch.distributed.run", *options, "-m", "tests.odd_ranks", *argv]
+        command = ["-m", "torch.distributed.run", *options, "-m", "tests.helpers.odd_ranks", *argv]
         self.started = time.monotonic()
         with self.log.open("w") as log:
             self.process = forks.start(
@@ -247,7 +247,7 @@ def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_step_of_five_seconds_leaves_time_for_the_checkpoint(tmp_path: Path) -> None:
-    model = ("MODEL._target_=tests.odd_ranks.Slow", "DATA.AUTOBATCH.ENABLED=False", "TRAIN.EPOCHS=40")
+    model = ("MODEL._target_=tests.helpers.odd_ranks.Slow", "DATA.AUTOBATCH.ENABLED=False", "TRAIN.EPOCHS=40")
     options = [option for option in JOB if not option.startswith("MODEL.")]
     job = Ranks(tmp_path, *options, *model, STEP_S="5")
     job.wait_for("runs/small/checkpoints/last.pt")
@@ -280,7 +280,7 @@ def test_ranks_that_were_both_suspended_go_on(tmp_path: Path) -> None:
 def run_on(num_ranks: int, folder: Path, *argv: str, **env: str) -> int:
     if num_ranks == 1:
         env = {"PYTHONPATH": str(ROOT), **env}
-        return forks.python("-m", "tests.odd_ranks", *argv, cwd=folder, env=env).code
+        return forks.python("-m", "tests.helpers.odd_ranks", *argv, cwd=folder, env=env).code
     options = ("--standalone", f"--nproc_per_node={num_ranks}")
     return Ranks(folder, *argv, options=options, **env).end(200).code
 
@@ -295,7 +295,8 @@ def rates(folder: Path) -> dict[int, float]:
 def test_a_run_goes_on_over_one_two_four_and_one_process_as_if_nothing_had_happened(tmp_path: Path) -> None:
     options = [option for option in JOB if not option.startswith(("MODEL.", "DATA.AUTOBATCH"))]
     options += [
-        "MODEL._target_=tests.odd_ranks.Perceptron", "TRAIN.EFFECTIVE_BATCH_SIZE=16", "TRAIN.EPOCHS=8",
+        "MODEL._target_=tests.helpers.odd_ranks.Perceptron",
+        "TRAIN.EFFECTIVE_BATCH_SIZE=16", "TRAIN.EPOCHS=8",
         "TRAIN.LOG_EVERY=1", "SCHEDULE.NAME=cosine", "SCHEDULE.WARMUP_EPOCHS=1",
     ]  # fmt: skip
     alone, moved = tmp_path / "alone", tmp_path / "moved"

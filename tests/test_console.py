@@ -13,8 +13,8 @@ from rich.console import Console
 
 from linnaeus.console import ProgressBar, StatusLine, is_interactive, make_console
 from linnaeus.log import close_logging, set_up_logging
-from tests.conftest import wait_until
-from tests.consoles import plain_console, terminal
+from tests.helpers.consoles import plain_console, terminal
+from tests.helpers.runs import wait_until
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ from PIL import Image
 from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
 from tests.commands.compare.test_compare import write_run
-from tests.conftest import Run
-from tests.trained import PLAIN, picture, save_run, spec_of
+from tests.helpers.runs import Run
+from tests.helpers.trained import PLAIN, picture, save_run, spec_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

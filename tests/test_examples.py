@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from tests.conftest import assert_same_bits
-from tests.memory.ledger import held_bytes
+from tests.helpers.ledger import held_bytes
+from tests.helpers.runs import assert_same_bits
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 GPT = EXAMPLES / "gpt.py"

@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from tests.conftest import SMALL, Run, assert_same_bits, weights
+from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
 
 FROZEN = (
     *SMALL, "MODEL.FREEZE=backbone", "DATA.BATCH_SIZE=32", "TRAIN.EPOCHS=3", "TRAIN.UNFREEZE_EPOCH=2",

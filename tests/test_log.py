@@ -25,7 +25,7 @@ from linnaeus.log import (
     open_run_folder,
     set_up_logging,
 )
-from tests.consoles import plain_console
+from tests.helpers.consoles import plain_console
 
 ALONE = World(torch.device("cpu"))
 

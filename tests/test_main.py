@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from linnaeus import main
-from tests import forks
-from tests.conftest import Run, wait_until
-from tests.forks import ROOT
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import Run, wait_until
 
 
 @pytest.mark.parametrize(

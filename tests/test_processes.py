@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import forks
-from tests.conftest import SMALL, Child, Run, assert_same_bits, weights
-from tests.forks import ROOT
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import SMALL, Child, Run, assert_same_bits, weights
 
 RESUMABLE = (
     *SMALL,
@@ -81,7 +81,8 @@ def test_killed_a_hundred_times_and_resumed(tmp_path: Path) -> None:
     """While it starts, trains, validates and writes checkpoints, within epochs too."""
     options = (
         *(option for option in SMALL if not option.startswith("MODEL.")),
-        "MODEL._target_=tests.odd_ranks.Perceptron", "DATA.DATASET._target_=tests.odd_ranks.Dataset",
+        "MODEL._target_=tests.helpers.odd_ranks.Perceptron",
+        "DATA.DATASET._target_=tests.helpers.odd_ranks.Dataset",
         "DATA.IMG_SIZE=8", "TRAIN.EPOCHS=1500", "TRAIN.AUTO_RESUME=True", "TRAIN.CHECKPOINT_EVERY_STEPS=4",
         "TRAIN.EMA.ENABLED=True",
     )  # fmt: skip

@@ -19,10 +19,10 @@ from torch import Tensor
 import linnaeus.run
 from linnaeus.errors import DataError, LinnaeusError
 from linnaeus.training.schedule import lr_factor
-from tests import forks
 from tests.batching.test_runs import NAME, PLAIN, Clusters, checkpoint, curve, lines_of
-from tests.conftest import SMALL, TORCHRUN, Child, Run, assert_same_bits, weights
-from tests.forks import ROOT, Outcome
+from tests.helpers import forks
+from tests.helpers.forks import ROOT, Outcome
+from tests.helpers.runs import SMALL, TORCHRUN, Child, Run, assert_same_bits, weights
 
 
 class Crashing(Clusters):

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset
 
-from tests.conftest import SMALL, Run, assert_same_bits, weights
+from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
 
 AUTOBATCH = ("DATA.AUTOBATCH.ENABLED", "True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24")
 

@@ -15,8 +15,8 @@ import pytest
 
 from linnaeus.config.schema import WandbConfig
 from linnaeus.tracking import Tracker, start_tracking
-from tests import forks
-from tests.forks import Outcome
+from tests.helpers import forks
+from tests.helpers.forks import Outcome
 
 PROGRAM = """
 import logging, sys

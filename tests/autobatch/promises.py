@@ -30,9 +30,9 @@ from linnaeus.rng import seed_all
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.trainer import Trainer
-from tests.autobatch.trainers import building
-from tests.cuda.device import FakeCuda
-from tests.cuda.training import holding, on_the_host
+from tests.helpers.cuda_training import holding, on_the_host
+from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.trainers import building
 
 STEPS_PER_EPOCH = 2.3
 """Optimizer steps of an epoch; the last one is smaller."""

@@ -16,7 +16,7 @@ from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.dist import World
 from tests.autobatch.test_sizes import OWN_DATA, OWN_MODEL, prepared
-from tests.conftest import SMALL
+from tests.helpers.runs import SMALL
 
 DROPPED = {
     "OPTIMIZER.LR": 0.5, "OPTIMIZER.LR_SCALING": "linear", "OPTIMIZER.WEIGHT_DECAY_SCALING": "sqrt",

@@ -31,9 +31,9 @@ from linnaeus.autobatch.sizes import keys
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.training.ema import Ema
-from tests.cuda.device import FakeCuda
-from tests.forks import ROOT
-from tests.memory.ledger import Ledger, limit_with_room_for, resident_bytes
+from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.forks import ROOT
+from tests.helpers.ledger import Ledger, limit_with_room_for, resident_bytes
 
 CPU = torch.device("cpu")
 MIB = 1024**2

@@ -26,7 +26,7 @@ from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import CudaMemory
 from linnaeus.rng import seed_all
 from linnaeus.training.build import Assembly, assemble
-from tests.conftest import SMALL, Run
+from tests.helpers.runs import SMALL, Run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests import forks
 from tests.autobatch.group_ranks import WRAPPERS
-from tests.conftest import TORCHRUN, free_ports
-from tests.forks import ROOT, Process
+from tests.helpers import forks
+from tests.helpers.forks import ROOT, Process
+from tests.helpers.runs import TORCHRUN, free_ports
 
 pytestmark = pytest.mark.distributed
 

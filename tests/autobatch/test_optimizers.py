@@ -23,8 +23,8 @@ from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.config.schema import OptimizerConfig
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.training.optim import build_optimizer
-from tests.autobatch.bits import bits
-from tests.conftest import SMALL, Run, freeze_what_is_there
+from tests.helpers.bits import bits
+from tests.helpers.runs import SMALL, Run, freeze_what_is_there
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
 

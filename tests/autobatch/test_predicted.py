@@ -24,9 +24,9 @@ from linnaeus.memory.allocator import MIB
 from linnaeus.memory.predict import Prediction
 from linnaeus.memory.trace import UntraceableError
 from linnaeus.training.build import assemble
-from tests.autobatch.bits import bits
-from tests.cuda.device import FakeCuda
-from tests.cuda.training import holding
+from tests.helpers.bits import bits
+from tests.helpers.cuda_training import holding
+from tests.helpers.fake_cuda import FakeCuda
 
 TOTAL, CONTEXT = 400 * MIB, 40 * MIB
 

@@ -28,9 +28,9 @@ from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.result import Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.memory.device import GIB
-from tests import forks
-from tests.conftest import SMALL, Run
-from tests.memory.ledger import limit_with_room_for
+from tests.helpers import forks
+from tests.helpers.ledger import limit_with_room_for
+from tests.helpers.runs import SMALL, Run
 
 AUTOBATCH = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24", "TRAIN.EPOCHS=1")
 ROWS = r"^ +{number}  +{size}  {status} +\d+\.\d{{3}} +\d+\.\d% +\d+\.\d\d"

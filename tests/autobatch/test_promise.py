@@ -30,8 +30,8 @@ from linnaeus.rng import seed_all
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.trainer import FitResult, Trainer
-from tests.autobatch.trainers import building
-from tests.memory.ledger import Ledger, limit_with_room_for
+from tests.helpers.ledger import Ledger, limit_with_room_for
+from tests.helpers.trainers import building
 
 CPU = torch.device("cpu")
 MIB = 1024**2

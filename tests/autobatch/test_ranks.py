@@ -15,9 +15,9 @@ import psutil
 import pytest
 import yaml
 
-from tests import forks
-from tests.conftest import SMALL, TORCHRUN, assert_same_bits, wait_until, weights
-from tests.forks import ROOT
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import SMALL, TORCHRUN, assert_same_bits, wait_until, weights
 
 pytestmark = pytest.mark.distributed
 

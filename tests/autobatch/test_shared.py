@@ -20,8 +20,8 @@ from linnaeus.autobatch.shared import SIZES, Sharing, find_shared_sizes
 from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.files import LOCK, FolderLock
 from tests.autobatch.test_sizes import ON, OWN_DATA, OWN_MODEL, one_line, prepared
-from tests.conftest import SMALL, Run, assert_same_bits, wait_until, weights
-from tests.forks import ROOT
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import SMALL, Run, assert_same_bits, wait_until, weights
 
 SHARED = "DATA.AUTOBATCH.SHARED_FOLDER=shared"
 SHORT = (*SMALL, ON, "TRAIN.EPOCHS=1", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24")

@@ -32,9 +32,9 @@ from linnaeus.memory.device import device_memory
 from linnaeus.rng import seed_all
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.state_bytes import StateBytes, state_bytes
-from tests import forks
-from tests.autobatch.bits import bits
-from tests.conftest import SMALL, Run, weights
+from tests.helpers import forks
+from tests.helpers.bits import bits
+from tests.helpers.runs import SMALL, Run, weights
 
 CPU = torch.device("cpu")
 ON = "DATA.AUTOBATCH.ENABLED=True"

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.errors import AutoBatchError
 from linnaeus.training.ema import Ema
-from tests.autobatch.bits import bits
+from tests.helpers.bits import bits
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from linnaeus.autobatch import throughput
 from linnaeus.autobatch.throughput import sizes_by_speed
-from tests.conftest import SMALL, Run, assert_same_bits, weights
+from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
 
 
 class Device:

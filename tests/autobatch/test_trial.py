@@ -21,7 +21,7 @@ from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.autobatch.trial import TrialRunner, existing_objects_frozen
 from linnaeus.memory.host import CpuMemory
-from tests.memory.ledger import held_bytes
+from tests.helpers.ledger import held_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="host memory is measured on Linux")
 

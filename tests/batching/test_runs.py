@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from tests.conftest import SMALL, Run, assert_same_bits, weights
+from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
 
 
 class Clusters(Dataset[tuple[Tensor, int]]):

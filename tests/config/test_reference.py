@@ -9,7 +9,7 @@ from linnaeus.autobatch import search
 from linnaeus.config import schema
 from linnaeus.config.keys import KEYS, NODES, dotted
 from linnaeus.config.reference import reference
-from tests.forks import ROOT
+from tests.helpers.forks import ROOT
 
 TOP = [path[0] for path in NODES if len(path) == 1]
 

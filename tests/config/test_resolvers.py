@@ -16,7 +16,7 @@ from linnaeus.config import resolvers
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
-from tests.conftest import SMALL, Run
+from tests.helpers.runs import SMALL, Run
 
 
 @pytest.fixture(autouse=True)

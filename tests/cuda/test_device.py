@@ -12,7 +12,7 @@ from torch import nn
 
 from linnaeus.memory.allocator import MIB
 from linnaeus.memory.oom import is_out_of_memory
-from tests.cuda.device import FakeCuda, format_size, mebibytes
+from tests.helpers.fake_cuda import FakeCuda, format_size, mebibytes
 
 GIB = 1024 * MIB
 

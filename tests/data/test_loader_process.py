@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import forks
-from tests.conftest import wait_until
-from tests.forks import ROOT
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import wait_until
 
 PROGRAM = """
 import itertools

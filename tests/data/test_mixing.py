@@ -18,7 +18,7 @@ from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import Mixing, mixed_epochs, soft_targets
 from linnaeus.errors import ConfigError, DataError
 from linnaeus.rng import seed_all
-from tests.memory.ledger import Ledger
+from tests.helpers.ledger import Ledger
 
 CPU = torch.device("cpu")
 COUNTS = [2, 3]

@@ -20,7 +20,7 @@ from linnaeus.inference.export import files
 from linnaeus.inference.export import run as export_module
 from linnaeus.inference.export.check import largest_difference, samples_of
 from linnaeus.inference.trained import TrainedRun, load_run
-from tests.trained import BIRDS, ONE_RANK, save_run, spec_of, write_images
+from tests.helpers.trained import BIRDS, ONE_RANK, save_run, spec_of, write_images
 
 
 def run_of(folder: Path, name: str = "test_resnet", **spec: Any) -> TrainedRun:

@@ -14,7 +14,7 @@ from linnaeus.dist import World
 from linnaeus.inference import tally as module
 from linnaeus.inference.figures import LevelFigures, distance_of_mistakes, figures_of, pair_heights
 from linnaeus.inference.tally import LevelCounts, Tally
-from tests.memory.ledger import Ledger
+from tests.helpers.ledger import Ledger
 
 WORLD = World(torch.device("cpu"))
 TAXONOMY = Taxonomy(

@@ -22,7 +22,7 @@ from linnaeus.inference.prediction import Interpreter, log_probabilities_per_lev
 from linnaeus.inference.trained import TrainedRun, load_run
 from linnaeus.rng import rng_state
 from linnaeus.training.step import ValidationStep
-from tests.trained import BIRDS, ONE_RANK, picture, save_run, spec_of, write_images
+from tests.helpers.trained import BIRDS, ONE_RANK, picture, save_run, spec_of, write_images
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from linnaeus.errors import CheckpointError, ConfigError
 from linnaeus.inference.trained import load_run
 from linnaeus.models.spec import ModelSpec
 from linnaeus.rng import rng_state
-from tests.trained import BIRDS, randomise, save_checkpoint, save_run, spec_of
+from tests.helpers.trained import BIRDS, randomise, save_checkpoint, save_run, spec_of
 
 
 @pytest.fixture(scope="module")

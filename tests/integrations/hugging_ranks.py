@@ -1,4 +1,4 @@
-"""Searches of trainers on several ranks, for `tests.training.processes`."""
+"""Searches of trainers on several ranks, for `tests.helpers.processes`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transformers import Trainer
 
 from linnaeus.autobatch.group import together
 from linnaeus.integrations.transformers import autobatch
+from tests.helpers.ledger import limit_with_room_for
 from tests.integrations.hugging import differences, outcome, trainer
-from tests.memory.ledger import limit_with_room_for
 
 
 class Recorder(Trainer):

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from linnaeus.integrations import lightning_steps
 from linnaeus.integrations.lightning import AutoBatch
+from tests.helpers.ledger import Ledger
 from tests.integrations.lightning_runs import (
     NUM_VAL,
     Bare,
@@ -37,7 +38,6 @@ from tests.integrations.lightning_runs import (
     room,
     trainer_for,
 )
-from tests.memory.ledger import Ledger
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 NO_VAL = {"val": False}

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from linnaeus import nest
 from linnaeus.memory.device import GIB
-from tests.memory.ledger import held_bytes
+from tests.helpers.ledger import held_bytes
 
 NUM_SAMPLES, NUM_VAL, WIDTH, NUM_CLASSES = 96, 30, 16, 4
 SAMPLE_BYTES = 2**20

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests import forks
-from tests.conftest import TORCHRUN
-from tests.forks import ROOT
-from tests.memory.ledger import held_bytes
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.ledger import held_bytes
+from tests.helpers.runs import TORCHRUN
 
 PROGRAM = ("-m", "tests.integrations.accelerate_ranks")
 SCENARIOS = {

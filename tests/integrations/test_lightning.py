@@ -24,7 +24,8 @@ from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import lightning_loaders, lightning_steps
 from linnaeus.integrations.lightning import AutoBatch
 from linnaeus.integrations.lightning_steps import _kept
-from tests.forks import ROOT
+from tests.helpers.forks import ROOT
+from tests.helpers.ledger import Ledger
 from tests.integrations.lightning_runs import (
     CASES,
     NUM_VAL,
@@ -42,7 +43,6 @@ from tests.integrations.lightning_runs import (
     room,
     trainer_for,
 )
-from tests.memory.ledger import Ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, such as those about workers
 

@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from tests.conftest import free_ports
-from tests.forks import ROOT
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import free_ports
 from tests.integrations.lightning_ranks import CASES
 
 Ranks = list[dict[str, Any]]

@@ -26,11 +26,11 @@ from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import transformers_data, transformers_trial
 from linnaeus.integrations.common import SET_BY_TRAINER, search_options
 from linnaeus.integrations.transformers import autobatch, size_in_checkpoint
-from tests.forks import ROOT
+from tests.helpers.forks import ROOT
+from tests.helpers.ledger import Ledger, limit_with_room_for
+from tests.helpers.processes import compute
 from tests.integrations import hugging
 from tests.integrations.hugging import Calls, Text, collate, differences, outcome, trainer
-from tests.memory.ledger import Ledger, limit_with_room_for
-from tests.training.processes import compute
 
 pytestmark = [
     pytest.mark.filterwarnings("default::FutureWarning", "default::DeprecationWarning"),

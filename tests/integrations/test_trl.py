@@ -18,9 +18,9 @@ from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import transformers_trial
 from linnaeus.integrations.transformers import autobatch, check_supported
 from linnaeus.integrations.transformers_data import training_data
+from tests.helpers.ledger import limit_with_room_for
+from tests.helpers.processes import compute
 from tests.integrations.hugging import Calls, differences, outcome, trainer, trl_trainer
-from tests.memory.ledger import limit_with_room_for
-from tests.training.processes import compute
 
 pytestmark = [
     pytest.mark.filterwarnings("default::FutureWarning", "default::DeprecationWarning"),

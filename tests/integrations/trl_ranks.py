@@ -1,4 +1,4 @@
-"""Searches of TRL's trainers on several ranks, for `tests.training.processes`."""
+"""Searches of TRL's trainers on several ranks, for `tests.helpers.processes`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from linnaeus.launchers.record import (
     write_slurm_record,
 )
 from linnaeus.launchers.supervise import Supervisor
-from tests.conftest import wait_until
+from tests.helpers.runs import wait_until
 
 LASTING = """\
 import signal, sys, time

@@ -12,7 +12,7 @@ import pytest
 from linnaeus.launchers import local, options, sbatch, slurm_commands, slurm_job
 from linnaeus.launchers.options import split_launch_options
 from linnaeus.launchers.sbatch import GRACE_S
-from tests.conftest import SMALL, Run
+from tests.helpers.runs import SMALL, Run
 
 SLURM = ("--launcher", "slurm", "--dry-run")
 

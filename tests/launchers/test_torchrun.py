@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from linnaeus.launchers import torchrun
-from tests.conftest import wait_until
+from tests.helpers.runs import wait_until
 
 pytestmark = pytest.mark.distributed
 

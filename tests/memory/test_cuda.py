@@ -17,7 +17,7 @@ from linnaeus.autobatch.find import BatchSizeFinder, _warn_once
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.allocator import MIB
 from linnaeus.memory.device import GIB, AcceleratorMemory, CudaMemory, device_memory, empty_cache, synchronize
-from tests.cuda.device import DEVICE, FakeCuda, mebibytes
+from tests.helpers.fake_cuda import DEVICE, FakeCuda, mebibytes
 
 PLACEMENT = CudaMemory.placement_bytes
 CONTEXT, TENANTS, TOTAL = 100 * MIB, 60 * MIB, 1000 * MIB

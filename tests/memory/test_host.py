@@ -26,9 +26,9 @@ from linnaeus.memory.device import GIB
 from linnaeus.memory.host import CpuMemory, _pools
 from linnaeus.memory.process import status_bytes
 from linnaeus.memory.storages import num_compiled_graphs
-from tests import forks
+from tests.helpers import forks
+from tests.helpers.ledger import resident_bytes
 from tests.memory.conftest import CPU, MACHINE, MIB, Cgroups, on_linux, raised_from
-from tests.memory.ledger import resident_bytes
 
 NOISE = 8 * MIB  # what the rest of the process takes or gives back between two readings
 
@@ -129,7 +129,7 @@ def test_a_peak_starts_at_what_is_held(memory: CpuMemory) -> None:
 HELD_AND_RESIDENT = """
 import torch
 from linnaeus.memory.host import CpuMemory
-from tests.memory.ledger import resident_bytes
+from tests.helpers.ledger import resident_bytes
 
 memory = CpuMemory(torch.device("cpu"))
 print(memory.in_use(), resident_bytes())
@@ -633,7 +633,7 @@ def test_convolutions_work_after_one_ran_out_of_memory(memory: CpuMemory) -> Non
 SEARCHES = """
 import timm, torch
 from linnaeus.autobatch import auto_find_batch_size
-from tests.memory.ledger import limit_with_room_for
+from tests.helpers.ledger import limit_with_room_for
 
 model = timm.create_model("test_resnet", num_classes=10)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from tests.memory.ledger import Ledger
+from tests.helpers.ledger import Ledger
 
 
 def test_a_new_storage_is_reported_once_and_freed_with_its_last_view() -> None:

@@ -21,7 +21,7 @@ from linnaeus.memory import kernels as kernels_of_cuda
 from linnaeus.memory.events import Event
 from linnaeus.memory.trace import Buckets, Trace, UntraceableError
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
-from tests.memory.ledger import Ledger
+from tests.helpers.ledger import Ledger
 
 META = torch.device("meta")
 SCORES = 2 * 4 * 256 * 256 * 4

@@ -24,8 +24,8 @@ from socket import gethostname
 import psutil
 import pytest
 
-from tests.conftest import free_ports
-from tests.forks import Outcome
+from tests.helpers.forks import Outcome
+from tests.helpers.runs import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 MARKS = [

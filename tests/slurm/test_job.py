@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import forks
-from tests.conftest import TORCHRUN, assert_same_bits, free_ports, wait_until, weights
-from tests.forks import ROOT
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import TORCHRUN, assert_same_bits, free_ports, wait_until, weights
 from tests.slurm import cluster
 from tests.slurm.cluster import Cluster
 
@@ -23,7 +23,7 @@ EXPERIMENT = """\
 EXPERIMENT: {NAME: small, DEVICE: cpu, WANDB: {ENABLED: true}}
 MODEL: {_target_: tests.slurm.slow.Linear}
 DATA:
-  DATASET: {_target_: tests.odd_ranks.Dataset}
+  DATASET: {_target_: tests.helpers.odd_ranks.Dataset}
   IMG_SIZE: 8
   BATCH_SIZE: 8
   NUM_WORKERS: 1

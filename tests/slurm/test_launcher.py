@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import wait_until
+from tests.helpers.runs import wait_until
 from tests.slurm import cluster
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_job import ENV, EXPERIMENT, validations

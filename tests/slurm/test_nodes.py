@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import forks
-from tests.conftest import TORCHRUN, wait_until
+from tests.helpers import forks
+from tests.helpers.runs import TORCHRUN, wait_until
 from tests.slurm import cluster
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_job import ENV, EXPERIMENT, validations

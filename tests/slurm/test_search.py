@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import wait_until
+from tests.helpers.runs import wait_until
 from tests.slurm import cluster
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_job import ENV, EXPERIMENT

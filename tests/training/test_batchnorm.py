@@ -23,8 +23,8 @@ from linnaeus.training.build import assemble
 from linnaeus.training.checkpoint import load_checkpoint
 from linnaeus.training.ema import Ema
 from linnaeus.training.step import Precision, TrainStep
-from tests.conftest import SMALL, free_ports
-from tests.training.processes import Results, compute, group_of
+from tests.helpers.processes import Results, compute, group_of
+from tests.helpers.runs import SMALL, free_ports
 from tests.training.test_ranks import num_collectives
 
 pytestmark = pytest.mark.distributed

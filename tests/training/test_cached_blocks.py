@@ -11,8 +11,8 @@ import torch
 import linnaeus.training.trainer
 from linnaeus.memory.allocator import MIB
 from linnaeus.training.trainer import Trainer
-from tests.conftest import SMALL, Run
-from tests.cuda.device import FakeCuda
+from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.runs import SMALL, Run
 
 
 def released_by_emptying() -> int:

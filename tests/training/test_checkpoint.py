@@ -32,8 +32,8 @@ from linnaeus.training.checkpoint import (
 )
 from linnaeus.training.ema import Ema
 from linnaeus.training.trainer import TrainingProgress
-from tests import forks
-from tests.training.contents import whole
+from tests.helpers import forks
+from tests.helpers.contents import whole
 
 CPU = torch.device("cpu")
 
@@ -582,7 +582,7 @@ import os, shutil, signal, sys
 from pathlib import Path
 import torch
 from linnaeus.training.checkpoint import CheckpointFolder
-from tests.training.contents import whole
+from tests.helpers.contents import whole
 
 torch.set_num_threads(1)
 countdown = 10**9

@@ -16,8 +16,8 @@ from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.dist import World
 from linnaeus.training.losses import TaxonomicCrossEntropy
 from linnaeus.training.metrics import ClassificationMetrics, headline
-from tests import forks
-from tests.forks import ROOT
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
 
 CPU = torch.device("cpu")
 NUM_CLASSES = (3, 8)

@@ -17,9 +17,9 @@ from linnaeus.data.batch import Batch
 from linnaeus.training import noise_scale
 from linnaeus.training.noise_scale import GradientProbe, NoiseScale, unbiased_moments
 from linnaeus.training.step import Precision, TrainStep
-from tests import forks
-from tests.conftest import SMALL, TORCHRUN, Run
-from tests.forks import ROOT
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import SMALL, TORCHRUN, Run
 
 CPU = torch.device("cpu")
 MEAN = torch.tensor([0.6, -0.8, 0.0, 1.0])

@@ -31,10 +31,10 @@ from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.out_of_memory import memory_sentence, write_snapshot
 from linnaeus.training.state_bytes import StateBytes
 from linnaeus.training.step_guard import StepGuard
-from tests import forks
 from tests.batching.test_runs import PLAIN, Layers, checkpoint, curve, lines_of
-from tests.conftest import TORCHRUN, Run, assert_same_bits, weights
-from tests.forks import ROOT, Outcome
+from tests.helpers import forks
+from tests.helpers.forks import ROOT, Outcome
+from tests.helpers.runs import TORCHRUN, Run, assert_same_bits, weights
 
 EXABYTE = 1 << 60
 MIB = 1 << 20

@@ -20,7 +20,7 @@ from linnaeus.models.hierarchical import HierarchicalClassifier
 from linnaeus.training.losses import TaxonomicCrossEntropy
 from linnaeus.training.metrics import ClassificationMetrics
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
-from tests.training.processes import Results, compute, group_of
+from tests.helpers.processes import Results, compute, group_of
 
 pytestmark = pytest.mark.distributed
 

@@ -22,7 +22,7 @@ from linnaeus.training.resume import (
     plain_nodes,
     restore_generators,
 )
-from tests.training.contents import whole
+from tests.helpers.contents import whole
 
 CPU = torch.device("cpu")
 ALONE = World(CPU)

@@ -21,7 +21,7 @@ from linnaeus.training.build import assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.out_of_memory import SizeOrigin, train_remedies
 from linnaeus.training.trainer import Trainer
-from tests.autobatch.trainers import building
+from tests.helpers.trainers import building
 
 
 @contextmanager

@@ -12,9 +12,9 @@ import torch
 from linnaeus import nest
 from linnaeus.dist import World
 from linnaeus.training import transfer
-from tests import forks
-from tests.forks import ROOT
-from tests.training.processes import group_of
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.processes import group_of
 
 
 def make_state() -> dict[str, Any]:

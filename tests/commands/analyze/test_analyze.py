@@ -26,11 +26,11 @@ from linnaeus.commands.analyze.output import show
 from linnaeus.commands.analyze.results import Analysis, Row
 from linnaeus.commands.environment import driver_version
 from linnaeus.commands.measure import Speeds
-from tests import forks
-from tests.conftest import SMALL, Child, Outcome, Run
-from tests.consoles import plain_console
-from tests.forks import ROOT
-from tests.memory.ledger import held_bytes
+from tests.helpers import forks
+from tests.helpers.consoles import plain_console
+from tests.helpers.forks import ROOT
+from tests.helpers.ledger import held_bytes
+from tests.helpers.runs import SMALL, Child, Outcome, Run
 
 MIB = 1024**2
 WIDE = (

@@ -14,7 +14,7 @@ import yaml
 from linnaeus.commands.analyze import options
 from linnaeus.commands.analyze.options import Options, read
 from linnaeus.config.schema import Config
-from tests.conftest import SMALL, Run
+from tests.helpers.runs import SMALL, Run
 
 ROOT = Path(__file__).parents[3]
 

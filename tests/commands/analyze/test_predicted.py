@@ -30,8 +30,8 @@ from linnaeus.memory.gpus import GIB, GPUS
 from linnaeus.memory.predict import MARGIN, largest_within
 from linnaeus.memory.storages import StorageTracer
 from linnaeus.training.metrics import ClassificationMetrics, MetricsMemory
-from tests.conftest import Outcome, Run, freeze_what_is_there
-from tests.consoles import plain_console
+from tests.helpers.consoles import plain_console
+from tests.helpers.runs import Outcome, Run, freeze_what_is_there
 
 MIB = 1024**2
 BASE = 600 * MIB

@@ -30,8 +30,8 @@ from linnaeus.launchers.interface import Job, JobKind
 from linnaeus.launchers.outcome import Outcome, read_outcome
 from linnaeus.launchers.record import open_locked
 from tests.commands.compare.test_results import result, write_validations
-from tests.conftest import Run, wait_until
-from tests.forks import ROOT
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import Run, wait_until
 
 SVG = "{http://www.w3.org/2000/svg}"
 PLAN = {"MICRO_BATCH": 8, "EFFECTIVE_BATCH": 16, "LEARNING_RATE": 0.5, "ACCUMULATION_STEPS": 2}

@@ -15,8 +15,8 @@ from linnaeus.commands.completion.candidates import FILES, command_names, comple
 from linnaeus.commands.completion.options import split
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.presets import available
-from tests.conftest import Run
-from tests.forks import ROOT
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import Run
 
 
 def test_the_commands_are_those_of_the_command_line() -> None:

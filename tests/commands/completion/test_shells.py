@@ -15,8 +15,8 @@ import pytest
 
 from linnaeus.commands.completion import SHELLS
 from linnaeus.commands.completion.session import place, script
-from tests.conftest import Run
-from tests.forks import ROOT
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import Run
 
 CTRL_U = "\x15"
 

@@ -13,8 +13,8 @@ import torch
 
 from linnaeus.commands.evaluate.results import Logged
 from tests.commands.evaluate.conftest import DIGITS, TINY, write_images
-from tests.conftest import TORCHRUN, Run
-from tests.forks import ROOT, python
+from tests.helpers.forks import ROOT, python
+from tests.helpers.runs import TORCHRUN, Run
 
 FOLDERS = ("cats/lion", "cats/lynx", "dogs/fox", "dogs/wolf")
 FILES = (*TINY, "DATA.DATASET.NAME=imagefolder", "DATA.IMG_SIZE=8")

@@ -8,8 +8,8 @@ import pytest
 
 from linnaeus.commands.export.options import read
 from linnaeus.errors import ConfigError
-from tests.conftest import Run
-from tests.trained import save_run, spec_of, write_images
+from tests.helpers.runs import Run
+from tests.helpers.trained import save_run, spec_of, write_images
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import yaml
 
 from linnaeus.commands.plan import options
 from linnaeus.commands.plan.options import Options, read
-from tests.conftest import SMALL, Run
+from tests.helpers.runs import SMALL, Run
 
 ROOT = Path(__file__).parents[3]
 

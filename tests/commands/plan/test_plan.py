@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests import forks
 from tests.commands.analyze.test_analyze import SVG, WIDE, limit
-from tests.conftest import SMALL, Outcome, Run
-from tests.forks import ROOT
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import SMALL, Outcome, Run
 
 
 def read(outcome: Outcome, path: Path) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from linnaeus.commands.predict.options import Options, read
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.inference.trained import load_run
-from tests import forks
-from tests.conftest import Run, wait_until
-from tests.forks import ROOT
-from tests.trained import save_run, spec_of, write_images
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import Run, wait_until
+from tests.helpers.trained import save_run, spec_of, write_images
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.launchers.outcome import Outcome, read_outcome, save_outcome
 from tests.commands.compare.test_results import result
-from tests.conftest import SMALL, Run
+from tests.helpers.runs import SMALL, Run
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from rich.console import Console
 from linnaeus.commands.sweep import options
 from linnaeus.commands.sweep.predict import check_predictions, groups_of
 from linnaeus.memory.gpus import find_gpu
-from tests.conftest import SMALL, Run
+from tests.helpers.runs import SMALL, Run
 
 ON = "DATA.AUTOBATCH.ENABLED=True"
 

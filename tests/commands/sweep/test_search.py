@@ -28,7 +28,7 @@ from linnaeus.errors import ConfigError
 from linnaeus.files import STUDY
 from linnaeus.launchers.interface import Job
 from linnaeus.launchers.outcome import Outcome
-from tests.conftest import Child, Run
+from tests.helpers.runs import Child, Run
 
 optuna = pytest.importorskip("optuna")
 

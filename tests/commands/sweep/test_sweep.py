@@ -23,8 +23,8 @@ from torch.utils.data import Dataset
 
 from linnaeus.launchers.jobs import active_jobs, lost_outcome
 from linnaeus.launchers.outcome import OUTPUT, last_line
-from tests.conftest import SMALL, Child, Run, wait_until
-from tests.forks import ROOT
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import SMALL, Child, Run, wait_until
 
 SLEEPY = (
     f"DATA.DATASET._target_={__name__}.Sleepy", "MODEL._target_=tests.test_run.Perceptron",

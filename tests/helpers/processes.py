@@ -12,8 +12,8 @@ import torch.distributed as torch_dist
 
 from linnaeus.control import ControlPlane
 from linnaeus.dist import World
-from tests import forks
-from tests.forks import ROOT
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
 
 Results = dict[Any, Any]
 
@@ -21,7 +21,7 @@ Results = dict[Any, Any]
 def compute(module: str, num_ranks: int, folder: Path) -> list[Results]:
     """What `work(rank, folder)` of a module returns in each of several processes, by rank."""
     log = folder / "output.txt"
-    program = "from tests.training.processes import save; import {0}; save({0}.work, {1}, {2!r})"
+    program = "from tests.helpers.processes import save; import {0}; save({0}.work, {1}, {2!r})"
     with log.open("w") as output:
         processes = [
             forks.start(

@@ -21,7 +21,7 @@ from linnaeus.data.batch import Batch, BatchSpec, to_device
 from linnaeus.data.loader import BatchLoader, _Batches
 from linnaeus.memory.device import CudaMemory, empty_cache
 from linnaeus.training.build import Assembly
-from tests.cuda.device import DEVICE, FakeCuda
+from tests.helpers.fake_cuda import DEVICE, FakeCuda
 
 _ON_THE_HOST = (
     (BatchLoader, "__iter__"),

@@ -5,7 +5,7 @@ that is forked, the template, only imports: it starts no threads and computes no
 process with its own signals, environment, working directory, limits and memory. It differs from a new
 interpreter in two ways: the modules are loaded already, and all forks hash strings alike.
 
-`python -m tests.forks` is the template; `start` and `python` are for the tests.
+`python -m tests.helpers.forks` is the template; `start` and `python` are for the tests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MESSAGE_BYTES = 1 << 20
 
 ADDRESS = "LINNAEUS_TESTS_TEMPLATE"
@@ -137,7 +137,7 @@ def share_template() -> None:
         listener.bind(address)
         listener.listen()
         template = subprocess.Popen(
-            [sys.executable, "-m", "tests.forks", str(listener.fileno())],
+            [sys.executable, "-m", "tests.helpers.forks", str(listener.fileno())],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,  # which closes when this process ends, and that ends the template
@@ -224,10 +224,15 @@ def serve(listener: socket.socket) -> dict[str, Any]:
                 connections.append(listener.accept()[0])
                 selector.register(connections[-1], selectors.EVENT_READ)
             elif isinstance(source, socket.socket):
-                message, descriptors, *_ = socket.recv_fds(source, MESSAGE_BYTES, 3)
+                try:
+                    message, descriptors, *_ = socket.recv_fds(source, MESSAGE_BYTES, 3)
+                except ConnectionError:
+                    message = b""
                 if not message:
                     _kill(pid for pid, connection in running.values() if connection is source)
                     selector.unregister(source)
+                    connections.remove(source)
+                    source.close()
                     continue
                 pid = os.fork()
                 if pid == 0:
@@ -245,13 +250,14 @@ def serve(listener: socket.socket) -> dict[str, Any]:
                 watched = os.pidfd_open(pid)
                 running[watched] = pid, source
                 selector.register(watched, selectors.EVENT_READ)
-                source.send(json.dumps({"pid": pid}).encode())
+                with suppress(OSError):  # the client has died: its next event closes the connection
+                    source.send(json.dumps({"pid": pid}).encode())
             elif key.fd in running:
                 pid, connection = running.pop(key.fd)
                 selector.unregister(key.fd)
                 os.close(key.fd)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with suppress(BrokenPipeError):
+                with suppress(OSError):  # likewise, or closed already
                     connection.send(json.dumps({"pid": pid, "code": code}).encode())
             else:
                 _kill(pid for pid, _ in running.values())

@@ -1,0 +1,57 @@
+"""What Linnaeus says to its users, held word by word in one file per area: `tests/messages/AREA.txt`.
+
+All other tests assert keys, values, exit codes, status and files, so that improving a sentence changes one
+file: `make messages` writes the files anew, and the difference is what a reviewer reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "messages"
+
+
+class Golden:
+    """Compares the messages of an area with its file.
+
+    Args:
+        rewrites: write the file in place of comparing it.
+    """
+
+    def __init__(self, rewrites: bool) -> None:
+        self._rewrites = rewrites
+
+    def __call__(self, area: str, messages: Mapping[str, str], **names: object) -> None:
+        """Compare all messages of an area, each under its title.
+
+        Args:
+            area: name of the file.
+            messages: a message for each title. Only one test gives those of an area.
+            names: texts that differ from run to run, such as a folder, and the name to write for them.
+        """
+        text = "".join(f"## {title}\n{message.strip()}\n\n" for title, message in messages.items())
+        for name, varying in names.items():
+            text = text.replace(str(varying), f"<{name}>")
+        file = FOLDER / f"{area}.txt"
+        if self._rewrites:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text)
+        known = file.read_text() if file.exists() else ""
+        assert _by_title(text) == _by_title(known), "`make messages` writes what is said now"
+
+
+def _by_title(text: str) -> dict[str, str]:
+    parts = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def error_of(function: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The text of the error that a call raises."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - its text is compared
+        function(*args, **options)
+    return str(caught.value)

@@ -1,0 +1,106 @@
+"""Runs of the program, and what they leave behind."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.helpers import forks
+from tests.helpers.forks import ROOT, Outcome, Process
+
+if TYPE_CHECKING:
+    import torch  # functions import it: the process that hands out the tests does not wait for it
+
+SMALL = (
+    "MODEL.NAME=test_resnet",
+    "DATA.DATASET.NAME=synthetic",
+    "DATA.DATASET.NUM_SAMPLES=96",
+    "DATA.DATASET.NUM_SAMPLES_VAL=31",
+    "DATA.DATASET.NUM_CLASSES=[2,6]",
+    "DATA.IMG_SIZE=32",
+    "DATA.BATCH_SIZE=16",
+    "TRAIN.EPOCHS=2",
+    "EXPERIMENT.DEVICE=cpu",
+    "EXPERIMENT.NAME=small",
+)
+"""A run of seconds. Later tokens override these."""
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+
+Run = Callable[..., Outcome]
+
+
+def freeze_what_is_there() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+def wait_until(
+    condition: Callable[[], bool], process: Process | None = None, log: Path | None = None
+) -> None:
+    """Wait for a condition; fail with the log's text when it does not come, or the process has ended.
+
+    The only poll of the tests: a file, a record or a status cannot wake anybody.
+    """
+    deadline = time.monotonic() + 50
+    while not condition():
+        ended = process is not None and process.poll() is not None
+        if ended and condition():
+            return
+        assert not ended, log.read_text() if log is not None else "the process has ended"
+        assert time.monotonic() < deadline, log.read_text() if log is not None else "nothing has come"
+        time.sleep(0.005)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    for free in sockets:
+        free.bind(("localhost", 0))
+    ports = [free.getsockname()[1] for free in sockets]
+    for free in sockets:
+        free.close()
+    return ports
+
+
+class Child:
+    """A run in a process of its own, to be watched and signalled."""
+
+    def __init__(self, folder: Path, *argv: str) -> None:
+        self.log = folder / "child.txt"
+        with self.log.open("a") as log:
+            self.process = forks.start(
+                ["-m", "linnaeus.train", *argv], cwd=folder, env={"PYTHONPATH": str(ROOT)}, stdout=log,
+                stderr=log,
+            )  # fmt: skip
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Until the condition holds."""
+        wait_until(condition, self.process, self.log)
+
+    def end(self, signal_number: signal.Signals) -> int:
+        """Send the signal and give the exit code."""
+        self.process.send_signal(signal_number)
+        return self.process.wait(timeout=50)
+
+
+def weights(folder: Path, name: str = "last.pt") -> dict[str, torch.Tensor]:
+    """The model's tensors in a run's checkpoint."""
+    import torch
+
+    content = torch.load(folder / "checkpoints" / name, weights_only=True)
+    return dict(content["state"]["model"])
+
+
+def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """Both hold the same tensors, bit for bit."""
+    import torch
+
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different, f"{len(different)} of {len(a)} tensors differ, such as {different[0]}"

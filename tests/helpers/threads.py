@@ -1,0 +1,40 @@
+"""Functions side by side in threads, whose first error ends the test."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+def together(*functions: Callable[[], Any], limit_s: float = 60.0) -> list[Any]:
+    """Call functions in a thread each, and return what they return, in their order.
+
+    The first error ends the wait; threads that still run then are left behind.
+
+    Raises:
+        BaseException: the first that a function raises.
+        AssertionError: a function does not return within the limit.
+    """
+    ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+
+    def call(number: int, function: Callable[[], Any]) -> None:
+        try:
+            ended.put((number, function(), None))
+        except BaseException as error:
+            ended.put((number, None, error))
+
+    for number, function in enumerate(functions):
+        threading.Thread(target=call, args=(number, function), daemon=True).start()
+    results: dict[int, Any] = {}
+    for _ in functions:
+        try:
+            number, result, error = ended.get(timeout=limit_s)
+        except queue.Empty:
+            late = sorted({*range(len(functions))} - results.keys())
+            raise AssertionError(f"functions {late} have not returned within {limit_s} s") from None
+        if error is not None:
+            raise error
+        results[number] = result
+    return [results[number] for number in range(len(functions))]
