@@ -11,7 +11,7 @@ FLOOR_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).*
 FLOOR :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-e2e test-slow test-all test-integrations test-floor messages size lint typecheck docs clean
+.PHONY: help train test test-e2e test-slow test-all test-integrations test-floor test-mutants coverage messages size lint typecheck docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,10 +20,10 @@ train: $(VENV)/.installed ## train on handwritten digits with AutoBatch
 	$(BIN)/python -m linnaeus.train --cfg configs/digits.yaml
 
 test: $(VENV)/.installed-dev ## run the quick tests: what a change must not break
-	$(BIN)/python -m pytest -m "not e2e and not slow and not integrations" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not e2e and not slow" --ignore tests/integrations $(PARALLEL)
 
 test-e2e: $(VENV)/.installed-dev ## run the tests that start whole runs
-	$(BIN)/python -m pytest -m "e2e and not slow and not integrations" $(PARALLEL) tests
+	$(BIN)/python -m pytest -m "e2e and not slow" --ignore tests/integrations $(PARALLEL) tests
 
 test-slow: $(VENV)/.installed-dev ## run the slow tests, and the property tests with many examples
 	$(BIN)/python -m pytest -m "(slow or hypothesis) and not integrations" $(THOROUGH) $(PARALLEL)
@@ -34,7 +34,16 @@ test-integrations: $(VENV)/.installed-dev,integrations ## run the tests with Lig
 test-all: $(VENV)/.installed-dev ## run the whole test suite
 	$(BIN)/python -m pytest $(THOROUGH) $(PARALLEL)
 
-test-floor: ## run the whole test suite but the slow tests with the oldest torch that pyproject.toml allows
+test-mutants: $(VENV)/.installed-dev ## make mistakes in copies of the code, and see that the quick tests catch each
+	$(BIN)/python -m tests.mutants
+
+coverage: $(VENV)/.installed-dev ## measure which lines of linnaeus/ the tests run that are not slow
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -m "not slow" --ignore tests/integrations -o timeout=600 $(PARALLEL)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report --skip-covered
+
+test-floor: ## run the quick tests with the oldest torch that pyproject.toml allows
 	$(MAKE) test VENV=.venv-floor FLOOR="torch==$(FLOOR_TORCH)"
 
 messages: $(VENV)/.installed-dev ## write tests/messages/ anew, to be read as a difference

@@ -1,0 +1,178 @@
+"""Mistakes that the quick tests must catch: each is made in a copy of the repository, where its tests run.
+
+`python -m tests.mutants [WORD...]` prints the test that kills each mutant whose name holds a WORD, and exits
+with 1 if one survives.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.helpers.forks import ROOT
+
+
+class Mutant(NamedTuple):
+    """A text of `linnaeus/` that is replaced, and the tests that notice."""
+
+    name: str
+    file: str
+    text: str
+    replacement: str
+    tests: str
+
+
+MUTANTS = (
+    Mutant(
+        "the largest size is never tried", "autobatch/search.py",
+        "range(first_multiple, max_size + 1, multiple_of)", "range(first_multiple, max_size, multiple_of)",
+        "tests/autobatch/test_search.py",
+    ),
+    Mutant(
+        "a size is certified with an untried one above it", "autobatch/search.py",
+        "return self.high - self.low == 1", "return self.high - self.low <= 2",
+        "tests/autobatch/test_search.py",
+    ),
+    Mutant(
+        "a peak equal to the budget does not fit", "autobatch/search.py",
+        'return "fits" if peak_bytes <= budget_bytes', 'return "fits" if peak_bytes < budget_bytes',
+        "tests/autobatch/test_search.py",
+    ),
+    Mutant(
+        "one tensor of a model is not restored", "autobatch/snapshot.py",
+        "        for tensor in self._tensors:\n            tensor.restore()",
+        "        for tensor in self._tensors[1:]:\n            tensor.restore()",
+        "tests/autobatch/test_snapshot.py",
+    ),
+    Mutant(
+        "random number generators are not restored", "autobatch/snapshot.py",
+        "        set_rng_state(self._rng, self._device)\n", "",
+        "tests/autobatch/test_snapshot.py",
+    ),
+    Mutant(
+        "only rank 0's verdict counts", "autobatch/protocol.py",
+        "smallest = min(verdicts, key=lambda verdict: verdict.batch_size)", "smallest = verdicts[0]",
+        "tests/autobatch",
+    ),
+    Mutant(
+        "the budget is not read again after a search", "autobatch/find.py",
+        "self._set_budget(min(before_bytes, self.memory.budget(fraction, self._limit_bytes)))", "pass",
+        "tests/autobatch",
+    ),
+    Mutant(
+        "the budget forgets what other processes hold", "memory/device.py",
+        "budget_bytes = int(fraction * self.total_bytes) - self.outside()",
+        "budget_bytes = int(fraction * self.total_bytes)",
+        "tests/memory",
+    ),
+    Mutant(
+        "a storage that grows in place is not counted", "memory/storages.py",
+        "elif known[2] != storage.nbytes():", "elif False:",
+        "tests/memory/test_storages.py",
+    ),
+    Mutant(
+        "micro-batches add up in place of being averaged", "training/step.py",
+        "loss = self.criterion(self.model(inputs), targets) / num_parts",
+        "loss = self.criterion(self.model(inputs), targets)",
+        "tests/training/test_step.py",
+    ),
+    Mutant(
+        "the loss is not scaled for float16", "training/step.py",
+        "self.scaler.scale(loss).backward()", "loss.backward()",
+        "tests/training/test_step.py",
+    ),
+    Mutant(
+        "scaled gradients are clipped", "training/step.py",
+        "            self.scaler.unscale_(self.optimizer)\n", "",
+        "tests/training/test_step.py",
+    ),
+    Mutant(
+        "the lock of a run's folder is not taken", "files.py",
+        "        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "        pass\n",
+        "tests/test_files.py",
+    ),
+    Mutant(
+        "a checkpoint is not flushed to the disk", "files.py",
+        "            os.fsync(file.fileno())\n", "",
+        "tests/test_files.py tests/training/test_checkpoint.py",
+    ),
+    Mutant(
+        "a file is written in place", "files.py",
+        "    temporary = temporary_name(path)\n    try:", "    temporary = path\n    try:",
+        "tests/test_files.py tests/training/test_checkpoint.py",
+    ),
+    Mutant(
+        "the average's number of updates is not restored", "training/ema.py",
+        '        self.num_updates = state["num_updates"]\n', "",
+        "tests/training/test_ema.py",
+    ),
+    Mutant(
+        "the warm-up begins one step late", "training/schedule.py",
+        "min((position + 1) / warmup_steps, 1.0)", "min(position / warmup_steps, 1.0)",
+        "tests/training/test_schedule.py linnaeus/training/schedule.py",
+    ),
+    Mutant(
+        "a resumed epoch begins at its start", "training/trainer.py",
+        "self.loaders.train.set_epoch(epoch, skip=samples_done)", "self.loaders.train.set_epoch(epoch)",
+        "tests/training tests/test_resume.py",
+    ),
+    Mutant(
+        "each rank validates on all samples", "data/sampler.py",
+        "self.indices = range(rank, length, world_size)", "self.indices = range(length)",
+        "tests/data",
+    ),
+    Mutant(
+        "the logged loss is a sum over steps", "training/loss_meter.py",
+        "self._total / self._count", "self._total",
+        "tests/training",
+    ),
+    Mutant(
+        "a search that finds nothing ends with another code", "errors.py",
+        'a rank took too long."""\n\n    exit_code = 3', 'a rank took too long."""\n\n    exit_code = 1',
+        "tests/autobatch tests/test_messages.py tests/test_main.py tests/test_run.py",
+    ),
+    Mutant(
+        "a rank whose process has died is waited for", "control.py",
+        "            for rank, doing in self.dead_neighbours():\n", "            for rank, doing in ():\n",
+        "tests/test_control.py",
+    ),
+)  # fmt: skip
+
+
+def main(words: list[str]) -> int:
+    """Try each mutant, and say which test kills it."""
+    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    survivors = 0
+    for mutant in chosen:
+        killer = killer_of(mutant)
+        survivors += killer is None
+        print(f"{mutant.name:56} {killer or 'SURVIVES'}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants are killed")
+    return 1 if survivors else 0
+
+
+def killer_of(mutant: Mutant) -> str | None:
+    """The first test that fails with the mistake; None if none does."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "site", "data"))
+        shutil.copytree(ROOT / "linnaeus", copy / "linnaeus", dirs_exist_ok=True)
+        file = copy / "linnaeus" / mutant.file
+        source = file.read_text()
+        assert source.count(mutant.text) == 1, f"{mutant.file} must hold this once: {mutant.text}"
+        file.write_text(source.replace(mutant.text, mutant.replacement))
+        options = ["-x", "-q", "-m", "not e2e and not slow and not integrations", "-p", "no:xdist"]
+        command = [sys.executable, "-m", "pytest", *options, *mutant.tests.split()]
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+        assert done.returncode in (0, 1), done.stdout + done.stderr
+        failed = re.search(r"^FAILED (\S+)", done.stdout, flags=re.MULTILINE)
+        return failed[1] if failed else None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
