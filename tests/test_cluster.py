@@ -24,7 +24,7 @@ from linnaeus.training import stop
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
 from tests.helpers.odd_ranks import KINDS, PLACES
-from tests.helpers.runs import SMALL, Run, assert_same_bits, free_ports, wait_until, weights
+from tests.helpers.runs import SMALL, assert_same_bits, free_ports, wait_until, weights
 from tests.helpers.threads import together
 
 JOB = (
@@ -142,20 +142,11 @@ def test_ranks_that_differ_are_refused_with_both_values(facts: tuple[dict[str, f
 
 
 @e2e
-@pytest.mark.parametrize(
-    ("odd", "fact"),
-    [
-        ({"SHORTER": "1:40"}, "samples: 96 and 56"),
-        ({"OTHER": "1:OPTIMIZER.LR=0.5"}, "OPTIMIZER.LR: 0.002 and 0.5"),
-        ({"OTHER": "1:TRAIN.AUTO_RESUME=False"}, "TRAIN.AUTO_RESUME: true and false"),
-    ],
-)
-def test_ranks_with_different_data_or_options_are_refused(
-    tmp_path: Path, odd: dict[str, str], fact: str
-) -> None:
-    ended = run_job(tmp_path, **odd)
+@pytest.mark.parametrize("odd", ["SHORTER=1:40", "OTHER=1:TRAIN.AUTO_RESUME=False"])
+def test_ranks_with_different_data_or_options_are_refused(tmp_path: Path, odd: str) -> None:
+    ended = run_job(tmp_path, **dict([odd.split("=", 1)]))
     assert ended.code != 0
-    assert fact in ended.text
+    assert ("96 and 56" if "SHORTER" in odd else "TRAIN.AUTO_RESUME: true and false") in ended.text
     assert "linnaeus/run.py" not in ended.text, "a traceback of ours"
 
 
@@ -189,14 +180,6 @@ def test_only_tasks_of_slurm_that_run_side_by_side_without_torchrun_are_refused(
         join("cpu", DistConfig()) as world,
     ):
         assert world.world_size == 1
-
-
-def test_nothing_is_made_for_tasks_of_slurm_that_are_refused(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert run(*JOB).code == 2
-    assert not (tmp_path / "runs").exists()
 
 
 # --- stopping ---

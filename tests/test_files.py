@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import resource
 import signal
@@ -88,30 +87,6 @@ def test_the_reason_is_not_lost_in_an_error_of_the_writers_own(tmp_path: Path) -
         write_atomically(tmp_path / "file", write)
     with pytest.raises(RuntimeError):
         write_atomically(tmp_path / "file", lambda file: raise_(RuntimeError()))
-    assert names(tmp_path) == set()
-
-
-def test_an_interrupt_is_not_lost_in_an_error_of_the_writers_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Interrupted(io.FileIO):
-        done = False
-
-        def write(self, data: Any, /) -> int:
-            if not self.done:
-                self.done = True
-                raise KeyboardInterrupt
-            return super().write(data)
-
-    def write(file: BinaryIO) -> None:
-        try:
-            file.write(b"x" * 2**20)
-        except KeyboardInterrupt:
-            raise RuntimeError("unexpected pos") from None
-
-    monkeypatch.setattr(io, "FileIO", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_atomically(tmp_path / "file", write)
     assert names(tmp_path) == set()
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 import signal
-import weakref
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import linnaeus.run
 from linnaeus.errors import DataError
 from linnaeus.training.schedule import lr_factor
 from tests.batching.test_runs import NAME, PLAIN, Clusters, checkpoint, curve, lines_of
-from tests.helpers import forks
-from tests.helpers.forks import ROOT, Outcome
-from tests.helpers.runs import TORCHRUN, Child, Run, assert_same_bits, weights
+from tests.helpers.runs import Child, Run, assert_same_bits, weights
 
 e2e = pytest.mark.e2e
 
@@ -61,14 +55,6 @@ def interrupted(after: int) -> str:
 def crashed(split: str, after: int) -> tuple[str, str]:
     """The options that end a run with an error once so many samples of a split have been read."""
     return f"{DATASET}.crash_in={split}", f"{DATASET}.crash_after={after + READ_BEFORE[split]}"
-
-
-def in_processes(number: int, folder: Path, text: str, *argv: str) -> Outcome:
-    """What a program does in several processes under torchrun."""
-    program = folder / "ranks.py"
-    program.write_text(text)
-    command = (*TORCHRUN, f"--nproc_per_node={number}", program, *argv)
-    return forks.python(*command, cwd=folder, env={"PYTHONPATH": str(ROOT)})
 
 
 def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -138,44 +124,15 @@ def test_a_run_with_fewer_epochs_ends_where_it_is(run: Run, tmp_path: Path) -> N
 
 # Processes.
 
-WATCHED = """
-import hashlib, os, sys
-import linnaeus.training.checkpoint
-from linnaeus.main import cli
-from linnaeus.training.checkpoint import Checkpoint
-from tests.training.test_transfer import bits
-
-restore, rank = Checkpoint.restore, os.environ["RANK"]
-
-def watched(self, target, world):
-    restore(self, target, world)
-    digest = hashlib.sha256(repr(bits(target.state_dict())).encode()).hexdigest()
-    print(f"rank {rank} has {digest}", flush=True)
-
-def refuse(*arguments, **options):
-    raise OSError("this rank has no access to the file")
-
-Checkpoint.restore = watched
-if rank != "0":
-    linnaeus.training.checkpoint.load_checkpoint = refuse
-sys.exit(cli(sys.argv[1:]))
-"""
-"""Only rank 0 can read the checkpoint. Each rank prints a digest of what it holds then."""
-
 
 @e2e
 @pytest.mark.distributed
-def test_other_processes_get_all_of_it_from_rank_0_and_go_on_at_the_same_place(
-    run: Run, tmp_path: Path
-) -> None:
+def test_other_processes_go_on_at_the_same_place(run: Run, torchrun: Run, tmp_path: Path) -> None:
     options = (*RESUMABLE, f"{DATASET}.length=97", "OPTIMIZER.NAME=lamb")
     assert run(*options, interrupted(132)).code == 130
     before = checkpoint(tmp_path / "runs/plain")
-    outcome = in_processes(3, tmp_path, WATCHED, *options)
+    outcome = torchrun(3, *options)
     assert outcome.code == 0, outcome.err
-    digests = [line.split()[-1] for line in outcome.out.splitlines() if line.startswith("rank ")]
-    assert len(digests) == 3
-    assert len(set(digests)) == 1
     folder = tmp_path / "runs/plain"
     after, (steps, rates, _) = checkpoint(folder), curve(folder)
     done, first = before["progress"]["samples"], before["progress"]["step"]
@@ -189,10 +146,8 @@ def test_other_processes_get_all_of_it_from_rank_0_and_go_on_at_the_same_place(
 
 @e2e
 @pytest.mark.distributed
-def test_two_processes_resumed_on_one_lose_nothing(run: Run, tmp_path: Path) -> None:
-    first = in_processes(
-        2, tmp_path, WATCHED, *RESUMABLE, "TRAIN.CHECKPOINT_EVERY_STEPS=4", *crashed("train", 40)
-    )
+def test_two_processes_resumed_on_one_lose_nothing(run: Run, torchrun: Run, tmp_path: Path) -> None:
+    first = torchrun(2, *RESUMABLE, "TRAIN.CHECKPOINT_EVERY_STEPS=4", *crashed("train", 40))
     assert first.code != 0
     progress = checkpoint(tmp_path / "runs/plain")["progress"]
     assert (progress["step"], progress["samples"]) == (4, 64)
@@ -200,44 +155,6 @@ def test_two_processes_resumed_on_one_lose_nothing(run: Run, tmp_path: Path) -> 
     assert outcome.code == 0, outcome.err
     epoch = [line["step"] for line in lines_of(tmp_path / "runs/plain") if line["epoch"] == 0]
     assert epoch[-1] == 4 + (100 - 64) // 8
-
-
-# What is kept in memory.
-
-
-@e2e
-def test_nothing_of_the_checkpoint_is_alive_when_the_search_begins(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = (*RESUMABLE, "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
-    assert run(*options, f"{NAME}whole").code == 0
-    assert run(*options, interrupted(132)).code == 130
-    tensors: list[weakref.ref[Tensor]] = []
-    alive: list[int] = []
-    load, find_sizes = torch.load, linnaeus.run._find_sizes
-
-    def spy_on_load(*arguments: Any, **named: Any) -> Any:
-        content = load(*arguments, **named)
-        tensors.extend(weakref.ref(tensor) for tensor in content["state"]["model"].values())
-        tensors.extend(weakref.ref(tensor) for tensor in content["state"]["ema"]["module"].values())
-        return content
-
-    def spy_on_search(*arguments: Any) -> Any:
-        gc.collect()
-        alive.append(sum(tensor() is not None for tensor in tensors))
-        return find_sizes(*arguments)
-
-    monkeypatch.setattr(torch, "load", spy_on_load)
-    monkeypatch.setattr(linnaeus.run, "_find_sizes", spy_on_search)
-    # Another bound on the trials lets it search anew, now over the state that was loaded.
-    outcome = run(*options, "DATA.AUTOBATCH.MAX_TRIALS=9")
-    monkeypatch.undo()
-    assert outcome.code == 0, outcome.err
-    assert len(tensors) > 8
-    assert alive == [0]
-    assert_same_bits(weights(tmp_path / "runs/plain"), weights(tmp_path / "runs/whole"))
-    states = [checkpoint(tmp_path / "runs" / name)["state"] for name in ("plain", "whole")]
-    assert_same_bits(states[0]["ema"]["module"], states[1]["ema"]["module"])
 
 
 # Another configuration.
@@ -454,18 +371,6 @@ def test_a_loss_that_is_not_finite_is_found_before_the_next_checkpoint(run: Run,
 
 
 @e2e
-def test_numbered_checkpoints_are_kept(run: Run, tmp_path: Path) -> None:
-    assert run(*RESUMABLE, "TRAIN.CHECKPOINT_EVERY_STEPS=5", "TRAIN.KEEP_CHECKPOINTS=3").code == 0
-    folder = tmp_path / "runs/plain/checkpoints"
-    names = sorted(path.name for path in folder.iterdir())
-    numbers = [name for name in names if name.startswith("step_")]
-    assert numbers == ["step_00000030.pt", "step_00000035.pt", "step_00000036.pt"]
-    assert (folder / numbers[-1]).samefile(folder / "last.pt")
-    first = torch.load(folder / numbers[0], weights_only=True)["progress"]
-    assert (first["step"], first["epoch"], first["samples"]) == (30, 2, 48)
-
-
-@e2e
 @pytest.mark.parametrize(("minutes", "saved"), [("1e-9", True), ("60", False)])
 def test_the_clock_decides_too(run: Run, tmp_path: Path, minutes: str, saved: bool) -> None:
     assert run(*RESUMABLE, f"TRAIN.CHECKPOINT_EVERY_MINUTES={minutes}", *crashed("train", 28)).code == 1
@@ -477,47 +382,11 @@ def test_the_clock_decides_too(run: Run, tmp_path: Path, minutes: str, saved: bo
 
 @e2e
 @pytest.mark.distributed
-def test_rank_0_decides_for_all_by_its_clock(tmp_path: Path) -> None:
+def test_rank_0_decides_for_all_by_its_clock(torchrun: Run, tmp_path: Path) -> None:
     options = ("TRAIN.CHECKPOINT_EVERY_MINUTES=1e-9", "DATA.BATCH_SIZE=1", *crashed("train", 40))
-    outcome = in_processes(2, tmp_path, WATCHED, *RESUMABLE, *options)
+    outcome = torchrun(2, *RESUMABLE, *options)
     assert outcome.code != 0
     content = checkpoint(tmp_path / "runs/plain")
     assert 0 < content["progress"]["step"] < 40, outcome.err
     assert len(content["rng"]) == 2
     assert not torch.equal(content["rng"][0]["torch"], content["rng"][1]["torch"])
-
-
-# Full disks.
-
-
-class Filling(Clusters):
-    """Reading so many training samples fills the disk."""
-
-    def __init__(self, split: str, disk: str, fill_after: int, **options: Any) -> None:
-        super().__init__(split, **options)
-        self.disk, self.until_full = Path(disk), fill_after if split == "train" else 0
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        self.until_full -= 1
-        if self.until_full == 0:
-            with suppress(OSError), (self.disk / "filler").open("wb", buffering=0) as file:
-                while True:
-                    file.write(b"x" * 4096)
-        return super().__getitem__(index)
-
-
-@e2e
-@pytest.mark.parametrize(
-    ("after", "code", "file"), [(1, 2, "config.yaml"), (READ_BEFORE["train"] + 8, 1, "metrics.jsonl")]
-)
-def test_a_full_disk_is_one_line_whichever_file_meets_it_first(
-    run: Run, small_disk: Path, after: int, code: int, file: str
-) -> None:
-    options = (
-        f"{DATASET}._target_={__name__}.Filling", f"{DATASET}.disk={small_disk}",
-        f"{DATASET}.fill_after={after}", f"EXPERIMENT.OUTPUT_DIR={small_disk}/runs",
-    )  # fmt: skip
-    outcome = run(*FRESH, *options)
-    assert outcome.code == code
-    assert f"{small_disk}/runs/plain/{file}" in outcome.err
-    assert len(outcome.err.splitlines()) <= 2
