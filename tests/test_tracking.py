@@ -123,6 +123,7 @@ def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.e2e
 def test_a_run_without_a_key_is_recorded_offline(fresh: tuple[Path, Outcome]) -> None:
     folder, outcome = fresh
     [run_folder] = (folder / "logs/wandb").glob("offline-run-*")
@@ -136,6 +137,7 @@ def test_a_run_without_a_key_is_recorded_offline(fresh: tuple[Path, Outcome]) ->
     assert items(identity.config.update)["DATA"] == {"BATCH_SIZE": 64}
 
 
+@pytest.mark.e2e
 def test_every_metric_is_recorded_at_its_step(fresh: tuple[Path, Outcome]) -> None:
     [run] = recorded(fresh[0])
     history = [items(row.item) for row in of_kind(run, "history")]
@@ -146,6 +148,7 @@ def test_every_metric_is_recorded_at_its_step(fresh: tuple[Path, Outcome]) -> No
     assert metrics == {0: {}, 1: {"train/loss": 1.5, "val/loss": 1.25}, 2: {"train/loss": 1.0}}
 
 
+@pytest.mark.e2e
 def test_the_trials_are_recorded_as_tables(fresh: tuple[Path, Outcome]) -> None:
     folder = fresh[0]
     [run] = recorded(folder)
@@ -161,6 +164,7 @@ def test_the_trials_are_recorded_as_tables(fresh: tuple[Path, Outcome]) -> None:
         }
 
 
+@pytest.mark.e2e
 def test_the_summary_holds_the_sizes_and_the_final_figures(
     fresh: tuple[Path, Outcome],
 ) -> None:
