@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -61,6 +63,23 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         forks.share_template()  # one for all workers
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Workers are forks of the template: each of them would import torch and timm for some 20 seconds."""
+    if "coverage" in sys.modules:  # it counts lines that run while a module is imported
+        return
+    for spec in specs:
+        spec.python = shlex.join([sys.executable, forks.__file__])
+        # of plugins of pytest that other packages contain
+        spec.env["PYTEST_ADDOPTS"] = "-W 'ignore:Module already imported:pytest.PytestAssertRewriteWarning'"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what imports Lightning and transformers, which takes long, where no such test is chosen."""
+    chosen = config.getoption("markexpr")
+    return True if collection_path.name == "integrations" and "not integrations" in chosen else None
 
 
 @pytest.hookimpl(trylast=True)

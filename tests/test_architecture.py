@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -10,7 +11,6 @@ import runpy
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,8 +30,12 @@ ORDER = (
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 TOOL = runpy.run_path(str(ROOT / "tools" / "draw_architecture.py"))
-part_of: Callable[[str], str] = TOOL["part_of"]
-imports: Callable[[Path], Iterator[str]] = TOOL["imports"]
+part_of = TOOL["part_of"]
+
+
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
+    return frozenset(TOOL["imports"](path))
 
 
 def name_of(path: Path) -> str:
@@ -49,18 +53,16 @@ def outside(path: Path) -> set[str]:
     return {name.split(".")[0] for name in imports(path)} - {"linnaeus"}
 
 
-def test_every_part_has_its_place() -> None:
-    assert {part_of(name_of(path)) for path in MODULES} - {""} == {*ORDER, "utils"}
-
-
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_point_one_way(path: Path) -> None:
-    part = part_of(name_of(path))
-    if part in ("utils", ""):  # documented import paths
-        allowed: tuple[str, ...] = ("autobatch", "inference")
-    else:
-        allowed = ORDER[: ORDER.index(part)]
-    assert own_parts(path) <= set(allowed)
+def test_imports_point_one_way() -> None:
+    parts = {path: part_of(name_of(path)) for path in MODULES}
+    assert {*parts.values()} - {""} == {*ORDER, "utils"}
+    wrong = {}
+    for path, part in parts.items():
+        documented = part in ("utils", "")  # import paths for users
+        allowed = ("autobatch", "inference") if documented else ORDER[: ORDER.index(part)]
+        if not own_parts(path) <= set(allowed):
+            wrong[name_of(path)] = own_parts(path) - set(allowed)
+    assert wrong == {}
 
 
 def test_only_commands_import_the_command() -> None:
@@ -73,83 +75,28 @@ def test_only_commands_import_the_command() -> None:
     assert importers <= {"linnaeus.commands.train.session", "linnaeus.train", "tools"}
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "config").glob("*.py")), ids=name_of)
-def test_reading_a_configuration_needs_no_torch(path: Path) -> None:
-    assert not outside(path) & {"torch", "torchvision", "timm", "torchmetrics"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "autobatch/search.py", "autobatch/throughput.py", "data/taxonomy.py", "errors.py",
-        "batching/facts.py", "batching/scaling.py", "batching/stages.py", "batching/sizes.py",
-        "batching/advice.py", "batching/plan.py", "batching/summary.py", "commands/plan/arithmetic.py",
-        "commands/duration.py",
-    ],
+PURE = (
+    "autobatch/search.py", "autobatch/throughput.py", "data/taxonomy.py", "errors.py", "batching/facts.py",
+    "batching/scaling.py", "batching/stages.py", "batching/sizes.py", "batching/advice.py",
+    "batching/plan.py", "batching/summary.py", "commands/plan/arithmetic.py", "commands/duration.py",
 )  # fmt: skip
-def test_pure_modules_import_the_standard_library_alone(name: str) -> None:
-    assert outside(PACKAGE / name) <= sys.stdlib_module_names
 
 
-def test_the_search_knows_nothing_of_the_rest() -> None:
-    path = PACKAGE / "autobatch" / "search.py"
-    assert not any(name.startswith("linnaeus") for name in imports(path))
+def test_what_computes_alone_imports_little() -> None:
+    assert [name for name in PURE if not outside(PACKAGE / name) <= sys.stdlib_module_names] == []
+    assert [name for name in imports(PACKAGE / "autobatch/search.py") if name.startswith("linnaeus")] == []
+    heavy = {"torch", "torchvision", "timm", "torchmetrics"}
+    assert [path for path in (PACKAGE / "config").glob("*.py") if outside(path) & heavy] == []
 
 
-WATCHED = {"torch", "hydra", "omegaconf", "timm", "torchvision", "wandb", "rich", "matplotlib"}
-UNWANTED = {
-    "linnaeus.config.load": {"torch"},
-    "linnaeus.batching.plan": {"torch"},
-    "linnaeus.batching.summary": {"torch"},
-    "linnaeus.main": {"torch"},  # a misspelled key does not wait for it
-    "linnaeus.autobatch.search": {"torch"},
-    "linnaeus.utils.autobatch": WATCHED - {"torch"},
-}
-"""Modules, and what importing one of them alone may not load."""
-
-
-LOADED_BY = """
-import importlib, json, os, sys
-
-names, watched = json.loads(sys.argv[1])
-for name in names:
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        importlib.import_module(name)
-        os.write(writer, json.dumps([other for other in watched if other in sys.modules]).encode())
-        os._exit(0)
-    os.close(writer)
-    print(os.read(reader, 10000).decode())
-    os.wait()
-"""
-"""Each module in a fork of a fresh process, in which nothing but the standard library is loaded."""
-
-
-def output_of(program: str, *argv: str) -> str:
-    """What a program prints that runs in a new interpreter."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *argv],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def loaded_by() -> dict[str, set[str]]:
-    """The watched packages that importing each module alone loads."""
-    lines = output_of(LOADED_BY, json.dumps([[*UNWANTED], sorted(WATCHED)])).splitlines()
-    return {name: set(json.loads(line)) for name, line in zip(UNWANTED, lines, strict=True)}
-
-
-@pytest.mark.parametrize("name", UNWANTED)
-def test_importing_one_module_does_not_load(loaded_by: dict[str, set[str]], name: str) -> None:
-    assert not loaded_by[name] & UNWANTED[name]
-
+WITHOUT_TORCH = (
+    "linnaeus.config.load", "linnaeus.batching.plan", "linnaeus.batching.summary", "linnaeus.main",
+    "linnaeus.autobatch.search",
+)  # fmt: skip
+"""Importing one of them alone does not load torch: a misspelled key does not wait for it."""
 
 SEARCH_ALONE = """
-import json, sys
+import importlib, json, os, sys
 from importlib.machinery import PathFinder
 
 class Installed(PathFinder):
@@ -157,7 +104,12 @@ class Installed(PathFinder):
     def find_spec(cls, name, path=None, target=None):
         return None if name.split(".")[0] in absent else super().find_spec(name, path, target)
 
-absent = set(json.loads(sys.argv[1]))
+names, absent = json.loads(sys.argv[1])
+if os.fork() == 0:  # a process that has loaded nothing else
+    with_torch = [name for name in names if importlib.import_module(name) and "torch" in sys.modules]
+    print("torch is loaded by", with_torch, file=sys.stderr)
+    os._exit(len(with_torch))
+_, with_torch = os.wait()
 sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
 import torch
 before = set(sys.modules)
@@ -175,18 +127,23 @@ result = auto_find_batch_size(
 )
 assert result.batch_size == 4
 loaded = {name.split(".")[0] for name in imported - before} - sys.stdlib_module_names - {"linnaeus"}
-print(json.dumps(sorted(loaded)))
+print(json.dumps([with_torch, sorted(loaded)]))
 """
 
 
-def test_the_library_needs_torch_and_psutil_alone() -> None:
+def test_the_configuration_loads_without_torch_and_the_library_needs_torch_and_psutil_alone() -> None:
     """A search runs where nothing else of what the framework needs is installed, NumPy neither."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {re.split(r"[^\w-]", text)[0] for text in project["dependencies"]} - {"torch", "psutil"}
     modules = {"hydra-core": "hydra", "scikit-learn": "sklearn", "pillow": "PIL"}
     absent = sorted({*(modules.get(name, name) for name in needed), "scipy", "pandas", "accelerate"})
     assert {"rich", "omegaconf", "numpy", "timm", "torchvision"} < set(absent)
-    assert json.loads(output_of(SEARCH_ALONE, json.dumps(absent))) == ["psutil"]
+    done = subprocess.run(
+        [sys.executable, "-c", SEARCH_ALONE, json.dumps([WITHOUT_TORCH, absent])],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [0, ["psutil"]], done.stderr
 
 
 IMPORT_ALL = """
@@ -207,7 +164,7 @@ for name in own:
     importlib.import_module(name)
 after = surroundings()
 import torch
-print(json.dumps([a == b for a, b in zip(before, after)] + [torch.cuda.is_initialized()]))
+print(json.dumps([a == b for a, b in zip(before, after)] + [not torch.cuda.is_initialized()]))
 """
 
 
@@ -217,13 +174,36 @@ OPTIONAL = ("lightning", "transformers", "accelerate")
 
 def test_every_module_imports_and_changes_nothing_around_it(tmp_path: Path) -> None:
     """Other packages are imported first: what they do is not ours."""
-    missing = {name for name in OPTIONAL if importlib.util.find_spec(name) is None}
+    missing = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
     modules = [path for path in MODULES if not (missing and "integrations" in path.parts)]
     own = sorted(name_of(path) for path in modules)
     others = sorted({name for path in modules for name in outside(path)} - {"__future__"})
     done = forks.python("-c", IMPORT_ALL, json.dumps([others, own]), cwd=tmp_path)
     assert done.code == 0, done.err
-    result = json.loads(done.out)
-    unchanged = dict(zip(("environment", "signals", "excepthook", "path", "folder"), result, strict=False))
-    assert all(unchanged.values()), unchanged
-    assert result[-1] is False, "importing must not touch CUDA"
+    things = ("environment", "signals", "excepthook", "path", "folder", "CUDA")
+    assert [name for name, same in zip(things, json.loads(done.out), strict=True) if not same] == []
+
+
+# The picture of the parts.
+
+
+def test_the_page_has_the_graph_of_the_present_imports() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert f"{TOOL['BEGIN']}{TOOL['drawing']()}{TOOL['END']}" in page, (
+        "run `python tools/draw_architecture.py --write`"
+    )
+
+
+def test_the_graph_has_parts_and_no_arrow_that_a_longer_path_implies(tmp_path: Path) -> None:
+    package = tmp_path / "linnaeus"
+    (package / "data").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "errors.py").write_text("import os\n")
+    (package / "data" / "__init__.py").write_text("from linnaeus.errors import Error\n")
+    (package / "data" / "loader.py").write_text("def f():\n    from linnaeus import data, log\n")
+    (package / "log.py").write_text("import linnaeus.errors\n")
+    graph = {"errors": set(), "data": {"errors", "log"}, "log": {"errors"}}
+    assert TOOL["read_graph"](package) == graph
+    assert TOOL["without_detours"](graph) == graph | {"data": {"log"}}
+    with pytest.raises(ValueError, match="a, b"):
+        TOOL["without_detours"]({"a": {"b"}, "b": {"a"}, "c": {"a"}})

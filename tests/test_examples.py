@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +36,7 @@ def _limit_gb(room_bytes: int) -> float:
 
 def test_the_search_leaves_no_trace_in_the_training_that_follows(gpt: ModuleType):
     gpt.run("cpu", 1, 1, None)  # everything is imported when the limit is taken
-    searched = gpt.run("cpu", 5, None, _limit_gb(GIB // 16))
+    searched = gpt.run("cpu", 5, None, _limit_gb(GIB // 32))
     assert searched.batch_size > 1
     plain = gpt.run("cpu", 5, searched.batch_size, None)
     assert plain.losses == searched.losses
@@ -59,27 +58,3 @@ def test_the_script_trains_at_the_size_that_it_finds(tmp_path: Path):
     match = re.match(r"found batch size (\d+) \(limited by (memory|max_batch_size)\)", found)
     assert match
     assert [line.split()[4] for line in steps] == [match[1]] * 3
-
-
-def test_the_digits_are_written_as_nested_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    runpy.run_path(str(EXAMPLES / "write_digits.py"))["main"]([str(tmp_path / "digits")])
-    assert capsys.readouterr().out == f"1797 images in {tmp_path / 'digits'}\n"
-    files = [file.relative_to(tmp_path / "digits").parts for file in tmp_path.rglob("*.png")]
-    assert {split for split, *_ in files} == {"train", "val"}
-    assert len({(shape, digit) for _, shape, digit, _ in files}) == 10  # each digit has one shape
-    assert 0.19 < sum(split == "val" for split, *_ in files) / 1797 < 0.21
-
-
-def test_of_rare_digits_a_tenth_of_the_training_images_is_written(tmp_path: Path):
-    script = runpy.run_path(str(EXAMPLES / "write_digits.py"))
-    script["main"]([str(tmp_path / "all")])
-    script["main"]([str(tmp_path / "skewed"), "--rare", "3", "8"])
-
-    def count(folder: str, split: str, digit: str) -> int:
-        return len(list((tmp_path / folder / split).glob(f"*/{digit}/*.png")))
-
-    for digit in map(str, range(10)):
-        training = count("all", "train", digit)
-        expected = training // 10 if digit in "38" else training
-        assert count("skewed", "train", digit) == expected > 0
-        assert count("skewed", "val", digit) == count("all", "val", digit) > 0

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import os
-import re
 import resource
 import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EDQUOT, EIO, ENOLCK, ENOSPC, ENOSYS, ENOTSUP, EROFS
+from errno import EDQUOT, EFBIG, EIO, ENOLCK, ENOSPC, ENOSYS, ENOTSUP, EROFS
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -53,39 +51,15 @@ def names(folder: Path) -> set[str]:
 # --- one file ---
 
 
-def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "autobatch.json"
-    for text in ("erste größe", "zweite"):
-        write_text_atomically(path, text)
-        assert path.read_text(encoding="utf-8") == text
-    assert names(tmp_path) == {"autobatch.json"}
-
-
-def test_the_old_file_is_there_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("old")
-    seen = []
-
-    def write(file: BinaryIO) -> None:
-        file.write(b"new, first half")
-        file.flush()
-        seen.append(path.read_text())
-        file.write(b", second half")
-
-    write_atomically(path, write)
-    assert seen == ["old"]
-    assert path.read_text() == "new, first half, second half"
-
-
 def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
 
     def write(file: BinaryIO) -> None:
         file.write(b"half")
-        raise ValueError("no more")
+        raise ZeroDivisionError
 
-    with pytest.raises(ValueError, match="no more"):
+    with pytest.raises(ZeroDivisionError):
         write_atomically(path, write)
     assert path.read_text() == "old"
     assert names(tmp_path) == {"file"}
@@ -94,7 +68,7 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with full_disk(4096), pytest.raises(OSError, match="File too large"):
+    with full_disk(4096), pytest.raises(OSError, match=os.strerror(EFBIG)):
         write_text_atomically(path, "x" * 8192)
     assert path.read_text() == "old"
     assert names(tmp_path) == {"file"}
@@ -109,34 +83,10 @@ def test_the_reason_is_not_lost_in_an_error_of_the_writers_own(tmp_path: Path) -
         except OSError as error:
             raise RuntimeError("unexpected pos") from error
 
-    with full_disk(4096), pytest.raises(OSError, match="File too large"):
+    with full_disk(4096), pytest.raises(OSError, match=os.strerror(EFBIG)):
         write_atomically(tmp_path / "file", write)
-    with pytest.raises(RuntimeError, match="of its own"):
-        write_atomically(tmp_path / "file", lambda file: raise_(RuntimeError("of its own")))
-    assert names(tmp_path) == set()
-
-
-def test_an_interrupt_is_not_lost_in_an_error_of_the_writers_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Interrupted(io.FileIO):
-        done = False
-
-        def write(self, data: Any, /) -> int:
-            if not self.done:
-                self.done = True
-                raise KeyboardInterrupt
-            return super().write(data)
-
-    def write(file: BinaryIO) -> None:
-        try:
-            file.write(b"x" * 2**20)
-        except KeyboardInterrupt:
-            raise RuntimeError("unexpected pos") from None
-
-    monkeypatch.setattr(io, "FileIO", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_atomically(tmp_path / "file", write)
+    with pytest.raises(RuntimeError):
+        write_atomically(tmp_path / "file", lambda file: raise_(RuntimeError()))
     assert names(tmp_path) == set()
 
 
@@ -146,7 +96,9 @@ def raise_(error: Exception) -> None:
 
 def test_a_file_is_whole_before_it_replaces_the_other(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    path.write_text("old")
+    write_text_atomically(path, "größe")
+    assert path.read_text(encoding="utf-8") == "größe"
+    write_text_atomically(path, "old")
     seen = []
 
     def look(temporary: Path) -> None:
@@ -159,32 +111,47 @@ def test_a_file_is_whole_before_it_replaces_the_other(tmp_path: Path) -> None:
             path, lambda file: file.write(b"newer"), before_replacing=lambda _: raise_(RuntimeError())
         )
     assert path.read_text() == "new"
+    assert names(tmp_path) == {"file"}
 
 
 def test_a_disk_without_room_is_told_from_other_errors(tmp_path: Path) -> None:
     folder = tmp_path / "not made yet"
     full, quota, other = (OSError(number, os.strerror(number)) for number in (ENOSPC, EDQUOT, EROFS))
-    assert re.fullmatch(
-        r"the disk is full: .*yet has [\d.e+]+ GiB free, and 3 GiB are needed",
-        why_not_written(full, folder, 3 * 2**30),
-    )
-    assert why_not_written(quota, folder, 1).startswith("the disk quota is used up: ")
-    assert why_not_written(other, folder, 1) == "Read-only file system"
-
-
-def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No such file"):
-        write_text_atomically(tmp_path / "none" / "file", "text")
+    assert "3 GiB" in why_not_written(full, folder, 3 * 2**30)
+    assert str(folder) in why_not_written(full, folder, 3 * 2**30)
+    assert "quota" in why_not_written(quota, folder, 1)
+    assert why_not_written(other, folder, 1) == os.strerror(EROFS)
 
 
 # --- the folder of a run ---
 
 
-def test_a_new_run_gets_a_new_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "deep" / "digits"
-    assert prepare_run_folder(folder, keep=False) is None
-    assert names(folder) == set()
-    assert prepare_run_folder(folder, keep=False) is None  # an empty folder is no earlier run
+def test_what_is_no_earlier_run_is_used_as_it_is(tmp_path: Path) -> None:
+    """An empty folder, the logs of a start that failed, a lock that nobody holds, a group of other runs."""
+    for number, file in enumerate((None, "logs/rank0.log", ".lock", "one/config.yaml")):
+        folder = tmp_path / "runs" / str(number)
+        assert prepare_run_folder(folder, keep=False) is None
+        if file is not None:
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).write_text("process 1 on a machine that was switched off")
+        assert not check_run_folder(folder)
+        assert prepare_run_folder(folder, keep=False) is None
+        assert names(folder) == ({Path(file).parts[0]} if file not in (None, ".lock") else set())
+
+
+def test_a_folder_with_a_file_of_a_run_is_a_run(tmp_path: Path) -> None:
+    for number, own in enumerate((*RUN_FILES, *SWEEP_FILES, "checkpoints")):
+        folder = tmp_path / str(number)
+        (folder / "one").mkdir(parents=True)
+        (folder / "notes.txt").write_text("of the user")
+        (folder / own).touch()
+        assert check_run_folder(folder)
+        assert prepare_run_folder(folder, keep=True) is None
+        aside = prepare_run_folder(folder, keep=False)
+        assert aside == tmp_path / f"{number}.1"
+        (folder / "logs").mkdir()
+        put_back(folder, aside)
+        assert names(folder) == {"one", "notes.txt", own}
 
 
 def test_earlier_runs_are_moved_aside_one_by_one(tmp_path: Path) -> None:
@@ -198,24 +165,6 @@ def test_earlier_runs_are_moved_aside_one_by_one(tmp_path: Path) -> None:
     assert found == ["0", "1", "2"]
 
 
-def test_a_resumed_run_keeps_its_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "digits"
-    prepare_run_folder(folder, keep=True)
-    (folder / "last.pt").write_text("state")
-    assert prepare_run_folder(folder, keep=True) is None
-    assert names(tmp_path) == {"digits"}
-    assert names(folder) == {"last.pt"}
-
-
-def test_the_logs_of_a_start_that_failed_are_no_earlier_run(tmp_path: Path) -> None:
-    folder = tmp_path / "digits"
-    (folder / "logs").mkdir(parents=True)
-    (folder / "logs/rank0.log").write_text("it failed")
-    assert not check_run_folder(folder)
-    assert prepare_run_folder(folder, keep=False) is None
-    assert names(folder) == {"logs"}
-
-
 def test_a_check_touches_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "digits"
     assert not check_run_folder(tmp_path / "deep/digits")
@@ -227,65 +176,13 @@ def test_a_check_touches_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == {"digits"}
 
 
-def test_a_move_can_be_undone(tmp_path: Path) -> None:
-    folder = tmp_path / "digits"
-    folder.mkdir()
-    (folder / "result.json").write_text("first")
-    aside = prepare_run_folder(folder, keep=False)
-    assert aside is not None
-    (folder / "logs").mkdir()
-    (folder / "logs/rank0.log").write_text("it failed")
-    put_back(folder, aside)
-    assert names(tmp_path) == {"digits"}
-    assert names(folder) == {"result.json"}
-
-
 @pytest.mark.parametrize("prepare", [check_run_folder, partial(prepare_run_folder, keep=False)])
 @pytest.mark.parametrize("name", ["file", "file/digits", "nowhere"])
 def test_a_check_says_what_making_the_folder_would(tmp_path: Path, prepare: Any, name: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "nowhere").symlink_to("/proc/nowhere")
-    with pytest.raises(
-        ConfigError, match=r"EXPERIMENT.OUTPUT_DIR: .* cannot be written to: .*; choose another"
-    ):
+    with pytest.raises(ConfigError, match=f"EXPERIMENT.OUTPUT_DIR.*{name}"):
         prepare(tmp_path / name)
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("name", ["file", "file/digits"])
-def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path: Path, keep: bool, name: str) -> None:
-    (tmp_path / "file").write_text("")
-    message = f"EXPERIMENT.OUTPUT_DIR: .*{name} cannot be written to: .*; choose another folder"
-    with pytest.raises(ConfigError, match=message):
-        prepare_run_folder(tmp_path / name, keep=keep)
-
-
-def test_a_folder_that_takes_no_files_is_a_configuration_error(tmp_path: Path) -> None:
-    """Links that lead nowhere fail for every user, root included."""
-    (tmp_path / "digits").symlink_to("/proc/nowhere")
-    with pytest.raises(ConfigError, match=r"EXPERIMENT.OUTPUT_DIR: .*digits cannot be written to"):
-        prepare_run_folder(tmp_path / "digits", keep=True)
-
-
-@pytest.mark.parametrize("own", [*RUN_FILES, *SWEEP_FILES, "checkpoints"])
-def test_a_folder_with_a_file_of_a_run_is_a_run(tmp_path: Path, own: str) -> None:
-    folder = tmp_path / "group"
-    (folder / "one").mkdir(parents=True)
-    (folder / "notes.txt").write_text("of the user")
-    (folder / own).touch()
-    assert check_run_folder(folder)
-    assert prepare_run_folder(folder, keep=False) == tmp_path / "group.1"
-
-
-def test_a_folder_of_other_runs_is_no_run_and_is_not_moved(tmp_path: Path) -> None:
-    folder = tmp_path / "group"
-    (folder / "one").mkdir(parents=True)
-    (folder / "one/config.yaml").touch()
-    (folder / "notes.txt").write_text("of the user")
-    assert not check_run_folder(folder, keep=False)
-    assert prepare_run_folder(folder, keep=False) is None
-    assert names(tmp_path) == {"group"}
-    assert names(folder) == {"one", "notes.txt"}
 
 
 @pytest.mark.parametrize("trace", ["config.yaml", ".lock"])
@@ -296,9 +193,7 @@ def test_a_run_is_not_moved_with_another_one_in_it(tmp_path: Path, trace: str, i
     (folder / inner / trace).touch()
     (folder / "result.json").touch()
     for look in (check_run_folder, prepare_run_folder):
-        with pytest.raises(
-            ConfigError, match=rf"EXPERIMENT.NAME: .* cannot be moved aside, because .*{inner}"
-        ):
+        with pytest.raises(ConfigError, match=rf"EXPERIMENT.NAME: .*{inner}"):
             look(folder, keep=False)
         look(folder, keep=True)
     assert names(tmp_path) == {"group"}
@@ -313,7 +208,7 @@ def test_a_move_is_not_undone_over_a_run_that_has_begun_below(tmp_path: Path) ->
     assert aside is not None
     (folder / "one").mkdir()
     (folder / "one/.lock").touch()
-    with pytest.raises(OSError, match="group/one is the folder of another run"):
+    with pytest.raises(OSError, match="group/one"):
         put_back(folder, aside)
     assert names(tmp_path) == {"group", "group.1"}
 
@@ -332,14 +227,11 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_folder_in_use_is_refused_and_says_who_uses_it(folder: Path) -> None:
     lock = FolderLock(folder)
-    who = f"process {os.getpid()} on {socket.gethostname()}"
-    message = (
-        f"EXPERIMENT.NAME: {folder} is in use by a run that is still going on ({who}); choose another name"
-    )
     for take in (partial(take_run_folder, keep=False), partial(prepare_run_folder, keep=True), FolderLock):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(
+            ConfigError, match=f"EXPERIMENT.NAME: {folder} .*{os.getpid()}.*{socket.gethostname()}"
+        ):
             take(folder)
-        assert caught.value.problems == [message]
     assert names(folder.parent) == {"r1"}
     assert names(folder) == {"result.json", ".lock"}
     assert lock.is_held
@@ -353,7 +245,7 @@ def test_the_lock_goes_from_the_old_folder_to_the_new_one(folder: Path) -> None:
     assert aside == folder.with_name("r1.1")
     assert (names(aside), names(folder)) == ({"result.json"}, {".lock"})
     FolderLock(aside).release()
-    with pytest.raises(ConfigError, match="in use"):
+    with pytest.raises(ConfigError, match=str(os.getpid())):
         FolderLock(folder)
     lock.release()
 
@@ -368,15 +260,6 @@ def test_a_folder_that_has_taken_the_place_is_not_the_locked_one(folder: Path) -
     assert other.is_held
     assert names(folder) == {".lock"}
     other.release()
-
-
-def test_a_lock_file_alone_is_no_run(tmp_path: Path) -> None:
-    folder = tmp_path / "r1"
-    folder.mkdir()
-    (folder / ".lock").write_text("process 1 on a machine that was switched off")
-    assert not check_run_folder(folder)
-    assert prepare_run_folder(folder, keep=False) is None
-    assert names(folder) == set()
 
 
 def fork_that_waits(*, lock: Path | None = None) -> int:
@@ -425,7 +308,7 @@ def test_the_holder_of_a_lock_is_known_as_long_as_it_lives(folder: Path) -> None
 
 def test_a_process_that_is_killed_loses_its_lock(folder: Path) -> None:
     child = fork_that_waits(lock=folder)
-    with pytest.raises(ConfigError, match=f"process {child} on"):
+    with pytest.raises(ConfigError, match=str(child)):
         FolderLock(folder)
     end(child)
     assert (folder / ".lock").exists()
@@ -457,5 +340,5 @@ def test_a_file_system_without_locks_is_used_without(
         lock.release()
     assert names(folder) == {"result.json"}
     number = EIO  # any other error is one
-    with pytest.raises(ConfigError, match="cannot be written to: Input/output error"):
+    with pytest.raises(ConfigError, match=os.strerror(EIO)):
         FolderLock(folder)

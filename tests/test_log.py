@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -36,79 +35,29 @@ def _closed() -> Iterator[None]:
     close_logging()
 
 
-def open_files() -> set[str]:
-    return {file.path for file in psutil.Process().open_files()}
-
-
 # --- log lines ---
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_every_rank_has_its_file_and_rank_0_the_console(tmp_path: Path, rank: int) -> None:
-    console, output = plain_console()
-    set_up_logging(tmp_path / "logs", rank=rank, console=console)
-    logging.getLogger("linnaeus.trainer").info("epoch %d", 7)
-    assert [path.name for path in (tmp_path / "logs").iterdir()] == [f"rank{rank}.log"]
-    [line] = (tmp_path / "logs" / f"rank{rank}.log").read_text().splitlines()
-    assert line.endswith(f" INFO [rank {rank}] linnaeus.trainer: epoch 7")
-    assert output.getvalue().endswith(" epoch 7\n") if rank == 0 else output.getvalue() == ""
-
-
-def test_details_go_to_the_file_alone(tmp_path: Path) -> None:
-    console, output = plain_console()
-    set_up_logging(tmp_path, rank=0, console=console)
-    logging.getLogger("linnaeus").debug("a detail")
-    logging.getLogger("linnaeus").warning("a warning")
-    assert (tmp_path / "rank0.log").read_text().count("a detail") == 1
-    assert "a detail" not in output.getvalue()
-    assert "a warning" in output.getvalue()
-
-
-def test_without_a_folder_there_is_only_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    console, output = plain_console()
-    set_up_logging(None, rank=0, console=console).info("hello")
-    assert output.getvalue().endswith(" hello\n")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_second_run_in_a_process_logs_once_and_to_its_own_file(tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        set_up_logging(tmp_path / name, rank=0, console=plain_console()[0]).info("run %s", name)
-    assert (tmp_path / "first" / "rank0.log").read_text().count("run") == 1
-    assert (tmp_path / "second" / "rank0.log").read_text().count("run second") == 1
-
-
-def test_a_resumed_run_appends(tmp_path: Path) -> None:
-    for _ in range(2):
-        set_up_logging(tmp_path, rank=0, console=plain_console()[0]).info("started")
-        close_logging()
-    assert (tmp_path / "rank0.log").read_text().count("started") == 2
-
-
-def test_other_loggers_are_left_alone(tmp_path: Path) -> None:
     root = logging.getLogger()
     before = list(root.handlers), root.level
-    set_up_logging(tmp_path, rank=0, console=plain_console()[0])
+    logger = logging.getLogger("linnaeus.trainer")
+    for name in ("first", "logs", "logs"):  # of another run; a resumed run appends
+        console, output = plain_console()
+        set_up_logging(tmp_path / name, rank=rank, console=console)
+        logger.info("epoch %d", 7)
+    logger.debug("detail")
+    logger.info("row", extra=SHOWN_ELSEWHERE)
     assert (list(root.handlers), root.level) == before
-
-
-def test_close_logging_releases_the_files(tmp_path: Path) -> None:
-    set_up_logging(tmp_path, rank=0, console=plain_console()[0])
-    assert str(tmp_path / "rank0.log") in open_files()
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == [f"rank{rank}.log"]
+    text = (tmp_path / "logs" / f"rank{rank}.log").read_text()
+    assert [text.count(word) for word in ("epoch 7", "detail", "row")] == [2, 1, 1]
+    assert f"[rank {rank}] linnaeus.trainer: epoch" in text
+    assert output.getvalue().endswith(" epoch 7\n") if rank == 0 else output.getvalue() == ""
+    assert output.getvalue().count("\n") <= 1
     close_logging()
-    assert str(tmp_path / "rank0.log") not in open_files()
-    assert logging.getLogger("linnaeus").handlers == []
-
-
-def test_a_line_that_the_console_shows_otherwise_goes_to_the_file_alone(tmp_path: Path) -> None:
-    console, output = plain_console()
-    set_up_logging(tmp_path, rank=0, console=console)
-    logging.getLogger("linnaeus").info("a row", extra=SHOWN_ELSEWHERE)
-    logging.getLogger("linnaeus").info("a line")
-    assert "a row" in (tmp_path / "rank0.log").read_text()
-    assert "a row" not in output.getvalue()
-    assert "a line" in output.getvalue()
+    assert not [file for file in psutil.Process().open_files() if file.path.startswith(str(tmp_path))]
 
 
 # --- the folder of a run ---
@@ -136,7 +85,7 @@ def test_two_runs_do_not_use_one_folder(earlier: Path, keep: bool, has_begun: bo
             first.begin()
             (earlier / "config.yaml").write_text("first")
         before = names(earlier.parent), names(earlier)
-        with pytest.raises(ConfigError, match="r1 is in use"), open_run_folder(earlier, ALONE, keep=keep):
+        with pytest.raises(ConfigError, match="r1"), open_run_folder(earlier, ALONE, keep=keep):
             raise AssertionError("it was opened")
         assert (names(earlier.parent), names(earlier)) == before
     with open_run_folder(earlier, ALONE, keep=keep) as second:
@@ -162,10 +111,10 @@ def test_a_failed_start_leaves_a_folder_alone_that_another_run_has_taken(earlier
     def replace() -> None:
         earlier.rename(earlier.with_name("moved"))
         earlier.mkdir()
-        (earlier / "config.yaml").write_text("of another run")
+        (earlier / "config.yaml").write_text("other")
 
     fail_after(replace, earlier, keep=False)
-    assert (earlier / "config.yaml").read_text() == "of another run"
+    assert (earlier / "config.yaml").read_text() == "other"
     assert names(earlier.parent) == {"r1", "r1.1", "moved"}
 
 
@@ -217,14 +166,6 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     assert {name: record[name] for name in values} == {"a": None, "b": None, "c": None, "d": 1.0}
 
 
-def test_metrics_of_a_resumed_run_are_appended(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    for step in (1, 2):
-        with MetricsFile(path, last_step=1) as file:
-            file.write(step=step, epoch=0, split="train", values={})
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
-
-
 def test_steps_that_a_killed_run_will_take_again_stand_once_in_the_metrics(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as file:
@@ -243,9 +184,8 @@ def test_steps_that_a_killed_run_will_take_again_stand_once_in_the_metrics(tmp_p
 @pytest.mark.parametrize(
     "line",
     [
-        b"5", b"null", b"[1]", b'"text"', b"{}", b'{"step": 1}', b'{"step": "1", "split": "val"}',
-        b'{"step": null, "split": "val"}', b'{"step": 1, "split": 2}', b'{"step": NaN, "split": "val"}',
-        b"\xff\xfe{}", b"\x00" * 40, b"[" * 100_000, b'{"step": 1, "spl',
+        b"5", b"{}", b'{"step": "1", "split": "val"}', b'{"step": NaN, "split": "val"}', b"\xff\xfe{}",
+        b"\x00" * 40, b"[" * 100_000, b'{"step": 1, "spl',
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("at_end", [False, True])
@@ -292,11 +232,6 @@ def fill(folder: Path) -> None:
             file.write(b"x" * 4096)
 
 
-def full_disk(path: Path) -> str:
-    """What an error says about a file that a full disk does not take."""
-    return f"{path} cannot be written: the disk is full: {path.parent} has 0 GiB free"
-
-
 def test_metrics_that_a_full_disk_does_not_take_are_one_clear_error(small_disk: Path) -> None:
     path = small_disk / "metrics.jsonl"
 
@@ -307,25 +242,15 @@ def test_metrics_that_a_full_disk_does_not_take_are_one_clear_error(small_disk: 
 
     with pytest.raises(LinnaeusError) as caught:
         write()
-    assert str(caught.value) == full_disk(path)
+    assert str(path) in str(caught.value)
     (small_disk / "filler").unlink()
     with MetricsFile(path) as file:
         file.write(step=1, epoch=0, split="train", values={"loss": 1.0})
     fill(small_disk)
     with pytest.raises(LinnaeusError) as caught, MetricsFile(path, last_step=1):
         raise AssertionError("it was opened")
-    assert str(caught.value) == full_disk(path)
+    assert str(path) in str(caught.value)
     assert json.loads(path.read_text())["step"] == 1  # what was there is not lost
-
-
-def test_a_text_that_a_full_disk_does_not_take_is_one_clear_error(small_disk: Path) -> None:
-    path = small_disk / "result.json"
-    write_text_atomically(path, "old")
-    fill(small_disk)
-    with pytest.raises(LinnaeusError) as caught:
-        write_text_atomically(path, "new")
-    assert str(caught.value) == full_disk(path)
-    assert path.read_text() == "old"
 
 
 def test_a_log_file_that_a_full_disk_does_not_take_is_given_up_with_one_line(
@@ -338,9 +263,7 @@ def test_a_log_file_that_a_full_disk_does_not_take_is_given_up_with_one_line(
         logging.getLogger("linnaeus.run").info("line %d", number)
     close_logging()
     lines = [line[9:] for line in output.getvalue().splitlines()]  # without the time
-    path = tmp_path / "rank0.log"
-    reason = r"the disk is full: .* has [\d.e+]+ GiB free"
-    assert re.fullmatch(rf"{re.escape(str(path))} ends here, it cannot be written: {reason}", lines.pop(1))
+    assert str(tmp_path / "rank0.log") in lines.pop(1)
     assert lines == ["line 0", "line 1", "line 2"]
     assert capfd.readouterr() == ("", "")
 
@@ -352,7 +275,7 @@ def test_a_mistake_in_a_log_line_is_not_taken_for_that(
     set_up_logging(tmp_path, rank=1, console=plain_console()[0])
     logging.getLogger("linnaeus.run").info("%d", "no number")
     logging.getLogger("linnaeus.run").info("next")
-    assert "--- Logging error ---" in capfd.readouterr().err
+    assert "TypeError" in capfd.readouterr().err
     assert "next" in (tmp_path / "rank1.log").read_text()
 
 
@@ -363,13 +286,11 @@ def test_a_full_disk_does_not_take_the_place_of_the_error_under_way(small_disk: 
         with open_run_folder(folder, ALONE, keep=False), MetricsFile(folder / "metrics.jsonl"):
             fill(small_disk)
             logging.getLogger("linnaeus.run").debug("x" * 10_000)
-            raise LinnaeusError("the data is damaged")
+            raise ZeroDivisionError
 
-    with pytest.raises(LinnaeusError, match="the data is damaged"):
+    with pytest.raises(ZeroDivisionError):
         fail()
     assert names(folder) == {"logs", "metrics.jsonl"}
     fill(small_disk)
-    with pytest.raises(
-        ConfigError, match=r"r1 cannot be written to: the disk is full: .* has 0 GiB free; choose"
-    ):
+    with pytest.raises(ConfigError, match="r1"):
         FolderLock(folder)

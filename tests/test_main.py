@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from linnaeus import main
 from tests.helpers import forks
@@ -50,16 +51,16 @@ def test_the_script_alone_prints_the_help(
     assert scripts == {"linnaeus": f"{main.__name__}:{main.console.__name__}"}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("module", ["linnaeus.main", "linnaeus.train"])
 def test_a_module_alone_trains(module: str, tmp_path: Path) -> None:
     """Seen by the folder of the run, which exists when training begins."""
-    argv = ["-m", module]
     env = {"PYTHONPATH": str(ROOT)}
     with (tmp_path / "log").open("w+") as log:
-        process = forks.start(argv, cwd=tmp_path, env=env, stdout=log, stderr=log)
+        process = forks.start(["-m", module], cwd=tmp_path, env=env, stdout=log, stderr=log)
         wait_until((tmp_path / "runs" / "digits" / "metrics.jsonl").exists, process, tmp_path / "log")
         process.kill()
-        process.wait(60)
+        assert process.wait(50) == -9
 
 
 @pytest.mark.parametrize("first", [[], ["train"]])
@@ -67,7 +68,11 @@ def test_training_is_a_command_beside_the_others(run: Run, first: list[str]) -> 
     outcome = run(*first, "TRAIN.EPOCHS", "7", "model=resnet18", "--print-config")
     assert (outcome.code, outcome.err) == (0, "")
     assert "EPOCHS: 7\n" in outcome.out
-    assert "no such key" in run(*first, "TRAIN.EPOCH=7").err
+    assert "TRAIN.EPOCHS" in run(*first, "TRAIN.EPOCH=7").err
+    for token in ("my_exp.yaml", "TRAIN.EPOCHS", "--fractions"):  # no commands either
+        outcome = run(*first, token)
+        assert outcome.code == 2
+        assert token in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -77,44 +82,18 @@ def test_training_is_a_command_beside_the_others(run: Run, first: list[str]) -> 
 def test_a_first_word_that_is_no_command_is_met_with_the_closest(run: Run, word: str, hint: str) -> None:
     outcome = run(word, "--cfg", "no_such.yaml")
     assert (outcome.code, outcome.out) == (2, "")
-    assert f"{word!r}: no such command{f'; did you mean {hint}?' if hint else ';'}" in outcome.err
+    assert repr(word) in outcome.err
+    assert f"{hint}?" in outcome.err if hint else "?" not in outcome.err
     assert ", ".join(main.COMMANDS) in outcome.err
-
-
-@pytest.mark.parametrize(
-    ("token", "message"),
-    [
-        ("my_exp.yaml", "did you mean --cfg my_exp.yaml"),
-        ("TRAIN.EPOCHS", "key without a value"),
-        ("EPOCHS", "no such key|key without a value"),
-        ("model", "neither KEY VALUE, KEY=VALUE, group=preset nor an option"),
-        ("mode=resnet18", "did you mean model"),
-        ("--fractions", "no such option"),
-    ],
-)
-def test_other_first_words_are_what_they_were(run: Run, token: str, message: str) -> None:
-    outcome = run(token)
-    assert outcome.code == 2
-    assert re.search(message, outcome.err)
-    assert "command" not in outcome.err.replace("command line", "")
+    assert run(word, "--help").out == run("--help").out
 
 
 def test_a_command_behind_other_words_is_named(run: Run, tmp_path: Path) -> None:
     outcome = run("-cd", str(tmp_path), "sweep", "TRAIN.EPOCHS=1,2")
     assert outcome.code == 2
-    assert f"'sweep': the command comes first: linnaeus sweep -cd {tmp_path} TRAIN.EPOCHS=1,2" in outcome.err
+    assert f"linnaeus sweep -cd {tmp_path} TRAIN.EPOCHS=1,2" in outcome.err
     outcome = run("MODEL.NAME", "plan", "--print-config")  # here it is a value
-    assert (outcome.code, "NAME: plan" in outcome.out) == (0, True)
-
-
-def test_help_lists_the_groups_of_own_folders(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "night.yaml").write_text("")
-    assert f"of your own in {tmp_path}:\n  experiment  night\n" in run("-cd", str(tmp_path), "--help").out
-
-
-def test_help_is_for_those_who_mistype_a_command_too(run: Run) -> None:
-    assert run("analyse", "--help").out == run("--help").out
+    assert (outcome.code, yaml.safe_load(outcome.out)["MODEL"]["NAME"]) == (0, "plan")
 
 
 @pytest.mark.parametrize("flag", main.MULTIRUN)
@@ -125,20 +104,6 @@ def test_multirun_is_a_sweep(run: Run, flag: str) -> None:
     for argv in ([flag, *grid], [*grid, flag], ["train", flag, *grid], ["sweep", *grid, flag]):
         assert run(*argv) == expected
     assert run(*grid) != expected
-
-
-@pytest.mark.parametrize("flag", main.MULTIRUN)
-def test_multirun_is_refused_under_torchrun_as_a_sweep_is(
-    run: Run, monkeypatch: pytest.MonkeyPatch, flag: str
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    refused = run("sweep", "DATA.BATCH_SIZE=8,16")
-    assert refused.code == 2
-    assert main.COMMANDS["sweep"] in refused.err
-    outcome = run(flag, "DATA.BATCH_SIZE=8,16")
-    assert outcome.code == 2
-    assert outcome.err == refused.err.replace(" sweep DATA", f" {flag} DATA")
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["analyze"], ["plan"], ["sweep"]])
@@ -153,13 +118,14 @@ def test_of_several_ranks_the_first_one_speaks(
         monkeypatch.setenv("RANK", rank)
         outcome = run(*command, "DATA.BATCHSIZE=1,2")
         assert outcome.code == 2
-        assert ("did you mean" in outcome.err) == bool(outcome.err) == (rank == "0")
+        assert ("DATA.BATCH_SIZE" in outcome.err) == bool(outcome.err) == (rank == "0")
         assert bool(run(*command, "--help").out) == (rank == "0")
     assert waited == [main.LEAVE_AFTER_S]
 
 
+@pytest.mark.e2e
 @pytest.mark.distributed
 def test_training_under_torchrun_shows_a_mistake_once(torchrun: Run) -> None:
     outcome = torchrun(2, "DATA.BATCHSIZE=3")
     assert outcome.code != 0
-    assert outcome.err.count("did you mean DATA.BATCH_SIZE?") == 1
+    assert outcome.err.count("DATA.BATCH_SIZE?") == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from linnaeus.config.schema import WandbConfig
 from linnaeus.tracking import Tracker, start_tracking
 from tests.helpers import forks
 from tests.helpers.forks import Outcome
+from tests.helpers.runs import wait_until
 
 PROGRAM = """
 import logging, sys
@@ -87,13 +87,15 @@ def read(path: Path) -> Iterator[Record]:
 
 def recorded(folder: Path) -> list[list[Record]]:
     """The records of each run of the folder, oldest first; the client may still be writing the last ones."""
-    deadline = time.monotonic() + 30
-    while True:
+    runs: list[list[Record]] = []
+
+    def are_complete() -> bool:
         paths = sorted(folder.glob("logs/wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
-        runs = [list(read(path)) for path in paths]
-        if all(any(entry.HasField("exit") for entry in run) for run in runs) or time.monotonic() > deadline:
-            return runs
-        time.sleep(0.05)
+        runs[:] = [list(read(path)) for path in paths]
+        return all(any(entry.HasField("exit") for entry in run) for run in runs)
+
+    wait_until(are_complete)
+    return runs
 
 
 def items(entries: Any) -> dict[str, Any]:
@@ -121,30 +123,21 @@ def test_a_disabled_tracker_takes_everything_and_writes_nothing(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_without_a_key_the_run_is_offline_and_says_how_to_sync(
-    fresh: tuple[Path, Outcome],
-) -> None:
+@pytest.mark.e2e
+def test_a_run_without_a_key_is_recorded_offline(fresh: tuple[Path, Outcome]) -> None:
     folder, outcome = fresh
     [run_folder] = (folder / "logs/wandb").glob("offline-run-*")
-    lines = outcome.err.splitlines()
-    assert len(lines) == 2, outcome.err
-    assert "no API key" in lines[0]
-    assert lines[1] == f"W&B recorded offline; upload with: wandb sync {run_folder.relative_to(folder)}"
+    assert outcome.err.splitlines()[1].endswith(f"wandb sync {run_folder.relative_to(folder)}")
     assert outcome.out == ""
     assert not (folder / "wandb").exists()
-
-
-def test_identity_and_configuration_are_recorded(
-    fresh: tuple[Path, Outcome],
-) -> None:
-    [run] = recorded(fresh[0])
+    [run] = recorded(folder)
     [identity] = of_kind(run, "run")
     assert (identity.project, identity.display_name, identity.run_group) == ("insects", "beetles", "first")
     assert list(identity.tags) == ["small", "fast"]
     assert items(identity.config.update)["DATA"] == {"BATCH_SIZE": 64}
 
 
+@pytest.mark.e2e
 def test_every_metric_is_recorded_at_its_step(fresh: tuple[Path, Outcome]) -> None:
     [run] = recorded(fresh[0])
     history = [items(row.item) for row in of_kind(run, "history")]
@@ -155,6 +148,7 @@ def test_every_metric_is_recorded_at_its_step(fresh: tuple[Path, Outcome]) -> No
     assert metrics == {0: {}, 1: {"train/loss": 1.5, "val/loss": 1.25}, 2: {"train/loss": 1.0}}
 
 
+@pytest.mark.e2e
 def test_the_trials_are_recorded_as_tables(fresh: tuple[Path, Outcome]) -> None:
     folder = fresh[0]
     [run] = recorded(folder)
@@ -170,6 +164,7 @@ def test_the_trials_are_recorded_as_tables(fresh: tuple[Path, Outcome]) -> None:
         }
 
 
+@pytest.mark.e2e
 def test_the_summary_holds_the_sizes_and_the_final_figures(
     fresh: tuple[Path, Outcome],
 ) -> None:
@@ -197,10 +192,8 @@ def test_a_resumed_run_keeps_its_id_and_a_new_one_does_not(tmp_path: Path) -> No
 def test_a_signal_to_all_processes_ends_the_record_but_not_the_run(tmp_path: Path) -> None:
     assert LATE in PROGRAM
     outcome = record(tmp_path, program=PROGRAM.replace(LATE, END_CHILDREN + LATE))
-    no_key, lost, hint = outcome.err.splitlines()
-    assert "no API key" in no_key
-    assert lost.startswith("warning: W&B's process has ended (")
-    assert "wandb sync" in hint
+    assert len(outcome.err.splitlines()) == 3
+    assert outcome.err.count("wandb sync") == 1
     (tmp_path / "logs/wandb").rename(tmp_path / "broken")
     record(tmp_path, resume=True)
     [run] = recorded(tmp_path)
@@ -208,27 +201,21 @@ def test_a_signal_to_all_processes_ends_the_record_but_not_the_run(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("key", "reason"),
+    ("key", "more"),
     [
-        pytest.param("k" * 40, "deadline exceeded", marks=pytest.mark.slow),  # it tries for half a minute
-        ("short", "WANDB_API_KEY invalid"),
+        pytest.param("short", {}, marks=pytest.mark.e2e),
+        pytest.param("short", {"WANDB_MODE": "online"}, marks=pytest.mark.slow),
+        pytest.param("k" * 40, {}, marks=pytest.mark.slow),  # it tries for half a minute
     ],
-    ids=["no network", "bad key"],
+    ids=["bad key", "online", "no network"],
 )
-def test_a_server_that_cannot_be_reached_or_used_means_offline(tmp_path: Path, key: str, reason: str) -> None:
-    outcome = record(tmp_path, WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9")
+def test_a_server_that_cannot_be_reached_or_used_means_offline(
+    tmp_path: Path, key: str, more: dict[str, str]
+) -> None:
+    outcome = record(tmp_path, WANDB_API_KEY=key, WANDB_BASE_URL="http://127.0.0.1:9", **more)
     [run] = recorded(tmp_path)
     assert items(of_kind(run, "history")[-1].item)["train/loss"] == 1.0
-    assert "W&B cannot be reached" in outcome.err
-    assert reason in outcome.err
     assert "wandb sync" in outcome.err
-
-
-@pytest.mark.slow
-def test_an_explicit_online_mode_falls_back_too(tmp_path: Path) -> None:
-    outcome = record(tmp_path, WANDB_MODE="online", WANDB_API_KEY="short")
-    assert recorded(tmp_path)
-    assert "W&B cannot be reached" in outcome.err
 
 
 def test_a_mode_from_the_environment_is_respected(tmp_path: Path) -> None:

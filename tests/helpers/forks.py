@@ -5,31 +5,29 @@ that is forked, the template, only imports: it starts no threads and computes no
 process with its own signals, environment, working directory, limits and memory. It differs from a new
 interpreter in two ways: the modules are loaded already, and all forks hash strings alike.
 
-`python -m tests.helpers.forks` is the template; `start` and `python` are for the tests.
+`start` and `python` are for the tests. `python tests/helpers/forks.py ...` stands for `python ...` where a
+program wants an interpreter's path, as pytest-xdist does for its workers.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import importlib
-import io
 import json
 import logging
 import os
 import runpy
-import selectors
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
@@ -54,29 +52,37 @@ class Outcome(NamedTuple):
 
 
 class Process:
-    """A running command line, with the methods of `subprocess.Popen` that the tests need."""
+    """A running command line, with the methods of `subprocess.Popen` that the tests need.
 
-    def __init__(self, template: Template, pid: int) -> None:
-        self.pid = pid
+    It is killed when its object, or the process that has started it, is gone.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
         self.returncode: int | None = None
-        self._template = template
+        self._connection = connection
+        self.pid = self._receive()
+
+    def __del__(self) -> None:
+        self._connection.close()
 
     def poll(self) -> int | None:
         """The exit code, None while the process runs."""
-        if self.returncode is None:
-            self.returncode = self._template.exit_code(self.pid, 0)
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None) -> int:
         """The exit code.
 
         Raises:
             subprocess.TimeoutExpired: the process still runs after so many seconds.
         """
         if self.returncode is None:
-            self.returncode = self._template.exit_code(self.pid, timeout)
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            self._connection.settimeout(timeout)
+            try:
+                self.returncode = self._receive()
+            except (BlockingIOError, TimeoutError):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0) from None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -89,44 +95,10 @@ class Process:
         """End the process at once."""
         self.send_signal(signal.SIGKILL)
 
-
-class Template:
-    """The process that is forked, seen from the tests."""
-
-    def __init__(self, address: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect(address)
-        self._codes: dict[int, int] = {}
-
-    def start(self, request: dict[str, Any], descriptors: Sequence[int]) -> Process:
-        """Fork a process; `descriptors` become its standard streams."""
-        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-        while True:
-            answer = self._receive()
-            if "code" not in answer:
-                return Process(self, answer["pid"])
-
-    def exit_code(self, pid: int, timeout: float) -> int | None:
-        """The exit code of a fork; None while it runs, for at least `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while pid not in self._codes:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0))
-            try:
-                self._receive()
-            except (BlockingIOError, TimeoutError):
-                return None
-            finally:
-                self._socket.settimeout(None)
-        return self._codes[pid]
-
-    def _receive(self) -> dict[str, int]:
-        """The next answer: the process that was forked, or how one has ended."""
-        message = self._socket.recv(MESSAGE_BYTES)
+    def _receive(self) -> int:
+        message = self._connection.recv(100)
         assert message, "the template of the child processes has died"
-        answer: dict[str, int] = json.loads(message)
-        if "code" in answer:
-            self._codes[answer["pid"]] = answer["code"]
-        return answer
+        return int(message)
 
 
 def share_template() -> None:
@@ -137,7 +109,7 @@ def share_template() -> None:
         listener.bind(address)
         listener.listen()
         template = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.forks", str(listener.fileno())],
+            [sys.executable, "-m", "tests.helpers.forks", "serve", str(listener.fileno())],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,  # which closes when this process ends, and that ends the template
@@ -149,40 +121,43 @@ def share_template() -> None:
     atexit.register(template.communicate)
 
 
-@functools.cache
-def _template() -> Template:
-    if ADDRESS not in os.environ:
-        share_template()
-    return Template(os.environ[ADDRESS])
-
-
 def start(
     argv: Sequence[str | Path],
     *,
     cwd: Path,
     env: Mapping[str, str] | None = None,
+    stdin: IO[Any] | None = None,
     stdout: IO[Any],
     stderr: IO[Any],
     new_session: bool = False,
     finalize: bool = False,
+    children_fork: bool = True,
 ) -> Process:
     """Start what `python *argv` would run.
 
     Args:
-        argv: what follows the interpreter's name; of its options only `-W`, `-c` and `-m` are known.
+        argv: what follows the interpreter's name; of its options only `-u`, `-W`, `-c` and `-m` are known.
         cwd: working directory.
         env: changes to this process's environment.
+        stdin: an open file; without it nothing can be read.
         stdout: an open file.
         stderr: an open file.
         new_session: lead a session, so that `os.killpg` reaches the process and its children.
         finalize: take the interpreter down as a new process does, which takes a second.
+        children_fork: Python programs that the process starts are forks of it in place of new interpreters.
     """
     request = {
         "argv": [str(token) for token in argv], "cwd": str(cwd), "env": {**os.environ, **(env or {})},
-        "new_session": new_session, "finalize": finalize,
+        "new_session": new_session, "finalize": finalize, "children_fork": children_fork,
     }  # fmt: skip
-    with Path(os.devnull).open() as stdin:
-        return _template().start(request, [stdin.fileno(), stdout.fileno(), stderr.fileno()])
+    if ADDRESS not in os.environ:
+        share_template()
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(os.environ[ADDRESS])
+    with Path(os.devnull).open() as nothing:
+        streams = [stream.fileno() for stream in (stdin or nothing, stdout, stderr)]
+        socket.send_fds(connection, [json.dumps(request).encode()], streams)
+        return Process(connection)
 
 
 def python(
@@ -208,65 +183,42 @@ def python(
 
 
 def serve(listener: socket.socket) -> dict[str, Any]:
-    """Fork a process for each request, and say how it ends. Returns in the forks, with the request.
-
-    Forks of a connection that closes are killed; the template ends with its standard input.
-    """
-    selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
-    running: dict[int, tuple[int, socket.socket]] = {}
-    connections: list[socket.socket] = []
+    """Fork a keeper for each connection until standard input closes. Returns in the keepers' forks."""
     while True:
-        for key, _ in selector.select():
-            source = key.fileobj
-            if source is listener:
-                connections.append(listener.accept()[0])
-                selector.register(connections[-1], selectors.EVENT_READ)
-            elif isinstance(source, socket.socket):
-                try:
-                    message, descriptors, *_ = socket.recv_fds(source, MESSAGE_BYTES, 3)
-                except ConnectionError:
-                    message = b""
-                if not message:
-                    _kill(pid for pid, connection in running.values() if connection is source)
-                    selector.unregister(source)
-                    connections.remove(source)
-                    source.close()
-                    continue
-                pid = os.fork()
-                if pid == 0:
-                    for number, descriptor in enumerate(descriptors):
-                        os.dup2(descriptor, number)
-                    selector.close()
-                    for one in (listener, *connections):
-                        one.close()
-                    for descriptor in [*descriptors, *running]:
-                        os.close(descriptor)
-                    request: dict[str, Any] = json.loads(message)
-                    return request
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                watched = os.pidfd_open(pid)
-                running[watched] = pid, source
-                selector.register(watched, selectors.EVENT_READ)
-                with suppress(OSError):  # the client has died: its next event closes the connection
-                    source.send(json.dumps({"pid": pid}).encode())
-            elif key.fd in running:
-                pid, connection = running.pop(key.fd)
-                selector.unregister(key.fd)
-                os.close(key.fd)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with suppress(OSError):  # likewise, or closed already
-                    connection.send(json.dumps({"pid": pid, "code": code}).encode())
-            else:
-                _kill(pid for pid, _ in running.values())
-                os._exit(0)
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            os._exit(0)
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            return keep(connection)
+        connection.close()
+        with suppress(ChildProcessError):  # the keepers that have ended
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
+def keep(connection: socket.socket) -> dict[str, Any]:
+    """Start one process, kill it when the connection closes, and say how it has ended. Returns in it."""
+    message, descriptors, *_ = socket.recv_fds(connection, MESSAGE_BYTES, 3)
+    pid = os.fork()
+    if pid == 0:
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if pid == 0:
+        connection.close()
+        request: dict[str, Any] = json.loads(message)
+        return request
+    with suppress(OSError):  # the client has died
+        connection.send(str(pid).encode())
+    if connection in select.select([connection, os.pidfd_open(pid)], [], [])[0]:
         os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(OSError):
+        connection.send(str(code).encode())
+    os._exit(0)
 
 
 def become(request: dict[str, Any], path: list[str]) -> None:
@@ -281,15 +233,11 @@ def become(request: dict[str, Any], path: list[str]) -> None:
     os.environ.update(request["env"])
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
     sys.argv[:] = request["argv"]
+    if sys.argv[0] == "-u" or os.environ.get("PYTHONUNBUFFERED"):
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if sys.argv[0] == "-u":
         del sys.argv[0]
-        unbuffered = True
-    else:
-        unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    if unbuffered:
-        for name, descriptor in (("stdout", 1), ("stderr", 2)):
-            stream = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115
-            setattr(sys, name, io.TextIOWrapper(stream, write_through=True))
     sys.modules["numpy"].random.seed()  # random does so by itself, and torch begins with a fixed seed
 
 
@@ -319,23 +267,18 @@ def fork_in_place_of_exec(path: list[str]) -> None:
 
     def execute_or_fork(
         self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Sequence[int],
-        cwd: Any, env: Any, startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int,
-        c2pread: int, c2pwrite: int, errread: int, errwrite: int, restore_signals: Any, gid: Any, gids: Any,
-        uid: Any, umask: Any, start_new_session: bool, *more: Any,
+        cwd: Any, env: Any, *more: Any,
     ) -> None:  # fmt: skip
         if isinstance(args, str) or args[0] != sys.executable or "-c" in args:
-            execute_child(
-                self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
-                shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids,
-                uid, umask, start_new_session, *more,
-            )  # fmt: skip
+            execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
             return
+        pipes, start_new_session = more[3:9], more[14]
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         self._child_created = True
         if self.pid == 0:
-            for number, descriptor in enumerate((p2cread, c2pwrite, errwrite)):
+            for number, descriptor in enumerate((pipes[0], pipes[3], pipes[5])):
                 if descriptor != -1:
                     os.dup2(descriptor, number)
             first = 3
@@ -348,7 +291,7 @@ def fork_in_place_of_exec(path: list[str]) -> None:
                 "new_session": start_new_session,
             }  # fmt: skip
             run_to_the_end(request, path)
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        self._close_pipe_fds(*pipes)
 
     subprocess.Popen._execute_child = execute_or_fork  # type: ignore[attr-defined]
 
@@ -385,15 +328,19 @@ def run_to_the_end(request: dict[str, Any], path: list[str]) -> None:
 
 
 PRELOADED = (
-    "linnaeus.run", "linnaeus.main", "torch.distributed.run", "matplotlib.figure", "pytest",
+    "linnaeus.run", "linnaeus.main", "torch.distributed.run", "matplotlib.figure", "pytest", "hypothesis",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.utils.serialization.config",
-    "antlr4.LL1Analyzer", "rich._emoji_codes", "encodings.idna", "wandb",
+    "antlr4.LL1Analyzer", "rich._emoji_codes", "encodings.idna", "wandb", "sklearn.linear_model",
 )  # fmt: skip
 """With what they would import later."""
 
 
-def main() -> None:
-    listener = socket.socket(fileno=int(sys.argv[1]))
+def main() -> int:
+    if sys.argv[1] != "serve":
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        streams = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}
+        return start(sys.argv[1:], cwd=Path.cwd(), children_fork=False, **streams).wait(None)
+    listener = socket.socket(fileno=int(sys.argv[2]))
     own = {str(ROOT), ""}
     path = [folder for folder in sys.path if folder not in own]
     for name in PRELOADED:
@@ -404,13 +351,14 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # collections in the forks leave these pages alone
     request = serve(listener)
-    fork_in_place_of_exec(path)
-    if request["finalize"]:
-        become(request, path)
-        execute()
-    else:
+    if request["children_fork"]:
+        fork_in_place_of_exec(path)
+    if not request["finalize"]:
         run_to_the_end(request, path)
+    become(request, path)
+    execute()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,12 +1,10 @@
 """`linnaeus.main` on ranks of which one is odd, as the environment says.
 
     FAULT=kind:rank:text    the rank does this when it says that it does something that contains the text
-    LATE=rank:seconds       the rank starts so much later
-    LATE_DATA=rank:seconds  its dataset takes so much longer to build
-    LATE_END=rank:seconds   it writes its result so much later
+    KILL_AT=number          this process is killed at that event: a sample read, a file written, a new phase
+    OUTLAST=rank:place      in `data` or `result` the rank outlasts the looks after which it would be silent
     SHORTER=rank:samples    its dataset has so many training samples less
     OTHER=rank:option       its command line has this option at its end
-    STEP_S=seconds          each training step of `Slow` takes so long
     ODD_DEVICES=1           the name of the device differs between ranks, as cuda:0 and cuda:1 do
     QUICK_BEATS=1           heartbeats and looks come ten times as often
 
@@ -15,11 +13,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +26,7 @@ from linnaeus import control, dist, run
 from linnaeus.dist import World
 from linnaeus.main import cli
 from linnaeus.training import checkpoint
+from tests.helpers.runs import wait_until
 
 RANK = os.environ.get("RANK", "0")
 HAPPENED = Path("fault_happened")
@@ -40,6 +40,9 @@ PLACES = {
 KINDS = ("error", "SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1")
 """The faults, and where they come: by what the rank says that it does there."""
 
+_events = itertools.count(1)
+_looks: list[None] = []
+
 
 def setting(name: str) -> str:
     """What the variable says for this rank; empty for other ranks."""
@@ -47,8 +50,16 @@ def setting(name: str) -> str:
     return value if rank == RANK else ""
 
 
-def seconds(name: str) -> float:
-    return float(setting(name) or 0)
+def count_event() -> None:
+    if next(_events) == int(os.environ.get("KILL_AT", "0")):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outlast_silence(place: str) -> None:
+    """Stay here, if this is asked for, for more of this rank's own looks than make another rank silent."""
+    if setting("OUTLAST") == place:
+        last = len(_looks) + control.SILENCE_LOOKS + 10
+        wait_until(lambda: len(_looks) > last)
 
 
 class Dataset(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -57,13 +68,15 @@ class Dataset(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     num_classes = 2
 
     def __init__(self, train: bool, num_samples: int = 96) -> None:
-        time.sleep(seconds("LATE_DATA") if train else 0)
+        if train:
+            outlast_silence("data")
         self.num_samples = num_samples - (int(setting("SHORTER") or 0) if train else 0)
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        count_event()
         generator = torch.Generator().manual_seed(index)
         return torch.randn(3, 8, 8, generator=generator) + index % 2, index % 2
 
@@ -71,72 +84,63 @@ class Dataset(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 class Perceptron(torch.nn.Sequential):
     """A model without BatchNorm."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, drop: float = 0.0) -> None:
         super().__init__(
             torch.nn.Flatten(),
             torch.nn.Linear(3 * 8 * 8, 32),
             torch.nn.GELU(),
+            torch.nn.Dropout(drop),
             torch.nn.Linear(32, num_classes),
         )
 
 
-class Slow(torch.nn.Linear):
-    """A model whose training steps take a while."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__(3 * 8 * 8, num_classes)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            time.sleep(float(os.environ["STEP_S"]))
-        return super().forward(images.flatten(1))
-
-
-def go_wrong(kind: str) -> None:
-    HAPPENED.write_text(repr(time.time()))
-    if kind == "error":
-        raise ValueError("this rank is broken")
-    os.kill(os.getpid(), signal.Signals[kind])
-
-
 def watch(place: str) -> None:
+    count_event()
     kind, _, rest = os.environ.get("FAULT", "").partition(":")
     rank, _, text = rest.partition(":")
     if kind and rank == RANK and text in place and not HAPPENED.exists():
-        go_wrong(kind)
+        HAPPENED.touch()
+        if kind == "error":
+            raise ValueError("this rank is broken")
+        os.kill(os.getpid(), signal.Signals[kind])
 
 
 def main() -> int:
-    update, write = World.update, checkpoint.write_atomically
+    update, write, save_result = World.update, checkpoint.write_atomically, run.save_result
+    look = control._Pulse._look_for_silence
 
     def watched_update(world: World, doing: str) -> None:
         update(world, doing)
         watch(doing)
 
-    def watched_write(path, fill, **options):  # type: ignore[no-untyped-def]
-        def watched_fill(file):  # type: ignore[no-untyped-def]
+    def watched_write(path: Path, fill: Any, **options: Any) -> None:
+        def watched_fill(file: Any) -> None:
             fill(file)
             watch(f"writing {path.name}")
 
         write(path, watched_fill, **options)
 
-    World.update = watched_update  # type: ignore[method-assign]
-    checkpoint.write_atomically = watched_write  # type: ignore[attr-defined]
-    save_result = run.save_result
-
-    def late_result(*arguments):  # type: ignore[no-untyped-def]
-        time.sleep(seconds("LATE_END"))
+    def late_result(*arguments: Any) -> None:
+        outlast_silence("result")
         save_result(*arguments)
 
+    def counted_look(pulse: Any) -> None:
+        look(pulse)
+        _looks.append(None)
+
+    World.update = watched_update  # type: ignore[method-assign]
+    checkpoint.write_atomically = watched_write  # type: ignore[attr-defined]
     run.save_result = late_result  # type: ignore[attr-defined]
+    control._Pulse._look_for_silence = counted_look  # type: ignore[method-assign]
     if os.environ.get("QUICK_BEATS"):
         control.BEAT_S = 0.1
     if os.environ.get("ODD_DEVICES"):
         dist.resolve_device = lambda name, local_rank=0: torch.device("cpu", int(RANK))
-    time.sleep(seconds("LATE"))
     other = setting("OTHER")
     return cli([*sys.argv[1:], other] if other else sys.argv[1:])
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from tests.helpers import odd_ranks  # the module that `DATA.DATASET._target_` names counts the events
+
+    raise SystemExit(odd_ranks.main())

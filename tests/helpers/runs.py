@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.helpers import forks
 from tests.helpers.forks import ROOT, Outcome, Process
@@ -41,13 +41,14 @@ def freeze_what_is_there() -> None:
 
 
 def wait_until(
-    condition: Callable[[], bool], process: Process | None = None, log: Path | None = None
-) -> None:
+    condition: Callable[[], bool], process: Process | None = None, log: Path | None = None,
+    limit_s: float = 50.0,
+) -> None:  # fmt: skip
     """Wait for a condition; fail with the log's text when it does not come, or the process has ended.
 
     The only poll of the tests: a file, a record or a status cannot wake anybody.
     """
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + limit_s
     while not condition():
         ended = process is not None and process.poll() is not None
         if ended and condition():
@@ -89,12 +90,17 @@ class Child:
         return self.process.wait(timeout=50)
 
 
-def weights(folder: Path, name: str = "last.pt") -> dict[str, torch.Tensor]:
-    """The model's tensors in a run's checkpoint."""
+def checkpoint_of(folder: Path, name: str = "last.pt") -> dict[str, Any]:
+    """The content of a run's checkpoint."""
     import torch
 
-    content = torch.load(folder / "checkpoints" / name, weights_only=True)
-    return dict(content["state"]["model"])
+    content: dict[str, Any] = torch.load(folder / "checkpoints" / name, weights_only=True)
+    return content
+
+
+def weights(folder: Path, name: str = "last.pt") -> dict[str, torch.Tensor]:
+    """The model's tensors in a run's checkpoint."""
+    return dict(checkpoint_of(folder, name)["state"]["model"])
 
 
 def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

@@ -1,0 +1,62 @@
+"""What the program itself says: about a command line, a run's folder, a disk, a device and its ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from errno import EDQUOT
+from pathlib import Path
+
+import pytest
+import torch
+
+from linnaeus.config.schema import DistConfig
+from linnaeus.dist import World, join, resolve_device
+from linnaeus.files import FolderLock, prepare_run_folder, why_not_written
+from linnaeus.log import MetricsFile
+from tests.helpers.messages import Golden, error_of
+from tests.helpers.runs import Run
+
+COMMAND_LINES = (
+    "DATA.BATCHSIZE=3", "DATA.BATCH_SIZE", "DATA.BATCH_SIZE=many", "+DATA.FOO=1", "EPOCHS", "model",
+    "mode=resnet18", "my_exp.yaml", "--fractions", "--cfg nowhere.yaml", "--cfg broken.yaml", "analyse",
+    "xyzzy", "-cd . sweep TRAIN.EPOCHS=1,2", "EXPERIMENT.SEED=-1",
+    "DATA.AUTOBATCH.MIN_BATCH_SIZE=9 DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
+    "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.5", "TRAIN.EPOCHS=0 DATA.BATCHSIZE=3",
+)  # fmt: skip
+
+
+class Different(World):
+    """A world whose other rank has given other facts."""
+
+    def gather(self, value: dict[str, str]) -> list[dict[str, str]]:
+        return [value, {**value, "OPTIMIZER.LR": "0.5"}]
+
+
+def test_messages(golden: Golden, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.yaml").write_text("DATA: [1,\n")
+    messages = {line: run(*line.split(), "--print-config").err for line in COMMAND_LINES}
+
+    run_folder, group, file = tmp_path / "r1", tmp_path / "group", tmp_path / "file"
+    (group / "one").mkdir(parents=True)
+    for path in (group / "one/.lock", group / "result.json", file):
+        path.touch()
+    lock = FolderLock(prepare_run_folder(run_folder, keep=True) or run_folder)
+    messages["a folder in use"] = error_of(FolderLock, run_folder)
+    lock.release()
+    messages["a run with another one in it"] = error_of(prepare_run_folder, group, keep=False)
+    messages["a folder that cannot be made"] = error_of(prepare_run_folder, file / "r1", keep=False)
+    messages["a file that cannot be written"] = error_of(MetricsFile, tmp_path / "none/metrics.jsonl")
+    no_quota = OSError(EDQUOT, os.strerror(EDQUOT))
+    text = why_not_written(no_quota, tmp_path, 3 * 2**30)
+    messages["no quota"] = re.sub(r"has .* GiB free", "has ... GiB free", text)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for device in ("gpu", "cuda:99"):
+        messages[f"device {device}"] = error_of(resolve_device, device)
+    alike = {"OPTIMIZER.LR": "0.002", "samples": "96"}
+    messages["ranks that differ"] = error_of(Different(torch.device("cpu")).check_equal, alike)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    messages["tasks without torchrun"] = error_of(join("cpu", DistConfig()).__enter__)
+    golden("program", messages, folder=tmp_path, host=socket.gethostname(), process=f"process {os.getpid()}")
