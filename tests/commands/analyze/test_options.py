@@ -128,7 +128,7 @@ def test_a_short_option_for_help_is_no_value(run: Run, argv: list[str]) -> None:
     assert "examples:" in outcome.out
 
 
-def test_a_value_may_begin_with_a_dash(run: Run, tmp_path: Path) -> None:
+def test_a_value_may_begin_with_a_dash(run: Run) -> None:
     assert run("analyze", "--output", "-x.json", "--print-config").code == 0
     assert "'-x' is not a whole number" in run("analyze", "--max-bs", "-x").err
 
