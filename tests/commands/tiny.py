@@ -36,6 +36,13 @@ class Perceptron(nn.Sequential):
         super().__init__(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, num_classes))
 
 
+class Normed(nn.Sequential):
+    """A model for points with BatchNorm."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(nn.Linear(2, num_classes), nn.BatchNorm1d(num_classes))
+
+
 class Wide(nn.Module):
     """Some MiB of parameters and little else, for points."""
 

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from linnaeus.commands import duration
 from linnaeus.commands.duration import read_duration, show_duration
-from linnaeus.commands.plan import arithmetic
 from linnaeus.commands.plan.arithmetic import relative_samples, relative_steps, smallest_fast
 from linnaeus.commands.plan.results import Goal, Plan, Row
 
 SIZES = st.integers(1, 10**6)
 SCALES = st.floats(1e-3, 1e7)
-
-
-@pytest.mark.parametrize("module", [arithmetic, duration])
-def test_the_examples_in_the_docstrings(module: object) -> None:
-    found = doctest.testmod(module)  # type: ignore[arg-type]
-    assert (found.failed, found.attempted > 0) == (0, True)
 
 
 def test_values_worked_out_by_hand() -> None:
@@ -126,18 +117,12 @@ def test_a_size_that_the_configuration_refuses_is_not_recommended() -> None:
     assert plan.recommended.batch_size == 64
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90s", 90), ("30m", 1800), ("2h", 7200), ("1d", 86400), ("1.5h", 5400), ("1h30m", 5400)],
-)
-def test_lengths_of_time(text: str, seconds: float) -> None:
-    assert read_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "2", "h", "2 h", "2w", "-1h", "0s", "1h30", "h2", "9" * 400 + "d"])
-def test_what_is_no_length_of_time(text: str) -> None:
-    with pytest.raises(ValueError, match="90s, 30m, 2h or 1d"):
-        read_duration(text)
+def test_lengths_of_time() -> None:
+    lengths = {"90s": 90, "30m": 1800, "2h": 7200, "1d": 86400, "1.5h": 5400, "1h30m": 5400}
+    assert {text: read_duration(text) for text in lengths} == lengths
+    for text in ("", "2", "h", "2 h", "2w", "-1h", "0s", "1h30", "h2", "9" * 400 + "d"):
+        with pytest.raises(ValueError, match="90s"):
+            read_duration(text)
 
 
 @given(st.floats(0.001, 1e8))
