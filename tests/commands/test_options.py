@@ -72,42 +72,6 @@ def test_an_option_without_a_value_or_unknown_is_a_problem(command: str) -> None
     assert option in problem.partition(":")[2], "the closest is named"
 
 
-@pytest.mark.parametrize(
-    ("command", "switch"), [("analyze", "--throughput"), ("predict", "--path"), ("sweep", "--no-prune")]
-)
-def test_a_switch_takes_no_value(command: str, switch: str) -> None:
-    [problem] = problems(command, f"{switch}=1")
-    assert problem.startswith(f"{switch}: ")
-    assert problems(command, switch) == []
-
-
-def test_a_list_of_gpus_is_one_problem_that_names_each_wrong_one_once() -> None:
-    [problem] = problems("analyze", "--gpu", "b20,rtx409,t4,a100,zx")
-    for name in ("'b20'", "b200", "'rtx409'", "rtx-4090", "'zx'", "a100-40gb"):
-        assert name in problem
-    [problem] = problems("analyze", "--device-memory-gb", "24GB,-3,8,nan")
-    assert all(word in problem for word in ("'24GB'", "'-3'", "'nan'"))
-
-
-@pytest.mark.parametrize(
-    ("argv", "name"),
-    [
-        (["--gpu", "t4"], "--gpu"),
-        (["--device-memory-gb=24"], "--device-memory-gb"),
-        (["--world-size", "2"], "--world-size"),
-        (["--predict", "--throughput"], "--throughput"),
-        (["--predict", "--steps=3"], "--steps"),
-        (["--predict", "--strategy", "guided"], "--strategy"),
-    ],
-)
-def test_options_that_do_not_go_together(argv: list[str], name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        module("analyze").read(argv)
-    [problem] = caught.value.problems
-    assert problem.startswith(f"{name}: ")
-    assert "--predict" in problem
-
-
 @pytest.mark.parametrize("command", [*MEASURING, "sweep"])
 def test_mistakes_of_options_and_of_keys_are_listed_at_once(command: str) -> None:
     argv = ["--plot", "a.b", "--foo", "DATA.BATCHSIZE=3", "TRAIN.EPOCHS=0", "EXPERIMENT.SEED=1,2"]
@@ -222,12 +186,6 @@ def test_the_help_names_every_option_and_its_examples_are_command_lines(
         outcome = run(*words)
         assert outcome.code == 2
         assert f"linnaeus.main {shlex.join(words)}" in outcome.err, "the command without torchrun"
-
-
-def test_what_evaluate_may_set_is_in_its_help() -> None:
-    shown = " ".join(module("evaluate").read(["--help"]).split())
-    for name in ("DATA.AUGMENT.CROP_FRACTION", "DATA.ON_BAD_IMAGE", "DATA.PIN_MEMORY"):
-        assert name in shown
 
 
 WITHOUT_TORCH = """

@@ -13,13 +13,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from linnaeus.autobatch.result import Timing
-from linnaeus.commands.analyze.breakdown import Breakdown
 from linnaeus.commands.analyze.options import read
-from linnaeus.commands.analyze.plot import save_plot
-from linnaeus.commands.analyze.results import Analysis, Row
 from linnaeus.commands.environment import driver_version
 from linnaeus.commands.measure import Speeds
 from tests.helpers import forks
@@ -145,27 +141,32 @@ def check_svg(text: str, found: dict[str, Any]) -> None:
 
 
 def test_a_whole_analysis(run: Run, tmp_path: Path) -> None:
-    """One row for each mode and fraction, and remedies that do not apply. One mode has no size to try."""
+    """One row for each mode and fraction, and remedies; two do not apply. One mode has no size to try."""
     outcome = run(
-        "analyze", *NARROW, "--fractions", "0.5,0.9", "--max-bs", "1", "--remedies", "TRAIN.AMP=bf16",
+        "analyze", *NARROW, "--fractions", "0.8,0.9", "--max-bs", "2", "--remedies", "TRAIN.AMP=bf16",
         "DATA.AUTOBATCH.MIN_BATCH_SIZE_VAL=6000", "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=7000", "--plot", "a.svg",
+        *limit(2000),  # whatever else is in use on the machine
     )  # fmt: skip
     found = content_of(outcome, tmp_path / "batch_sizes.json")
     rows = found["results"]
     assert [(row["mode"], row["memory_fraction"], row["batch_size"]) for row in rows] == [
-        ("train", 0.5, 1), ("train", 0.9, 1), ("val", 0.5, None), ("val", 0.9, None),
+        ("train", 0.8, 2), ("train", 0.9, 2), ("val", 0.8, None), ("val", 0.9, None),
     ]  # fmt: skip
     for row in rows[:2]:
         assert row["limited_by"] == "max_batch_size"
         assert 0 < row["peak_bytes"] <= row["budget_bytes"]
         assert row["samples_per_s"] > 0
         assert sum(part["bytes"] for part in row["breakdown"].values()) == row["peak_bytes"]
-        reasons = {remedy["name"]: remedy["reason"] for remedy in row["remedies"]}
-        assert [*reasons] == ["bf16", "gradient_checkpointing", "accumulation"]
-        assert "TRAIN.AMP" in reasons["bf16"]
-        assert all(reasons.values())
-        assert all(remedy["saved_bytes"] is None for remedy in row["remedies"])
-    assert sum(len(row["trials"]) for row in rows) <= 3
+        remedies = {remedy["name"]: remedy for remedy in row["remedies"]}
+        assert [*remedies] == ["bf16", "gradient_checkpointing", "accumulation"]
+        assert "TRAIN.AMP" in remedies["bf16"]["reason"]
+        assert remedies["gradient_checkpointing"]["reason"]
+        assert remedies["gradient_checkpointing"]["saved_bytes"] is None
+        measured = remedies["accumulation"]
+        assert (measured["reason"], measured["batch_size"]) == (None, 1)
+        assert measured["keys"] == {"TRAIN.ACCUMULATION_STEPS": 2}
+        assert measured["saved_bytes"] == measured["peak_bytes_before"] - measured["peak_bytes"]
+    assert sum(len(row["trials"]) for row in rows) <= 4
     assert all("MIN_BATCH_SIZE_VAL" in row["reason"] for row in rows[2:])
     environment = found["environment"]
     expected = {
@@ -187,76 +188,14 @@ def test_driver_version(tmp_path: Path) -> None:
     assert driver_version(tmp_path / "missing") is None
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_timed_steps")
-def test_throughput(run: Run, tmp_path: Path) -> None:
-    outcome = run(
-        "analyze", *NARROW, "--fractions", "0.9", "--max-bs", "20", "--modes", "train", "--throughput"
-    )
-    found = content_of(outcome, tmp_path / "batch_sizes.json")
-    curve = found["throughput"]["train"]
-    timed = {timing["batch_size"]: timing["samples_per_s"] for timing in curve["timings"]}
-    assert len(timed) >= 3
-    assert curve["knee"] in timed
-    assert timed[curve["knee"]] >= 0.9 * max(timed.values())
-    assert found["results"][0]["samples_per_s"] == pytest.approx(timed[20], abs=0.001)
-    table = outcome.out.partition("Samples per second")[2]
-    for size, speed in timed.items():
-        assert re.search(rf"│ +train +│ +{size} +│ +{re.escape(f'{speed:.4g}')} ", table)
-
-
-def speeds_of(**timings: float) -> Speeds:
-    """Sizes with their samples per second, such as `_8=100.0`."""
-    return Speeds({int(name[1:]): Timing(int(name[1:]), 1.0, rate) for name, rate in timings.items()})
-
-
 def test_the_knee_is_the_smallest_fast_size_of_all_that_were_timed() -> None:
     """Also of those that are timed after the knee was looked for: sizes of further fractions."""
-    speeds = speeds_of(_64=96.0, _121=100.0, _61=97.0)
+    speeds = Speeds({size: Timing(size, 1.0, rate) for size, rate in ((64, 96.0), (121, 100.0), (61, 97.0))})
     assert speeds.knee is None, "sizes between were not looked for"
     speeds.covers_knee = True
     assert speeds.knee == 61
     speeds.timings[61] = Timing(61, 1.0, 94.0)
     assert speeds.knee == 64
-
-
-def test_pictures_can_be_read_on_light_and_dark_pages(tmp_path: Path) -> None:
-    speeds = speeds_of(_64=96.0, _121=100.0, _61=97.0)
-    speeds.covers_knee = True
-    row = Row("train", 0.9, 121, peak_bytes=MIB, budget_bytes=2 * MIB, breakdown=Breakdown(activations=MIB))
-    environment = {"device": "cpu", "device_name": "cpu", "model": "m", "total_bytes": 2 * MIB, "torch": "2"}
-    environment |= {"parameters": 5, "frozen_parameters": 0, "image_size": None, "num_classes": None}
-    environment |= {"precision": "p", "optimizer": "o", "gradient_checkpointing": False}
-    environment |= {"accumulation_steps": 1, "ema": False, "memory_limit_gb": None}
-    save_plot(Analysis(environment=environment, rows=[row], speeds={"train": speeds}), tmp_path / "a.png")
-    image = np.asarray(Image.open(tmp_path / "a.png").convert("RGBA")).astype(int)
-    assert image[0, 0, 3] == 0, "the ground is transparent"
-    ink = image[image[..., 3] > 200][:, :3]
-    for ground in (np.array([255, 255, 255]), np.array([13, 17, 23])):
-        grey = ink[abs(ink - ink.mean(axis=1, keepdims=True)).max(axis=1) < 3]
-        assert contrast(np.median(grey, axis=0), ground) > 3.5
-
-
-def contrast(a: np.ndarray, b: np.ndarray) -> float:
-    """Ratio of relative luminances, WCAG 2.1."""
-
-    def luminance(colour: np.ndarray) -> float:
-        share = colour / 255
-        linear = np.where(share <= 0.03928, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
-        return float(linear @ [0.2126, 0.7152, 0.0722])
-
-    light, dark = sorted((luminance(a), luminance(b)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_timed_steps")
-def test_a_fraction_at_which_nothing_fits_does_not_end_the_others(run: Run, tmp_path: Path) -> None:
-    outcome = run("analyze", *GROWING, "--fractions", "0.1,1.0", "--modes", "train", *limit(30))
-    none, some = content_of(outcome, tmp_path / "batch_sizes.json")["results"]
-    assert (none["batch_size"], none["peak_bytes"], none["breakdown"]) == (None, None, None)
-    assert none["reason"]
-    assert some["batch_size"] > 4
 
 
 @pytest.mark.e2e
@@ -269,29 +208,6 @@ def test_nothing_fits_at_any_fraction(run: Run, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "batch_sizes.json").read_text())
     assert [row["batch_size"] for row in found["results"]] == [None] * 4
     assert (tmp_path / "a.svg").exists()
-
-
-@pytest.mark.slow
-def test_remedies_are_measured(run: Run, tmp_path: Path) -> None:
-    outcome = run(
-        "analyze", "MODEL.NAME=test_vit", "DATA.IMG_SIZE=128", "DATA.DATASET.NAME=synthetic",
-        "DATA.DATASET.NUM_CLASSES=[2,6]", "DATA.DATASET.NUM_SAMPLES=96", "DATA.DATASET.NUM_SAMPLES_VAL=96",
-        "EXPERIMENT.DEVICE=cpu", "--fractions", "0.9", "--max-bs", "40", "--remedies",
-    )  # fmt: skip
-    train, val = content_of(outcome, tmp_path / "batch_sizes.json")["results"]
-    remedies = {remedy["name"]: remedy for remedy in train["remedies"]}
-    assert [*remedies] == ["bf16", "gradient_checkpointing", "accumulation"]
-    for remedy in remedies.values():
-        assert remedy["reason"] is None
-        assert remedy["saved_bytes"] == remedy["peak_bytes_before"] - remedy["peak_bytes"]
-        percent = 100 * remedy["saved_bytes"] / remedy["peak_bytes_before"]
-        assert remedy["saved_percent"] == pytest.approx(percent, abs=0.01)
-    for name in ("gradient_checkpointing", "accumulation"):
-        assert remedies[name]["saved_bytes"] > 0.2 * train["breakdown"]["activations"]["bytes"]
-    assert remedies["accumulation"]["batch_size"] == train["batch_size"] // 2
-    assert remedies["accumulation"]["keys"] == {"TRAIN.ACCUMULATION_STEPS": 2}
-    reasons = {remedy["name"]: remedy["reason"] for remedy in val["remedies"]}
-    assert [name for name, reason in reasons.items() if reason is None] == ["bf16"]
 
 
 def test_ctrl_c_keeps_what_has_been_measured(run: Run, tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from linnaeus.commands.session import Setup
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.errors import ConfigError
 from linnaeus.memory.gpus import GIB, GPUS
 from linnaeus.memory.predict import MARGIN
 from linnaeus.memory.storages import StorageTracer
@@ -242,14 +241,6 @@ def test_sizes_are_multiples_and_a_limit_counts_as_the_memory() -> None:
     assert (above.memory, above.budget_bytes) == (free.memory, free.budget_bytes)
 
 
-def test_a_device_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, config = parsed(*WIDE, "EXPERIMENT.DEVICE=cpu")
-    for is_available in (False, True):
-        monkeypatch.setattr("torch.cuda.is_available", lambda answer=is_available: answer)
-        with pytest.raises(ConfigError, match=r"--predict: .*--gpu.*--device-memory-gb"):
-            target_of(Options(), config)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_without_options_it_is_this_machines_gpu() -> None:
@@ -260,12 +251,6 @@ def test_without_options_it_is_this_machines_gpu() -> None:
     assert gpu.total_bytes == torch.cuda.mem_get_info()[1]
     assert target.is_measured
     assert 0 < target.base_bytes < gpu.total_bytes
-
-
-def test_what_cannot_be_traced_is_named() -> None:
-    for mode in ("train", "val"):
-        with pytest.raises(ConfigError, match=r"--predict: .*\.item\(\)"):
-            predicted(mode, "MODEL._target_=tests.commands.tiny.Peeking", *POINTS)  # type: ignore[arg-type]
 
 
 # Remedies.
@@ -287,19 +272,6 @@ def test_remedies() -> None:
     assert saved["image_size"] > saved["gradient_checkpointing"] / 2
 
 
-@pytest.mark.slow
-def test_what_fits_with_a_remedy_is_what_fits_in_the_changed_configuration() -> None:
-    argv = (
-        *IMAGES, "--device-memory-gb", "4,16", "--fractions", "0.5,0.9", "--modes", "train",
-        "DATA.AUTOBATCH.MAX_BATCH_SIZE=9999",
-    )  # fmt: skip
-    rows = analysis_of(*argv, "--remedies").sorted_rows()
-    for key, name in (("TRAIN.AMP=bf16", "bf16"), ("TRAIN.ACCUMULATION_STEPS=2", "accumulation")):
-        changed = analysis_of(*argv, key).sorted_rows()
-        found = [next(each for each in row.remedies if each.name == name) for row in rows]
-        assert [each.safe_batch_size for each in found] == [row.safe_size for row in changed]
-
-
 def test_sizes_are_written_and_shown_before_the_remedies(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal that ends the process during the remedies loses none of the sizes."""
     seen: list[dict[str, Any]] = []
@@ -317,17 +289,6 @@ def test_sizes_are_written_and_shown_before_the_remedies(run: Run, monkeypatch: 
     size = written["results"][0]["safe_batch_size"]
     assert json.loads(Path("batch_sizes.json").read_text()) == written
     assert outcome.out.count(f"BATCH_SIZE_VAL: {size}") == 1, "shown once"
-
-
-def test_remedies_that_do_not_apply_say_why() -> None:
-    argv = ("--fractions", "0.9", "--max-bs", "1", "--remedies", "OPTIMIZER.NAME=sgd", "TRAIN.AMP=bf16")
-    train, val = analysis_of(*WIDE, *argv).rows
-    for row in (train, val):
-        reasons = {remedy.name: remedy.reason or "" for remedy in row.remedies}
-        assert len(reasons) == 5
-        assert all(reasons.values())
-        assert "TRAIN.AMP" in reasons["bf16"]
-        assert "OPTIMIZER.NAME" in reasons["optimizer"]
 
 
 # What of a run is in its traces.
@@ -360,14 +321,6 @@ def test_gradient_buckets_are_a_part(mode: Mode) -> None:
     assert two.buckets == pytest.approx(WIDTH, abs=1000)
     assert two.gradients == 0, "they are views of the buckets"
     assert two.activations < 4 * WIDTH
-
-
-def test_validation_is_beside_what_training_keeps() -> None:
-    step = predicted("val", *WIDE)
-    counted = step.state
-    assert counted.optimizer_state == pytest.approx(2 * WIDTH, abs=1000)
-    held_bytes = counted.parameters + counted.buffers + counted.optimizer_state
-    assert step.prediction.peak_bytes(1) > BASE + held_bytes
 
 
 def test_what_metrics_hold() -> None:

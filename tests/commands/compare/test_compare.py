@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import json
 import os
@@ -22,7 +21,6 @@ from linnaeus.commands.compare.output import EXPENDABLE, print_runs
 from linnaeus.commands.compare.plot import save_plot
 from linnaeus.commands.compare.results import Comparison, Row, compared
 from linnaeus.commands.compare.runs import read_runs
-from linnaeus.commands.compare.series import groups_by
 from linnaeus.commands.compare.session import sort_rows
 from linnaeus.errors import ConfigError
 from linnaeus.files import FolderLock, process_start
@@ -77,14 +75,6 @@ def test_runs_started_by_hand_side_by_side(run: Run, tmp_path: Path) -> None:
     assert all(word in titles for word in ("LR=0.1", "fast", "0.875", "slow", "12.5"))
 
 
-def test_the_csv_file_holds_the_best_and_the_last_value_of_every_metric(tmp_path: Path) -> None:
-    write_run(tmp_path / "one")
-    comparison(tmp_path, "one").save(tmp_path / "a.csv")
-    [row] = csv.DictReader((tmp_path / "a.csv").read_text().splitlines())
-    wanted = ("run", "top1/kind", "best top1/kind", "best top1/kind epoch", "loss")
-    assert [row[name] for name in wanted] == ["one", "0.5", "0.75", "2", "0.5"]
-
-
 def test_runs_are_found_below_folders_by_patterns_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,22 +108,6 @@ def test_rows_are_sorted(tmp_path: Path, key: str, expected: str) -> None:
         sort_rows(found, "lr")
 
 
-def test_what_is_not_known_of_a_run_is_noted(tmp_path: Path) -> None:
-    names = ("good", "other", "broken", "missing")
-    for number, name in enumerate(names):
-        write_run(tmp_path / name, f"OPTIMIZER.LR=0.{number + 1}")
-    (tmp_path / "broken/config.yaml").write_text("A: [1")
-    (tmp_path / "missing/config.yaml").unlink()
-    metrics = tmp_path / "broken/metrics.jsonl"
-    metrics.write_text(metrics.read_text() + '[1]\n{"split": "val", "epoch": 9, "top1\n')
-    found = comparison(tmp_path, *names)
-    notes = " ".join(found.notes)
-    assert all(name in notes for name in ("broken", "missing"))
-    text = table_of(found)
-    assert "finished" in lines_with(text, "missing │")[0]
-    assert lines_with(text, "LR", "BATCH_SIZE") == [], "nothing is told apart by what is unknown"
-
-
 @pytest.mark.parametrize(
     ("argv", "metric", "noted"),
     [
@@ -151,16 +125,6 @@ def test_metrics_of_different_data_or_losses_are_not_compared_silently(
     notes = comparison(tmp_path, "a", "b", metric=metric).notes
     assert [noted in note for note in notes if noted] == ([True] if noted else [])
     assert bool(notes) == (noted is not None)
-
-
-def test_a_run_without_the_metric_is_noted(tmp_path: Path) -> None:
-    write_run(tmp_path / "a")
-    write_run(tmp_path / "c", finished=False)
-    write_validations(tmp_path / "c", [0.5], metric="top1/species")
-    [note] = comparison(tmp_path, "a", "c").notes
-    assert "top1/kind" in note
-    unknown = comparison(tmp_path, "a", "c", metric="top1/knid").unknown_metric
-    assert "top1/kind" in str(unknown)
 
 
 def test_a_narrow_terminal_does_without_columns_but_not_without_the_metric(tmp_path: Path) -> None:
@@ -184,34 +148,6 @@ def test_no_value_is_cut_to_keep_a_column_of_figures(tmp_path: Path) -> None:
     ]
     for width in (70, *range(76, 90), 200):
         assert lines_with(table_of(Comparison(rows), width), "│ 0.00443038 │ test_resnet │", "finished")
-
-
-def test_the_keys_with_the_most_values_have_the_columns(tmp_path: Path) -> None:
-    """One run by hand beside a sweep differs from it in many keys, of which each has two values."""
-    odd = [f"MODEL.KEY_WITH_A_LONG_NAME_{number}" for number in range(12)]
-    rows = [
-        Row(
-            dict.fromkeys(odd, "y" if number else "x") | {"OPTIMIZER.LR": f"0.{number}1"},
-            tmp_path,
-            name=f"run{number}",
-        )
-        for number in range(4)
-    ]
-    for width, num_left_out in ((80, 11), (400, 5)):
-        text = table_of(Comparison(rows), width)
-        assert lines_with(text, f"{num_left_out} more")
-        assert all(lines_with(text, f"│ run{number} ", f" 0.{number}1 ") for number in range(4))
-
-
-def test_labels_of_runs_that_differ_in_many_keys_are_their_names(tmp_path: Path) -> None:
-    few, many = {"A.B": "1"}, {f"MODEL.KEY{number}": "a long value" for number in range(9)}
-    labels = [
-        group.label
-        for values in (few, many)
-        for name in ("short", "long" * 30)
-        for group in groups_by([Row(values, tmp_path, name=name)], frozenset())
-    ]
-    assert labels == ["B=1", "B=1", "short", f"…{('long' * 30)[-47:]}"]
 
 
 def test_a_picture_of_runs_that_differ_in_many_keys_has_room_for_its_panels(tmp_path: Path) -> None:
@@ -269,13 +205,6 @@ def status_of(folder: Path) -> str:
     return Row.of(run, {}).status
 
 
-def test_a_damaged_file_of_the_sweep_leaves_its_part_unknown(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "one", finished=False)
-    for runs in (3, None, ["x"], [{"status": "pruned"}], [{"status": "pruned", "folder": 3}]):
-        (tmp_path / "sweep.json").write_text(json.dumps({"runs": runs}))
-        assert status_of(folder) == "interrupted"
-
-
 def test_how_far_a_run_has_come(tmp_path: Path) -> None:
     assert status_of(write_run(tmp_path / "done")) == "finished"
     stopped = write_run(tmp_path / "stopped", finished=False)
@@ -325,6 +254,9 @@ def test_how_a_run_of_a_sweep_ended(tmp_path: Path) -> None:
     os.close(descriptor)
     assert status_of(begun) == "interrupted"
     shutil.copytree(begun, tmp_path / "other")
+    for runs in (3, None, ["x"], [{"status": "pruned"}], [{"status": "pruned", "folder": 3}]):
+        (tmp_path / "sweep.json").write_text(json.dumps({"runs": runs}))
+        assert status_of(begun) == "interrupted", "the file is damaged"
     (tmp_path / "sweep.json").write_text(json.dumps({"runs": [{"folder": "begun", "status": "pruned"}]}))
     assert [status_of(begun), status_of(tmp_path / "other")] == ["pruned", "interrupted"]
 
@@ -375,21 +307,3 @@ def test_the_status_of_a_sweep_is_the_comparison_of_its_runs(run: Run, tmp_path:
         assert text in lines_with(status.out, f"│ {rate} ")[0]
     assert lines_with(status.out, "0.2", "SIGINT")
     assert lines_with(status.out, "0.4", "12", "node7")
-
-
-@pytest.mark.slow
-def test_hundreds_of_runs_and_a_long_one(run: Run, tmp_path: Path) -> None:
-    template = write_run(tmp_path / "runs/run0", "OPTIMIZER.LR=0.5")
-    text = (template / "config.yaml").read_text()
-    for number in range(1, 200):
-        folder = tmp_path / f"runs/run{number}"
-        write_validations(folder, [number / 200])
-        (folder / "config.yaml").write_text(text.replace("LR: 0.5", f"LR: 0.{number + 100}"))
-    with (template / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 1, "epoch": 1, "split": "train", "time": 1.0, "loss": 1.0}\n' * 100_000)
-    outcome = run("compare", "runs", "--sort", "metric", "--plot", "a.svg")
-    assert outcome.code == 0
-    rows = lines_with(outcome.out, "│ run")
-    assert len(rows) == 200
-    assert rows[0].startswith("│ run199")
-    assert "190" in (tmp_path / "a.svg").read_text(), "more are in grey"

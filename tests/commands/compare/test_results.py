@@ -54,22 +54,6 @@ def test_runs_without_a_result_are_left_out_of_the_series() -> None:
     assert drawn(rows[1:]) == []
 
 
-def test_a_key_that_does_not_change_the_size_labels_the_series() -> None:
-    rows = [
-        row({"OPTIMIZER.LR": text, "DATA.BATCH_SIZE": str(size)}, result(size))
-        for text in ("0.1", "0.2")
-        for size in (8, 16)
-    ]
-    assert [one.label for one in drawn(rows)] == ["LR=0.1", "LR=0.2"]
-
-
-def test_runs_of_which_nothing_is_known_are_no_group() -> None:
-    unknown = [Row({"A.B": ""}, Path(name), Outcome(0, 9.0, None, result(8))) for name in "ab"]
-    assert [len(group.rows) for group in groups_by(unknown, frozenset())] == [1, 1]
-    known = [Row({"A.B": "1"}, Path(name)) for name in "ab"]
-    assert [len(group.rows) for group in groups_by(known, frozenset())] == [2]
-
-
 def test_the_metric_that_is_compared() -> None:
     rows = [row({"A": "1"}, None, exit_code=3), row({"A": "2"}, result(8))]
     assert Comparison(rows).metric == "top1/kind"

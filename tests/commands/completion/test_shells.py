@@ -57,21 +57,6 @@ def test_the_script_goes_to_the_users_folder_once(
     assert read(["--show-completion"]) == script(shell)
 
 
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        (["--install-completion", "tcsh"], "tcsh"),
-        (["--install-completion"], "SHELL"),
-        (["--install-completion", "bash", "zsh"], "bash zsh"),
-        (["--complete", "bash"], "--install-completion"),
-    ],
-)
-def test_other_words_are_a_mistake(monkeypatch: pytest.MonkeyPatch, argv: list[str], named: str) -> None:
-    monkeypatch.delenv("SHELL", raising=False)
-    with pytest.raises(ConfigError, match=f"{argv[0]}.*{named}"):
-        read(argv)
-
-
 def test_a_folder_that_cannot_be_written_is_a_mistake(home: Path) -> None:
     (home / ".config").write_text("a file where a folder must be")
     with pytest.raises(ConfigError, match=r"linnaeus\.fish"):

@@ -16,7 +16,6 @@ from PIL import Image
 
 from linnaeus.commands.evaluate.options import read
 from linnaeus.commands.evaluate.results import Logged
-from linnaeus.errors import ConfigError
 from linnaeus.main import cli
 from tests.helpers.forks import ROOT, python
 from tests.helpers.runs import TORCHRUN, Run
@@ -312,23 +311,3 @@ def test_a_dataset_of_another_kind_begins_with_the_defaults(
     argument = "TRAIN: mine.csv" if own.startswith("NAME") else "region: north"
     (other_run / "config.yaml").write_text(f"DATA: {{DATASET: {{{own}, {argument}}}}}\n")
     assert (argument in read(["runs/tiny", *typed, "--print-config"])) == kept
-
-
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        ([], "RUN: "),
-        (["DATA.BATCH_SIZE_VAL=3"], "RUN: "),
-        (["runs/tin"], "RUN: .*runs/tiny"),
-        (["runs/tiny", "TRAIN.EPOCHS=3"], r"TRAIN\.EPOCHS: "),
-        (["runs/tiny", "DATA.BATCH_SIZE=3"], r"DATA\.BATCH_SIZE: .*DATA\.BATCH_SIZE_VAL"),
-        (["runs/tiny", "DATA.AUTOBATCH.MAX_BATCH_SIZE=3"], r"DATA\.AUTOBATCH\.MAX_BATCH_SIZE_VAL"),
-        (["runs/tiny", "data=imagefolder"], "data: "),
-        (["runs/tiny", "--cfg", "x.yaml"], "--cfg: "),
-        (["runs/tiny", "DATA.DATASET.ROOOT=x"], r"DATA\.DATASET\.ROOT"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(other_run: Path, argv: list[str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named) as caught:
-        read(argv)
-    assert len(caught.value.problems) == 1

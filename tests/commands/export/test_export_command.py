@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.commands.export.options import read
-from linnaeus.errors import ConfigError
 from tests.helpers.runs import Run
 from tests.helpers.trained import save_run, spec_of, write_images
 
@@ -32,17 +30,3 @@ def test_a_run_becomes_a_file_for_other_programs(desk: Path, run: Run) -> None:
     assert "last.pt" in outcome.err
     outcome = run("predict", "birds.safetensors", "photos", "--device", "cpu")
     assert (outcome.code, outcome.out.count("species")) == (0, 2)
-
-
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        (["runs/bird", "--format", "onyx", "--images", "x.jpg"], ["--format", "RUN", "--images"]),
-        (["runs/birds"], ["--format"]),
-        (["runs/birds", "runs/birds", "--format", "onnx", "--images", "-"], ["RUN", "--images"]),
-    ],
-)
-def test_mistakes(desk: Path, argv: list[str], named: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read(argv)
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == named

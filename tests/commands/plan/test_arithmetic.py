@@ -39,12 +39,6 @@ def test_steps_and_samples_lie_on_the_hyperbola(size: int, scale: float) -> None
     assert (steps - 1) * (samples - 1) == pytest.approx(1, rel=1e-3)
 
 
-@given(SCALES)
-def test_at_the_noise_scale_twice_the_fewest_steps_and_samples_are_needed(scale: float) -> None:
-    assert relative_steps(scale, scale) == 2
-    assert relative_samples(scale, scale) == pytest.approx(2 * scale)
-
-
 @given(st.dictionaries(SIZES, st.floats(0.1, 1e6), min_size=1), st.floats(0, 0.5))
 def test_the_smallest_fast_size(speeds: dict[int, float], tolerance: float) -> None:
     size = smallest_fast(speeds, tolerance)
@@ -84,15 +78,6 @@ def test_a_plan_with_a_noise_scale() -> None:
     expected = [1032 / 640, 1064 / 980, 1128 / 1000, 1256 / 990]
     assert relative == pytest.approx([value / (1064 / 980) for value in expected])
     assert [row["relative_steps"] for row in plan.scalars()] == [32.25, 16.625, 8.8125, 4.90625]
-
-
-def test_a_noise_scale_moves_the_recommendation_both_ways() -> None:
-    """A small one makes large batches a waste of samples, a large one makes them worth their time."""
-    chosen = {}
-    for scale in (1, 10**6):
-        goal = Goal(num_samples=10_000, epochs=9, noise_scale=scale)
-        chosen[scale] = Plan(goal, rows=rows({32: 950.0, 256: 1000.0}, goal)).recommended.batch_size
-    assert chosen == {1: 32, 10**6: 256}
 
 
 def test_of_equal_times_the_smaller_size() -> None:

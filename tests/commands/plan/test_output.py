@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
-
 from linnaeus.commands.plan.output import notes, spanned
 from linnaeus.commands.plan.results import Goal, Plan, Row
 
@@ -48,18 +44,3 @@ def test_warnings_that_differ_in_words_or_in_the_remedy_are_not_merged() -> None
 
 def test_digits_within_a_word_are_no_numbers() -> None:
     assert spanned(["bf16 16x16 v1.2.3: 7", "bf16 16x16 v1.2.3: 9"]) == "bf16 16x16 v1.2.3: 7 to 9"
-
-
-@pytest.mark.parametrize(
-    ("budget_s", "named"),
-    [
-        (None, None),
-        (62.0, None),  # 16 takes 61.9 s
-        (60.0, "32"),  # the one that ends in time
-        (59.0, "TRAIN.EPOCHS"),
-    ],
-)
-def test_a_time_budget_that_is_not_met(budget_s: float | None, named: str | None) -> None:
-    *others, _ = notes(plan(replace(GOAL, time_budget_s=budget_s)))
-    assert [named in text for text in others if named] == ([True] if named else [])
-    assert bool(others) == (named is not None)

@@ -14,7 +14,6 @@ import pytest
 
 from linnaeus.commands.predict import session
 from linnaeus.commands.predict.options import Options, read
-from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.errors import ConfigError
 from linnaeus.inference.trained import load_run
 from tests.helpers import forks
@@ -103,35 +102,6 @@ def test_not_one_image_is_an_error_and_an_empty_list_is_not(
     assert run("predict", "runs/birds", "-", "--output", "out.json", *CPU).code == 0
     assert json.loads((desk / "out.json").read_text()) == []
     assert not list(desk.glob(".out.json.*"))
-
-
-def test_any_name_of_a_class_and_of_a_file_is_read_back(desk: Path, run: Run) -> None:
-    names = ("a\rb", "a\nb", "a\r\nb", 'a"b', "a,b", " a")
-    taxonomy = Taxonomy((Level("class", names),))
-    save_run(desk / "runs" / "odd", spec_of(taxonomy=taxonomy))
-    write_images(desk / "odd\rphotos", 1)
-    (desk / "odd\rphotos" / "bad\r.png").write_text("no image")
-    outcome = run("predict", "runs/odd", "odd\rphotos", "--output", "out.csv", "--top", "6", *CPU)
-    assert outcome.code == 0, outcome.err
-    with (desk / "out.csv").open(newline="") as file:
-        heading, row = csv.reader(file)
-    assert len(heading) == len(row) == 13
-    assert (row[0], sorted(row[1::2])) == ("odd\rphotos/000.png", sorted(names))
-    assert (desk / "out.csv").read_bytes().startswith(b"path,")
-    assert b"probability\n" in (desk / "out.csv").read_bytes(), "rows end in a line feed"
-    with (desk / "out.csv.skipped.csv").open(newline="") as file:
-        assert [row[0] for row in csv.reader(file)] == ["path", "odd\rphotos/bad\r.png"]
-
-
-def test_pipes_and_broken_links_are_left_out(desk: Path, run: Run) -> None:
-    os.mkfifo(desk / "photos" / "pipe.png")
-    (desk / "photos" / "x.png").symlink_to("x.png")
-    outcome = run("predict", "runs/birds", "photos", "--output", "out.csv", *CPU)
-    assert outcome.code == 0
-    with (desk / "out.csv").open(newline="") as file:
-        assert [row[0] for row in csv.reader(file)] == ["path", *PHOTOS]
-    assert "photos/pipe.png" in outcome.err
-    assert "photos/x.png" in outcome.err
 
 
 def test_many_unreadable_images_do_not_fill_the_terminal(desk: Path, run: Run) -> None:

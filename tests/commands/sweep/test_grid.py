@@ -67,13 +67,6 @@ def test_values_reach_the_configuration_as_typed() -> None:
     assert classes == [([2, 6], "a,b"), ([2, 6], None), ([3, 9], "a,b"), ([3, 9], None)]
 
 
-def test_presets_can_be_swept() -> None:
-    found = read_grid(["model=resnet18,vit_tiny", "DATA.BATCH_SIZE=8"])
-    assert [one.title for one in found.combinations] == ["model=resnet18", "model=vit_tiny"]
-    names = [load_config(one.argv).config.MODEL.NAME for one in found.combinations]
-    assert len(set(names)) == 2
-
-
 def test_a_key_set_again_is_not_swept() -> None:
     found = read_grid(["DATA.BATCH_SIZE=32,64", "TRAIN.EPOCHS=1,2", "DATA.BATCH_SIZE=8"])
     assert [one.title for one in found.combinations] == ["TRAIN.EPOCHS=1", "TRAIN.EPOCHS=2"]
@@ -98,26 +91,6 @@ def test_names_are_safe_and_tell_combinations_apart(a: tuple[str, str], b: tuple
         assert name not in (".", "..")
     joined = [f"A.X={one[0]},A.Y={one[1]}" for one in (a, b)]
     assert (names[0] == names[1]) == (joined[0] == joined[1])
-
-
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        ([], "DATA.BATCH_SIZE=32,64"),
-        (["DATA.BATCH_SIZE=32"], "DATA.BATCH_SIZE=32,64"),
-        (["DATA.BATCH_SIZE=32,64,"], "DATA.BATCH_SIZE: '32,64,'"),
-        (["DATA.BATCH_SIZE=32,0"], "DATA.BATCH_SIZE: 0 "),
-        (["EXPERIMENT.NAME=a,b"], "EXPERIMENT.NAME: "),
-        (["EXPERIMENT.OUTPUT_DIR=a,b"], "EXPERIMENT.OUTPUT_DIR: "),
-        (["OPTIMIZER.LR=interval(0,1)"], "OPTIMIZER.LR: 'interval(0,1)'"),
-        (["DATA.BATCH_SIZE=1,2", "--cfg", "nowhere.yaml"], "nowhere.yaml"),
-        (["model=resnet18,resnet19"], "resnet19"),
-    ],
-)
-def test_mistakes(argv: list[str], named: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(named)) as caught:
-        read(argv)
-    assert len(caught.value.problems) == 1
 
 
 def test_all_mistakes_of_all_combinations_are_listed_once() -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.sweep.folder import prepare
-from linnaeus.commands.sweep.grid import Combination, read_grid
-from linnaeus.commands.sweep.options import Options, PlannedRun, plan_run, read
+from linnaeus.commands.sweep.grid import Combination
+from linnaeus.commands.sweep.options import Options, PlannedRun, read
 from linnaeus.commands.sweep.search import Search, SearchPlan
 from linnaeus.commands.sweep.search_plot import save_search_plot
 from linnaeus.commands.sweep.source import UnknownMetricError
@@ -70,42 +70,6 @@ def test_no_value_of_a_range_is_lost(start: Decimal, step: Decimal, count: int, 
     assert (found.low, found.high) == (axis.low, axis.high)
     values = [axis.text(axis.low + number * (axis.step or 0)) for number in range(count)]
     assert sorted(map(float, values)) == sorted(map(float, sweep_values(text)))
-
-
-def test_a_search_and_a_grid_read_a_key_that_is_typed_again_alike() -> None:
-    def rates(*again: str) -> list[float]:
-        argv = [f"{LR}=0.1,0.4", "OPTIMIZER={LR: 0.3}", *again, "TRAIN.EPOCHS=1,2"]
-        points = [read_grid(argv).combinations[0], next(read_space(argv).corners())]
-        return [plan_run(point).config.OPTIMIZER.LR for point in points]
-
-    assert rates(f"{LR}=0.2") == [0.2] * 2
-    assert rates() == [0.3] * 2, "the control"
-
-
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        (["TRAIN.EPOCHS=2"], "interval"),
-        ([f"{LR}=interval(2,1)"], rf"{LR}: 'interval\(2,1\)'"),
-        ([f"{LR}=tag(log,interval(0,1))"], f"{LR}: 'tag"),
-        (["EXPERIMENT.NAME=a,b"], "EXPERIMENT.NAME: "),
-        ([f"{LR}=interval(-1,1)"], f"{LR}: "),
-        (["DATA.BATCH_SIZE=interval(8.2,8.8)"], "DATA.BATCH_SIZE: "),
-        (["MODEL.NAME=interval(1,2)"], "MODEL.NAME: "),
-        ([f"{LR}=interval(1e-4)"], f"{LR}: 'interval"),
-    ],
-)
-def test_mistakes(argv: list[str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        read(["--search", "optuna", "--trials", "3", *argv])
-
-
-def test_options_of_a_search_are_refused_without_one_and_one_without_trials() -> None:
-    with pytest.raises(ConfigError) as caught:
-        read(["DATA.BATCH_SIZE=8,16", "--trials", "3", "--no-prune"])
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["--trials", "--no-prune"]
-    with pytest.raises(ConfigError, match="--trials: "):
-        read(["--search", "optuna", f"{LR}=1,2"])
 
 
 @pytest.fixture(scope="module")
@@ -261,14 +225,6 @@ def test_a_point_that_comes_again_is_one_run_and_told_too(
     assert len(trials) == 8
 
 
-def test_a_point_that_comes_again_fails_again(tmp_path: Path, plan_of: Callable[..., SearchPlan]) -> None:
-    search = Search(tmp_path / "s", plan_of(f"{LR}=0.1,0.2", num_trials=6))
-    while search.num_left:
-        for planned in search.more(1):
-            assert end(search, planned, None, exit_code=1)
-    assert {*states(search)} == {"FAIL"}
-
-
 def test_a_search_survives_being_killed_while_it_asks(
     tmp_path: Path, plan_of: Callable[..., SearchPlan]
 ) -> None:
@@ -330,20 +286,6 @@ def test_another_search_needs_another_name(
         Search(tmp_path / "s", plan)
     with pytest.raises(ConfigError, match=STUDY):
         Search(tmp_path / "s", plan)
-
-
-def test_the_default_metric_may_be_named_later(tmp_path: Path, plan_of: Callable[..., SearchPlan]) -> None:
-    def search_for(metric: str | None) -> Search:
-        return Search(tmp_path / "s", plan_of(RATES, num_trials=6, metric=metric))
-
-    search = search_for(None)
-    with pytest.raises(ConfigError, match=STUDY):
-        search_for("top1/a")  # nobody knows yet
-    [planned] = search.more(1)
-    assert end(search, planned, 0.5)
-    assert search_for("top1/a").best() == search_for(None).best() == search.best()
-    with pytest.raises(ConfigError, match=STUDY):
-        search_for("loss")
 
 
 def test_another_configuration_needs_another_name(tmp_path: Path, plan_of: Callable[..., SearchPlan]) -> None:
@@ -417,21 +359,6 @@ def test_a_run_is_not_pruned_near_its_end(tmp_path: Path, plan_of: Callable[...,
         validated(bad, 0.1, 0.1, 0.1, 0.1)
         pruned.append(search.prunes(running(bad)))
     assert pruned == [True, False, False]
-
-
-def test_validations_are_read_once(
-    tmp_path: Path, plan_of: Callable[..., SearchPlan], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    search = Search(tmp_path / "s", plan_of(RATES, num_trials=1))
-    (planned,) = search.more(1)
-    row, reports = running(planned), []
-    report = Search._report
-    monkeypatch.setattr(Search, "_report", lambda *args: reports.append(args) or report(*args))
-    for values in ([0.1], [0.1], [0.1, 0.2]):
-        if len(values) != len(row.history.points.get("top1/a", [])):
-            validated(planned, *values)
-        search.prunes(row)
-    assert len(reports) == 2
 
 
 def test_without_optuna_the_extra_is_named(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import signal
@@ -157,18 +156,6 @@ def test_local_runs_of_an_earlier_list_of_values_take_room(
     assert ("SEED=0" in caplog.text) == is_local
 
 
-def test_jobs_of_slurm_stay_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that are not, or not any more, in the queue."""
-    sweep = Sweep(Queue())
-    sweep.start_before(0, 1, 2)
-    sweep.watch.join()
-    for row in sweep.table.rows:
-        row.job = None
-    sweep.stop.signals.append(signal.SIGTERM)
-    monkeypatch.setattr(module, "cancel", lambda _: pytest.fail("nobody has said so"))
-    sweep.watch.to_the_end()
-
-
 def test_cancelling_that_fails_is_said_and_the_watch_goes_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,23 +284,6 @@ def test_figures_that_cannot_be_written_end_no_sweep_and_are_named_once(
         assert Path("s/sweep.csv").exists()
 
 
-def test_figures_of_another_sweep_are_kept_once_the_lock_is_given_back() -> None:
-    first, second = Sweep(Queue(), seeds="0,1"), Sweep(Queue(), seeds="0,1,2")
-    second.start_before(0, 1, 2)
-    lock = lock_folder(Path("s"))
-    for sweep in (second, first):
-        sweep.watch.join()
-        assert _Files(sweep.table, Path("s"), lock).save()
-    path = Path("s/sweep.json")
-    assert len(json.loads(path.read_text())["runs"]) == 2, "the list is shorter: the control"
-    lock.release()
-    for sweep in (second, first):
-        assert _Files(sweep.table, Path("s"), lock).save()
-    entries = json.loads(path.read_text())["runs"]
-    assert [entry["folder"] for entry in entries] == [str(folder) for folder in second.folders]
-    assert len(first.table.rows) == 2
-
-
 @pytest.mark.parametrize("error", [UnknownMetricError("top1/b"), LinnaeusError("full"), OSError("full")])
 def test_runs_end_with_a_search_for_a_metric_that_they_lack(
     commands: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -335,39 +305,3 @@ def test_runs_end_with_a_search_for_a_metric_that_they_lack(
     assert isinstance(failure, LinnaeusError)
     assert str(error) in str(failure)
     assert cancelled == (sweep.folders[:2] if isinstance(error, UnknownMetricError) else [])
-
-
-def test_runs_end_with_a_search_that_joins_them_without_its_metric(
-    commands: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Failing(Source):
-        def record_end(self, row: Row) -> bool:
-            raise UnknownMetricError("top1/b")
-
-    cancelled: list[Path] = []
-    monkeypatch.setattr(module, "cancel", cancelled.extend)
-    sweep = Sweep(Queue())
-    sweep.watch._source = Failing(sweep.runs)
-    sweep.start_before(0, 1, 2)
-    save_outcome(sweep.folders[0], Outcome(0, 1.0, None, {"metrics": {}}))
-    answer(commands, "1", "2")
-    with pytest.raises(UnknownMetricError):
-        sweep.watch.join()
-    assert cancelled == sweep.folders[1:], "also those after the one that shows it"
-
-
-@pytest.mark.parametrize("answers", [False, True])
-def test_a_run_that_may_go_on_is_named_with_a_remedy(
-    commands: Path, caplog: pytest.LogCaptureFixture, answers: bool
-) -> None:
-    sweep = Sweep(Queue())
-    sweep.start_before(0)
-    if answers:
-        answer(commands, "0")
-    with caplog.at_level(logging.WARNING):
-        sweep.watch.join()
-    assert ([str(sweep.folders[0] / "job.json") in caplog.text], len(caplog.records)) == (
-        [not answers],
-        not answers,
-    )
-    assert sweep.watch.num_waiting == 2
