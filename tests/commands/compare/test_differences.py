@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import yaml
 
 from linnaeus.commands.compare.differences import differing_keys, flattened, settings_of, shown
-from linnaeus.config.files import Loader
+from linnaeus.config.files import FastLoader
 from linnaeus.config.load import load_config, to_yaml
 
 
 def settings(*argv: str, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """The settings of a run with these arguments; a version without some keys has written them."""
-    flat = flattened(yaml.load(to_yaml(load_config(argv).config), Loader=Loader))
-    return settings_of({key: value for key, value in flat.items() if key not in without})
+    return settings_of({key: value for key, value in _flat(*argv).items() if key not in without})
+
+
+@functools.cache
+def _flat(*argv: str) -> dict[str, Any]:
+    return flattened(yaml.load(to_yaml(load_config(argv).config), Loader=FastLoader))
 
 
 def differing(*runs: tuple[str, ...]) -> list[str]:

@@ -13,14 +13,7 @@ from linnaeus.commands.compare.folders import natural
 from linnaeus.commands.compare.results import Comparison, Row
 from linnaeus.commands.compare.series import Group, axis_of, groups_by, point_of
 from linnaeus.launchers.outcome import Outcome
-
-
-def result(batch_size: int, top1: float = 0.5, **more: Any) -> dict[str, Any]:
-    """The content of a run's `result.json`."""
-    sizes = {"batch_size": batch_size, "effective_batch": batch_size * 2 * 3}
-    metrics = {"loss": 1 - top1, "top1/kind": top1}
-    speed = {"training_s": 100 / batch_size, "images_per_s": 7.0}
-    return {"metrics": metrics, "headline": "top1/kind", **speed, **sizes, **more}
+from tests.helpers.run_files import result, write_validations
 
 
 def row(values: dict[str, str], found: dict[str, Any] | None, exit_code: int = 0) -> Row:
@@ -61,22 +54,6 @@ def test_runs_without_a_result_are_left_out_of_the_series() -> None:
     assert drawn(rows[1:]) == []
 
 
-def test_a_key_that_does_not_change_the_size_labels_the_series() -> None:
-    rows = [
-        row({"OPTIMIZER.LR": text, "DATA.BATCH_SIZE": str(size)}, result(size))
-        for text in ("0.1", "0.2")
-        for size in (8, 16)
-    ]
-    assert [one.label for one in drawn(rows)] == ["LR=0.1", "LR=0.2"]
-
-
-def test_runs_of_which_nothing_is_known_are_no_group() -> None:
-    unknown = [Row({"A.B": ""}, Path(name), Outcome(0, 9.0, None, result(8))) for name in "ab"]
-    assert [len(group.rows) for group in groups_by(unknown, frozenset())] == [1, 1]
-    known = [Row({"A.B": "1"}, Path(name)) for name in "ab"]
-    assert [len(group.rows) for group in groups_by(known, frozenset())] == [2]
-
-
 def test_the_metric_that_is_compared() -> None:
     rows = [row({"A": "1"}, None, exit_code=3), row({"A": "2"}, result(8))]
     assert Comparison(rows).metric == "top1/kind"
@@ -92,16 +69,6 @@ def test_status() -> None:
     assert row({}, None, exit_code=0).status == "failed"
     assert row({}, None, exit_code=130).status == "interrupted"
     assert row({}, None, exit_code=-9).status == "interrupted", "a sweep resumes it"
-
-
-def write_validations(folder: Path, values: list[float | None], metric: str = "top1/kind") -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = [
-        {"step": 10 * epoch, "epoch": epoch, "split": "val", "time": 1.0, metric: value, "loss": 1.0}
-        for epoch, value in enumerate(values, start=1)
-    ]
-    lines.insert(1, {"step": 12, "epoch": 1, "split": "train", "time": 1.0, "loss": 9.0, "lr": 0.1})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def row_of(folder: Path, values: dict[str, str]) -> Row:

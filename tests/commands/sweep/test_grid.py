@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.commands.sweep import grid
 from linnaeus.commands.sweep.grid import Combination, read_grid
 from linnaeus.commands.sweep.options import read
 from linnaeus.config.load import load_config
 from linnaeus.config.sweep_values import sweep_values
 from linnaeus.errors import ConfigError
 
-
-def test_the_examples_in_the_docstrings() -> None:
-    found = doctest.testmod(grid)
-    assert (found.failed, found.attempted > 0) == (0, True)
-
-
 VALUES = [
     ("32,64,128", ["32", "64", "128"]),
-    ("none,linear", ["none", "linear"]),
     ("choice(none,linear)", ["none", "linear"]),
-    ("range(1,4)", ["1", "2", "3"]),
     ("range(0,0.4,0.1)", ["0", "0.1", "0.2", "0.3"]),
     ("range(5,1,-2)", ["5", "3"]),
     ("sort(3,1,2)", ["1", "2", "3"]),
     ("tag(sizes, choice(1,2))", ["1", "2"]),
     ("1e-3,1e-2", ["0.001", "0.01"]),
     ("null,0.5", ["null", "0.5"]),
-    ("True,False", ["True", "False"]),
     ("[2,6],[3,9]", ["[2,6]", "[3,9]"]),
-    ("'a,b',c", ["'a,b'", "c"]),
     ("${DATA.BATCH_SIZE},7", ["${DATA.BATCH_SIZE}", "7"]),
     ("/data/one,/data/two words", ["/data/one", "/data/two words"]),
     ("8,8,9", ["8", "9"]),
     # one value
     ("32", ["32"]),
     ("", [""]),
-    ("[2,6]", ["[2,6]"]),
     ("'a,b'", ["'a,b'"]),
-    ('"a,b"', ['"a,b"']),
     ("{a: 1, b: 2}", ["{a: 1, b: 2}"]),
     ("runs (old)/x", ["runs (old)/x"]),
 ]
@@ -55,15 +41,10 @@ def test_values_of_a_text(text: str, expected: list[str]) -> None:
     assert sweep_values(text) == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["32,64,", "glob(*)", "interval(1,2)", "range(1,2,0)", "range(2,1)", ",,", "a,b)"]
-)
-def test_lists_that_cannot_be_run_through(text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(repr(text))):
-        sweep_values(text)
-
-
-def test_shuffled_values_are_the_same_values() -> None:
+def test_lists_that_cannot_be_run_through() -> None:
+    for text in ("32,64,", "glob(*)", "interval(1,2)", "range(1,2,0)", "range(2,1)", ",,", "a,b)"):
+        with pytest.raises(ValueError, match=re.escape(repr(text))):
+            sweep_values(text)
     assert sorted(sweep_values("shuffle(1,2,3)")) == ["1", "2", "3"]
 
 
@@ -84,13 +65,6 @@ def test_values_reach_the_configuration_as_typed() -> None:
     seen = [load_config(one.argv).config for one in found.combinations]
     classes = [(one.DATA.DATASET.NUM_CLASSES, one.EXPERIMENT.WANDB.GROUP) for one in seen]
     assert classes == [([2, 6], "a,b"), ([2, 6], None), ([3, 9], "a,b"), ([3, 9], None)]
-
-
-def test_presets_can_be_swept() -> None:
-    found = read_grid(["model=resnet18,vit_tiny", "DATA.BATCH_SIZE=8"])
-    assert [one.title for one in found.combinations] == ["model=resnet18", "model=vit_tiny"]
-    names = [load_config(one.argv).config.MODEL.NAME for one in found.combinations]
-    assert len(set(names)) == 2
 
 
 def test_a_key_set_again_is_not_swept() -> None:
@@ -117,30 +91,6 @@ def test_names_are_safe_and_tell_combinations_apart(a: tuple[str, str], b: tuple
         assert name not in (".", "..")
     joined = [f"A.X={one[0]},A.Y={one[1]}" for one in (a, b)]
     assert (names[0] == names[1]) == (joined[0] == joined[1])
-
-
-BAD = [
-    ([], "nothing to sweep"),
-    (["DATA.BATCH_SIZE=32"], "nothing to sweep"),
-    (["DATA.BATCH_SIZE=32,64,"], "DATA.BATCH_SIZE: '32,64,' cannot be read as a list of values"),
-    (["DATA.BATCH_SIZE=32,0"], "DATA.BATCH_SIZE: 0 "),
-    (["DATA.BATCHSIZE=32,64"], "did you mean DATA.BATCH_SIZE?"),
-    (["EXPERIMENT.NAME=a,b"], "EXPERIMENT.NAME: says where the sweep's files are"),
-    (["EXPERIMENT.OUTPUT_DIR=a,b"], "EXPERIMENT.OUTPUT_DIR: says where"),
-    (["OPTIMIZER.LR=interval(0,1)"], "OPTIMIZER.LR: 'interval(0,1)' has no values of its own"),
-    (["DATA.BATCH_SIZE=1,2", "--plot", "a.pdf"], "--plot: 'a.pdf'"),
-    (["DATA.BATCH_SIZE=1,2", "--metrics=loss"], "--metrics: no such option; did you mean --metric?"),
-    (["DATA.BATCH_SIZE=1,2", "--cfg", "nowhere.yaml"], "nowhere.yaml"),
-    (["model=resnet18,resnet19"], "resnet19"),
-]
-
-
-@pytest.mark.parametrize(("argv", "text"), BAD, ids=[" ".join(argv) for argv, _ in BAD])
-def test_mistakes(argv: list[str], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read(argv)
-    assert text in str(caught.value)
-    assert len(caught.value.problems) == 1
 
 
 def test_all_mistakes_of_all_combinations_are_listed_once() -> None:

@@ -1,0 +1,167 @@
+"""Models and data that train in milliseconds, for the runs of these tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
+
+
+class Points(Dataset[tuple[Tensor, int]]):
+    """Points in the plane, labelled by their quadrant."""
+
+    classes = ("I", "II", "III", "IV")
+
+    def __init__(self, split: str, length: int = 64) -> None:
+        self.points = torch.randn(length, 2, generator=torch.Generator().manual_seed(len(split)))
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        x, y = (self.points[index] > 0).long().tolist()
+        return self.points[index], 2 * x + y
+
+
+class Perceptron(nn.Sequential):
+    """A model for points."""
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, num_classes))
+
+
+class Normed(nn.Sequential):
+    """A model for points with BatchNorm."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(nn.Linear(2, num_classes), nn.BatchNorm1d(num_classes))
+
+
+class Wide(nn.Module):
+    """Some MiB of parameters and little else, for points."""
+
+    def __init__(self, num_classes: int, width: int = 2**22) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, num_classes)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.register_buffer("shift", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) + (self.scale + self.shift).mean()
+
+
+class Growing(Wide):
+    """A MiB of activations per sample and layer, in few operations: memory limits at small sizes.
+
+    Args:
+        num_classes: of the points.
+        width: of the layers, a quarter of their bytes per sample.
+        interrupt_at: the call that sends Ctrl-C.
+    """
+
+    num_calls = 0  # of the class: those of a model are restored after a trial
+
+    def __init__(self, num_classes: int, width: int = 2**18, interrupt_at: int | None = None) -> None:
+        super().__init__(num_classes, width)
+        self.interrupt_at = interrupt_at
+        Growing.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Growing.num_calls += 1
+        if Growing.num_calls == self.interrupt_at:
+            os.kill(os.getpid(), signal.SIGINT)
+        wide = (x.sum(1, keepdim=True) * self.scale + self.shift).sigmoid().tanh()
+        return self.head(x) + wide.mean(1, keepdim=True)
+
+
+class Peeking(Wide):
+    """Looks at a value, as no trace can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * x.mean().item()
+
+
+class Numerate(Wide):
+    """Needs numbers while it is built."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes, width=int(torch.tensor(2.0**22).item()))
+
+
+class Blocks(nn.Module):
+    """A few layers for images, whose parts may be run again in the backward pass."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.GELU(), nn.Dropout(0.1), nn.Tanh())
+            for _ in range(3)
+        )
+        self.head = nn.Linear(32, num_classes)
+        self.is_checkpointed = False
+
+    def set_grad_checkpointing(self, enable: bool) -> None:
+        self.is_checkpointed = enable
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        return self.head(x.mean((2, 3)))
+
+
+class TinyNet(nn.Module):
+    """A convolution, BatchNorm and a linear layer for each rank, on images of any size.
+
+    When it is evaluated, it runs out of memory with more than 30 samples, or rows of pixels.
+    """
+
+    def __init__(self, num_classes: Mapping[str, int], in_chans: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(in_chans, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+        )  # fmt: skip
+        self.heads = nn.ModuleList(nn.Linear(32, count) for count in num_classes.values())
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Logits of each rank."""
+        if not torch.is_grad_enabled() and (len(images) > 30 or images.shape[2] > 30):
+            torch.empty(2**62, dtype=torch.uint8)
+        features = self.features(images)
+        return tuple(head(features) for head in self.heads)
+
+
+class Wolves(Dataset[Any]):
+    """Tensors of wolves and of foxes, for runs with the rank `level2`."""
+
+    taxonomy: Mapping[str, list[str]] = {"level2": ["wolf", "fox"]}
+
+    def __init__(self, split: str, *, num_samples: int = 4) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(3, 8, 8), index % 2
+
+
+class Pairs(Dataset[Any]):
+    """Vectors and their doubles, without classes."""
+
+    def __init__(self, split: str) -> None:
+        self.values = torch.arange(24.0).view(8, 3) / (24 if split == "train" else 20)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.values[index], 2 * self.values[index]

@@ -1,0 +1,53 @@
+"""The files of runs as training writes them, made without training."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from linnaeus.config.load import load_config, to_yaml
+
+PLAN = {"MICRO_BATCH": 8, "EFFECTIVE_BATCH": 16, "LEARNING_RATE": 0.5, "ACCUMULATION_STEPS": 2}
+
+
+def result(batch_size: int, top1: float = 0.5, **more: Any) -> dict[str, Any]:
+    """The content of a run's `result.json`."""
+    sizes = {"batch_size": batch_size, "effective_batch": batch_size * 2 * 3}
+    metrics = {"loss": 1 - top1, "top1/kind": top1}
+    speed = {"training_s": 100 / batch_size, "images_per_s": 7.0}
+    return {"metrics": metrics, "headline": "top1/kind", **speed, **sizes, **more}
+
+
+def write_validations(folder: Path, values: list[float | None], metric: str = "top1/kind") -> None:
+    """The `metrics.jsonl` of a run with a validation for each value."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [
+        {"step": 10 * epoch, "epoch": epoch, "split": "val", "time": 1.0, metric: value, "loss": 1.0}
+        for epoch, value in enumerate(values, start=1)
+    ]
+    lines.insert(1, {"step": 12, "epoch": 1, "split": "train", "time": 1.0, "loss": 9.0, "lr": 0.1})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@functools.cache
+def config_text(*argv: str) -> str:
+    """The `config.yaml` of a run."""
+    return to_yaml(load_config(argv).config, PLAN)
+
+
+def write_run(
+    folder: Path, *argv: str, values: tuple[float | None, ...] = (0.25, 0.75, 0.5), finished: bool = True,
+    checkpoint: bool = True, **more: Any,
+) -> Path:  # fmt: skip
+    """The folder of a run; `more` is added to its `result.json`."""
+    write_validations(folder, [*values])
+    (folder / "config.yaml").write_text(config_text(*argv))
+    if checkpoint:
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "last.pt").touch()
+    if finished:
+        content = result(8, values[-1] or 0.0, effective_batch=16, learning_rate=0.5, **more)
+        (folder / "result.json").write_text(json.dumps(content))
+    return folder
