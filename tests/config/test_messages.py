@@ -297,11 +297,3 @@ def test_messages(
 
 def test_a_file_without_a_bottom_is_a_mistake() -> None:
     assert "my.yaml" in problem_of("--cfg=my.yaml", "[" * 400 + "]" * 400)
-
-
-def test_problems_are_listed_one_by_line() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(["DATA.FOO=1", "TRAIN.AMP=" + "\nx" * 400])
-    _, *lines = str(caught.value).splitlines()
-    assert [line[:6] for line in lines] == ["  - DA", "  - TR"]
-    assert all(len(line) < 200 for line in lines)

@@ -72,19 +72,6 @@ def test_overrides_are_choices_that_can_be_left_out() -> None:
     assert load("--cfg=late.yaml", "model=resnet50").MODEL.NAME == "resnet50"
 
 
-def test_the_remedies_for_an_override_in_a_file_of_a_node_work() -> None:
-    write({
-        "my": "defaults: [schedule: cosine, exp: one, data: birds]", "exp/one": "TRAIN: {EPOCHS: 3}",
-        "exp/two": "",
-        "data/birds": "defaults: [override /schedule: linear, override /exp: two]",
-    })  # fmt: skip
-    remedies = [problem.split("write `")[1].split(": NAME`")[0] for problem in problems("--cfg=my.yaml")]
-    assert remedies == ["override /exp@_global_.exp", "override /schedule@_global_"]
-    write({"data/birds": f"defaults: [{remedies[1]}: linear, {remedies[0]}: two]"})
-    config = load("--cfg=my.yaml")
-    assert (config.SCHEDULE.NAME, config.TRAIN.EPOCHS) == ("linear", load().TRAIN.EPOCHS)
-
-
 # Several files and their folders
 
 
@@ -93,19 +80,6 @@ def test_later_files_win() -> None:
            "c": "defaults: [{model: vit_tiny}]"})  # fmt: skip
     assert figures("--cfg=a.yaml", "--cfg", "b.yaml", "--cfg=c.yaml") == (VIT, 4, 9)
     assert figures("--cfg=c.yaml", "--cfg=b.yaml", "--cfg=a.yaml", "TRAIN.LOG_EVERY=1") == ("resnet18", 3, 1)
-
-
-def test_a_file_may_be_reached_twice() -> None:
-    write({
-        "my": "defaults: [{model: resnet50}]\nTRAIN: {EPOCHS: 1}",
-        "other": "defaults: [my]\nTRAIN: {EPOCHS: 2}",
-        "first": "MODEL: {NAME: first}\nTRAIN: {EPOCHS: 9}",
-        "e": "defaults: [{model: resnet18}, {model: resnet50}]",
-    })  # fmt: skip
-    Path("link.yaml").symlink_to("my.yaml")
-    for names, epochs in (("my my", 1), ("other my", 1), ("my other", 2), ("my link", 1), ("my first my", 1)):
-        assert figures(*(f"--cfg={name}.yaml" for name in names.split()))[:2] == ("resnet50", epochs), names
-    assert problems("--cfg=my.yaml", "--cfg=e.yaml")[0].startswith("model: ")  # one file chooses once
 
 
 def test_files_are_looked_up_beside_the_cfg_file_that_leads_to_them() -> None:

@@ -64,10 +64,6 @@ def graph(samples: list[Sample]) -> Batch:
     return Batch((torch.cat([x for x, _ in samples]), rows, ends), torch.tensor([y for _, y in samples]))
 
 
-def listed(samples: list[Sample]) -> Batch:
-    return Batch([x for x, _ in samples], [{"label": torch.tensor([y])} for _, y in samples])
-
-
 def ordered(samples: list[Sample]) -> Batch:
     return stacked(sorted(samples, key=lambda sample: sample[1]))
 
@@ -77,13 +73,8 @@ def noisy(samples: list[Sample]) -> Batch:
     return Batch(batch.inputs + torch.randn_like(batch.inputs), batch.targets)
 
 
-def named(samples: list[Sample]) -> Batch:
-    batch = stacked(samples)
-    return Batch(Pair(batch.inputs, batch.inputs.half()), OrderedDict(y=batch.targets, n=len(samples)))
-
-
 PLAIN: list[Callable[[list[Sample]], Batch]] = [stacked, time_first, concatenated, with_constants]
-ODD: list[Callable[[list[Sample]], Batch]] = [graph, listed, ordered, noisy, named]
+ODD: list[Callable[[list[Sample]], Batch]] = [graph, ordered, noisy]
 
 
 def assert_same(a: Any, b: Any) -> None:

@@ -63,19 +63,6 @@ def test_digits_split_knows_no_seed() -> None:
     assert len(build(NAME="digits", VAL_FRACTION=0.5).val) == 898  # type: ignore[arg-type]
 
 
-def test_digits_can_be_learnt_at_both_ranks() -> None:
-    bundle = build(NAME="digits", img_size=8)
-    assert accuracy(bundle, 0) > 0.9
-    assert accuracy(bundle, 1) > 0.9
-
-
-def test_image_size_may_be_a_rectangle() -> None:
-    for train in (True, False):
-        bundle = build(AugmentConfig(), img_size=[16, 24], NAME="digits")
-        assert (bundle.train if train else bundle.val)[0][0].shape == (1, 16, 24)
-        assert bundle.img_size == (16, 24)
-
-
 SYNTHETIC: dict[str, Any] = {
     "NAME": "synthetic",
     "NUM_SAMPLES": 96,

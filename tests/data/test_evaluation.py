@@ -217,29 +217,3 @@ def test_a_class_of_another_parent_is_not_that_of_the_run() -> None:
     assert (right.unknown, relabelled(right, (0, 1), (1, 0))) == ([], [[1, 1], [0, 0]])
     open_ended = Relabel(declared(["Ficus", "Populus"], {"nigra": -1, "carica": 0}), index, "own")
     assert (open_ended.unknown, relabelled(open_ended, (-1, 0))) == ([], [[-1, 0]])
-
-
-class Nested(Dataset[Any]):
-    """A user's dataset of one sample of each species, with the genera that it is given."""
-
-    def __init__(self, split: str, parents: list[int]) -> None:
-        self.taxonomy = declared(["Populus", "Ficus"], dict(zip(("nigra", "carica"), parents, strict=True)))
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> Any:
-        return 0.0, {"genus": self.taxonomy.parents[0][index], "species": index}
-
-
-def test_the_same_names_with_other_parents_do_not_pass() -> None:
-    index = LabelIndex.of(declared(["Populus", "Ficus"], {"nigra": 0, "carica": 1}))
-
-    def evaluated(parents: list[int]) -> EvaluationData:
-        config = DataConfig(DATASET={"_target_": f"{__name__}.Nested", "parents": parents})
-        return build_evaluation_data(Request(config, index, None, 0, False))
-
-    dataset: Any = evaluated([0, 1]).bundle.val
-    assert [dataset[i][1].tolist() for i in range(2)] == [[0, 0], [1, 1]]
-    with pytest.raises(DataError, match="Ficus/nigra"):
-        evaluated([1, 0])

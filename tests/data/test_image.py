@@ -45,16 +45,6 @@ def test_every_format_gives_the_picture(
         assert find_damage(path) is None
 
 
-@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp"])
-def test_exif_orientation_is_applied(
-    tmp_path: Path, write_image: WriteImage, name: str, picture: Image.Image
-) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was held upright
-    image = load_image(write_image(tmp_path / name, exif=exif), 3)
-    assert mean_difference(image, as_tensor(picture).rot90(-1, (1, 2))) < 16
-
-
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 def test_damaged_metadata_do_not_spoil_a_picture(
     tmp_path: Path, write_image: WriteImage, picture: Image.Image

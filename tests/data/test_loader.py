@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data import loader as loader_module
@@ -125,16 +124,6 @@ def test_more_workers_than_cores_are_told_once(
         assert sum("DATA.NUM_WORKERS" in line for line in caplog.messages) == lines
 
 
-def test_torch_says_nothing_about_workers_when_it_iterates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-    plain = DataLoader(Draws(4), num_workers=0)
-    plain.num_workers = 2
-    with pytest.warns(UserWarning, match="worker"):
-        plain.check_worker_number_rationality()
-    with loaders(bundle_of(Draws(8)), workers=2) as made:
-        assert len(list(made.val)) == 2
-
-
 def epochs(made: Loaders, numbers: tuple[int, ...] = (0, 1)) -> list[Tensor]:
     """All training batches of some epochs, each followed by validation."""
     batches = []
@@ -164,17 +153,6 @@ def test_samples_do_not_depend_on_the_number_of_workers() -> None:
     assert len(results[0]) == 2 * (23 // 4 + 3)
     values = torch.cat(results[0])[:, :3]
     assert len(set(values.flatten().tolist())) > 0.9 * values[: values.shape[0] // 2].numel()
-
-
-def test_augmented_files_do_not_depend_on_the_number_of_workers(nested: Path) -> None:
-    node = DatasetConfig(NAME="imagefolder", ROOT=str(nested))
-    bundle = build_data(DataConfig(DATASET=node, IMG_SIZE=16, AUGMENT=AUGMENT), seed=0)
-    results = []
-    for workers in WORKERS:
-        with loaders(bundle, workers) as made:
-            results.append(epochs(made))
-    assert_same(*results)
-    assert not torch.equal(results[0][0], results[0][5])
 
 
 @pytest.mark.parametrize("erasing", [0.0, 0.5])
@@ -270,21 +248,6 @@ def test_a_sample_is_seeded_the_same_in_every_batch_size_and_on_every_rank() -> 
                 for *values, index in inputs.tolist():
                     assert by_index.setdefault(index, tuple(values)) == tuple(values)
     assert len(by_index) == 24
-
-
-@pytest.mark.parametrize(
-    ("length", "size", "world"), [(23, 4, 1), (23, 4, 2), (3, 4, 1), (7, 4, 2), (8, 4, 2)]
-)
-def test_numbers_of_batches(length: int, size: int, world: int) -> None:
-    indices, val_indices = [], []
-    for rank in range(world):
-        made = loaders(bundle_of(Draws(length)), size=size, rank=rank, world=world)
-        sizes = [len(batch.targets) for batch in made.train]
-        assert sizes == [size] * (length // world // size)
-        indices += [index for batch in made.train for index in batch.targets.tolist()]
-        val_indices += [index for batch in made.val for index in batch.targets.tolist()]
-    assert len(set(indices)) == len(indices)
-    assert sorted(val_indices) == list(range(length))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -409,22 +372,6 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def test_what_goes_to_workers_can_be_pickled(nested: Path) -> None:
-    for node in (
-        DatasetConfig(NAME="imagefolder", ROOT=str(nested)),
-        DatasetConfig(NAME="digits"),
-        DatasetConfig(NAME="synthetic"),
-        {"_target_": f"{__name__}.failing_at_33"},
-    ):
-        bundle = build_data(DataConfig(DATASET=node, IMG_SIZE=16, AUGMENT=AUGMENT), seed=0)
-        for loader in (loaders(bundle).train, loaders(bundle).val):
-            assert loader._loader is not None
-            again = pickle.loads(pickle.dumps(loader._loader.dataset))
-            keys = [(3, 1), (3, 2)]
-            a, b = loader._loader.dataset.__getitems__(keys), again.__getitems__(keys)
-            assert torch.equal(a.inputs, b.inputs)
 
 
 def test_memory_is_pinned_for_cuda_only() -> None:

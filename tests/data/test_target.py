@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,6 @@ from tests.helpers import datasets
 from tests.helpers.datasets import Samples
 
 TAXONOMY = Taxonomy((Level("coarse", ("a", "b")), Level("fine", ("p", "q", "r"))), ((0, 0, 1),))
-
-
-class Options:
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
 
 
 TARGET: Any = None
@@ -196,14 +190,6 @@ def test_a_subset_is_looked_through_and_random_splits_agree() -> None:
     assert list(inner(build("split_at_random").val).indices) == indices[1]
 
 
-def test_nested_targets_are_instantiated_and_lists_are_plain() -> None:
-    options = {"_target_": f"{__name__}.Options", "depth": 4}
-    dataset = inner(build("any_keywords", options=options, sizes=[1, {"a": 2}]).train)
-    assert dataset.options.depth == 4
-    assert type(dataset.sizes) is list
-    assert type(dataset.sizes[1]) is dict
-
-
 def test_own_collate_function() -> None:
     bundle = build("with_collate", num_classes=2)
     batch = bundle.collate([bundle.train[i] for i in range(3)])
@@ -226,19 +212,6 @@ def test_an_error_while_reading_keeps_its_cause() -> None:
         bundle.train[3]
     assert isinstance(caught.value.__cause__, OSError)
     assert "Traceback" in "".join(caught.value.__notes__)
-
-
-def test_an_import_that_fails_deeper_down_tells_its_own_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "their_package").mkdir()
-    (tmp_path / "their_package" / "__init__.py").write_text("")
-    (tmp_path / "their_package" / "data.py").write_text("import not_installed_here\n")
-    (tmp_path / "their_package" / "broken.py").write_text("def f(:\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name, cause in (("data.Set", "'not_installed_here'"), ("broken.f", "syntax")):
-        with pytest.raises(DataError, match=cause):
-            build_data(DataConfig(DATASET={"_target_": f"their_package.{name}"}), seed=0)
 
 
 # --- the labels of all samples, without reading one ---

@@ -130,11 +130,3 @@ def test_an_index_comes_back_from_a_file(names: list[str] | None) -> None:
     again = LabelIndex.from_dict(json.loads(json.dumps(index.as_dict())))
     assert again == index
     assert [again.encode(lineage) for lineage in LINEAGES] == [index.encode(line) for line in LINEAGES]
-
-
-def test_an_index_of_display_names_needs_no_lookup() -> None:
-    taxonomy = Taxonomy((Level("a", ("x", "y")), Level("b", ("u", "v", "w"))), ((0, -1, 1),))
-    index = LabelIndex.of(taxonomy)
-    assert index.as_dict().keys() == {"levels"}
-    assert LabelIndex.from_dict(index.as_dict()) == index
-    assert index.encode(("x", "u")) == (0, 0)

@@ -285,18 +285,6 @@ def run_with_config(folder: Path, dataset: str, **spec: Any) -> Path:
 
 
 def test_the_images_of_a_check_are_those_of_validation(tmp_path: Path) -> None:
-    """Of a manifest, of a built-in dataset and of one's own, through the run's configuration."""
-    paths = write_images(tmp_path / "photos", 6)
-    rows = [f"{path},{'abc'[n % 3]}" for n, path in enumerate(paths)]
-    for name, part in (("train", rows[:4]), ("val", rows[4:])):
-        (tmp_path / f"{name}.csv").write_text("\n".join(["image,class", *part]) + "\n")
-    manifest = f"NAME: manifest, TRAIN: {tmp_path / 'train.csv'}, VAL: {tmp_path / 'val.csv'}, RANKS: [class]"
-    run = load_run(run_with_config(tmp_path / "manifest", manifest, taxonomy=ONE_RANK), device="cpu")
-    samples = samples_of(run)
-    assert "validation" in samples.origin
-    assert samples.inputs.shape == (2, 3, 32, 32)
-    digits = run_with_config(tmp_path / "digits", "NAME: digits", is_of_files=False, channels=1)
-    assert "validation" in samples_of(load_run(digits, device="cpu")).origin
     own = run_with_config(tmp_path / "own", f"_target_: {__name__}.Own", is_of_files=False)
     samples = samples_of(load_run(own, device="cpu"))
     assert "validation" in samples.origin

@@ -13,16 +13,8 @@ from linnaeus.inference.paths import Unreadable, problem_of, walk
 
 @pytest.fixture
 def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in (
-        "b.jpg",
-        "a.PNG",
-        "notes.txt",
-        ".hidden.jpg",
-        "z/c.jpg",
-        "m/n/d.webp",
-        ".cache/e.jpg",
-        "m[1].jpg",
-    ):
+    names = ["b.jpg", "a.PNG", "notes.txt", ".hidden.jpg", "z/c.jpg", "m/n/d.webp", ".cache/e.jpg"]
+    for name in [*names, "m[1].jpg"]:
         path = tmp_path / "photos" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

@@ -98,18 +98,11 @@ def test_every_form_of_an_image(birds: TrainedRun, photos: list[Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "is_of_the_image"),
-    [
-        (RuntimeError("Input and output sizes should be greater than 0"), True),
-        (ZeroDivisionError("division by zero"), True),
-        (ValueError("empty"), True),
-        (TypeError("a fault of the program"), False),
-        (AttributeError("a fault of the program"), False),
-        (torch.OutOfMemoryError("out of memory"), False),
-    ],
+    "error",
+    [RuntimeError("no size"), ZeroDivisionError("by zero"), TypeError("x"), torch.OutOfMemoryError("x")],
 )
 def test_a_fault_of_the_program_is_no_unreadable_image(
-    birds: TrainedRun, monkeypatch: pytest.MonkeyPatch, error: Exception, is_of_the_image: bool
+    birds: TrainedRun, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     predictor = birds.predictor(batch_size=2, num_workers=0)
 
@@ -117,13 +110,13 @@ def test_a_fault_of_the_program_is_no_unreadable_image(
         raise error
 
     monkeypatch.setattr(predictor.reader, "_transform", transform)
-    if is_of_the_image:
+    if isinstance(error, TypeError | torch.OutOfMemoryError):
+        with pytest.raises(type(error)):
+            list(predictor.run([picture(0)]))
+    else:
         (found,) = predictor.run([picture(0)])
         assert isinstance(found, Unreadable)
         assert found.reason.endswith(str(error))
-    else:
-        with pytest.raises(type(error)):
-            list(predictor.run([picture(0)]))
 
 
 def test_a_pillow_image_is_decoded_late(birds: TrainedRun, photos: list[Path], tmp_path: Path) -> None:
@@ -301,12 +294,3 @@ def test_images_are_taken_as_they_are_needed(birds: TrainedRun) -> None:
         next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert len(taken) < 50 + 60
-
-
-@pytest.mark.parametrize("amp", ["off", "bf16"])
-def test_the_number_format_is_that_of_the_run(tmp_path: Path, amp: str) -> None:
-    folder = save_run(tmp_path / "run", spec_of(), config={"TRAIN": {"AMP": amp}})
-    (folder / "config.yaml").write_text("TRAIN: {CHANNELS_LAST: true}\n")
-    precision = load_run(folder, device="cpu").precision
-    assert precision.autocast_dtype == {"off": None, "bf16": torch.bfloat16}[amp]
-    assert precision.channels_last
