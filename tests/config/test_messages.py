@@ -120,7 +120,7 @@ COMMAND_LINES = {
     "--experimental-rerun x": "--cfg",
     "hydra.run.dir=/x": "EXPERIMENT.OUTPUT_DIR EXPERIMENT.NAME",
     "++hydra.job.name=x": "EXPERIMENT.NAME",
-    "~hydra.job_logging": "logs/",
+    "~hydra.job_logging=x": "logs/",
     "hydra/launcher=joblib": "sweep",
     "hydra.nothing.known=1": "hydra.nothing.known",
     "hydra.searchpath=[conf]": "--config-dir",
@@ -221,6 +221,20 @@ TARGETS: dict[str, tuple[dict[str, Any], str]] = {
 """Keys of a node, and words in the only problem of calling it."""
 
 
+def batches() -> list[list[str]]:
+    """Command lines that are loaded together, as a load takes longer than a mistake: their keys differ."""
+    found: list[dict[str, str]] = []
+    for line in COMMAND_LINES:
+        key = re.split("[=@]", line.lstrip("+~-"))[0]
+        alone = " " in line or "{" in line or "_target_" in line or ("." not in key and key.isupper())
+        alone |= line.startswith("--config-")
+        batch = next((batch for batch in found if not {key, "alone"} & batch.keys() and not alone), None)
+        if batch is None:
+            found.append(batch := {})
+        batch["alone" if alone else key] = line
+    return [list(batch.values()) for batch in found]
+
+
 @functools.cache
 def problem_of(line: str, text: str | None = None) -> str:
     """The only problem of a command line, which the file `my.yaml` may precede."""
@@ -228,6 +242,18 @@ def problem_of(line: str, text: str | None = None) -> str:
         Path("my.yaml").write_bytes(text.encode())
     (problem,) = problems(*line.split(" "))
     return problem
+
+
+@functools.cache
+def problems_of(*lines: str) -> dict[str, str]:
+    """The problem of each line of a batch: the one that begins with its key."""
+    listed = problems(*" ".join(lines).split(" "))
+    assert len(listed) == len(lines), listed
+    found = {}
+    for line in lines:
+        begins = {line.replace("=", " "), repr(line), line.split("=")[0].lstrip("+~"), line.split("=")[0]}
+        (found[line],) = [text for text in listed if len(lines) == 1 or text.partition(": ")[0] in begins]
+    return found
 
 
 def problem_of_tree(line: str) -> str:
@@ -248,9 +274,10 @@ def assert_holds(words: str, problem: str) -> None:
     assert len(problem) < 400
 
 
-@pytest.mark.parametrize("line", COMMAND_LINES)
-def test_a_mistake_on_the_command_line_is_named(line: str) -> None:
-    assert_holds(COMMAND_LINES[line], problem_of(line))
+@pytest.mark.parametrize("lines", batches(), ids=lambda lines: f"{len(lines)} {lines[0]}")
+def test_mistakes_on_the_command_line_are_named(lines: list[str]) -> None:
+    for line, problem in problems_of(*lines).items():
+        assert_holds(COMMAND_LINES[line], problem)
 
 
 @pytest.mark.parametrize("text", FILES)
@@ -274,7 +301,7 @@ def test_a_mistake_in_a_node_with_a_target_is_named(title: str) -> None:
 def test_messages(
     golden: Golden, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {f"`{line}`": problem_of(line) for line in COMMAND_LINES}
+    found = {f"`{line}`": text for lines in batches() for line, text in problems_of(*lines).items()}
     found |= {f"file `{text[:99]}`": problem_of("--cfg=my.yaml", text) for text in FILES}
     found |= {f"`{line}`, in its files": problem_of_tree(line) for line in TREES}
     found |= {f"_target_: {title}": problem_of_target(title) for title in TARGETS}
