@@ -45,7 +45,8 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize(
-    ("how", "expected"), [("exit", "running\n"), ("interrupt", "running\ninterrupted\n")]
+    ("how", "expected"),
+    [pytest.param("exit", "running\n", marks=pytest.mark.e2e), ("interrupt", "running\ninterrupted\n")],
 )
 def test_processes_end_quietly(how: str, expected: str, tmp_path: Path) -> None:
     output, errors = tmp_path / "output.txt", tmp_path / "errors.txt"
@@ -57,6 +58,6 @@ def test_processes_end_quietly(how: str, expected: str, tmp_path: Path) -> None:
     wait_until(lambda: "running\n" in output.read_text(), process)
     if how == "interrupt":
         os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(120) == 0
+    assert process.wait(50) == 0
     assert errors.read_text() == ""
     assert output.read_text() == expected

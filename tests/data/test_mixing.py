@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch, BatchSpec
-from linnaeus.data.bundle import DataBundle, collate_pairs
+from linnaeus.data.bundle import collate_pairs
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import Mixing, mixed_epochs, soft_targets
-from linnaeus.errors import ConfigError, DataError
 from linnaeus.rng import seed_all
 from tests.helpers.ledger import Ledger
 
@@ -26,30 +23,6 @@ LABELS = torch.tensor([[0, 1], [1, -1], [-1, -1], [1, 2], [0, 0]])
 SOFT = soft_targets(LABELS, COUNTS)
 IMAGES = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 ALPHAS = [(0.4, 0.0), (0.0, 1.0), (0.4, 1.0)]
-
-
-@pytest.mark.parametrize("num_samples", [2, 3, 5])
-def test_mixup_blends_images_and_labels_of_all_ranks_alike(num_samples: int) -> None:
-    images, labels = IMAGES[:num_samples], LABELS[:num_samples]
-    seed_all(3)
-    mixed, soft = Mixing(COUNTS, 0.8, 0.0)(Batch(images.clone(), labels))
-    # The part of the first image, from the images alone.
-    part = ((mixed - images.roll(1, 0))[0] / (images - images.roll(1, 0))[0]).median()
-    assert 0.05 < part < 0.95
-    torch.testing.assert_close(mixed, part * images + (1 - part) * images.roll(1, 0))
-    torch.testing.assert_close(soft, part * SOFT[:num_samples] + (1 - part) * SOFT[:num_samples].roll(1, 0))
-    assert soft.dtype == torch.float32
-
-
-def test_cutmix_weights_the_labels_by_the_pixels() -> None:
-    seed_all(1)
-    mixed, soft = Mixing(COUNTS, 0.0, 1.0)(Batch(IMAGES.clone(), LABELS))
-    kept = (mixed == IMAGES).all(dim=1)
-    pasted = (mixed == IMAGES.roll(1, 0)).all(dim=1)
-    assert (kept ^ pasted).all()
-    part = kept[0].float().mean()
-    assert 0.05 < part < 0.95
-    torch.testing.assert_close(soft, part * SOFT + (1 - part) * SOFT.roll(1, 0))
 
 
 @pytest.mark.parametrize(
@@ -140,20 +113,14 @@ def test_batches_do_not_depend_on_workers_or_on_where_an_epoch_is_resumed() -> N
 
 
 def test_validation_and_the_last_epochs_are_not_mixed() -> None:
+    assert mixed_epochs(AugmentConfig(MIXUP=0.1, MIX_OFF_EPOCHS=3), 4) == 1
+    assert mixed_epochs(AugmentConfig(MIX_OFF_EPOCHS=3), 3) == 0
     with loaders(MIX_OFF_EPOCHS=1) as made, loaders(MIXUP=0.0, CUTMIX=0.0) as plain:
         assert batches(made, 0)[0].targets.shape == (4, 5)
         for mixes, other in ((batches(made, 1), batches(plain, 1)), (list(made.val), list(plain.val))):
             for one, expected in zip(mixes, other, strict=True):
                 assert torch.equal(one.inputs, expected.inputs)
                 assert torch.equal(one.targets, expected.targets)
-
-
-def test_no_epoch_left_to_mix_is_an_error() -> None:
-    augment = AugmentConfig(MIXUP=0.1, MIX_OFF_EPOCHS=3)
-    assert mixed_epochs(augment, 4) == 1
-    with pytest.raises(ConfigError, match=r"MIX_OFF_EPOCHS: 3 of TRAIN\.EPOCHS 3 leaves no epoch to mix"):
-        mixed_epochs(augment, 3)
-    assert mixed_epochs(AugmentConfig(MIX_OFF_EPOCHS=3), 3) == 0
 
 
 # --- what AutoBatch sees ---
@@ -191,52 +158,11 @@ def test_mixing_holds_the_copies_that_the_bound_of_host_memory_counts(
     assert mixing.num_copies <= copies < mixing.num_copies + 0.03  # an image and the labels
 
 
-# --- what cannot be mixed ---
-
-
-class Own(Dataset[Any]):
-    """A user's dataset of any items."""
-
-    def __init__(self, split: str, kind: str) -> None:
-        self.kind = kind
-        self.classes = None if kind == "no classes" else ["a", "b"]
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> Any:
-        image = torch.rand(3, 8, 8)
-        inputs = {"vector": image[0, 0], "bytes": image.byte(), "dict": {"image": image}}
-        return inputs.get(self.kind, image), index % 2
-
-
-def own(kind: str) -> DataBundle:
-    node = {"_target_": f"{__name__}.Own", "kind": kind}
-    return build_data(DataConfig(DATASET=node, AUGMENT=AugmentConfig(CUTMIX=0.5)), seed=0)
+# --- a user's dataset ---
 
 
 def test_a_users_dataset_of_image_tensors_is_mixed() -> None:
-    data = own("images")
+    node = {"_target_": "tests.helpers.datasets.Samples", "num_classes": 2}
+    data = build_data(DataConfig(DATASET=node, AUGMENT=AugmentConfig(CUTMIX=0.5)), seed=0)
     assert data.mixing is not None
     assert data.mixing(data.collate([data.train[i] for i in range(4)])).targets.shape == (4, 2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "message"),
-    [
-        ("no classes", ConfigError, r"DATA\.AUGMENT\.CUTMIX: mixed labels need classes"),
-        ("vector", DataError, r"but the inputs are a tensor \[1, 8\] of float32; set both to 0"),
-        ("bytes", DataError, r"of uint8; set both to 0"),
-        ("dict", DataError, r"but the inputs are a dict of 1"),
-    ],
-)
-def test_what_cannot_be_mixed_is_said_before_training(kind: str, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        own(kind)
-
-
-def test_targets_that_are_no_labels_are_an_error() -> None:
-    targets: Tensor
-    for targets in (torch.rand(5, 2), LABELS[:, :1], LABELS[:3]):
-        with pytest.raises(DataError, match=r"mix labels, whole numbers \[batch, 2\]"):
-            Mixing(COUNTS, 1.0, 0.0)(Batch(IMAGES, targets))

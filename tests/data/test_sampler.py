@@ -2,13 +2,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from linnaeus.data.sampler import BalancedSampler, EpochSampler, PlannedBatches, ValSampler
-from linnaeus.errors import DataError
 
 LENGTHS, WORLDS = st.integers(0, 300), st.integers(1, 8)
 
@@ -131,8 +129,3 @@ def test_draws_of_one_sample_in_an_epoch_have_keys_of_their_own() -> None:
     keys = drawn()
     assert len({key[:2] for key in keys}) < len(keys)
     assert len(set(keys)) == len(keys)
-
-
-def test_balanced_needs_a_label() -> None:
-    with pytest.raises(DataError, match="no training sample has a label; use shuffle"):
-        BalancedSampler(torch.full((4, 2), -1), seed=0)

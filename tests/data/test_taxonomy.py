@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from linnaeus.data.taxonomy import (
     UNKNOWN,
+    LabelIndex,
     Level,
     Taxonomy,
     UnknownClassError,
     index_labels,
     require_classes,
-    shared_names,
 )
 from linnaeus.errors import DataError
 
@@ -43,7 +45,7 @@ def test_a_class_seen_only_without_parent_has_an_unknown_parent() -> None:
 
 
 def test_a_name_of_several_parents_needs_its_parent() -> None:
-    with pytest.raises(DataError, match=r"'species'.*'alba'.*2 parents"):
+    with pytest.raises(DataError, match="'alba'"):
         index_labels(["genus", "species"], [("A", "alba"), ("B", "alba"), (None, "alba")])
 
 
@@ -84,15 +86,8 @@ def test_numbering_does_not_depend_on_order(lineages: list[tuple[str, str]]) -> 
 
 @pytest.mark.parametrize("lineages", [[("only",)], [(None,)]])
 def test_a_level_needs_two_classes(lineages: list[tuple[str | None]]) -> None:
-    with pytest.raises(
-        DataError, match=r"here: taxonomic rank 'class' has (one class, 'only'|no class at all).*; do so"
-    ):
+    with pytest.raises(DataError, match="'class'"):
         require_classes(index_labels(["class"], lineages).taxonomy, "here", "do so")
-
-
-def test_shared_names_are_found_per_level() -> None:
-    index = index_labels(["a", "b"], [("x", "n"), ("y", "n"), ("y", "m")])
-    assert shared_names(index) == {"a": [], "b": ["n"]}
 
 
 LEVEL_A, LEVEL_B = Level("a", ("x", "y")), Level("b", ("p", "q"))
@@ -117,3 +112,21 @@ def test_a_taxonomy_that_does_not_fit_is_refused(
 
 def test_parents_left_out_are_unknown() -> None:
     assert Taxonomy((LEVEL_A, LEVEL_B)).parents == ((UNKNOWN, UNKNOWN),)
+
+
+# --- an index written to a file and read back ---
+
+
+LINEAGES = [
+    ("Animalia", "Felis", "catus"), ("Animalia", "Canis", "lupus"), ("Plantae", "Felis", "x"),
+    (None, "Rosa", "canina"), ("Plantae", None, "y"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [None, ["kingdom", "species"]])
+def test_an_index_comes_back_from_a_file(names: list[str] | None) -> None:
+    index = index_labels(["kingdom", "genus", "species"], LINEAGES)
+    index = index if names is None else index.select(names)
+    again = LabelIndex.from_dict(json.loads(json.dumps(index.as_dict())))
+    assert again == index
+    assert [again.encode(lineage) for lineage in LINEAGES] == [index.encode(line) for line in LINEAGES]

@@ -70,29 +70,14 @@ def test_probability_of_a_flip() -> None:
     assert torch.equal(flipped, transform()(IMAGE).flip(-1))
 
 
-def test_normalisation() -> None:
-    pipeline = transform((40, 60), MEAN=[0.0, 0.5, 1.0], STD=[1.0, 0.5, 2.0])
-    expected = (IMAGE / 255 - torch.tensor([0.0, 0.5, 1.0]).view(3, 1, 1)) / torch.tensor(
-        [1.0, 0.5, 2.0]
-    ).view(3, 1, 1)
-    torch.testing.assert_close(pipeline(IMAGE), expected)
-
-
 def test_normalisation_is_that_of_torchvision_bit_for_bit() -> None:
+    """Of fractions too, which are not divided by 255 once more."""
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-    expected = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])(IMAGE)
-    assert torch.equal(Normalise(mean, std)(IMAGE), expected)
-    assert not torch.equal(Normalise(mean, mean)(IMAGE), expected)
-
-
-def test_fractions_are_normalised_as_fractions() -> None:
-    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-    for fractions in (IMAGE / 255, (IMAGE / 255).half()):
-        expected = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])(fractions)
-        assert torch.equal(Normalise(mean, std)(fractions), expected)
-        torch.testing.assert_close(
-            Normalise(mean, std)(fractions), Normalise(mean, std)(IMAGE), rtol=0, atol=3e-3
-        )
+    for image in (IMAGE, IMAGE / 255, (IMAGE / 255).half()):
+        expected = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])(image)
+        assert torch.equal(Normalise(mean, std)(image), expected)
+        assert not torch.equal(Normalise(mean, mean)(image), expected)
+        torch.testing.assert_close(expected, Normalise(mean, std)(IMAGE), rtol=0, atol=3e-3)
 
 
 def test_the_image_that_comes_in_is_not_changed() -> None:
@@ -101,10 +86,10 @@ def test_the_image_that_comes_in_is_not_changed() -> None:
     assert torch.equal(IMAGE, before)
 
 
-@pytest.mark.parametrize("size", [(16, 16), (20, 48), (40, 60), (80, 120), (7, 5)])
-@pytest.mark.parametrize("fraction", [0.5, 0.875, 1.0])
-def test_cover_and_crop_gives_the_size(size: tuple[int, int], fraction: float) -> None:
-    assert CoverAndCrop(size, fraction)(IMAGE).shape == (3, *size)
+def test_cover_and_crop_gives_the_size() -> None:
+    for size in ((16, 16), (20, 48), (40, 60), (80, 120), (7, 5)):
+        for fraction in (0.5, 0.875, 1.0):
+            assert CoverAndCrop(size, fraction)(IMAGE).shape == (3, *size)
 
 
 def test_centre_crop_keeps_its_share_and_the_aspect() -> None:
@@ -120,12 +105,6 @@ def test_centre_crop_keeps_its_share_and_the_aspect() -> None:
     assert abs(int(half[1].min()) - 20 * 4) <= 8
 
 
-@pytest.mark.parametrize("key", ["MEAN", "STD"])
-def test_statistics_must_fit_the_channels(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"DATA\.AUGMENT\.{key}: 3 values, but the images have 1 channel"):
-        transform(channels=1, **{key: [0.5, 0.5, 0.5]})
-
-
 def test_statistics_of_colours_become_those_of_grey() -> None:
     """What Pillow's grey image of a colour has for a mean, by its own weights."""
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -139,10 +118,10 @@ def test_statistics_of_colours_become_those_of_grey() -> None:
 
 
 @pytest.mark.parametrize(("channels", "given"), [(2, 3), (1, 2), (3, 1)])
-def test_other_numbers_of_statistics_are_a_mistake(channels: int, given: int) -> None:
-    message = rf"MEAN: {given} values.* {channels} channel.*or DATA\.AUGMENT\.MEAN=null"
-    with pytest.raises(ConfigError, match=message):
-        transform(channels=channels, MEAN=[0.5] * given, STD=[0.5] * given)
+@pytest.mark.parametrize("key", ["MEAN", "STD"])
+def test_other_numbers_of_statistics_are_a_mistake(channels: int, given: int, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"DATA\.AUGMENT\.{key}"):
+        transform(channels=channels, **{key: [0.5] * given})
 
 
 @pytest.mark.parametrize("kind", [v2.RandAugment, v2.TrivialAugmentWide])

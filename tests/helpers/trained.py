@@ -103,3 +103,21 @@ def write_images(folder: Path, number: int, size: tuple[int, int] = (40, 52)) ->
 def picture(seed: int, size: tuple[int, int] = (40, 52)) -> Image.Image:
     blocks = np.random.default_rng(seed).integers(0, 256, (size[0] // 4, size[1] // 4, 3), dtype=np.uint8)
     return Image.fromarray(blocks.repeat(4, axis=0).repeat(4, axis=1))
+
+
+class Flat(torch.nn.Module):
+    """A user's model: levels by name in a dictionary."""
+
+    def __init__(self, num_classes: dict[str, int], in_chans: int, img_size: tuple[int, int]) -> None:
+        super().__init__()
+        size = in_chans * img_size[0] * img_size[1]
+        layers = {name: torch.nn.Linear(size, count) for name, count in num_classes.items()}
+        self.layers = torch.nn.ModuleDict(layers)
+
+    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: layer(images.flatten(1)) for name, layer in self.layers.items()}
+
+
+class Untraceable(Flat):
+    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().forward(images if images.sum().item() else -images)

@@ -1,0 +1,281 @@
+"""Mistakes in a user's data: what must be in each message, and in one file the whole sentences."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
+from linnaeus.data.batch import Batch, BatchSpec, batch_size
+from linnaeus.data.bundle import DataBundle, collate_pairs
+from linnaeus.data.datasets import build_data
+from linnaeus.data.evaluation import EvaluationData, Relabel, Request, build_evaluation_data
+from linnaeus.data.image import load_image
+from linnaeus.data.mixing import Mixing, mixed_epochs
+from linnaeus.data.sampler import BalancedSampler
+from linnaeus.data.target import UserDataset
+from linnaeus.data.taxonomy import LabelIndex, Level, Taxonomy, index_labels
+from linnaeus.data.transforms import Preprocessing
+from linnaeus.errors import LinnaeusError
+from tests.helpers import datasets
+from tests.helpers.messages import Golden
+
+
+def build(augment: AugmentConfig | None = None, **dataset: Any) -> DataBundle:
+    """The data of a node; keys in capitals are those of the built-in datasets."""
+    skips = dataset.pop("skip", False)
+    node: Any = dataset if "_target_" in dataset else DatasetConfig(**dataset)
+    bad = "skip" if skips else "raise"
+    config = DataConfig(DATASET=node, IMG_SIZE=16, ON_BAD_IMAGE=bad, AUGMENT=augment or AugmentConfig())
+    return build_data(config, seed=0)
+
+
+def touch(paths: str) -> None:
+    for path in paths.split():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).touch()
+
+
+CLASSES = ("A/cat", "A/dog", "Plants/oak", "Plants/elm")
+
+
+def folders(more: str = "", classes: tuple[str, ...] = CLASSES, **dataset: Any) -> DataBundle:
+    """Class folders of four empty files below `images`, and more files."""
+    touch(" ".join(f"images/{name}/{i}.jpg" for name in classes for i in range(4)))
+    touch(more)
+    return build(**{"NAME": "imagefolder", "ROOT": "images", **dataset})
+
+
+INAT = ("00000_A_C_M_K_F_Canis_lupus", "00001_A_C_M_K_F_Vulpes_vulpes")
+FOLDERS: dict[str, tuple[Callable[[], object], str]] = {
+    "no root": (lambda: folders(ROOT=None), "2 DATA.DATASET.ROOT"),
+    "root is not there": (lambda: folders(ROOT="nowhere"), "1 DATA.DATASET.ROOT nowhere"),
+    "root is misspelled": (lambda: folders(ROOT="image"), "1 DATA.DATASET.ROOT images"),
+    "root is a file": (lambda: folders(ROOT="images/A/cat/0.jpg"), "1 DATA.DATASET.ROOT 0.jpg"),
+    "root is empty": (lambda: folders("empty/notes.txt", ROOT="empty"), "1 empty"),
+    "train is not there": (lambda: folders(TRAIN="nowhere"), "1 DATA.DATASET.TRAIN nowhere"),
+    "val is misspelled": (lambda: folders(TRAIN=".", VAL="plants"), "1 DATA.DATASET.VAL images/Plants"),
+    "val without train": (lambda: folders(VAL="Plants"), "1 train"),
+    "a class outside": (lambda: folders("images/Fungi/0.jpg"), "1 images/Fungi 1 2"),
+    "a class too deep": (lambda: folders("images/A/cat/white/0.jpg"), "1 images/A/cat/white 3 2"),
+    "an image outside": (lambda: folders("images/0.jpg"), "1 images/0.jpg"),
+    "a class without image": (lambda: folders("images/Plants/ash/notes.txt"), "1 images/Plants/ash"),
+    "one class at the top": (lambda: folders(classes=CLASSES[:2]), "1 'level1' 'A'"),
+    "one class": (lambda: folders(classes=("cat",)), "1 'cat'"),
+    "number of ranks": (lambda: folders(RANKS=["species"]), "2 DATA.DATASET.RANKS 1 2"),
+    "channels": (lambda: folders(CHANNELS=4), "2 DATA.DATASET.CHANNELS 4"),
+    "unknown classes of val": (
+        lambda: folders("images/val/A/oak/0.jpg images/val/F/x/0.jpg", tuple(f"train/{n}" for n in CLASSES)),
+        "1 2 A/oak F/x",
+    ),
+    "depth of val": (
+        lambda: folders("images/val/cat/0.jpg", tuple(f"train/{n}" for n in CLASSES)), "1 images/val 1 2"
+    ),
+    "too few": (lambda: [touch("few/a/0.jpg few/b/0.jpg"), build(NAME="imagefolder", ROOT="few")], "1 few 2"),
+    "rank of iNaturalist": (lambda: folders(classes=INAT, RANKS=["tribe"]), "2 DATA.DATASET.RANKS tribe"),
+    "one kingdom": (lambda: folders(classes=INAT), "1 'kingdom' 'A' DATA.DATASET.RANKS"),
+    "other names": (lambda: folders("images/others/0.jpg", INAT), "1 others DATA.DATASET.FOLDER_NAMES"),
+    "nothing but damage": (lambda: folders(skip=True), "1 images"),
+    "damaged image": (lambda: folders().train[0], "1 .jpg DATA.ON_BAD_IMAGE"),
+    "no such image": (lambda: load_image(Path("gone.jpg"), 3), "1 gone.jpg"),
+}  # fmt: skip
+
+
+def manifest(text: str | bytes, **dataset: Any) -> DataBundle:
+    touch("img/0.jpg img/1.jpg")
+    for name, content in {"train.csv": text, "val.csv": dataset.pop("val", None)}.items():
+        if content is not None:
+            Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return build(**{"NAME": "manifest", "ROOT": ".", **dataset})
+
+
+ROWS = "image,kingdom,species\nimg/0.jpg,Animalia,cat\nimg/1.jpg,Plantae,oak\n"
+MANIFESTS: dict[str, tuple[Callable[[], object], str]] = {
+    "empty": (lambda: manifest("\n\n"), "1 train.csv"),
+    "no row": (lambda: manifest("image,species\n"), "1 train.csv"),
+    "no labels": (lambda: manifest("image\nimg/0.jpg\n"), "1 train.csv"),
+    "no image column": (lambda: manifest("file,a\nimg/0.jpg,x\n"), "1 1: 'image' DATA.DATASET.IMAGE_COLUMN"),
+    "semicolons": (lambda: manifest("image;a\nimg/0.jpg;x\n"), "1 1: 'image;a'"),
+    "a column twice": (lambda: manifest("image,a,a\nimg/0.jpg,x,y\n"), "1 1: a"),
+    "too few cells": (lambda: manifest("image,a\nimg/0.jpg,x\n\nimg/1.jpg\n"), "1 4: 1 2"),
+    "no path": (lambda: manifest("image,a\nimg/0.jpg,x\n,y\n"), "1 3:"),
+    "broken": (lambda: manifest('image,a\nimg/0.jpg,"x\n'), "1 train.csv CSV"),
+    "encoding": (lambda: manifest(b"image,a\nimg/0.jpg,f\xe9e\n"), "1 train.csv UTF-8"),
+    "one class": (lambda: manifest("image,a\nimg/0.jpg,x\nimg/1.jpg,x\n"), "1 'a' 'x'"),
+    "no class": (lambda: manifest("image,a\nimg/0.jpg,\nimg/1.jpg,\n"), "1 'a'"),
+    "no image": (lambda: manifest("image,a\n0.jpg,x\n", val="image,a\n1.jpg,x\n"), "1 2: DATA.DATASET.ROOT"),
+    "misspelled rank": (lambda: manifest(ROWS, RANKS=["specie"]), "1 'specie' DATA.DATASET.RANKS 'species'"),
+    "the image as a rank": (lambda: manifest(ROWS, RANKS=["image"]), "2 DATA.DATASET.RANKS image"),
+    "fine to coarse": (
+        lambda: manifest("image,b,a\nimg/0.jpg,cat,A\nimg/1.jpg,dog,A\nimg/1.jpg,oak,P\n"),
+        "1 'a' 'b' DATA.DATASET.RANKS",
+    ),
+    "unknown class of val": (
+        lambda: manifest(ROWS, val="image,kingdom,species\nimg/0.jpg,Plantae,oak\nimg/1.jpg,Plantae,elm\n"),
+        "1 val.csv Plantae/elm 3",
+    ),
+    "val column": (lambda: manifest(ROWS, val="image,kingdom\nimg/0.jpg,Plantae\n"), "1 val.csv 'species'"),
+    "none": (lambda: build(NAME="manifest"), "2 DATA.DATASET.TRAIN"),
+    "not there": (lambda: manifest(ROWS, TRAIN="gone.csv"), "1 gone.csv"),
+}  # fmt: skip
+
+
+def target(name: str, augment: AugmentConfig | None = None, **node: Any) -> DataBundle:
+    return build(augment, _target_=name if "." in name else f"{datasets.__name__}.{name}", **node)
+
+
+def targets_of(targets: Any) -> Any:
+    levels = Taxonomy((Level("class", ("0", "1")),))
+    return UserDataset(datasets.Samples("train", targets), "Own", levels, raw=False).targets
+
+
+def sample_of(value: Any) -> DataBundle:
+    return target("Samples", taxonomy={"coarse": 2, "fine": 3}, targets=value)
+
+
+def synthetic(*num_classes: int, **options: Any) -> DataBundle:
+    return build(NAME="synthetic", NUM_CLASSES=list(num_classes), **options)
+
+
+ALBA = [("Ficus", "alba"), ("Populus", "alba")]
+MIXED = AugmentConfig(CUTMIX=0.5)
+OWN: dict[str, tuple[Callable[[], object], str]] = {
+    "no package": (lambda: target("nowhere.to.be.Found"), "1 DATA.DATASET._target_ 'nowhere'"),
+    "no attribute": (lambda: target("Missing"), "1 DATA.DATASET._target_ 'Missing'"),
+    "no split": (lambda: target("Strange"), "1 Strange `split` `train`"),
+    "fails at once": (lambda: target("failing_at_once"), "1 failing_at_once KeyError datasets.py"),
+    "fails late": (lambda: target("Failing", num_classes=2).train[3], "1 Failing 3 OSError datasets.py"),
+    "argument missing": (lambda: target("TorchvisionStyle"), "1 TorchvisionStyle TypeError 'root'"),
+    "argument unknown": (lambda: target("TorchvisionStyle", root="", extra=1), "1 TypeError 'extra'"),
+    "no length": (lambda: target("Stream"), "1 Stream __len__"),
+    "no dataset": (lambda: target("not_a_dataset"), "1 not_a_dataset 5"),
+    "no sample": (lambda: target("Samples", length=0), "1 Samples"),
+    "no pair": (lambda: target("single_items"), "1 single_items 0"),
+    "one class": (lambda: target("Samples", num_classes=1), "1 'class' '0'"),
+    "classes": (lambda: target("Samples", classes="abc"), "1 Samples 'abc'"),
+    "taxonomy": (lambda: target("Samples", taxonomy=5), "1 Samples 5"),
+    "other classes of val": (lambda: target("different_classes"), "1 different_classes"),
+    "collate_fn": (lambda: target("wrong_collate"), "1 wrong_collate collate_fn 3"),
+    "label too large": (lambda: sample_of((1, 3)), "1 Samples 0 'fine' 3"),
+    "label too small": (lambda: sample_of((-2, 0)), "1 Samples 0 'coarse' -2"),
+    "too few labels": (lambda: sample_of((1,)), "1 Samples 0"),
+    "fractions": (lambda: sample_of((0.5, 1.0)), "1 Samples 0"),
+    "text": (lambda: sample_of("cat"), "1 Samples 0"),
+    "rank": (lambda: sample_of({"genus": 1}), "1 Samples 0 genus"),
+    "number of targets": (lambda: targets_of([0, 1]), "1 Own 2 6"),
+    "fractional targets": (lambda: targets_of([0.5] * 6), "1 Own float32"),
+    "targets of two ranks": (lambda: targets_of([[0, 1]] * 6), "1 Own [6, 2]"),
+    "targets out of range": (lambda: targets_of([0, 1, 2] * 2), "1 Own 'class' 2"),
+    "targets of text": (lambda: targets_of(["a"] * 6), "1 Own"),
+    "mixing without classes": (lambda: target("Samples", MIXED), "2 DATA.AUGMENT.CUTMIX"),
+    "mixing vectors": (lambda: target("Samples", MIXED, num_classes=2, shape=[8]), "1 [1, 8] float32"),
+    "mixing mappings": (lambda: target("in_mappings", MIXED), "1 dict"),
+    "mixing other targets": (
+        lambda: Mixing([2, 3], 1.0, 0.0)(Batch(torch.rand(5, 3, 8, 8), torch.rand(5, 2))), "1 [batch, 2]"
+    ),
+    "no epoch to mix": (
+        lambda: mixed_epochs(AugmentConfig(MIXUP=0.1, MIX_OFF_EPOCHS=3), 3), "2 MIX_OFF_EPOCHS TRAIN.EPOCHS 3"
+    ),
+    "statistics": (lambda: synthetic(2, augment=AugmentConfig(MEAN=[0.5] * 2)), "2 DATA.AUGMENT.MEAN 2 3"),
+    "labels to balance": (lambda: BalancedSampler(torch.full((4, 2), -1), seed=0), "1 shuffle"),
+    "classes of synthetic": (lambda: synthetic(10, 5), "2 DATA.DATASET.NUM_CLASSES"),
+    "ranks of synthetic": (lambda: synthetic(2, 4, RANKS=["a"]), "2 DATA.DATASET.RANKS"),
+    "ranks of one name": (lambda: synthetic(2, 4, RANKS=["a", "a"]), "1 a"),
+    "unknown in part": (lambda: synthetic(4, UNKNOWN_FRACTION=0.5), "2 DATA.DATASET.UNKNOWN_FRACTION 0.5"),
+    "no tensor in a batch": (lambda: batch_size(Batch({"a": 1}, 3)), "1"),
+    "no sample to look at": (lambda: BatchSpec.from_dataset([], collate_pairs, 4, seed=0), "1"),
+    "a name under several parents": (
+        lambda: index_labels(["genus", "species"], [*ALBA, (None, "alba")]), "1 'species' 'alba' 2"
+    ),
+}  # fmt: skip
+
+NESTED = index_labels(["family", "species"], [("cats", "lion"), ("dogs", "fox"), ("dogs", "wolf")])
+FLAT = index_labels(["species"], [("fox",), ("lion",), ("wolf",)])
+PREPROCESSING = Preprocessing(3, (8, 8), 1.0, (0.5,) * 3, (0.5,) * 3)
+
+
+def evaluation(index: LabelIndex | None, rows: str, *, own: bool = False, **dataset: Any) -> EvaluationData:
+    """Data of a manifest for the evaluation of a run; rows are parted by blanks."""
+    touch("1.png")
+    Path("test.csv").write_text(rows.replace(" ", "\n1.png,"))
+    config = DataConfig(
+        DATASET=DatasetConfig(**{"NAME": "manifest", "TRAIN": "test.csv", "VAL": "test.csv", **dataset})
+    )
+    return build_evaluation_data(Request(config, index, PREPROCESSING, 0, own, dataset.get("skip", False)))
+
+
+def users(index: LabelIndex | None, classes: list[str]) -> EvaluationData:
+    node = {"_target_": f"{datasets.__name__}.Samples", "classes": classes}
+    return build_evaluation_data(Request(DataConfig(DATASET=node), index, None, 0, False))
+
+
+EVALUATIONS: dict[str, tuple[Callable[[], object], str]] = {
+    "no column with labels": (lambda: evaluation(NESTED, "image,order dogs"), "1 'family' 'species' 'order'"),
+    "no column of a rank": (lambda: evaluation(NESTED, "image,b dogs", RANKS=["family", "b"]), "1 'family'"),
+    "no image column": (lambda: evaluation(NESTED, "file,family dogs"), "1 'image'"),
+    "unknown classes": (
+        lambda: evaluation(NESTED, "image,family,species dogs,wolf dogs,jackal bears,panda dogs,jackal"),
+        "1 2 3 dogs/jackal bears --unknown",
+    ),
+    "other classes now": (
+        lambda: evaluation(NESTED, "image,family,species" + " cats,lion dogs,fox" * 5, own=True, VAL=None),
+        "1 species wolf",
+    ),
+    "a run on tensors": (
+        lambda: build_evaluation_data(
+            Request(DataConfig(DATASET=DatasetConfig(NAME="manifest")), NESTED, None, 0, False)), "2"
+    ),
+    "unknown classes of a dataset": (lambda: users(FLAT, ["wolf", "dodo", "fox"]), "1 dodo --unknown"),
+    "a run without classes": (lambda: users(None, ["wolf", "fox"]), "1"),
+    "other ranks": (lambda: users(NESTED, ["wolf", "fox"]), "1 class family, species"),
+    "built-in data": (
+        lambda: build_evaluation_data(
+            Request(DataConfig(DATASET=DatasetConfig(NAME="synthetic")), FLAT, PREPROCESSING, 0, True)),
+        "1 'synthetic'",
+    ),
+    "several classes of a name": (
+        lambda: Relabel(
+            Taxonomy((Level("species", ("nigra", "alba")),)),
+            index_labels(["genus", "species"], [*ALBA, ("Populus", "nigra")]), "own",
+        ), "1 'alba' Ficus/alba Populus/alba",
+    ),
+}  # fmt: skip
+
+KINDS = {"folders": FOLDERS, "manifest": MANIFESTS, "own": OWN, "evaluation": EVALUATIONS}
+MISTAKES = {f"{kind}: {title}": case for kind, cases in KINDS.items() for title, case in cases.items()}
+"""By a title: what raises an error; its exit code, and words that it holds."""
+
+
+@pytest.fixture(scope="module")
+def error_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LinnaeusError]:
+    """The error of a mistake, made in a folder of its own."""
+
+    @functools.cache
+    def find(title: str) -> LinnaeusError:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path_factory.mktemp("data"))
+            with pytest.raises(LinnaeusError) as caught:
+                MISTAKES[title][0]()
+        return caught.value
+
+    return find
+
+
+@pytest.mark.parametrize("title", MISTAKES)
+def test_a_mistake_is_named(error_of: Callable[[str], LinnaeusError], title: str) -> None:
+    code, *words = MISTAKES[title][1].split()
+    error = error_of(title)
+    assert [word for word in words if word not in str(error)] == []
+    assert error.exit_code == int(code), error
+    assert "\n" not in str(error).removeprefix("1 problem in the configuration:\n")
+
+
+def test_messages(golden: Golden, error_of: Callable[[str], LinnaeusError]) -> None:
+    found = {title: str(error_of(title)) for title in MISTAKES}
+    golden("data", {title: re.sub(r"\.py, line \d+", ".py, line N", text) for title, text in found.items()})

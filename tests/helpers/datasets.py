@@ -1,0 +1,106 @@
+"""A user's datasets, right and wrong ones, for `_target_`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset
+
+
+class Samples(Dataset[Any]):
+    """Tensors with whatever targets and attributes a test asks for."""
+
+    def __init__(
+        self, split: str, targets: Any = None, length: int = 6, shape: Any = (3, 4, 4), **attributes: Any
+    ) -> None:
+        self.split = split
+        self.targets = targets
+        self.length = length
+        self.shape = shape
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        target = index % 2 if self.targets is None else self.targets
+        return torch.full(self.shape, float(index)), target
+
+
+class TorchvisionStyle(Dataset[Any]):
+    """Split chosen by `train`; Pillow images; class names in `classes`."""
+
+    classes = ("zero", "one", ("two", "deux"))
+
+    def __init__(self, root: str, train: bool = True, mode: str = "RGB", even: bool = True) -> None:
+        self.root, self.train, self.mode, self.even = root, train, mode, even
+
+    def __len__(self) -> int:
+        return 30 if self.train else 12
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        width = 20 if self.even else 20 + index
+        return Image.new("RGB", (width, 10), (index * 8, 0, 0)).convert(self.mode), index % 3
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, split: str) -> None: ...
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Strange(Dataset[Any]):
+    """Takes neither `split` nor `train`."""
+
+    def __init__(self, root: str = "") -> None: ...
+
+
+class Failing(Samples):
+    """Fails at its fourth sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            raise OSError("the tape broke")
+        return super().__getitem__(index)
+
+
+def failing_at_once(split: str) -> Samples:
+    raise KeyError(f"no key for {split}")
+
+
+def not_a_dataset(split: str) -> Any:
+    return 5
+
+
+def single_items(split: str) -> list[Any]:
+    return [{"image": torch.zeros(3), "label": 1}] * 4
+
+
+def of_bytes(split: str) -> list[Any]:
+    return [(torch.zeros(3, 8, 8, dtype=torch.uint8), 0), (torch.ones(3, 8, 8, dtype=torch.uint8), 1)]
+
+
+def in_mappings(split: str) -> Samples:
+    dataset = Samples(split, classes=["a", "b"])
+    dataset.__class__ = _InMappings
+    return dataset
+
+
+class _InMappings(Samples):
+    def __getitem__(self, index: int) -> Any:
+        image, target = super().__getitem__(index)
+        return {"image": image}, target
+
+
+def different_classes(split: str) -> Samples:
+    return Samples(split, classes=["a", "b"] if split == "train" else ["b", "a"])
+
+
+def wrong_collate(split: str) -> Samples:
+    return Samples(split, num_classes=2, collate_fn=lambda samples: [1, 2, 3])
