@@ -27,6 +27,7 @@ from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.training.optim import build_optimizer
 from tests.helpers.bits import bits
 from tests.helpers.runs import freeze_what_is_there
+from tests.helpers.unrestorable import Forgetful, Helped, Hiding, Yielding
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
 
@@ -362,51 +363,6 @@ def test_a_schedulers_own_mark_on_an_optimizer_does_not_stay() -> None:
 # --- what cannot be put back ---
 
 
-class Hiding(torch.optim.SGD):
-    """Its rate depends on a number that is in a closure."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, lr=lr)
-        number = 0
-
-        def next_rate() -> float:
-            nonlocal number
-            number += 1
-            return lr * number
-
-        self.next_rate = next_rate
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["lr"] = self.next_rate()
-        super().step(closure)
-
-
-class Yielding(torch.optim.SGD):
-    """Its rate comes from a generator, which cannot be copied."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.01)
-        self.rates = (0.1 / number for number in itertools.count(1))
-
-
-class Helped(torch.optim.SGD):
-    """Counts in an object of its own; the count matters once in a thousand steps."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.01)
-        self.helper = Counter()
-        self.helper.count = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        self.helper.count += 1
-
-
-class Counter:
-    count: int
-
-
 @pytest.mark.parametrize(
     ("kind", "what", "is_inside"),
     [
@@ -429,19 +385,6 @@ def test_an_optimizer_that_cannot_be_put_back_is_refused_before_the_first_step(
     assert loop.num_calls == 0
     assert (bits(loop.model.state_dict()), torch.get_rng_state().tolist()) == before
     assert all(parameter.grad is None for parameter in loop.model.parameters())
-
-
-class Forgetful:
-    """Its `load_state_dict` leaves out what a step changes."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
 
 
 def test_an_object_whose_load_state_dict_leaves_something_out_is_refused() -> None:
