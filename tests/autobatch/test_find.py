@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.find import BatchSizeFinder, _warn_once
-from linnaeus.autobatch.names import ARGUMENTS, Names
+from linnaeus.autobatch.names import Names
 from linnaeus.autobatch.nothing_fits import NothingFits
 from linnaeus.autobatch.observer import SearchLimits
 from linnaeus.autobatch.result import PredictedStart, Timing
@@ -246,7 +246,7 @@ def test_speeds_are_compared_under_the_budget_of_the_result(monkeypatch: pytest.
 @pytest.mark.parametrize("is_limited", [False, True])
 def test_the_budget_is_the_fraction_of_the_limit_or_of_the_device(is_limited: bool) -> None:
     device_bytes = device_memory(CPU).total_bytes
-    limit_gb = device_bytes / GIB / 2 if is_limited else 2 * device_bytes / GIB
+    limit_gb = limit_with_room_for(400) if is_limited else 2 * device_bytes / GIB
     result = find_on_cpu(
         plain_step, make_batch, max_batch_size=2, target_memory_fraction=0.9, memory_limit_gb=limit_gb
     )
@@ -304,31 +304,13 @@ def test_the_deadline_ends_the_search_with_the_best_size_so_far(monkeypatch: pyt
 # --- errors ---
 
 
-@pytest.mark.parametrize(
-    ("mode", "names"), [("train", keys("train")), ("val", keys("val")), ("train", ARGUMENTS)]
-)
-def test_when_nothing_fits_the_error_names_sizes_and_settings(mode: Any, names: Any) -> None:
-    with BatchSizeFinder(
-        plain_step, make_batch, device="cpu", min_batch_size=90, mode=mode, names=names,
-        memory_limit_gb=limit_with_room_for(60),
-    ) as finder, pytest.raises(AutoBatchError) as caught:  # fmt: skip
-        finder.find(0.98)
-    text = str(caught.value)
-    assert caught.value.exit_code == 3
-    assert f"({mode})" in text
-    assert "90 (" in text
-    settings = ("min_batch_size", "target_memory_fraction", "memory_limit_gb", "half_precision", "model")
-    assert all(getattr(names, setting) in text for setting in settings)
-    assert (names.checkpointing in text) == (mode == "train")
-    assert ("DATA.AUTOBATCH" in text) == (names is not ARGUMENTS)
-
-
 def test_when_the_process_alone_fills_the_limit_only_a_larger_limit_is_named_with_its_value() -> None:
     """A tenth of what it holds: no fraction of it and no model are enough."""
     held_gb = limit_with_room_for(0)
     arguments: dict[str, Any] = {"target_memory_fraction": 0.8, "max_batch_size": 2}
     with pytest.raises(AutoBatchError) as caught:
         find_on_cpu(plain_step, make_batch, memory_limit_gb=held_gb / 10, **arguments)
+    assert caught.value.exit_code == 3
     remedies = str(caught.value).rpartition(": ")[2]
     assert set(re.findall(r"\w+_\w+", remedies)) == {"memory_limit_gb"}
     named_gb = float(re.findall(r"\d+\.\d\d", remedies)[0])
@@ -393,47 +375,6 @@ def test_when_nothing_fits_only_settings_with_an_effect_are_named(facts: dict[st
 
 
 NAMES = Names(**{field.name: f"<{field.name}>" for field in dataclasses.fields(Names)})
-
-
-@pytest.mark.parametrize(
-    ("error", "arguments"),
-    [
-        (
-            ValueError,
-            {
-                "target_memory_fraction": 0.0, "mode": "test", "strategy": "magic", "multiple_of": 0,
-                "max_trials": 0, "min_batch_size": 0, "max_batch_size": 0, "steps_per_trial": 0,
-                "timeout_minutes": float("nan"), "memory_limit_gb": float("inf"), "start": 0,
-                "tolerance": 1.0, "objective": "speed",
-            },
-        ),
-        (ValueError, {"target_memory_fraction": 1.01, "memory_limit_gb": 0.0, "tolerance": -0.01}),
-        (
-            TypeError,
-            {
-                "step": None, "make_batch": torch.ones(2), "observer": print, "max_trials": 2.5,
-                "max_batch_size": True, "min_batch_size": None, "multiple_of": "8", "steps_per_trial": 1.5,
-                "start": 2.5, "target_memory_fraction": "0.8", "tolerance": False, "timeout_minutes": "1",
-                "memory_limit_gb": "4", "bounds": [3], "state": 3,
-            },
-        ),
-        (TypeError, {"bounds": {"dataset": 3.5}, "state": "model"}),
-        (TypeError, {"bounds": {3: 4}, "state": {"model": nn.Linear(1, 1)}}),
-        (TypeError, {"state": nn.ModuleList([nn.Linear(1, 1)])}),  # it could be iterated over
-    ],
-)  # fmt: skip
-def test_a_wrong_argument_is_named(error: type[Exception], arguments: dict[str, Any]) -> None:
-    for name, value in arguments.items():
-        right = {"step": plain_step, "make_batch": make_batch, "max_batch_size": 4}
-        with pytest.raises(error, match=f"^{name}"):
-            find_on_cpu(**{**right, name: value})
-
-
-def test_bounds_in_the_wrong_order_are_both_named() -> None:
-    with pytest.raises(ValueError, match=r"max_batch_size.*min_batch_size"):
-        find_on_cpu(plain_step, make_batch, min_batch_size=20, max_batch_size=7)
-    with pytest.raises(AutoBatchError, match=r"min_batch_size.*dataset"):
-        find_on_cpu(plain_step, make_batch, min_batch_size=20, bounds={"dataset": 7})
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

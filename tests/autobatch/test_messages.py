@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +27,17 @@ from linnaeus.autobatch.sizes import keys
 from linnaeus.memory.device import GIB
 from tests.helpers.consoles import terminal
 from tests.helpers.fake_cuda import FakeCuda
-from tests.helpers.messages import Golden, error_of
+from tests.helpers.messages import Golden
 from tests.helpers.unrestorable import Forgetful, Helped, Hiding, Yielding
 
 MIB = 1024**2
+
+
+def error_of(function: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The type and the text of the error that a call raises."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - it is compared
+        function(*args, **options)
+    return f"{caught.type.__name__}: {caught.value}"
 
 
 def step(batch: Tensor) -> None:
@@ -78,11 +86,15 @@ def bad_arguments() -> Iterator[tuple[str, str]]:
     yield from of_calls(
         auto_find_batch_size, {"step": step, "make_batch": make_batch, "device": "cpu"},
         [
-            {"target_memory_fraction": "0.8"}, {"tolerance": 2}, {"memory_limit_gb": float("inf")},
-            {"timeout_minutes": 0}, {"strategy": "magic"}, {"objective": "speed"}, {"step": None},
-            {"step": 3}, {"observer": print}, {"max_trials": 0}, {"max_batch_size": True}, {"start": 0},
-            {"bounds": [3]}, {"bounds": {"dataset": 3.5}}, {"bounds": {3: 4}}, {"state": nn.Identity()},
-            {"state": (3,)}, {"min_batch_size": 20, "max_batch_size": 7},
+            {"target_memory_fraction": "0.8"}, {"target_memory_fraction": 0.0},
+            {"target_memory_fraction": 1.01}, {"tolerance": -0.01}, {"tolerance": 1.0}, {"tolerance": False},
+            {"memory_limit_gb": 0.0}, {"memory_limit_gb": math.inf}, {"memory_limit_gb": "4"},
+            {"timeout_minutes": 0}, {"timeout_minutes": math.nan}, {"mode": "test"}, {"strategy": "magic"},
+            {"objective": "speed"}, {"step": None}, {"step": 3}, {"make_batch": 3}, {"observer": print},
+            {"max_trials": 0}, {"max_trials": 2.5}, {"min_batch_size": 0}, {"max_batch_size": True},
+            {"multiple_of": 0}, {"steps_per_trial": 0}, {"start": 0}, {"bounds": [3]},
+            {"bounds": {"dataset": 3.5}}, {"bounds": {3: 4}}, {"state": nn.Identity()}, {"state": "model"},
+            {"state": {"model": 1}}, {"state": (3,)}, {"min_batch_size": 20, "max_batch_size": 7},
             {"min_batch_size": 20, "bounds": {"dataset": 7}},
         ],
     )  # fmt: skip
@@ -99,6 +111,7 @@ def bad_arguments() -> Iterator[tuple[str, str]]:
         find_largest, {"measure": int, "budget_bytes": 1, "min_size": 1, "max_size": 64},
         [
             {"strategy": "guess"}, {"min_size": 0}, {"min_size": 9, "max_size": 8}, {"tolerance": 1.0},
+            {"tolerance": -0.01}, {"tolerance": math.nan}, {"max_trials": 0}, {"multiple_of": 0},
             {"min_size": 9, "max_size": 15, "multiple_of": 8},
         ],
     )  # fmt: skip

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from linnaeus.autobatch import auto_find_batch_size
 from linnaeus.autobatch.attributes import Attributes
 from linnaeus.autobatch.optimizers import StrangerError
-from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.config.schema import OptimizerConfig
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.training.optim import build_optimizer
@@ -145,17 +144,12 @@ def test_training_after_a_search_goes_as_without_one(name: str) -> None:
 
 OWN: dict[str, Callable[[nn.Module], Any]] = {
     "lookahead": lambda model: Lookahead(torch.optim.Adam(model.parameters(), lr=0.01)),
-    "lookahead of kron": lambda model: Lookahead(timm_optimizer("kron", model)),
     "kron that draws more": lambda model: timm.optim.create_optimizer_v2(
         model, "kron", lr=0.01, weight_decay=0.1, stochastic_weight_decay=True, deterministic=True
     ),
     "accelerated": lambda model: Accelerated(torch.optim.AdamW(model.parameters(), lr=0.01)),
     "outside": lambda model: Outside(torch.optim.AdamW(model.parameters(), lr=0.01)),
-    "outside, accelerated": lambda model: Accelerated(
-        Outside(torch.optim.AdamW(model.parameters(), lr=0.01))
-    ),
     "outside of timm's, accelerated": lambda model: Accelerated(Outside(timm_optimizer("lamb", model))),
-    "bare, silent": lambda model: Silent(Bare(timm_optimizer("lamb", model))),
     "outside and back": lambda model: linked(Outside(torch.optim.AdamW(model.parameters(), lr=0.01))),
     "attributes": lambda model: Keeping(model.parameters()),
     "two inside": lambda model: Hybrid(model),
@@ -213,23 +207,6 @@ class Outside(Forwarding):
         self.num_steps += 1
         if self.num_steps % 2:
             self.optimizer.step(closure)
-
-
-class Bare:
-    """A wrapper of which only its attributes say what it is."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.num_steps = 0
-
-    zero_grad, step = Outside.zero_grad, Outside.step
-
-
-class Silent(Accelerated):
-    """Says nothing of what is inside."""
-
-    def state_dict(self) -> Any:
-        return {}
 
 
 def linked(wrapper: Any) -> Any:
@@ -466,22 +443,6 @@ def test_an_optimizer_that_a_step_makes_for_itself_needs_no_restoring() -> None:
         attack.step()
 
     assert auto_find_batch_size(step, torch.ones, max_batch_size=3, device="cpu").batch_size == 3
-
-
-def test_the_optimizers_that_run_hooks() -> None:
-    model = make_model()
-    adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
-
-    def stepping(*state: Any) -> list[Any]:
-        return Snapshot(state, torch.device("cpu")).stepping_optimizers()
-
-    assert stepping(model, adam, sgd, None, scheduler) == [adam, sgd]
-    assert stepping(model, Accelerated(adam), Lookahead(sgd)) == [adam, sgd]
-    assert stepping(Outside(Accelerated(Lookahead(adam)))) == [adam]
-    assert stepping(Accelerated(Outside(adam)), adam) == [adam]
-    hybrid = Hybrid(model)
-    assert stepping(hybrid) == [hybrid]
 
 
 def test_a_generator_of_objects_is_restored_as_a_tuple_is() -> None:

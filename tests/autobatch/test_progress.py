@@ -25,7 +25,7 @@ from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.result import Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.memory.device import GIB
-from tests.helpers import forks
+from tests.helpers import consoles, forks
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL, Run, freeze_what_is_there
 
@@ -146,9 +146,7 @@ def record(size: int, status: Any, peak_gib: float | None) -> TrialRecord:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Console:
-    monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    return Console(file=io.StringIO(), force_terminal=True, width=80)
+    return consoles.terminal(monkeypatch)[0]
 
 
 def shown(console: Console) -> str:

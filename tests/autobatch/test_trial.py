@@ -174,21 +174,6 @@ def test_copies_on_the_host_are_not_the_trials() -> None:
     assert runner(1) - runner.held_bytes == 10 * MIB + samples(1).nbytes
 
 
-def test_modules_are_in_the_mode_of_the_trial_and_come_back() -> None:
-    model = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4))
-    model[1].eval()
-    modes: set[tuple[bool, ...]] = set()
-    for training in (True, False):
-        runner = make_runner(
-            lambda batch: modes.add(tuple(module.training for module in model.modules())), samples, model,
-            training=training,
-        )  # fmt: skip
-        modes.clear()
-        runner(4)
-        assert modes == {(training,) * 3}
-        assert [module.training for module in model.modules()] == [True, True, False]
-
-
 # -- out of memory
 
 
@@ -495,21 +480,6 @@ def test_an_optimizer_of_sparse_gradients_works(num_steps: int, training: bool) 
     assert runner(1000) - runner.held_bytes >= 1000 * 8 * 1024
     assert not optimizer.state
     assert torch.equal(model.weight, expected)
-
-
-def test_sparse_gradients_that_only_accumulate_work() -> None:
-    model = nn.Embedding(1000, 256, sparse=True)
-    optimizer = torch.optim.SparseAdam(model.parameters())
-    states: list[int] = []
-
-    def step(batch: Tensor) -> None:
-        states.append(len(optimizer.state))
-        model(batch).square().sum().backward()
-
-    runner = make_runner(step, lambda size: torch.randint(1000, (size,)), model, optimizer)
-    states.clear()
-    runner(100)
-    assert states == [0, 1]
 
 
 # -- validation
