@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import os
 import re
 import termios
@@ -19,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
+from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchObserver
 from linnaeus.autobatch.progress import SearchProgress
 from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.result import Timing
@@ -186,35 +185,6 @@ def test_the_rows_of_a_table_and_the_status_of_the_next_trial(
         ["16", "3", "64", "16", "0.500", "1.000"],  # the last, and the best so far
         ["8", "16", "1.250", "1.000"],  # none is the best any more
     ]
-
-
-TIMINGS = [(64, 200.0), (32, 190.0), (64, 210.0), (32, 195.0), (64, 0.0)]
-"""Sizes and samples per second: a close comparison, then a size for which memory has become too little."""
-
-
-def tell_timings(log: SearchLog) -> None:
-    for size, samples_per_s in TIMINGS:
-        log.trial_started(size, "timing")
-        seconds = size / samples_per_s if samples_per_s else math.inf
-        log.size_timed(Timing(size, seconds, samples_per_s))
-
-
-def test_a_size_that_is_timed_again_has_one_row_unless_it_no_longer_fits(
-    terminal: Console, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "linnaeus.autobatch"):
-        tell_timings(SearchProgress("train", RankStatus(), terminal))
-    _, *rows = [line.split()[:3] for line in shown(terminal).splitlines()]
-    assert rows == [["64", "timed", "0.320"], ["32", "timed", "0.168"], ["64", "timed", "inf"]]
-
-
-def test_further_timings_of_a_size_are_for_the_debug_level(caplog: pytest.LogCaptureFixture) -> None:
-    for level, sizes in ((logging.INFO, [64, 32, 64]), (logging.DEBUG, [size for size, _ in TIMINGS])):
-        caplog.clear()
-        with caplog.at_level(level, "linnaeus.autobatch"):
-            tell_timings(SearchLog("val"))
-        timed = [re.search(r", timing: \D+(\d+)", text) for text in caplog.messages]
-        assert [int(found[1]) for found in timed if found] == sizes
 
 
 @pytest.mark.parametrize("has_terminal", [False, True])

@@ -30,7 +30,6 @@ CPU = torch.device("cpu")
 NOISE = 8 * MIB  # what the rest of the process takes or gives back between two readings
 SLACK = MIB  # above what tensors of whole MiB take: batches, and numbers of an optimizer
 AMPLE = 1024  # MiB that no trial here needs
-MARGIN = 64 * MIB  # that one operation may go beyond the cap
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -236,24 +235,6 @@ def test_running_out_in_the_optimizers_step_is_reported(foreach: bool) -> None:
     assert runner(4) - runner.held_bytes >= 16 * 3 * MIB - SLACK
 
 
-def test_the_process_never_holds_much_more_than_the_budget() -> None:
-    model = wide_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    runner = make_runner(training_step(model, optimizer), samples, model, optimizer, room_mib=80)
-    memory = CpuMemory(CPU)
-    outcomes = set()
-    for size in (1000, 3000, 12_000, 200_000):
-        try:
-            peak = runner(size)
-        except OutOfMemory:
-            outcomes.add("oom")
-        else:
-            outcomes.add("ran")
-            assert peak <= runner.budget_bytes + MARGIN + NOISE
-        assert memory.peak() <= runner.budget_bytes + runner._snapshot.host_bytes + MARGIN + NOISE
-    assert outcomes == {"ran", "oom"}
-
-
 def test_nothing_runs_when_the_process_holds_the_whole_budget() -> None:
     calls: list[int] = []
     runner = make_runner(lambda _: calls.append(1), samples, nn.Linear(16, 1), room_mib=-50)
@@ -385,35 +366,20 @@ def test_moments_are_counted_in_a_trial_of_one_step() -> None:
     assert all(states)
 
 
-def test_a_step_that_steps_is_left_alone() -> None:
-    """With state from the step itself, none is taken beside it."""
-    model = Table(mib=1)
-    optimizer = torch.optim.Adam(model.parameters())
-    counts: list[float] = []
-
-    def step(batch: Tensor) -> None:
-        training_step(model, optimizer)(batch)
-        counts.append(optimizer.state[model.weight]["step"].item())
-
-    runner = make_runner(step, samples, model, optimizer, num_steps=3)
-    counts.clear()
-    runner(4)
-    assert counts == [1, 2, 3]
-
-
 def test_only_the_optimizer_that_did_not_step_is_helped() -> None:
     generator, critic = Table(mib=4), Table(mib=4)
     first, second = (torch.optim.Adam(part.parameters()) for part in (generator, critic))
     counts: list[tuple[int, int]] = []
 
     def step(batch: Tensor) -> None:
-        counts.append((len(first.state), len(second.state)))
+        before = len(second.state)
         training_step(generator, first)(batch)
+        counts.append((int(first.state[generator.weight]["step"]), before))
 
     runner = make_runner(step, samples, generator, critic, first, second)
     counts.clear()
     runner(4)
-    assert counts == [(0, 0), (1, 1)]
+    assert counts == [(1, 0), (2, 1)]
     assert not first.state
     assert not second.state
 
@@ -431,32 +397,6 @@ def test_frozen_parameters_get_neither_gradient_nor_state() -> None:
         make_runner(step, samples, model, optimizer, num_steps=num_steps)(4)
     assert seen
     assert not any(seen)
-
-
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of torch 2.8 does so
-@pytest.mark.parametrize(("num_steps", "training"), [(1, True), (2, True), (2, False)])
-def test_an_optimizer_that_needs_a_closure_works(num_steps: int, training: bool) -> None:
-    model = wide_model()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, history_size=3)
-    expected = model[0].weight.detach().clone()
-
-    def step(batch: Tensor) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(batch).square().mean()
-            loss.backward()
-            return loss
-
-        if training:
-            optimizer.step(closure)
-        else:
-            with torch.no_grad():
-                model(batch)
-
-    runner = make_runner(step, samples, model, optimizer, num_steps=num_steps, training=training)
-    assert runner(1000) - runner.held_bytes >= 1000 * 8 * 1024
-    assert not optimizer.state
-    assert torch.equal(model[0].weight, expected)
 
 
 @pytest.mark.parametrize(("num_steps", "training"), [(1, True), (2, True), (2, False)])
