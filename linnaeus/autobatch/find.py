@@ -420,7 +420,7 @@ class BatchSizeFinder:
         """`find_largest` under the budget of this finder and, unless given, within its bounds."""
         own = {
             "budget_bytes": self.budget_bytes, "min_size": self.min_size, "max_size": self._max_size,
-            "multiple_of": self._multiple_of, "on_trial": self._record,
+            "multiple_of": self._multiple_of, "clock": time.monotonic, "on_trial": self._record,
             "on_start": lambda size: self._observer.trial_started(size, purpose),
         }  # fmt: skip
         return find_largest(self._runner, **{**own, **arguments})

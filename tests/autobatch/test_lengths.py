@@ -126,21 +126,3 @@ def test_what_counts_as_the_length() -> None:
     assert num_values([]) == 0
     tensors = TensorDataset(torch.zeros(4, 3))
     assert len(longest(tensors, 2)) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"n": 0}, "n is 0; it must be at least 1"),
-        ({"length": "tokens"}, "length is 'tokens'; the dataset's columns are 'input_ids', 'length'"),
-        ({"length": [1, 2]}, "length has 2 entries; the dataset has 3 samples"),
-        ({"length": 5}, "length is an int; it must be a column's name, a function or a sequence"),
-        ({"length": lambda sample: "long"}, "length gives 'long'; it must be an integer for each sample"),
-        ({"dataset": []}, "dataset is empty; it must have a sample"),
-        ({"dataset": Rows([1]), "length": "length"}, "the dataset's columns are unknown"),
-    ],
-)
-def test_errors_name_the_argument(arguments: dict[str, Any], error: str) -> None:
-    with pytest.raises((TypeError, ValueError)) as caught:
-        longest(**{"dataset": Columns([1, 2, 3]), "n": 1, **arguments})
-    assert error in str(caught.value)

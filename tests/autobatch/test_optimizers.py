@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import random
 import warnings
@@ -19,20 +20,22 @@ from torch import Tensor, nn
 
 from linnaeus.autobatch import auto_find_batch_size
 from linnaeus.autobatch.attributes import Attributes
-from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.autobatch.optimizers import StrangerError
 from linnaeus.config.schema import OptimizerConfig
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.training.optim import build_optimizer
 from tests.helpers.bits import bits
-from tests.helpers.runs import SMALL, Run, freeze_what_is_there
+from tests.helpers.runs import freeze_what_is_there
+from tests.helpers.unrestorable import Forgetful, Helped, Hiding, Yielding
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
 
-NUM_STEPS = 8  # Lookahead moves its slow weights at the sixth
 
-
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _fast_searches() -> None:
+    """Collections leave out what the first optimizer loads."""
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+    importlib.import_module("torch._dynamo")
     freeze_what_is_there()
 
 
@@ -75,14 +78,16 @@ class Loop:
             self.step(torch.randn(4, 1, 4, 4))
 
 
-def trained(make_optimizer: Callable[[nn.Module], Any], *, searches: bool, already: int = 0) -> Any:
+def trained(
+    make_optimizer: Callable[[nn.Module], Any], *, searches: bool, already: int = 0, num_steps: int = 3
+) -> Any:
     """The bits of the parameters and of the optimizer after training, with a search before or without."""
     loop = Loop(make_optimizer)
     torch.manual_seed(1)
     loop.train(already)
     if searches:
         loop.search(max_trials=2)
-    loop.train(NUM_STEPS)
+    loop.train(num_steps)
     return bits(loop.model.state_dict()), bits(loop.optimizer.state_dict()), torch.rand(1).item()
 
 
@@ -129,7 +134,7 @@ def test_training_after_a_search_goes_as_without_one(name: str) -> None:
             timm_optimizer(name, make_model())
         pytest.skip(unbuilt[0])
     if name == "adahessian":
-        with pytest.raises(ConfigError, match=r"OPTIMIZER.NAME: 'adahessian' differentiates the gradients"):
+        with pytest.raises(ConfigError, match=r"OPTIMIZER\.NAME"):
             timm_optimizer(name, make_model())
         return
     make_optimizer = functools.partial(timm_optimizer, name)
@@ -139,17 +144,12 @@ def test_training_after_a_search_goes_as_without_one(name: str) -> None:
 
 OWN: dict[str, Callable[[nn.Module], Any]] = {
     "lookahead": lambda model: Lookahead(torch.optim.Adam(model.parameters(), lr=0.01)),
-    "lookahead of kron": lambda model: Lookahead(timm_optimizer("kron", model)),
     "kron that draws more": lambda model: timm.optim.create_optimizer_v2(
         model, "kron", lr=0.01, weight_decay=0.1, stochastic_weight_decay=True, deterministic=True
     ),
     "accelerated": lambda model: Accelerated(torch.optim.AdamW(model.parameters(), lr=0.01)),
     "outside": lambda model: Outside(torch.optim.AdamW(model.parameters(), lr=0.01)),
-    "outside, accelerated": lambda model: Accelerated(
-        Outside(torch.optim.AdamW(model.parameters(), lr=0.01))
-    ),
     "outside of timm's, accelerated": lambda model: Accelerated(Outside(timm_optimizer("lamb", model))),
-    "bare, silent": lambda model: Silent(Bare(timm_optimizer("lamb", model))),
     "outside and back": lambda model: linked(Outside(torch.optim.AdamW(model.parameters(), lr=0.01))),
     "attributes": lambda model: Keeping(model.parameters()),
     "two inside": lambda model: Hybrid(model),
@@ -207,23 +207,6 @@ class Outside(Forwarding):
         self.num_steps += 1
         if self.num_steps % 2:
             self.optimizer.step(closure)
-
-
-class Bare:
-    """A wrapper of which only its attributes say what it is."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.num_steps = 0
-
-    zero_grad, step = Outside.zero_grad, Outside.step
-
-
-class Silent(Accelerated):
-    """Says nothing of what is inside."""
-
-    def state_dict(self) -> Any:
-        return {}
 
 
 def linked(wrapper: Any) -> Any:
@@ -310,10 +293,11 @@ class WithFurtherKey(torch.optim.SGD):
         super().load_state_dict({name: value for name, value in state.items() if name != "clock"})
 
 
-@pytest.mark.parametrize("already", [0, 3])
 @pytest.mark.parametrize("name", OWN)
-def test_wrappers_and_attributes_are_put_back_too(name: str, already: int) -> None:
-    plain, searched = (trained(OWN[name], searches=searches, already=already) for searches in (False, True))
+def test_wrappers_and_attributes_are_put_back_too(name: str) -> None:
+    plain, searched = (
+        trained(OWN[name], searches=searches, already=3, num_steps=4) for searches in (False, True)
+    )  # Lookahead moves its slow weights at the sixth of all steps
     assert searched == plain
 
 
@@ -356,97 +340,28 @@ def test_a_schedulers_own_mark_on_an_optimizer_does_not_stay() -> None:
 # --- what cannot be put back ---
 
 
-class Hiding(torch.optim.SGD):
-    """Its rate depends on a number that is in a closure."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, lr=lr)
-        number = 0
-
-        def next_rate() -> float:
-            nonlocal number
-            number += 1
-            return lr * number
-
-        self.next_rate = next_rate
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["lr"] = self.next_rate()
-        super().step(closure)
-
-
-class Yielding(torch.optim.SGD):
-    """Its rate comes from a generator, which cannot be copied."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.01)
-        self.rates = (0.1 / number for number in itertools.count(1))
-
-
-class Helped(torch.optim.SGD):
-    """Counts in an object of its own; the count matters once in a thousand steps."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.01)
-        self.helper = Counter()
-        self.helper.count = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        self.helper.count += 1
-
-
-class Counter:
-    count: int
-
-
 @pytest.mark.parametrize(
-    ("kind", "reason"),
+    ("kind", "what", "is_inside"),
     [
-        (Hiding, "put back and stepped again, it gives other parameters than before"),
-        (Yielding, "of its attribute `rates`, it is a generator, which cannot be copied"),
-        (Helped, "a step changes its attribute `helper`, which is not saved"),
+        (Hiding, "parameters", False),
+        (Yielding, "`rates`", False),
+        (Helped, "`helper`", False),
+        (Helped, "`helper`", True),
     ],
 )
-@pytest.mark.parametrize("inside", [False, True])
 def test_an_optimizer_that_cannot_be_put_back_is_refused_before_the_first_step(
-    kind: Any, reason: str, inside: bool
+    kind: Any, what: str, is_inside: bool
 ) -> None:
     loop = Loop(lambda model: kind(model.parameters()))
-    outer = Lookahead(loop.optimizer) if inside else loop.optimizer
+    outer = Lookahead(loop.optimizer) if is_inside else loop.optimizer
     before = bits(loop.model.state_dict()), torch.get_rng_state().tolist()
-    with pytest.raises(AutoBatchError, match=f"cannot restore the optimizer {kind.__name__} ") as caught:
+    with pytest.raises(AutoBatchError, match=kind.__name__) as caught:
         loop.search(state=(loop.model, outer))
-    assert reason in str(caught.value)
-    assert "Choose another optimizer, or train with a batch size of your own." in str(caught.value)
+    assert what in str(caught.value)
+    assert caught.value.exit_code == 3
     assert loop.num_calls == 0
     assert (bits(loop.model.state_dict()), torch.get_rng_state().tolist()) == before
     assert all(parameter.grad is None for parameter in loop.model.parameters())
-
-
-def test_a_run_with_such_an_optimizer_ends_before_its_first_trial(run: Run) -> None:
-    outcome = run(
-        *SMALL, "DATA.AUTOBATCH.ENABLED=True", f"OPTIMIZER._target_={__name__}.Hiding", "OPTIMIZER.lr=0.01"
-    )
-    assert outcome.code == 3
-    text = " ".join(outcome.err.split())
-    assert "AutoBatch cannot restore the optimizer Hiding" in text
-    assert "Choose another OPTIMIZER.NAME, or switch DATA.AUTOBATCH.ENABLED off and set" in text
-    assert "Traceback" not in text
-
-
-class Forgetful:
-    """Its `load_state_dict` leaves out what a step changes."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
 
 
 def test_an_object_whose_load_state_dict_leaves_something_out_is_refused() -> None:
@@ -456,7 +371,7 @@ def test_an_object_whose_load_state_dict_leaves_something_out_is_refused() -> No
         average.count += 1
         sizes.add(len(batch))
 
-    with pytest.raises(AutoBatchError, match="cannot restore the Forgetful in state"):
+    with pytest.raises(AutoBatchError, match="Forgetful"):
         auto_find_batch_size(
             step, lambda n: torch.ones(n), state=(loop.model, loop.optimizer, average), device="cpu"
         )
@@ -511,11 +426,8 @@ def test_an_optimizer_that_was_left_out_of_state_is_named_before_it_steps(kind: 
         arguments = {"state": (loop.model,) if kind == "a model and an optimizer" else ()}
         left_out, used = loop.optimizer, loop.step
     before = bits((loop.model.state_dict(), other.state_dict(), left_out.state_dict()))
-    with pytest.raises(
-        AutoBatchError, match=f"uses an optimizer, {type(left_out).__name__}, that is not in"
-    ) as caught:
+    with pytest.raises(StrangerError, match=type(left_out).__name__):
         auto_find_batch_size(used, lambda n: torch.randn(n, 1, 4, 4), device="cpu", **arguments)
-    assert "state=(model, optimizer, ...)" in str(caught.value)
     after = bits((loop.model.state_dict(), other.state_dict(), left_out.state_dict()))
     if arguments["state"]:
         assert after == before
@@ -533,40 +445,9 @@ def test_an_optimizer_that_a_step_makes_for_itself_needs_no_restoring() -> None:
     assert auto_find_batch_size(step, torch.ones, max_batch_size=3, device="cpu").batch_size == 3
 
 
-def test_the_optimizers_that_run_hooks() -> None:
-    model = make_model()
-    adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
-
-    def stepping(*state: Any) -> list[Any]:
-        return Snapshot(state, torch.device("cpu")).stepping_optimizers()
-
-    assert stepping(model, adam, sgd, None, scheduler) == [adam, sgd]
-    assert stepping(model, Accelerated(adam), Lookahead(sgd)) == [adam, sgd]
-    assert stepping(Outside(Accelerated(Lookahead(adam)))) == [adam]
-    assert stepping(Accelerated(Outside(adam)), adam) == [adam]
-    hybrid = Hybrid(model)
-    assert stepping(hybrid) == [hybrid]
-
-
 def test_a_generator_of_objects_is_restored_as_a_tuple_is() -> None:
     loop = Loop(lambda model: torch.optim.AdamW(model.parameters()))
     before = bits((loop.model.state_dict(), loop.optimizer.state_dict()))
     loop.search(state=(part for part in (loop.model, loop.optimizer)))
     assert loop.num_calls > 0
     assert bits((loop.model.state_dict(), loop.optimizer.state_dict())) == before
-
-
-@pytest.mark.parametrize(
-    "make_state",
-    [
-        make_model, lambda: torch.optim.SGD(make_model().parameters()), lambda: {"model": make_model()},
-        lambda: "model", lambda: nn.ModuleList([make_model()]), lambda: 3,
-    ],
-)  # fmt: skip
-def test_state_that_is_no_sequence_is_refused_with_the_remedy(make_state: Callable[[], Any]) -> None:
-    state = make_state()
-    with pytest.raises(
-        TypeError, match=f"^state is an? {type(state).__name__}; .* state=\\(model, optimizer\\)"
-    ):
-        auto_find_batch_size(lambda batch: None, torch.ones, state=state, device="cpu")

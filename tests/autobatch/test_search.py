@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import assume, example, given
@@ -29,6 +30,7 @@ from linnaeus.autobatch.search import (
 
 BUDGET = 10_000
 CERTIFYING = ["guided", "binary", "binsearch"]
+find = functools.partial(find_largest, budget_bytes=BUDGET, min_size=1, max_size=512)
 
 Curve = Callable[[int], int]
 
@@ -155,32 +157,20 @@ strategies = st.sampled_from(sorted(STRATEGIES))
 @example(line(0, 0), math.inf, (1, 1), 1, "guided", None, None, 10**9)
 @example(line(BUDGET, 0), BUDGET, (1, 8192), 1, "guided", None, PredictedPoint(1, BUDGET, 1.0), 10**9)
 def test_every_search_is_bounded_and_honest(
-    curve: Curve,
-    capacity: float,
-    bounds: tuple[int, int],
-    multiple_of: int,
-    strategy: str,
-    start: int | None,
-    point: PredictedPoint | None,
-    max_trials: int,
-) -> None:
+    curve: Curve, capacity: float, bounds: tuple[int, int], multiple_of: int, strategy: str,
+    start: int | None, point: PredictedPoint | None, max_trials: int,
+) -> None:  # fmt: skip
     candidates = candidates_of(*bounds, multiple_of)
     device = Device(curve, capacity)
-    arguments = {
-        "budget_bytes": BUDGET,
-        "min_size": bounds[0],
-        "max_size": bounds[1],
-        "multiple_of": multiple_of,
-        "strategy": strategy,
-        "start": start,
-        "predicted": point,
-        "max_trials": max_trials,
-    }
+    search = functools.partial(
+        find, device, min_size=bounds[0], max_size=bounds[1], multiple_of=multiple_of, strategy=strategy,
+        start=start, predicted=point, max_trials=max_trials,
+    )  # fmt: skip
     if not candidates:
         with pytest.raises(ValueError, match="multiple_of"):
-            find_largest(device, **arguments)
+            search()
         return
-    result = find_largest(device, **arguments)
+    result = search()
     if strategy == "power" and not result.certified:  # it stops before it has a proof, by design
         assert result.size == max((n for n, peak in device.peaks.items() if peak <= BUDGET), default=None)
         assert len(result.trials) <= math.log2(bounds[1]) + 2
@@ -198,27 +188,15 @@ def test_every_search_is_bounded_and_honest(
     point=points,
 )
 def test_on_a_rising_curve_the_largest_size_is_found(
-    curve: Curve,
-    capacity: float,
-    bounds: tuple[int, int],
-    multiple_of: int,
-    strategy: str,
-    start: int | None,
-    point: PredictedPoint | None,
-) -> None:
+    curve: Curve, capacity: float, bounds: tuple[int, int], multiple_of: int, strategy: str,
+    start: int | None, point: PredictedPoint | None,
+) -> None:  # fmt: skip
     candidates = candidates_of(*bounds, multiple_of)
     assume(candidates)
-    result = find_largest(
-        Device(curve, capacity),
-        budget_bytes=BUDGET,
-        min_size=bounds[0],
-        max_size=bounds[1],
-        multiple_of=multiple_of,
-        strategy=strategy,
-        start=start,
-        predicted=point,
-        max_trials=10**9,
-    )
+    result = find(
+        Device(curve, capacity), min_size=bounds[0], max_size=bounds[1], multiple_of=multiple_of,
+        strategy=strategy, start=start, predicted=point, max_trials=10**9,
+    )  # fmt: skip
     assert result.size == max((n for n in candidates if curve(n) <= BUDGET), default=None)
     assert result.certified
 
@@ -226,7 +204,7 @@ def test_on_a_rising_curve_the_largest_size_is_found(
 @given(curve=st.one_of(rising_curves(), unruly_curves()), capacity=capacities, max_size=st.integers(1, 8192))
 def test_guided_growth_is_at_most_fourfold(curve: Curve, capacity: float, max_size: int) -> None:
     device = Device(curve, capacity)
-    result = find_largest(device, budget_bytes=BUDGET, min_size=1, max_size=max_size, max_trials=10**9)
+    result = find(device, max_size=max_size, max_trials=10**9)
     for index, size in enumerate(sizes(result)[1:], start=1):
         assert size <= GROWTH * max(sizes(result)[:index])
 
@@ -250,17 +228,10 @@ def test_known_trials_are_never_run_again(
         for size in device.peaks.keys() - {trial.size for trial in known}:
             del device.peaks[size]  # an out-of-memory event that a larger budget may not meet
         device.capacity = budget if strict else math.inf
-        result = find_largest(
-            device,
-            budget_bytes=budget,
-            min_size=1,
-            max_size=2000,
-            multiple_of=multiple_of,
-            strategy=strategy,
-            start=start,
-            max_trials=10**9,
-            known=known,
-        )
+        result = find(
+            device, budget_bytes=budget, max_size=2000, multiple_of=multiple_of, strategy=strategy,
+            start=start, max_trials=10**9, known=known,
+        )  # fmt: skip
         known += result.trials
         fitting = [size for size, peak in device.peaks.items() if peak <= budget]
         assert result.size == max(fitting, default=None)
@@ -273,67 +244,60 @@ def test_known_trials_are_never_run_again(
 # -- the guided strategy
 
 
-def test_a_line_takes_two_probes_a_guess_and_the_proof() -> None:
-    result = find_largest(line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512)
-    assert (result.size, result.certified, result.limited_by) == (225, True, "memory")
-    assert len(result.trials) <= 5
-    assert {225, 226} <= set(sizes(result))
+def known_at(*sizes: int) -> list[TrialRecord]:
+    """Trials of these sizes on the first of the curves below."""
+    return [TrialRecord(size, "fits", 1000 + 40 * size, 1.0) for size in sizes]
+
+
+def beside(share: float, largest: int) -> tuple[Curve, dict[str, int], int, int]:
+    """Validation beside resident training state: the peak hardly grows at first."""
+    budget = 10**10
+    curve = line(int(share * budget), int((1 - share) * budget / (largest + 0.5)))
+    return curve, {"budget_bytes": budget, "max_size": 2048}, largest, 11
+
+
+@pytest.mark.parametrize(
+    ("curve", "arguments", "size", "at_most"),
+    [
+        (line(1000, 40), {}, 225, 5),  # two probes, a guess and the proof
+        (line(1000, 40), {"start": 203}, 225, 4),
+        (line(1000, 40), {"start": 225}, 225, 2),
+        (line(1000, 40), {"start": 226}, 225, 2),
+        (line(1000, 40), {"start": 247}, 225, 3),
+        (line(1000, 40), {"budget_bytes": 8000, "known": known_at(16, 56, 205)}, 175, 3),
+        # peaks of sizes that are no candidates guide only
+        (line(1000, 40), {"known": known_at(3, 100, 205, 600), "min_size": 8, "multiple_of": 8}, 224, 3),
+        (line(0, 100), {"budget_bytes": 700}, 7, 5),  # exactly at the budget
+        # the model is too large for the first trial, and whatever does not fit leaves no peak
+        (Device(line(1000, 4000), BUDGET), {}, 2, 5),
+        (
+            line(0, 1), {"budget_bytes": 10**8 + 3, "max_size": 10**9, "multiple_of": 8, "max_trials": 99},
+            10**8, 60,
+        ),
+        # a plateau just below the budget: every line says that the next size is the last
+        (lambda n: BUDGET - 10 if n <= 4321 else 2 * BUDGET, {"max_size": 8192, "max_trials": 99}, 4321, 35),
+        # the line starts from the largest size that fits, even when a smaller one came closer to the budget
+        (lambda n: 5300 if n <= 45 else 5250 + 20 * max(n - 96, 0), {}, 333, 8),
+        *itertools.starmap(beside, itertools.product([0.3, 0.6, 0.85], [30, 200, 1000])),
+    ],
+)  # fmt: skip
+def test_a_guided_search_takes_few_trials(
+    curve: Curve, arguments: dict[str, Any], size: int, at_most: int
+) -> None:
+    result = find(curve, **arguments)
+    assert (result.size, result.certified, result.limited_by) == (size, True, "memory")
+    assert len(result.trials) <= at_most
 
 
 def test_the_first_trial_is_small_whatever_the_bounds() -> None:
     for max_size in (1, 5, 16, 512, 10**9):
-        assert (
-            sizes(find_largest(line(0, BUDGET), budget_bytes=BUDGET, min_size=1, max_size=max_size))[0] <= 16
-        )
-
-
-def test_a_model_that_is_too_large_for_the_first_trial_is_searched_below_it() -> None:
-    device = Device(line(1000, 4000), capacity=BUDGET)  # 2 fit; whatever does not leaves no peak
-    result = find_largest(device, budget_bytes=BUDGET, min_size=1, max_size=512)
-    assert (result.size, result.certified) == (2, True)
-    assert len(result.trials) <= 5
-
-
-def test_bounds_of_a_billion_cost_nothing() -> None:
-    result = find_largest(
-        line(0, 1), budget_bytes=10**8 + 3, min_size=1, max_size=10**9, multiple_of=8, max_trials=99
-    )
-    assert (result.size, result.certified) == (10**8, True)
-
-
-def test_a_misleading_curve_is_settled_by_doubling_and_bisection() -> None:
-    """A plateau just below the budget: every line says that the next size is the last."""
-    device = Device(lambda n: BUDGET - 10 if n <= 4321 else 2 * BUDGET)
-    result = find_largest(device, budget_bytes=BUDGET, min_size=1, max_size=8192, max_trials=10**9)
-    assert (result.size, result.certified) == (4321, True)
-    assert len(result.trials) <= 2 * 13 + 9
-
-
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.85])
-@pytest.mark.parametrize("largest", [30, 200, 1000])
-def test_a_large_fixed_cost_takes_few_trials(share: float, largest: int) -> None:
-    """Validation beside resident training state: the peak hardly grows at first."""
-    budget = 10**10
-    curve = line(int(share * budget), int((1 - share) * budget / (largest + 0.5)))
-    result = find_largest(curve, budget_bytes=budget, min_size=1, max_size=2048)
-    assert (result.size, result.certified) == (largest, True)
-    assert len(result.trials) <= 11
-
-
-def test_a_peak_that_falls_does_not_make_the_search_creep() -> None:
-    """The line starts from the largest size that fits, even when a smaller one came closer to the budget."""
-    device = Device(lambda n: 5300 if n <= 45 else 5250 + 20 * max(n - 96, 0))
-    result = find_largest(device, budget_bytes=BUDGET, min_size=1, max_size=512)
-    assert (result.size, result.certified) == (333, True)
-    assert len(result.trials) <= 8
+        assert sizes(find(line(0, BUDGET), max_size=max_size))[0] <= 16
 
 
 def test_noise_between_two_close_peaks_is_not_extrapolated() -> None:
     """The second peak is not above the first; a line through them would never meet the budget."""
     known = [TrialRecord(100, "fits", 7000, 1.0), TrialRecord(110, "fits", 7001, 1.0)]
-    first, *_ = sizes(
-        find_largest(line(0, 70), budget_bytes=7100, min_size=1, max_size=8192, known=known, max_trials=1)
-    )
+    first, *_ = sizes(find(line(0, 70), budget_bytes=7100, max_size=8192, known=known, max_trials=1))
     assert 110 < first <= 130
 
 
@@ -349,14 +313,14 @@ def test_noise_between_two_close_peaks_is_not_extrapolated() -> None:
     ],
 )
 def test_the_plain_strategies_try_what_their_names_say(strategy: str, expected: list[int]) -> None:
-    result = find_largest(line(0, 1), budget_bytes=10, min_size=1, max_size=100, strategy=strategy)
+    result = find(line(0, 1), budget_bytes=10, max_size=100, strategy=strategy)
     assert sizes(result) == expected
     assert (result.size, result.certified) == ((8, False) if strategy == "power" else (10, True))
     assert result.limited_by == "memory"
 
 
 def test_power_never_exceeds_the_bounds() -> None:
-    result = find_largest(line(0, 1), budget_bytes=BUDGET, min_size=3, max_size=100, strategy="power")
+    result = find(line(0, 1), min_size=3, max_size=100, strategy="power")
     assert sizes(result) == [3, 6, 12, 24, 48, 96, 100]
     assert (result.size, result.certified, result.limited_by) == (100, True, "max_batch_size")
 
@@ -365,180 +329,70 @@ def test_power_never_exceeds_the_bounds() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["guided", "power", "binsearch"])
-@pytest.mark.parametrize(("start", "first"), [(200, 200), (1, 1), (9999, 512), (0, 1)])
+@pytest.mark.parametrize(("start", "first"), [(200, 200), (9999, 512), (0, 1)])
 def test_start_is_tried_first_within_the_bounds(strategy: str, start: int, first: int) -> None:
-    result = find_largest(
-        line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512, start=start, strategy=strategy
-    )
-    assert sizes(result)[0] == first
-
-
-@pytest.mark.parametrize(("start", "at_most"), [(203, 4), (225, 2), (226, 2), (247, 3)])
-def test_a_good_start_saves_trials(start: int, at_most: int) -> None:
-    result = find_largest(line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512, start=start)
-    assert (result.size, result.certified) == (225, True)
-    assert len(result.trials) <= at_most
-
-
-@pytest.mark.parametrize(
-    ("per_sample", "expected"), [(1800, 5), (1400, 7), (1250, 8), (700, 8), (40, 248), (BUDGET + 1, None)]
-)
-@pytest.mark.parametrize("strategy", CERTIFYING)
-def test_sizes_below_the_multiple_stay_exact(per_sample: int, expected: int | None, strategy: str) -> None:
-    device = Device(line(0, per_sample))
-    result = find_largest(
-        device, budget_bytes=BUDGET, min_size=1, max_size=512, multiple_of=8, strategy=strategy
-    )
-    assert (result.size, result.certified) == (expected, True)
-    assert all(size < 8 or size % 8 == 0 for size in device.peaks)
-
-
-def test_the_last_multiple_within_the_bounds_is_the_largest_candidate() -> None:
-    result = find_largest(line(0, 1), budget_bytes=BUDGET, min_size=1, max_size=100, multiple_of=8)
-    assert (result.size, result.certified, result.limited_by) == (96, True, "max_batch_size")
+    assert sizes(find(line(1000, 40), start=start, strategy=strategy))[0] == first
 
 
 def test_known_trials_can_answer_without_any_trial() -> None:
-    first = find_largest(line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512)
-    again = find_largest(
-        lambda n: pytest.fail(f"{n} was run"),
-        budget_bytes=BUDGET,
-        min_size=1,
-        max_size=512,
-        known=first.trials,
-    )
+    first = find(line(1000, 40))
+    again = find(lambda n: pytest.fail(f"{n} was run"), known=first.trials)
     assert again == SearchResult(size=225, certified=True, limited_by="memory", trials=())
-
-
-def test_known_peaks_guide_the_search_for_another_budget() -> None:
-    first = find_largest(line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512)
-    known = carry_over(first.trials, old_budget_bytes=BUDGET, budget_bytes=8000)
-    second = find_largest(line(1000, 40), budget_bytes=8000, min_size=1, max_size=512, known=known)
-    assert (second.size, second.certified) == (175, True)
-    assert len(second.trials) <= 3
-
-
-def test_known_peaks_of_sizes_that_are_no_candidates_guide_only() -> None:
-    known = [TrialRecord(n, "fits", 1000 + 40 * n, 1.0) for n in (3, 100, 205, 600)]
-    device = Device(line(1000, 40))
-    result = find_largest(device, budget_bytes=BUDGET, min_size=8, max_size=512, multiple_of=8, known=known)
-    assert (result.size, result.certified) == (224, True)
-    assert len(result.trials) <= 3
 
 
 def test_the_status_of_a_known_trial_is_judged_by_its_peak() -> None:
     known = [TrialRecord(4, "over", 400, 1.0), TrialRecord(5, "fits", 600, 1.0)]
-    result = find_largest(line(0, 100), budget_bytes=500, min_size=1, max_size=8, known=known)
+    result = find(line(0, 100), budget_bytes=500, max_size=8, known=known)
     assert (result.size, result.certified, result.trials) == (4, True, ())
 
 
 def test_of_contradicting_known_trials_the_largest_that_fitted_wins() -> None:
     known = [TrialRecord(50, "oom", None, 1.0), TrialRecord(100, "fits", 9000, 1.0)]
     device = Device(line(1000, 80))
-    result = find_largest(device, budget_bytes=BUDGET, min_size=1, max_size=512, known=known)
+    result = find(device, known=known)
     assert (result.size, result.certified) == (112, True)
     assert min(device.peaks) > 100
 
 
 def test_a_start_that_known_trials_have_answered_is_not_used() -> None:
-    known = [TrialRecord(n, "fits", 1000 + 40 * n, 1.0) for n in (50, 200)]
-    result = find_largest(
-        line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512, known=known, start=60
-    )
-    assert sizes(result)[0] > 210
-
-
-def test_carry_over_drops_out_of_memory_for_larger_budgets_only() -> None:
-    trials = (TrialRecord(8, "fits", 900, 0.5), TrialRecord(16, "oom", None, 0.1))
-    assert carry_over(trials, old_budget_bytes=1000, budget_bytes=1000) == trials
-    assert carry_over(trials, old_budget_bytes=1000, budget_bytes=1001) == trials[:1]
-    assert carry_over(trials, old_budget_bytes=1000, budget_bytes=899)[0].status == "over"
+    assert sizes(find(line(1000, 40), known=known_at(50, 200), start=60))[0] > 210
 
 
 # -- what ends a search
 
 
-def test_everything_fits() -> None:
-    result = find_largest(line(0, 1), budget_bytes=BUDGET, min_size=1, max_size=64)
-    assert (result.size, result.certified, result.limited_by) == (64, True, "max_batch_size")
-
-
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
-@pytest.mark.parametrize("budget", [9_999, 0, -5])
-@pytest.mark.parametrize("capacity", [math.inf, 5_000])
-def test_nothing_fits(strategy: str, budget: int, capacity: float) -> None:
-    result = find_largest(
-        Device(line(BUDGET, 10), capacity), budget_bytes=budget, min_size=3, max_size=512, strategy=strategy
-    )
-    assert (result.size, result.certified, result.limited_by) == (None, True, "memory")
-    assert sizes(result)[-1] == 3
-
-
-def test_a_size_exactly_at_the_budget_fits() -> None:
-    result = find_largest(line(0, 100), budget_bytes=700, min_size=1, max_size=512)
-    assert (result.size, result.certified) == (7, True)
-
-
 def test_a_fixed_cost_that_is_known_saves_trials() -> None:
     """A process that holds 90 % of the budget: without that knowledge a first peak looks like a slope."""
-    arguments = {"budget_bytes": BUDGET, "min_size": 1, "max_size": 512}
-    knowing = find_largest(line(9000, 10), fixed_bytes=9000, **arguments)
-    guessing = find_largest(line(9000, 10), **arguments)
+    knowing, guessing = find(line(9000, 10), fixed_bytes=9000), find(line(9000, 10))
     assert knowing.size == guessing.size == 100
     assert len(knowing.trials) < len(guessing.trials)
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
-@pytest.mark.parametrize("max_trials", [1, 2, 3])
-def test_max_trials_ends_with_the_best_so_far(strategy: str, max_trials: int) -> None:
-    device = Device(line(1000, 40))
-    result = find_largest(
-        device, budget_bytes=BUDGET, min_size=1, max_size=512, strategy=strategy, max_trials=max_trials
-    )
-    assert len(result.trials) == max_trials
-    assert result.size == max((n for n, peak in device.peaks.items() if peak <= BUDGET), default=None)
-    assert (result.certified, result.limited_by) == (False, "max_trials")
-
-
-def test_a_proof_by_the_last_allowed_trial_counts() -> None:
-    whole = find_largest(line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512)
-    limited = find_largest(
-        line(1000, 40), budget_bytes=BUDGET, min_size=1, max_size=512, max_trials=len(whole.trials)
-    )
-    assert (limited.size, limited.certified, limited.limited_by) == (225, True, "memory")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.mark.parametrize(("deadline_s", "num_trials"), [(0.0, 0), (10.0, 1), (10.1, 2), (25.0, 3)])
 def test_no_trial_starts_after_the_deadline(deadline_s: float, num_trials: int) -> None:
-    clock = Clock()
+    now = 1000.0
 
     def measure(size: int) -> int:
-        clock.now += 10
+        nonlocal now
+        now += 10
         return 1000 + 40 * size
 
-    result = find_largest(
-        measure, budget_bytes=BUDGET, min_size=1, max_size=512, deadline_s=deadline_s, clock=clock
-    )
-    assert len(result.trials) == num_trials
+    result = find(measure, deadline_s=deadline_s, clock=lambda: now)
     assert [trial.seconds for trial in result.trials] == [10.0] * num_trials
     assert (result.certified, result.limited_by) == (False, "timeout")
     assert (result.size is None) == (num_trials == 0)
 
 
 def test_other_exceptions_end_the_search() -> None:
-    def measure(size: int) -> int:
-        raise RuntimeError(f"the model rejects {size}")
+    tried: list[int] = []
 
-    with pytest.raises(RuntimeError, match="the model rejects 16"):
-        find_largest(measure, budget_bytes=BUDGET, min_size=1, max_size=512)
+    def measure(size: int) -> int:
+        tried.append(size)
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        find(measure)
+    assert tried == [16]
 
 
 def test_callbacks_frame_every_trial() -> None:
@@ -550,14 +404,7 @@ def test_callbacks_frame_every_trial() -> None:
             raise OutOfMemory
         return 1000 + 40 * size
 
-    result = find_largest(
-        measure,
-        budget_bytes=BUDGET,
-        min_size=1,
-        max_size=512,
-        on_start=lambda size: events.append(("start", size)),
-        on_trial=events.append,
-    )
+    result = find(measure, on_start=lambda size: events.append(("start", size)), on_trial=events.append)
     expected: list[object] = []
     for trial in result.trials:
         expected += [("start", trial.size), ("run", trial.size), trial]
@@ -583,53 +430,20 @@ def test_a_failed_trial_leaves_nothing_alive() -> None:
 
     gc.disable()
     try:
-        find_largest(measure, budget_bytes=BUDGET, min_size=1, max_size=512)
+        find(measure)
         assert all(tensor() is None for tensor in tensors)
     finally:
         gc.enable()
     assert len(tensors) > 2
 
 
-# -- arguments
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"strategy": "guess"}, "strategy is 'guess'; it must be one of guided, binary, power, binsearch"),
-        ({"min_size": 0}, "min_size is 0; it must be at least 1"),
-        ({"min_size": 9, "max_size": 8}, "max_size is 8; it must be at least min_size, 9"),
-        ({"multiple_of": 0}, "multiple_of is 0; it must be at least 1"),
-        ({"max_trials": 0}, "max_trials is 0; it must be at least 1"),
-        (
-            {"min_size": 9, "max_size": 15, "multiple_of": 8},
-            "multiple_of is 8; it has no multiple from 9 to 15",
-        ),
-    ],
-)
-def test_bad_arguments_are_named_with_their_value(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match="^" + message):
-        find_largest(line(0, 1), **{"budget_bytes": 1, "min_size": 1, "max_size": 64, **arguments})
-
-
-def test_a_record_has_a_size() -> None:
-    with pytest.raises(ValueError, match="size is 0"):
-        TrialRecord(0, "fits", 1, 0.0)
-
-
-def test_a_prediction_grows() -> None:
-    with pytest.raises(ValueError, match="bytes_per_sample is 0"):
-        PredictedPoint(1, 1, 0)
-
-
 # -- predictions
 
 
-@pytest.mark.parametrize("start", [205, 220, 224, 225, 226, 230, 245])
-@pytest.mark.parametrize("slope", [36.0, 40.0, 44.0])
+@pytest.mark.parametrize("start", [205, 224, 225, 226, 245])
+@pytest.mark.parametrize("slope", [36.0, 44.0])
 def test_a_prediction_within_a_tenth_needs_four_trials_at_most(start: int, slope: float) -> None:
-    arguments = {"budget_bytes": BUDGET, "min_size": 1, "max_size": 8192}
-    result = find_largest(line(1000, 40), **arguments, predicted=PredictedPoint(start, BUDGET, slope))
+    result = find(line(1000, 40), max_size=8192, predicted=PredictedPoint(start, BUDGET, slope))
     assert (result.size, result.certified) == (225, True)
     assert len(result.trials) <= 4
 
@@ -637,19 +451,17 @@ def test_a_prediction_within_a_tenth_needs_four_trials_at_most(start: int, slope
 def test_a_short_step_follows_the_prediction_where_noise_hides_the_slope() -> None:
     """Sizes of 230 and more need 1 % less: between 226 and 230 the peaks fall."""
     device = Device(lambda n: int((1000 + 40 * n) * (0.99 if n >= 230 else 1.0)), math.inf)
-    arguments = {"budget_bytes": int(1000 + 40 * 221.5), "min_size": 1, "max_size": 8192}
-    point = PredictedPoint(230, arguments["budget_bytes"], 40.0)
-    result = find_largest(device, **arguments, predicted=point)
+    budget = int(1000 + 40 * 221.5)
+    result = find(device, budget_bytes=budget, max_size=8192, predicted=PredictedPoint(230, budget, 40.0))
     assert (result.size, len(result.trials)) == (221, 4)
 
 
 @pytest.mark.parametrize("factor", [0.87, 0.93, 1.07, 1.14])
 def test_a_prediction_that_is_wrong_by_a_factor_is_so_in_its_slope_too(factor: float) -> None:
     """Without the factor in the slope, the second trial would be off by about the square of the error."""
-    arguments = {"budget_bytes": 40_000, "min_size": 1, "max_size": 8192}
     start = int(40_000 / (40 * factor))
     point = PredictedPoint(start, 40 * factor * start, 40 * factor)
-    result = find_largest(line(0, 40), **arguments, predicted=point)
+    result = find(line(0, 40), budget_bytes=40_000, max_size=8192, predicted=point)
     assert (result.size, result.certified) == (1000, True)
     assert sizes(result)[0] == start
     error = abs(sizes(result)[1] / 1000 - 1)
@@ -660,10 +472,12 @@ def test_a_prediction_that_is_wrong_by_a_factor_is_so_in_its_slope_too(factor: f
 def test_an_exact_prediction_of_a_smaller_size_leads_to_the_largest(fixed: int) -> None:
     """As of a search that starts below its budget; what is fixed leaves little of it for samples."""
     budget = 400_000
-    arguments = {"budget_bytes": budget, "min_size": 1, "max_size": 99_999, "fixed_bytes": fixed}
     answer, start = (budget - fixed) // 40, int((0.94 * budget - fixed) / 40)
     point = PredictedPoint(start, fixed + 40 * start, 40.0)
-    result = find_largest(line(fixed, 40), **arguments, tolerance=0.01, predicted=point)
+    result = find(
+        line(fixed, 40), budget_bytes=budget, max_size=99_999, fixed_bytes=fixed, tolerance=0.01,
+        predicted=point,
+    )  # fmt: skip
     assert result.size is not None
     assert answer / 1.01 <= result.size <= answer
     assert abs(sizes(result)[1] / answer - 1) < 0.004
@@ -673,15 +487,14 @@ def test_an_exact_prediction_of_a_smaller_size_leads_to_the_largest(fixed: int) 
 @pytest.mark.parametrize("capacity", [BUDGET, 1.25 * BUDGET, math.inf])
 @pytest.mark.parametrize("fixed", [0, 1000, 6000])
 def test_a_wrong_prediction_costs_one_trial(fixed: int, capacity: float) -> None:
-    arguments = {"budget_bytes": BUDGET, "min_size": 1, "max_size": 8192}
     for per_sample, wrong, wrong_slope in itertools.product(
         [3, 40, 300], [1 / 30, 1 / 5, 1 / 2, 2, 5, 30], [1 / 3, 1, 3]
     ):
-        alone = find_largest(Device(line(fixed, per_sample), capacity), **arguments)
+        alone = find(Device(line(fixed, per_sample), capacity), max_size=8192)
         assert alone.size is not None
         start = max(1, min(int(alone.size * wrong), 8192))
-        predicted = find_largest(
-            Device(line(fixed, per_sample), capacity), **arguments,
+        predicted = find(
+            Device(line(fixed, per_sample), capacity), max_size=8192,
             predicted=PredictedPoint(start, BUDGET, per_sample * wrong_slope),
         )  # fmt: skip
         assert predicted.size == alone.size
@@ -716,7 +529,7 @@ def test_figures_on_measured_curves(
 ) -> None:
     curves = benchmark.read_curves(benchmark.CURVES)
     chosen = next(each for each in benchmark.MODES if each.name == mode)
-    cases = benchmark.make_cases(curves, range(2), chosen)
+    cases = benchmark.make_cases(curves, range(1), chosen)
     row = benchmark.summary([benchmark.replay(case, chosen, "guided") for case in cases])
     assert len(curves) > 400
     assert row["mean"] <= mean
@@ -726,37 +539,10 @@ def test_figures_on_measured_curves(
     assert row["near_best"] >= 0.99
 
 
-def test_the_replay_drops_what_is_no_curve(benchmark: ModuleType, tmp_path: Path) -> None:
-    rows = [
-        "a,8,100",
-        "a,16,200",
-        "a,32,150",
-        "a,64,900",
-        "b,8,5",
-        "b,16,39001",
-        "c,8,7",
-        "c,16,9",
-        "c,32,39000",
-    ]
-    path = tmp_path / "curves.csv"
-    path.write_text("\n".join(["model,batch_size,memory_mib", *rows]))
-    assert benchmark.read_curves(path) == {
-        "a": [(8, 100.0), (16, 200.0)],
-        "c": [(8, 7.0), (16, 9.0), (32, 39000.0)],
-    }
-
-
 def test_the_replay_interpolates_and_extends(benchmark: ModuleType) -> None:
     curve = benchmark.Curve([(8, 100.0), (16, 200.0), (32, 600.0)], [1.0] * 64)
     mib = [curve(size) // 2**20 for size in (1, 4, 8, 12, 16, 24, 32, 64)]
     assert mib == [12, 50, 100, 150, 200, 400, 600, 1400]
-
-
-def test_the_replay_without_curves_says_so(
-    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert benchmark.main(["--curves", str(tmp_path / "none.csv")]) == 2
-    assert "none.csv: no such file" in capsys.readouterr().err
 
 
 # -- tolerance
@@ -774,9 +560,9 @@ def test_a_search_with_a_tolerance_ends_within_it(
     strategy: str, curve: Curve, tolerance: float, max_size: int, multiple_of: int, capacity: float
 ) -> None:
     device, candidates = Device(curve, capacity), candidates_of(1, max_size, multiple_of)
-    result = find_largest(
-        device, budget_bytes=BUDGET, min_size=1, max_size=max_size, multiple_of=multiple_of,
-        strategy=strategy, tolerance=tolerance, max_trials=10**6,
+    result = find(
+        device, max_size=max_size, multiple_of=multiple_of, strategy=strategy, tolerance=tolerance,
+        max_trials=10**6,
     )  # fmt: skip
     largest = max((size for size in candidates if curve(size) <= BUDGET), default=None)
     assert len(result.trials) <= 2 * math.log2(candidates[-1]) + 10
@@ -802,54 +588,34 @@ def test_a_search_with_a_tolerance_ends_within_it(
 @pytest.mark.parametrize("strategy", ["binary", "binsearch"])
 def test_a_tolerance_saves_trials(strategy: str, tolerance: float, saved: int) -> None:
     exact, near = (
-        find_largest(
-            Device(lambda n: n), budget_bytes=BUDGET, min_size=1, max_size=20_000, strategy=strategy,
-            tolerance=value, max_trials=60,
-        )
+        find(Device(lambda n: n), max_size=20_000, strategy=strategy, tolerance=value, max_trials=60)
         for value in (0.0, tolerance)
-    )  # fmt: skip
+    )
     assert (exact.size, exact.within) == (BUDGET, 0)
     assert len(near.trials) <= len(exact.trials) - saved
     assert not near.certified
 
 
 def test_below_the_inverse_of_the_tolerance_a_search_is_exact() -> None:
-    results = [
-        find_largest(line(0, 105), budget_bytes=BUDGET, min_size=1, max_size=512, tolerance=tolerance)
-        for tolerance in (0.0, 0.01)
-    ]
-    assert [(result.size, result.certified) for result in results] == [(95, True), (95, True)]
-    assert results[0] == results[1] or sizes(results[0]) == sizes(results[1])
+    exact, near = (find(line(0, 105), tolerance=tolerance) for tolerance in (0.0, 0.01))
+    assert (exact.size, exact.certified) == (near.size, near.certified) == (95, True)
+    assert sizes(exact) == sizes(near)
 
 
 def test_a_size_near_the_bound_is_no_answer_while_the_bound_is_untried() -> None:
     """The bound may fit; then it, and not memory, limits the size."""
-    result = find_largest(
-        line(0, 1), budget_bytes=BUDGET, min_size=1, max_size=1000, start=999, tolerance=0.05
-    )
+    result = find(line(0, 1), max_size=1000, start=999, tolerance=0.05)
     assert (result.size, result.limited_by, result.certified) == (1000, "max_batch_size", True)
 
 
 def test_known_records_may_settle_a_search_within_the_tolerance() -> None:
     known = [TrialRecord(200, "fits", 9_000, 0.1), TrialRecord(203, "over", 10_100, 0.1)]
-    find = functools.partial(
-        find_largest, line(0, 1), budget_bytes=BUDGET, min_size=1, max_size=512, known=known
-    )
-    assert find(tolerance=0.01) == SearchResult(
-        200, certified=False, limited_by="memory", trials=(), within=0.01
-    )
-    assert find(tolerance=0.009).trials != ()
+    found = SearchResult(200, certified=False, limited_by="memory", trials=(), within=0.01)
+    assert find(line(0, 1), known=known, tolerance=0.01) == found
+    assert find(line(0, 1), known=known, tolerance=0.009).trials != ()
 
 
 def test_when_the_trials_run_out_the_gap_reaches_to_the_smallest_failure() -> None:
-    result = find_largest(
-        line(0, 1), budget_bytes=BUDGET, min_size=1, max_size=40_000, strategy="binary", max_trials=3
-    )
+    result = find(line(0, 1), max_size=40_000, strategy="binary", max_trials=3)
     assert sizes(result) == [20_000, 10_000, 15_000]
     assert (result.size, result.limited_by, result.within) == (10_000, "max_trials", 4_999 / 10_000)
-
-
-@pytest.mark.parametrize("tolerance", [-0.01, 1.0, math.nan])
-def test_a_tolerance_out_of_its_range_is_named(tolerance: float) -> None:
-    with pytest.raises(ValueError, match=r"tolerance is .*; it must lie in \[0, 1\)"):
-        find_largest(line(0, 1), budget_bytes=BUDGET, min_size=1, max_size=8, tolerance=tolerance)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import os
+import math
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,8 +68,8 @@ def bits_of_module(module: nn.Module) -> dict[str, Any]:
     """All that a module has, whether in its state dict or not."""
     return {
         "parameters": {
-            name: (id(parameter), bits(parameter), bits(parameter.grad), parameter.requires_grad)
-            for name, parameter in module.named_parameters(remove_duplicate=False)
+            name: (id(value), bits(value), value.stride(), bits(value.grad), value.requires_grad)
+            for name, value in module.named_parameters(remove_duplicate=False)
         },
         "buffers": {
             f"{path}.{name}": (id(buffer), bits(buffer))
@@ -77,6 +77,7 @@ def bits_of_module(module: nn.Module) -> dict[str, Any]:
             for name, buffer in submodule._buffers.items()
         },
         "modes": [submodule.training for submodule in module.modules()],
+        "extra": bits([value for name, value in module.state_dict().items() if "extra" in name]),
     }
 
 
@@ -85,7 +86,7 @@ def bits_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
               for group in optimizer.param_groups]  # fmt: skip
     params = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
     state = {id(parameter): bits(state) for parameter, state in optimizer.state.items()}
-    return groups, params, state
+    return groups, params, type(optimizer.state), state
 
 
 # -- modules
@@ -104,18 +105,60 @@ def spoil(module: nn.Module) -> None:
                 submodule._buffers[name] = torch.ones(2) if buffer is None else buffer + 1
 
 
-@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "with gradients"])
-def test_a_module_comes_back_bit_for_bit(trained: bool) -> None:
+def trained_net() -> Net:
     model = Net()
-    if trained:
-        step(model)
-    before = bits_of_module(model)
-    snapshot = Snapshot([model], CPU)
-    for _ in range(2):
-        spoil(model)
-        assert bits_of_module(model) != before
-        snapshot.restore()
-        assert bits_of_module(model) == before
+    model.inner[1].eval()  # each submodule has a mode of its own
+    step(model)
+    return model
+
+
+def sparse_gradient() -> nn.Module:
+    model = nn.Embedding(10, 3, sparse=True)
+    model(torch.tensor([1, 4])).sum().backward()
+    return model
+
+
+class WithExtraState(nn.Module):
+    """Counts its calls in its extra state alone, as quantisers and metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = SimpleNamespace(calls=[])
+
+    def get_extra_state(self) -> Any:
+        return self.helper.calls
+
+    def set_extra_state(self, state: Any) -> None:
+        self.helper.calls = state
+
+
+def replace_data(name: str, value: Tensor) -> Callable[[nn.Module], object]:
+    return lambda model: setattr(model.get_parameter(name), "data", value.clone())
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object]]] = {
+    "fresh": (Net, spoil),
+    "with gradients": (trained_net, spoil),
+    "a step": (Net, step),
+    "a further step": (trained_net, step),
+    "special values": (
+        lambda: nn.ParameterList([nn.Parameter(torch.tensor([math.nan, -0.0, 0.0, math.inf, 1e-45]))]), spoil
+    ),
+    "two parameters over one storage": (
+        lambda: nn.ParameterList(map(nn.Parameter, torch.randn(10).as_strided((2, 6), (4, 1)))), spoil
+    ),
+    "sparse gradient": (sparse_gradient, lambda model: model(torch.tensor([7])).sum().backward()),
+    "extra state": (WithExtraState, lambda model: model.helper.calls.append(1)),
+    "data of another shape": (Net, replace_data("embedding.weight", torch.zeros(48))),
+    "smaller data": (Net, replace_data("embedding.weight", torch.zeros(2, 6))),
+    "data of another type": (Net, replace_data("embedding.weight", torch.zeros(8, 6, dtype=torch.bfloat16))),
+    "strides": (
+        lambda: nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+        replace_data("weight", torch.zeros(1)),
+    ),
+    "larger buffer": (Net, lambda model: setattr(model.scratch, "data", torch.zeros(3, 5))),
+    "buffer of another type": (Net, lambda model: setattr(model.scratch, "data", torch.zeros(5).double())),
+}  # fmt: skip
 
 
 class Restless(nn.Module):
@@ -162,10 +205,6 @@ class Restless(nn.Module):
         }  # fmt: skip
 
 
-def replace_a_weight(module: Restless) -> None:
-    module.layer.weight = nn.Parameter(torch.ones(2, 2))
-
-
 def change_an_inference_tensor(module: Restless) -> None:
     with torch.inference_mode():
         module.inferred.add_(1)
@@ -173,7 +212,6 @@ def change_an_inference_tensor(module: Restless) -> None:
 
 CHANGES: dict[str, Callable[[Restless], object]] = {
     "number": lambda module: setattr(module, "calls", module.calls + 1),
-    "text": lambda module: setattr(module, "name", None),
     "another tensor": lambda module: setattr(module, "last", torch.ones(3)),
     "the same tensor": lambda module: module.last.add_(1),
     "a tensor from inference": change_an_inference_tensor,
@@ -192,33 +230,45 @@ CHANGES: dict[str, Callable[[Restless], object]] = {
     "new attribute": lambda module: setattr(module, "left", torch.ones(4)),
     "attribute removed": lambda module: delattr(module, "name"),
     "hook": lambda module: module.layer.register_forward_hook(lambda *_: None),
-    "backward hook": lambda module: module.register_full_backward_hook(lambda *_: None),
     "hook removed": lambda module: module.layer._forward_hooks.clear(),
     "hook of a tensor": lambda module: module.layer.weight.register_hook(lambda gradient: gradient),
     "submodule added": lambda module: module.add_module("new", nn.Linear(1, 1)),
     "submodule replaced": lambda module: setattr(module, "layer", nn.Identity()),
     "submodule removed": lambda module: delattr(module, "other"),
-    "parameter replaced": replace_a_weight,
+    "parameter replaced": lambda module: setattr(module.layer, "weight", nn.Parameter(torch.ones(2, 2))),
     "parameter added": lambda module: module.register_parameter("new", nn.Parameter(torch.ones(1))),
     "buffer added": lambda module: module.register_buffer("new", torch.ones(1)),
     "parametrization": lambda module: parametrizations.weight_norm(module.layer),
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_a_step_changes_of_a_module_comes_back(name: str) -> None:
-    module = Restless()
-    before = module.picture()
+def picture(module: nn.Module) -> Any:
+    try:
+        return module.picture() if isinstance(module, Restless) else bits_of_module(module)
+    except AttributeError:  # it looks for what was removed
+        return None
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        *(pytest.param(*case, id=name) for name, case in MODULES.items()),
+        *(pytest.param(Restless, change, id=name) for name, change in CHANGES.items()),
+    ],
+)
+def test_a_module_comes_back_bit_for_bit(
+    make: Callable[[], nn.Module], change: Callable[[Any], object]
+) -> None:
+    module = make()
+    before, gradients = picture(module), [parameter.grad for parameter in module.parameters()]
     snapshot = Snapshot([module], CPU)
-    for _ in range(2):
-        try:
-            CHANGES[name](module)
-            changed = module.picture() != before
-        except AttributeError:  # the picture looks for what was removed
-            changed = True
-        assert changed
+    for _ in range(2):  # what was put back must not be the snapshot's own copy
+        change(module)
+        assert picture(module) != before
         snapshot.restore()
-        assert module.picture() == before
+        assert picture(module) == before
+        restored = [parameter.grad for parameter in module.parameters()]
+        assert all(now is then for now, then in zip(restored, gradients, strict=True))
 
 
 def test_hooks_run_as_before_after_a_step_has_registered_more() -> None:
@@ -257,19 +307,20 @@ def test_a_tensor_that_another_part_holds_is_copied_once() -> None:
     assert Snapshot([criterion, model], CPU).host_bytes == model.weight.nbytes + 12
 
 
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "weight norm": parametrizations.weight_norm,
+    "old weight norm": nn.utils.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "script": torch.jit.script,
+    "compile": partial(torch.compile, backend="eager"),
+}
+
+
 @pytest.mark.usefixtures("compiles_unseen")
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
-@pytest.mark.parametrize("name", ["weight norm", "old weight norm", "spectral norm", "script", "compile"])
+@pytest.mark.parametrize("name", WRAPPERS)
 def test_modules_that_are_not_plain_come_back_and_train_on(name: str) -> None:
-    layer = nn.Linear(6, 6)
-    kinds: dict[str, Callable[[nn.Module], nn.Module]] = {
-        "weight norm": parametrizations.weight_norm,
-        "old weight norm": nn.utils.weight_norm,
-        "spectral norm": parametrizations.spectral_norm,
-        "script": torch.jit.script,
-        "compile": partial(torch.compile, backend="eager"),
-    }
-    model = kinds[name](layer)
+    model = WRAPPERS[name](nn.Linear(6, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     step(model, optimizer)
 
@@ -288,201 +339,14 @@ def test_modules_that_are_not_plain_come_back_and_train_on(name: str) -> None:
     assert trained() == first
 
 
-def test_batchnorm_buffers_that_changed_in_place_come_back() -> None:
-    model = Net()
-    before = bits_of_module(model)
-    snapshot = Snapshot([model], CPU)
-    step(model)
-    assert bits_of_module(model)["buffers"] != before["buffers"]
-    snapshot.restore()
-    assert bits_of_module(model) == before
-
-
-def test_a_gradient_comes_back_in_the_tensor_that_others_hold() -> None:
-    model = nn.Linear(2, 2)
-    model(torch.ones(1, 2)).sum().backward()
-    gradient = model.weight.grad
-    assert gradient is not None
-    expected = gradient.clone()
-    snapshot = Snapshot([model], CPU)
-    gradient.mul_(5)
-    model.weight.grad = None
-    snapshot.restore()
-    assert model.weight.grad is gradient
-    assert torch.equal(gradient, expected)
-
-
-def test_a_gradient_that_was_not_there_goes() -> None:
-    model = Net()
-    snapshot = Snapshot([model], CPU)
-    step(model)
-    assert model.low.weight.grad is not None
-    snapshot.restore()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_sparse_gradient_comes_back() -> None:
-    model = nn.Embedding(10, 3, sparse=True)
-    model(torch.tensor([1, 4])).sum().backward()
-    before = bits_of_module(model)
-    snapshot = Snapshot([model], CPU)
-    assert snapshot.host_bytes >= model.weight.nbytes
-    model(torch.tensor([7])).sum().backward()
-    snapshot.restore()
-    assert bits_of_module(model) == before
-
-
-def test_each_submodule_keeps_its_own_mode() -> None:
-    model = Net()
-    model.inner[1].eval()
-    model.low.eval()
-    modes = [module.training for module in model.modules()]
-    assert set(modes) == {True, False}
-    snapshot = Snapshot([model], CPU)
-    for training in (True, False):
-        model.train(training)
-        snapshot.restore()
-        assert [module.training for module in model.modules()] == modes
-
-
-def test_special_values_come_back() -> None:
-    values = torch.tensor([float("nan"), -0.0, 0.0, float("inf"), -float("inf"), 1e-45])
-    model = nn.ParameterList([nn.Parameter(values.to(dtype)) for dtype in (torch.float32, torch.float64)])
-    before = bits_of_module(model)
-    snapshot = Snapshot([model], CPU)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    snapshot.restore()
-    assert bits_of_module(model) == before
-
-
-def test_tied_parameters_stay_tied() -> None:
-    model = Net()
-    snapshot = Snapshot([model], CPU)
-    spoil(model)
-    snapshot.restore()
-    assert model.tied.weight is model.embedding.weight
-    with torch.no_grad():
-        model.tied.weight.fill_(7)
-    assert (model.embedding.weight == 7).all()
-
-
-def test_two_parameters_over_one_storage_stay_so() -> None:
-    flat = torch.randn(10)
-    model = nn.ParameterList([nn.Parameter(flat[:4]), nn.Parameter(flat[2:])])
-    expected = flat.clone()
-    snapshot = Snapshot([model], CPU)
-    flat.zero_()
-    snapshot.restore()
-    assert torch.equal(flat, expected)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [torch.zeros(8, 6), torch.zeros(48), torch.zeros(2, 6), torch.zeros(8, 6, dtype=torch.bfloat16)],
-    ids=["same kind", "other shape", "smaller", "other type"],
-)
-def test_a_parameter_whose_data_was_replaced_comes_back(data: Tensor) -> None:
-    model = Net()
-    before = bits_of_module(model)
-    snapshot = Snapshot([model], CPU)
-    model.embedding.weight.data = data.clone()
-    snapshot.restore()
-    assert bits_of_module(model) == before
-    model(torch.randn(4, 6)).sum().backward()
-
-
-@pytest.mark.parametrize(
-    "data",
-    [torch.zeros(5), torch.zeros(9), torch.zeros(3, 5), torch.zeros(5, dtype=torch.float64)],
-    ids=["same kind", "larger", "more dimensions", "other type"],
-)
-def test_a_buffer_whose_data_was_replaced_comes_back(data: Tensor) -> None:
-    model = Net()
-    before = bits_of_module(model)
-    snapshot = Snapshot([model], CPU)
-    model.scratch.data = data.clone()
-    snapshot.restore()
-    assert bits_of_module(model) == before
-
-
-def test_what_a_step_registers_goes() -> None:
-    """Such as a table for the longest batch yet."""
-    model = Net()
-    before = bits_of_module(model)
-    snapshot = Snapshot([model], CPU)
-    model.inner.register_buffer("table", torch.randn(1000), persistent=False)
-    model.register_parameter("late", nn.Parameter(torch.randn(3)))
-    snapshot.restore()
-    assert bits_of_module(model) == before
-
-
-def test_a_parameter_that_was_exchanged_or_deleted_comes_back() -> None:
-    model = Net()
-    before = bits_of_module(model)
-    snapshot = Snapshot([model], CPU)
-    model.low.weight = nn.Parameter(torch.zeros(8, 8))
-    del model.output.weight
-    del model.scratch
-    snapshot.restore()
-    assert bits_of_module(model) == before
-
-
-def test_strides_come_back_with_replaced_data() -> None:
-    model = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    stride = model.weight.stride()
-    snapshot = Snapshot([model], CPU)
-    model.weight.data = torch.zeros(1)
-    snapshot.restore()
-    assert model.weight.stride() == stride
-
-
-class WithExtraState(nn.Module):
-    """Counts its calls in its extra state, as quantisers and metrics do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, Any] = {"calls": 0, "history": []}
-
-    def get_extra_state(self) -> Any:
-        return self.seen
-
-    def set_extra_state(self, state: Any) -> None:
-        self.seen = state
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen["calls"] += 1
-        self.seen["history"].append(x.sum().item())
-        return x
-
-
-def test_extra_state_of_submodules_comes_back() -> None:
-    extra = WithExtraState()
-    model = nn.Sequential(nn.Linear(2, 2), extra)
-    model(torch.ones(1, 2))
-    before = copy.deepcopy(extra.seen)
-    snapshot = Snapshot([model], CPU)
-    for _ in range(2):  # what was put back must not be the snapshot's own copy
-        model(torch.ones(1, 2))
-        assert extra.seen != before
-        snapshot.restore()
-        assert extra.seen == before
-
-
 # -- optimizers
 
 OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
     "fused adamw": lambda p: torch.optim.AdamW(p, fused=True),
-    "foreach adamw": lambda p: torch.optim.AdamW(p, foreach=True),
     "tensor rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p),
     "adafactor": lambda p: torch.optim.Adafactor(p),
-    "radam": lambda p: torch.optim.RAdam(p, weight_decay=0.1),
 }
 
 
@@ -505,6 +369,7 @@ def test_an_optimizer_comes_back_bit_for_bit(name: str, num_steps: int) -> None:
         step(model, optimizer)
         optimizer.param_groups[0]["lr"] = 77.0
         optimizer.param_groups[0]["added"] = True
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
         snapshot.restore()
         assert (bits_of_module(model), bits_of_optimizer(optimizer)) == before
     assert [id(group) for group in optimizer.param_groups] == groups
@@ -514,81 +379,21 @@ def test_an_optimizer_comes_back_bit_for_bit(name: str, num_steps: int) -> None:
                 assert value is tensors[id(parameter), name]
 
 
-def test_going_on_after_a_restore_is_as_if_nothing_had_been() -> None:
-    def run(interrupted: bool) -> Any:
-        torch.manual_seed(3)
-        model = Net()
-        optimizer = torch.optim.AdamW(model.parameters())
-        step(model, optimizer)
-        if interrupted:
-            snapshot = Snapshot([model, optimizer], CPU)
-            for _ in range(3):
-                step(model.eval(), optimizer)
-            snapshot.restore()
-        step(model, optimizer)
-        return bits(model.state_dict()), bits(optimizer.state_dict())
-
-    assert run(interrupted=True) == run(interrupted=False)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_state_keeps_a_type_that_is_not_the_parameters_own(dtype: torch.dtype) -> None:
-    """`load_state_dict` would cast it."""
+def test_nested_state_comes_back_with_its_own_types() -> None:
+    """LBFGS keeps lists of directions. `load_state_dict` would cast a state to the parameter's type."""
     parameter = nn.Parameter(torch.randn(4))
     optimizer = torch.optim.Adam([parameter])
-    optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": torch.randn(4).to(dtype)}
+    low = torch.randn(4).to(torch.bfloat16)
+    optimizer.state[parameter] = {"exp_avg": low, "nest": {"a": (torch.ones(1), [low.clone()])}, "empty": []}
     before = bits_of_optimizer(optimizer)
     snapshot = Snapshot([optimizer], CPU)
-    optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros(4)}
-    snapshot.restore()
-    assert bits_of_optimizer(optimizer) == before
-    assert optimizer.state[parameter]["exp_avg"].dtype == dtype
-
-
-def test_state_that_was_thrown_away_comes_back() -> None:
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    step(model, optimizer)
-    before = bits_of_optimizer(optimizer)
-    snapshot = Snapshot([model, optimizer], CPU)
-    optimizer.state.clear()
-    snapshot.restore()
-    assert bits_of_optimizer(optimizer) == before
-    assert isinstance(optimizer.state, defaultdict)
-
-
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of torch 2.8 does so
-def test_nested_state_comes_back() -> None:
-    """LBFGS keeps lists of directions; a state may hold tuples and dicts too."""
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = (model(torch.arange(12.0).view(4, 3)) - 3).square().mean()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    optimizer.state[model.bias] = {"nest": {"a": (torch.ones(1), [torch.zeros(2)])}, "empty": []}
-    before = bits_of_module(model), bits_of_optimizer(optimizer)
-    snapshot = Snapshot([model, optimizer], CPU)
     for _ in range(2):
-        optimizer.step(closure)
-        optimizer.state[model.bias]["nest"]["a"][1][0].add_(1)
-        optimizer.state[model.bias]["empty"].append(1)
+        optimizer.state[parameter]["exp_avg"] = torch.zeros(4)
+        optimizer.state[parameter]["nest"]["a"][1][0].add_(1)
+        optimizer.state[parameter]["empty"].append(1)
+        assert bits_of_optimizer(optimizer) != before
         snapshot.restore()
-        assert (bits_of_module(model), bits_of_optimizer(optimizer)) == before
-
-
-def test_a_group_that_a_step_adds_goes() -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.inner.parameters(), lr=0.1)
-    before = bits_of_optimizer(optimizer)
-    snapshot = Snapshot([model, optimizer], CPU)
-    optimizer.add_param_group({"params": list(model.low.parameters())})
-    snapshot.restore()
-    assert bits_of_optimizer(optimizer) == before
+        assert bits_of_optimizer(optimizer) == before
 
 
 def test_parameters_that_only_an_optimizer_holds_come_back() -> None:
@@ -665,41 +470,17 @@ def test_a_scaler_in_the_middle_of_a_step_comes_back_there() -> None:
     scaler.step(optimizer)
     scaler.update()
     snapshot.restore()
-    with pytest.raises(RuntimeError, match="already been called"):
+    with pytest.raises(RuntimeError):
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert torch.equal(parameter, torch.full((3,), 0.9))  # unscaled once: the gradient is one
-    with pytest.raises(RuntimeError, match="already been called"):
+    with pytest.raises(RuntimeError):
         scaler.step(optimizer)
-
-
-def test_a_disabled_scaler_is_no_trouble() -> None:
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    Snapshot([scaler], CPU).restore()
-    assert not scaler.is_enabled()
-
-
-def test_an_average_comes_back() -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    ema = Ema(model, 0.5)
-    step(model, optimizer)
-    ema.update()
-    before = bits_of_module(ema.module), ema.num_updates
-    snapshot = Snapshot([model, optimizer, ema], CPU)
-    for _ in range(3):
-        step(model, optimizer)
-        ema.update()
-    assert bits_of_module(ema.module) != before[0]
-    snapshot.restore()
-    assert (bits_of_module(ema.module), ema.num_updates) == before
 
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=30),
     "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
-    "milestones": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, milestones=[2, 4, 4]),
     "chain": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [3]
     ),
@@ -772,20 +553,6 @@ def test_any_object_with_a_state_dict_comes_back() -> None:
         assert bits(queue.content) == before
 
 
-@pytest.mark.parametrize("part", [object(), 3, "model", [nn.Linear(1, 1)], torch.ones(1)])
-def test_an_object_without_a_state_dict_is_refused(part: Any) -> None:
-    with pytest.raises(
-        TypeError, match=f"holds an? {type(part).__name__}, which has no state_dict and load_st"
-    ):
-        Snapshot([nn.Linear(1, 1), part], CPU)
-
-
-def test_the_article_fits_the_type() -> None:
-    for part, named in ((object(), "an object"), (3, "an int"), ("model", "a str")):
-        with pytest.raises(TypeError, match=f"state holds {named}, which"):
-            Snapshot([part], CPU)
-
-
 GENERATORS: dict[str, Callable[[], tuple[Any, Callable[[Any], Any]]]] = {
     "torch": lambda: (torch.Generator().manual_seed(1), lambda own: torch.rand(3, generator=own).tolist()),
     "NumPy": lambda: (np.random.default_rng(1), lambda own: own.standard_normal(3).tolist()),
@@ -809,19 +576,10 @@ def test_a_generator_that_is_an_object_draws_on_where_it_was(name: str) -> None:
 
 def test_lazy_layers_are_named_with_the_remedy() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
-    with pytest.raises(AutoBatchError, match=r"`1.weight` of the Sequential in state.*Run one batch through"):
+    with pytest.raises(AutoBatchError, match=r"1\.weight"):
         Snapshot([model], CPU)
     model(torch.ones(1, 2))
     Snapshot([model], CPU).restore()
-
-
-def test_half_a_contract_is_not_enough() -> None:
-    class Reader:
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-    with pytest.raises(TypeError, match="Reader"):
-        Snapshot([Reader()], CPU)
 
 
 def test_the_copies_are_counted() -> None:
@@ -835,58 +593,12 @@ def test_the_copies_are_counted() -> None:
     assert Snapshot([], CPU).host_bytes == 0
 
 
-def test_the_copies_share_nothing_with_the_state() -> None:
-    """They lie on the host, and on the host too they are copies."""
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))
-    queue = Queue()
-    snapshot = Snapshot([model, optimizer, queue], CPU)
-    expected = bits(model.weight), bits(queue.content)
-    snapshot.restore()
-    with torch.no_grad():
-        model.weight.fill_(9)
-        optimizer.param_groups[0]["lr"].fill_(9)
-    queue.use()
-    snapshot.restore()
-    assert (bits(model.weight), bits(queue.content)) == expected
-    assert optimizer.param_groups[0]["lr"] == 0.5
-
-
 # -- the process
 
 
 def draw() -> tuple[float, float, float, float]:
     """From every generator; `gauss` and `standard_normal` keep a second number in store."""
     return random.gauss(0, 1), random.random(), float(np.random.standard_normal()), torch.randn(1).item()
-
-
-@given(seed=st.integers(0, 2**32 - 1), before=st.integers(0, 5), inside=st.integers(0, 700))
-def test_every_generator_draws_on_where_it_was(seed: int, before: int, inside: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    for _ in range(before):
-        draw()
-    snapshot = Snapshot([], CPU)
-    expected = [draw() for _ in range(3)]
-    for _ in range(inside):
-        draw()
-    np.random.seed(1)
-    snapshot.restore()
-    assert [draw() for _ in range(3)] == expected
-
-
-def test_the_environment_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LINNAEUS_KEPT", "a")
-    monkeypatch.setenv("LINNAEUS_REMOVED", "b")
-    before = dict(os.environ)
-    snapshot = Snapshot([], CPU)
-    os.environ["LINNAEUS_KEPT"] = "changed"
-    os.environ["LINNAEUS_NEW"] = "c"
-    del os.environ["LINNAEUS_REMOVED"]
-    snapshot.restore()
-    assert dict(os.environ) == before
-    assert os.getenv("LINNAEUS_NEW") is None
 
 
 SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], object], tuple[Any, ...]]] = {

@@ -9,36 +9,35 @@ import resource
 import shutil
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.autobatch.trial import TrialRunner, existing_objects_frozen
 from linnaeus.memory.host import CpuMemory
 from tests.helpers.ledger import held_bytes
+from tests.helpers.runs import freeze_what_is_there
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="host memory is measured on Linux")
 
 MIB = 1024**2
 CPU = torch.device("cpu")
 NOISE = 8 * MIB  # what the rest of the process takes or gives back between two readings
+SLACK = MIB  # above what tensors of whole MiB take: batches, and numbers of an optimizer
 AMPLE = 1024  # MiB that no trial here needs
-MARGIN = 64 * MIB  # that one operation may go beyond the cap
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _only_new_garbage() -> Iterator[None]:
+def _only_new_garbage() -> None:
     """What the first optimizer loads is loaded by now, or every collection would look at it."""
     torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
     importlib.import_module("torch._dynamo")
-    with existing_objects_frozen():
-        yield
+    freeze_what_is_there()
 
 
 @pytest.fixture(autouse=True)
@@ -105,18 +104,19 @@ class Hungry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_mib: int, backward_mib: int) -> Tensor:
         ctx.mib = backward_mib
-        torch.ones(forward_mib * MIB // 4).neg()
+        torch.empty(forward_mib * MIB // 4)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        torch.ones(ctx.mib * MIB // 4).neg()
+        torch.empty(ctx.mib * MIB // 4)
         return gradient, None, None
 
 
 # -- the peak
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 def test_what_is_to_happen_before_a_trial_happens_before_each_trial_and_timing() -> None:
     done: list[str] = []
     runner = TrialRunner(
@@ -134,12 +134,11 @@ def test_the_peak_grows_with_the_size() -> None:
     model = wide_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     runner = make_runner(training_step(model, optimizer), samples, model, optimizer)
-    sizes = [1000, 2000, 4000, 8000]
+    sizes = [250, 500, 1000]
     peaks = [runner(size) for size in sizes]
-    for low, high, growth in zip(peaks[:-1], peaks[1:], (1000, 2000, 4000), strict=True):
+    for low, high, growth in zip(peaks[:-1], peaks[1:], (250, 500), strict=True):
         assert 8 * 1024 * growth <= high - low <= 40 * 1024 * growth
-    for size, peak in zip(sizes, peaks, strict=True):
-        assert runner(size) == pytest.approx(peak, abs=NOISE)
+    assert [runner(size) for size in sizes] == peaks
     assert runner.held_bytes < peaks[0] < runner.budget_bytes
 
 
@@ -162,31 +161,16 @@ def test_each_step_of_a_trial_gets_a_batch_of_the_size() -> None:
 
 def test_the_highest_of_all_steps_is_the_peak() -> None:
     sizes = iter([10, 100, 10])
-    runner = make_runner(lambda _: torch.ones(next(sizes) * MIB // 4), samples, num_steps=3, warm=None)
+    runner = make_runner(lambda _: torch.empty(next(sizes) * MIB // 4), samples, num_steps=3, warm=None)
     assert runner(1) - runner.held_bytes == pytest.approx(100 * MIB, abs=NOISE)
 
 
 def test_copies_on_the_host_are_not_the_trials() -> None:
-    model = Table(mib=100)
-    runner = make_runner(lambda batch: torch.ones(10 * MIB // 4), samples, model, room_mib=60)
+    model = Table(mib=40)
+    runner = make_runner(lambda batch: torch.empty(10 * MIB // 4), samples, model, room_mib=60)
     runner._memory.settle(runner._snapshot.host_bytes)
-    assert held_bytes() == pytest.approx(runner.held_bytes + 100 * MIB, abs=NOISE)
+    assert held_bytes() == pytest.approx(runner.held_bytes + 40 * MIB, abs=NOISE)
     assert runner(1) - runner.held_bytes == 10 * MIB + samples(1).nbytes
-
-
-def test_modules_are_in_the_mode_of_the_trial_and_come_back() -> None:
-    model = nn.Sequential(nn.Linear(16, 4), nn.BatchNorm1d(4))
-    model[1].eval()
-    modes: set[tuple[bool, ...]] = set()
-    for training in (True, False):
-        runner = make_runner(
-            lambda batch: modes.add(tuple(module.training for module in model.modules())), samples, model,
-            training=training,
-        )  # fmt: skip
-        modes.clear()
-        runner(4)
-        assert modes == {(training,) * 3}
-        assert [module.training for module in model.modules()] == [True, True, False]
 
 
 # -- out of memory
@@ -201,7 +185,7 @@ def test_running_out_is_reported_from_wherever_it_happens(place: str) -> None:
 
     def make_batch(size: int) -> tuple[Tensor, int]:
         reached.append("batch")
-        torch.ones(size * (place == "batch") * MIB // 4).neg()
+        torch.empty(size * (place == "batch") * MIB // 4)
         return samples(4), size
 
     def step(batch: tuple[Tensor, int]) -> None:
@@ -214,9 +198,9 @@ def test_running_out_is_reported_from_wherever_it_happens(place: str) -> None:
         reached.append("end")
 
     runner = make_runner(step, make_batch, model, optimizer, room_mib=100)
-    for mib in (10_000, 300, 90):
+    for mib in (10_000, 300, 110):
         reached.clear()
-        with pytest.raises(OutOfMemory, match="memory"):
+        with pytest.raises(OutOfMemory):
             runner(mib)
         assert reached[-1] == place
         assert torch.equal(model.weight, expected)
@@ -228,7 +212,7 @@ def test_running_out_is_reported_from_wherever_it_happens(place: str) -> None:
 @pytest.mark.parametrize("foreach", [False, True])
 def test_running_out_in_the_optimizers_step_is_reported(foreach: bool) -> None:
     """The weights and their gradients fit, the moments do not."""
-    model = Table(mib=48)
+    model = Table(mib=16)
     optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)
     reached: list[str] = []
 
@@ -240,40 +224,22 @@ def test_running_out_in_the_optimizers_step_is_reported(foreach: bool) -> None:
         optimizer.step()
         reached.append("end")
 
-    runner = make_runner(step, samples, model, optimizer, room_mib=120)
+    runner = make_runner(step, samples, model, optimizer, room_mib=40)
     reached.clear()
     with pytest.raises(OutOfMemory):
         runner(4)
     assert reached == ["backward"]
     assert not optimizer.state
     assert (model.weight == 0.5).all()
-    runner.budget_bytes = runner.held_bytes + 48 * 8 * MIB
-    assert runner(4) - runner.held_bytes >= 48 * 3 * MIB - NOISE
-
-
-def test_the_process_never_holds_much_more_than_the_budget() -> None:
-    model = wide_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    runner = make_runner(training_step(model, optimizer), samples, model, optimizer, room_mib=80)
-    memory = CpuMemory(CPU)
-    outcomes = set()
-    for size in (1000, 3000, 6000, 12_000, 50_000, 200_000):
-        try:
-            peak = runner(size)
-        except OutOfMemory:
-            outcomes.add("oom")
-        else:
-            outcomes.add("ran")
-            assert peak <= runner.budget_bytes + MARGIN + NOISE
-        assert memory.peak() <= runner.budget_bytes + runner._snapshot.host_bytes + MARGIN + NOISE
-    assert outcomes == {"ran", "oom"}
+    runner.budget_bytes = runner.held_bytes + 16 * 8 * MIB
+    assert runner(4) - runner.held_bytes >= 16 * 3 * MIB - SLACK
 
 
 def test_nothing_runs_when_the_process_holds_the_whole_budget() -> None:
     calls: list[int] = []
     runner = make_runner(lambda _: calls.append(1), samples, nn.Linear(16, 1), room_mib=-50)
     calls.clear()
-    with pytest.raises(OutOfMemory, match="holds the whole budget before the first sample"):
+    with pytest.raises(OutOfMemory):
         runner(1)
     assert not calls
 
@@ -282,19 +248,16 @@ def test_nothing_runs_when_the_process_holds_the_whole_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "training"),
     [
-        ValueError("labels out of range"),
-        RuntimeError("the loss is NaN"),
-        FloatingPointError("nan"),
-        FileNotFoundError(2, "No such file or directory", "out of memory"),
-        RuntimeError("could not create a primitive"),
-        KeyboardInterrupt(),
-        SystemExit(3),
+        (ValueError("labels out of range"), True),
+        (ValueError("labels out of range"), False),
+        (FileNotFoundError(2, "No such file or directory", "out of memory"), True),
+        (RuntimeError("could not create a primitive"), True),
+        (KeyboardInterrupt(), True),
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("training", [True, False])
 def test_any_other_exception_passes_and_all_can_be_put_back(error: BaseException, training: bool) -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -323,45 +286,13 @@ def test_any_other_exception_passes_and_all_can_be_put_back(error: BaseException
     runner(4)
 
 
-def test_a_real_mistake_in_the_step_passes() -> None:
-    model = nn.Linear(16, 1)
-    runner = make_runner(model, lambda size: torch.ones(size, 17), model, warm=None)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        runner(3)
-
-
-def test_a_mistake_in_the_batch_passes() -> None:
-    runner = make_runner(print, lambda size: {}["image"], nn.Linear(16, 1), warm=None)
-    with pytest.raises(KeyError, match="image"):
-        runner(3)
-
-
-def test_a_nan_loss_is_a_result_like_any_other() -> None:
-    model = wide_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses: list[float] = []
-
-    def step(batch: Tensor) -> None:
-        optimizer.zero_grad()
-        loss = model(batch * float("nan")).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-
-    runner = make_runner(step, samples, model, optimizer)
-    assert runner(2000) > runner.held_bytes + 2000 * 8 * 1024
-    assert losses
-    assert all(loss != loss for loss in losses)
-    assert model[0].weight.isfinite().all()
-
-
 # -- the optimizer's state
 
 
 @pytest.mark.parametrize("clears", ["before", "after", "never"])
 def test_a_scaler_that_skips_does_not_hide_the_optimizers_state(clears: str) -> None:
     """Infinite gradients must not get into the weights either: a step may check its loss."""
-    model = Table(mib=20)
+    model = Table(mib=8)
     optimizer = torch.optim.Adam(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     states: list[bool] = []
@@ -388,13 +319,13 @@ def test_a_scaler_that_skips_does_not_hide_the_optimizers_state(clears: str) -> 
     peak = runner(4)
     assert skipped == [True, True]
     assert states == [False, True]
-    assert peak - runner.held_bytes >= 20 * 3 * MIB - NOISE  # a gradient and two moments
+    assert peak - runner.held_bytes >= 8 * 3 * MIB - SLACK  # a gradient and two moments
     assert scaler.get_scale() == 2.0**127
     assert not optimizer.state
 
 
 def test_a_step_that_only_accumulates_does_not_hide_the_optimizers_state() -> None:
-    model = Table(mib=20)
+    model = Table(mib=8)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     states: list[bool] = []
     gradients: list[bool] = []
@@ -417,11 +348,11 @@ def test_a_step_that_only_accumulates_does_not_hide_the_optimizers_state() -> No
     peak = runner(4)
     assert states == [False, True, True]
     assert gradients == [False, True, True]  # they stay, as in training
-    assert peak - runner.held_bytes >= 20 * 3 * MIB - NOISE
+    assert peak - runner.held_bytes >= 8 * 3 * MIB - SLACK
 
 
 def test_moments_are_counted_in_a_trial_of_one_step() -> None:
-    model = Table(mib=20)
+    model = Table(mib=8)
     optimizer = torch.optim.Adam(model.parameters())
     states: list[bool] = []
 
@@ -431,24 +362,8 @@ def test_moments_are_counted_in_a_trial_of_one_step() -> None:
         training_step(model, optimizer)(batch)
 
     runner = make_runner(step, samples, model, optimizer, num_steps=1)
-    assert runner(4) - runner.held_bytes >= 20 * 3 * MIB - NOISE
+    assert runner(4) - runner.held_bytes >= 8 * 3 * MIB - SLACK
     assert all(states)
-
-
-def test_a_step_that_steps_is_left_alone() -> None:
-    """With state from the step itself, none is taken beside it."""
-    model = Table(mib=1)
-    optimizer = torch.optim.Adam(model.parameters())
-    counts: list[float] = []
-
-    def step(batch: Tensor) -> None:
-        training_step(model, optimizer)(batch)
-        counts.append(optimizer.state[model.weight]["step"].item())
-
-    runner = make_runner(step, samples, model, optimizer, num_steps=3)
-    counts.clear()
-    runner(4)
-    assert counts == [1, 2, 3]
 
 
 def test_only_the_optimizer_that_did_not_step_is_helped() -> None:
@@ -457,13 +372,14 @@ def test_only_the_optimizer_that_did_not_step_is_helped() -> None:
     counts: list[tuple[int, int]] = []
 
     def step(batch: Tensor) -> None:
-        counts.append((len(first.state), len(second.state)))
+        before = len(second.state)
         training_step(generator, first)(batch)
+        counts.append((int(first.state[generator.weight]["step"]), before))
 
     runner = make_runner(step, samples, generator, critic, first, second)
     counts.clear()
     runner(4)
-    assert counts == [(0, 0), (1, 1)]
+    assert counts == [(1, 0), (2, 1)]
     assert not first.state
     assert not second.state
 
@@ -483,35 +399,7 @@ def test_frozen_parameters_get_neither_gradient_nor_state() -> None:
     assert not any(seen)
 
 
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of torch 2.8 does so
-@pytest.mark.parametrize("num_steps", [1, 2])
-@pytest.mark.parametrize("training", [True, False])
-def test_an_optimizer_that_needs_a_closure_works(num_steps: int, training: bool) -> None:
-    model = wide_model()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, history_size=3)
-    expected = model[0].weight.detach().clone()
-
-    def step(batch: Tensor) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = model(batch).square().mean()
-            loss.backward()
-            return loss
-
-        if training:
-            optimizer.step(closure)
-        else:
-            with torch.no_grad():
-                model(batch)
-
-    runner = make_runner(step, samples, model, optimizer, num_steps=num_steps, training=training)
-    assert runner(1000) - runner.held_bytes >= 1000 * 8 * 1024
-    assert not optimizer.state
-    assert torch.equal(model[0].weight, expected)
-
-
-@pytest.mark.parametrize("num_steps", [1, 2])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("num_steps", "training"), [(1, True), (2, True), (2, False)])
 def test_an_optimizer_of_sparse_gradients_works(num_steps: int, training: bool) -> None:
     model = nn.Embedding(1000, 2048, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())
@@ -534,27 +422,12 @@ def test_an_optimizer_of_sparse_gradients_works(num_steps: int, training: bool) 
     assert torch.equal(model.weight, expected)
 
 
-def test_sparse_gradients_that_only_accumulate_work() -> None:
-    model = nn.Embedding(1000, 256, sparse=True)
-    optimizer = torch.optim.SparseAdam(model.parameters())
-    states: list[int] = []
-
-    def step(batch: Tensor) -> None:
-        states.append(len(optimizer.state))
-        model(batch).square().sum().backward()
-
-    runner = make_runner(step, lambda size: torch.randint(1000, (size,)), model, optimizer)
-    states.clear()
-    runner(100)
-    assert states == [0, 1]
-
-
 # -- validation
 
 
 def test_validation_has_the_optimizers_state_resident() -> None:
     """Though no trial of it ever steps; and it meets the weights that training has now."""
-    model = Table(mib=30)
+    model = Table(mib=16)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
     seen: list[tuple[bool, bool]] = []
 
@@ -568,10 +441,10 @@ def test_validation_has_the_optimizers_state_resident() -> None:
     memory.clean()
     before = memory.in_use()
     runner = make_runner(step, samples, model, optimizer, training=False)
-    assert runner.held_bytes == pytest.approx(before + 60 * MIB, abs=NOISE)
+    assert runner.held_bytes == pytest.approx(before + 32 * MIB, abs=NOISE)
     moments = optimizer.state[model.weight]["exp_avg"]
     for size in (1, 4):
-        assert runner(size) == pytest.approx(before + 60 * MIB, abs=NOISE)
+        assert runner(size) == pytest.approx(before + 32 * MIB, abs=NOISE)
         assert optimizer.state[model.weight]["exp_avg"] is moments
     assert set(seen) == {(True, True)}
     runner._snapshot.restore()
@@ -579,11 +452,11 @@ def test_validation_has_the_optimizers_state_resident() -> None:
 
 
 def test_validation_with_no_room_for_the_optimizers_state_does_not_fit() -> None:
-    model = Table(mib=60)
+    model = Table(mib=20)
     optimizer = torch.optim.Adam(model.parameters())
     steps: list[int] = []
     runner = make_runner(
-        lambda batch: steps.append(1), samples, model, optimizer, training=False, room_mib=70, warm=None
+        lambda batch: steps.append(1), samples, model, optimizer, training=False, room_mib=25, warm=None
     )
     with pytest.raises(OutOfMemory):
         runner(1)
@@ -597,7 +470,7 @@ def num_tensors() -> int:
     return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
 
 
-def test_thirty_trials_leave_nothing_behind() -> None:
+def test_many_trials_leave_nothing_behind() -> None:
     model = wide_model()
     optimizer = torch.optim.AdamW(model.parameters())
     runner = make_runner(training_step(model, optimizer), samples, model, optimizer, room_mib=60)
@@ -615,10 +488,9 @@ def test_thirty_trials_leave_nothing_behind() -> None:
     for size in (500, 30_000):
         trial(size)
     before, tensors, threads = memory.in_use(), num_tensors(), sys._current_frames().keys()
-    for number in range(30):
-        trial([200, 500, 800, 20_000, 5_000_000][number % 5])
-    assert outcomes.count("oom") == 13
-    assert outcomes.count("ran") == 19
+    for number in range(12):
+        trial([200, 800, 20_000, 5_000_000][number % 4])
+    assert (outcomes.count("oom"), outcomes.count("ran")) == (7, 7)
     assert abs(memory.in_use() - before) <= 4 * MIB
     assert num_tensors() == tensors
     assert sys._current_frames().keys() == threads
@@ -631,9 +503,9 @@ def test_the_traceback_of_a_failed_trial_keeps_nothing_alive(wraps: str) -> None
     model = nn.Linear(16, 1)
 
     def inner(batch: Tensor) -> None:
-        activations = torch.ones(20 * MIB // 4)
+        activations = torch.empty(20 * MIB // 4)
         alive.extend([weakref.ref(batch), weakref.ref(activations)])
-        torch.ones(2000 * MIB // 4)
+        torch.empty(2000 * MIB // 4)
 
     def step(batch: Tensor) -> None:
         copy = batch.clone()
@@ -660,61 +532,17 @@ def test_the_traceback_of_a_failed_trial_keeps_nothing_alive(wraps: str) -> None
     assert len(kept) == (wraps == "keeps")
 
 
-def test_what_a_step_keeps_on_its_module_is_its_own() -> None:
-    """But gradients go, also of parameters that were given none before."""
-    model = wide_model()
-    runner = make_runner(lambda batch: model(batch).sum().backward(), samples, model)
-    runner(10)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_gradient_from_before_is_there_again_after_each_trial() -> None:
+def test_gradients_are_as_before_after_each_trial() -> None:
     model = nn.Linear(16, 1)
-    model(torch.ones(1, 16)).sum().backward()
+    model.weight.grad = torch.ones(1, 16)
     runner = make_runner(lambda batch: model(batch).sum().backward(), samples, model)
     for _ in range(2):
         runner(10)
         assert torch.equal(model.weight.grad, torch.ones(1, 16))
+        assert model.bias.grad is None
 
 
-# -- gradient checkpointing and compilation
-
-
-class Deep(nn.Module):
-    def __init__(self, checkpointed: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
-                                    for _ in range(12))  # fmt: skip
-        self.checkpointed = checkpointed
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return x.square().mean()
-
-
-@pytest.mark.slow
-def test_checkpointing_saves_memory_in_a_trial_as_it_does_in_training() -> None:
-    def make(checkpointed: bool, room_mib: int) -> TrialRunner:
-        model = Deep(checkpointed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step(batch: Tensor) -> None:
-            optimizer.zero_grad()
-            model(batch).backward()
-            optimizer.step()
-
-        return make_runner(step, lambda n: torch.randn(n, 256), model, optimizer, room_mib=room_mib)
-
-    plain = make(False, AMPLE)
-    plain_bytes = plain(2000) - plain.held_bytes
-    saving = make(True, AMPLE)
-    saving_bytes = saving(2000) - saving.held_bytes
-    assert saving_bytes < 0.75 * plain_bytes
-    between_mib = (saving_bytes + plain_bytes) // 2 // MIB
-    with pytest.raises(OutOfMemory):
-        make(False, between_mib)(2000)
-    make(True, between_mib)(2000)
+# -- compilation
 
 
 @pytest.mark.slow

@@ -1,0 +1,210 @@
+"""What a search says: its errors, warnings, lines, and the sentence about its result."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from linnaeus.autobatch import auto_find_batch_size, longest
+from linnaeus.autobatch.find import BatchSizeFinder, _warn_once
+from linnaeus.autobatch.observer import SearchLimits, SearchLog
+from linnaeus.autobatch.progress import SearchProgress
+from linnaeus.autobatch.protocol import RankStatus
+from linnaeus.autobatch.report import summary
+from linnaeus.autobatch.result import AutoBatchResult, Timing
+from linnaeus.autobatch.search import PredictedPoint, TrialRecord, find_largest
+from linnaeus.autobatch.sizes import keys
+from linnaeus.memory.device import GIB
+from tests.helpers.consoles import terminal
+from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.messages import Golden
+from tests.helpers.unrestorable import Forgetful, Helped, Hiding, Yielding
+
+MIB = 1024**2
+
+
+def error_of(function: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The type and the text of the error that a call raises."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - it is compared
+        function(*args, **options)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def step(batch: Tensor) -> None:
+    torch.empty_like(batch)
+
+
+def make_batch(size: int) -> Tensor:
+    """One MiB a sample."""
+    return torch.empty(size, MIB // 4)
+
+
+def on_a_card(tenants_bytes: int = 0, fraction: float = 1.0, **arguments: Any) -> None:
+    """A search on a card of one GiB that other processes share, without the moment it began."""
+    asked = {"device": "cuda", "min_batch_size": 600, "max_batch_size": 800, **arguments}
+    with FakeCuda(GIB, tenants_bytes=tenants_bytes, fraction=fraction).installed():
+        auto_find_batch_size(asked.pop("step", step), asked.pop("make_batch", make_batch), **asked)
+
+
+def in_a_run(mode: Any, train_once: Any = None) -> None:
+    """A search as the framework makes it, so that messages name keys."""
+    with FakeCuda(GIB).installed(), BatchSizeFinder(
+        step, make_batch, device="cuda", mode=mode, names=keys(mode), min_batch_size=600, max_batch_size=800,
+        memory_limit_gb=0.5, train_once=train_once,
+    ) as finder:  # fmt: skip
+        finder.find(0.9)
+
+
+def refuse() -> None:
+    raise MemoryError("out of memory")
+
+
+class Data(list[dict[str, Any]]):
+    """Samples with columns, as `datasets` has them."""
+
+    column_names = ["input_ids", "length"]  # noqa: RUF012
+
+
+def of_calls(function: Any, right: dict[str, Any], wrong: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The error for each of the wrong arguments."""
+    for arguments in wrong:
+        title = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        yield f"{function.__name__}: {title}", error_of(function, **{**right, **arguments})
+
+
+def bad_arguments() -> Iterator[tuple[str, str]]:
+    yield from of_calls(
+        auto_find_batch_size, {"step": step, "make_batch": make_batch, "device": "cpu"},
+        [
+            {"target_memory_fraction": "0.8"}, {"target_memory_fraction": 0.0},
+            {"target_memory_fraction": 1.01}, {"tolerance": -0.01}, {"tolerance": 1.0}, {"tolerance": False},
+            {"memory_limit_gb": 0.0}, {"memory_limit_gb": math.inf}, {"memory_limit_gb": "4"},
+            {"timeout_minutes": 0}, {"timeout_minutes": math.nan}, {"mode": "test"}, {"strategy": "magic"},
+            {"objective": "speed"}, {"step": None}, {"step": 3}, {"make_batch": 3}, {"observer": print},
+            {"max_trials": 0}, {"max_trials": 2.5}, {"min_batch_size": 0}, {"max_batch_size": True},
+            {"multiple_of": 0}, {"steps_per_trial": 0}, {"start": 0}, {"bounds": [3]},
+            {"bounds": {"dataset": 3.5}}, {"bounds": {3: 4}}, {"state": nn.Identity()}, {"state": "model"},
+            {"state": {"model": 1}}, {"state": (3,)}, {"min_batch_size": 20, "max_batch_size": 7},
+            {"min_batch_size": 20, "bounds": {"dataset": 7}},
+        ],
+    )  # fmt: skip
+    lazy = (nn.Sequential(nn.LazyLinear(3)),)
+    yield "lazy layers", error_of(auto_find_batch_size, step, make_batch, state=lazy)
+    yield from of_calls(
+        longest, {"dataset": Data([{"input_ids": [1]}] * 3), "n": 1},
+        [
+            {"n": 0}, {"length": "tokens"}, {"length": [1, 2]}, {"length": 5}, {"length": [1, "long", 2]},
+            {"dataset": []}, {"dataset": [1], "length": "length"},
+        ],
+    )  # fmt: skip
+    yield from of_calls(
+        find_largest, {"measure": int, "budget_bytes": 1, "min_size": 1, "max_size": 64},
+        [
+            {"strategy": "guess"}, {"min_size": 0}, {"min_size": 9, "max_size": 8}, {"tolerance": 1.0},
+            {"tolerance": -0.01}, {"tolerance": math.nan}, {"max_trials": 0}, {"multiple_of": 0},
+            {"min_size": 9, "max_size": 15, "multiple_of": 8},
+        ],
+    )  # fmt: skip
+    yield "a record without a size", error_of(TrialRecord, 0, "fits", 1, 0.0)
+    yield "a prediction that does not grow", error_of(PredictedPoint, 1, 1, 0)
+
+
+def optimizers() -> Iterator[tuple[str, str]]:
+    search = partial(auto_find_batch_size, device="cpu", max_batch_size=4)
+    for kind in (Hiding, Yielding, Helped):
+        model = nn.Linear(2, 2)
+        search_it = partial(search, step, make_batch, state=(model, kind(model.parameters())))
+        yield f"optimizer {kind.__name__}", error_of(search_it)
+    model = nn.Linear(2, 2)
+    left_out = torch.optim.SGD(model.parameters())
+    yield "optimizer left out", error_of(search, lambda batch: left_out.step(), make_batch, state=(model,))
+    average = Forgetful()
+
+    def count(batch: Tensor) -> None:
+        average.count += 1
+
+    yield "object that is not restored", error_of(search, count, make_batch, state=(average,))
+
+
+def summaries() -> Iterator[tuple[str, str]]:
+    def result(*trials: TrialRecord, **more: Any) -> AutoBatchResult:
+        fields: dict[str, Any] = {
+            "mode": "train", "batch_size": 16, "certified": False, "limited_by": "max_trials",
+            "target_memory_fraction": 0.8, "budget_bytes": GIB, "total_bytes": 2 * GIB, "strategy": "guided",
+            "seconds": 0.9, **more,
+        }  # fmt: skip
+        return AutoBatchResult(trials=trials, **fields)
+
+    def trial(size: int, status: Any = "fits") -> TrialRecord:
+        return TrialRecord(size, status, None if status == "oom" else size, 0.5)
+
+    proof = {"certified": True}
+    yield "no larger trial", summary(result(trial(16), within=31.0))
+    yield "close", summary(result(trial(16), trial(20, "oom"), within=3 / 16))
+    yield "far", summary(result(trial(16), trial(129, "oom"), within=7.0, limited_by="timeout"))
+    for mode, limit in itertools.product(("train", "val"), ("memory", "max_batch_size")):
+        yield f"{limit}, {mode}", summary(result(trial(16), mode=mode, limited_by=limit, **proof))
+    yield "throughput", summary(result(limited_by="throughput", total_is_limit=True, **proof))
+
+
+def shown(log: SearchLog) -> None:
+    """What a watcher of a search is told."""
+    log.search_started(SearchLimits(1, 512, GIB, 0.8, 2 * GIB, True, "MEMORY_LIMIT_GB"))
+    for size, status, purpose in ((1, None, "warm-up"), (16, 0.5, "trial"), (64, None, "trial")):
+        log.trial_started(size, purpose)  # type: ignore[arg-type]
+        if purpose == "trial":
+            peak_bytes = None if status is None else int(status * GIB)
+            log.trial_finished(TrialRecord(size, "fits" if status else "oom", peak_bytes, 0.25), GIB)
+    log.trial_started(16, "confirmation")
+    log.trial_finished(TrialRecord(16, "over", int(1.25 * GIB), 0.25), GIB)
+    for samples_per_s in (200.0, 210.0, 0.0):  # the second settles a close comparison
+        log.trial_started(8, "timing")
+        log.size_timed(Timing(8, 0.04, samples_per_s))
+
+
+def test_messages(golden: Golden, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level(logging.INFO, "linnaeus.autobatch")
+    console, output = terminal(monkeypatch)
+    told: list[str] = []
+    monkeypatch.setattr("linnaeus.autobatch.find.time", SimpleNamespace(monotonic=lambda: 0.0))
+    messages = dict(itertools.chain(bad_arguments(), optimizers(), summaries()))
+    caplog.clear()
+    shown(SearchLog("val"))
+    messages["log of a search"] = "\n".join(caplog.messages)
+    shown(SearchProgress("train", RankStatus(told.append), console))
+    messages["rows on a terminal"] = re.sub(r"\x1b\[[0-9;]*m", "", output.getvalue())
+    messages["status of a search"] = "\n".join(told)
+    for title, arguments in {
+        "nothing fits": {}, "nothing fits beside others": {"tenants_bytes": 512 * MIB},
+        "nothing fits under the allocator's own cap": {"fraction": 0.25},
+        "nothing fits within a limit": {"memory_limit_gb": 0.25},
+        "the trials ran out": {"min_batch_size": 1, "strategy": "binary", "max_trials": 1},
+        "a validation": {"mode": "val"},
+    }.items():  # fmt: skip
+        messages[title] = error_of(on_a_card, **arguments)
+    messages["nothing fits in a run"] = error_of(in_a_run, "train")
+    messages["training before a validation"] = error_of(in_a_run, "val", refuse)
+    kept: list[Tensor] = []
+    _warn_once.cache_clear()
+    caplog.clear()
+    on_a_card(
+        min_batch_size=1,
+        max_batch_size=64,
+        target_memory_fraction=1.0,
+        predict=False,
+        make_batch=lambda size: make_batch(4),
+    )
+    on_a_card(min_batch_size=1, max_batch_size=8, step=lambda batch: kept.append(make_batch(8)))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    messages["warnings"] = "\n".join(warnings)
+    golden("autobatch", messages)
