@@ -37,11 +37,11 @@ test-all: $(VENV)/.installed-dev ## run the whole test suite
 test-mutants: $(VENV)/.installed-dev ## make mistakes in copies of the code, and see that the quick tests catch each
 	$(BIN)/python -m tests.mutants
 
-coverage: $(VENV)/.installed-dev ## measure which lines of linnaeus/ the tests run that are not slow
+coverage: $(VENV)/.installed-dev ## measure which lines of linnaeus/ the tests run, without integrations and slow tests
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -m "not slow" --ignore tests/integrations -o timeout=600 $(PARALLEL)
 	$(BIN)/coverage combine -q
-	$(BIN)/coverage report --skip-covered
+	$(BIN)/coverage report --skip-covered --omit 'linnaeus/integrations/*'
 
 test-floor: ## run the quick tests with the oldest torch that pyproject.toml allows
 	$(MAKE) test VENV=.venv-floor FLOOR="torch==$(FLOOR_TORCH)"
