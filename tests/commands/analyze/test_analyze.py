@@ -200,14 +200,11 @@ def test_the_knee_is_the_smallest_fast_size_of_all_that_were_timed() -> None:
 
 @pytest.mark.e2e
 def test_nothing_fits_at_any_fraction(run: Run, tmp_path: Path) -> None:
-    outcome = run(
-        "analyze", *NARROW, "--fractions", "0.5,0.9", "--memory-limit-gb", "0.05", "--plot", "a.svg"
-    )
+    outcome = run("analyze", *NARROW, "--fractions", "0.5,0.9", "--memory-limit-gb", "0.05")
     assert outcome.code == 3
     assert "Traceback" not in outcome.err
     found = json.loads((tmp_path / "batch_sizes.json").read_text())
     assert [row["batch_size"] for row in found["results"]] == [None] * 4
-    assert (tmp_path / "a.svg").exists()
 
 
 def test_ctrl_c_keeps_what_has_been_measured(run: Run, tmp_path: Path) -> None:
@@ -230,7 +227,7 @@ def test_ctrl_c_keeps_what_has_been_measured(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "argv", "file", "rows"),
     [
-        ("analyze_batch_sizes", ["--fractions", "0.6"], "batch_sizes.json", "results"),
+        ("analyze_batch_sizes", ["--fractions", "0.95"], "batch_sizes.json", "results"),
         ("plan_batch_size", ["--sizes", "2"], "batch_plan.json", "sizes"),
     ],
 )

@@ -197,7 +197,6 @@ def test_a_damaged_result_leaves_its_part_unknown(tmp_path: Path) -> None:
         for name in {"training_s", "images_per_s", "effective_batch", "learning_rate"} - damage.keys():
             assert [each[name] for each in rows] == [known[name]] * 2, "the rest is shown"
     found.save(tmp_path / "a.json")
-    save_plot(found, tmp_path / "a.svg")
 
 
 def status_of(folder: Path) -> str:

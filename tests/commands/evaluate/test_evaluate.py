@@ -176,6 +176,7 @@ def test_other_data_needs_no_training_data(run: Run, birds: Path, tmp_path: Path
     assert "lynx" in (tmp_path / "p.html").read_text()
 
 
+@pytest.mark.e2e
 def test_a_dataset_of_ones_own_takes_nothing_over_from_the_run(run: Run, birds: Path) -> None:
     """Nor does the sampler of the run, which could draw no samples of classes that the data lacks."""
     config = birds / "config.yaml"
@@ -222,6 +223,7 @@ def test_no_evaluation_replaces_one_of_other_data(run: Run, birds: Path, tmp_pat
     assert "own.json" in outcome.err
 
 
+@pytest.mark.e2e
 def test_a_lone_checkpoint_holds_what_it_needs(run: Run, birds: Path, tmp_path: Path) -> None:
     shutil.copy(birds / "checkpoints/last.pt", tmp_path / "model.pt")
     expected = logged(birds)
