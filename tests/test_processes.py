@@ -52,7 +52,7 @@ def assert_same_run(run: Path, other: Path) -> None:
 
 
 def kill_again_and_again(folder: Path, events: list[int], *argv: str) -> None:
-    """Start a run, kill it at its so-manieth event, and so on; then let it end."""
+    """Start a run once for each number, to be killed at that event of the start; then let it end."""
     for event in events:
         outcome = train(folder, *argv, KILL_AT=str(event))
         assert outcome.code == -9, f"killed at event {event}: {outcome.err}"
