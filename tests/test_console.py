@@ -39,7 +39,6 @@ def show_an_epoch(console: Console | None) -> None:
         (True, None, True),
         (True, "", True),
         (True, "false", True),
-        (True, "true", False),
         (True, "True", False),
         (True, "1", False),
         (False, None, False),
@@ -76,18 +75,6 @@ def test_elsewhere_there_is_a_plain_line_and_no_bar(monkeypatch: pytest.MonkeyPa
     [line] = output.getvalue().splitlines()
     assert line.endswith(" epoch 1/2  3/5  loss 0.1235  lr 0.002")
     assert "\x1b" not in line
-
-
-def test_a_new_epoch_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    console, output = plain_console()
-    set_up_logging(None, rank=0, console=console)
-    with ProgressBar(console) as progress:
-        for epoch in (1, 2):
-            progress.start(f"epoch {epoch}/2", total=4)
-            progress.advance(epoch)
-            progress.describe({})
-    assert ["1/4" in line for line in output.getvalue().splitlines()] == [True, False]
-    assert "epoch 2/2  2/4" in output.getvalue()
 
 
 def test_long_lines_are_not_broken_where_no_terminal_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,7 +145,9 @@ def test_a_folder_with_a_file_of_a_run_is_a_run(tmp_path: Path) -> None:
         (folder / "one").mkdir(parents=True)
         (folder / "notes.txt").write_text("of the user")
         (folder / own).touch()
+        before = folder.stat().st_mtime_ns
         assert check_run_folder(folder)
+        assert folder.stat().st_mtime_ns == before, "a check touches nothing"
         assert prepare_run_folder(folder, keep=True) is None
         aside = prepare_run_folder(folder, keep=False)
         assert aside == tmp_path / f"{number}.1"
@@ -163,17 +165,6 @@ def test_earlier_runs_are_moved_aside_one_by_one(tmp_path: Path) -> None:
     assert names(tmp_path) == {"digits", "digits.1", "digits.2"}
     found = [(tmp_path / name / "result.json").read_text() for name in ("digits.1", "digits.2", "digits")]
     assert found == ["0", "1", "2"]
-
-
-def test_a_check_touches_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "digits"
-    assert not check_run_folder(tmp_path / "deep/digits")
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text("state")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path, folder)}
-    assert check_run_folder(folder)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path, folder)} == before
-    assert names(tmp_path) == {"digits"}
 
 
 @pytest.mark.parametrize("prepare", [check_run_folder, partial(prepare_run_folder, keep=False)])

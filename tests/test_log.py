@@ -77,22 +77,6 @@ def earlier(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("has_begun", [False, True])
-def test_two_runs_do_not_use_one_folder(earlier: Path, keep: bool, has_begun: bool) -> None:
-    with open_run_folder(earlier, ALONE, keep=False) as first:
-        if has_begun:
-            first.begin()
-            (earlier / "config.yaml").write_text("first")
-        before = names(earlier.parent), names(earlier)
-        with pytest.raises(ConfigError, match="r1"), open_run_folder(earlier, ALONE, keep=keep):
-            raise AssertionError("it was opened")
-        assert (names(earlier.parent), names(earlier)) == before
-    with open_run_folder(earlier, ALONE, keep=keep) as second:
-        second.begin()
-    assert ".lock" not in names(earlier)
-
-
 def fail_after(change: Callable[[], object], folder: Path, *, keep: bool, has_trained: bool = False) -> None:
     """A start that has begun and fails after a change."""
 
@@ -214,12 +198,6 @@ def test_a_validation_that_is_repeated_stands_once_in_the_metrics(
             file.write(step=6, epoch=1, split=split, values={})
     with MetricsFile(path, last_step=6, within_epoch=within_epoch):
         assert [json.loads(line)["split"] for line in path.read_text().splitlines()] == kept
-
-
-def test_other_ranks_write_no_metrics(tmp_path: Path) -> None:
-    with MetricsFile(tmp_path / "metrics.jsonl", enabled=False) as file:
-        file.write(step=1, epoch=0, split="train", values={"loss": 1.0})
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- full disks ---

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +22,18 @@ RESUMABLE = (
 """Four epochs of six steps."""
 
 
-def train(folder: Path, *argv: str, is_new_interpreter: bool = False, **env: str) -> Outcome:
+def train(folder: Path, *argv: str, **env: str) -> Outcome:
     """A run that may be killed; see `tests.helpers.odd_ranks`."""
-    command = ("-m", "tests.helpers.odd_ranks", *RESUMABLE, *argv)
     # The same number of threads as the runs it is compared with: sums depend on it.
     env = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT), **env}
-    if not is_new_interpreter:
-        return forks.python(*command, cwd=folder, env=env)
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env={**os.environ, **env},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return Outcome(done.returncode, done.stdout, done.stderr)
+    return forks.python("-m", "tests.helpers.odd_ranks", *RESUMABLE, *argv, cwd=folder, env=env)
 
 
-@pytest.fixture(scope="module", params=["fork", pytest.param("new interpreter", marks=pytest.mark.slow)])
-def never_killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("never_killed")
-    outcome = train(folder, is_new_interpreter=request.param != "fork")
+    outcome = train(folder)
     assert outcome.code == 0, outcome.err
     return folder / "runs/small"
 
@@ -62,7 +52,7 @@ def assert_same_run(run: Path, other: Path) -> None:
 
 
 def kill_again_and_again(folder: Path, events: list[int], *argv: str) -> None:
-    """Start a run, kill it at its so-manieth event, and so on; then let it end."""
+    """Start a run once for each number, to be killed at that event of the start; then let it end."""
     for event in events:
         outcome = train(folder, *argv, KILL_AT=str(event))
         assert outcome.code == -9, f"killed at event {event}: {outcome.err}"
