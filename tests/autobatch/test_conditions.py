@@ -29,31 +29,16 @@ DROPPED = {
     "DATA.BATCH_SIZE": 3, "DATA.BATCH_SIZE_VAL": 3, "DATA.SAMPLER": "balanced",
 }  # fmt: skip
 """Keys that no search depends on, and another value of each."""
-OF_NO_STEP = {
-    "EXPERIMENT.NAME": "of a folder",
-    "EXPERIMENT.OUTPUT_DIR": "a folder",
-    "EXPERIMENT.WANDB.ENABLED": "scalars and tables are sent, and no model is watched",
-    "EXPERIMENT.WANDB.PROJECT": "text",
-    "EXPERIMENT.WANDB.ENTITY": "text",
-    "EXPERIMENT.WANDB.GROUP": "text",
-    "EXPERIMENT.WANDB.TAGS": "text",
-    "SCHEDULE.NAME": "a rate for each step",
-    "SCHEDULE.WARMUP_EPOCHS": "a rate for each step",
-    "SCHEDULE.WARMUP_FRACTION": "a rate for each step",
-    "SCHEDULE.WARMUP_STEPS": "a rate for each step",
-    "SCHEDULE.MIN_LR_FRACTION": "a rate for each step",
-    "DIST.TIMEOUT_MINUTES": "a time",
-    "DIST.START_MINUTES": "a time",
-}
-"""Keys of other nodes that no step's memory depends on, and what they set. A new key has to be named here, or
-to count."""
-IN_OTHER_FORM = {
-    "EXPERIMENT.SEED": "the shapes of the samples that it chooses",
-    "EXPERIMENT.DEVICE": "the device that it is",
-    "DIST.BACKEND": "the backend that it is",
-    "DIST.FIND_UNUSED_PARAMETERS": "an argument of `search_key`",
-}
-"""Keys that do not count, and what of them counts; a test below shows it for each."""
+OF_NO_STEP = (
+    "EXPERIMENT.NAME", "EXPERIMENT.OUTPUT_DIR", "EXPERIMENT.WANDB.ENABLED", "EXPERIMENT.WANDB.PROJECT",
+    "EXPERIMENT.WANDB.ENTITY", "EXPERIMENT.WANDB.GROUP", "EXPERIMENT.WANDB.TAGS", "SCHEDULE.NAME",
+    "SCHEDULE.WARMUP_EPOCHS", "SCHEDULE.WARMUP_FRACTION", "SCHEDULE.WARMUP_STEPS", "SCHEDULE.MIN_LR_FRACTION",
+    "DIST.TIMEOUT_MINUTES", "DIST.START_MINUTES",
+)  # fmt: skip
+"""Keys of other nodes, of names, rates and times, that no step's memory depends on. A new key has to be named
+here, or to count."""
+IN_OTHER_FORM = ("EXPERIMENT.SEED", "EXPERIMENT.DEVICE", "DIST.BACKEND", "DIST.FIND_UNUSED_PARAMETERS")
+"""Keys that do not count, but what they choose does: a test below shows it for each."""
 ONLY_WHETHER = {
     "MODEL.DROP_RATE": (0.1, 0.2), "MODEL.DROP_PATH_RATE": (0.1, 0.2), "LOSS.LABEL_SMOOTHING": (0.1, 0.2),
     "OPTIMIZER.WEIGHT_DECAY": (0.1, 0.2), "TRAIN.CLIP_GRAD_NORM": (1.0, 2.0),

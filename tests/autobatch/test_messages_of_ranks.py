@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -128,7 +127,8 @@ def of_predictions(said: Callable[[], str]) -> dict[str, str]:
 
     def error(look: Callable[[Tensor, Tensor], object] = nothing, **arguments: Any) -> str:
         good = {"step": step_with(look), "make_batch": rows, "state": (layer, optimizer)}
-        return re.sub(r"line \d+", "line N", error_of(predict_memory, **{**good, **arguments}))
+        line = f"line {look.__code__.co_firstlineno} of"
+        return error_of(predict_memory, **{**good, **arguments}).replace(line, "line N of")
 
     looks: dict[str, Callable[[Tensor, Tensor], object]] = {
         "item": lambda loss, batch: loss.item(),

@@ -141,19 +141,6 @@ def test_validation_counts_the_state_of_the_optimizer() -> None:
     moments = 2 * sum(parameter.nbytes for parameter in loop.model.parameters())
     assert with_moments.peak_bytes(8) - without.peak_bytes(8) == pytest.approx(moments, abs=22 * MIB)
 
-    def validated(predict: bool) -> AutoBatchResult:
-        with FakeCuda(TOTAL, context_bytes=CONTEXT).installed(*loop.state[:2]):
-            return auto_find_batch_size(
-                loop.validate, loop.make_batch, state=loop.state, mode="val", device="cuda",
-                max_batch_size=4096, predict=predict,
-            )  # fmt: skip
-
-    result, alone = validated(predict=True), validated(predict=False)
-    assert (result.batch_size, result.held_bytes) == (alone.batch_size, alone.held_bytes)
-    assert result.held_bytes > moments
-    assert result.prediction is not None
-    assert 0.5 < result.prediction.batch_size / result.batch_size <= 1.02, "segments are large here"
-
 
 @pytest.mark.slow
 def test_both_searches_of_a_run_start_from_a_prediction() -> None:
@@ -248,14 +235,6 @@ def test_predict_memory_touches_nothing_and_refuses_what_it_cannot_trace() -> No
         predict_memory(stubborn.step, stubborn.make_batch, state=stubborn.state)
 
 
-def test_arguments_of_predict_memory_are_checked() -> None:
-    loop = Loop(kibibytes=1)
-    good = {"step": loop.step, "make_batch": loop.make_batch, "state": loop.state}
-    for name, value in {"step": None, "mode": "test", "state": nn.Linear(1, 1)}.items():
-        with pytest.raises((TypeError, ValueError), match=f"^{name}"):
-            predict_memory(**{**good, name: value})
-
-
 class Caching(nn.Module):
     """Fills a cache in its first call, and counts."""
 
@@ -320,44 +299,6 @@ def test_what_no_trace_can_follow_is_refused_and_left_whole() -> None:
         predict_memory(step_of(plain, torch.optim.Adam(plain.parameters())), rows, state=(plain,))
 
 
-def test_steps_whose_operations_depend_on_the_batch_are_refused() -> None:
-    layer = nn.Linear(1024, 1024)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-
-    def step(batch: Tensor) -> None:
-        torch.cat([layer(part) for part in batch.split(4)]).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with pytest.raises(UntraceableError, match="16"):
-        predict_memory(step, lambda n: torch.randn(n, 1024), state=(layer, optimizer))
-    prediction = predict_memory(
-        step_of(layer, optimizer), lambda n: torch.randn(n, 1024), state=(layer, optimizer)
-    )
-    for bad in (0, -5, 2.5):
-        with pytest.raises(ValueError, match=str(bad)):
-            prediction.peak_bytes(bad)  # type: ignore[arg-type]
-
-
-def test_what_kept_a_step_from_being_traced_is_said_with_its_line() -> None:
-    layer = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    looks: dict[str, Callable[[Tensor, Tensor], object]] = {
-        "indexing": lambda loss, batch: batch[batch > 0],
-        "tolist": lambda loss, batch: loss.tolist(),
-        "formatting": lambda loss, batch: f"{loss:.3f}",
-        "`state`": lambda loss, batch: batch * torch.ones(8),
-    }
-    for reason, look in looks.items():
-
-        def step(batch: Tensor, look: Callable[[Tensor, Tensor], object] = look) -> None:
-            loss = layer(batch).sum()
-            look(loss, batch)
-
-        with pytest.raises(UntraceableError, match=rf"{reason}.* \d+ of test_predicted.py"):
-            predict_memory(step, rows, state=(layer, optimizer))
-
-
 def test_a_batch_that_ignores_its_size_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     layer = nn.Linear(8, 8)
     state = layer, torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -365,18 +306,3 @@ def test_a_batch_that_ignores_its_size_is_warned_of(caplog: pytest.LogCaptureFix
     assert not caplog.messages
     predict_memory(step_of(*state), lambda n: rows(16), state=state)
     assert "make_batch" in caplog.text
-
-
-def test_the_largest_size_with_and_without_the_margin() -> None:
-    layer = nn.Linear(1024, 1024)
-    state = layer, torch.optim.SGD(layer.parameters(), lr=0.1)
-    prediction = predict_memory(step_of(*state), lambda n: torch.randn(n, 1024), state=state)
-    limit = 4 << 30
-    plain, safe = prediction.largest(limit), prediction.largest(limit, with_margin=True)
-    assert plain is not None
-    assert safe is not None
-    assert prediction.safe_bytes(safe) <= limit < prediction.safe_bytes(plain)
-    assert prediction.largest(0) is None
-    for bad in ("24", float("nan")):
-        with pytest.raises((TypeError, ValueError), match="limit_bytes"):
-            prediction.largest(bad)

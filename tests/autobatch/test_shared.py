@@ -112,15 +112,6 @@ def test_what_a_search_loads_outside_the_allocator_must_be_free_too(
     assert shared(tmp_path, "second")[1] == (None if growth_bytes else "first")
 
 
-def test_growth_outside_the_allocator_is_measured_around_the_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outside = iter([100, 130])
-    monkeypatch.setattr("linnaeus.autobatch.shared._non_allocator_bytes", lambda search: next(outside))
-    shared(tmp_path, "first")
-    assert json.loads((place_in(tmp_path) / SIZES).read_text())["growth_bytes"] == 30
-
-
 def test_the_growth_that_is_saved_is_that_of_the_rank_with_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,27 +156,22 @@ def test_sizes_beyond_the_host_memory_of_this_machine_are_not_taken(
     assert (sizes(found), by) == ({"train": 1, "val": 1}, None)
 
 
-def test_a_folder_that_cannot_be_written_is_warned_of(
+def test_a_run_that_cannot_share_its_sizes_warns_and_searches(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where the folder is a file, or its lock a folder."""
     monkeypatch.setattr(logging.getLogger("linnaeus"), "propagate", True)
     (tmp_path / "file").touch()
-    found, by = shared(tmp_path / "file", "first")
-    assert (sizes(found), by) == (EXPECTED, None)
-    [text] = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
-    assert "SHARED_FOLDER" in text
-
-
-def test_a_lock_that_cannot_be_made_names_no_other_key(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("linnaeus"), "propagate", True)
-    shared(tmp_path, "first")
-    (place_in(tmp_path) / SIZES).unlink()
-    (place_in(tmp_path) / LOCK).mkdir()
-    assert shared(tmp_path, "second")[1] is None
-    [text] = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
-    assert ("SHARED_FOLDER" in text, "OUTPUT_DIR" in text) == (True, False)
+    shared(tmp_path / "folder", "first")
+    place = place_in(tmp_path / "folder")
+    (place / SIZES).unlink()
+    (place / LOCK).mkdir()
+    for folder in ("file", "folder"):
+        caplog.clear()
+        found, by = shared(tmp_path / folder, "second")
+        assert (sizes(found), by) == (EXPECTED, None)
+        [text] = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+        assert ("SHARED_FOLDER" in text, "OUTPUT_DIR" in text, "\n" in text) == (True, False, False)
 
 
 @pytest.fixture
