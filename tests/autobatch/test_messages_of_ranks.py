@@ -24,10 +24,9 @@ from linnaeus.autobatch.silence import CollectivesRefused, check_silenceable
 from linnaeus.autobatch.sizes import keys
 from linnaeus.control import SILENCE_LOOKS, Failure, agree_on_attempt
 from linnaeus.files import FolderLock
-from tests.autobatch.test_protocol import result
 from tests.helpers.messages import Golden, error_of
 from tests.helpers.planes import Script, planes
-from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared
+from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared, result
 
 
 def of_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:

@@ -12,13 +12,13 @@ import torch
 from linnaeus.autobatch import protocol
 from linnaeus.autobatch.protocol import RankStatus, agreed, exchange, run_on_every_rank, search_on_main
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.sizes import keys
 from linnaeus.control import ControlPlane, Failure, ForeignFailureError
 from linnaeus.dist import RankEnded, World, errors_told_first
 from linnaeus.errors import AutoBatchError, LinnaeusError
 from tests.helpers import planes
 from tests.helpers.planes import nothing, script
+from tests.helpers.searches import result
 
 Work = Callable[[RankStatus], Any]
 CPU = torch.device("cpu")
@@ -115,14 +115,6 @@ def test_an_update_raises_the_failure_of_another_rank() -> None:
 
 
 # --- a size for all ranks ---
-
-
-def result(size: int, *trials: tuple[int, str], rank: int = 0) -> AutoBatchResult:
-    return AutoBatchResult(
-        mode="train", batch_size=size, certified=True, limited_by="memory", target_memory_fraction=0.8,
-        budget_bytes=20 + rank, total_bytes=100, strategy="guided", seconds=1.0 + rank, held_bytes=2 + rank,
-        trials=tuple(TrialRecord(tried, status, 5, 0.1) for tried, status in trials),
-    )  # fmt: skip
 
 
 def test_the_size_of_all_is_one_that_has_run_on_every_rank() -> None:

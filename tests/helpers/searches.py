@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
@@ -77,3 +79,12 @@ def prepared(*argv: str, world: World = World(CPU), **options: Any) -> tuple[Siz
         values.clear()
     seed = config.EXPERIMENT.SEED
     return SizeSearch(config.DATA, config.TRAIN, data, assembly, world, seed, **options), assembly
+
+
+def result(size: int, *trials: tuple[int, str], rank: int = 0) -> AutoBatchResult:
+    """What a rank has found, each of its figures larger by its number; a trial is a size and its status."""
+    return AutoBatchResult(
+        mode="train", batch_size=size, certified=True, limited_by="memory", target_memory_fraction=0.8,
+        budget_bytes=20 + rank, total_bytes=100, strategy="guided", seconds=1.0 + rank, held_bytes=2 + rank,
+        trials=tuple(TrialRecord(tried, status, 5, 0.1) for tried, status in trials),
+    )  # fmt: skip
