@@ -110,9 +110,10 @@ class ControlPlane:
             never ends it.
         on_orphaned: called when the process that started this one has ended; None does not look.
         name_of: the number that messages give to a rank, such as that among all ranks of the job.
+        clock: has the functions `monotonic` and `sleep`.
 
     Attributes:
-        name_of: as given.
+        name_of, clock: as given.
         doing: what this rank does; part of its heartbeat.
         is_ending: whether this rank has met a failure and ends by itself.
         on_request: on rank 0, called once with the first request of another rank, in a thread of its own: the
@@ -128,9 +129,10 @@ class ControlPlane:
         end_process: Callable[[Failure], object] | None = None,
         on_orphaned: Callable[[], object] | None = None,
         name_of: Callable[[int], int] = lambda rank: rank,
+        clock: Any = time,
     ) -> None:
         self.rank = rank
-        self.name_of = name_of
+        self.name_of, self.clock = name_of, clock
         self.world_size = world_size
         self.doing = "starting"
         self.is_ending = False
@@ -153,6 +155,10 @@ class ControlPlane:
         """The first failure of the job, this rank's own included; None while there is none."""
         found: Failure | None = self._keys.get("failure")
         return found
+
+    def look(self) -> None:
+        """Send a heartbeat and look at those of others: a thread does so every `BEAT_S` seconds."""
+        self._pulse.look()
 
     def update(self, doing: str) -> None:
         """Say what this rank does from now on."""
@@ -220,12 +226,12 @@ class ControlPlane:
             Whether it was done: not if it failed, rank 0 died or the job has failed meanwhile.
         """
         self._keys.put_first("request", request)
-        deadline = time.monotonic() + limit_s
+        deadline = self.clock.monotonic() + limit_s
         while not self._keys.exist(["answer"]):
             is_dead = any(rank == 0 for rank, _ in self.dead_neighbours())
-            if is_dead or self.failure is not None or time.monotonic() > deadline:
+            if is_dead or self.failure is not None or self.clock.monotonic() > deadline:
                 return False
-            time.sleep(0.05)
+            self.clock.sleep(0.05)
         return bool(self._keys.get("answer"))
 
     def answer(self, request: Any) -> None:
@@ -249,9 +255,9 @@ class ControlPlane:
         self.is_ending = True
         first: Failure = self._keys.put_first("failure", failure)
         self._keys.put(f"read/{self.rank}", True)
-        deadline = time.monotonic() + FAREWELL_S
-        while self._has_readers() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        deadline = self.clock.monotonic() + FAREWELL_S
+        while self._has_readers() and self.clock.monotonic() < deadline:
+            self.clock.sleep(0.05)
         return first
 
     def _has_readers(self) -> bool:
@@ -267,12 +273,9 @@ class ControlPlane:
 
     def dead_neighbours(self) -> list[tuple[int, str]]:
         """Ranks of this machine whose process has ended without a failure, and what they were doing."""
-        dead = []
-        for rank in range(self.world_size):
-            beat: _Beat | None = self._keys.get(f"beat/{rank}")
-            if beat is not None and rank != self.rank and beat.is_dead_neighbour():
-                dead.append((rank, beat.doing))
-        return dead
+        others = (rank for rank in range(self.world_size) if rank != self.rank)
+        beats = ((rank, self._keys.get(f"beat/{rank}")) for rank in others)
+        return [(rank, beat.doing) for rank, beat in beats if beat is not None and beat.is_dead_neighbour()]
 
     def check(self) -> None:
         """Raise the failure of another rank, if there is one: what this rank does is in vain then.
@@ -314,7 +317,7 @@ class ControlPlane:
         on_wait: Callable[[int, str], None] = lambda rank, doing: None,
     ) -> Any:
         key = f"value/{number}/{rank}"
-        started = looked = reported = time.monotonic()
+        started = looked = reported = self.clock.monotonic()
         reported_doing = ""
         while True:
             has_failed = self.failure is not None  # read first: what a rank has sent before it failed counts
@@ -322,7 +325,7 @@ class ControlPlane:
                 return self._keys.get(key)
             if has_failed:
                 self._raise_failure()
-            now = time.monotonic()
+            now = self.clock.monotonic()
             if limit_s is not None and now - started > limit_s:
                 raise OverdueError(self.name_of(rank), self._doing_of(rank))
             if now - looked > BEAT_S:
@@ -335,7 +338,7 @@ class ControlPlane:
                     reported, reported_doing = now, doing
                     seconds, name = now - started, self.name_of(rank)
                     logger.info("waiting %.0f s for rank %d: %s", seconds, name, doing)
-            time.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
+            self.clock.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
 
     def _has_died_before(self, rank: int, key: str) -> bool:
         """Whether a rank's process has ended, and without a value for this key."""
@@ -383,23 +386,22 @@ class _Pulse:
 
     def _run(self) -> None:
         while not self._closed.wait(BEAT_S):
-            self._look_after_parent()
-            if self._is_store_lost:
-                continue
-            try:
-                self.beat(self._keys)
-                self._look()
-            except MemoryError:  # a trial's memory cap applies to this thread too
-                continue
-            except torch_dist.DistError:
-                # The process that hosts the store has ended: no rank can be heard any more. What training
-                # still does, such as a last checkpoint, needs no store.
-                self._is_store_lost = True
+            with contextlib.suppress(MemoryError):  # a trial's memory cap applies to this thread too
+                self.look()
 
-    def _look_after_parent(self) -> None:
+    def look(self) -> None:
         if self._on_orphaned is not None and os.getppid() != self._parent:
             self._on_orphaned()
             self._on_orphaned = None
+        if self._is_store_lost:
+            return
+        try:
+            self.beat(self._keys)
+            self._look()
+        except torch_dist.DistError:
+            # The process that hosts the store has ended: no rank can be heard any more. What training still
+            # does, such as a last checkpoint, needs no store.
+            self._is_store_lost = True
 
     def beat(self, keys: _Keys) -> None:
         if not self._is_store_lost:
@@ -434,7 +436,9 @@ class _Pulse:
             self._silent_looks[rank] = self._silent_looks[rank] + 1 if beat.count == last_count else 0
             self._last_counts[rank] = beat.count
             if self._silent_looks[rank] >= SILENCE_LOOKS:
-                self._keys.put_first("failure", Failure(rank, _silence(beat)))
+                seconds, last = SILENCE_LOOKS * BEAT_S, f"last heard of: {beat.doing}, process {beat.pid}"
+                message = f"no sign of life for {seconds:.0f} s: it died or hangs ({last})"
+                self._keys.put_first("failure", Failure(rank, message))
 
 
 def first_difference(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, tuple[Any, Any]]] | None:
@@ -510,7 +514,9 @@ class _Keys:
         return pickle.loads(bytes.fromhex(b"".join([text, *rest]).decode()))
 
 
-def agree_on_attempt(store: torch_dist.Store, rank: int, world_size: int, limit_s: float) -> str:
+def agree_on_attempt(
+    store: torch_dist.Store, rank: int, world_size: int, limit_s: float, clock: Any = time
+) -> str:
     """A name that all ranks of this attempt have in common, and that no earlier attempt had.
 
     The store may outlive an attempt that a launcher has restarted, and each node's launcher counts its
@@ -521,58 +527,50 @@ def agree_on_attempt(store: torch_dist.Store, rank: int, world_size: int, limit_
         store: of the process group.
         rank, world_size: this process, and the number of ranks.
         limit_s: how long to wait for ranks that have not started yet.
+        clock: has the functions `monotonic` and `sleep`.
 
     Raises:
         LinnaeusError: a rank has not come in time.
     """
     keys = _Keys(torch_dist.PrefixStore("linnaeus", store))
-    card = uuid.uuid4().hex
-    deadline = time.monotonic() + limit_s
+    card, started = uuid.uuid4().hex, clock.monotonic()
+
+    def wait_for(late: str) -> None:
+        if clock.monotonic() - started > limit_s:
+            raise LinnaeusError(
+                f"rank {late} has not started within {limit_s / 60:.3g} minutes; see whether its process "
+                "runs, or raise DIST.START_MINUTES"
+            )
+        clock.sleep(0.05)
+
     if rank == 0:
-        return _found_attempt(keys, card, world_size, deadline, limit_s)
+        return _found_attempt(keys, card, world_size, clock, wait_for)
     keys.put(f"card/{rank}", card)
     while True:
         told: tuple[str, dict[int, str]] | None = keys.get("attempt")
         if told is not None and told[1].get(rank) == card:
             keys.put(f"joined/{told[0]}/{rank}", True)
             return told[0]
-        if time.monotonic() > deadline:
-            raise LinnaeusError(f"rank 0 has not started within {_minutes(limit_s)}; {_START_REMEDY}")
-        time.sleep(0.05)
+        wait_for("0")
 
 
-def _found_attempt(keys: _Keys, name: str, world_size: int, deadline: float, limit_s: float) -> str:
+def _found_attempt(
+    keys: _Keys, name: str, world_size: int, clock: Any, wait_for: Callable[[str], None]
+) -> str:
     told: dict[int, str] = {}
-    reported = time.monotonic()
+    reported = clock.monotonic()
     while True:
         cards = {rank: keys.get(f"card/{rank}") for rank in range(1, world_size)}
         if cards != told:  # a card of an earlier attempt is replaced as soon as its rank has started anew
             keys.put("attempt", (name, cards))
             told = cards
-        missing = [rank for rank in range(1, world_size) if not keys.exist([f"joined/{name}/{rank}"])]
-        if not missing:
+        late = ", ".join(str(rank) for rank in cards if not keys.exist([f"joined/{name}/{rank}"]))
+        if not late:
             return name
-        late = ", ".join(map(str, missing))
-        if time.monotonic() - reported > REPORT_S:
-            reported = time.monotonic()
+        if clock.monotonic() - reported > REPORT_S:
+            reported = clock.monotonic()
             print(f"[rank 0] waiting for rank {late} to start", file=sys.stderr, flush=True)  # no log yet
-        if time.monotonic() > deadline:
-            raise LinnaeusError(f"rank {late} has not started within {_minutes(limit_s)}; {_START_REMEDY}")
-        time.sleep(0.05)
-
-
-_START_REMEDY = "see whether its process runs, or raise DIST.START_MINUTES"
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.3g} minutes"
-
-
-def _silence(beat: _Beat) -> str:
-    return (
-        f"no sign of life for {SILENCE_LOOKS * BEAT_S:.0f} s: it died or hangs (last heard of: {beat.doing}, "
-        f"process {beat.pid})"
-    )
+        wait_for(late)
 
 
 @functools.cache

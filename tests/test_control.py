@@ -1,11 +1,15 @@
-"""The control plane over a real store, the ranks being threads; processes are in test_processes."""
+"""The control plane over a real store, with threads or a script as ranks; processes are in test_processes."""
 
 from __future__ import annotations
 
+import itertools
+import logging
+import os
+import subprocess
 import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,52 +18,17 @@ from torch.distributed import HashStore, PrefixStore
 from linnaeus import control
 from linnaeus.control import ControlPlane, Failure, ForeignFailureError, OverdueError, agree_on_attempt
 from linnaeus.errors import LinnaeusError
+from tests.helpers.planes import Script, nothing, planes, ranks, script
+from tests.helpers.threads import together
 
-Work = Callable[[ControlPlane], Any]
-
-
-def ranks(*works: Work, store: Any = None) -> list[Any]:
-    """What each rank's work returns or raises."""
-    store = store or HashStore()
-
-    def one(rank: int) -> Any:
-        try:
-            with ControlPlane(store, rank, len(works)) as plane:
-                return works[rank](plane)
-        except BaseException as error:
-            return error
-
-    with ThreadPoolExecutor(len(works)) as pool:
-        return list(pool.map(one, range(len(works))))
+BROKEN = Failure(1, "broken", 7)
 
 
-@pytest.fixture(autouse=True)
-def _quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "BEAT_S", 0.02)
-    monkeypatch.setattr(control, "POLL_S", (0.001, 0.02))
-
-
-def fails(plane: ControlPlane) -> None:
-    plane.fail(Failure(plane.rank, "this is broken", 7))
+def fail(plane: ControlPlane) -> Failure:
+    return plane.fail(Failure(plane.rank, "broken", 7))
 
 
 # --- exchanges ---
-
-
-def test_gather_gives_every_rank_the_values_of_all_in_their_order() -> None:
-    assert (
-        ranks(*[lambda plane: plane.gather({"rank": plane.rank})] * 3)
-        == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
-    )
-
-
-def test_collect_gives_rank_0_the_values_of_all() -> None:
-    assert ranks(*[lambda plane: plane.collect(plane.rank)] * 3) == [[0, 1, 2], None, None]
-
-
-def test_broadcast_gives_every_rank_the_value_of_rank_0() -> None:
-    assert ranks(*[lambda plane: plane.broadcast(("from", plane.rank))] * 3) == [("from", 0)] * 3
-
 
 lists_keys = pytest.mark.skipif(
     not hasattr(HashStore, "list_keys"), reason="torch before 2.9 does not list the keys of a store"
@@ -67,240 +36,21 @@ lists_keys = pytest.mark.skipif(
 
 
 @lists_keys
-def test_many_exchanges_keep_apart_and_leave_few_keys() -> None:
-    store = HashStore()
+def test_exchanges_give_every_rank_its_values_and_leave_few_keys() -> None:
+    store, gathered = HashStore(), list(range(3))
 
     def work(plane: ControlPlane) -> list[Any]:
-        found = []
-        for number in range(50):
-            found += [plane.gather((number, plane.rank)), plane.broadcast((plane.rank, number))]
-            plane.collect(number)
-        return found
+        mine = plane.rank
+        return [
+            (plane.gather((number, mine)), plane.broadcast((number, mine)), plane.collect(mine))
+            for number in range(20)
+        ]
 
-    expected = [item for number in range(50) for item in ([(number, rank) for rank in range(3)], (0, number))]
-    assert ranks(work, work, work, store=store) == [expected] * 3
-    values = [key for key in store.list_keys() if "value/" in str(key)]
-    assert len(values) <= 3 * 4, values
-
-
-def test_a_slow_rank_is_waited_for() -> None:
-    def late(plane: ControlPlane) -> list[Any]:
-        time.sleep(0.5)
-        return plane.gather("late")
-
-    assert ranks(late, lambda plane: plane.gather("soon")) == [["late", "soon"]] * 2
-
-
-def test_a_rank_that_takes_too_long_is_named_with_what_it_does() -> None:
-    done = threading.Event()
-
-    def busy(plane: ControlPlane) -> None:
-        plane.update("trying 128")
-        done.wait(60)
-
-    def waiting(plane: ControlPlane) -> None:
-        try:
-            while plane._doing_of(0) != "trying 128":
-                time.sleep(0.01)
-            plane.gather(None, limit_s=0.1)
-        finally:
-            done.set()
-
-    _, error = ranks(busy, waiting)
-    assert isinstance(error, OverdueError)
-    assert (error.rank, error.doing) == (0, "trying 128")
-
-
-# --- failures ---
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_failure_reaches_every_rank_that_waits(rank: int) -> None:
-    works: list[Work] = [lambda plane: plane.gather(None)] * 3
-    works[rank] = fails
-    outcomes = ranks(*works)
-    for other in {0, 1, 2} - {rank}:
-        assert isinstance(outcomes[other], LinnaeusError)
-        assert str(outcomes[other]) == f"rank {rank}: this is broken"
-        assert outcomes[other].exit_code == 7
-
-
-def test_messages_call_a_rank_by_its_name() -> None:
-    """A group's ranks 0 and 1 may be the job's 2 and 3."""
-    store = HashStore()
-    with (
-        ControlPlane(store, 0, 2, name_of=lambda rank: rank + 2) as main,
-        ControlPlane(store, 1, 2, name_of=lambda rank: rank + 2) as other,
-    ):
-        with pytest.raises(OverdueError, match="rank 3 is overdue"):
-            main.gather(0, limit_s=0.05)
-        other.fail(Failure(1, "this is broken", 7))
-        with pytest.raises(ForeignFailureError, match="rank 3: this is broken") as caught:
-            main.check()
-    assert (caught.value.failure, caught.value.exit_code) == (Failure(1, "this is broken", 7), 7)
-
-
-def test_a_value_that_a_rank_sent_before_it_failed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes, and the failure after it, between two looks of the rank that waits."""
-    monkeypatch.setattr(control, "FAREWELL_S", 0.0)
-    store = HashStore()
-    with ControlPlane(store, 0, 2) as main, ControlPlane(store, 1, 2) as other:
-        exist, has_failed = main._keys.exist, False
-
-        def exist_before(keys: list[str]) -> bool:
-            nonlocal has_failed
-            found = exist(keys)
-            if keys == ["value/0/1"] and not has_failed:
-                has_failed = True
-                other.collect("sent")
-                fails(other)
-            return found
-
-        monkeypatch.setattr(main._keys, "exist", exist_before)
-        assert main.collect("mine") == ["mine", "sent"]
-        with pytest.raises(LinnaeusError, match="rank 1: this is broken"):
-            main.collect("next")
-
-
-def test_the_first_failure_counts() -> None:
-    def both(plane: ControlPlane) -> Failure:
-        time.sleep(0.3 * plane.rank)
-        return plane.fail(Failure(plane.rank, "mine"))
-
-    assert ranks(both, both) == [Failure(0, "mine")] * 2
-
-
-def test_a_failed_rank_stays_until_the_others_have_read_it() -> None:
-    was_read, had_read = threading.Event(), []
-
-    def failing(plane: ControlPlane) -> None:
-        fails(plane)
-        had_read.append(was_read.is_set())
-
-    def reading(plane: ControlPlane) -> None:
-        plane._pulse.stop()
-        while plane.failure is None:
-            time.sleep(0.01)
-        time.sleep(0.2)
-        was_read.set()
-        plane.gather(None)
-
-    ranks(failing, reading)
-    assert had_read == [True]
-
-
-def test_a_rank_that_hangs_after_a_failure_is_ended() -> None:
-    """Such as in a collective of NCCL, which ends when all ranks come."""
-    ended: list[Failure] = []
-    store = HashStore()
-    with (
-        ControlPlane(store, 0, 2, end_process=ended.append) as hanging,
-        ControlPlane(store, 1, 2) as failing,
-    ):
-        fails(failing)
-        deadline = time.monotonic() + 60
-        while not ended and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert hanging.failure == Failure(1, "this is broken", 7)
-    assert ended[0] == Failure(1, "this is broken", 7)
-
-
-# --- silence ---
-
-
-@pytest.mark.parametrize("silent", [0, 1])
-def test_silence_is_told_with_what_the_rank_was_doing(silent: int) -> None:
-    """The heartbeat of one rank stops."""
-    began = time.monotonic()
-
-    def falls_silent(plane: ControlPlane) -> None:
-        plane.update("trying 128")
-        plane._pulse.stop()
-
-    works: list[Work] = [lambda plane: plane.gather(None)] * 2
-    works[silent] = falls_silent
-    error = ranks(*works)[1 - silent]
-    assert isinstance(error, LinnaeusError)
-    assert f"rank {silent}: no sign of life" in str(error)
-    assert "trying 128" in str(error)
-    assert time.monotonic() - began >= control.SILENCE_LOOKS * control.BEAT_S
-
-
-def test_ranks_that_were_suspended_together_find_nobody_silent() -> None:
-    """None of them beats or looks for longer than silence lasts; they go on one after the other."""
-    store, awake = HashStore(), threading.Event()
-    with ControlPlane(store, 0, 2) as first, ControlPlane(store, 1, 2) as second:
-        for plane in (first, second):
-            run = plane._pulse.beat
-            plane._pulse.beat = lambda keys, run=run: (awake.wait(), run(keys))  # type: ignore[method-assign]
-        time.sleep(2 * control.SILENCE_LOOKS * control.BEAT_S)
-        awake.set()
-        time.sleep(5 * control.BEAT_S)
-        assert first.failure is None
-
-
-def test_a_rank_that_has_not_begun_its_heartbeat_is_not_silent() -> None:
-    store = HashStore()
-    with ControlPlane(store, 0, 2) as early:
-        time.sleep(2 * control.SILENCE_LOOKS * control.BEAT_S)
-        assert early.failure is None
-        with ControlPlane(store, 1, 2) as late, ThreadPoolExecutor(2) as pool:
-            assert list(pool.map(lambda plane: plane.gather(1), (early, late))) == [[1, 1]] * 2
-
-
-def test_no_thread_outlives_the_plane() -> None:
-    before = set(threading.enumerate())
-    ranks(lambda plane: plane.gather(1), lambda plane: plane.gather(2))
-    assert set(threading.enumerate()) <= before
-
-
-# --- attempts ---
-
-
-def joined(
-    store: Any, world_size: int, delays: dict[int, float] | None = None, limit_s: float = 30
-) -> list[Any]:
-    def one(rank: int) -> Any:
-        time.sleep((delays or {}).get(rank, 0))
-        try:
-            return agree_on_attempt(store, rank, world_size, limit_s)
-        except LinnaeusError as error:
-            return error
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(one, range(world_size)))
-
-
-@pytest.mark.parametrize("late", [0, 1, 2])
-def test_all_ranks_agree_on_a_name_that_no_earlier_attempt_had(late: int) -> None:
-    store = HashStore()
-    names = [joined(store, 3, {late: 0.3}) for _ in range(3)]
-    assert all(len(set(attempt)) == 1 for attempt in names)
-    assert len({attempt[0] for attempt in names}) == 3
-
-
-@pytest.mark.parametrize("dead", [0, 1])
-def test_what_an_attempt_that_failed_while_joining_has_left_does_not_matter(dead: int) -> None:
-    """One rank of the first attempt laid down its card, or told a name, and died."""
-    store = HashStore()
-    with pytest.raises(LinnaeusError, match="has not started within"):
-        agree_on_attempt(store, 1 - dead, 2, 0.2)
-    first, second = joined(store, 2, {dead: 0.3})
-    assert first == second
-
-
-def test_another_number_of_ranks_can_join_after_a_restart() -> None:
-    store = HashStore()
-    for world_size in (3, 2, 4):
-        assert len(set(joined(store, world_size))) == 1
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    store = HashStore()
-    with pytest.raises(LinnaeusError, match=r"rank 1, 2 has not started.*DIST.START_MINUTES"):
-        agree_on_attempt(PrefixStore("a", store), 0, 3, 0.2)
-    with pytest.raises(LinnaeusError, match=r"rank 0 has not started"):
-        agree_on_attempt(PrefixStore("b", store), 2, 3, 0.2)
+    values = [([(number, rank) for rank in gathered], (number, 0)) for number in range(20)]
+    main, *others = ranks(work, work, work, store=store)
+    assert main == [(*each, gathered) for each in values]
+    assert others == [[(*each, None) for each in values]] * 2
+    assert len([key for key in store.list_keys() if "value/" in str(key)]) <= 3 * 4
 
 
 @lists_keys
@@ -318,44 +68,275 @@ def test_a_value_larger_than_the_store_takes_at_once_arrives_whole() -> None:
     assert not [key for key in store.list_keys() if "value/0/" in key], "it is forgotten"
 
 
+def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "linnaeus.control")
+    main, other = planes(name_of=lambda rank: rank + 2)
+    waited: list[tuple[int, str]] = []
+    pauses = [nothing] * 200
+    pauses[45] = lambda: other.update("trying 128")
+    pauses[199] = lambda: other.gather("late")
+    clock = script(main, *pauses)
+    assert main.gather("soon", on_wait=lambda *what: waited.append(what)) == ["soon", "late"]
+    assert clock.seconds > 0.8 * len(pauses), "about one look a second costs no CPU"
+    assert (waited[0], waited[-1]) == ((3, "starting"), (3, "trying 128"))
+    seconds = [record.args[0] for record in caplog.records]
+    apart = [after - before for before, after in itertools.pairwise(seconds)]
+    assert control.CHANGE_S < apart[0] < control.REPORT_S, "a change is reported early"
+    assert control.REPORT_S < min(apart[1:]) <= max(apart[1:]) < control.REPORT_S + 3
+    assert {record.args[1:] for record in caplog.records} == {(3, "starting"), (3, "trying 128")}
+
+
+def test_a_rank_that_takes_too_long_is_named_with_what_it_does() -> None:
+    main, other = planes(name_of=lambda rank: rank + 2)
+    other.update("trying 128")
+    with pytest.raises(OverdueError) as caught:
+        main.gather(None, limit_s=100)
+    assert (caught.value.rank, caught.value.doing) == (3, "trying 128")
+    assert 100 < main.clock.seconds < 102
+
+
+# --- failures ---
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failure_reaches_every_rank_that_waits(failing: int) -> None:
+    works: list[Callable[[ControlPlane], Any]] = [lambda plane: plane.gather(None)] * 3
+    works[failing] = fail
+    outcomes = ranks(*works)
+    for other in {0, 1, 2} - {failing}:
+        assert isinstance(outcomes[other], ForeignFailureError)
+        assert outcomes[other].failure == Failure(failing, "broken", 7)
+        assert outcomes[other].exit_code == 7
+
+
+def test_messages_call_a_rank_by_its_name() -> None:
+    """A group's ranks 0 and 1 may be the job's 2 and 3."""
+    main, other = planes(name_of=lambda rank: rank + 2)
+    fail(other)
+    with pytest.raises(ForeignFailureError, match="rank 3: broken") as caught:
+        main.check()
+    assert (caught.value.failure, caught.value.exit_code) == (BROKEN, 7)
+
+
+class Watched:
+    """A store where something happens once after a look for a key that does not exist."""
+
+    def __init__(self, store: HashStore, key: str) -> None:
+        self.store, self.key = store, key
+        self.event: Callable[[], object] = nothing
+
+    def check(self, keys: list[str]) -> bool:
+        found = self.store.check(keys)
+        if keys == [self.key] and not found:
+            event, self.event = self.event, nothing
+            event()
+        return bool(found)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_a_value_that_a_rank_sent_before_it_failed_counts() -> None:
+    """It comes, and the failure after it, between two looks of the rank that waits."""
+    store = Watched(HashStore(), "value/0/1")
+    main, other = planes(store=store)
+
+    def send_and_fail() -> None:
+        other.collect("sent")
+        fail(other)
+
+    store.event = send_and_fail
+    assert main.collect("mine") == ["mine", "sent"]
+    with pytest.raises(ForeignFailureError):
+        main.collect("next")
+
+
+def test_the_first_failure_counts_and_stays_until_the_others_have_read_it() -> None:
+    main, other = planes()
+    clock = script(other, nothing, nothing, main.look)
+    assert other.fail(BROKEN) == BROKEN
+    assert clock.seconds < control.FAREWELL_S / 2
+    assert main.fail(Failure(0, "mine")) == BROKEN == main.failure
+    deserted, _ = planes()
+    fail(deserted)
+    assert deserted.clock.seconds >= control.FAREWELL_S
+
+
+def test_a_rank_that_hangs_after_a_failure_is_ended() -> None:
+    """Such as in a collective of NCCL, which ends when all ranks come."""
+    ended: list[Failure] = []
+    hanging, failing = planes(end_process=ended.append)
+    fail(failing)
+    for _ in range(control.ABANDON_LOOKS):
+        hanging.look()
+    assert not ended
+    hanging.look()
+    for _ in range(2 * control.ABANDON_LOOKS):
+        failing.look()
+    assert ended == [BROKEN], "the one that has failed ends by itself"
+
+
+@contextmanager
+def as_process(pid: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: pid)
+        yield
+
+
+@pytest.mark.parametrize("is_zombie", [True, False])
+def test_a_rank_whose_process_has_died_is_named(is_zombie: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    main, other = planes()
+    with as_process(process.pid, monkeypatch):
+        other.update("trying 128")
+        other.collect("sent")
+    main.check()
+    assert sorted(main.neighbours()) == [process.pid]
+
+    def die() -> None:
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        if not is_zombie:
+            process.wait()
+
+    die_later = script(main, nothing, die)
+    assert main.gather("mine") == ["mine", "sent"], "what it has sent counts"
+    with pytest.raises(ForeignFailureError, match="trying 128") as caught:
+        main.gather("next")
+    assert not die_later.events
+    assert caught.value.failure.rank == 1
+    assert other.ask_main(8, limit_s=10) is False
+    process.communicate()
+
+
+# --- silence ---
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_silence_is_told_with_what_the_rank_was_doing(silent: int) -> None:
+    pair = planes()
+    watching = pair[1 - silent]
+    pair[silent].update(f"{silent} works")
+    for _ in range(control.SILENCE_LOOKS):
+        watching.look()
+    assert watching.failure is None
+    watching.look()
+    assert watching.failure is not None
+    assert watching.failure.rank == silent
+    assert f"{silent} works" in watching.failure.message
+
+
+def test_a_rank_that_beats_or_has_not_begun_its_heartbeat_is_not_silent() -> None:
+    main, other, _ = planes(3)
+    for number in range(3 * control.SILENCE_LOOKS):
+        main.look()
+        if number % (control.SILENCE_LOOKS - 1) == 0:
+            other.look()
+    assert main.failure is None
+
+
+def test_a_thread_looks_until_the_plane_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "BEAT_S", 0.001)
+    before, has_ended, orphaned = set(threading.enumerate()), threading.Event(), threading.Event()
+    store = HashStore()
+    watching = ControlPlane(
+        store, 0, 2, end_process=lambda failure: has_ended.set(), on_orphaned=orphaned.set
+    )
+    with watching, ControlPlane(store, 1, 2) as failing:
+        assert not orphaned.is_set()
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert orphaned.wait(50)
+        fail(failing)
+        assert has_ended.wait(50)
+    assert set(threading.enumerate()) <= before
+
+
+# --- attempts ---
+
+
+def joined(store: Any, num_ranks: int, late: int | None = None) -> list[str]:
+    """The name that each rank agrees on; the late one comes once another has paused, waiting for it."""
+    has_paused = threading.Event()
+
+    def pause(seconds: float) -> None:
+        has_paused.set()
+
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=pause)
+
+    def one(rank: int) -> str:
+        if rank == late:
+            assert has_paused.wait(50)
+        return agree_on_attempt(store, rank, num_ranks, 30, clock)
+
+    return together(*(lambda rank=rank: one(rank) for rank in range(num_ranks)))
+
+
+def test_all_ranks_agree_on_a_name_that_no_earlier_attempt_had() -> None:
+    """Whoever is late, and whatever the number of ranks after a restart."""
+    store = HashStore()
+    cases = ((3, 0), (3, 1), (3, 2), (2, 0), (4, None))
+    attempts = [joined(store, num_ranks, late) for num_ranks, late in cases]
+    assert all(len(set(names)) == 1 for names in attempts)
+    assert len({names[0] for names in attempts}) == len(attempts)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_what_an_attempt_that_failed_while_joining_has_left_does_not_matter(dead: int) -> None:
+    """One rank of the first attempt laid down its card, or told a name, and died."""
+    store = HashStore()
+    with pytest.raises(LinnaeusError):
+        agree_on_attempt(store, 1 - dead, 2, 30, Script())
+    first, second = joined(store, 2, dead)
+    assert first == second
+
+
+def test_ranks_that_do_not_come_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    store = HashStore()
+    with pytest.raises(LinnaeusError, match=r"rank 1, 2 .*DIST.START_MINUTES"):
+        agree_on_attempt(PrefixStore("a", store), 0, 3, 70, Script())
+    assert len(capsys.readouterr().err.splitlines()) == 2, "every 30 seconds"
+    with pytest.raises(LinnaeusError, match=r"rank 0 .*DIST.START_MINUTES"):
+        agree_on_attempt(PrefixStore("b", store), 2, 3, 70, Script())
+
+
 # --- requests to rank 0 ---
 
 
-def serves(do: Callable[[Any], object]) -> Work:
-    """A rank 0 that hangs, as in a collective, until the other rank says that it is done."""
-
-    def work(plane: ControlPlane) -> Any:
-        plane.on_request = do
-        return plane.gather("in a collective")
-
-    return work
+def answer(main: ControlPlane) -> None:
+    """Rank 0 looks, while its main thread hangs as in a collective, and does what it finds."""
+    main.look()
+    for thread in threading.enumerate():
+        if thread.name == "answer":
+            thread.join()
 
 
-def asks(plane: ControlPlane) -> bool:
-    is_done = plane.ask_main(8, limit_s=10)
-    plane.gather("done")
-    return is_done
-
-
-def test_rank_0_does_what_another_rank_asks_for_once_while_it_waits_itself() -> None:
+def test_rank_0_does_what_other_ranks_ask_for_once() -> None:
+    main, *others = planes(3)
     done: list[Any] = []
-    _, *answers = ranks(serves(done.append), asks, asks)
-    assert answers == [True, True]
+    main.on_request = done.append
+    for other in others:
+        script(other, nothing, lambda: answer(main))
+        assert other.ask_main(8, limit_s=10) is True
+    answer(main)
     assert done == [8]
 
 
-def test_a_request_that_fails_is_answered_so() -> None:
-    def fail(request: Any) -> None:
+def test_a_request_that_cannot_be_done_is_answered_so() -> None:
+    main, other = planes()
+
+    def refuse(request: Any) -> None:
         raise OSError("the disk is full")
 
-    assert ranks(serves(fail), asks)[1] is False
+    main.on_request = refuse
+    script(other, lambda: answer(main))
+    assert other.ask_main(8, limit_s=10) is False
+    assert other.clock.seconds < 10
 
 
-def test_a_request_is_not_waited_for_when_the_job_has_failed() -> None:
-    def ask(plane: ControlPlane) -> bool:
-        return plane.ask_main(8, limit_s=10)
-
-    started = time.monotonic()
-    _, answer = ranks(fails, ask)
-    assert answer is False
-    assert time.monotonic() - started < 9
+def test_a_request_is_not_waited_for_when_the_job_has_failed_or_beyond_the_limit() -> None:
+    main, other = planes()
+    assert other.ask_main(8, limit_s=10) is False
+    assert 10 <= (before := other.clock.seconds) < 11
+    script(other, lambda: fail(main))
+    assert other.ask_main(8, limit_s=10) is False
+    assert other.clock.seconds < before + 1

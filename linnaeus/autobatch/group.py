@@ -149,10 +149,7 @@ def _tell(control: ControlPlane, error: BaseException) -> None:
     message = str(error).removeprefix("AutoBatch: ") if is_known else f"{type(error).__name__}: {error}"
     exit_code = error.exit_code if isinstance(error, LinnaeusError) else 1
     with contextlib.suppress(torch_dist.DistError):
-        if (
-            control.failure is None
-        ):  # else all know of one: of another rank, or of this one, from further inside
-            control.fail(Failure(control.rank, message, exit_code))
+        control.fail(Failure(control.rank, message, exit_code))  # if there is one already, this rank knows it
 
 
 def _number(store: torch_dist.Store, rank: int) -> int:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.runs import SMALL
+
+TINY = (
+    *(option for option in SMALL if not option.startswith("MODEL.")),
+    f"MODEL._target_={__name__}.Model",
+    f"OPTIMIZER._target_={__name__}.Optimizer",
+    "DATA.IMG_SIZE=8",
+    "DATA.AUTOBATCH.ENABLED=True",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE=24",
+    "TRAIN.EPOCHS=1",
+)
+"""A run with them."""
 LARGEST = 8
 """Beyond this batch size, the rank with the fault `oom` runs out of memory."""
 
@@ -57,23 +66,11 @@ class Model(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         global _last_batch_size
         _last_batch_size = len(images)
-        self._go_wrong()
+        if fault()[0] == "error":
+            raise ValueError("this forward is broken")
+        exhaust("forward")
         features = Exhausting.apply(self.hidden(images.flatten(1)).relu())
         return tuple(head(features) for head in self.heads)
-
-    def _go_wrong(self) -> None:
-        if "FAULT_LOG" in os.environ and fault()[0]:
-            Path(os.environ["FAULT_LOG"]).write_text(repr(time.time()))
-        match fault()[0]:
-            case "error":
-                raise ValueError("this forward is broken")
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            case "slow":
-                time.sleep(1.0)
-        exhaust("forward")
 
 
 class ModelWithUnusedBranch(Model):

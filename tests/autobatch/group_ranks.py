@@ -1,26 +1,25 @@
-"""`auto_find_batch_size` on each rank of a process group, as a program: what each scenario gave, as JSON.
+"""What two ranks of a process group do together in the tests of `test_group`: each function is a test's body.
 
-    python -m tests.autobatch.group_ranks FOLDER SCENARIO...
-
-A rank writes `FOLDER/<rank>.json`: of each scenario what it returned, or the error that it raised. RANK,
-WORLD_SIZE and the address of the store are in the environment.
+A process runs all of them, as `work` of `tests.helpers.processes.compute`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
+import itertools
 import json
 import os
 import signal
-import sys
 import threading
-import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,14 +27,30 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus.autobatch import silence
+from linnaeus import control
+from linnaeus.autobatch import group, silence
 from linnaeus.autobatch.group import of_main, together
+from linnaeus.autobatch.planning import find_planned_sizes
+from linnaeus.autobatch.shared import Sharing, find_shared_sizes
+from linnaeus.autobatch.sizes import SizeSearch, find_sizes
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import BatchPlan, plan_batches
+from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
+from linnaeus.control import ControlPlane, ForeignFailureError
+from linnaeus.dist import RankEnded, World, errors_told_first
+from linnaeus.errors import AutoBatchError
 from linnaeus.memory.process import held_bytes
+from linnaeus.rng import rng_state
+from linnaeus.training.build import Assembly
 from linnaeus.utils.autobatch import AutoBatchResult, auto_find_batch_size
+from tests.autobatch.faulty import TINY
+from tests.helpers.bits import bits
+from tests.helpers.runs import freeze_what_is_there, wait_until
+from tests.helpers.searches import prepared
 
 MIB = 2**20
-GROUP_TIMEOUT_S = 2
-"""Of the process group's collectives: every search that takes longer must do without them."""
+CPU = torch.device("cpu")
+NUMBERS = itertools.count()
 
 Step = Callable[[Any], object]
 
@@ -45,192 +60,220 @@ def limit_gb(num_samples: float) -> float:
     return (held_bytes() + num_samples * MIB) / 2**30 / 0.8
 
 
-def find(step: Step | None = None, num_samples: float = 32, **arguments: Any) -> AutoBatchResult:
-    """A search over samples of one MiB, under a limit for so many of them."""
-    defaults: dict[str, Any] = {"max_batch_size": 64, "memory_limit_gb": limit_gb(num_samples)}
-    return auto_find_batch_size(step or (lambda batch: None), samples, **{**defaults, **arguments})
-
-
 def samples(n: int) -> torch.Tensor:
     return torch.ones(n, MIB // 4)
 
 
-def facts(result: AutoBatchResult) -> dict[str, Any]:
-    return {"size": result.batch_size, "ran": list(result.ran_on_every_rank)}
+def find(step: Step = lambda batch: None, num_samples: float = 32, **arguments: Any) -> AutoBatchResult:
+    """A search over samples of one MiB, under a limit for so many of them."""
+    defaults: dict[str, Any] = {"max_batch_size": 64, "memory_limit_gb": limit_gb(num_samples)}
+    return auto_find_batch_size(step, samples, **{**defaults, **arguments})
 
 
-def unequal_limits(rank: int) -> Any:
-    return facts(find(num_samples=40 if rank == 0 else 20))
+def broken_on(failing: int) -> Step:
+    """A step that fails on one rank."""
 
-
-def slower_than_the_group(rank: int) -> Any:
-    began = time.monotonic()
-    result = find(lambda batch: time.sleep(0.7), max_batch_size=4, num_samples=64)
-    return facts(result) | {"seconds": time.monotonic() - began}
-
-
-def alone(rank: int) -> Any:
-    return facts(find(max_batch_size=8, group=False)) if rank == 0 else None
-
-
-def different_arguments(rank: int) -> Any:
-    return facts(find(max_batch_size=8 + rank))
-
-
-def wrong_argument(rank: int) -> Any:
-    return facts(find(max_batch_size="many" if rank == 1 else 8))
-
-
-def raises_on_main(rank: int) -> Any:
     def step(batch: Any) -> None:
-        if rank == 0:
-            raise KeyError("a broken step")
+        if dist.get_rank() == failing:
+            raise KeyError("broken")
 
-    return facts(find(step))
-
-
-def raises_on_other(rank: int) -> Any:
-    def step(batch: Any) -> None:
-        if rank == 1:
-            raise KeyError("a broken step")
-
-    return facts(find(step))
+    return step
 
 
-def nothing_fits_on_other(rank: int) -> Any:
-    return facts(find(memory_limit_gb=0.01 if rank == 1 else limit_gb(32)))
+def of_all(value: Any) -> list[Any]:
+    """The value of each rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def prepares(rank: int) -> Any:
-    """Rank 1 fails before its search, while rank 0 is in it."""
-    with together() as control:
-        assert control is not None
-        if rank == 1:
-            raise OSError("no such data set")
-        return facts(find())
+def error_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> Exception:
+    try:
+        found = function(*arguments, **options)
+    except Exception as error:
+        return error
+    raise AssertionError(f"no error, but {found}")
 
 
-def together_twice(rank: int) -> Any:
-    with together() as control:
-        answers = [of_main(control, f"of {rank}")]
-        found = [facts(find(max_batch_size=size))["size"] for size in (4, 8)]
-        with together() as inner:
-            answers.append(of_main(inner, rank))
-            found.append(inner is control)
-    return [*answers, *found]
+def refuses(word: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """The function raises an `AutoBatchError` that has the word in it."""
+    error = error_of(function, *arguments, **options)
+    assert isinstance(error, AutoBatchError), error
+    assert word in str(error), error
 
 
-def fails_in_the_second(rank: int) -> Any:
-    with together():
-        find(max_batch_size=4)
-        return raises_on_other(rank)
+# --- searches ---
 
 
-def unequal_bounds(rank: int) -> Any:
+def the_size_of_all_fits_on_each(rank: int) -> None:
+    result = find(num_samples=40 if rank == 0 else 20)
+    assert 15 <= result.batch_size <= 20, "20 samples fit on rank 1, 40 on rank 0"
+    assert result.ran_on_every_rank == (result.batch_size,)
+    assert len(set(of_all(result.batch_size))) == 1
+
+
+def of_bounds_that_differ_the_lowest_holds(rank: int) -> None:
     bounds = ({"dataset": 9, "host": 12}, {"dataset": 7, "own": 20})[rank]
     result = find(num_samples=64, bounds=bounds)
-    return facts(result) | {"limited_by": result.limited_by}
+    assert (result.batch_size, result.limited_by) == (7, "dataset")
 
 
-def good_again(rank: int) -> Any:
-    return facts(find(max_batch_size=4))
+def a_rank_may_search_alone(rank: int) -> None:
+    if rank == 0:
+        result = find(max_batch_size=8, group=False)
+        assert (result.batch_size, result.ran_on_every_rank) == (8, ())
 
 
-def collective(rank: int) -> Any:
-    return facts(find(lambda batch: dist.all_reduce(batch)))
+def an_error_of_one_rank_is_raised_there_and_told_to_the_others(rank: int) -> None:
+    def prepares() -> AutoBatchResult:
+        """Rank 1 fails before its search, while rank 0 is in it."""
+        with together():
+            if rank == 1:
+                raise OSError("broken")
+            return find()
+
+    def fails_in_the_second() -> AutoBatchResult:
+        with together():
+            find(max_batch_size=4)
+            return find(broken_on(1))
+
+    cases: list[tuple[int, type[Exception], Callable[[], Any]]] = [
+        (0, KeyError, lambda: find(broken_on(0))),
+        (1, KeyError, lambda: find(broken_on(1))),
+        (1, AutoBatchError, lambda: find(memory_limit_gb=0.01 if rank == 1 else limit_gb(32))),
+        (1, TypeError, lambda: find(max_batch_size="many" if rank == 1 else 8)),
+        (1, OSError, prepares),
+        (1, KeyError, fails_in_the_second),
+    ]
+    for failing, kind, function in cases:
+        error = error_of(function)
+        told = str(error).removeprefix("AutoBatch: ")
+        if rank == failing:
+            assert isinstance(error, kind)
+            told = told if kind is AutoBatchError else f"{kind.__name__}: {error}"
+        else:
+            assert isinstance(error, AutoBatchError)
+            assert told.startswith(f"rank {failing}: ")
+        assert len({each.removeprefix(f"rank {failing}: ") for each in of_all(told)}) == 1
+        assert find(max_batch_size=4).batch_size == 4, "an earlier failure does not reach a later search"
 
 
-def collective_in_make_batch(rank: int) -> Any:
+def different_arguments_are_an_error(rank: int) -> None:
+    refuses("max_batch_size", find, max_batch_size=8 + rank)
+
+
+def a_rank_that_does_not_call_is_named(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "ARRIVAL_S", 0.05)
+        patch.setattr(control, "FAREWELL_S", 0.0)
+        if rank == 0:
+            refuses("rank 1", find)
+    dist.barrier()
+    assert find(max_batch_size=4).batch_size == 4, "the rank that is late skips what is over"
+
+
+def a_search_may_take_longer_than_the_timeout_of_the_group(rank: int) -> None:
+    brief = dist.new_group()
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # of old torch
+    set_timeout(datetime.timedelta(milliseconds=1), brief)
+    trials: list[int] = []
+    assert find(lambda batch: trials.append(len(batch)), max_batch_size=16, group=brief).batch_size == 16
+    assert trials
+    dist.barrier()
+    if rank == 0:
+        assert isinstance(error_of(dist.barrier, group=brief), RuntimeError), "rank 1 does not come"
+
+
+def searches_in_one_context_share_its_control_plane(rank: int) -> None:
+    with together() as plane:
+        assert of_main(plane, f"of {rank}") == "of 0"
+        assert [find(max_batch_size=size).batch_size for size in (4, 8)] == [4, 8]
+        with together() as inner:
+            assert inner is plane
+
+
+def thread_and_connection_of_a_search_are_gone_afterwards(rank: int) -> None:
+    def around() -> tuple[list[str], int]:
+        connections = psutil.Process().net_connections("tcp")
+        return sorted(each.name for each in threading.enumerate()), len(connections)
+
+    before = around()
+    with together():
+        inside = around()
+    dist.barrier()
+    assert around() == before
+    assert before[0] == ["MainThread"]
+    assert len(inside[0]) > 1
+    assert inside[1] > before[1]
+
+
+# --- steps that communicate ---
+
+
+def a_collective_in_step_or_make_batch_is_an_error_and_no_hang(rank: int) -> None:
     def make_batch(n: int) -> torch.Tensor:
         dist.barrier()
         return samples(n)
 
-    return facts(auto_find_batch_size(lambda batch: None, make_batch, memory_limit_gb=8.0))
+    def functional(group: dist.ProcessGroup) -> Step:
+        return lambda batch: functional_collectives.all_reduce(batch, "sum", group).sum()
+
+    refuses("allreduce", find, lambda batch: dist.all_reduce(batch))
+    refuses("barrier", auto_find_batch_size, lambda batch: None, make_batch, memory_limit_gb=8.0)
+    refuses("all_reduce", find, functional(dist.group.WORLD), max_batch_size=4)
+    assert find(functional(group_of_one(rank)), max_batch_size=4).batch_size == 4
 
 
-def functional(rank: int) -> Any:
-    """Functional collectives of all ranks, and of one."""
-    alone = group_of_one(rank)
-
-    def found(group: dist.ProcessGroup) -> Any:
-        def step(batch: torch.Tensor) -> None:
-            functional_collectives.all_reduce(batch, "sum", group).sum()
-
-        return facts(find(step, max_batch_size=4))
-
-    return {"alone": attempt(found, alone), "all": attempt(found, dist.group.WORLD)}
+def group_of_one(rank: int) -> Any:
+    return [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
 
 
-def refused_on_one(rank: int) -> Any:
+class DeepSpeedEngine(nn.Linear):
+    """By its name."""
+
+
+def what_no_rank_can_step_alone_is_refused_by_name(rank: int) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    sharded = nn.Linear(8, 8)
+    fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    hooked = DistributedDataParallel(nn.Linear(8, 8), static_graph=True)
+    hooked._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    parts = {
+        "FullyShardedDataParallel": FullyShardedDataParallel(nn.Linear(8, 8), device_id=CPU),
+        "FSDPModule": sharded,
+        "DeepSpeedEngine": DeepSpeedEngine(8, 8),
+        "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.SGD, lr=0.1),
+        "static_graph": hooked,
+    }
+    for name, part in parts.items():
+        refuses(name, find, state=(part,))
+
+
+def state_that_one_rank_refuses_is_named_before_any_collective(rank: int) -> None:
     """Rank 0 would begin a collective of its wrapper."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8)))
     model(torch.ones(2, 8)).sum().backward()
     if rank == 1:
         model.module.append(DeepSpeedEngine(8, 8))
-    return facts(find(state=(model,), max_batch_size=4))
+    refuses("DeepSpeedEngine", find, state=(model,), max_batch_size=4)
 
 
-def unequal_wrappers(rank: int) -> Any:
-    """Rank 1 wraps its model once more; then a wrapper that only garbage collection can remove."""
+def wrappers_that_only_one_rank_has_are_an_error_unless_they_are_garbage(rank: int) -> None:
     alone = group_of_one(rank)
     model = nn.Linear(8, 8)
     wrapper = DistributedDataParallel(model)
     more = [DistributedDataParallel(model, process_group=alone)] if rank == 1 else []
-    outcomes = [attempt(lambda rank: facts(find(state=(model,), max_batch_size=4)), rank)]
+    refuses("DistributedDataParallel", find, state=(model,), max_batch_size=4)
     gc.disable()
     try:
         if more:
-            more[0].cycle = more
+            more[0].cycle = more  # only garbage collection can remove it
             more = []
-        outcomes.append(attempt(lambda rank: facts(find(state=(model,), max_batch_size=4)), rank))
+        assert find(state=(model,), max_batch_size=4).batch_size == 4
     finally:
         gc.enable()
-    return [*outcomes, wrapper.module is model]
-
-
-def group_of_one(rank: int) -> Any:
-    return [dist.new_group([each]) for each in range(2)][rank]
-
-
-def what_remains(rank: int) -> Any:
-    def around() -> list[Any]:
-        connections = psutil.Process().net_connections("tcp")
-        return [sorted(each.name for each in threading.enumerate()), len(connections)]
-
-    dist.barrier()
-    before = around()
-    find(max_batch_size=4)
-    dist.barrier()
-    return [before, around()]
-
-
-def not_called(rank: int) -> Any:
-    from linnaeus.autobatch import group
-
-    usual, group.ARRIVAL_S = group.ARRIVAL_S, 1.0
-    try:
-        return facts(find()) if rank == 0 else None
-    finally:
-        group.ARRIVAL_S = usual
-
-
-def subgroups(rank: int) -> Any:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine, other = pairs if rank < 2 else reversed(pairs)
-    refused = ""
-    try:
-        find(group=other)
-    except ValueError as error:
-        refused = str(error)
-    found = facts(find(group=mine, num_samples=40 if rank < 2 else 20))
-
-    def step(batch: Any) -> None:
-        if rank == 3:
-            raise KeyError("a broken step")
-
-    found["error"] = attempt(lambda rank: facts(find(step, group=mine, max_batch_size=4)), rank)
-    found["different"] = attempt(lambda rank: facts(find(group=mine, max_batch_size=4 + rank)), rank)
-    return found | {"refused": refused}
+    assert wrapper.module is model
 
 
 class Net(nn.Module):
@@ -307,33 +350,30 @@ WRAPPERS: dict[str, tuple[type[Net], dict[str, Any]]] = {
 }
 
 
-def compared(name: str, steps_before: int) -> dict[str, Any]:
+def is_trained_the_same(name: str, steps_before: int) -> bool:
     """Whether training after a search equals that without one, bit for bit."""
     kind, options = WRAPPERS[name]
     expected, _ = training(kind, steps_before, options, search=False)
     found, size = training(kind, steps_before, options, search=True)
-    is_same = len(found) == len(expected) and all(map(torch.equal, found, expected))
-    return {"same": is_same, "size": size}
+    assert size == 16
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-def wrappers(rank: int) -> Any:
+def training_after_a_search_is_that_without_one(rank: int) -> None:
     cases = [(name, 0) for name in WRAPPERS] + [("plain", 1), ("unused", 2), ("static", 1), ("static", 2)]
-    return {f"{name} {before}": compared(name, before) for name, before in cases}
+    for name, steps_before in cases:
+        assert is_trained_the_same(name, steps_before), name
 
 
-def negative_control(rank: int) -> Any:
-    """What the comparison says where the reducer's notes are not undone."""
-    undo = silence._forget_trials
-    silence._forget_trials = lambda wrapper: None
-    try:
-        outcomes = {name: attempt(lambda name: compared(name, 0), name) for name in ("unused", "static")}
-        return outcomes
-    finally:
-        silence._forget_trials = undo
+def without_undoing_the_notes_of_the_reducer_training_differs(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(silence, "_forget_trials", lambda wrapper: None)
+        assert not is_trained_the_same("static", 0)
+        with contextlib.suppress(RuntimeError):  # torch may notice
+            assert not is_trained_the_same("unused", 0)
 
 
-def bare_model(rank: int) -> Any:
-    """`state` holds the model, the step uses its wrapper."""
+def a_wrapper_that_state_does_not_hold_is_silent_too(rank: int) -> None:
     model = WithoutUnused()
     wrapper = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -342,91 +382,190 @@ def bare_model(rank: int) -> Any:
         wrapper(x, False).sum().backward()
         optimizer.step()
 
-    return facts(
-        auto_find_batch_size(
-            step,
-            lambda n: torch.randn(n, 64),
-            state=(model, optimizer),
-            max_batch_size=8,
-            memory_limit_gb=8.0,
-        )
+    result = auto_find_batch_size(
+        step, lambda n: torch.randn(n, 64), state=(model, optimizer), max_batch_size=8, memory_limit_gb=8.0
     )
+    assert (result.batch_size, result.ran_on_every_rank) == (8, (8,))
 
 
-def sync_batchnorm(rank: int) -> Any:
+def sync_batchnorm_normalises_over_one_rank_in_a_search(rank: int) -> None:
     """torch's own runs on accelerators alone: what it is told in a search, and afterwards."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(WithoutUnused(), dist.group.WORLD)
     with silence.silenced((model,)):
-        inside = dist.get_world_size(model.norm.process_group)
-    return [inside, dist.get_world_size(model.norm.process_group)]
+        assert dist.get_world_size(model.norm.process_group) == 1
+    assert dist.get_world_size(model.norm.process_group) == 2
 
 
-class DeepSpeedEngine(nn.Linear):
-    """By its name."""
+# --- the searches of a run ---
 
 
-def refused(rank: int) -> Any:
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
-    sharded = nn.Linear(8, 8)
-    fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-    hooked = DistributedDataParallel(nn.Linear(8, 8), static_graph=True)
-    hooked._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    model = nn.Linear(8, 8)
-    parts = {
-        "FSDP1": lambda: FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu")),
-        "FSDP2": lambda: sharded,
-        "DeepSpeed": lambda: DeepSpeedEngine(8, 8),
-        "ZeRO": lambda: ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1),
-        "hook": lambda: hooked,
-    }
-    return {name: attempt(lambda part: facts(find(state=(part(),))), part) for name, part in parts.items()}
+def content(assembly: Assembly) -> Any:
+    """All that a step may change: parameters, buffers, optimizer, average, gradients, random numbers."""
+    gradients = [parameter.grad for parameter in assembly.model.parameters()]
+    states = [part.state_dict() for part in assembly.state if part is not None]
+    return bits([states, gradients, rng_state(CPU)])
 
 
-def dies(rank: int) -> Any:
-    """The rank in DIES is killed while rank 0 tries sizes."""
+@contextlib.contextmanager
+def run_of(rank: int, *argv: str, fault: str = "", **options: Any) -> Iterator[SizeSearch]:
+    """The search of a run, which leaves everything as it was, the same on all ranks."""
+    os.environ |= {"RANK": str(rank), "FAULT": fault}
+    store = dist.PrefixStore(f"control {next(NUMBERS)}", dist.distributed_c10d._get_default_store())
+    single = group_of_one(rank)
+    with ControlPlane(store, rank, 2) as plane:
+        world = World(CPU, rank, 2, 2, plane, host_group=dist.group.WORLD, single_rank_group=single)
+        search, assembly = prepared(*TINY, "TRAIN.EMA.ENABLED=True", *argv, world=world, **options)
+        before = content(assembly)
+        yield search
+        assert content(assembly) == before
+        assert len(set(map(str, of_all(before)))) == 1
+        plane.gather(None)  # no heartbeat ends before the others are done
+
+
+def one_rank_out_of_memory_lowers_the_size_for_all(rank: int) -> None:
+    for place, val in (("forward", 8), ("backward", 16), ("optimizer", 16)):
+        with run_of(rank, fault=f"oom:1:{place}") as search:
+            found = find_sizes(search)
+        assert {mode: result.batch_size for mode, result in found.items()} == {"train": 8, "val": val}
+        train = found["train"]
+        assert (train.limited_by, train.ran_on_every_rank) == ("memory", (8,))
+        assert (8, "fits") in [(trial.size, trial.status) for trial in train.trials]
+        assert len(set(of_all(train.batch_size))) == 1
+
+
+def a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(rank: int) -> None:
+    """Rank 0 tries 18 on its way to 24. 36 samples per rank would be 2 x 18, but rank 1 cannot run 18."""
+    options = (
+        "DATA.AUTOBATCH.STRATEGY=binary", "TRAIN.EFFECTIVE_BATCH_SIZE=72", "DATA.AUTOBATCH.ENABLED_VAL=False"
+    )  # fmt: skip
+
+    def planned(checkpoint: dict[str, Any] | None) -> tuple[AutoBatchResult, int]:
+        with run_of(rank, *options, fault="not:1:18", max_samples_per_rank=36) as search:
+
+            def plan_for(size: int) -> BatchPlan:
+                facts = Facts(max_micro_batch_size=size, world_size=2, num_samples=96, learning_rate=0.1)
+                return plan_batches(search.train, OptimizerConfig(), ScheduleConfig(), facts)
+
+            sizes = find_planned_sizes(search, plan_for, 8, key="key", checkpoint=checkpoint)
+            return sizes.found["train"], sizes.plan.micro_batch_size
+
+    train, micro_batch = planned(None)
+    assert {24, 18, 12} <= {trial.size for trial in train.trials if trial.status == "fits"} or rank
+    assert (train.ran_on_every_rank, micro_batch) == ((24, 12), 12)
+    checkpoint = {"searched_for": "key", "autobatch": {"train": train.as_dict()}}
+    kept, micro_batch = planned(checkpoint)
+    assert (len(kept.trials), micro_batch) == (len(train.trials), 12), "nothing is tried again"
+
+
+def shared_sizes_are_taken_by_all_ranks(rank: int) -> None:
+    folder = Path(of_all(os.environ["FOLDER"])[0]) / "shared"
+    taken = []
+    for run in ("first", "second"):
+        with run_of(rank) as search:
+            taken.append(find_shared_sizes(search, "key", Sharing(folder, run)))
+    (found, by), (again, by_first) = taken
+    assert (by, by_first) == (None, "first")
+    assert again["train"].ran_on_every_rank == found["train"].ran_on_every_rank == (24,)
+
+
+def a_model_with_an_unused_branch_is_tried_as_it_is_trained(rank: int) -> None:
+    model = "MODEL._target_=tests.autobatch.faulty.ModelWithUnusedBranch"
+    with run_of(rank, model, find_unused_parameters=True) as search:
+        assert find_sizes(search)["train"].batch_size == 24
+    with pytest.raises(RankEnded) as ended, run_of(rank, model) as search, errors_told_first(search.world):
+        find_sizes(search)
+    kind = RuntimeError if rank == 0 else ForeignFailureError  # torch waits for the gradient of the branch
+    assert isinstance(ended.value.__cause__, kind)
+
+
+# --- four ranks ---
+
+
+def two_groups_search_at_once(rank: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine, other = pairs if rank < 2 else reversed(pairs)
+    assert isinstance(error_of(find, group=other), ValueError)
+    result = find(group=mine, num_samples=40 if rank < 2 else 20)
+    first, same, third, fourth = of_all(result.batch_size)
+    assert first == same > third == fourth
+    if rank < 2:
+        assert find(broken_on(3), group=mine, max_batch_size=4).ran_on_every_rank == (4,)
+    elif rank == 2:
+        refuses("rank 3: ", find, broken_on(3), group=mine, max_batch_size=4)
+    else:
+        assert isinstance(error_of(find, broken_on(3), group=mine, max_batch_size=4), KeyError)
+    refuses("ranks 2 and 3" if rank > 1 else "ranks 0 and 1", find, group=mine, max_batch_size=4 + rank)
+
+
+# --- the processes ---
+
+OF_TWO = (
+    the_size_of_all_fits_on_each, of_bounds_that_differ_the_lowest_holds, a_rank_may_search_alone,
+    an_error_of_one_rank_is_raised_there_and_told_to_the_others, different_arguments_are_an_error,
+    a_rank_that_does_not_call_is_named, a_search_may_take_longer_than_the_timeout_of_the_group,
+    searches_in_one_context_share_its_control_plane, thread_and_connection_of_a_search_are_gone_afterwards,
+    a_collective_in_step_or_make_batch_is_an_error_and_no_hang,
+    what_no_rank_can_step_alone_is_refused_by_name,
+    state_that_one_rank_refuses_is_named_before_any_collective,
+    wrappers_that_only_one_rank_has_are_an_error_unless_they_are_garbage,
+    training_after_a_search_is_that_without_one, without_undoing_the_notes_of_the_reducer_training_differs,
+    a_wrapper_that_state_does_not_hold_is_silent_too, sync_batchnorm_normalises_over_one_rank_in_a_search,
+    one_rank_out_of_memory_lowers_the_size_for_all,
+    a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank, shared_sizes_are_taken_by_all_ranks,
+    a_model_with_an_unused_branch_is_tried_as_it_is_trained,
+)  # fmt: skip
+BODIES = {2: OF_TWO, 4: (two_groups_search_at_once,)}
+"""By the number of ranks that they need."""
+
+
+def work(rank: int, folder: str) -> dict[str, str]:
+    """What went wrong in each body; nothing in most of them."""
+    place = Path(folder)
+    num_ranks = int((place / "num_ranks").read_text())
+    join(rank, num_ranks, place)
+    os.environ["FOLDER"] = folder
+    find(max_batch_size=2, memory_limit_gb=8.0, group=False)  # loads what searches use: limits are exact
+    freeze_what_is_there()
+    wrong = {}
+    for body in BODIES[num_ranks]:
+        wrong[body.__name__] = ""
+        try:
+            body(rank)
+        except Exception:
+            wrong[body.__name__] = traceback.format_exc()
+            print(rank, wrong[body.__name__], flush=True)  # in case that the other rank waits for ever
+        dist.barrier()
+    return wrong
+
+
+def join(rank: int, num_ranks: int, folder: Path) -> None:
+    """Join the process group, over a store that rank 0 serves."""
+    port, wait = folder / "port", datetime.timedelta(seconds=50)
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, num_ranks, is_master=True, wait_for_workers=False)
+        (folder / "new").write_text(str(store.port))
+        (folder / "new").rename(port)
+    else:
+        wait_until(port.exists)
+        store = dist.TCPStore("localhost", int(port.read_text()), num_ranks, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=wait)
+
+
+def search_until_one_dies(rank: int, dead: int, folder: Path) -> None:
+    """Rank 0 is killed in its first step, or kills rank 1 there, which waits for it."""
+    join(rank, 2, folder)
+    pid = of_all(os.getpid())[dead]
 
     def step(batch: Any) -> None:
-        if rank == int(os.environ["DIES"]) == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.5)
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            os.kill(pid, signal.SIGKILL)
 
-    if rank == int(os.environ["DIES"]) == 1:
-        threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    return facts(find(step))
+    error = error_of(find, step)
+    (folder / "error.json").write_text(json.dumps([type(error).__mro__[0].__name__, str(error)]))
 
 
-def describe(error: BaseException) -> dict[str, str]:
-    kind = next(kind for kind in type(error).__mro__ if not kind.__name__.startswith("_"))
-    return {"kind": kind.__name__, "text": str(error)}
-
-
-def attempt(function: Callable[[Any], Any], argument: Any) -> Any:
-    try:
-        return function(argument)
-    except Exception as error:
-        return describe(error)
-
-
-def run(folder: Path, names: list[str], **options: Any) -> None:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S), **options)
-    patient = dist.new_group(timeout=datetime.timedelta(seconds=60))
-    rank, found = dist.get_rank(), {}
-    find(
-        max_batch_size=2, memory_limit_gb=8.0, group=False
-    )  # loads what searches use, so that limits are exact
-    for name in names:
-        found[name] = attempt(globals()[name], rank)
-        (folder / f"{rank}.json").write_text(json.dumps(found))
-        if len(names) > 1:
-            dist.barrier(group=patient)
-
-
-def spawned(rank: int, folder: Path, names: list[str]) -> None:
+def spawned(rank: int, folder: Path) -> None:
     """For `torch.multiprocessing.spawn`."""
     torch.set_num_threads(1)
-    run(folder, names, init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2:])
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    the_size_of_all_fits_on_each(rank)

@@ -15,8 +15,8 @@ from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.dist import World
-from tests.autobatch.test_sizes import OWN_DATA, OWN_MODEL, prepared
 from tests.helpers.runs import SMALL
+from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared
 
 DROPPED = {
     "OPTIMIZER.LR": 0.5, "OPTIMIZER.LR_SCALING": "linear", "OPTIMIZER.WEIGHT_DECAY_SCALING": "sqrt",
@@ -29,31 +29,16 @@ DROPPED = {
     "DATA.BATCH_SIZE": 3, "DATA.BATCH_SIZE_VAL": 3, "DATA.SAMPLER": "balanced",
 }  # fmt: skip
 """Keys that no search depends on, and another value of each."""
-OF_NO_STEP = {
-    "EXPERIMENT.NAME": "of a folder",
-    "EXPERIMENT.OUTPUT_DIR": "a folder",
-    "EXPERIMENT.WANDB.ENABLED": "scalars and tables are sent, and no model is watched",
-    "EXPERIMENT.WANDB.PROJECT": "text",
-    "EXPERIMENT.WANDB.ENTITY": "text",
-    "EXPERIMENT.WANDB.GROUP": "text",
-    "EXPERIMENT.WANDB.TAGS": "text",
-    "SCHEDULE.NAME": "a rate for each step",
-    "SCHEDULE.WARMUP_EPOCHS": "a rate for each step",
-    "SCHEDULE.WARMUP_FRACTION": "a rate for each step",
-    "SCHEDULE.WARMUP_STEPS": "a rate for each step",
-    "SCHEDULE.MIN_LR_FRACTION": "a rate for each step",
-    "DIST.TIMEOUT_MINUTES": "a time",
-    "DIST.START_MINUTES": "a time",
-}
-"""Keys of other nodes that no step's memory depends on, and what they set. A new key has to be named here, or
-to count."""
-IN_OTHER_FORM = {
-    "EXPERIMENT.SEED": "the shapes of the samples that it chooses",
-    "EXPERIMENT.DEVICE": "the device that it is",
-    "DIST.BACKEND": "the backend that it is",
-    "DIST.FIND_UNUSED_PARAMETERS": "an argument of `search_key`",
-}
-"""Keys that do not count, and what of them counts; a test below shows it for each."""
+OF_NO_STEP = (
+    "EXPERIMENT.NAME", "EXPERIMENT.OUTPUT_DIR", "EXPERIMENT.WANDB.ENABLED", "EXPERIMENT.WANDB.PROJECT",
+    "EXPERIMENT.WANDB.ENTITY", "EXPERIMENT.WANDB.GROUP", "EXPERIMENT.WANDB.TAGS", "SCHEDULE.NAME",
+    "SCHEDULE.WARMUP_EPOCHS", "SCHEDULE.WARMUP_FRACTION", "SCHEDULE.WARMUP_STEPS", "SCHEDULE.MIN_LR_FRACTION",
+    "DIST.TIMEOUT_MINUTES", "DIST.START_MINUTES",
+)  # fmt: skip
+"""Keys of other nodes, of names, rates and times, that no step's memory depends on. A new key has to be named
+here, or to count."""
+IN_OTHER_FORM = ("EXPERIMENT.SEED", "EXPERIMENT.DEVICE", "DIST.BACKEND", "DIST.FIND_UNUSED_PARAMETERS")
+"""Keys that do not count, but what they choose does: a test below shows it for each."""
 ONLY_WHETHER = {
     "MODEL.DROP_RATE": (0.1, 0.2), "MODEL.DROP_PATH_RATE": (0.1, 0.2), "LOSS.LABEL_SMOOTHING": (0.1, 0.2),
     "OPTIMIZER.WEIGHT_DECAY": (0.1, 0.2), "TRAIN.CLIP_GRAD_NORM": (1.0, 2.0),
@@ -89,23 +74,21 @@ def config() -> Config:
     return load_config(ON).config
 
 
-@pytest.mark.parametrize("key", ALL_KEYS)
-def test_each_key_counts_unless_no_memory_depends_on_it(key: str, config: Config) -> None:
-    before = config
-    for name in key.split("."):
-        before = getattr(before, name)
-    counts = settings(changed(config, key, another(before))) != settings(config)
-    if key in ONLY_WHETHER:
-        one, two = (settings(changed(config, key, value)) for value in ONLY_WHETHER[key])
-        assert one == two
-        counts = one != settings(changed(config, key, 0.0))
-    assert counts == (key not in {*DROPPED, *OF_NO_STEP, *IN_OTHER_FORM})
-
-
-def test_every_key_that_is_named_here_is_one() -> None:
+def test_each_key_counts_unless_no_memory_depends_on_it(config: Config) -> None:
     named = [*DROPPED, *ONLY_WHETHER, *OF_NO_STEP, *IN_OTHER_FORM]
     assert set(named) <= set(ALL_KEYS)
     assert len(named) == len(set(named))
+    base = settings(config)
+    for key in ALL_KEYS:
+        before = config
+        for name in key.split("."):
+            before = getattr(before, name)
+        counts = settings(changed(config, key, another(before))) != base
+        if key in ONLY_WHETHER:
+            one, two = (settings(changed(config, key, value)) for value in ONLY_WHETHER[key])
+            assert one == two, key
+            counts = one != settings(changed(config, key, 0.0))
+        assert counts == (key not in {*DROPPED, *OF_NO_STEP, *IN_OTHER_FORM}), key
 
 
 def test_seed_schedule_and_names_do_not_count() -> None:
@@ -188,60 +171,46 @@ def test_the_backend_and_unused_parameters_count(config: Config, monkeypatch: py
     assert [alone["backend"], *backends] == [None, "gloo", "nccl"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "TIMM_FUSED_ATTN",
-        "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "CUDA_MODULE_LOADING",
-        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHDYNAMO_DISABLE",
-        "TORCH_COMPILE_DISABLE", "TORCH_CUDNN_V8_API_DISABLED", "NCCL_BUFFSIZE", "NCCL_MAX_NCHANNELS",
-        "MALLOC_ARENA_MAX", "LD_PRELOAD", "LINNAEUS_MEMORY_LIMIT_GB",
-    ],
+COUNT = (
+    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "TIMM_FUSED_ATTN", "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "CUDA_MODULE_LOADING", "TORCHINDUCTOR_MAX_AUTOTUNE",
+    "TORCHDYNAMO_DISABLE", "TORCH_CUDNN_V8_API_DISABLED", "NCCL_BUFFSIZE", "MALLOC_ARENA_MAX", "LD_PRELOAD",
+    "LINNAEUS_MEMORY_LIMIT_GB",
 )  # fmt: skip
-def test_a_variable_that_changes_what_is_allocated_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(name, raising=False)
-    before = process_conditions(CPU)
-    monkeypatch.setenv(name, "1")
-    one = process_conditions(CPU)
-    monkeypatch.setenv(name, "2")
-    assert before != one != process_conditions(CPU)
+"""Variables that change what is allocated."""
+OF_A_LAUNCHER = (
+    "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
+    "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCH_LOGS", "CUDA_MPS_PIPE_DIRECTORY", "NCCL_DEBUG_FILE",
+    "WANDB_RUN_ID", "SLURM_JOB_ID", "RANK", "MASTER_PORT", "HOSTNAME", "PWD",
+)  # fmt: skip
+"""Variables that differ between runs."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
-        "TORCHINDUCTOR_CACHE_DIR", "TORCH_HOME", "TORCH_LOGS", "CUDA_MPS_PIPE_DIRECTORY", "NCCL_DEBUG_FILE",
-        "WANDB_RUN_ID", "SLURM_JOB_ID", "RANK", "MASTER_PORT", "HOSTNAME", "PWD",
-    ],
-)  # fmt: skip
-def test_a_variable_that_a_launcher_sets_for_each_run_does_not_count(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = process_conditions(CPU)
-    monkeypatch.setenv(name, "7")
-    assert process_conditions(CPU) == before
+def test_of_variables_those_count_that_change_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*COUNT, *OF_A_LAUNCHER):
+        conditions = []
+        for value in ("1", "2"):
+            monkeypatch.setenv(name, value)
+            conditions.append(process_conditions(CPU))
+        monkeypatch.delenv(name)
+        conditions.append(process_conditions(CPU))
+        assert (conditions[0] == conditions[1] == conditions[2]) == (name in OF_A_LAUNCHER), name
+        assert (conditions[0] != conditions[1] != conditions[2]) == (name in COUNT), name
 
 
 def test_switches_of_torch_and_threads_count(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_float32_matmul_precision("highest")  # the default, which torch then calls by another name
     base = process_conditions(CPU)
     number = torch.get_num_threads()
-    for change, undo in (
-        (
-            lambda: torch.set_float32_matmul_precision("high"),
-            lambda: torch.set_float32_matmul_precision("highest"),
-        ),
-        (lambda: torch.set_num_threads(number + 1), lambda: torch.set_num_threads(number)),
-        (lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False)),
-        (
-            lambda: torch.backends.cuda.enable_flash_sdp(False),
-            lambda: torch.backends.cuda.enable_flash_sdp(True),
-        ),
+    for switch, value, usual in (
+        (torch.set_float32_matmul_precision, "high", "highest"),
+        (torch.set_num_threads, number + 1, number),
+        (torch.use_deterministic_algorithms, True, False),
+        (torch.backends.cuda.enable_flash_sdp, False, True),
     ):
-        change()
+        switch(value)
         other = process_conditions(CPU)
-        undo()
+        switch(usual)
         assert other != base
     assert process_conditions(CPU) == base
     monkeypatch.setattr("linnaeus.autobatch.conditions.version", lambda name: "0.1")
@@ -263,36 +232,29 @@ def test_what_the_model_is_made_of_counts_where_its_name_and_parameters_stay() -
     assert shared_key("", search) != base
 
 
-@pytest.mark.parametrize(
-    ("edited", "counts"),
-    [
-        ("own_of_test", True),
-        ("ops_of_test", True),
-        ("unused_of_test", False),
-        ("site-packages/lib_of_test", False),
-    ],
-)
 def test_an_edited_file_of_ones_own_that_is_loaded_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edited: str, *, counts: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model's activations may be kept or not, whatever its parameters and classes are."""
     library = tmp_path / "site-packages"
     library.mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.syspath_prepend(library)
+    for folder in (tmp_path, library):
+        monkeypatch.syspath_prepend(folder)
     texts = {
         "own_of_test": "import lib_of_test, ops_of_test\n"
-        "from tests.autobatch.test_sizes import Model\nclass Own(Model): pass\n",
+        "from tests.helpers.searches import Model\nclass Own(Model): pass\n",
         "ops_of_test": "def op(): pass\n",
         "unused_of_test": "",
         "site-packages/lib_of_test": "",
     }
-    for name, text in texts.items():
-        monkeypatch.delitem(sys.modules, Path(name).name, raising=False)
-        (tmp_path / f"{name}.py").write_text(text)
+    files = {name: tmp_path / f"{name}.py" for name in texts}
+    for name, file in files.items():
+        monkeypatch.delitem(sys.modules, file.stem, raising=False)
+        file.write_text(texts[name])
     search, _ = prepared("MODEL._target_=own_of_test.Own", OWN_DATA)
     base = shared_key("", search)
-    (tmp_path / f"{edited}.py").write_text(texts[edited] + "# edited\n")
-    assert (shared_key("", search) != base) == counts
-    (tmp_path / f"{edited}.py").write_text(texts[edited])
+    for name, file in files.items():
+        file.write_text(texts[name] + "# edited\n")
+        assert (shared_key("", search) != base) == (name in ("own_of_test", "ops_of_test")), name
+        file.write_text(texts[name])
     assert shared_key("", search) == base

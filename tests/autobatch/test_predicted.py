@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,19 +15,17 @@ from torch import Tensor, nn
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size, predict_memory
 from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.autobatch.predicted import START_FRACTION, predict_step
-from linnaeus.autobatch.sizes import SizeSearch, find_sizes
-from linnaeus.config.load import load_config
-from linnaeus.data.datasets import build_data
-from linnaeus.dist import World
+from linnaeus.autobatch.predicted import START_FRACTION
+from linnaeus.autobatch.sizes import find_sizes
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.allocator import MIB
 from linnaeus.memory.predict import Prediction
 from linnaeus.memory.trace import UntraceableError
-from linnaeus.training.build import assemble
 from tests.helpers.bits import bits
 from tests.helpers.cuda_training import holding
 from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.runs import SMALL
+from tests.helpers.searches import prepared
 
 TOTAL, CONTEXT = 400 * MIB, 40 * MIB
 
@@ -100,28 +99,11 @@ def search(loop: Loop, *, total: int = TOTAL, held: int = 0, **arguments: Any) -
     return result
 
 
-@pytest.fixture(scope="module")
-def alone() -> AutoBatchResult:
-    """A search without a prediction."""
-    return search(Loop(), predict=False)
-
-
 def sizes(result: AutoBatchResult) -> list[int]:
     return [trial.size for trial in result.trials]
 
 
 # --- where a search starts ---
-
-
-@pytest.mark.slow
-def test_a_search_starts_near_its_answer() -> None:
-    result = search(Loop())
-    assert result.certified
-    assert result.prediction is not None
-    assert sizes(result)[0] == result.prediction.batch_size
-    start = result.prediction.batch_size / result.batch_size
-    assert START_FRACTION - 0.15 < start <= 1.02, "segments of 20 MiB are large here"
-    assert result.prediction.peak_bytes == pytest.approx(result.peak_bytes, rel=0.1)
 
 
 @pytest.mark.slow
@@ -131,28 +113,23 @@ def test_it_finds_what_it_finds_without_in_fewer_trials(held: int) -> None:
     alone, predicted = (search(Loop(), held=held, predict=predict) for predict in (False, True))
     assert predicted.batch_size == alone.batch_size
     assert predicted.certified
-    assert alone.prediction is None
     assert predicted.prediction is not None
-    assert START_FRACTION - 0.25 < predicted.prediction.batch_size / alone.batch_size <= 1.02
+    assert sizes(predicted)[0] == predicted.prediction.batch_size
+    start = predicted.prediction.batch_size / alone.batch_size
+    assert START_FRACTION - 0.25 < start <= 1.02, "segments of 20 MiB are large here"
     assert len(predicted.trials) <= len(alone.trials)
     assert predicted.prediction.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.1)
 
 
-@pytest.mark.slow
-def test_the_file_holds_prediction_and_measurement_side_by_side() -> None:
-    result = search(Loop())
+def test_the_file_holds_the_prediction_but_not_of_other_strategies_or_a_start_of_the_callers_own() -> None:
+    result = search(Loop(kibibytes=1), max_batch_size=8)
+    assert result.prediction is not None
     entry = json.loads(json.dumps(result.as_dict()))
-    assert entry["prediction"].keys() == {
-        "batch_size", "bytes_per_sample", "other_bytes", "seconds", "peak_bytes"
-    }  # fmt: skip
     assert AutoBatchResult.from_dict("train", entry).prediction == result.prediction
-    assert "prediction" not in search(Loop(), predict=False).as_dict()
-
-
-def test_a_start_of_the_callers_own_and_other_strategies_are_not_predicted() -> None:
-    assert search(Loop(kibibytes=1), max_batch_size=8).prediction is not None
     for arguments in ({"start": 2}, {"strategy": "binsearch"}):
-        assert search(Loop(kibibytes=1), max_batch_size=8, **arguments).prediction is None
+        other = search(Loop(kibibytes=1), max_batch_size=8, **arguments)
+        assert other.prediction is None
+        assert "prediction" not in other.as_dict()
 
 
 @pytest.mark.slow
@@ -164,37 +141,18 @@ def test_validation_counts_the_state_of_the_optimizer() -> None:
     moments = 2 * sum(parameter.nbytes for parameter in loop.model.parameters())
     assert with_moments.peak_bytes(8) - without.peak_bytes(8) == pytest.approx(moments, abs=22 * MIB)
 
-    def validated(predict: bool) -> AutoBatchResult:
-        with FakeCuda(TOTAL, context_bytes=CONTEXT).installed(*loop.state[:2]):
-            return auto_find_batch_size(
-                loop.validate, loop.make_batch, state=loop.state, mode="val", device="cuda",
-                max_batch_size=4096, predict=predict,
-            )  # fmt: skip
-
-    result, alone = validated(predict=True), validated(predict=False)
-    assert (result.batch_size, result.held_bytes) == (alone.batch_size, alone.held_bytes)
-    assert result.held_bytes > moments
-    assert result.prediction is not None
-    assert 0.5 < result.prediction.batch_size / result.batch_size <= 1.02, "segments are large here"
-
-
-RUN = (
-    "MODEL.NAME=test_vit", "DATA.IMG_SIZE=64", "DATA.DATASET.NAME=synthetic",
-    "DATA.AUTOBATCH.ENABLED=True",
-    "DATA.DATASET.NUM_SAMPLES=5000", "DATA.DATASET.NUM_SAMPLES_VAL=5000", "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=2",
-    "OPTIMIZER.NAME=adamw", "OPTIMIZER.KWARGS={foreach: true}", "TRAIN.EMA.ENABLED=True",
-    "TRAIN.ACCUMULATION_STEPS=2", "TRAIN.NOISE_SCALE.ENABLED=True", "DATA.NUM_WORKERS=1",
-)  # fmt: skip
-
 
 @pytest.mark.slow
 def test_both_searches_of_a_run_start_from_a_prediction() -> None:
     """That of validation too, whose metrics look at values."""
-    config = load_config(list(RUN)).config
-    data, world = build_data(config.DATA, seed=0), World(torch.device("cpu"))
-    assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
+    search, assembly = prepared(
+        *SMALL, "MODEL.NAME=test_vit", "DATA.IMG_SIZE=64", "DATA.DATASET.NUM_SAMPLES=5000",
+        "DATA.DATASET.NUM_SAMPLES_VAL=5000", "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=2", "OPTIMIZER.NAME=adamw",
+        "OPTIMIZER.KWARGS={foreach: true}", "TRAIN.EMA.ENABLED=True", "TRAIN.ACCUMULATION_STEPS=2",
+        "TRAIN.NOISE_SCALE.ENABLED=True", "DATA.NUM_WORKERS=1",
+    )  # fmt: skip
     with holding(FakeCuda(300 * MIB, context_bytes=CONTEXT), assembly):
-        found = find_sizes(SizeSearch(config.DATA, config.TRAIN, data, assembly, world, seed=0))
+        found = find_sizes(search)
     assert found.keys() == {"train", "val"}
     for result in found.values():
         assert result.prediction is not None
@@ -205,41 +163,12 @@ def test_both_searches_of_a_run_start_from_a_prediction() -> None:
 # --- a prediction costs nothing ---
 
 
-def wrong(factor: float) -> Callable[[], Prediction]:
-    """The prediction of a step whose samples are so many times as large."""
-    loop = Loop(kibibytes=round(1024 * factor))
-
-    def make_batch(n: int) -> Tensor:
-        return torch.empty(n, loop.num_elements, device="meta")
-
-    prediction = predict_step(loop.step, make_batch, state=loop.state, mode="train")
-    return lambda: prediction
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("factor", [0.02, 0.5, 2.0, 50.0])
-def test_a_wrong_prediction_gives_the_same_size_with_one_trial_more_at_most(
-    factor: float, alone: AutoBatchResult
-) -> None:
-    loop = Loop()
-    with FakeCuda(TOTAL, context_bytes=CONTEXT).installed(*loop.state[:2]), BatchSizeFinder(
-        loop.step, loop.make_batch, state=loop.state, device="cuda", max_batch_size=4096,
-        predict=wrong(factor),
-    ) as finder:  # fmt: skip
-        result = finder.find(tolerance=0.0)
-    assert result.prediction is not None
-    assert result.batch_size == alone.batch_size
-    assert len(result.trials) <= len(alone.trials) + 1
-
-
 def fail(loss: Tensor) -> None:
     if loss.is_meta:
         raise KeyError("on_meta")
 
 
-@pytest.mark.parametrize(
-    ("look", "reason"), [(Tensor.item, "needs the values of a tensor"), (fail, "on_meta")]
-)
+@pytest.mark.parametrize(("look", "reason"), [(Tensor.item, "item()"), (fail, "on_meta")])
 def test_a_step_that_cannot_be_traced_is_searched_as_without(
     look: Callable[[Tensor], object], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -248,9 +177,7 @@ def test_a_step_that_cannot_be_traced_is_searched_as_without(
     found, expected = search(loop, max_batch_size=4), search(alone, max_batch_size=4, predict=False)
     assert (sizes(found), found.prediction) == (sizes(expected), None)
     assert found.held_bytes == expected.held_bytes
-    lines = [line for line in caplog.messages if "no prediction" in line]
-    assert len(lines) == 1
-    assert reason in lines[0]
+    assert [line for line in caplog.messages if reason in line]
     assert loop.content() == alone.content()
 
 
@@ -287,10 +214,7 @@ def test_when_nothing_fits_the_error_says_what_is_predicted_to() -> None:
     loop.make_batch = lambda n: torch.zeros(1).expand(n, loop.num_elements)  # type: ignore[method-assign]
     with pytest.raises(AutoBatchError) as caught:
         search(loop, total=200 * MIB)
-    text = str(caught.value)
-    assert "Batch size 1 is predicted to need" in text
-    assert "GiB would do, such as rtx-3080-10gb, with nothing else on it." in text
-    needed_gib = float(text.partition("predicted to need ")[2].split()[0])
+    needed_gib = float(re.findall(r"(\d+\.\d+) GiB", str(caught.value).partition("predicted")[2])[0])
     assert search(loop, total=int(1.3 * needed_gib * 1024) * MIB, max_batch_size=1).batch_size == 1
 
 
@@ -307,23 +231,8 @@ def test_predict_memory_touches_nothing_and_refuses_what_it_cannot_trace() -> No
     assert prediction.peak_bytes(size) <= 8 << 30 < prediction.peak_bytes(size + 1)
     assert not prediction.is_base_measured
     stubborn = Loop(look=Tensor.item)
-    with pytest.raises(UntraceableError, match=r"_local_scalar_dense \(`.item\(\)`"):
+    with pytest.raises(UntraceableError, match="item"):
         predict_memory(stubborn.step, stubborn.make_batch, state=stubborn.state)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"step": None}, "step is None; it must be a function"),
-        ({"mode": "test"}, "mode is 'test'; it must be one of 'train', 'val'"),
-        ({"state": nn.Linear(1, 1)}, "state is a Linear; it must be a sequence"),
-    ],
-)
-def test_arguments_of_predict_memory_are_checked(arguments: dict[str, Any], message: str) -> None:
-    loop = Loop(kibibytes=1)
-    good = {"step": loop.step, "make_batch": loop.make_batch, "state": loop.state}
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        predict_memory(**{**good, **arguments})
 
 
 class Caching(nn.Module):
@@ -379,53 +288,15 @@ def test_what_no_trace_can_follow_is_refused_and_left_whole() -> None:
     scripted = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
     hooked = nn.Linear(8, 8)
     hooked.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    for model, reason in ((scripted, "TorchScript"), (hooked, "hook on a tensor")):
+    for model, reason in ((scripted, "TorchScript"), (hooked, "hook")):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = bits([parameter.detach() for parameter in model.parameters()])
         with pytest.raises(UntraceableError, match=reason):
             predict_memory(step_of(model, optimizer), rows, state=(model, optimizer))
         assert bits([parameter.detach() for parameter in model.parameters()]) == before
         step_of(model, optimizer)(rows(2))
-    with pytest.raises(AutoBatchError, match="uses an optimizer, Adam, that is not in state"):
+    with pytest.raises(AutoBatchError, match="Adam"):
         predict_memory(step_of(plain, torch.optim.Adam(plain.parameters())), rows, state=(plain,))
-
-
-def test_steps_whose_operations_depend_on_the_batch_are_refused() -> None:
-    layer = nn.Linear(1024, 1024)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-
-    def step(batch: Tensor) -> None:
-        torch.cat([layer(part) for part in batch.split(4)]).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with pytest.raises(UntraceableError, match="other operations with 16 samples than with 8"):
-        predict_memory(step, lambda n: torch.randn(n, 1024), state=(layer, optimizer))
-    prediction = predict_memory(
-        step_of(layer, optimizer), lambda n: torch.randn(n, 1024), state=(layer, optimizer)
-    )
-    for bad in (0, -5, 2.5):
-        with pytest.raises(ValueError, match="whole number of samples"):
-            prediction.peak_bytes(bad)  # type: ignore[arg-type]
-
-
-def test_what_kept_a_step_from_being_traced_is_said_with_its_line() -> None:
-    layer = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    looks: dict[str, Callable[[Tensor, Tensor], object]] = {
-        r"index \(boolean indexing\) needs the values": lambda loss, batch: batch[batch > 0],
-        r"\(`.cpu\(\)`, `.numpy\(\)` or `.tolist\(\)`\) needs the values": lambda loss, batch: loss.tolist(),
-        r"formatting a tensor, as in f": lambda loss, batch: f"{loss:.3f}",
-        r"is not in `state`": lambda loss, batch: batch * torch.ones(8),
-    }
-    for reason, look in looks.items():
-
-        def step(batch: Tensor, look: Callable[[Tensor, Tensor], object] = look) -> None:
-            loss = layer(batch).sum()
-            look(loss, batch)
-
-        with pytest.raises(UntraceableError, match=rf"{reason}.* \(line \d+ of test_predicted.py\)"):
-            predict_memory(step, rows, state=(layer, optimizer))
 
 
 def test_a_batch_that_ignores_its_size_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -434,33 +305,4 @@ def test_a_batch_that_ignores_its_size_is_warned_of(caplog: pytest.LogCaptureFix
     predict_memory(step_of(*state), rows, state=state)
     assert not caplog.messages
     predict_memory(step_of(*state), lambda n: rows(16), state=state)
-    assert "Check that make_batch returns as many samples as it is asked for" in caplog.text
-
-
-def test_the_largest_size_with_and_without_the_margin() -> None:
-    layer = nn.Linear(1024, 1024)
-    state = layer, torch.optim.SGD(layer.parameters(), lr=0.1)
-    prediction = predict_memory(step_of(*state), lambda n: torch.randn(n, 1024), state=state)
-    limit = 4 << 30
-    plain, safe = prediction.largest(limit), prediction.largest(limit, with_margin=True)
-    assert plain is not None
-    assert safe is not None
-    assert prediction.safe_bytes(safe) <= limit < prediction.safe_bytes(plain)
-    assert prediction.largest(0) is None
-    for bad, message in (("24", "limit_bytes is '24'"), (float("nan"), "limit_bytes is nan")):
-        with pytest.raises((TypeError, ValueError), match=message):
-            prediction.largest(bad)  # type: ignore[arg-type]
-
-
-def test_the_last_state_of_a_recurrent_layer_has_gradients() -> None:
-    lstm = nn.LSTM(8, 16, batch_first=True)
-    optimizer = torch.optim.SGD(lstm.parameters(), lr=0.1)
-    seen = []
-
-    def step(batch: Tensor) -> None:
-        lstm(batch)[1][0][-1].sum().backward()
-        seen.append(all(parameter.grad is not None for parameter in lstm.parameters()))
-        optimizer.step()
-
-    predict_memory(step, lambda n: torch.randn(n, 5, 8), state=(lstm, optimizer))
-    assert seen == [True] * 4
+    assert "make_batch" in caplog.text

@@ -1,49 +1,40 @@
-"""The exchange of results over a real store, the ranks being threads; processes are in test_ranks."""
+"""The exchange of results over a real store, with threads or a script as ranks; processes: test_ranks."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
-from linnaeus import control
 from linnaeus.autobatch import protocol
-from linnaeus.autobatch.protocol import RankStatus, exchange
+from linnaeus.autobatch.protocol import RankStatus, agreed, exchange, run_on_every_rank, search_on_main
+from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.sizes import keys
-from linnaeus.control import ControlPlane
+from linnaeus.control import ControlPlane, Failure, ForeignFailureError
 from linnaeus.dist import RankEnded, World, errors_told_first
-from linnaeus.errors import AutoBatchError, ConfigError, LinnaeusError
+from linnaeus.errors import AutoBatchError, LinnaeusError
+from tests.helpers import planes
+from tests.helpers.planes import nothing, script
+from tests.helpers.searches import result
 
 Work = Callable[[RankStatus], Any]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "BEAT_S", 0.05)
-
-
-def ranks(*works: Work, timeout_minutes: float = 1.0) -> list[Any]:
+def ranks(*works: Work) -> list[Any]:
     """What each rank returns, or the code that it ends with, when each does its own work."""
-    store = HashStore()
 
-    def one(rank: int) -> Any:
+    def one(plane: ControlPlane) -> Any:
         try:
-            with ControlPlane(store, rank, len(works)) as plane:
-                world = World(CPU, rank=rank, world_size=len(works), control=plane)
-                with errors_told_first(world):
-                    return exchange(plane, works[rank], timeout_minutes=timeout_minutes, names=keys("train"))
+            with errors_told_first(World(CPU, rank=plane.rank, world_size=len(works), control=plane)):
+                return exchange(plane, works[plane.rank])
         except RankEnded as ended:
             return ended.code
 
-    with ThreadPoolExecutor(len(works)) as pool:
-        return list(pool.map(one, range(len(works))))
+    return planes.ranks(*[one] * len(works))
 
 
 def gives(value: Any) -> Work:
@@ -57,15 +48,6 @@ def raises(error: BaseException) -> Work:
     return work
 
 
-def waits(seconds: float, value: Any = None, doing: str = "working") -> Work:
-    def work(status: RankStatus) -> Any:
-        status.update(doing)
-        time.sleep(seconds)
-        return value
-
-    return work
-
-
 def test_every_rank_gets_the_results_of_all_in_their_order() -> None:
     results = [{"size": 8}, [1, 2], None, "text"]
     assert ranks(*map(gives, results)) == [results] * 4
@@ -73,109 +55,95 @@ def test_every_rank_gets_the_results_of_all_in_their_order() -> None:
 
 def test_one_process_needs_no_control_plane() -> None:
     assert exchange(None, gives(7)) == [7]
-
-
-def test_one_process_gets_its_own_error() -> None:
     with pytest.raises(KeyError), errors_told_first(World(CPU)):
         exchange(None, raises(KeyError("a")))
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_an_error_reaches_every_rank_with_its_message(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
-    works = [gives(None)] * 3
-    works[rank] = raises(ValueError("this is broken"))
-    assert ranks(*works) == [1, 1, 1]
-    told = capsys.readouterr().err
-    assert f"[rank {rank}] ValueError: this is broken\n" in told
-    for other in {0, 1, 2} - {rank}:
-        assert f"[rank {other}] rank {rank}: ValueError: this is broken\n" in told
-    assert told.count("Traceback") == 1
-
-
-@pytest.mark.parametrize("error", [AutoBatchError("nothing fits"), LinnaeusError("x"), ConfigError("a key")])
-def test_an_error_of_ours_keeps_its_exit_code_and_has_no_traceback(
-    error: LinnaeusError, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (ValueError("broken"), 1, "ValueError: broken"),
+        (AutoBatchError("broken"), 3, "broken"),
+        (LinnaeusError("broken"), 1, "broken"),
+        (KeyboardInterrupt(), 1, "KeyboardInterrupt"),
+    ],
+)
+def test_an_error_of_one_rank_ends_all_with_its_message_and_exit_code(
+    error: BaseException, code: int, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ranks(raises(error), gives(None)) == [error.exit_code] * 2
-    told = capsys.readouterr().err
-    assert f"[rank 0] {error}\n" in told
-    assert "Traceback" not in told
-
-
-def test_an_interruption_of_one_rank_ends_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ranks(raises(KeyboardInterrupt()), gives(None)) == [1, 1]
-    assert "[rank 1] rank 0: KeyboardInterrupt" in capsys.readouterr().err
+    assert ranks(gives(None), raises(error), gives(None)) == [code] * 3
+    text = capsys.readouterr().err
+    for line in (f"[rank 1] {told}", f"[rank 0] rank 1: {told}", f"[rank 2] rank 1: {told}"):
+        assert line in text
+    assert ("Traceback" in text) != isinstance(error, LinnaeusError), "only of an error that is not ours"
 
 
 def test_with_two_errors_every_rank_ends() -> None:
     assert ranks(raises(ValueError("a")), raises(ValueError("b")), gives(None)) == [1, 1, 1]
 
 
-def test_a_rank_that_lives_but_never_ends_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(protocol, "GRACE_S", 0.2)
-    assert ranks(waits(1.5, doing="trying 128"), gives(None), timeout_minutes=0.2 / 60) == [3, 3]
-    told = capsys.readouterr().err
-    assert "DATA.AUTOBATCH.TIMEOUT_MINUTES" in told
-    assert "trying 128" in told
+def test_a_rank_that_lives_but_never_ends_is_given_up() -> None:
+    main, other = planes.planes(name_of=lambda rank: rank + 2)
+    main.update("trying 128")
+    with pytest.raises(AutoBatchError, match=r"rank 2 .*DATA.AUTOBATCH.TIMEOUT_MINUTES.*trying 128"):
+        exchange(other, gives(None), timeout_minutes=2, names=keys("train"))
+    assert 120 + protocol.GRACE_S < other.clock.seconds < 122 + protocol.GRACE_S
 
 
-def test_what_a_rank_does_and_waits_for_can_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_does_and_waits_for_can_be_shown() -> None:
     """Rank 0 shows it on the user's terminal."""
-    monkeypatch.setattr(control, "POLL_S", (0.001, 0.01))
-    shown: dict[int, list[str]] = {0: [], 1: []}
-
-    def until_seen(status: RankStatus) -> None:
-        status.update("train: trying batch size 128")
-        while "waiting for rank 1: train: trying batch size 128" not in shown[0]:
-            time.sleep(0.01)
-
-    store = HashStore()
-
-    def one(rank: int) -> None:
-        with ControlPlane(store, rank, 2) as plane:
-            exchange(plane, [gives(None), until_seen][rank], timeout_minutes=0.5, show=shown[rank].append)
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(one, range(2)))
-    assert shown[0][:2] == ["starting", "waiting"]
-    assert shown[1] == ["starting", "train: trying batch size 128", "waiting"]
+    main, other = planes.planes()
+    pauses: list[Callable[[], object]] = [nothing] * 50
+    script(main, lambda: other.update("trying 128"), *pauses, lambda: other.gather(8))
+    shown: list[str] = []
+    assert exchange(main, gives(4), show=shown.append) == [4, 8]
+    assert shown[:2] == ["starting", "waiting"]
+    assert len(set(shown[2:])) == 1
+    assert shown[2].endswith("trying 128")
 
 
-def test_a_waiting_rank_reports_a_change_early(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The same text would be reported every 30 seconds only."""
-    monkeypatch.setattr(control, "CHANGE_S", 0.1)
-    monkeypatch.setattr(control, "POLL_S", (0.001, 0.01))
+def test_an_update_raises_the_failure_of_another_rank() -> None:
+    main, other = planes.planes()
 
-    def two_sizes(status: RankStatus) -> None:
-        for size in (64, 128):
-            status.update(f"train: trying batch size {size}")
-            time.sleep(0.6)
+    def work(status: RankStatus) -> None:
+        other.fail(Failure(1, "broken", 7))
+        status.update("trying 128")
+        pytest.fail("what this rank does is in vain")
 
-    with caplog.at_level(logging.INFO, "linnaeus.control"):
-        ranks(two_sizes, gives(None))
-    reports = [text for record in caplog.records if " s for rank 0" in (text := record.getMessage())]
-    assert [report.rpartition(" ")[2] for report in reports] == ["64", "128"]
+    with pytest.raises(ForeignFailureError):
+        exchange(main, work)
 
 
-def test_waiting_ranks_report_what_they_wait_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(control, "REPORT_S", 0.5)
+# --- a size for all ranks ---
 
-    def reports() -> list[str]:
-        return [text for record in caplog.records if " s for rank 0" in (text := record.getMessage())]
 
-    def until_three_reports(status: RankStatus) -> None:
-        status.update("train: trying batch size 128")
-        while len(reports()) < 3:
-            time.sleep(0.01)
+def test_the_size_of_all_is_one_that_has_run_on_every_rank() -> None:
+    """Rank 2 runs out of memory at 16, and rank 1 then at 12."""
+    rounds = [
+        [result(16, (16, "fits")), result(16, (16, "fits"), rank=1), result(12, (16, "oom"), rank=2)],
+        [result(12, (12, "fits")), result(8, (12, "oom"), rank=1), result(12, (12, "fits"), rank=2)],
+        [result(8, (8, "fits")), result(8, (8, "fits"), rank=1), result(8, (8, "fits"), rank=2)],
+    ]
+    asked: list[int] = []
 
-    began = time.monotonic()
-    with caplog.at_level(logging.INFO, "linnaeus.control"):
-        ranks(until_three_reports, gives(None))
-    assert 3 <= len(reports()) <= (time.monotonic() - began) / 0.5
-    assert all(report.endswith("train: trying batch size 128") for report in reports())
+    def of_all(work: Work) -> list[AutoBatchResult]:
+        work(RankStatus())
+        return rounds.pop(0)
+
+    run = partial(run_on_every_rank, of_all, lambda status, size: asked.append(size))
+    found = agreed(result(16, (9, "fits")), run)
+    assert asked == [16, 12, 8]
+    assert (found.batch_size, found.ran_on_every_rank) == (8, (8,))
+    assert [trial.size for trial in found.trials] == [9, 16, 12, 8], "those of rank 0"
+    assert (found.held_bytes, found.budget_bytes) == (2, 20), "of rank 0"
+    assert found.seconds == 1 + 3 * 3, "of the slowest rank"
+
+
+def test_only_rank_0_searches() -> None:
+    searched: list[str] = []
+
+    def of_rank(rank: int) -> Sequence[Any]:
+        return search_on_main(lambda work: [work(RankStatus(searched.append))], rank, lambda status: "found")
+
+    assert (of_rank(0), of_rank(1)) == ("found", None)
+    assert searched == ["waiting"]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import re
+import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,10 @@ from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.shared import SIZES, Sharing, find_shared_sizes
 from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.files import LOCK, FolderLock
-from tests.autobatch.test_sizes import ON, OWN_DATA, OWN_MODEL, one_line, prepared
 from tests.helpers.forks import ROOT
-from tests.helpers.runs import SMALL, Run, assert_same_bits, wait_until, weights
+from tests.helpers.planes import Script, nothing
+from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
+from tests.helpers.searches import ON, OWN_DATA, OWN_MODEL, prepared
 
 SHARED = "DATA.AUTOBATCH.SHARED_FOLDER=shared"
 SHORT = (*SMALL, ON, "TRAIN.EPOCHS=1", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24")
@@ -33,26 +32,32 @@ def place_in(folder: Path) -> Path:
     return place
 
 
+def found_by(run: Path) -> str | None:
+    """Who found the sizes of a run."""
+    found: dict[str, Any] = json.loads((run / "autobatch.json").read_text())
+    return found.get("found_by")
+
+
+@pytest.mark.e2e
 def test_a_run_takes_what_another_one_has_found_and_trains_the_same(run: Run, tmp_path: Path) -> None:
     other = ("OPTIMIZER.LR=0.01", "EXPERIMENT.SEED=3", "OPTIMIZER.WEIGHT_DECAY=0.2")
-    assert "found by" not in run(*SHORT, SHARED, "EXPERIMENT.NAME=first").out
-    content = json.loads((place_in(tmp_path / "shared") / SIZES).read_text())
-    assert content["found_by"] == "first"
-    second = run(*SHORT, SHARED, *other, "EXPERIMENT.NAME=second")
-    text = "AutoBatch: batch size 24 (train) and 31 (val), found by run first under the same conditions"
-    assert text in one_line(second.out)
-    assert "trying" not in second.out
-    found = json.loads((tmp_path / "runs/second/autobatch.json").read_text())
-    assert (found["found_by"], found["train"]) == ("first", content["autobatch"]["train"])
-
-    alone = run(*SHORT, *other, "EXPERIMENT.NAME=alone")
-    assert alone.code == 0
+    resumed = ("TRAIN.EPOCHS=2", "TRAIN.AUTO_RESUME=True")
+    runs = {
+        "first": (SHARED,),
+        "second": (SHARED, *other),
+        "alone": other,
+        "third": (SHARED, "TRAIN.AMP=bf16"),
+    }
+    for name, options in runs.items():
+        outcome = run(*SHORT, *options, f"EXPERIMENT.NAME={name}")
+        assert outcome.code == 0, outcome.err
+    content = json.loads((tmp_path / "runs/second/autobatch.json").read_text())
+    assert content["train"] == json.loads((tmp_path / "runs/first/autobatch.json").read_text())["train"]
+    assert [found_by(tmp_path / "runs" / name) for name in runs] == [None, "first", None, None]
+    assert len(list((tmp_path / "shared").iterdir())) == 2, "with bf16 the step needs other memory"
     assert_same_bits(weights(tmp_path / "runs/second"), weights(tmp_path / "runs/alone"))
-    assert "found_by" not in json.loads((tmp_path / "runs/alone/autobatch.json").read_text())
-
-    third = run(*SHORT, SHARED, "TRAIN.AMP=bf16", "EXPERIMENT.NAME=third")
-    assert "found by" not in third.out, "the step needs other memory"
-    assert len(list((tmp_path / "shared").iterdir())) == 2
+    assert run(*SHORT, SHARED, *other, *resumed, "EXPERIMENT.NAME=second").code == 0
+    assert found_by(tmp_path / "runs/second") == "first", "the checkpoint says so"
 
 
 def search_of(*argv: str) -> SizeSearch:
@@ -71,13 +76,15 @@ def sizes(found: dict[str, AutoBatchResult]) -> dict[str, int]:
 EXPECTED = {"train": 4, "val": 8}
 
 
-@pytest.mark.parametrize("damage", ["{", '{"found_by": "x", "autobatch": {"train": 1}}'])
-def test_a_damaged_file_is_replaced(tmp_path: Path, damage: str) -> None:
-    shared(tmp_path, "first")
+def test_a_search_is_saved_for_the_next_run_and_a_damaged_file_replaced(tmp_path: Path) -> None:
+    found, by = shared(tmp_path, "first")
+    assert (sizes(found), by) == (EXPECTED, None)
     path = place_in(tmp_path) / SIZES
-    path.write_text(damage)
-    assert shared(tmp_path, "second")[1] is None
-    assert shared(tmp_path, "third")[1] == "second"
+    for damage in ("{", '{"found_by": "x", "autobatch": {"train": 1}}'):
+        path.write_text(damage)
+        assert shared(tmp_path, "second")[1] is None
+    found, by = shared(tmp_path, "third")
+    assert (sizes(found), by) == (EXPECTED, "second")
 
 
 def test_sizes_that_no_longer_fit_are_not_taken_and_stay(tmp_path: Path) -> None:
@@ -103,15 +110,6 @@ def test_what_a_search_loads_outside_the_allocator_must_be_free_too(
     assert content["growth_bytes"] == 0, "on the CPU they belong to the process"
     path.write_text(json.dumps(content | {"growth_bytes": growth_bytes}))
     assert shared(tmp_path, "second")[1] == (None if growth_bytes else "first")
-
-
-def test_growth_outside_the_allocator_is_measured_around_the_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outside = iter([100, 130])
-    monkeypatch.setattr("linnaeus.autobatch.shared._non_allocator_bytes", lambda search: next(outside))
-    shared(tmp_path, "first")
-    assert json.loads((place_in(tmp_path) / SIZES).read_text())["growth_bytes"] == 30
 
 
 def test_the_growth_that_is_saved_is_that_of_the_rank_with_most(
@@ -149,15 +147,6 @@ def test_sizes_are_shared_only_where_all_ranks_have_the_same_conditions(
     assert shared(tmp_path, "third")[1] is None
 
 
-@pytest.mark.slow
-def test_a_resumed_run_still_says_who_found_its_sizes(run: Run, tmp_path: Path) -> None:
-    assert run(*SHORT, SHARED, "EXPERIMENT.NAME=first").code == 0
-    assert run(*SHORT, SHARED, "EXPERIMENT.NAME=second").code == 0
-    again = run(*SHORT, SHARED, "EXPERIMENT.NAME=second", "TRAIN.EPOCHS=2", "TRAIN.AUTO_RESUME=True")
-    assert "the checkpoint's batch sizes are kept" in one_line(again.out)
-    assert json.loads((tmp_path / "runs/second/autobatch.json").read_text())["found_by"] == "first"
-
-
 def test_sizes_beyond_the_host_memory_of_this_machine_are_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,109 +156,83 @@ def test_sizes_beyond_the_host_memory_of_this_machine_are_not_taken(
     assert (sizes(found), by) == ({"train": 1, "val": 1}, None)
 
 
-def test_a_folder_that_cannot_be_written_is_warned_of(
+def test_a_run_that_cannot_share_its_sizes_warns_and_searches(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where the folder is a file, or its lock a folder."""
     monkeypatch.setattr(logging.getLogger("linnaeus"), "propagate", True)
     (tmp_path / "file").touch()
-    found, by = shared(tmp_path / "file", "first")
-    assert (sizes(found), by) == (EXPECTED, None)
-    [text] = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
-    assert re.fullmatch(r"AutoBatch: sizes are not shared: .*: Not a directory \(DATA.*SHARED_FOLDER\)", text)
-
-
-def test_a_lock_that_cannot_be_made_names_no_other_key(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("linnaeus"), "propagate", True)
-    shared(tmp_path, "first")
-    (place_in(tmp_path) / SIZES).unlink()
-    (place_in(tmp_path) / LOCK).mkdir()
-    assert shared(tmp_path, "second")[1] is None
-    [text] = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
-    assert ("Is a directory" in text, "OUTPUT_DIR" in text, "\n" in text) == (True, False, False)
-
-
-class InThread:
-    """A run that finds its sizes in a thread."""
-
-    def __init__(self, folder: Path, *argv: str) -> None:
-        self.outcome: Any = None
-        search = search_of(*argv)
-
-        def work() -> None:
-            self.outcome = find_shared_sizes(search, "key", Sharing(folder, "waiting"))
-
-        self.thread = threading.Thread(target=work)
-        self.thread.start()
-
-    def is_waiting(self, caplog: pytest.LogCaptureFixture) -> bool:
-        return any("another run is searching" in record.getMessage() for record in caplog.records)
-
-    def result(self) -> tuple[dict[str, int], str | None]:
-        self.thread.join(60)
-        assert self.outcome is not None, "it waits for ever"
-        return sizes(self.outcome[0]), self.outcome[1]
+    shared(tmp_path / "folder", "first")
+    place = place_in(tmp_path / "folder")
+    (place / SIZES).unlink()
+    (place / LOCK).mkdir()
+    for folder in ("file", "folder"):
+        caplog.clear()
+        found, by = shared(tmp_path / folder, "second")
+        assert (sizes(found), by) == (EXPECTED, None)
+        [text] = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+        assert ("SHARED_FOLDER" in text, "OUTPUT_DIR" in text, "\n" in text) == (True, False, False)
 
 
 @pytest.fixture
-def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """What is logged, the notes too."""
-    monkeypatch.setattr(logging.getLogger("linnaeus"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="linnaeus.run")
-    return caplog
-
-
-def test_a_run_waits_for_the_one_that_searches(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
+def searched(tmp_path: Path) -> Path:
+    """The folder of conditions of a run whose sizes are still to be found by another one."""
     shared(tmp_path, "first")
     place = place_in(tmp_path)
-    text = (place / SIZES).read_text()
-    (place / SIZES).unlink()
-    lock = FolderLock(place)
-    waiting = InThread(tmp_path)
-    wait_until(lambda: waiting.is_waiting(heard))
-    assert waiting.thread.is_alive()
-    (place / SIZES).write_text(text)
+    (place / SIZES).rename(tmp_path.parent / f"{tmp_path.name}.json")
+    return place
+
+
+def test_a_run_waits_for_the_one_that_searches(searched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = FolderLock(searched)
+
+    def save() -> None:
+        folder = searched.parent
+        (folder.parent / f"{folder.name}.json").rename(searched / SIZES)
+
+    clock = Script(nothing, save, pytest.fail)
+    monkeypatch.setattr("linnaeus.autobatch.shared.time", clock)
+    found, by = shared(searched.parent, "waiting")
+    assert (sizes(found), by, clock.events) == (EXPECTED, "first", [pytest.fail])
     lock.release()
-    assert waiting.result() == (EXPECTED, "first")
 
 
-HOLDER = "import sys, time; from pathlib import Path; from linnaeus.files import FolderLock\n"
-HOLDER += "lock = FolderLock(Path(sys.argv[1])); print(flush=True); time.sleep(100)"
+HOLDER = "import sys; from pathlib import Path; from linnaeus.files import FolderLock\n"
+HOLDER += "lock = FolderLock(Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
 
 
 def test_a_run_searches_once_the_one_that_was_searching_has_died(
-    tmp_path: Path, heard: pytest.LogCaptureFixture
+    searched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared(tmp_path, "first")
-    place = place_in(tmp_path)
-    (place / SIZES).unlink()
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(place)], stdout=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)}
-    ) as holder:
+    command = [sys.executable, "-c", HOLDER, str(searched)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        waiting = InThread(tmp_path)
-        wait_until(lambda: waiting.is_waiting(heard))
-        assert waiting.thread.is_alive()
-        holder.kill()
-    assert waiting.result() == (EXPECTED, None)
-    assert not (place / LOCK).exists()
-    assert shared(tmp_path, "last")[1] == "waiting"
+
+        def die() -> None:
+            holder.kill()
+            holder.wait()
+
+        clock = Script(nothing, die)
+        monkeypatch.setattr("linnaeus.autobatch.shared.time", clock)
+        found, by = shared(searched.parent, "waiting")
+        assert (sizes(found), by, clock.events) == (EXPECTED, None, [])
+    assert not (searched / LOCK).exists()
+    assert shared(searched.parent, "last")[1] == "waiting"
 
 
-@pytest.mark.slow
-def test_a_run_searches_by_itself_where_the_other_takes_too_long(tmp_path: Path) -> None:
-    limit = "DATA.AUTOBATCH.TIMEOUT_MINUTES=0.02"
-    shared(tmp_path, "first", limit)
-    place = place_in(tmp_path)
-    (place / SIZES).unlink()
-    lock = FolderLock(place)
-    began = time.monotonic()
-    assert InThread(tmp_path, limit).result()[1] is None
-    assert time.monotonic() - began >= 1.2
+def test_a_run_searches_by_itself_where_the_other_takes_too_long(
+    searched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = FolderLock(searched)
+    clock = Script()
+    monkeypatch.setattr("linnaeus.autobatch.shared.time", clock)
+    assert shared(searched.parent, "waiting")[1] is None
+    limit_s = 60 * search_of().config.AUTOBATCH.TIMEOUT_MINUTES
+    assert limit_s < clock.seconds < limit_s + 2
     lock.release()
-    assert shared(tmp_path, "last", limit)[1] == "waiting"
+    assert shared(searched.parent, "last")[1] == "waiting"
 
 
 def test_a_search_that_fails_leaves_nothing_and_lets_others_search(tmp_path: Path) -> None:
@@ -280,25 +243,11 @@ def test_a_search_that_fails_leaves_nothing_and_lets_others_search(tmp_path: Pat
         shared(tmp_path, "second", "MODEL.fails_at=1")
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_with_two_processes_rank_0_decides(torchrun: Run, tmp_path: Path) -> None:
-    for name in ("first", "second"):
-        outcome = torchrun(2, *SHORT, SHARED, f"EXPERIMENT.NAME={name}")
-        assert outcome.code == 0, outcome.err
-        assert ("found by run first" in outcome.out) == (name == "second")
-    first, second = (
-        json.loads((tmp_path / f"runs/{name}/autobatch.json").read_text()) for name in ("first", "second")
-    )
-    assert second["train"] == first["train"]
-    assert second["train"]["ran_on_every_rank"]
-    assert_same_bits(weights(tmp_path / "runs/first"), weights(tmp_path / "runs/second"))
-
-
 def test_the_runs_of_a_sweep_share_a_folder_unless_another_one_is_set(run: Run) -> None:
     argv = ("sweep", *SMALL, "OPTIMIZER.LR=1,2", "EXPERIMENT.NAME=rates", "--print-config")
-    assert run(*argv).out.count("SHARED_FOLDER: runs/rates/autobatch\n") == 2
-    assert run(*argv, "DATA.AUTOBATCH.SHARED_FOLDER=mine").out.count("SHARED_FOLDER: mine\n") == 2
+    for options, folder in (((), "runs/rates/autobatch"), (("DATA.AUTOBATCH.SHARED_FOLDER=mine",), "mine")):
+        lines = [line.split() for line in run(*argv, *options).out.splitlines()]
+        assert [line[1] for line in lines if line[:1] == ["SHARED_FOLDER:"]] == [folder] * 2
 
 
 @pytest.mark.slow
@@ -310,9 +259,6 @@ def test_a_sweep_searches_once_for_the_runs_that_cannot_differ(
     outcome = run_in_child(*argv)
     assert outcome.code == 0, outcome.err
     folders = [tmp_path / f"runs/rates/OPTIMIZER.LR={rate}" for rate in ("0.1", "0.2")]
-    texts = [(folder / "logs/output.txt").read_text() for folder in folders]
-    took = ["found by run OPTIMIZER.LR=" in text for text in texts]
-    assert sorted(took) == [False, True], "whichever came first searched"
-    assert took[1] or jobs == "2"
-    again = run_in_child("compare", "runs/rates")
-    assert again.out.count("finished") == 2
+    took = [found_by(folder) for folder in folders]
+    assert took.count(None) == 1, "whichever came first searched"
+    assert took[1] is not None or jobs == "2"

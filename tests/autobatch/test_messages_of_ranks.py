@@ -1,0 +1,171 @@
+"""What a user reads about ranks, shared sizes and predictions, in `tests/messages/autobatch_ranks.txt`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore
+
+from linnaeus.autobatch import predict_memory
+from linnaeus.autobatch.group import check_equal, members, together
+from linnaeus.autobatch.protocol import RankStatus, exchange, run_on_every_rank
+from linnaeus.autobatch.shared import SIZES, Sharing, find_shared_sizes
+from linnaeus.autobatch.silence import CollectivesRefused, check_silenceable
+from linnaeus.autobatch.sizes import keys
+from linnaeus.control import SILENCE_LOOKS, Failure, agree_on_attempt
+from linnaeus.files import FolderLock
+from tests.helpers.messages import Golden, error_of
+from tests.helpers.planes import Script, planes
+from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared, result
+
+
+def of_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    messages = {}
+    main, other = planes()
+    other.update("train: trying batch size 128")
+    for _ in range(SILENCE_LOOKS + 1):
+        main.look()
+    messages["a silent rank"] = error_of(main.check).replace(str(os.getpid()), "<pid>")
+    main, other = planes()
+    process = subprocess.Popen(["true"])
+    process.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: process.pid)
+        other.update("train: trying batch size 128")
+    messages["a rank that has died"] = error_of(main.check)
+    main, other = planes()
+    other.fail(Failure(1, "ValueError: this is broken"))
+    messages["the failure of another rank"] = error_of(main.check)
+    main, other = planes()
+    main.update("train: trying batch size 128")
+    messages["a rank that never ends"] = error_of(exchange, other, lambda status: None, names=keys("train"))
+    main, other = planes()
+    messages["a rank that has not begun its search"] = error_of(check_equal, main, {}, "")
+    main, other = planes()
+    other.collect({"max_batch_size": 9})
+    messages["different arguments"] = error_of(check_equal, main, {"max_batch_size": 8}, "step, state")
+    for rank in (0, 1):
+        messages[f"what rank {rank} waits for in vain"] = error_of(
+            agree_on_attempt, HashStore(), rank, 3, 600, Script()
+        )
+    return messages
+
+
+def of_groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    messages = {"no process group": error_of(members, 5)}
+    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=2)
+    try:
+        messages["no group"] = error_of(members, 5)
+        messages["a group of others"] = error_of(members, dist.GroupMember.NON_GROUP_MEMBER)
+        monkeypatch.setattr("linnaeus.autobatch.group.ARRIVAL_S", 0.0)
+        monkeypatch.setattr("linnaeus.control.FAREWELL_S", 0.0)
+        with CollectivesRefused():
+            messages["a collective"] = error_of(dist.all_reduce, torch.ones(1))
+        messages["a rank that does not call"] = error_of(together().__enter__)
+    finally:
+        dist.destroy_process_group()
+    sharded = type("DeepSpeedEngine", (nn.Linear,), {})(1, 1)
+    messages["state that no rank can step alone"] = error_of(check_silenceable, (sharded,))
+    return messages
+
+
+def of_shared_sizes(folder: Path, monkeypatch: pytest.MonkeyPatch, said: Callable[[], str]) -> dict[str, str]:
+    quiet = [f"DATA.AUTOBATCH.LOG_LEVEL{suffix}=ERROR" for suffix in ("", "_VAL")]
+    search, _ = prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4", *quiet)
+    messages = {}
+    monkeypatch.setattr("linnaeus.autobatch.shared.time", Script())
+
+    def find(title: str, place: Path) -> None:
+        said()
+        find_shared_sizes(search, "key", Sharing(place, "second"))
+        messages[title] = said()
+
+    find_shared_sizes(search, "key", Sharing(folder / "there", "first"))
+    [place] = (folder / "there").iterdir()
+    find("shared sizes", folder / "there")
+    saved = json.loads((place / SIZES).read_text())
+    (place / SIZES).write_text(json.dumps({**saved, "growth_bytes": 1 << 60}))
+    find("shared sizes that do not fit", folder / "there")
+    (place / SIZES).unlink()
+    lock = FolderLock(place)
+    find("another run searches for too long", folder / "there")
+    lock.release()
+    (folder / "file").touch()
+    find("a folder that cannot be written", folder / "file")
+    return {title: text.replace(place.name, "<conditions>") for title, text in messages.items()}
+
+
+def of_predictions(said: Callable[[], str]) -> dict[str, str]:
+    layer = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step_with(look: Callable[[Tensor, Tensor], object]) -> Callable[[Tensor], None]:
+        def step(batch: Tensor) -> None:
+            loss = layer(batch).sum()
+            look(loss, batch)
+            loss.backward()
+            optimizer.step()
+
+        return step
+
+    def nothing(loss: Tensor, batch: Tensor) -> None:
+        pass
+
+    def rows(n: int) -> Tensor:
+        return torch.randn(n, 8)
+
+    def error(look: Callable[[Tensor, Tensor], object] = nothing, **arguments: Any) -> str:
+        good = {"step": step_with(look), "make_batch": rows, "state": (layer, optimizer)}
+        line = f"line {look.__code__.co_firstlineno} of"
+        return error_of(predict_memory, **{**good, **arguments}).replace(line, "line N of")
+
+    looks: dict[str, Callable[[Tensor, Tensor], object]] = {
+        "item": lambda loss, batch: loss.item(),
+        "boolean indexing": lambda loss, batch: batch[batch > 0],
+        "tolist": lambda loss, batch: loss.tolist(),
+        "formatting": lambda loss, batch: f"{loss:.3f}",
+        "a tensor outside state": lambda loss, batch: batch * torch.ones(8),
+        "operations that depend on the batch": lambda loss, batch: [part * 2 for part in batch.split(4)],
+    }
+    messages = {title: error(look) for title, look in looks.items()}
+    messages["an optimizer outside state"] = error(state=(layer,))
+    for name, value in {"step": None, "mode": "test", "state": layer}.items():
+        messages[f"a wrong {name}"] = error(**{name: value})
+    said()
+    prediction = predict_memory(step_with(nothing), lambda n: rows(16), state=(layer, optimizer))
+    messages["a batch that ignores its size"] = said()
+    messages["a wrong size"] = error_of(prediction.peak_bytes, 2.5)
+    messages["a wrong limit"] = error_of(prediction.largest, "24")
+    return messages
+
+
+def test_messages_of_ranks(
+    golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("linnaeus"), "propagate", True)
+    caplog.set_level(logging.INFO, "linnaeus")
+
+    def said() -> str:
+        text = "\n".join(record.getMessage() for record in caplog.records)
+        caplog.clear()
+        return text
+
+    def of_all(work: Callable[[RankStatus], Any]) -> list[Any]:
+        return [result(16, (16, "fits")), result(8, (16, "oom"), (8, "fits"), rank=1)]
+
+    messages = {**of_ranks(monkeypatch), **of_groups(monkeypatch)}
+    said()
+    run_on_every_rank(of_all, lambda status, size: result(size), result(16, (16, "fits")), 16)
+    messages["a rank that fits less"] = said()
+    messages |= of_shared_sizes(tmp_path, monkeypatch, said) | of_predictions(said)
+    golden("autobatch_ranks", messages, folder=tmp_path)

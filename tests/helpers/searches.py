@@ -1,0 +1,90 @@
+"""The searches of a run as a run prepares them, over a model and a dataset of the tests' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.autobatch.search import TrialRecord
+from linnaeus.autobatch.sizes import SizeSearch
+from linnaeus.config.load import load_config
+from linnaeus.data.datasets import build_data
+from linnaeus.dist import World
+from linnaeus.rng import seed_all
+from linnaeus.training.build import Assembly, assemble
+
+CPU = torch.device("cpu")
+ON = "DATA.AUTOBATCH.ENABLED=True"
+OWN_MODEL = f"MODEL._target_={__name__}.Model"
+OWN_DATA = f"DATA.DATASET._target_={__name__}.Growing"
+SEEN: dict[str, list[Any]] = {"shapes": [], "dtypes": []}
+"""What `Model` was given, and what its layer gave, since the last search was prepared."""
+
+
+class Growing(Dataset[tuple[Tensor, int]]):
+    """Images of sides 8, 9, 10, ... with zeros around the smaller ones of a batch."""
+
+    classes = ("a", "b")
+
+    def __init__(self, split: str, length: int = 12) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((3, 8 + index, 8 + index), 0.5), index % 2
+
+    @staticmethod
+    def collate_fn(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+        side = max(image.shape[-1] for image, _ in samples)
+        images = torch.zeros(len(samples), 3, side, side)
+        for number, (image, _) in enumerate(samples):
+            images[number, :, : image.shape[-2], : image.shape[-1]] = image
+        return images, torch.tensor([label for _, label in samples])
+
+
+class Model(nn.Module):
+    """Averages, then a layer of a width that can be large."""
+
+    def __init__(self, num_classes: Any, width: int = 16, fails_at: int = 10**9) -> None:
+        super().__init__()
+        self.fails_at = fails_at
+        self.first = nn.Linear(3, width)
+        self.second = nn.Linear(width, width)
+        counts = list(num_classes.values()) if isinstance(num_classes, dict) else [num_classes]
+        self.heads = nn.ModuleList(nn.Linear(width, count) for count in counts)
+
+    def forward(self, images: Tensor) -> Any:
+        SEEN["shapes"].append(tuple(images.shape))
+        if len(images) >= self.fails_at:
+            raise ZeroDivisionError("the user's model is wrong")
+        hidden = self.second(self.first(images.mean((2, 3))).relu())
+        SEEN["dtypes"].append(hidden.dtype)
+        outputs = [head(hidden) for head in self.heads]
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+def prepared(*argv: str, world: World = World(CPU), **options: Any) -> tuple[SizeSearch, Assembly]:  # noqa: B008
+    """A search as a run prepares it; `options` are those of `SizeSearch`."""
+    config = load_config([ON, "EXPERIMENT.DEVICE=cpu", *argv]).config
+    seed_all(0)
+    data = build_data(config.DATA, seed=0)
+    assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
+    for values in SEEN.values():
+        values.clear()
+    seed = config.EXPERIMENT.SEED
+    return SizeSearch(config.DATA, config.TRAIN, data, assembly, world, seed, **options), assembly
+
+
+def result(size: int, *trials: tuple[int, str], rank: int = 0) -> AutoBatchResult:
+    """What a rank has found, each of its figures larger by its number; a trial is a size and its status."""
+    return AutoBatchResult(
+        mode="train", batch_size=size, certified=True, limited_by="memory", target_memory_fraction=0.8,
+        budget_bytes=20 + rank, total_bytes=100, strategy="guided", seconds=1.0 + rank, held_bytes=2 + rank,
+        trials=tuple(TrialRecord(tried, status, 5, 0.1) for tried, status in trials),
+    )  # fmt: skip
