@@ -21,7 +21,7 @@ from PIL import Image
 
 from linnaeus.inference.trained import load_run
 from linnaeus.main import cli
-from tests.commands.compare.test_compare import write_run
+from tests.helpers.run_files import write_run
 from tests.helpers.runs import Run
 from tests.helpers.trained import PLAIN, picture, save_run, spec_of
 
