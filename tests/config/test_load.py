@@ -306,7 +306,7 @@ def test_any_values_survive_the_file(odd: Config, text: str, optional: str | Non
     config.EXPERIMENT.OUTPUT_DIR = text
     config.DATA.DATASET.ROOT = optional
     config.EXPERIMENT.WANDB.TAGS = [*HARD_TEXTS, "\udcff", text]
-    config.OPTIMIZER.KWARGS.update(x=tree, y=HARD_TEXTS, z={"a": HARD_TEXTS})
+    config.OPTIMIZER.KWARGS.update(x=tree, y={"a": HARD_TEXTS})
     assert reloaded(config) == config
 
 
