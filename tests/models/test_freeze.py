@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from typing import Any
@@ -95,22 +96,19 @@ def test_what_the_model_itself_has_frozen_stays_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("freeze", "unfreeze_epoch", "message"),
+    ("freeze", "word"),
     [
-        ("backbon", None, "MODEL.FREEZE: 'backbon' matches no parameter of the model; did you mean backbone"),
-        ("0.1.*", None, r"'0.1.\*' matches no parameter of the model; did you mean backbone.0.1.\*\?"),
-        (["backbone", "heads.1"], None, r"'heads.1' matches no parameter .* did you mean heads.1.\*\?"),
-        ("*", None, r"MODEL.FREEZE: '\*' freezes every parameter; leave at least the heads"),
-        ("bakcbone.0.*", None, r"'bakcbone.0.\*' matches no parameter .* did you mean backbone.0.\*"),
+        ("backbon", "backbone"), ("0.1.*", "backbone.0.1.*"), (["backbone", "heads.1"], "heads.1.*"),
+        ("bakcbone.0.*", "backbone.0.*"), ("*", "MODEL.FREEZE"),
     ],
-)
-def test_what_cannot_be_frozen_says_why(freeze: Any, unfreeze_epoch: int | None, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        frozen(make_model(), freeze, unfreeze_epoch)
+)  # fmt: skip
+def test_what_cannot_be_frozen_is_told_what_can(freeze: Any, word: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(word)):
+        frozen(make_model(), freeze)
 
 
 def test_a_model_of_ones_own_is_never_frozen() -> None:
-    with pytest.raises(ConfigError, match="a model of your own has no such key"):
+    with pytest.raises(ConfigError, match=r"TRAIN.UNFREEZE_EPOCH"):
         build_freezing({"_target_": "torch.nn.Linear"}, nn.Linear(1, 1), 2)
     assert build_freezing({"_target_": "torch.nn.Linear"}, nn.Linear(1, 1), None).sentence is None
 

@@ -224,9 +224,9 @@ def test_a_damaged_last_is_reported_and_the_one_before_it_read(
     damage(checkpoints.last)
     logging.getLogger("linnaeus").propagate = True
     assert epoch_of(checkpoints.read_latest()) == 1
-    [record] = caplog.records
-    assert record.levelname == "WARNING"
-    assert str(checkpoints.last) in record.getMessage()
+    [(level, message)] = {(record.levelname, record.getMessage()) for record in caplog.records}
+    assert level == "WARNING"
+    assert str(checkpoints.last) in message
 
 
 def test_one_that_waits_for_its_name_is_newer_than_the_last(checkpoints: CheckpointFolder) -> None:
@@ -278,7 +278,7 @@ def test_a_disk_that_is_full_is_called_that(small_disk: Path) -> None:
     checkpoints = CheckpointFolder(small_disk / "checkpoints")
     for epoch in (1, 2):
         checkpoints.save(content(epoch), is_best=True)
-    with pytest.raises(CheckpointError, match="0.00391 GiB"):  # that are needed
+    with pytest.raises(CheckpointError, match=r"0.00391 GiB"):  # that are needed
         checkpoints.save(content(3, more=torch.zeros(2**20), rng=[]), is_best=True)
     found = [load_checkpoint(checkpoints.folder / name) for name in ("previous.pt", "last.pt", "best.pt")]
     assert [epoch_of(checkpoint) for checkpoint in found] == [1, 2, 2]
@@ -487,14 +487,16 @@ def test_a_checkpoint_is_synced_before_it_gets_its_name(
     checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(
-        os, "fsync", lambda file: (events.append(("sync", os.fstat(file).st_ino)), fsync(file))
-    )
+
+    def sync_noted(file: int) -> None:
+        events.append(("sync", os.fstat(file).st_ino))
+        fsync(file)
 
     def replace_noted(source: Path, target: Path) -> None:
-        events.append((Path(target).name, os.stat(source).st_ino))
+        events.append((Path(target).name, Path(source).stat().st_ino))
         replace(source, target)
 
+    monkeypatch.setattr(os, "fsync", sync_noted)
     monkeypatch.setattr(os, "replace", replace_noted)
     checkpoints.save(content(1), is_best=True)
     file = checkpoints.last.stat().st_ino

@@ -118,10 +118,10 @@ def test_odd_micro_batches_are_split_and_weighted_by_their_samples(tmp_path: Pat
 @pytest.mark.parametrize(
     ("argv", "sizes", "words"),
     [
-        (greedy(8, from_step=3), {}, {"step 4", "DATA.BATCH_SIZE below 16", "TRAIN.ON_OUT_OF_MEMORY split"}),
+        (greedy(8, from_step=3), {}, {"step 4", "below 16", "ON_OUT_OF_MEMORY"}),
         ((SPLIT, "MODEL.largest=-1"), {"size": 1}, {"step 1"}),
-        ((SPLIT, *greedy(1), "MODEL.norm=BatchNorm1d"), {"size": 3}, {"BatchNorm", "DATA.BATCH_SIZE below 3"}),
-        ((SPLIT, "MODEL.where=update", "MODEL.largest=8"), {}, {"step 1", "OPTIMIZER.NAME", "TRAIN.EMA.ENABLED"}),
+        ((SPLIT, *greedy(1), "MODEL.norm=BatchNorm1d"), {"size": 3}, {"BatchNorm", "below 3"}),
+        ((SPLIT, "MODEL.where=update", "MODEL.largest=8"), {}, {"OPTIMIZER.NAME", "TRAIN.EMA.ENABLED"}),
         ((SPLIT, f"{MODEL}.Bloated", "TRAIN.EMA.ENABLED=False"), {}, {"step 4", "OPTIMIZER.NAME"}),
     ],
     ids=["raise", "one sample", "BatchNorm", "update", "copy"],
