@@ -19,10 +19,10 @@ from torch import Tensor
 import linnaeus.run
 from linnaeus.errors import DataError, LinnaeusError
 from linnaeus.training.schedule import lr_factor
-from tests.batching.test_runs import NAME, PLAIN, Clusters, checkpoint, curve, lines_of
 from tests.helpers import forks
 from tests.helpers.forks import ROOT, Outcome
 from tests.helpers.runs import SMALL, TORCHRUN, Child, Run, assert_same_bits, weights
+from tests.helpers.small_runs import NAME, PLAIN, Clusters, checkpoint, curve, lines_of
 
 
 class Crashing(Clusters):
@@ -138,7 +138,7 @@ import hashlib, os, sys
 import linnaeus.training.checkpoint
 from linnaeus.main import cli
 from linnaeus.training.checkpoint import Checkpoint
-from tests.training.test_transfer import bits
+from tests.helpers.bits import bits
 
 restore, rank = Checkpoint.restore, os.environ["RANK"]
 

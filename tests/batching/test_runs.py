@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.runs import Run, assert_same_bits, weights
-from tests.helpers.small_runs import NAME, PLAIN, Clusters, checkpoint, curve, lines_of, plan_of
-
-__all__ = ["NAME", "PLAIN", "Clusters", "checkpoint", "curve", "lines_of"]
+from tests.helpers.small_runs import NAME, PLAIN, checkpoint, curve, lines_of, plan_of
 
 # One effective size, however it is made up.
 
