@@ -93,13 +93,6 @@ def test_everything_counts_optimizer_steps(run: Run, tmp_path: Path, monkeypatch
     assert plan_of(folder)["TOTAL_STEPS"] == total
 
 
-@pytest.mark.e2e
-def test_log_every_counts_optimizer_steps(run: Run, tmp_path: Path) -> None:
-    options = ("DATA.DATASET.length=96", "DATA.BATCH_SIZE=8", "TRAIN.ACCUMULATION_STEPS=3")
-    assert run(*PLAIN, *options, "TRAIN.LOG_EVERY=3").code == 0
-    assert curve(tmp_path / "runs/plain")[0] == [3, 4, 6, 8, 9, 12]  # 4 steps an epoch, whose end is logged
-
-
 # A batch that changes.
 
 GROWING = (
@@ -192,13 +185,11 @@ def test_a_resumed_run_takes_a_plan_that_has_changed(run: Run, tmp_path: Path) -
 @pytest.mark.parametrize(
     "options",
     [
-        (*PLAIN, "TRAIN.EFFECTIVE_BATCH_SIZE=48", "OPTIMIZER.LR_SCALING=linear",
-         "OPTIMIZER.BASE_BATCH_SIZE=4"),
         GROWING,
         (*PLAIN[:-1], "OPTIMIZER._target_=torch.optim.SGD", "OPTIMIZER.lr=0.1", "DATA.AUTOBATCH.ENABLED=True",
          "DATA.AUTOBATCH.MAX_BATCH_SIZE=8", "TRAIN.EFFECTIVE_BATCH_SIZE=20"),
     ],
-    ids=["effective size", "schedule", "AutoBatch"],
+    ids=["schedule", "AutoBatch"],
 )  # fmt: skip
 def test_the_saved_configuration_repeats_the_run(run: Run, tmp_path: Path, options: tuple[str, ...]) -> None:
     assert run(*options).code == 0
@@ -254,15 +245,3 @@ def test_the_micro_batches_of_the_plan_have_run(run: Run, tmp_path: Path) -> Non
     assert len(set(ran)) == len(ran)  # none is tried twice
     assert run(*options, "TRAIN.EPOCHS=4").code == 0
     assert found_in(folder) == found
-
-
-@pytest.mark.e2e
-def test_a_micro_batch_below_the_bounds_of_the_search_is_not_rounded(run: Run, tmp_path: Path) -> None:
-    outcome = run(
-        *SEARCH, "DATA.AUTOBATCH.MAX_BATCH_SIZE=64", "DATA.AUTOBATCH.MULTIPLE_OF=8",
-        "DATA.AUTOBATCH.MIN_BATCH_SIZE=56", "TRAIN.EFFECTIVE_BATCH_SIZE=100",
-    )  # fmt: skip
-    assert outcome.code == 0, outcome.err
-    found = found_in(tmp_path / "runs/plain")
-    assert found["batch_size"] == 64
-    assert found["trials"][-1]["batch_size"] == plan_of(tmp_path / "runs/plain")["MICRO_BATCH"] == 50

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from linnaeus.data.taxonomy import Taxonomy
-from linnaeus.errors import ConfigError
 from linnaeus.models.build import build_model, set_gradient_checkpointing
 from linnaeus.models.hierarchical import HierarchicalClassifier
 from tests.helpers.small_models import ONE_RANK, TWO_RANKS, build
@@ -118,33 +116,6 @@ def test_weights_fit_other_channels_and_another_size(tmp_path: Path) -> None:
     found: Tensor = model.backbone.patch_embed.proj.weight  # type: ignore[union-attr, assignment]
     torch.testing.assert_close(found, source.patch_embed.proj.weight.sum(1, keepdim=True))
     assert torch.equal(model.backbone.blocks[0].mlp.fc1.weight, source.blocks[0].mlp.fc1.weight)  # type: ignore[index, union-attr]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part", "problem"),
-    [
-        ({"model_name": "test_vit"}, "", "conv1.0.weight"),
-        ({"model_name": "test_resnet"}, "layer4", "layer4.0.conv1.weight"),
-        ({"model_name": "test_resnet", "channels": (48, 48, 48, 96)}, "", "48×32×3×3"),
-    ],
-    ids=["another model", "a part", "another width"],
-)
-def test_weights_of_another_model_are_refused(
-    tmp_path: Path, arguments: dict[str, Any], part: str, problem: str
-) -> None:
-    state = timm.create_model(**arguments).state_dict()
-    path = tmp_path / "weights.pth"
-    torch.save({key: value for key, value in state.items() if not part or part not in key}, path)
-    with pytest.raises(ConfigError, match=rf"MODEL.WEIGHTS: .*weights.pth.*{re.escape(problem)}") as error:
-        build(WEIGHTS=str(path))
-    assert len(error.value.problems[0]) < 400 + len(str(path))  # no wall of names
-
-
-@pytest.mark.parametrize("content", [b"not weights at all", b""])
-def test_a_file_without_weights_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "weights.pth").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"MODEL.WEIGHTS: .*weights.pth"):
-        build(WEIGHTS=str(tmp_path / "weights.pth"))
 
 
 # --- gradient checkpointing ---

@@ -113,7 +113,8 @@ def test_messages(
     messages["normalisation"] = str(
         with_normalisation(data, ModelConfig(NAME="resnet18", PRETRAINED=True))[1]
     )
-    golden("models", {title: plain(text) for title, text in messages.items()}, folder=folder, tmp=tmp_path)
+    plain_messages = {title: plain(text) for title, text in messages.items()}
+    golden("models", plain_messages, folder=folder, tmp=tmp_path, here=__name__)
 
 
 def refuse(*_: object, **__: object) -> None:

@@ -58,38 +58,3 @@ def test_without_a_network_one_error_says_how_to_bring_the_weights(name: str, ke
     [problem] = error.value.problems
     for word in (key, place, "HF_HOME", "local-dir:FOLDER", "MODEL.WEIGHTS FILE"):
         assert word in problem
-
-
-REFUSALS = {
-    (404, "EntryNotFound"): "config.json",
-    (401, "RepoNotFound"): "hf auth login",
-    (403, "GatedRepo"): "hf auth login",
-    (404, "RevisionNotFound"): "revision",
-    (502, ""): "HF_HOME",  # of a proxy on the way, perhaps
-}
-"""Answers of a hub, and what its error names."""
-
-
-def test_a_hub_that_answers_is_not_called_unreachable(refusing_hub: type[Any]) -> None:
-    for (status, code), word in REFUSALS.items():
-        refusing_hub.status, refusing_hub.code = status, code
-        with pytest.raises(ConfigError, match=r"someone/model") as error:
-            said("hf-hub:someone/model", PRETRAINED=True)
-        assert word in str(error.value)
-        assert ("HF_HOME" in str(error.value)) == (status == 502)
-
-
-def test_a_damaged_folder_is_refused(folder: Path, tmp_path: Path) -> None:
-    name = f"local-dir:{tmp_path}"
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(ConfigError, match=r"MODEL.PRETRAINED") as error:
-        said(name, PRETRAINED=True)
-    assert "HF_HOME" not in str(error.value)
-    state = timm.create_model("test_resnet").state_dict()
-    part = {key: tensor for key, tensor in state.items() if "layer4" not in key}
-    torch.save(part, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"layer4.0.conv1.weight"):
-        said(name, PRETRAINED=True)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"MODEL.NAME: .*config.json"):
-        said(name)

@@ -119,18 +119,11 @@ class Malicious:
         return Path.touch, (self.path,)
 
 
-def test_a_file_with_code_is_refused_and_the_code_not_run(tmp_path: Path) -> None:
+def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
     torch.save({"progress": Malicious(tmp_path / "owned")}, tmp_path / "last.pt")
-    with pytest.raises(CheckpointError, match=r"last.pt"):
+    with pytest.raises(CheckpointError):
         load_checkpoint(tmp_path / "last.pt")
     assert not (tmp_path / "owned").exists()
-
-
-@pytest.mark.parametrize("stored", [{"model": 1}, [1, 2], torch.zeros(2)])
-def test_a_file_of_something_else_is_refused(tmp_path: Path, stored: Any) -> None:
-    torch.save(stored, tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match=r"model.pt"):
-        load_checkpoint(tmp_path / "model.pt")
 
 
 def with_progress(**values: Any) -> dict[str, Any]:
@@ -138,15 +131,12 @@ def with_progress(**values: Any) -> dict[str, Any]:
 
 
 UNUSABLE = {
-    "progress": whole(progress=None),
     "step": whole(progress={"epoch": 1, "samples": 0}),
     "progress.epoch": with_progress(epoch=-1),
     "progress.best": with_progress(best="high"),
-    "progress.metrics": with_progress(metrics=[1]),
     "progress.loss_scale": with_progress(loss_scale=1.0),
     "rng": whole(rng=[{"torch": torch.get_rng_state()}]),
     "searched_for": {name: value for name, value in whole().items() if name != "searched_for"},
-    "config": whole(config=None),
     "state": whole(state={"model": [1, 2]}),
     "noise_scale": whole(noise_scale={"num": 1}),
     "micro_batch_limit": whole(micro_batch_limit=0),
@@ -181,24 +171,9 @@ def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_us
         assert load_checkpoint(path).keys() == content.keys()
 
 
-@pytest.mark.parametrize(
-    ("written", "read", "part"),
-    [
-        ({"num_features": 4}, {"num_features": 5}, "model"),
-        ({"ema": False}, {"ema": True}, "ema"),
-        ({"scaler": False}, {"scaler": True}, "scaler"),
-    ],
-)
-def test_a_state_of_another_configuration_is_refused(
-    written: dict[str, Any], read: dict[str, Any], part: str
-) -> None:
-    with pytest.raises(CheckpointError, match=rf"\b{part}\b"):
-        make_state(**read).load_state_dict(make_state(**written).state_dict())
-
-
 @pytest.mark.parametrize("part", ["model", "optimizer", "scaler", "ema"])
 @pytest.mark.parametrize("content", [{}, {"param_groups": [5], "state": 3}])
-def test_a_state_of_something_else_is_a_checkpoint_error(part: str, content: dict[str, Any]) -> None:
+def test_a_state_that_does_not_fit_is_a_checkpoint_error(part: str, content: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=rf"\b{part}\b"):
         make_state().load_state_dict(make_state().state_dict() | {part: content})
 
@@ -209,10 +184,11 @@ def test_a_state_of_something_else_is_a_checkpoint_error(part: str, content: dic
 def test_the_latest_is_read_and_the_one_before_it_kept(checkpoints: CheckpointFolder) -> None:
     assert checkpoints.read_latest() is None
     for epoch in (1, 2, 3):
-        checkpoints.save(content(epoch))
+        checkpoints.save(content(epoch), is_best=epoch == 1)
         assert epoch_of(checkpoints.read_latest()) == epoch
     assert epoch_of(load_checkpoint(checkpoints.previous)) == 2
-    assert names(checkpoints.folder) == {"last.pt", "previous.pt"}
+    assert epoch_of(load_checkpoint(checkpoints.best)) == 1
+    assert names(checkpoints.folder) == {"last.pt", "previous.pt", "best.pt"}
 
 
 @pytest.mark.parametrize("damage", [truncate, lambda path: path.write_bytes(b"")])
@@ -227,33 +203,6 @@ def test_a_damaged_last_is_reported_and_the_one_before_it_read(
     [(level, message)] = {(record.levelname, record.getMessage()) for record in caplog.records}
     assert level == "WARNING"
     assert str(checkpoints.last) in message
-
-
-def test_one_that_waits_for_its_name_is_newer_than_the_last(checkpoints: CheckpointFolder) -> None:
-    for epoch in (1, 2):
-        checkpoints.save(content(epoch))
-    torch.save(content(3), checkpoints.pending)
-    assert epoch_of(checkpoints.read_latest()) == 3
-    truncate(checkpoints.pending)
-    assert epoch_of(checkpoints.read_latest()) == 2
-
-
-def test_when_all_are_damaged_nothing_is_made_up(checkpoints: CheckpointFolder) -> None:
-    for epoch in (1, 2):
-        checkpoints.save(content(epoch))
-    for path in (checkpoints.last, checkpoints.previous):
-        truncate(path)
-    with pytest.raises(CheckpointError, match=r"last.pt, .*previous.pt"):
-        checkpoints.read_latest()
-
-
-def test_best_survives_later_checkpoints(checkpoints: CheckpointFolder) -> None:
-    for epoch, is_best in enumerate((False, True, False, True, False, False, False), start=1):
-        checkpoints.save(content(epoch), is_best=is_best)
-    found = [
-        epoch_of(load_checkpoint(path)) for path in (checkpoints.best, checkpoints.previous, checkpoints.last)
-    ]
-    assert found == [4, 6, 7]
 
 
 # --- disks that take nothing ---
@@ -272,19 +221,6 @@ def test_a_full_disk_keeps_the_checkpoints_there_are(checkpoints: CheckpointFold
     found = [load_checkpoint(checkpoints.folder / name) for name in ("previous.pt", "last.pt", "best.pt")]
     assert [epoch_of(checkpoint) for checkpoint in found] == [1, 2, 2]
     assert names(checkpoints.folder) == {"last.pt", "previous.pt", "best.pt"}
-
-
-def test_a_disk_that_is_full_is_called_that(small_disk: Path) -> None:
-    checkpoints = CheckpointFolder(small_disk / "checkpoints")
-    for epoch in (1, 2):
-        checkpoints.save(content(epoch), is_best=True)
-    with pytest.raises(CheckpointError, match=r"0.00391 GiB"):  # that are needed
-        checkpoints.save(content(3, more=torch.zeros(2**20), rng=[]), is_best=True)
-    found = [load_checkpoint(checkpoints.folder / name) for name in ("previous.pt", "last.pt", "best.pt")]
-    assert [epoch_of(checkpoint) for checkpoint in found] == [1, 2, 2]
-    assert names(checkpoints.folder) == {"last.pt", "previous.pt", "best.pt"}
-    checkpoints.save(content(3))  # there is room again
-    assert epoch_of(checkpoints.read_latest()) == 3
 
 
 # --- what a resumed run keeps of it ---
@@ -405,24 +341,16 @@ def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path: Path) -
     assert (first.tolist(), second.tolist()) == ([1.0] * 5, [2.0] * 5)
 
 
-def test_an_error_in_the_background_is_raised_by_the_next_call_and_only_there(tmp_path: Path) -> None:
-    checkpoints = CheckpointFolder(tmp_path / "checkpoints", background=True)
-    checkpoints.folder.write_text("a file where the folder should be")
-    checkpoints.save(content(1))
-    with pytest.raises(CheckpointError, match=r"last.pt"):
-        checkpoints.save(content(2))
-    checkpoints.folder.unlink()
-    checkpoints.save(content(3))
-    checkpoints.wait()
-    assert epoch_of(checkpoints.read_latest()) == 3
-
-
-def test_the_end_of_the_run_raises_it_too_unless_it_has_its_own_error(
+def test_the_next_call_and_the_end_of_the_run_raise_an_error_in_the_background(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("linnaeus").propagate = True
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "checkpoints"
+    checkpoints = CheckpointFolder(folder, background=True)
+    checkpoints.save(content(1))
+    with pytest.raises(CheckpointError, match=r"last.pt"):
+        checkpoints.save(content(2))
     with pytest.raises(CheckpointError, match=r"last.pt"), CheckpointFolder(
         folder, background=True
     ) as checkpoints:  # fmt: skip

@@ -138,13 +138,6 @@ def test_a_loss_that_is_not_a_number_is_not_hidden() -> None:
     assert math.isnan(computed(metrics)["loss"])
 
 
-def test_half_precision_outputs() -> None:
-    metrics = ClassificationMetrics(make_taxonomy())
-    logits, targets, losses = samples()
-    metrics.update([rank.bfloat16() for rank in logits], targets, losses.mean().bfloat16())
-    assert computed(metrics)["top1/family"] == pytest.approx(computed_by_hand()["top1/family"])
-
-
 TWO_RANKS = {"loss": 2.0, "top1/family": 0.9, "top1/species": 0.5, "consistent": 1.0}
 
 
