@@ -106,15 +106,9 @@ def test_an_undisturbed_run_is_at_its_number_of_steps(
     assert_positions_are_steps(plan_of(facts, ACCUMULATION_STEPS=accumulation, EPOCHS=3))
 
 
-@pytest.mark.parametrize("unit", ["steps", "epochs"])
-def test_so_is_one_whose_batch_grows(unit: str) -> None:
-    schedule = {
-        "NAME": "linear",
-        "UNIT": unit,
-        "FIRST": 4,
-        "LAST": 24,
-        "LENGTH": 12 if unit == "steps" else 2,
-    }
+@pytest.mark.parametrize(("unit", "length"), [("steps", 12), ("epochs", 2)])
+def test_so_is_one_whose_batch_grows(unit: str, length: int) -> None:
+    schedule = {"NAME": "linear", "UNIT": unit, "FIRST": 4, "LAST": 24, "LENGTH": length}
     assert_positions_are_steps(plan_of(FACTS, schedule, EPOCHS=4))
 
 

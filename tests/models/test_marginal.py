@@ -131,21 +131,6 @@ def test_a_coarse_label_alone_trains_the_leaves_below_it() -> None:
     assert below.tolist() == [False, False, False, True, True, True]
 
 
-def test_labels_above_a_leaf_train_as_well_as_its_own() -> None:
-    """A class without children is a leaf: a sample may be labelled no further than that."""
-    head = make_head(CHILDLESS)
-    targets = torch.tensor([[0, 1, UNKNOWN]] * 3)
-    optimizer = torch.optim.SGD(head.parameters(), lr=2.0)
-    loss = TaxonomicCrossEntropy(["a", "b", "c"], [1.0] * 3)
-    for _ in range(50):
-        optimizer.zero_grad()
-        loss(head(features()), targets).backward()
-        optimizer.step()
-    outputs = head(features())
-    assert outputs[1].exp()[:, 1].min() > 0.9
-    assert outputs[2].exp().sum(dim=1).max() < 0.1, "none of the named finest classes"
-
-
 # --- as part of a model ---
 
 
@@ -174,14 +159,6 @@ def test_the_head_is_chosen_by_its_key_and_a_checkpoint_holds_its_weights_alone(
     assert [tuple(output.shape) for output in outputs] == [(2, 2), (2, 4), (2, 6)]
     own = {name for name in marginal.state_dict() if name.startswith("heads.")}
     assert own == {"heads.leaves.weight", "heads.leaves.bias"}
-
-
-def test_outputs_are_float32_under_autocast() -> None:
-    model = build(HEAD="marginal")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        outputs = model(torch.randn(4, 1, 16, 16))
-    assert {output.dtype for output in outputs} == {torch.float32}
-    assert gap(outputs, NESTED) < 1e-6
 
 
 def test_an_exported_model_gives_the_same_for_any_number_of_images() -> None:

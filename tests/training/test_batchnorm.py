@@ -28,7 +28,7 @@ RUNS = {
         *SMALL, "TRAIN.EPOCHS=1", "DATA.BATCH_SIZE_VAL=31", f"EXPERIMENT.NAME={how}{'_ema' if ema else ''}",
         f"TRAIN.DISTRIBUTE_BN={how}", f"TRAIN.EMA.ENABLED={ema}", "OPTIMIZER.LR=0.01",
     )
-    for how, ema in (("reduce", False), ("reduce", True), ("broadcast", True), ("none", False))
+    for how, ema in (("reduce", True), ("none", False))
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from linnaeus.training.batchnorm import distribute_batchnorm
 from linnaeus.training.ema import Ema
 from linnaeus.training.losses import TaxonomicCrossEntropy
 from linnaeus.training.metrics import ClassificationMetrics
-from linnaeus.training.noise_scale import GradientProbe
+from linnaeus.training.noise_scale import GradientProbe, NoiseScale
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
 from tests.helpers.bits import bits
 from tests.helpers.processes import Results, compute, group_of
@@ -52,6 +52,7 @@ def work(rank: int, folder: str) -> Results:
                     results |= metrics_of_seven_levels(world)
                     results |= {how: distributed(world, how) for how in WAYS}
                     results |= {("stops", stops): trained(world, stops=stops) for stops in (False, True)}
+                    results["noise scale"] = measured(world)
                     results["probed"] = [probed(world, is_on) for is_on in (False, True)]
     return results
 
@@ -340,6 +341,38 @@ def probed(world: World, is_on: bool) -> list[Tensor]:
             probe.arm()
         step(source, 2)
     return [parameter.detach() for parameter in module.parameters()]
+
+
+class Point(nn.Module):
+    """The distance of a parameter at 0 to each sample: the gradient of one is minus the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w - x
+
+
+def measured(world: World) -> Results:
+    """The noise scale of one step of three micro-batches on each rank."""
+    model = wrap(Point(), world)
+    probe = GradientProbe(model, torch.amp.GradScaler("cpu", enabled=False), decay=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = plain_step(model, HalfSquare(), optimizer, clip_grad_norm=0.1, probe=probe)
+    probe.arm()
+    step(points(world.rank), 3)
+    return probe.scale.state_dict()
+
+
+def test_ranks_measure_the_norms_of_their_own_gradients_and_of_the_mean(ranks: list[Results]) -> None:
+    sources = [points(rank) for rank in range(2)]
+    means = [torch.cat([next(source).inputs for _ in range(3)]).mean(dim=0) for source in sources]
+    small = sum(float(mean.square().sum()) for mean in means) / 2
+    expected = NoiseScale(0.0)
+    expected.add(12, small, 24, float(torch.stack(means).mean(dim=0).square().sum()))
+    for results in ranks[:2]:
+        assert results["noise scale"] == pytest.approx(expected.state_dict(), rel=1e-4)
 
 
 def test_ranks_train_the_same_with_and_without_measuring(ranks: list[Results]) -> None:
