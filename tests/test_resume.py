@@ -14,8 +14,8 @@ from torch import Tensor
 
 from linnaeus.errors import DataError
 from linnaeus.training.schedule import lr_factor
-from tests.batching.test_runs import NAME, PLAIN, Clusters, checkpoint, curve, lines_of
 from tests.helpers.runs import Child, Run, assert_same_bits, weights
+from tests.helpers.small_runs import NAME, PLAIN, Clusters, checkpoint, curve, lines_of
 
 e2e = pytest.mark.e2e
 

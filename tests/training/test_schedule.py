@@ -68,35 +68,15 @@ def test_rises_to_the_peak_then_never_rises(name: str, run: dict[str, float]) ->
     assert all(a >= b - 1e-12 for a, b in pairwise(values[warmup:]))
 
 
-@given(name=st.sampled_from(NAMES), run=runs)
-def test_has_no_jump(name: str, run: dict[str, float]) -> None:
-    factor, total, warmup = lr_factor(name, **run), int(run["total_steps"]), int(run["warmup_steps"])  # type: ignore[arg-type]
-    steepest = max(1 / max(warmup, 1), 2 / max(total - warmup, 1))  # a cosine falls at most π/2 times a line
-    values = [factor(step) for step in range(total)]
-    assert all(abs(a - b) <= steepest + 1e-12 for a, b in pairwise(values))
-
-
-@given(name=st.sampled_from(("cosine", "linear")), run=runs, after=st.integers(0, 50))
-def test_ends_at_the_smallest_rate_and_stays_there(name: str, run: dict[str, float], after: int) -> None:
-    end = int(run["total_steps"]) + after
-    if run["warmup_steps"] == run["total_steps"]:
-        end += 1
-    assert lr_factor(name, **run)(end) == pytest.approx(run["min_fraction"])  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
         (ScheduleConfig(), 0),
-        (ScheduleConfig(WARMUP_EPOCHS=0), 0),
         (ScheduleConfig(WARMUP_EPOCHS=0.5), 5),
-        (ScheduleConfig(WARMUP_EPOCHS=2), 20),
         (ScheduleConfig(WARMUP_EPOCHS=2, WARMUP_STEPS=7), 7),
         (ScheduleConfig(WARMUP_EPOCHS=2, WARMUP_STEPS=0), 0),
-        (ScheduleConfig(WARMUP_EPOCHS=99), 30),
         (ScheduleConfig(WARMUP_STEPS=31), 30),
         (ScheduleConfig(WARMUP_FRACTION=0.1), 3),
-        (ScheduleConfig(WARMUP_FRACTION=1), 30),
         (ScheduleConfig(WARMUP_FRACTION=0.1, WARMUP_EPOCHS=2), 3),
         (ScheduleConfig(WARMUP_FRACTION=0.1, WARMUP_STEPS=7), 7),
     ],
@@ -105,15 +85,15 @@ def test_length_of_the_warm_up(config: ScheduleConfig, expected: int) -> None:
     assert configured_warmup(config, [10, 10, 10]) == expected
 
 
-def test_a_warm_up_longer_than_the_run_peaks_at_the_last_step() -> None:
-    used = rates(ScheduleConfig(WARMUP_EPOCHS=50), steps_per_epoch=2, num_epochs=2)
-    assert used == pytest.approx([0.5, 1.0, 1.5, 2.0])
-
-
-def test_the_optimizer_really_uses_it_from_the_first_step() -> None:
-    config = ScheduleConfig(NAME="linear", WARMUP_EPOCHS=1, MIN_LR_FRACTION=0.0)
-    used = rates(config, steps_per_epoch=2, num_epochs=3)
-    assert used == pytest.approx([1.0, 2.0, 2.0, 1.5, 1.0, 0.5])
+@pytest.mark.parametrize(
+    ("warmup_epochs", "num_epochs", "expected"),
+    [(1, 3, [1.0, 2.0, 2.0, 1.5, 1.0, 0.5]), (50, 2, [0.5, 1.0, 1.5, 2.0])],
+)
+def test_the_optimizer_really_uses_it_from_the_first_step(
+    warmup_epochs: int, num_epochs: int, expected: list[float]
+) -> None:
+    config = ScheduleConfig(NAME="linear", WARMUP_EPOCHS=warmup_epochs, MIN_LR_FRACTION=0.0)
+    assert rates(config, steps_per_epoch=2, num_epochs=num_epochs) == pytest.approx(expected)
 
 
 def test_groups_keep_their_own_peaks() -> None:
@@ -145,29 +125,6 @@ def test_whole_positions_give_the_rates_of_torchs_own_schedule_bit_for_bit(name:
         assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
         reference.step()
         torchs.step()
-
-
-def test_the_order_of_the_calls_does_not_matter() -> None:
-    optimizer, schedule = make(ScheduleConfig(), total_steps=20, warmup_steps=4)
-    rates = {}
-    for position in (12, 3.5, 0, 20, 12, 3.5):
-        schedule.apply(position)
-        rate = optimizer.param_groups[0]["lr"]
-        assert rates.setdefault(position, rate) == rate
-    assert optimizer.param_groups[0]["initial_lr"] == 0.3
-    assert rates[20] == pytest.approx(0.003)
-
-
-@given(name=st.sampled_from(NAMES), run=runs, position=st.floats(0, 400), part=st.floats(0, 1))
-def test_a_fraction_lies_between_its_steps(
-    name: str, run: dict[str, Any], position: float, part: float
-) -> None:
-    factor = lr_factor(name, **run)
-    step = int(position)
-    ends = sorted((factor(step), factor(step + 1)))
-    if step == run["warmup_steps"] - 1:  # the peak is reached here
-        ends[1] = 1.0
-    assert ends[0] - 1e-12 <= factor(step + part) <= ends[1] + 1e-12
 
 
 def test_a_rate_in_a_tensor_is_changed_in_place() -> None:

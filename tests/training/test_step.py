@@ -59,6 +59,10 @@ def norm(tensors: list[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
 
 
+def assert_close(a: list[Tensor], b: list[Tensor]) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 @pytest.fixture
 def process_group() -> Iterator[None]:
     torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
@@ -85,9 +89,9 @@ class Spy(nn.Module):
 # --- accumulation ---
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 4, 12])
+@pytest.mark.parametrize("num_micro_batches", [1, 3, 12])
 @pytest.mark.parametrize("clip_grad_norm", [None, 0.05])
-def test_micro_batches_give_the_update_of_one_big_batch(
+def test_micro_batches_give_the_update_and_the_loss_of_one_big_batch(
     num_micro_batches: int, clip_grad_norm: float | None
 ) -> None:
     model, reference = make_model(), make_model()
@@ -95,53 +99,26 @@ def test_micro_batches_give_the_update_of_one_big_batch(
     big_step = make_step(reference, momentum=0.9, clip_grad_norm=clip_grad_norm)
     for seed in range(3):
         batch = make_batch(seed=seed)
+        expected = nn.functional.cross_entropy(model(batch.inputs), batch.targets)
         loss = step(split(batch, num_micro_batches), num_micro_batches)
         torch.testing.assert_close(loss, big_step([batch]))
+        assert (loss.shape, loss.requires_grad) == ((), False)
+        assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
     assert not torch.equal(parameters(model)[0], parameters(make_model())[0])
-    torch.testing.assert_close(parameters(model), parameters(reference), rtol=1e-12, atol=1e-12)
+    assert_close(parameters(model), parameters(reference))
 
 
-@pytest.mark.parametrize("sizes", [(7, 5), (5, 5, 2), (1, 11)])
+@pytest.mark.parametrize("sizes", [(7, 5), (5, 5, 2)])
 def test_micro_batches_of_different_sizes_count_by_their_samples(sizes: tuple[int, ...]) -> None:
     model, reference, unweighted = make_model(), make_model(), make_model()
     batch = make_batch(12)
     parts = [Batch(*pair) for pair in zip(batch.inputs.split(sizes), batch.targets.split(sizes), strict=True)]
     loss = make_step(model)(parts, len(parts), 12)
     torch.testing.assert_close(loss, make_step(reference)([batch]))
-    torch.testing.assert_close(parameters(model), parameters(reference), rtol=1e-12, atol=1e-12)
+    assert_close(parameters(model), parameters(reference))
     make_step(unweighted)(parts, len(parts))
     with pytest.raises(AssertionError):
-        torch.testing.assert_close(parameters(unweighted), parameters(reference), rtol=1e-12, atol=1e-12)
-
-
-def test_an_incomplete_group_is_scaled_by_the_micro_batches_really_seen() -> None:
-    """Five micro-batches with two to a step: the last step has one, and it counts in full."""
-    model, reference = make_model(), make_model()
-    step, by_hand = make_step(model), make_step(reference)
-    micro_batches = split(make_batch(15), 5)
-    stream = iter(micro_batches)
-    for num_micro_batches in (2, 2, 1):
-        step(stream, num_micro_batches)
-    for start, stop in ((0, 2), (2, 4), (4, 5)):
-        group = micro_batches[start:stop]
-        by_hand([Batch(torch.cat([b.inputs for b in group]), torch.cat([b.targets for b in group]))])
-    assert next(stream, None) is None
-    torch.testing.assert_close(parameters(model), parameters(reference), rtol=1e-12, atol=1e-12)
-
-
-def test_no_more_micro_batches_are_taken_than_asked_for() -> None:
-    stream = iter(split(make_batch(), 4))
-    make_step(make_model())(stream, 3)
-    assert len(list(stream)) == 1
-
-
-def test_the_loss_is_the_mean_over_the_micro_batches_and_detached() -> None:
-    model, batch = make_model(), make_batch()
-    expected = nn.functional.cross_entropy(model(batch.inputs), batch.targets)
-    loss = make_step(model)(split(batch, 3), 3)
-    assert loss.shape == ()
-    assert not loss.requires_grad
-    assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
+        assert_close(parameters(unweighted), parameters(reference))
 
 
 def test_at_most_one_micro_batch_is_alive() -> None:
@@ -166,21 +143,13 @@ def test_at_most_one_micro_batch_is_alive() -> None:
 # --- clipping ---
 
 
-def test_clipping_scales_all_parameters_by_one_factor() -> None:
+@pytest.mark.parametrize("part", [1 / 7, 2.0])
+def test_clipping_scales_all_parameters_by_one_factor_of_at_most_one(part: float) -> None:
     model, batch = make_model(), make_batch()
     before, gradients = parameters(model), gradients_by_hand(model, batch)
-    limit = norm(gradients) / 7
-    make_step(model, lr=1.0, clip_grad_norm=limit)([batch])
-    expected = [p - g * limit / (norm(gradients) + 1e-6) for p, g in zip(before, gradients, strict=True)]
-    torch.testing.assert_close(parameters(model), expected, rtol=1e-10, atol=1e-12)
-
-
-def test_small_gradients_are_not_clipped() -> None:
-    model, batch = make_model(), make_batch()
-    before, gradients = parameters(model), gradients_by_hand(model, batch)
-    make_step(model, lr=1.0, clip_grad_norm=2 * norm(gradients))([batch])
-    expected = [p - g for p, g in zip(before, gradients, strict=True)]
-    torch.testing.assert_close(parameters(model), expected, rtol=1e-12, atol=1e-12)
+    make_step(model, lr=1.0, clip_grad_norm=part * norm(gradients))([batch])
+    expected = [p - g * min(part, 1.0) for p, g in zip(before, gradients, strict=True)]
+    torch.testing.assert_close(parameters(model), expected, rtol=1e-5, atol=1e-7)
 
 
 # --- precision ---
@@ -213,19 +182,14 @@ def test_a_step_whose_gradients_overflow_changes_nothing_but_the_scale(clip_grad
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_lowers_the_layers_and_not_parameters_or_loss(dtype: torch.dtype) -> None:
-    model = Spy(make_model(torch.float32))
-    loss = make_step(model, precision=Precision(CPU, dtype))([make_batch(dtype=torch.float32)])
-    assert model.output_dtypes == [dtype]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+def test_autocast_lowers_the_layers_and_not_parameters_or_loss(dtype: torch.dtype | None) -> None:
+    model, batch = Spy(make_model(torch.float32)), make_batch(dtype=torch.float32)
+    loss = make_step(model, precision=Precision(CPU, dtype))([batch])
+    ValidationStep(model, nn.CrossEntropyLoss(), Precision(CPU, dtype), lambda *_: None)(batch)
+    assert model.output_dtypes == [dtype or torch.float32] * 2
     assert loss.dtype == torch.float32
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-
-
-def test_without_autocast_layers_keep_their_precision() -> None:
-    model = Spy(make_model(torch.float32))
-    make_step(model)([make_batch(dtype=torch.float32)])
-    assert model.output_dtypes == [torch.float32]
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -243,27 +207,16 @@ def test_images_come_in_the_memory_format_of_the_model(channels_last: bool) -> N
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_after_step_runs_once_with_the_new_parameters_and_no_gradients(num_micro_batches: int) -> None:
-    model = make_model()
-    before = parameters(model)
-    seen: list[tuple[bool, bool]] = []
+    model, batch = make_model(), make_batch()
+    expected = [p - g for p, g in zip(parameters(model), gradients_by_hand(model, batch), strict=True)]
+    seen: list[bool] = []
 
     def after_step() -> None:
-        moved = not torch.equal(before[0], next(model.parameters()))
-        seen.append((moved, all(parameter.grad is None for parameter in model.parameters())))
+        assert_close(parameters(model), expected)
+        seen.append(all(parameter.grad is None for parameter in model.parameters()))
 
-    make_step(model, after_step=after_step)(split(make_batch(), num_micro_batches), num_micro_batches)
-    assert seen == [(True, True)]
-
-
-def test_no_gradient_is_left_and_none_of_the_last_step_counts() -> None:
-    model, batch = make_model(), make_batch()
-    step = make_step(model, lr=1.0)
-    step([make_batch(seed=9)])
-    assert all(parameter.grad is None for parameter in model.parameters())
-    before, gradients = parameters(model), gradients_by_hand(model, batch)
-    step([batch])
-    expected = [p - g for p, g in zip(before, gradients, strict=True)]
-    torch.testing.assert_close(parameters(model), expected, rtol=1e-12, atol=1e-12)
+    make_step(model, lr=1.0, after_step=after_step)(split(batch, num_micro_batches), num_micro_batches)
+    assert seen == [True]
 
 
 # --- several processes ---
@@ -288,7 +241,7 @@ def test_gradients_are_exchanged_once_per_optimizer_step(process_group: None, nu
         step(split(make_batch(seed=seed), num_micro_batches), num_micro_batches)
         plain([make_batch(seed=seed)])
         assert len(exchanged) == len(set(exchanged)) > 0
-    torch.testing.assert_close(parameters(model), parameters(reference), rtol=1e-12, atol=1e-12)
+    assert_close(parameters(model), parameters(reference))
 
 
 # --- validation ---
@@ -308,12 +261,3 @@ def test_validation_hands_on_outputs_targets_and_loss_and_changes_nothing() -> N
     assert not loss.requires_grad
     assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_validation_computes_in_the_precision_of_training() -> None:
-    model = Spy(make_model(torch.float32))
-    step = ValidationStep(
-        model, nn.CrossEntropyLoss(), Precision(CPU, torch.bfloat16), lambda outputs, targets, loss: None
-    )
-    step(make_batch(dtype=torch.float32))
-    assert model.output_dtypes == [torch.bfloat16]

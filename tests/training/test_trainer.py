@@ -19,7 +19,6 @@ from linnaeus.dist import World
 from linnaeus.errors import ConfigError
 from linnaeus.training.build import assemble
 from linnaeus.training.checkpoint import CheckpointFolder
-from linnaeus.training.out_of_memory import SizeOrigin, train_remedies
 from linnaeus.training.trainer import Trainer
 from tests.helpers.trainers import building
 
@@ -77,26 +76,11 @@ def test_unfreezing_frees_the_wrapper_and_makes_one_of_all_parameters(tmp_path: 
     assert step.model is bare.assembly.model
 
 
-@pytest.mark.parametrize(
-    ("model", "size", "advised"),
-    [("test_resnet", 2, False), ("test_resnet", 3, True), ("test_vit", 2, True), ("test_vit", 1, False)],
-)
-def test_no_size_below_two_is_advised_for_batchnorm(
-    tmp_path: Path, model: str, size: int, advised: bool
-) -> None:
-    with trainer_of(tmp_path, 4, f"MODEL.NAME={model}") as trainer:
-        origin = SizeOrigin(size, "", "DATA.BATCH_SIZE")
-        remedies = list(train_remedies(trainer.config, trainer.assembly, size, size, origin))
-    assert any(f"DATA.BATCH_SIZE below {size}" in remedy for remedy in remedies) == advised
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_too_few_samples_for_batchnorm_name_the_key(tmp_path: Path, size: int) -> None:
     with trainer_of(tmp_path, size) as trainer:
         if size == 2:
             trainer.train_epoch()
             return
-        with pytest.raises(
-            ConfigError, match=r"DATA.BATCH_SIZE: BatchNorm cannot train on a micro-batch of one"
-        ):
+        with pytest.raises(ConfigError, match=r"DATA.BATCH_SIZE"):
             trainer.train_epoch()

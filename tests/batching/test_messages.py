@@ -1,0 +1,109 @@
+"""What is said about batch sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import BatchPlan, plan_batches
+from linnaeus.batching.summary import summary_lines
+from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from tests.helpers.messages import Golden, error_of
+
+FACTS = Facts(64, world_size=1, num_samples=100_000, learning_rate=0.1, weight_decay=0.05)
+FOUR = replace(FACTS, world_size=4)
+NORM = replace(FACTS, max_micro_batch_size=128, batchnorm="local")
+FEW = replace(FACTS, num_samples=1000)
+PRETRAINED = replace(FACTS, pretrained=True)
+LINEAR = OptimizerConfig(LR_SCALING="linear")
+
+
+def nodes(
+    facts: Facts,
+    optimizer: OptimizerConfig | None = None,
+    schedule: dict[str, Any] | None = None,
+    **train: Any,
+) -> tuple[TrainConfig, OptimizerConfig, ScheduleConfig, Facts]:
+    node = TrainConfig(**train, BATCH_SCHEDULE=BatchScheduleConfig(**(schedule or {})))
+    return node, optimizer or OptimizerConfig(), ScheduleConfig(), facts
+
+
+def plan(facts: Facts, **wishes: Any) -> BatchPlan:
+    return plan_batches(*nodes(facts, **wishes))
+
+
+def grow(**schedule: Any) -> dict[str, Any]:
+    return {"schedule": {"NAME": "linear", "FIRST": 16, "LAST": 64} | schedule}
+
+
+def milestones(**schedule: Any) -> dict[str, Any]:
+    return grow(NAME="milestones", LAST=None, **schedule)
+
+
+ERRORS: dict[str, tuple[Facts, dict[str, Any]]] = {
+    "fewer samples than processes": (replace(FOUR, num_samples=3), {}),
+    "effective batch below the processes": (FOUR, {"EFFECTIVE_BATCH_SIZE": 3}),
+    "effective batch, not divisible": (FOUR, {"EFFECTIVE_BATCH_SIZE": 130}),
+    "effective batch, not divisible, few": (FOUR, {"EFFECTIVE_BATCH_SIZE": 5}),
+    "effective batch with BatchNorm": (NORM, {"EFFECTIVE_BATCH_SIZE": 131}),
+    "effective batch with BatchNorm, few": (replace(FOUR, batchnorm="local"), {"EFFECTIVE_BATCH_SIZE": 4}),
+    "micro-batch of one with BatchNorm": (replace(NORM, max_micro_batch_size=1), {"EFFECTIVE_BATCH_SIZE": 8}),
+    "effective batch above the samples": (FEW, {"EFFECTIVE_BATCH_SIZE": 1001}),
+    "last size above the samples": (FEW, grow(LAST=2000)),
+    "first size above the samples": (FEW, grow(FIRST=2000)),
+    "last size, not divisible": (FOUR, grow(LAST=66)),
+    "sizes below the processes": (FOUR, grow(FIRST=2, LAST=3)),
+    "last size with BatchNorm": (NORM, grow(LAST=131)),
+    "no first size": (FACTS, grow(FIRST=None)),
+    "first size above what fits": (FACTS, grow(LAST=None, FIRST=65)),
+    "a schedule longer than the run": (FACTS, grow(LENGTH=12)),
+    "a schedule in a run of one epoch": (FACTS, grow() | {"EPOCHS": 1}),
+    "no length in steps": (FACTS, grow(UNIT="steps")),
+    "more steps than the run has": (FEW, grow(UNIT="steps", LENGTH=9999)),
+    "effective batch beside a schedule": (FACTS, grow() | {"EFFECTIVE_BATCH_SIZE": 32}),
+    "no milestone": (FACTS, milestones()),
+    "last size beside milestones": (FACTS, grow(NAME="milestones", MILESTONES=[[3, 32]])),
+    "milestone after the run": (FACTS, milestones(MILESTONES=[[12, 32]])),
+    "milestone after the last step": (FEW, milestones(UNIT="steps", MILESTONES=[[9999, 32]])),
+}
+WARNINGS: dict[str, tuple[Facts, dict[str, Any]]] = {
+    "many steps": (FACTS, {"EFFECTIVE_BATCH_SIZE": 64 * 17}),
+    "a prime number of samples": (
+        replace(FACTS, max_micro_batch_size=128), {"EFFECTIVE_BATCH_SIZE": 131}
+    ),
+    "few for BatchNorm": (replace(NORM, max_micro_batch_size=15, world_size=2), {}),
+    "few for synchronised BatchNorm": (
+        replace(FACTS, max_micro_batch_size=7, batchnorm="synchronised", world_size=2), {}
+    ),
+    "fine-tuning": (PRETRAINED, {"EFFECTIVE_BATCH_SIZE": 512, "optimizer": OptimizerConfig(NAME="sgd")}),
+    "a tenth of the data": (replace(FACTS, num_samples=639), {}),
+    "a small last batch": (replace(NORM, num_samples=15), {"EPOCHS": 1}),
+    "keys that are not used": (FACTS, {"EFFECTIVE_BATCH_SIZE": 64, "ACCUMULATION_STEPS": 2}),
+    "keys of a schedule that is not used": (FACTS, {"schedule": {"FIRST": 8}}),
+    "a raised rate": (FACTS, {"optimizer": LINEAR, "EFFECTIVE_BATCH_SIZE": 1024}),
+    "a much raised rate": (FACTS, {"optimizer": LINEAR, "EFFECTIVE_BATCH_SIZE": 2048}),
+}  # fmt: skip
+
+
+def summary(facts: Facts, **wishes: Any) -> str:
+    train, optimizer, *_ = nodes(facts, **wishes)
+    return "\n".join(summary_lines(plan(facts, **wishes), train, optimizer))
+
+
+def test_messages(golden: Golden) -> None:
+    messages = {
+        f"error: {title}": error_of(plan, facts, **wishes) for title, (facts, wishes) in ERRORS.items()
+    }
+    for title, (facts, wishes) in WARNINGS.items():
+        found = plan(facts, **wishes)
+        messages[f"warning: {title}"] = "\n".join([*found.warnings, *found.notes])
+    two = replace(FACTS, world_size=2, num_samples=1200, learning_rate=2e-3)
+    messages["summary"] = summary(two, optimizer=LINEAR, EFFECTIVE_BATCH_SIZE=512)
+    messages["summary of one sample"] = summary(FACTS, EFFECTIVE_BATCH_SIZE=1)
+    messages["summary of a schedule"] = summary(replace(FEW, batchnorm="none"), **grow())
+    before = plan(FEW, optimizer=LINEAR, EFFECTIVE_BATCH_SIZE=32).as_dict()
+    messages["differences"] = "\n".join(
+        plan(FEW, optimizer=LINEAR, EFFECTIVE_BATCH_SIZE=64).differences(before)
+    )
+    golden("batching", messages)

@@ -1,0 +1,40 @@
+"""Small models of timm for two taxonomic ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from linnaeus.config.schema import ModelConfig
+from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.models.build import build_model
+from linnaeus.models.hierarchical import HierarchicalClassifier
+
+ONE_RANK = Taxonomy((Level("species", ("lion", "lynx", "wolf")),))
+TWO_RANKS = Taxonomy(
+    (Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf"))), ((0, 0, 1),)
+)
+
+
+def built(
+    name: str = "test_resnet",
+    *,
+    taxonomy: Taxonomy = TWO_RANKS,
+    seed: int = 0,
+    in_chans: int = 3,
+    img_size: tuple[int, int] = (32, 32),
+    **changes: Any,
+) -> tuple[HierarchicalClassifier, str]:
+    """A model with the weights of a seed, and the line about its weights."""
+    torch.manual_seed(seed)
+    model, line = build_model(
+        ModelConfig(NAME=name, **changes), taxonomy=taxonomy, in_chans=in_chans, img_size=img_size
+    )
+    assert isinstance(model, HierarchicalClassifier)
+    return model, line
+
+
+def build(name: str = "test_resnet", **options: Any) -> HierarchicalClassifier:
+    """The model alone, of larger images; options as for `built`."""
+    return built(name, **{"img_size": (64, 64), **options})[0]

@@ -1,0 +1,88 @@
+"""Runs of a tenth of a second, and what is read from their folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from tests.helpers.runs import assert_same_bits
+
+
+class Clusters(Dataset[tuple[Tensor, int]]):
+    """Points around three centres. Reading so many of them presses Ctrl-C, once in each process."""
+
+    classes = ("a", "b", "c")
+
+    def __init__(self, split: str, length: int = 100, interrupt_after: int = 0) -> None:
+        generator = torch.Generator().manual_seed(len(split))
+        self.labels = torch.randint(3, (length,), generator=generator)
+        self.points = torch.randn(length, 4, generator=generator) + self.labels[:, None]
+        self.remaining = interrupt_after if split == "train" else 0
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.remaining -= 1
+        if self.remaining == 0:
+            in_worker = torch.utils.data.get_worker_info() is not None
+            os.kill(os.getppid() if in_worker else os.getpid(), signal.SIGINT)
+        return self.points[index] + 0.1 * torch.randn(4), int(self.labels[index])
+
+
+class Layers(nn.Sequential):
+    """A classifier, with dropout and with the normalisation that is asked for."""
+
+    def __init__(self, num_classes: int, norm: str = "LayerNorm", drop: float = 0.0) -> None:
+        super().__init__(
+            nn.Linear(4, 16), getattr(nn, norm)(16), nn.ReLU(), nn.Dropout(drop), nn.Linear(16, num_classes)
+        )
+
+
+PLAIN = (
+    f"DATA.DATASET._target_={__name__}.Clusters", f"MODEL._target_={__name__}.Layers",
+    "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=plain", "TRAIN.EPOCHS=3", "TRAIN.LOG_EVERY=1",
+    "DATA.BATCH_SIZE=32", "OPTIMIZER.LR=0.01",
+)  # fmt: skip
+"""A run without BatchNorm. Later tokens override these."""
+
+NAME = "EXPERIMENT.NAME="
+
+
+def lines_of(folder: Path, split: str = "train") -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["split"] == split]
+
+
+def curve(folder: Path) -> tuple[list[int], list[float], list[float]]:
+    """Steps, rates and losses."""
+    lines = lines_of(folder)
+    steps, rates, losses = ([line[name] for line in lines] for name in ("step", "lr", "loss"))
+    return steps, rates, losses
+
+
+def checkpoint(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(folder / "checkpoints/last.pt", weights_only=True)
+    return content
+
+
+def plan_of(folder: Path) -> dict[str, Any]:
+    plan: dict[str, Any] = yaml.safe_load((folder / "config.yaml").read_text())["PLAN"]
+    return plan
+
+
+def assert_same_states(a: Path, b: Path) -> None:
+    """Model, optimizer and average of two runs are equal bit for bit."""
+    states = [checkpoint(folder)["state"] for folder in (a, b)]
+    assert_same_bits(states[0]["model"], states[1]["model"])
+    assert_same_bits(states[0]["ema"]["module"], states[1]["ema"]["module"])
+    for index, moments in states[0]["optimizer"]["state"].items():
+        assert_same_bits(moments, states[1]["optimizer"]["state"][index])

@@ -1,0 +1,126 @@
+"""What is said about models and their weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from linnaeus.config.schema import DataConfig, ModelConfig
+from linnaeus.data.taxonomy import Taxonomy
+from linnaeus.models.build import build_model, set_gradient_checkpointing
+from linnaeus.models.freeze import build_freezing
+from linnaeus.models.normalisation import with_normalisation
+from tests.helpers.messages import Golden, error_of
+from tests.helpers.small_models import TWO_RANKS, build, built
+
+OWN = f"{__name__}.not_a_module"
+
+
+def not_a_module() -> dict[str, int]:
+    return {}
+
+
+def own(node: Any, **facts: Any) -> None:
+    build_model(node, **{"taxonomy": TWO_RANKS, "in_chans": 3, "img_size": (32, 32), **facts})
+
+
+KEYS: dict[str, dict[str, Any]] = {
+    "name, misspelt": {"name": "test_resnt"},
+    "name, like none": {"name": "zzzzzz"},
+    "tag": {"name": "test_resnet.foo"},
+    "source": {"name": "elsewhere:model"},
+    "no folder": {"name": "local-dir:nowhere"},
+    "arguments": {"KWARGS": {"colour": "red"}},
+    "argument for weights": {"KWARGS": {"pretrained": True}},
+    "argument for a file": {"KWARGS": {"checkpoint_path": "a"}},
+    "two sources of weights": {"PRETRAINED": True, "WEIGHTS": "a.pt"},
+    "size of images": {"name": "test_vit", "img_size": (30, 30)},
+    "marginal head": {"HEAD": "marginal", "taxonomy": Taxonomy(TWO_RANKS.levels)},
+}
+FREEZING: dict[str, Any] = {
+    "module": "bacbone", "list": ["backbone", "heads.1"], "everything": "*", "pattern": "bakcbone.0.*"
+}  # fmt: skip
+
+
+def of_files(folder: Path, tmp_path: Path) -> dict[str, str]:
+    """Errors of weights in files and folders."""
+    state = timm.create_model("test_resnet").state_dict()
+    files = {
+        "another model": timm.create_model("test_vit").state_dict(),
+        "a part": {key: value for key, value in state.items() if not key.startswith("layer4")},
+        "another width": timm.create_model("test_resnet", channels=(48, 48, 48, 96)).state_dict(),
+        "a list": [1, 2],
+        "code": {"state": nn.Linear(1, 1)},
+    }
+    found = {}
+    path = tmp_path / "weights.pth"
+    for title, content in files.items():
+        torch.save(content, path)
+        found[f"file with {title}"] = error_of(build, WEIGHTS=str(path))
+    path.write_text("not weights at all")
+    found["file with text"] = error_of(build, WEIGHTS=str(path))
+    path.unlink()
+    found["no file"] = error_of(build, WEIGHTS=str(path))
+    found["folder that is no run"] = error_of(build, WEIGHTS=str(tmp_path))
+    found["folder of timm"] = error_of(build, WEIGHTS=str(folder))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    name = f"local-dir:{tmp_path}"
+    found["folder without weights"] = error_of(build, name, PRETRAINED=True)
+    torch.save(files["a part"], tmp_path / "pytorch_model.bin")
+    found["folder with a part"] = error_of(build, name, PRETRAINED=True)
+    (tmp_path / "config.json").write_text("{")
+    found["folder that is damaged"] = error_of(build, name)
+    return found
+
+
+def test_messages(
+    golden: Golden, folder: Path, tmp_path: Path, refusing_hub: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = {f"error: {title}": error_of(build, **keys) for title, keys in KEYS.items()}
+    messages["error: no labels"] = error_of(own, ModelConfig(), taxonomy=None)
+    messages["error: no images"] = error_of(own, ModelConfig(), in_chans=None, img_size=None)
+    messages["error: own, no module"] = error_of(own, {"_target_": OWN})
+    messages["error: own, missing"] = error_of(own, {"_target_": f"{OWN}s"})
+    messages["error: own, arguments"] = error_of(own, {"_target_": "torch.nn.Linear", "width": 3})
+    messages["error: checkpointing"] = error_of(set_gradient_checkpointing, nn.Sequential(nn.Linear(2, 2)))
+    for title, freeze in FREEZING.items():
+        messages[f"error: freeze, {title}"] = error_of(
+            build_freezing, ModelConfig(FREEZE=freeze), build(), None
+        )
+    messages["error: freeze, own"] = error_of(build_freezing, {"_target_": "a.B"}, nn.Linear(1, 1), 2)
+    messages |= {f"error: {title}": text for title, text in of_files(folder, tmp_path).items()}
+    hub = {"no file": (404, "EntryNotFound"), "private": (401, "RepoNotFound"), "gated": (403, "GatedRepo"),
+           "no revision": (404, "RevisionNotFound")}  # fmt: skip
+    for title, (refusing_hub.status, refusing_hub.code) in hub.items():
+        messages[f"error: hub, {title}"] = error_of(build, "hf-hub:someone/model", PRETRAINED=True)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", refuse)
+    messages["error: hub, unreachable"] = error_of(build, "hf-hub:someone/model", PRETRAINED=True)
+
+    messages["weights: random"] = built()[1]
+    messages["weights: of a name, not loaded"] = built("test_resnet.r160_in1k")[1]
+    messages["weights: of a folder"] = built(f"local-dir:{folder}", PRETRAINED=True)[1]
+    torch.save(build().backbone.state_dict(), tmp_path / "a.pth")
+    messages["weights: of a file"] = built(WEIGHTS=str(tmp_path / "a.pth"))[1]
+    messages["freezing"] = str(build_freezing(ModelConfig(FREEZE="backbone"), build(), 3).sentence)
+    data = DataConfig()
+    data.DATASET.NAME, data.AUGMENT.MEAN = "synthetic", [0.5] * 3
+    messages["normalisation"] = str(
+        with_normalisation(data, ModelConfig(NAME="resnet18", PRETRAINED=True))[1]
+    )
+    plain_messages = {title: plain(text) for title, text in messages.items()}
+    golden("models", plain_messages, folder=folder, tmp=tmp_path, here=__name__)
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise ConnectionError("connection refused")
+
+
+def plain(text: str) -> str:
+    """Without what differs between versions of torch."""
+    return re.sub(r"(RuntimeError|UnpicklingError|TypeError): .*?(?=\); save|\)$|$)", r"\1: ...", text)

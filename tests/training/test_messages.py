@@ -1,0 +1,195 @@
+"""What is said about training: errors, warnings with a remedy, and what is switched on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from linnaeus.autobatch.planning import PlannedSizes
+from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import plan_batches
+from linnaeus.config.load import load_config
+from linnaeus.config.schema import LossConfig, NoiseScaleConfig, OptimizerConfig
+from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.memory.process import ProcessLimit
+from linnaeus.models.hierarchical import HierarchicalClassifier
+from linnaeus.training.build import check_loss_takes_outputs
+from linnaeus.training.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
+from linnaeus.training.class_weights import class_weights
+from linnaeus.training.losses import build_loss, logits_per_level
+from linnaeus.training.noise_scale import check_noise_scale
+from linnaeus.training.notes import settings_sentence, settings_without_effect
+from linnaeus.training.optim import build_optimizer
+from linnaeus.training.out_of_memory import memory_sentence
+from linnaeus.training.resume import changes_of, check_changes
+from linnaeus.training.state_bytes import StateBytes
+from tests.helpers.contents import whole
+from tests.helpers.greedy import SPLIT, greedy, trainer_of
+from tests.helpers.messages import Golden, error_of
+
+OWN = f"{__name__}.not_a_module"
+TWO_RANKS = Taxonomy((Level("family", ("cats", "dogs")), Level("species", ("lion", "lynx", "wolf"))))
+ONE_RANK = Taxonomy(TWO_RANKS.levels[1:])
+MIXED = ["DATA.AUGMENT.MIXUP=0.2", "DATA.AUGMENT.CUTMIX=1", "DATA.AUGMENT.MIX_OFF_EPOCHS=2"]
+FROZEN = "MODEL.FREEZE=backbone"
+IN_VALIDATION = ("MODEL._target_=tests.helpers.greedy.GreedyInValidation", "MODEL.largest=8")
+
+
+def not_a_module(params: Any = None) -> int:
+    return 3
+
+
+OUT_OF_MEMORY: dict[str, tuple[tuple[str, ...], int]] = {
+    "by default": (greedy(8), 16),
+    "one sample": ((SPLIT, "MODEL.largest=-1"), 1),
+    "BatchNorm": ((SPLIT, *greedy(1), "MODEL.norm=BatchNorm1d"), 3),
+    "in an update": ((SPLIT, "MODEL.where=update", "MODEL.largest=8"), 16),
+    "in a copy": ((SPLIT, "MODEL._target_=tests.helpers.greedy.Bloated", "TRAIN.EMA.ENABLED=False"), 16),
+    "in the first validation": (IN_VALIDATION, 16),
+    "in a later validation": ((*IN_VALIDATION, "MODEL.from_sample=32"), 16),
+}
+
+
+def out_of_memory(folder: Path, argv: tuple[str, ...], size: int) -> str:
+    """The error with which a training ends; what held the memory differs from machine to machine."""
+    with trainer_of(folder, *argv, size=size) as trainer:
+        text = error_of(trainer.fit)
+    text = re.sub(r": \[?[^\n]*you tried to allocate[^\n]*", ": <torch's error>.", text)
+    return re.sub(r"This process held [^\n]*", "<what held the memory>.", text)
+
+
+def memory() -> dict[str, str]:
+    """What held the memory, and where sizes come from."""
+    state = StateBytes(parameters=1 << 28, buffers=100)
+    parts = {"held_bytes": 1 << 30, "outside_bytes": 3 << 30, "total_bytes": 9 << 30, "is_cpu": True}
+    limit = ProcessLimit("RLIMIT_DATA (ulimit -d)", total_bytes=5 << 28, used_bytes=5 << 28)
+    result = AutoBatchResult(
+        "val", 8, certified=True, limited_by="memory", target_memory_fraction=0.7, budget_bytes=1 << 30,
+        total_bytes=2 << 30, strategy="guided", seconds=1.0, trials=(),
+    )  # fmt: skip
+    config = load_config([]).config
+    plan = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, Facts(16, 1, 100, 0.1))
+    origins = PlannedSizes({"val": result}, plan, "").origins(config.DATA)
+    return {
+        "memory": memory_sentence(state, **parts),  # type: ignore[arg-type]
+        "memory under a limit": memory_sentence(state, **parts, limit=limit),  # type: ignore[arg-type]
+        **{f"size of {mode}": "\n".join([o.sentence, *o.alternatives]) for mode, o in origins.items()},
+    }
+
+
+def state_of(width: int, **options: Any) -> TrainingState:
+    model = nn.Linear(width, 2)
+    scaler = torch.amp.GradScaler("cpu", enabled=options.get("scaler", True))
+    return TrainingState(model, nn.MSELoss(), torch.optim.SGD(model.parameters()), scaler, None)
+
+
+def checkpoints(folder: Path) -> dict[str, str]:
+    """Checkpoints that cannot be read, written or used."""
+    files = CheckpointFolder(folder)
+    folder.mkdir()
+    contents = {
+        "is of something else": [1, 2], "holds weights": {"model.weight": torch.zeros(1)},
+        "holds code": {"progress": nn.Linear(1, 1)}, "lacks an entry": {"progress": whole()["progress"]},
+        "has another entry": whole(progress=whole()["progress"] | {"epoch": -1}),
+        "is of another version": whole(progress=whole()["progress"] | {"loss_scale": 1.0}),
+    }  # fmt: skip
+    found = {}
+    for title, content in contents.items():
+        torch.save(content, files.last)
+        found[f"file {title}"] = error_of(load_checkpoint, files.last)
+    found["the only file cannot be used"] = error_of(files.read_latest)
+    for path in (files.last, files.previous):
+        path.write_text("damaged")
+    found["no file can be used"] = error_of(files.read_latest)
+    (folder / "file").write_text("")
+    found["not written"] = error_of(CheckpointFolder(folder / "file").save, whole())
+    state = state_of(2).state_dict()
+    found["another model"] = error_of(state_of(3).load_state_dict, state)
+    changes = ["MODEL.WIDTH (2 in the checkpoint, 3 now)"]
+    found["another model, by its keys"] = error_of(state_of(3).load_state_dict, state, changes)
+    del state["optimizer"]
+    found["no optimizer"] = error_of(state_of(2).load_state_dict, state)
+    for title, keys in (("rate", ["LR"]), ("optimizer", ["LR", "NAME"])):
+        before, now = ({"OPTIMIZER": dict.fromkeys(keys, value)} for value in (1, 2))
+        found[f"another {title}"] = error_of(check_changes, changes_of(before, now), None)
+    return found
+
+
+WEIGHTS = {
+    "class": ("w.yaml", "family:\n  dgos: 3\n"), "rank": ("w.yaml", "familie:\n  dogs: 3\n"),
+    "value": ("w.yaml", "family:\n  dogs: many\n"), "twice": ("w.yaml", "family:\n  dogs: 1\n  dogs: 2\n"),
+    "all 0": ("w.yaml", "family:\n  dogs: 0\n  cats: 0\n"), "no ranks": ("w.yaml", "family: 3\n"),
+    "YAML": ("w.yaml", "family: [\n"), "nothing": ("w.yaml", "{}"), "JSON": ("w.json", '{"family": 1,}'),
+    "columns": ("w.csv", "class,weight\n"), "cells": ("w.csv", "rank,class,weight\nfamily,dogs\n"),
+    "range": ("w.yaml", "species:\n  lion: 1e60\n"), "no file": ("absent.csv", ""),
+}  # fmt: skip
+LOSSES: dict[str, tuple[Any, Taxonomy | None]] = {
+    "weights of ranks": (LossConfig(RANK_WEIGHTS=[1.0]), TWO_RANKS),
+    "no rank": (LossConfig(RANK_WEIGHTS=[0.0, 0.0]), TWO_RANKS),
+    "no labels": (LossConfig(), None),
+    "name": ({"_target_": "torch.nn.NoSuchLoss"}, None),
+    "no module": ({"_target_": OWN}, None),
+    "two ranks": ({"_target_": "torch.nn.CrossEntropyLoss"}, TWO_RANKS),
+    "weights of classes": ({"_target_": "torch.nn.CrossEntropyLoss", "weight": [1.0, 2.0]}, ONE_RANK),
+    "weights as text": ({"_target_": "torch.nn.CrossEntropyLoss", "weight": ["a"]}, ONE_RANK),
+    "argument": ({"_target_": "torch.nn.CrossEntropyLoss", "WEIGHT": [1.0]}, ONE_RANK),
+}
+OPTIMIZERS: dict[str, Any] = {
+    "name": OptimizerConfig(NAME="adamww"), "name like none": OptimizerConfig(NAME="qqqqqq"),
+    "argument": OptimizerConfig(KWARGS={"moment": 1}), "own": {"_target_": "torch.optim.SGDD"},
+    "own argument": {"_target_": "torch.optim.SGD", "moment": 1}, "own kind": {"_target_": OWN},
+    "no layers": OptimizerConfig(LAYER_DECAY=0.5), "no heads": OptimizerConfig(HEAD_LR_SCALE=2.0),
+}  # fmt: skip
+NOTES = {
+    "focal": ["LOSS.FOCAL_GAMMA=3"], "mixing": ["DATA.AUGMENT.MIX_OFF_EPOCHS=2"],
+    "unfreezing": ["TRAIN.UNFREEZE_EPOCH=2"], "unfreezing at once": ["TRAIN.UNFREEZE_EPOCH=1", FROZEN],
+    "unfreezing late": ["TRAIN.UNFREEZE_EPOCH=5", "TRAIN.EPOCHS=4", FROZEN],
+}  # fmt: skip
+SWITCHED_ON = [
+    *MIXED, "DATA.SAMPLER=balanced", "LOSS.NAME=focal", "LOSS.CLASS_WEIGHTS=balanced", "MODEL.HEAD=marginal",
+    "OPTIMIZER.LAYER_DECAY=0.75", "OPTIMIZER.HEAD_LR_SCALE=10",
+]  # fmt: skip
+
+
+def test_messages(golden: Golden, tmp_path: Path) -> None:
+    messages = {
+        f"out of memory: {title}": out_of_memory(tmp_path / title, *case)
+        for title, case in OUT_OF_MEMORY.items()
+    }
+    with trainer_of(tmp_path / "one", "MODEL.norm=BatchNorm1d", size=1) as trainer:
+        messages["one sample for BatchNorm"] = error_of(trainer.train_epoch)
+    messages |= memory()
+    messages |= {f"checkpoint: {title}": text for title, text in checkpoints(tmp_path / "files").items()}
+    targets = torch.tensor([[0, 0], [1, 1], [1, 2]])
+    for title, (name, text) in WEIGHTS.items():
+        if text:
+            (tmp_path / name).write_text(text)
+        messages[f"class weights: {title}"] = error_of(
+            class_weights, str(tmp_path / name), TWO_RANKS, targets
+        )
+    for title, (node, taxonomy) in LOSSES.items():
+        messages[f"loss: {title}"] = error_of(build_loss, node, taxonomy)
+    outputs = {"number": torch.zeros(4, 3), "names": {"family": 0, "genus": 0}, "kind": None}
+    for title, output in outputs.items():
+        messages[f"outputs: {title}"] = error_of(logits_per_level, output, ("family", "species"))
+    for kind in ("NLLLoss", "MSELoss"):
+        library = build_loss({"_target_": f"torch.nn.{kind}"}, ONE_RANK)
+        messages[f"loss: targets of {kind}"] = error_of(
+            library.check_takes_targets, 3, torch.device("cpu"), mixes=kind == "NLLLoss"
+        )
+    marginal = HierarchicalClassifier(nn.Flatten(), 4, [2, 3], parents=((0, 0, 1),))
+    messages["loss: sigmoid"] = error_of(check_loss_takes_outputs, LossConfig(NAME="bce"), marginal)
+    for title, node in OPTIMIZERS.items():
+        messages[f"optimizer: {title}"] = error_of(build_optimizer, node, nn.Sequential(nn.Linear(2, 2)))
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    messages["optimizer: nothing trains"] = error_of(build_optimizer, OptimizerConfig(), frozen)
+    messages["noise scale"] = error_of(check_noise_scale, NoiseScaleConfig(ENABLED=True), 1)
+    messages["switched on"] = str(settings_sentence(load_config(SWITCHED_ON).config))
+    for title, argv in NOTES.items():
+        messages[f"no effect: {title}"] = "\n".join(settings_without_effect(load_config(argv).config))
+    golden("training", messages, folder=tmp_path, here=__name__)

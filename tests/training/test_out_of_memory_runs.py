@@ -1,0 +1,281 @@
+"""Whole runs that run out of memory, in one process and in two, and real shortages of the process."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.memory.process import status_bytes
+from tests.helpers import forks
+from tests.helpers.forks import ROOT, Outcome
+from tests.helpers.greedy import SPLIT, Greedy, greedy
+from tests.helpers.runs import TORCHRUN, Run, weights
+from tests.helpers.small_runs import PLAIN, assert_same_states, checkpoint, curve, lines_of
+
+MIB = 1 << 20
+
+
+def limit_growth(mebibytes: int) -> None:
+    """Let the process grow by so much, and no further."""
+    limit = status_bytes("VmData") + mebibytes * MIB
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+
+class Hungry(Greedy):
+    """From the same place on, the process may grow by so many MiB; a forward pass needs 32 a sample."""
+
+    def __init__(self, num_classes: int, mebibytes: int, **options: Any) -> None:
+        super().__init__(num_classes, **options)
+        self.mebibytes = mebibytes
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        if self.training and self.num_samples > self.from_sample:
+            if self.mebibytes:
+                limit_growth(self.mebibytes)
+                self.mebibytes = 0
+            large = outputs[:, :1].expand(-1, 2 * MIB)
+            outputs = outputs + 1e-3 * large.sin().sin().sin().sin().mean()
+        return outputs
+
+
+class Convolutions(nn.Module):
+    """Large activations and oneDNN's kernels; from the first step on the process may grow by so many MiB."""
+
+    def __init__(self, num_classes: int, mebibytes: int = 0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 16, 3), nn.Conv2d(16, 16, 3)
+        self.head = nn.Linear(16, num_classes)
+        self.mebibytes = mebibytes
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training and self.mebibytes:
+            limit_growth(self.mebibytes)
+            self.mebibytes = 0
+        inputs = inputs[:, :1, None, None].expand(-1, 1, 160, 160)
+        return self.head(self.second(self.first(inputs).relu()).relu().mean(dim=(2, 3)))  # type: ignore[no-any-return]
+
+
+RUN = (
+    *PLAIN, "MODEL._target_=tests.helpers.greedy.Greedy", "DATA.BATCH_SIZE=16",
+    "TRAIN.EFFECTIVE_BATCH_SIZE=16", "TRAIN.EMA.ENABLED=True", "SCHEDULE.WARMUP_STEPS=4",
+    "TRAIN.AUTO_RESUME=True",
+)  # fmt: skip
+"""Three epochs of six steps of 16 samples."""
+IN_VALIDATION = ("MODEL._target_=tests.helpers.greedy.GreedyInValidation", "MODEL.largest=8")
+SAYS_SPLIT = "taken again"
+
+
+def sized(largest: int) -> str:
+    return f"DATA.BATCH_SIZE={largest}"
+
+
+def split_run(run: Run, name: str, *options: str) -> Outcome:
+    outcome = run(*RUN, SPLIT, f"EXPERIMENT.NAME={name}", *options)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def test_a_resumed_run_keeps_to_the_smaller_micro_batches(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = greedy(8, from_step=3)
+    split_run(run, "whole", *fault)
+    monkeypatch.setenv("INTERRUPT_AT", str(16 * 8))
+    assert run(*RUN, SPLIT, *fault).code == 130
+    monkeypatch.delenv("INTERRUPT_AT")
+    saved = checkpoint(tmp_path / "runs/plain")
+    assert (saved["progress"]["step"], saved["micro_batch_limit"]) == (8, 8)
+    assert (saved["plan"]["MICRO_BATCH"], saved["plan"]["ACCUMULATION_STEPS"]) == (8, 2)
+    assert SAYS_SPLIT not in split_run(run, "plain", *fault).out
+    assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/whole")
+    assert curve(tmp_path / "runs/plain") == curve(tmp_path / "runs/whole")
+    result = json.loads((tmp_path / "runs/plain/result.json").read_text())
+    assert (result["batch_size"], result["accumulation_steps"], result["effective_batch"]) == (8, 2, 16)
+
+
+@pytest.mark.e2e
+def test_later_it_goes_on_as_a_run_resumed_with_smaller_micro_batches(run: Run, tmp_path: Path) -> None:
+    stopped = "DATA.DATASET.interrupt_after=168"  # 8 samples are read before training: in step 10
+    assert run(*RUN, "EXPERIMENT.NAME=resumed", stopped).code == 130
+    step = checkpoint(tmp_path / "runs/resumed")["progress"]["step"]
+    assert step in (9, 10)
+    outcome = split_run(run, "fault", *greedy(4, from_step=step))
+    assert outcome.out.count(SAYS_SPLIT) == 2  # with 8, and with 4
+    split_run(run, "resumed", sized(4))
+    assert_same_states(tmp_path / "runs/fault", tmp_path / "runs/resumed")
+    assert curve(tmp_path / "runs/fault") == curve(tmp_path / "runs/resumed")
+    assert curve(tmp_path / "runs/fault")[0] == list(range(1, 19))
+
+
+@pytest.mark.e2e
+def test_sizes_that_autobatch_found_are_split_and_kept(run: Run, tmp_path: Path) -> None:
+    searched = (
+        "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16", "TRAIN.EFFECTIVE_BATCH_SIZE=null"
+    )  # fmt: skip
+    fault = greedy(8, from_step=200)  # after what the trials count
+    outcome = split_run(run, "plain", *searched, *fault, "TRAIN.EPOCHS=40")
+    saved = checkpoint(tmp_path / "runs/plain")
+    assert AutoBatchResult.from_dict("train", saved["autobatch"]["train"]).batch_size == 16
+    assert outcome.out.count(SAYS_SPLIT) == 1
+    assert (saved["micro_batch_limit"], saved["plan"]["EFFECTIVE_BATCH"]) == (8, 16)
+    again = split_run(run, "plain", *searched, *fault, "TRAIN.EPOCHS=41")
+    assert SAYS_SPLIT not in again.out
+    plan = checkpoint(tmp_path / "runs/plain")["plan"]
+    assert (plan["MICRO_BATCH"], plan["EFFECTIVE_BATCH"]) == (8, 16)
+
+
+@pytest.mark.e2e
+def test_the_program_explains_it_and_goes_on_with_the_remedy(run: Run, tmp_path: Path) -> None:
+    model = (*IN_VALIDATION, "MODEL.from_sample=150")
+    outcome = run(*RUN, *model)
+    assert outcome.code == 3
+    assert "DATA.BATCH_SIZE_VAL below 16" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert checkpoint(tmp_path / "runs/plain")["progress"]["epoch"] == 1
+    again = run(*RUN, *model, "DATA.BATCH_SIZE_VAL=8")
+    assert again.code == 0, again.err
+    assert curve(tmp_path / "runs/plain")[0] == list(range(1, 19))
+
+
+@pytest.mark.slow
+def test_what_the_failed_step_held_is_free_again(run_in_child: Run, tmp_path: Path) -> None:
+    """Half the samples need 256 MiB, which the process does not have beside the 384 of the failed step."""
+    hungry = (f"MODEL._target_={__name__}.Hungry", "MODEL.from_sample=48", "TRAIN.EPOCHS=1")
+    outcome = run_in_child(*RUN, SPLIT, *hungry, "MODEL.mebibytes=420")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count(SAYS_SPLIT) == 1
+    ample = run_in_child(*RUN, SPLIT, *hungry, "MODEL.mebibytes=3000", "EXPERIMENT.NAME=ample")
+    assert ample.code == 0, ample.err
+    assert SAYS_SPLIT not in ample.out
+    assert [line["step"] for line in lines_of(tmp_path / "runs/plain")] == list(range(1, 7))
+
+
+CONVOLUTIONS = (*RUN, f"MODEL._target_={__name__}.Convolutions", "TRAIN.EPOCHS=1", "DATA.BATCH_SIZE_VAL=4")
+"""Validation is never split, so its batches are small ones that always fit."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mebibytes", [2, 60, 120])
+def test_a_real_shortage_in_convolutions_is_survived_or_explained(
+    run_in_child: Run, tmp_path: Path, mebibytes: int
+) -> None:
+    """Kernels that had no memory to be written must not fail for ever, nor end the run unexplained."""
+    outcome = run_in_child(*CONVOLUTIONS, SPLIT, f"MODEL.mebibytes={mebibytes}")
+    assert "Traceback" not in outcome.err
+    assert SAYS_SPLIT in outcome.out + outcome.err
+    assert outcome.code in ((0, 3) if mebibytes < 120 else (0,)), outcome.err
+    if outcome.code == 3:
+        assert "RLIMIT_DATA" in outcome.err
+    else:
+        limit = checkpoint(tmp_path / "runs/plain")["micro_batch_limit"]
+        whole = run_in_child(*CONVOLUTIONS, "EXPERIMENT.NAME=smaller", sized(limit))
+        assert whole.code == 0, whole.err
+        assert_same_states(tmp_path / "runs/plain", tmp_path / "runs/smaller")
+    if mebibytes == 120:  # without `split`
+        for limit, code in ((120, 3), (3000, 0)):
+            options = (f"MODEL.mebibytes={limit}", f"EXPERIMENT.NAME=raise{limit}")
+            assert run_in_child(*CONVOLUTIONS, *options).code == code
+
+
+# Several processes.
+
+TWO = (*(token for token in RUN if "EFFECTIVE" not in token), "TRAIN.EFFECTIVE_BATCH_SIZE=32")
+"""Three epochs of three steps of 32 samples, 16 on each of two ranks."""
+
+
+def two_ranks(folder: Path, *argv: str, max_restarts: int = 0) -> Outcome:
+    command = [*TORCHRUN, "--nproc_per_node=2", f"--max-restarts={max_restarts}", "-m", "linnaeus.main"]
+    return forks.python(*command, *TWO, *argv, cwd=folder, env={"PYTHONPATH": str(ROOT)})
+
+
+def assert_close_weights(folder: Path, other: Path) -> None:
+    for name, tensor in weights(other).items():
+        torch.testing.assert_close(weights(folder)[name], tensor, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("rank", "from_step", "where"),
+    [
+        (1, 0, "forward"),
+        pytest.param(0, 4, "backward", marks=pytest.mark.slow),
+        pytest.param(0, 0, "forward", marks=pytest.mark.slow),
+        pytest.param(1, 4, "backward", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_end_with_a_checkpoint_and_the_next_attempt_goes_on_smaller(
+    tmp_path: Path, rank: int, from_step: int, where: str
+) -> None:
+    folder = tmp_path / "runs/fault"
+    fault = (*greedy(8, from_step=from_step, where=where), f"MODEL.rank={rank}", "EXPERIMENT.NAME=fault")
+    assert two_ranks(tmp_path, *fault, SPLIT).code != 0
+    saved = checkpoint(folder)
+    assert (saved["progress"]["step"], saved["progress"]["samples"]) == (from_step, from_step % 3 * 32)
+    assert saved["state"]["model"]["num_samples"] == 16 * from_step  # as before the step that failed
+    assert (saved["micro_batch_limit"], saved["plan"]["MICRO_BATCH"]) == (8, 8)
+    assert saved["plan"]["EFFECTIVE_BATCH"] == 32
+
+    outcome = two_ranks(tmp_path, *fault, SPLIT)
+    assert outcome.code == 0, outcome.err
+    assert curve(folder)[0] == list(range(1, 10))
+    whole = two_ranks(tmp_path, "EXPERIMENT.NAME=whole", *(() if from_step else (sized(8),)))
+    assert whole.code == 0, whole.err
+    if not from_step:
+        assert_same_states(folder, tmp_path / "runs/whole")
+    assert_close_weights(folder, tmp_path / "runs/whole")
+
+
+@pytest.mark.e2e
+def test_without_split_the_ranks_end_without_a_checkpoint(tmp_path: Path) -> None:
+    assert two_ranks(tmp_path, *greedy(8), "MODEL.rank=1").code != 0
+    assert not list((tmp_path / "runs/plain").glob("checkpoints/*.pt"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_while_it_clips_has_sent_its_gradients(tmp_path: Path) -> None:
+    """Rank 0 may have made the update by then, and saves the state after it."""
+    fault = (*greedy(8, from_step=4, where="clip"), "MODEL.rank=1", SPLIT, "TRAIN.CLIP_GRAD_NORM=0.1")
+    assert two_ranks(tmp_path, *fault).code != 0
+    saved = checkpoint(tmp_path / "runs/plain")
+    step = saved["progress"]["step"]
+    assert step in (4, 5)
+    assert saved["state"]["model"]["num_samples"] == 16 * step
+    outcome = two_ranks(tmp_path, *fault)
+    assert outcome.code == 0, outcome.err
+    lost = {5} if step == 5 else set()  # the mean loss of all ranks is known only after the update
+    assert curve(tmp_path / "runs/plain")[0] == sorted({*range(1, 10)} - lost)
+    whole = two_ranks(tmp_path, "EXPERIMENT.NAME=whole", "TRAIN.CLIP_GRAD_NORM=0.1")
+    assert whole.code == 0, whole.err
+    assert_close_weights(tmp_path / "runs/plain", tmp_path / "runs/whole")
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_the_ranks_until_they_fit(tmp_path: Path) -> None:
+    outcome = two_ranks(tmp_path, *greedy(4, from_step=2), "MODEL.rank=1", SPLIT, max_restarts=2)
+    assert outcome.code == 0, outcome.err
+    assert checkpoint(tmp_path / "runs/plain")["micro_batch_limit"] == 4
+    assert curve(tmp_path / "runs/plain")[0] == list(range(1, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_validation_of_one_rank_that_runs_out_of_memory_ends_all_and_keeps_the_checkpoint(
+    tmp_path: Path, rank: int
+) -> None:
+    model = (*IN_VALIDATION, "MODEL.from_sample=70", f"MODEL.rank={rank}")
+    ended = two_ranks(tmp_path, *model, SPLIT)
+    assert ended.code != 0
+    assert ("rank 1: out" in ended.err) == (rank == 1)
+    folder = tmp_path / "runs/plain"
+    assert checkpoint(folder)["progress"]["epoch"] == 1
+    again = two_ranks(tmp_path, *model, SPLIT, "DATA.BATCH_SIZE_VAL=8")
+    assert again.code == 0, again.err
+    assert curve(folder)[0] == list(range(1, 10))
