@@ -601,6 +601,15 @@ def draw() -> tuple[float, float, float, float]:
     return random.gauss(0, 1), random.random(), float(np.random.standard_normal()), torch.randn(1).item()
 
 
+def test_every_generator_of_the_process_draws_on_where_it_was() -> None:
+    draw()
+    snapshot = Snapshot([], CPU)
+    expected = [draw() for _ in range(3)]
+    assert [draw() for _ in range(3)] != expected
+    snapshot.restore()
+    assert [draw() for _ in range(3)] == expected
+
+
 SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], object], tuple[Any, ...]]] = {
     "gradients": (torch.is_grad_enabled, torch.set_grad_enabled, (True, False)),
     "default type": (
