@@ -47,6 +47,9 @@ MODELS = {
     ),
     "mobilenet": ("MODEL.NAME=mobilenetv3_small_050", "DATA.IMG_SIZE=128"),
     "convnext": ("MODEL.NAME=test_convnext", "DATA.IMG_SIZE=128"),
+    "efficientnet": ("MODEL.NAME=test_efficientnet", "DATA.IMG_SIZE=128"),
+    "mambaout": ("MODEL.NAME=test_mambaout", "DATA.IMG_SIZE=96"),
+    "maxvit": ("MODEL.NAME=test_maxvit", "DATA.IMG_SIZE=64"),
     "byobnet": ("MODEL.NAME=test_byobnet", "DATA.IMG_SIZE=64"),  # samples below the C library's threshold
     "nfnet": ("MODEL.NAME=test_nfnet", "DATA.IMG_SIZE=64"),
 }
