@@ -423,14 +423,15 @@ def run_of(rank: int, *argv: str, fault: str = "", **options: Any) -> Iterator[S
 
 
 def one_rank_out_of_memory_lowers_the_size_for_all(rank: int) -> None:
-    for place, val in (("forward", 8), ("backward", 16), ("optimizer", 16)):
-        with run_of(rank, fault=f"oom:1:{place}") as search:
+    for place in ("forward", "backward", "optimizer"):
+        options = (f"DATA.AUTOBATCH.ENABLED_VAL={place == 'forward'}", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16")
+        with run_of(rank, *options, fault=f"oom:1:{place}") as search:
             found = find_sizes(search)
-        assert {mode: result.batch_size for mode, result in found.items()} == {"train": 8, "val": val}
         train = found["train"]
-        assert (train.limited_by, train.ran_on_every_rank) == ("memory", (8,))
+        assert (train.batch_size, train.limited_by, train.ran_on_every_rank) == (8, "memory", (8,))
         assert (8, "fits") in [(trial.size, trial.status) for trial in train.trials]
-        assert len(set(of_all(train.batch_size))) == 1
+        assert [result.batch_size for result in found.values()] == [8] * len(found)
+        assert len(set(of_all(len(found)))) == 1
 
 
 def a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(rank: int) -> None:

@@ -156,7 +156,7 @@ def test_messages_of_ranks(
     caplog.set_level(logging.INFO, "linnaeus")
 
     def said() -> str:
-        text = "\n".join(record.getMessage() for record in caplog.records)
+        text = "\n".join(dict.fromkeys(record.getMessage() for record in caplog.records))
         caplog.clear()
         return text
 

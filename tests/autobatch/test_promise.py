@@ -149,14 +149,10 @@ def test_training_grows_by_no_more_than_the_search_promised(
     assert found.peak_bytes is not None
     assert found.peak_bytes <= found.budget_bytes
     assert abs(excess_over_promise(train(searched, tmp_path)["train"], found)) <= TOLERANCE
-
-
-@pytest.mark.parametrize("excess", [0.05, pytest.param(0.10, marks=pytest.mark.slow)])
-def test_a_size_that_is_too_large_breaks_the_promise(excess: float, tmp_path: Path) -> None:
-    """The negative control of the test above."""
-    searched = search(*MODELS["vit"], "DATA.AUTOBATCH.ENABLED_VAL=False", extra_mib=100)
-    grown_bytes = train(searched, tmp_path, excess=excess, num_steps=3)["train"]
-    assert excess_over_promise(grown_bytes, searched.found["train"]) > TOLERANCE
+    if (model, optimizer, ema, accumulation) in QUICK:  # a size that is a little too large breaks the promise
+        searched.assembly.optimizer.state.clear()
+        too_much_bytes = train(searched, tmp_path, excess=0.05, num_steps=2)["train"]
+        assert excess_over_promise(too_much_bytes, found) > TOLERANCE
 
 
 @pytest.mark.slow

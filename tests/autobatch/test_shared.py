@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,40 +77,48 @@ def sizes(found: dict[str, AutoBatchResult]) -> dict[str, int]:
 EXPECTED = {"train": 4, "val": 8}
 
 
-def test_a_search_is_saved_for_the_next_run_and_a_damaged_file_replaced(tmp_path: Path) -> None:
-    found, by = shared(tmp_path, "first")
+@pytest.fixture(scope="module")
+def of_first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shared")
+    found, by = shared(folder, "first")
     assert (sizes(found), by) == (EXPECTED, None)
-    path = place_in(tmp_path) / SIZES
+    return folder
+
+
+@pytest.fixture
+def folder(of_first: Path, tmp_path: Path) -> Path:
+    """Where the first run has saved its sizes."""
+    return Path(shutil.copytree(of_first, tmp_path / "folder"))
+
+
+def test_a_search_is_saved_for_the_next_run_and_a_damaged_file_replaced(folder: Path) -> None:
+    path = place_in(folder) / SIZES
     for damage in ("{", '{"found_by": "x", "autobatch": {"train": 1}}'):
         path.write_text(damage)
-        assert shared(tmp_path, "second")[1] is None
-    found, by = shared(tmp_path, "third")
+        assert shared(folder, "second")[1] is None
+    found, by = shared(folder, "third")
     assert (sizes(found), by) == (EXPECTED, "second")
 
 
-def test_sizes_that_no_longer_fit_are_not_taken_and_stay(tmp_path: Path) -> None:
-    shared(tmp_path, "first")
-    path = place_in(tmp_path) / SIZES
+def test_sizes_that_no_longer_fit_are_not_taken_and_stay(folder: Path) -> None:
+    path = place_in(folder) / SIZES
     content = json.loads(path.read_text())
     for trial in content["autobatch"]["train"]["trials"]:
         trial["peak_bytes"] = 1 << 60
     path.write_text(text := json.dumps(content))
-    found, by = shared(tmp_path, "second")
+    found, by = shared(folder, "second")
     assert (sizes(found), by) == (EXPECTED, None)
     assert path.read_text() == text
 
 
 @pytest.mark.parametrize("growth_bytes", [0, 1 << 60])
-def test_what_a_search_loads_outside_the_allocator_must_be_free_too(
-    tmp_path: Path, growth_bytes: int
-) -> None:
+def test_what_a_search_loads_outside_the_allocator_must_be_free_too(folder: Path, growth_bytes: int) -> None:
     """On a GPU the kernels and libraries of a step are not loaded yet when sizes are taken."""
-    shared(tmp_path, "first")
-    path = place_in(tmp_path) / SIZES
+    path = place_in(folder) / SIZES
     content = json.loads(path.read_text())
     assert content["growth_bytes"] == 0, "on the CPU they belong to the process"
     path.write_text(json.dumps(content | {"growth_bytes": growth_bytes}))
-    assert shared(tmp_path, "second")[1] == (None if growth_bytes else "first")
+    assert shared(folder, "second")[1] == (None if growth_bytes else "first")
 
 
 def test_the_growth_that_is_saved_is_that_of_the_rank_with_most(
@@ -148,38 +157,35 @@ def test_sizes_are_shared_only_where_all_ranks_have_the_same_conditions(
 
 
 def test_sizes_beyond_the_host_memory_of_this_machine_are_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared(tmp_path, "first")
     monkeypatch.setattr("linnaeus.autobatch.bounds.available_host_bytes", lambda: 1)
-    found, by = shared(tmp_path, "second")
+    found, by = shared(folder, "second")
     assert (sizes(found), by) == ({"train": 1, "val": 1}, None)
 
 
 def test_a_run_that_cannot_share_its_sizes_warns_and_searches(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the folder is a file, or its lock a folder."""
     monkeypatch.setattr(logging.getLogger("linnaeus"), "propagate", True)
     (tmp_path / "file").touch()
-    shared(tmp_path / "folder", "first")
-    place = place_in(tmp_path / "folder")
+    place = place_in(folder)
     (place / SIZES).unlink()
     (place / LOCK).mkdir()
-    for folder in ("file", "folder"):
+    for unusable in (tmp_path / "file", folder):
         caplog.clear()
-        found, by = shared(tmp_path / folder, "second")
+        found, by = shared(unusable, "second")
         assert (sizes(found), by) == (EXPECTED, None)
         [text] = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
         assert ("SHARED_FOLDER" in text, "OUTPUT_DIR" in text, "\n" in text) == (True, False, False)
 
 
 @pytest.fixture
-def searched(tmp_path: Path) -> Path:
+def searched(folder: Path) -> Path:
     """The folder of conditions of a run whose sizes are still to be found by another one."""
-    shared(tmp_path, "first")
-    place = place_in(tmp_path)
-    (place / SIZES).rename(tmp_path.parent / f"{tmp_path.name}.json")
+    place = place_in(folder)
+    (place / SIZES).rename(folder.parent / "saved.json")
     return place
 
 
@@ -187,8 +193,7 @@ def test_a_run_waits_for_the_one_that_searches(searched: Path, monkeypatch: pyte
     lock = FolderLock(searched)
 
     def save() -> None:
-        folder = searched.parent
-        (folder.parent / f"{folder.name}.json").rename(searched / SIZES)
+        (searched.parent.parent / "saved.json").rename(searched / SIZES)
 
     clock = Script(nothing, save, pytest.fail)
     monkeypatch.setattr("linnaeus.autobatch.shared.time", clock)

@@ -157,7 +157,7 @@ def test_memory_bounds_the_size() -> None:
     )  # fmt: skip
     find_sizes(prepared(*options, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4")[0])
     search, _ = prepared(*options)
-    search.config.AUTOBATCH.MEMORY_LIMIT_GB = limit_with_room_for(20)
+    search.config.AUTOBATCH.MEMORY_LIMIT_GB = limit_with_room_for(40)
     found = find_sizes(search)["train"]
     assert (found.limited_by, found.certified) == ("memory", True)
     status = {trial.size: trial.status for trial in found.trials}
@@ -250,7 +250,8 @@ MIXED = ("DATA.AUGMENT.MIXUP=0.4", "DATA.AUGMENT.CUTMIX=1.0", "LOSS.LABEL_SMOOTH
 @pytest.mark.parametrize("options", [(), ("TRAIN.AMP=bf16",), MIXED])
 def test_a_search_changes_nothing(options: tuple[str, ...]) -> None:
     """Training starts from the same bits with the size found as with one set by hand."""
-    search, assembly = prepared(*BARE, OWN_MODEL, "TRAIN.EMA.ENABLED=True", *options)
+    limit = "DATA.AUTOBATCH.MAX_BATCH_SIZE=8"
+    search, assembly = prepared(*BARE, OWN_MODEL, limit, "TRAIN.EMA.ENABLED=True", *options)
 
     def content() -> Any:
         gradients = [parameter.grad for parameter in assembly.model.parameters()]
@@ -258,13 +259,13 @@ def test_a_search_changes_nothing(options: tuple[str, ...]) -> None:
         return bits([states, gradients, rng_state(CPU), assembly.metrics.state_dict()])
 
     before = content()
-    assert find_sizes(search)["train"].batch_size == 96
+    assert find_sizes(search)["train"].batch_size == 8
     assert content() == before
     assembly.ema.num_updates += 1
     assert content() != before
 
 
-@pytest.mark.parametrize(("steps", "num_micro_batches"), [(1, 1), (2, 2), (5, 2)])
+@pytest.mark.parametrize(("steps", "num_micro_batches"), [(1, 1), (5, 2)])
 def test_a_step_of_a_trial_has_two_micro_batches_when_gradients_accumulate(
     steps: int, num_micro_batches: int
 ) -> None:
