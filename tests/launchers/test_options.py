@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import shutil
 import sys
 from pathlib import Path
@@ -10,20 +9,12 @@ from pathlib import Path
 import pytest
 
 from linnaeus.errors import ConfigError
-from linnaeus.launchers import local, options, sbatch, slurm_commands, slurm_job
+from linnaeus.launchers import sbatch, slurm_job
 from linnaeus.launchers.options import split_launch_options
 from linnaeus.launchers.slurm import Slurm
 from tests.helpers.runs import SMALL, Run
 
 SLURM = ("--launcher", "slurm", "--dry-run")
-
-
-@pytest.mark.parametrize(
-    "module", [options, local, sbatch, slurm_commands, slurm_job], ids=lambda module: module.__name__
-)
-def test_the_examples_in_the_docstrings(module: object) -> None:
-    found = doctest.testmod(module)  # type: ignore[arg-type]
-    assert (found.failed, found.attempted > 0) == (0, True)
 
 
 LINES = [

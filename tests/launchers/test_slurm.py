@@ -14,7 +14,7 @@ import pytest
 
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.launchers import slurm, slurm_commands
-from linnaeus.launchers.interface import Job, Task
+from linnaeus.launchers.interface import Task
 from linnaeus.launchers.jobs import active_jobs, cancel, cancel_command, lost_outcome
 from linnaeus.launchers.options import LaunchOptions
 from linnaeus.launchers.outcome import OUTPUT, Outcome, save_outcome
@@ -36,9 +36,9 @@ CLUSTER: linnaeus
 
 def test_the_queue() -> None:
     found = parse_queue(SQUEUE)
-    assert found.jobs["2_0"] == Job("running", "SLURM job 2_0")
+    assert (found.jobs["2_0"].kind, found.jobs["2_1"].kind) == ("running", "pending")
     assert found.jobs["4"].kind == "running"
-    assert found.jobs["2_1"] == Job("pending", "SLURM job 2_1", "JobArrayTaskLimit")
+    assert found.jobs["2_1"].reason == "JobArrayTaskLimit"
     assert "DRAINED" in found.jobs["2_2"].reason
     assert len(found.jobs) == 5
     assert found.submitted["/home/me/x|y %j.sh", 2] == "2_2"
@@ -240,7 +240,7 @@ def test_a_look_at_the_jobs_writes_nothing(
     submission(tmp_path, tmp_path / "s.sh", 1)
     before = (tmp_path / "job.json").read_text()
     commands("squeue", f"echo '4_1|RUNNING|None|{tmp_path}/s.sh'")
-    assert active_jobs([tmp_path]) == {tmp_path: Job("running", "SLURM job 4_1")}
+    assert active_jobs([tmp_path])[tmp_path].kind == "running"
     assert (tmp_path / "job.json").read_text() == before
     assert lost_outcome(tmp_path) is None, "it may never have begun"
 

@@ -174,7 +174,7 @@ def test_an_ambiguous_error_counts_if_little_is_free_for_libraries(cuda: FakeCud
     assert not memory.refused(error)
     cuda.tenants_bytes += cuda.free_bytes - 20 * MIB
     assert memory.refused(error)
-    assert not memory.refused(RuntimeError("the loss is NaN"))
+    assert not memory.refused(RuntimeError("NaN"))
 
 
 def test_what_was_refused_before_a_clean_up_is_no_evidence(cuda: FakeCuda) -> None:

@@ -50,7 +50,7 @@ def test_every_library_is_understood(message: str) -> None:
     error = RuntimeError(message)
     assert is_out_of_memory(error)
     assert is_out_of_memory(torch.AcceleratorError(message))
-    assert is_out_of_memory(raised_from(KeyError("batch"), ValueError("in layer 3"), error))
+    assert is_out_of_memory(raised_from(KeyError("batch"), ValueError("layer3"), error))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_every_library_is_understood(message: str) -> None:
 )
 def test_errors_of_the_right_type_need_no_text(error: BaseException) -> None:
     assert is_out_of_memory(error)
-    assert is_out_of_memory(raised_from(RuntimeError("the step failed"), error))
+    assert is_out_of_memory(raised_from(RuntimeError("failed"), error))
 
 
 def test_a_real_allocation_that_nobody_can_serve_counts() -> None:
@@ -99,7 +99,7 @@ def test_a_real_allocation_that_nobody_can_serve_counts() -> None:
 def test_no_other_error_counts(error: BaseException | None) -> None:
     assert not is_out_of_memory(error)
     if error is not None:
-        assert not is_out_of_memory(raised_from(RuntimeError("the step failed"), error))
+        assert not is_out_of_memory(raised_from(RuntimeError("failed"), error))
 
 
 def test_an_error_is_judged_by_what_it_was_raised_from() -> None:
