@@ -159,30 +159,21 @@ def not_restored() -> Any:
 
 def given_parts() -> Any:
     """Model, optimizer and scheduler are the arguments of the function."""
-
-    def run(accelerator: Accelerator) -> tuple[int, dict[str, Any]]:
-        @autobatch(starting_batch_size=LARGEST, tolerance=0.1, memory_limit_gb=limit_gb(60))
-        def loop(batch_size: int, *built: Any) -> dict[str, Any]:
-            return train(accelerator, batch_size, *built)
-
-        found = loop(*parts())
-        return loop.batch_size, found  # type: ignore[attr-defined]
-
-    return compared({}, run)
+    return compared({}, lambda accelerator: with_loop(accelerator, *parts()))
 
 
 def own_accelerator() -> Any:
     """The function makes its own accelerator."""
+    return compared({}, lambda _: with_loop(None))
 
-    def run(accelerator: Accelerator) -> tuple[int, dict[str, Any]]:
-        @autobatch(starting_batch_size=LARGEST, tolerance=0.1, memory_limit_gb=limit_gb(60))
-        def loop(batch_size: int) -> dict[str, Any]:
-            return train(Accelerator(cpu=True), batch_size)
 
-        found = loop()
-        return loop.batch_size, found  # type: ignore[attr-defined]
+def with_loop(accelerator: Accelerator | None, *arguments: Any) -> tuple[int, dict[str, Any]]:
+    @autobatch(starting_batch_size=LARGEST, tolerance=0.1, memory_limit_gb=limit_gb(60))
+    def loop(batch_size: int, *built: Any) -> dict[str, Any]:
+        return train(accelerator or Accelerator(cpu=True), batch_size, *built)
 
-    return compared({}, run)
+    found = loop(*arguments)
+    return loop.batch_size, found  # type: ignore[attr-defined]
 
 
 def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -210,32 +201,6 @@ def find_split() -> Any:
     return after_prepare(dataloader_config=DataLoaderConfiguration(split_batches=True))
 
 
-def prepared_state() -> Any:
-    """Prepared objects as `state` of the library's function."""
-    accelerator = fresh()
-    model, optimizer = accelerator.prepare(*parts()[:2])
-
-    def step(batch: torch.Tensor) -> None:
-        accelerator.backward(model(batch).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    before = [value.clone() for value in model.state_dict().values()]
-    result = auto_find_batch_size(
-        step,
-        lambda n: torch.randn(n, 16),
-        state=(model, optimizer),
-        tolerance=0.1,
-        memory_limit_gb=limit_gb(60),
-    )
-    after = model.state_dict().values()
-    return {
-        "size": result.batch_size,
-        "same": all(map(torch.equal, after, before)),
-        "state": len(optimizer.state),
-    }
-
-
 def gan() -> Any:
     """Optimizer steps of each trial: five of the critic for each of the generator."""
     accelerator, trials = fresh(), []
@@ -254,25 +219,6 @@ def gan() -> Any:
             counts[which] += 1  # its step may be the last
             optimizer.step()
             optimizer.zero_grad()
-
-    loop()
-    return trials
-
-
-def never_steps() -> Any:
-    """One of two optimizers takes no step."""
-    accelerator, trials = fresh(), []
-
-    @autobatch(starting_batch_size=4, memory_limit_gb=8.0)
-    def loop(batch_size: int) -> None:
-        model, idle = nn.Linear(4, 4), nn.Linear(4, 4)
-        optimizers = [torch.optim.Adam(part.parameters()) for part in (model, idle)]
-        model, optimizer, _ = accelerator.prepare(model, *optimizers)
-        trials.append(0)
-        for _ in range(100):
-            accelerator.backward(model(torch.ones(batch_size, 4)).sum())
-            trials[-1] += 1
-            optimizer.step()
 
     loop()
     return trials
@@ -316,8 +262,8 @@ def split_sizes() -> Any:
         ),
         "multiple": smallest(no_room_above(11), starting_batch_size=30, multiple_of=6, tolerance=0),
         "bound": smallest(no_room_above(99), starting_batch_size=32, bounds={"dataset": 12}),
-        "none between": attempt(lambda: smallest(print, starting_batch_size=7, min_batch_size=7)),
-        "found by hand": attempt(split_by_hand),
+        "none_between": attempt(lambda: smallest(print, starting_batch_size=7, min_batch_size=7)),
+        "found_by_hand": attempt(split_by_hand),
     }
 
 
@@ -374,9 +320,7 @@ def errors() -> Any:
         raise KeyError("mine")
 
     outcomes = {
-        "rule": attempt(lambda: autobatch(reduce_batch_size_fn=lambda: 4)(print)),
         "size given": attempt(lambda: loop(8, 1)),
-        "objective": attempt(lambda: autobatch(objective="throughput")(print)),
         "no step": attempt(lambda: without_steps()),
         "broken": attempt(lambda: broken()),
     }

@@ -122,7 +122,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     """Trainers of transformers."""
     join(rank, folder)
     mixed = {"bf16": True, "gradient_accumulation_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
-    few = {**room(rank, 300), "max_batch_size": 8}
+    few = {**room(rank, 300), "max_batch_size": 4}
     return {
         "plain": compared(lambda **own: trainer(Recorder, **own), rank, room(rank)),
         "mixed": compared(lambda **own: trainer(Recorder, **{**mixed, **own}), rank, few),

@@ -12,13 +12,11 @@ import torchmetrics
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    Sampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -240,13 +238,6 @@ class Several(Net):
         return [DataLoader(data(NUM_VAL), self.batch_size), DataLoader(data(8), 8)]
 
 
-class BareSeveral(Several):
-    """The same without loaders."""
-
-    train_dataloader = LightningModule.train_dataloader
-    val_dataloader = LightningModule.val_dataloader
-
-
 class Recorder(Logger):
     """Keeps all that is logged."""
 
@@ -353,22 +344,6 @@ class Loader(DataLoader[Any]):
         return ((images * self.factor, labels) for images, labels in super().__iter__())
 
 
-class Picky(Sampler[int]):
-    """Samples in an order of its own, which its generator and its count decide."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(9)
-        self.num_epochs = 0
-
-    def __len__(self) -> int:
-        return 50
-
-    def __iter__(self) -> Iterator[int]:
-        self.num_epochs += 1
-        order = torch.randperm(NUM_SAMPLES, generator=self.generator).tolist()
-        return iter(order[self.num_epochs : self.num_epochs + 50])
-
-
 CASES: dict[str, Case] = {
     "attribute": (Net, lambda size: (), {}),
     "hyperparameter": (InHyperparameters, lambda size: (), {}),
@@ -388,25 +363,18 @@ CASES: dict[str, Case] = {
         ),
         {},
     ),
-    "own sampler": (lambda size: Bare(), lambda size: (loader(size, sampler=Picky()),), {}),
     "own loader": (
         lambda size: Bare(),
         lambda size: (Loader(data(), 0.5, batch_size=size, shuffle=True),),
         {},
     ),
-    "combined loaders": (
-        lambda size: BareSeveral(size),
-        lambda size: (
-            CombinedLoader({"all": loader(size), "half": loader(size, shuffle=True)}, "min_size"),
-            [DataLoader(data(NUM_VAL), size), DataLoader(data(40), size)],
-        ),
-        {},
-    ),
-    "workers": (lambda size: Bare(), lambda size: (loader(size, shuffle=True, num_workers=1),), {}),
     "stream": (lambda size: Bare(), lambda size: (DataLoader(Stream(), size),), {"max_steps": 6}),
     "manual": (Manual, lambda size: (), {}),
-    "bf16": (Net, lambda size: (), {"precision": "bf16-mixed"}),
-    "accumulation": (Net, lambda size: (), {"accumulate_grad_batches": 3}),
+    "bf16, accumulation": (
+        Net,
+        lambda size: (),
+        {"precision": "bf16-mixed", "accumulate_grad_batches": 3},
+    ),
     "average": (Net, lambda size: (), {"callbacks": lambda: [EMAWeightAveraging(decay=0.9)]}),
     "needy": (Needy, lambda size: (), {}),
     "several loaders": (Several, lambda size: (), {}),

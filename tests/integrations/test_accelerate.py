@@ -16,8 +16,8 @@ from tests.helpers.runs import TORCHRUN
 PROGRAM = ("-m", "tests.integrations.accelerate_ranks")
 SCENARIOS = {
     1: (
-        "plain", "not_restored", "own_accelerator", "find_first", "prepared_state", "errors", "gan",
-        "never_steps", "single_sample",
+        "plain", "not_restored", "own_accelerator", "find_first", "errors", "gan",
+        "single_sample",
     ),
     2: (
         "plain", "accumulation", "split", "split_unknown", "given_parts", "find_split", "errors",
@@ -73,13 +73,6 @@ def test_without_restored_generators_the_run_differs(jobs: dict[int, list[Found]
     assert not jobs[1][0]["not_restored"]["same"]
 
 
-def test_prepared_objects_are_state_of_the_library(jobs: dict[int, list[Found]]) -> None:
-    found = jobs[1][0]["prepared_state"]
-    assert found["same"]
-    assert found["state"] == 0  # no moments are left
-    assert 8 < found["size"] < 1024
-
-
 def test_batches_that_are_split_unexpectedly_are_an_error(jobs: dict[int, list[Found]]) -> None:
     for found in jobs[2]:
         assert "split_batches=True" in found["split_unknown"][1]
@@ -87,14 +80,9 @@ def test_batches_that_are_split_unexpectedly_are_an_error(jobs: dict[int, list[F
 
 @pytest.mark.parametrize(
     ("name", "kind", "text"),
-    [
-        ("rule", "ValueError", "reduce_batch_size_fn is given"),
-        ("size given", "TypeError", "call it without"),
-        ("objective", "TypeError", "@autobatch takes no objective"),
-        ("no step", "AutoBatchError", "returned without an optimizer step"),
-        ("sharded", "AutoBatchError", "with FSDP no process can take a step alone"),
-    ],
-)
+    [("size given", "TypeError", "@autobatch"), ("no step", "AutoBatchError", "step"),
+     ("sharded", "AutoBatchError", "FSDP")],
+)  # fmt: skip
 @pytest.mark.parametrize("num_processes", SCENARIOS)
 def test_what_cannot_be_searched_is_one_clear_error(
     jobs: dict[int, list[Found]], num_processes: int, name: str, kind: str, text: str
@@ -106,9 +94,10 @@ def test_what_cannot_be_searched_is_one_clear_error(
 
 def test_an_error_of_the_function_is_its_own(jobs: dict[int, list[Found]]) -> None:
     assert jobs[1][0]["errors"]["broken"] == ["KeyError", "'mine'"]
-    assert [found["errors"]["broken"] for found in jobs[2]] == [
-        ["KeyError", "'mine'"], ["AutoBatchError", "AutoBatch: rank 0: KeyError: 'mine'"],
-    ]  # fmt: skip
+    own, told = (found["errors"]["broken"] for found in jobs[2])
+    assert own == ["KeyError", "'mine'"]
+    assert told[0] == "AutoBatchError"
+    assert told[1].endswith(": KeyError: 'mine'")
 
 
 def test_a_trial_lasts_until_every_optimizer_has_stepped(jobs: dict[int, list[Found]]) -> None:
@@ -118,34 +107,28 @@ def test_a_trial_lasts_until_every_optimizer_has_stepped(jobs: dict[int, list[Fo
     assert all(trial == {"critic": 10, "generator": 2} for trial in trials)
 
 
-def test_an_optimizer_that_never_steps_is_not_waited_for(jobs: dict[int, list[Found]]) -> None:
-    *trials, run = jobs[1][0]["never_steps"]
-    assert run == 100
-    assert trials
-    assert all(num_steps == 20 for num_steps in trials)
-
-
 def test_of_split_batches_all_sizes_are_those_of_all_processes(jobs: dict[int, list[Found]]) -> None:
     for found in (each["split_sizes"] for each in jobs[2]):
-        assert "no batch size fits" in found["least"][1]
+        assert found["least"][0] == "AutoBatchError"
         assert found["multiple"]["found"] == [6, 3]
         assert found["multiple"]["ran"] == 6
         assert found["bound"]["found"] == [12, 6]
-        assert "no batch size from min_batch_size, 7, to max_batch_size, 7" in found["none between"][1]
-        assert found["found by hand"] == 64  # max_batch_size
+        assert "min_batch_size" in found["none_between"][1]
+        assert found["found_by_hand"] == 64  # max_batch_size
 
 
 def test_an_error_before_the_search_is_told_to_the_others(jobs: dict[int, list[Found]]) -> None:
     other, failed = (found["one_fails_before"] for found in jobs[2])
     assert failed[0] == "TypeError"
-    assert other == ["AutoBatchError", f"AutoBatch: rank 1: TypeError: {failed[1]}"]
+    assert other[0] == "AutoBatchError"
+    assert other[1].endswith(f": TypeError: {failed[1]}")
 
 
 def test_batchnorm_with_a_single_sample_is_an_error_with_a_remedy(jobs: dict[int, list[Found]]) -> None:
     kind, text = jobs[1][0]["single_sample"]
     assert kind == "AutoBatchError"
-    assert "no batch size fits" in text
-    assert "for another reason than memory: BatchNorm needs two samples. Give a min_batch_size" in text
+    assert "BatchNorm" in text
+    assert "min_batch_size" in text
 
 
 def test_processes_that_are_not_connected_are_told_what_to_do(tmp_path: Path) -> None:
@@ -158,7 +141,7 @@ def test_processes_that_are_not_connected_are_told_what_to_do(tmp_path: Path) ->
     )
     done = forks.python(program, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"})
     assert done.code != 0
-    assert "Create the Accelerator before" in done.err
+    assert "Accelerator" in done.err
 
 
 def test_the_example_learns_with_the_size_that_it_finds(tmp_path: Path) -> None:

@@ -3,63 +3,69 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from linnaeus.launchers import torchrun
+from tests.helpers import forks
 from tests.helpers.runs import wait_until
 
 pytestmark = pytest.mark.distributed
 
-WAITS = "import pathlib, time; pathlib.Path('began').touch(); time.sleep(60)"
-
-
-def start(module: str, code: str, folder: Path) -> subprocess.Popen[str]:
-    (folder / "program.py").write_text(code)
-    command = [sys.executable, "-m", module, "--standalone", "--nproc-per-node=1", "program.py"]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-@pytest.mark.parametrize(
-    ("module", "exit_code"), [(torchrun.__name__, 128 + signal.SIGTERM), ("torch.distributed.run", 1)]
-)
-def test_stopped_by_a_signal(module: str, exit_code: int, tmp_path: Path) -> None:
-    process = start(module, WAITS, tmp_path)
-    wait_until((tmp_path / "began").exists)
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == exit_code, said
-    assert ("Traceback" in said) == (exit_code == 1), said
-
-
-def test_failed(tmp_path: Path) -> None:
-    process = start(torchrun.__name__, "raise SystemExit(3)", tmp_path)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "ChildFailedError" in said
-
-
-SAVES = """
+PROGRAM = """
 import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: None)
-pathlib.Path("began").touch()
+begun = pathlib.Path("begun")
+if len(sys.argv) == 1:
+    raise SystemExit(3)
+if sys.argv[1] == "saves":
+    signal.signal(signal.SIGTERM, lambda *_: None)
+begun.touch()
 signal.pause()
-pathlib.Path("timeout").write_text(" ".join(sys.argv))
 time.sleep(35)
 pathlib.Path("saved").touch()
 """
+"""Fails without an argument; with `waits` it ends with SIGTERM, with `saves` 35 s later."""
+
+
+def run(module: str, folder: Path, *words: str, timeout: float = 50) -> tuple[int, str]:
+    """The exit code and the output of the program, which is stopped as soon as it says that it has begun."""
+    (folder / "program.py").write_text(PROGRAM)
+    command = ["-m", module, "--standalone", "--nproc-per-node=1", "program.py", *words]
+    with (folder / "log.txt").open("w") as log:
+        process = forks.start(command, cwd=folder, stdout=log, stderr=log)
+    if words:
+        wait_until((folder / "begun").exists, process, folder / "log.txt")
+        process.send_signal(signal.SIGTERM)
+    return process.wait(timeout), (folder / "log.txt").read_text()
+
+
+def test_a_run_that_is_stopped_ends_without_a_traceback(tmp_path: Path) -> None:
+    code, said = run(torchrun.__name__, tmp_path, "waits")
+    assert code == 128 + signal.SIGTERM, said
+    assert "Traceback" not in said
+
+
+@pytest.mark.e2e
+def test_torchs_own_ends_with_a_traceback(tmp_path: Path) -> None:
+    """The negative control of the test above."""
+    code, said = run("torch.distributed.run", tmp_path, "waits")
+    assert code == 1
+    assert "Traceback" in said
+
+
+@pytest.mark.e2e
+def test_a_run_that_fails_is_told_as_ever(tmp_path: Path) -> None:
+    code, said = run(torchrun.__name__, tmp_path)
+    assert code == 1
+    assert "ChildFailedError" in said
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("module", "saved"), [(torchrun.__name__, True), ("torch.distributed.run", False)])
 def test_a_checkpoint_may_take_longer_than_torchruns_own_30_s(
     module: str, saved: bool, tmp_path: Path
 ) -> None:
-    process = start(module, SAVES, tmp_path)
-    wait_until((tmp_path / "began").exists)
-    process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=100)
+    _, said = run(module, tmp_path, "saves", timeout=100)
     assert (tmp_path / "saved").exists() == saved, said

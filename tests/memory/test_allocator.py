@@ -354,5 +354,5 @@ def test_settings_are_read_as_torch_reads_them() -> None:
     newer = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:32", "PYTORCH_CUDA_ALLOC_CONF": text}
     assert AllocatorSettings.from_environment(newer) == AllocatorSettings(32 * MIB)
     assert AllocatorSettings.from_environment({}) == AllocatorSettings()
-    with pytest.raises(ValueError, match="max_split_size_mb:lots"):
+    with pytest.raises(ValueError, match="max_split_size_mb"):
         AllocatorSettings.from_environment({"PYTORCH_ALLOC_CONF": "max_split_size_mb:lots"})

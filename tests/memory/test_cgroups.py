@@ -10,10 +10,10 @@ import pytest
 from linnaeus.memory.device import GIB
 from tests.memory.conftest import MACHINE, MIB, Cgroups, on_linux
 
+pytestmark = on_linux
 V1_LINES = ("12:pids:/job", "11:cpu,memory:/job/step", "1:name=systemd:/init.scope")
 
 
-@on_linux
 @pytest.mark.parametrize(("outer", "inner"), [(900 * MIB, 300 * MIB), (300 * MIB, 900 * MIB)])
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_the_tightest_of_nested_limits_holds(cgroups: Cgroups, version: str, outer: int, inner: int) -> None:
@@ -27,7 +27,6 @@ def test_the_tightest_of_nested_limits_holds(cgroups: Cgroups, version: str, out
     assert cgroups.available() == min(300 * MIB, psutil.virtual_memory().available)
 
 
-@on_linux
 def test_both_versions_may_be_mounted(cgroups: Cgroups) -> None:
     cgroups.join(*V1_LINES, "0::/unified")
     cgroups.v1("/job/step", 700 * MIB)
@@ -36,7 +35,6 @@ def test_both_versions_may_be_mounted(cgroups: Cgroups) -> None:
     assert cgroups.memory().total_bytes == 600 * MIB
 
 
-@on_linux
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_a_container_sees_its_own_group_at_the_root(cgroups: Cgroups, version: str) -> None:
     """The path is the host's, and does not exist inside."""
@@ -45,7 +43,6 @@ def test_a_container_sees_its_own_group_at_the_root(cgroups: Cgroups, version: s
     assert cgroups.memory().total_bytes == 400 * MIB
 
 
-@on_linux
 @pytest.mark.parametrize("path", ["/../..", "/../sibling", "//", "/a:b", "/with space"])
 def test_odd_paths_end_at_the_root(cgroups: Cgroups, path: str) -> None:
     cgroups.join(f"0::{path}")
@@ -53,23 +50,13 @@ def test_odd_paths_end_at_the_root(cgroups: Cgroups, path: str) -> None:
     assert cgroups.memory().total_bytes == 400 * MIB
 
 
-@on_linux
-@pytest.mark.parametrize("name", ["a:b", "with space"])
-def test_names_with_odd_characters_are_found(cgroups: Cgroups, name: str) -> None:
-    cgroups.join(f"0::/{name}")
-    cgroups.v2(name, 400 * MIB)
-    assert cgroups.memory().total_bytes == 400 * MIB
-
-
-@on_linux
-def test_a_name_that_is_no_text_is_found(cgroups: Cgroups) -> None:
-    name = b"job\xe9"
+@pytest.mark.parametrize("name", [b"a:b", b"with space", b"job\xe9"])
+def test_names_with_odd_characters_are_found(cgroups: Cgroups, name: bytes) -> None:
     cgroups.membership.write_bytes(b"0::/" + name + b"\n")
     cgroups.v2(os.fsdecode(name), 400 * MIB)
     assert cgroups.memory().total_bytes == 400 * MIB
 
 
-@on_linux
 def test_no_limit_is_the_machine(cgroups: Cgroups) -> None:
     assert cgroups.memory().total_bytes == MACHINE  # no membership file
     cgroups.join("4:memory:/job", "0::/job")
@@ -80,8 +67,7 @@ def test_no_limit_is_the_machine(cgroups: Cgroups) -> None:
     assert cgroups.available() == pytest.approx(psutil.virtual_memory().available, abs=GIB)
 
 
-@on_linux
-@pytest.mark.parametrize("limit", [MACHINE, MACHINE + 1, 100 * MACHINE])
+@pytest.mark.parametrize("limit", [MACHINE, 100 * MACHINE])
 def test_a_limit_above_physical_memory_is_none(cgroups: Cgroups, limit: int) -> None:
     cgroups.join("0::/job")
     cgroups.v2("/job", limit, used=limit)
@@ -89,8 +75,7 @@ def test_a_limit_above_physical_memory_is_none(cgroups: Cgroups, limit: int) -> 
     assert cgroups.available() > 0
 
 
-@on_linux
-@pytest.mark.parametrize("text", ["", "\n", "unlimited", "12 kB", "1.5", "max max"])
+@pytest.mark.parametrize("text", ["", "12 kB", "max max"])
 def test_a_limit_that_cannot_be_read_is_none(cgroups: Cgroups, text: str) -> None:
     cgroups.join("0::/job/step")
     cgroups.v2("/job", 500 * MIB)
@@ -99,43 +84,34 @@ def test_a_limit_that_cannot_be_read_is_none(cgroups: Cgroups, text: str) -> Non
     assert cgroups.memory().total_bytes == 500 * MIB
 
 
-@on_linux
-@pytest.mark.parametrize("damage", ["missing", "empty", "text", "folder"])
-def test_a_group_without_its_use_is_left_out(cgroups: Cgroups, damage: str) -> None:
+def test_a_group_without_its_use_is_left_out(cgroups: Cgroups) -> None:
     cgroups.join("0::/job")
     use = cgroups.v2("/job", 300 * MIB) / "memory.current"
+    for text in ("", "many"):
+        use.write_text(text)
+        assert cgroups.memory().total_bytes == MACHINE
     use.unlink()
-    if damage == "folder":
-        use.mkdir()
-    elif damage != "missing":
-        use.write_text("" if damage == "empty" else "a lot")
     assert cgroups.memory().total_bytes == MACHINE
 
 
-@on_linux
-@pytest.mark.parametrize("stat", [None, "", "anon 1\n", "inactive_file\n", "inactive_file 1 2\n", "\n\n",
-                                  "inactive_file many\n"])  # fmt: skip
-def test_without_statistics_the_limit_holds_and_nothing_is_reclaimable(
-    cgroups: Cgroups, stat: str | None
-) -> None:
+@pytest.mark.parametrize("stat", ["", "inactive_file\n", "inactive_file 1 2\n", "inactive_file many\n"])
+def test_without_statistics_the_limit_holds_and_nothing_is_reclaimable(cgroups: Cgroups, stat: str) -> None:
     cgroups.join("0::/job")
     file = cgroups.v2("/job", 300 * MIB, used=200 * MIB) / "memory.stat"
-    file.unlink()
-    if stat is not None:
-        file.write_text(stat)
+    file.write_text(stat)
     assert cgroups.memory().total_bytes == 300 * MIB
+    assert cgroups.available() == 100 * MIB
+    file.unlink()
     assert cgroups.available() == 100 * MIB
 
 
-@on_linux
-@pytest.mark.parametrize("line", ["", "nonsense", "0", "0:", "::", ":memory"])
+@pytest.mark.parametrize("line", ["", "nonsense", "0:", "::"])
 def test_broken_lines_of_the_membership_do_not_hide_the_others(cgroups: Cgroups, line: str) -> None:
     cgroups.join(line, "0::/job", line)
     cgroups.v2("/job", 300 * MIB)
     assert cgroups.memory().total_bytes == 300 * MIB
 
 
-@on_linux
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_what_the_kernel_can_reclaim_is_available(cgroups: Cgroups, version: str) -> None:
     cgroups.join("4:memory:/job" if version == "v1" else "0::/job")
@@ -146,8 +122,7 @@ def test_what_the_kernel_can_reclaim_is_available(cgroups: Cgroups, version: str
     assert cgroups.available() == 0
 
 
-@on_linux
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_the_ranks_of_a_host_share_its_memory(
     cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch, num_ranks: int
 ) -> None:

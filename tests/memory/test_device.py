@@ -18,13 +18,13 @@ def test_a_device_that_is_not_there_is_named(kind: str) -> None:
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if present is not None and present.type == kind:
         pytest.skip(f"there is an {kind} device")
-    with pytest.raises(NotImplementedError, match=f"the memory of {kind}.* cannot be measured"):
+    with pytest.raises(NotImplementedError, match=kind):
         device_memory(torch.device(kind))
 
 
 def test_the_cpu_of_another_system_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(NotImplementedError, match="the memory of cpu cannot be measured on darwin"):
+    with pytest.raises(NotImplementedError, match=r"cpu.*darwin"):
         device_memory(CPU)
 
 

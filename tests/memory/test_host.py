@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import itertools
 import logging
 import mmap
 import resource
 import signal
 import sys
 import threading
-import time
-import types
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType, SimpleNamespace
 
 import psutil
 import pytest
@@ -28,16 +26,23 @@ from linnaeus.memory.process import status_bytes
 from linnaeus.memory.storages import num_compiled_graphs
 from tests.helpers import forks
 from tests.helpers.ledger import resident_bytes
+from tests.helpers.runs import wait_until
 from tests.memory.conftest import CPU, MACHINE, MIB, Cgroups, on_linux, raised_from
 
+pytestmark = on_linux
 NOISE = 8 * MIB  # what the rest of the process takes or gives back between two readings
+
+
+@pytest.fixture(autouse=True)
+def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else runs on this machine changes no budget."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=MACHINE, available=MACHINE))
 
 
 # -- the budget
 
 
-@on_linux
-@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_the_budget_is_the_fraction_of_a_group_less_what_others_use(
     cgroups: Cgroups, fraction: float
 ) -> None:
@@ -48,7 +53,6 @@ def test_the_budget_is_the_fraction_of_a_group_less_what_others_use(
     assert budget == pytest.approx(fraction * total - others, abs=NOISE)
 
 
-@on_linux
 def test_the_tightest_pool_decides_on_the_budget(cgroups: Cgroups) -> None:
     """A wide group that is nearly full leaves less than a narrow one that is empty."""
     wide, narrow = min(4 * GIB, MACHINE // 4), min(2 * GIB, MACHINE // 8)
@@ -58,23 +62,12 @@ def test_the_tightest_pool_decides_on_the_budget(cgroups: Cgroups) -> None:
     assert cgroups.memory().budget(1.0, None) == pytest.approx(resident_bytes() + 200 * MIB, abs=NOISE)
 
 
-@on_linux
-def test_the_budget_is_negative_where_others_use_more_than_the_fraction(cgroups: Cgroups) -> None:
-    cgroups.join("0::/job")
-    cgroups.v2("/job", GIB, used=resident_bytes() + 900 * MIB)
-    assert cgroups.memory().budget(0.1, None) < 0
+def test_a_smaller_device_bounds_this_process_alone(cgroups: Cgroups) -> None:
+    assert cgroups.memory().budget(0.95, 64 * MIB) == int(0.95 * 64 * MIB)
+    unlimited = cgroups.memory().budget(0.95, None)
+    assert cgroups.memory().budget(0.95, 100 * MACHINE) == pytest.approx(unlimited, abs=GIB)
 
 
-@on_linux
-@pytest.mark.parametrize("fraction", [0.95, 1.0])
-def test_a_smaller_device_bounds_this_process_alone(cgroups: Cgroups, fraction: float) -> None:
-    limit = 64 * MIB
-    assert cgroups.memory().budget(fraction, limit) == int(fraction * limit)
-    unlimited = cgroups.memory().budget(fraction, None)
-    assert cgroups.memory().budget(fraction, 100 * MACHINE) == pytest.approx(unlimited, abs=GIB)
-
-
-@on_linux
 def test_the_ranks_of_a_host_divide_the_budget_evenly(
     cgroups: Cgroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,8 +85,16 @@ def test_the_ranks_of_a_host_divide_the_budget_evenly(
 # -- the peak
 
 
+@pytest.fixture(scope="module")
+def loaded() -> None:
+    """A process that has loaded the libraries of a step: their pages are memory that it holds."""
+    memory = CpuMemory(CPU)
+    with memory.cap(memory.in_use() + GIB):
+        train_once()
+
+
 @pytest.fixture
-def memory() -> Iterator[CpuMemory]:
+def memory(loaded: None) -> Iterator[CpuMemory]:
     memory = CpuMemory(CPU)
     memory.clean()
     memory.settle()  # without what the C library kept of earlier tests
@@ -101,7 +102,6 @@ def memory() -> Iterator[CpuMemory]:
     memory.clean()
 
 
-@on_linux
 def test_the_peak_of_tensors_is_exact_and_stays_until_it_is_reset(memory: CpuMemory) -> None:
     with memory.cap(memory.in_use() + GIB):
         memory.reset_peak()
@@ -116,10 +116,9 @@ def test_the_peak_of_tensors_is_exact_and_stays_until_it_is_reset(memory: CpuMem
         assert memory.peak() == before
 
 
-@on_linux
 def test_a_peak_starts_at_what_is_held(memory: CpuMemory) -> None:
     with memory.cap(memory.in_use() + GIB):
-        block = allocate(100 * MIB)
+        block = allocate(20 * MIB)
         memory.reset_peak()
         held = memory.in_use()
         del block
@@ -130,6 +129,7 @@ HELD_AND_RESIDENT = """
 import torch
 from linnaeus.memory.host import CpuMemory
 from tests.helpers.ledger import resident_bytes
+from tests.helpers.runs import wait_until
 
 memory = CpuMemory(torch.device("cpu"))
 print(memory.in_use(), resident_bytes())
@@ -141,7 +141,6 @@ print(memory.in_use() + block.nbytes, resident_bytes())
 """
 
 
-@on_linux
 def test_what_the_process_held_before_counts_as_the_system_does(tmp_path: Path) -> None:
     """In a process in which no thread has ended yet."""
     done = forks.python("-c", HELD_AND_RESIDENT, cwd=tmp_path)
@@ -151,7 +150,6 @@ def test_what_the_process_held_before_counts_as_the_system_does(tmp_path: Path) 
         assert held == pytest.approx(resident, abs=NOISE)
 
 
-@on_linux
 def test_a_tensor_of_a_trial_is_not_counted_twice(memory: CpuMemory) -> None:
     before = memory.in_use()
     with memory.cap(before + GIB):
@@ -163,30 +161,27 @@ def test_a_tensor_of_a_trial_is_not_counted_twice(memory: CpuMemory) -> None:
     assert memory.in_use() == held - 100 * MIB
 
 
-@on_linux
 def test_what_threads_free_at_the_same_time_is_all_counted(memory: CpuMemory) -> None:
     """The thread of the heartbeat, for one, frees tensors where it collects garbage."""
-    before, interval = memory.in_use(), sys.getswitchinterval()
-    halves = range(1, 300_000), range(300_000, 600_000)  # so many that the threads interrupt each other
-    for number in itertools.chain(*halves):
-        memory._allocated(number, 1)  # as the tracer reports it; that many tensors would take a minute
-    assert memory.in_use() == before + 599_999
-    both_started = threading.Barrier(len(halves))
 
-    def free(numbers: range) -> None:
-        both_started.wait()
-        for number in numbers:
-            memory._freed(number, 1)
+    class Interrupted(int):
+        """A number that another thread frees memory during its subtraction, unless it has to wait."""
 
-    threads = [threading.Thread(target=free, args=(half,)) for half in halves]
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+        def __rsub__(self, live_bytes: int) -> int:
+            other.start()
+            wait_until(lambda: not other.is_alive() or is_in_freed())
+            return live_bytes - int(self)
+
+    def is_in_freed() -> bool:
+        frame = sys._current_frames().get(other.ident or 0)
+        return frame is not None and frame.f_code.co_name == "_freed"
+
+    before = memory.in_use()
+    for number in (1, 2):
+        memory._allocated(number, MIB)  # as the tracer reports it
+    other = threading.Thread(target=memory._freed, args=(2, MIB))
+    memory._freed(1, Interrupted(MIB))
+    other.join()
     assert memory.in_use() == before
 
 
@@ -198,23 +193,20 @@ def compiled(compiles_unseen: None) -> None:
     assert num_compiled_graphs()
 
 
-@on_linux
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("held_mib", [0, 100])
-def test_beside_compiled_code_a_tensor_that_stays_counts_once(memory: CpuMemory, held_mib: int) -> None:
+def test_beside_compiled_code_a_tensor_that_stays_counts_once(memory: CpuMemory) -> None:
     """Such as the optimizer's state, which the first step allocates."""
     with memory.cap(memory.in_use() + GIB):
-        held = allocate(held_mib * MIB)
+        held = allocate(50 * MIB)
         memory.reset_peak()
         before = memory.in_use()
-        state = allocate(200 * MIB)
-        unseen = bytearray(b"\1") * (100 * MIB)
+        state = allocate(100 * MIB)
+        unseen = bytearray(b"\1") * (50 * MIB)
         assert memory.peak() == pytest.approx(before + state.nbytes + len(unseen), abs=NOISE)
         del held, state
-        assert memory.peak() == pytest.approx(before + 300 * MIB, abs=NOISE)
+        assert memory.peak() == pytest.approx(before + 150 * MIB, abs=NOISE)
 
 
-@on_linux
 def test_clean_collects_what_only_a_cycle_holds(memory: CpuMemory) -> None:
     before = memory.in_use()
     with memory.cap(before + GIB):
@@ -248,51 +240,44 @@ def allocate(num_bytes: int) -> torch.Tensor:
     return torch.ones(num_bytes, dtype=torch.uint8)
 
 
-@on_linux
 def test_a_tensor_above_the_cap_is_refused_and_the_process_works_on(memory: CpuMemory) -> None:
     expected = train_once()
     before = resource.getrlimit(resource.RLIMIT_DATA)
     files = num_open_files()
-    for _ in range(3):
-        with memory.cap(memory.in_use() + 100 * MIB):
-            assert allocate(50 * MIB).all()
-            with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
-                allocate(300 * MIB)
+    for _ in range(2):
+        with memory.cap(memory.in_use() + 20 * MIB):
+            assert allocate(10 * MIB).all()
+            with pytest.raises(RuntimeError) as caught:
+                allocate(150 * MIB)
+            assert not isinstance(caught.value, MemoryError), "the system has refused it, not the count"
             assert memory.refused(caught.value)
-            assert allocate(50 * MIB).all()
+            assert allocate(10 * MIB).all()
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
-        assert allocate(300 * MIB).all()
+        assert allocate(150 * MIB).all()
         assert train_once() == expected
     assert num_open_files() == files
 
 
-@on_linux
 def test_python_is_refused_memory_under_the_cap_too(memory: CpuMemory) -> None:
-    with memory.cap(memory.in_use() + 50 * MIB), pytest.raises(MemoryError) as caught:
-        bytearray(600 * MIB)
+    with memory.cap(memory.in_use() + 10 * MIB), pytest.raises(MemoryError) as caught:
+        bytearray(200 * MIB)
     assert memory.refused(caught.value)
-    assert len(bytearray(600 * MIB)) == 600 * MIB
+    assert len(bytearray(200 * MIB)) == 200 * MIB
 
 
-@on_linux
-@pytest.mark.parametrize("excess", [-1, 0, 1])
-def test_the_operation_that_takes_the_tensors_above_the_cap_fails(memory: CpuMemory, excess: int) -> None:
+def test_the_operation_that_takes_the_tensors_above_the_cap_fails(memory: CpuMemory) -> None:
     """To the byte."""
-    with memory.cap(memory.in_use() + 100 * MIB):
-        half = allocate(50 * MIB)
-        if excess <= 0:
-            assert allocate(50 * MIB + excess).nbytes == 50 * MIB + excess
-        else:
-            with pytest.raises(
-                MemoryError, match=r"out of memory: the process holds \d+ MiB, its cap"
-            ) as caught:
-                allocate(50 * MIB + excess)
-            assert memory.refused(caught.value)
+    with memory.cap(memory.in_use() + 10 * MIB):
+        half = allocate(5 * MIB)
+        for excess in (-1, 0):
+            assert allocate(5 * MIB + excess).nbytes == 5 * MIB + excess
+        with pytest.raises(MemoryError) as caught:
+            allocate(5 * MIB + 1)
+        assert memory.refused(caught.value)
         del half
         assert torch.ones(1) == 1
 
 
-@on_linux
 def test_an_operation_of_a_backward_pass_fails_above_the_cap(memory: CpuMemory) -> None:
     weight = torch.ones(20 * MIB // 4, requires_grad=True)
     with memory.cap(memory.in_use() + 70 * MIB):
@@ -307,28 +292,11 @@ def test_an_operation_of_a_backward_pass_fails_above_the_cap(memory: CpuMemory) 
     assert weight.grad is not None
 
 
-@on_linux
-@pytest.mark.parametrize("bytes_", [-(1 << 40), 0, 1])
-def test_under_a_cap_below_what_is_held_nothing_runs(memory: CpuMemory, bytes_: int) -> None:
-    with memory.cap(bytes_), pytest.raises(MemoryError):
-        torch.ones(1)
+def test_under_a_cap_below_what_is_held_nothing_runs(memory: CpuMemory) -> None:
+    for cap_bytes in (-(1 << 40), 0, 1):
+        with memory.cap(cap_bytes), pytest.raises(MemoryError):
+            torch.ones(1)
     assert torch.ones(1) == 1
-
-
-@on_linux
-def test_the_limit_comes_back_after_an_exception(memory: CpuMemory) -> None:
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-
-    def fail(error: type[BaseException]) -> None:
-        with memory.cap(memory.in_use() + 50 * MIB):
-            assert resource.getrlimit(resource.RLIMIT_DATA) != before
-            raise error
-
-    for error in (ZeroDivisionError, KeyboardInterrupt, MemoryError):
-        with pytest.raises(error):
-            fail(error)
-        assert resource.getrlimit(resource.RLIMIT_DATA) == before
-    assert allocate(300 * MIB).all()
 
 
 @pytest.fixture
@@ -342,17 +310,18 @@ def limited() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-@on_linux
 def test_a_limit_of_the_process_comes_back(memory: CpuMemory, limited: int) -> None:
-    with memory.cap(memory.in_use() + 50 * MIB):
-        assert resource.getrlimit(resource.RLIMIT_DATA)[0] < limited
-    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == limited
-    with pytest.raises(ZeroDivisionError), memory.cap(memory.in_use() + 50 * MIB):
-        raise ZeroDivisionError
-    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == limited
+    def fail(error: type[BaseException]) -> None:
+        with memory.cap(memory.in_use() + 50 * MIB):
+            assert resource.getrlimit(resource.RLIMIT_DATA)[0] < limited
+            raise error
+
+    for error in (ZeroDivisionError, KeyboardInterrupt, MemoryError):
+        with pytest.raises(error):
+            fail(error)
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] == limited
 
 
-@on_linux
 def test_a_cap_never_raises_a_limit_of_the_process(memory: CpuMemory, limited: int) -> None:
     with memory.cap(memory.in_use() + 100 * GIB):
         assert resource.getrlimit(resource.RLIMIT_DATA)[0] == limited
@@ -362,7 +331,6 @@ def test_a_cap_never_raises_a_limit_of_the_process(memory: CpuMemory, limited: i
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == limited
 
 
-@on_linux
 def test_a_limit_of_the_process_bounds_total_and_budget(limited: int) -> None:
     memory = CpuMemory(CPU)
     assert memory.total_bytes == limited
@@ -374,26 +342,29 @@ def test_a_limit_of_the_process_bounds_total_and_budget(limited: int) -> None:
     assert memory.outside() >= 0
 
 
-@on_linux
 def test_without_a_limit_the_machine_or_its_group_is_the_total(memory: CpuMemory) -> None:
     assert memory.total_name == ""
     assert memory.total_bytes == min(pool.total_bytes for pool in _pools())
 
 
-@on_linux
-def test_a_search_stays_within_a_limit_of_the_process(limited: int, caplog: pytest.LogCaptureFixture) -> None:
-    room = limited - status_bytes("VmData")
-    with caplog.at_level(logging.INFO, "linnaeus.autobatch"):
-        result = auto_find_batch_size(
-            lambda batch: batch.sin().sum(), lambda size: torch.ones(size, 8 * MIB // 4), mode="val",
-            device=CPU, target_memory_fraction=1.0,
-        )  # fmt: skip
+def test_a_search_stays_within_a_limit_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, room = resource.getrlimit(resource.RLIMIT_DATA), 200 * MIB
+    resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + room, before[1]))
+    try:
+        with caplog.at_level(logging.INFO, "linnaeus.autobatch"):
+            result = auto_find_batch_size(
+                lambda batch: batch.sin().sum(), lambda size: torch.ones(size, 2 * MIB), mode="val",
+                device=CPU, target_memory_fraction=1.0,
+            )  # fmt: skip
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
     assert 0 < result.batch_size * 16 * MIB <= room  # 8 for the batch, 8 for its sines
     assert result.limited_by == "memory"
-    assert "(RLIMIT_DATA (ulimit -d))" in caplog.text
+    assert "RLIMIT_DATA" in caplog.text
 
 
-@on_linux
 def test_an_unspecific_error_counts_without_a_cap_near_a_limit_of_the_process(memory: CpuMemory) -> None:
     error = RuntimeError("could not create a primitive")
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -402,20 +373,19 @@ def test_an_unspecific_error_counts_without_a_cap_near_a_limit_of_the_process(me
         try:
             resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + mebibytes * MIB, before[1]))
             counts[mebibytes] = memory.refused(error)
-            assert not memory.refused(RuntimeError("the loss is NaN"))
+            assert not memory.refused(RuntimeError("NaN"))
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, before)
     assert counts == {20: True, 2048: False}
     assert not memory.refused(error)
 
 
-@on_linux
 @pytest.mark.parametrize("in_thread", [True, False])
 def test_what_a_thread_of_the_step_computes_counts(
     memory: CpuMemory, in_thread: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def compute() -> None:
-        assert (allocate(300 * MIB) + 1).all()
+        assert (allocate(50 * MIB) + 1).all()
 
     with memory.cap(memory.in_use() + 2 * GIB):
         for _ in range(2):
@@ -427,59 +397,51 @@ def test_what_a_thread_of_the_step_computes_counts(
                 thread.join()
             else:
                 compute()
-            assert memory.peak() - before == pytest.approx(600 * MIB, abs=NOISE)
-    assert caplog.text.count("allocates unseen") == in_thread
+            assert memory.peak() - before == pytest.approx(100 * MIB, abs=NOISE)
+    assert len(caplog.records) == in_thread, "it is said once that something allocates unseen"
 
 
-@on_linux
 def test_caps_nest(memory: CpuMemory) -> None:
-    with memory.cap(memory.in_use() + 400 * MIB):
-        outer = resource.getrlimit(resource.RLIMIT_DATA)
-        with memory.cap(memory.in_use() + 50 * MIB), pytest.raises(RuntimeError):
-            allocate(300 * MIB)
-        assert resource.getrlimit(resource.RLIMIT_DATA) == outer
-        assert allocate(300 * MIB).all()
-
-
-@on_linux
-@pytest.mark.parametrize(
-    "cause",
-    [
-        RuntimeError("could not create a primitive"),
-        RuntimeError("could not execute a primitive"),
-        RuntimeError("can't start new thread"),
-        SystemError("error return without exception set"),
-    ],
-    ids=repr,
-)
-def test_an_unspecific_error_counts_only_when_there_was_no_memory_left(
-    memory: CpuMemory, cause: Exception
-) -> None:
-    error = raised_from(ValueError("in layer 3"), cause)
-    assert not memory.refused(error)
     with memory.cap(memory.in_use() + 200 * MIB):
-        assert not memory.refused(error)
+        outer = resource.getrlimit(resource.RLIMIT_DATA)
+        with memory.cap(memory.in_use() + 20 * MIB), pytest.raises(RuntimeError):
+            allocate(150 * MIB)
+        assert resource.getrlimit(resource.RLIMIT_DATA) == outer
+        assert allocate(150 * MIB).all()
+
+
+UNSPECIFIC = [
+    RuntimeError("could not create a primitive"),
+    RuntimeError("could not execute a primitive"),
+    RuntimeError("can't start new thread"),
+    SystemError("error return without exception set"),
+]
+
+
+def test_an_unspecific_error_counts_only_when_there_was_no_memory_left(memory: CpuMemory) -> None:
+    def refused() -> list[bool]:
+        return [memory.refused(raised_from(ValueError("in layer 3"), cause)) for cause in UNSPECIFIC]
+
+    assert not any(refused())
+    with memory.cap(memory.in_use() + 20 * MIB):
+        assert not any(refused())
         assert len(b"\1" * (50 * MIB)) == 50 * MIB
-        assert not memory.refused(error)
-        assert len(b"\1" * (461 * MIB)) == 461 * MIB  # given back by the time the question is asked
-        assert memory.refused(error)
-        assert not memory.refused(RuntimeError("the loss is NaN"))
-    assert not memory.refused(error)
+        assert not any(refused())
+        assert len(b"\1" * (101 * MIB)) == 101 * MIB  # given back by the time the question is asked
+        assert all(refused())
+        assert not memory.refused(RuntimeError("NaN"))
+    assert not any(refused())
 
 
 # -- a function by itself
 
 
-@on_linux
 def test_a_result_comes_back_from_another_thread(memory: CpuMemory) -> None:
-    here = threading.get_ident()
     value: list[int] = []
     assert memory.isolate(lambda: value) is value
-    assert memory.isolate(lambda: None) is None
-    assert memory.isolate(threading.get_ident) != here
+    assert memory.isolate(threading.get_ident) != threading.get_ident()
 
 
-@on_linux
 def test_a_thread_that_is_kept_is_given_up_after_an_exception(memory: CpuMemory) -> None:
     def identity() -> tuple[int, threading.Thread]:
         return threading.get_native_id(), threading.current_thread()
@@ -498,41 +460,30 @@ def test_a_thread_that_is_kept_is_given_up_after_an_exception(memory: CpuMemory)
     assert memory.isolate(identity, keeps_thread=True)[1] is not thread
 
 
-@on_linux
-@pytest.mark.parametrize("kind", [ValueError, MemoryError, SystemExit, KeyboardInterrupt, StopIteration])
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt, StopIteration])
 def test_the_very_exception_passes(memory: CpuMemory, kind: type[BaseException]) -> None:
-    error = kind("as it was")
+    error = kind("mine")
 
     def fail() -> None:
         raise error
 
     before = set(threading.enumerate())
-    with pytest.raises(kind, match="as it was") as caught:
+    with pytest.raises(kind) as caught:
         memory.isolate(fail)
     assert caught.value is error
     assert set(threading.enumerate()) <= before
 
 
-@on_linux
-@pytest.mark.parametrize("enabled", [True, False])
-def test_gradients_are_as_outside(memory: CpuMemory, enabled: bool) -> None:
-    with torch.set_grad_enabled(enabled):
-        assert memory.isolate(torch.is_grad_enabled) is enabled
-        assert torch.is_grad_enabled() is enabled
-        memory.isolate(lambda: torch.set_grad_enabled(not enabled))
-        assert torch.is_grad_enabled() is enabled
-
-
-@on_linux
-def test_inference_mode_is_as_outside(memory: CpuMemory) -> None:
+def test_the_state_of_torch_is_as_outside(memory: CpuMemory) -> None:
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            assert memory.isolate(torch.is_grad_enabled) is enabled
+            memory.isolate(lambda enabled=enabled: torch.set_grad_enabled(not enabled))  # type: ignore[misc]
+            assert torch.is_grad_enabled() is enabled
     assert not memory.isolate(torch.is_inference_mode_enabled)
     with torch.inference_mode():
-        assert memory.isolate(torch.is_inference_mode_enabled)
         assert memory.isolate(lambda: torch.ones(1).is_inference())
-
-
-@on_linux
-def test_autocast_is_as_outside(memory: CpuMemory) -> None:
+    assert memory.isolate(torch.get_num_threads) == torch.get_num_threads()
     a, b = torch.ones(4, 4), torch.ones(4, 4)
     assert memory.isolate(lambda: (a @ b).dtype) is torch.float32
     for dtype in (torch.bfloat16, torch.float16):
@@ -542,12 +493,6 @@ def test_autocast_is_as_outside(memory: CpuMemory) -> None:
                 assert memory.isolate(lambda: (a @ b).dtype) is torch.float32
 
 
-@on_linux
-def test_the_number_of_threads_is_as_outside(memory: CpuMemory) -> None:
-    assert memory.isolate(torch.get_num_threads) == torch.get_num_threads()
-
-
-@on_linux
 def test_context_variables_are_as_outside(memory: CpuMemory) -> None:
     variable = contextvars.ContextVar("variable", default="nothing")
     assert memory.isolate(variable.get) == "nothing"
@@ -558,7 +503,6 @@ def test_context_variables_are_as_outside(memory: CpuMemory) -> None:
     variable.reset(token)
 
 
-@on_linux
 def test_an_interruption_waits_for_the_function(memory: CpuMemory) -> None:
     """Whoever restores the model must not do so under a step that still runs."""
     main = threading.main_thread().ident
@@ -570,7 +514,7 @@ def test_an_interruption_waits_for_the_function(memory: CpuMemory) -> None:
         frame = sys._current_frames()[main]
         return frame.f_code.co_name == "wait" and "start" not in callers(frame)
 
-    def callers(frame: types.FrameType | None) -> Iterator[str]:
+    def callers(frame: FrameType | None) -> Iterator[str]:
         while frame is not None:
             yield frame.f_code.co_name
             frame = frame.f_back
@@ -581,11 +525,9 @@ def test_an_interruption_waits_for_the_function(memory: CpuMemory) -> None:
 
     def step() -> None:
         for number in range(1, 3):
-            while not waits():
-                time.sleep(0.001)
+            wait_until(waits)
             signal.pthread_kill(main, signal.SIGINT)
-            while len(events) < number:
-                time.sleep(0.001)
+            wait_until(lambda number=number: len(events) >= number)  # type: ignore[misc]
         events.append("done")
 
     before = signal.signal(signal.SIGINT, interrupt)
@@ -598,7 +540,6 @@ def test_an_interruption_waits_for_the_function(memory: CpuMemory) -> None:
     assert events == ["interrupted", "interrupted", "done", "left"]
 
 
-@on_linux
 def test_convolutions_work_after_one_ran_out_of_memory(memory: CpuMemory) -> None:
     """Not a page was left for their kernels."""
 
@@ -651,7 +592,6 @@ for _ in range(3):
 
 
 @pytest.mark.slow
-@on_linux
 def test_a_later_search_holds_what_the_first_one_held(tmp_path: Path) -> None:
     """The C library keeps some 50 MiB of the threads of trials."""
     done = forks.python("-c", SEARCHES, cwd=tmp_path)

@@ -10,11 +10,6 @@ import torch
 from linnaeus.memory.oom import is_out_of_memory
 from tests.memory.conftest import raised_from
 
-
-def torch_says(message: str) -> RuntimeError:
-    return RuntimeError(message)
-
-
 OUT_OF_MEMORY = [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 39.39 GiB",
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
@@ -52,26 +47,20 @@ OUT_OF_MEMORY = [
 
 @pytest.mark.parametrize("message", OUT_OF_MEMORY)
 def test_every_library_is_understood(message: str) -> None:
-    assert is_out_of_memory(torch_says(message))
+    error = RuntimeError(message)
+    assert is_out_of_memory(error)
     assert is_out_of_memory(torch.AcceleratorError(message))
-    assert is_out_of_memory(raised_from(ValueError("in layer 3"), torch_says(message)))
-    assert is_out_of_memory(raised_from(KeyError("batch"), ValueError("in layer 3"), torch_says(message)))
+    assert is_out_of_memory(raised_from(KeyError("batch"), ValueError("layer3"), error))
 
 
 @pytest.mark.parametrize(
     "error",
-    [
-        torch.OutOfMemoryError("whatever it says"),
-        torch.cuda.OutOfMemoryError("Allocation on device 0"),
-        MemoryError(),
-        OSError(errno.ENOMEM, "Cannot allocate memory"),
-        OSError(errno.ENOMEM, "Cannot allocate memory", "/data/train.bin"),
-    ],
+    [torch.OutOfMemoryError("of any kind"), MemoryError(), OSError(errno.ENOMEM, "", "/data/train.bin")],
     ids=repr,
 )
 def test_errors_of_the_right_type_need_no_text(error: BaseException) -> None:
     assert is_out_of_memory(error)
-    assert is_out_of_memory(raised_from(RuntimeError("the step failed"), error))
+    assert is_out_of_memory(raised_from(RuntimeError("failed"), error))
 
 
 def test_a_real_allocation_that_nobody_can_serve_counts() -> None:
@@ -86,23 +75,17 @@ def test_a_real_allocation_that_nobody_can_serve_counts() -> None:
     [
         None,
         RuntimeError(),
-        RuntimeError("the loss is NaN at step 3"),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 16x2)"),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("CUDA error: device-side assert triggered"),
-        RuntimeError("Expected all tensors to be on the same device"),
         RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that "
                      "dataloader's workers are out of shared memory."),
         RuntimeError("Pin memory thread exited unexpectedly"),
         RuntimeError("out of resource: shared memory, Required: 131072, Hardware limit: 101376"),
-        RuntimeError("view size is not compatible with input tensor's size and stride"),
         RuntimeError("could not create a primitive"),
         RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
         RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
         RuntimeError("FIND was unable to find an engine to execute this computation"),
         RuntimeError("can't start new thread"),
-        NotImplementedError("no kernel for this dtype"),
-        ValueError("loss is NaN"),
         ValueError("out of memory"),
         KeyError("CUDA out of memory"),
         FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/out of memory/1.png"),
@@ -110,24 +93,20 @@ def test_a_real_allocation_that_nobody_can_serve_counts() -> None:
         OSError("cannot identify image file 'out_of_memory.png'"),
         OSError(errno.ENOSPC, "No space left on device"),
         KeyboardInterrupt(),
-        FloatingPointError("nan"),
     ],
     ids=repr,
 )  # fmt: skip
 def test_no_other_error_counts(error: BaseException | None) -> None:
     assert not is_out_of_memory(error)
     if error is not None:
-        assert not is_out_of_memory(raised_from(RuntimeError("the step failed"), error))
+        assert not is_out_of_memory(raised_from(RuntimeError("failed"), error))
 
 
-def test_an_error_raised_while_another_was_handled_is_judged_by_itself() -> None:
-    """Without `from`, the first error is not the reason of the second."""
+def test_an_error_is_judged_by_what_it_was_raised_from() -> None:
+    """Without `from`, the error that was handled is not its reason; a chain may bite its tail."""
     error = RuntimeError("no such layer")
     error.__context__ = MemoryError()
     assert not is_out_of_memory(error)
-
-
-def test_a_chain_that_bites_its_tail_ends() -> None:
     first, second = RuntimeError("first"), RuntimeError("second")
     first.__cause__, second.__cause__ = second, first
     assert not is_out_of_memory(first)

@@ -66,7 +66,7 @@ def prediction() -> Prediction:
     return Step().predicted(base_bytes=500 * MIB)
 
 
-@pytest.mark.parametrize("n", [1, 8, 13, 64, 1000])
+@pytest.mark.parametrize("n", [1, 13, 1000])
 def test_a_replay_at_any_size_is_that_of_a_trace_at_this_size(prediction: Prediction, n: int) -> None:
     direct = replay(_program(Step().traced(n)), PLAIN)
     assert prediction.is_paired

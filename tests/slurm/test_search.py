@@ -46,7 +46,7 @@ def test_a_search_on_slurm(slurm: Cluster, tmp_path: Path) -> None:
     assert [entry["status"] for entry in entries(sweep)] == ["finished"] * 5
     outputs = [path.read_text() for path in sweep.glob("*/logs/output.txt")]
     assert sum(QUEUED_AGAIN in text for text in outputs) == 1
-    assert sum("resumed after" in text for text in outputs) == 1
+    assert sum("resumed" in text for text in outputs) == 1
 
     (tmp_path / "quick").unlink()
     again = Shell(slurm, tmp_path, *SEARCH, "--trials", "6")
@@ -57,6 +57,6 @@ def test_a_search_on_slurm(slurm: Cluster, tmp_path: Path) -> None:
     assert float(last["values"]["OPTIMIZER.LR"]) < min(
         float(entry["values"]["OPTIMIZER.LR"]) for entry in others
     )
-    assert again.log.read_text().count("has ended well before") == 5
+    assert again.log.read_text().count("ended well") == 5
     assert not (tmp_path / last["folder"] / "result.json").exists()
     wait_until(lambda: not queue(slurm))

@@ -1,0 +1,246 @@
+"""What the integrations refuse, and the warnings that name a remedy, word by word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+pytest.importorskip("transformers")
+
+import datasets
+import torch
+from lightning.pytorch import strategies
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
+from transformers import Trainer, default_data_collator
+
+from linnaeus.errors import AutoBatchError
+from linnaeus.integrations.accelerate import autobatch as decorator
+from linnaeus.integrations.accelerate import find_batch_size
+from linnaeus.integrations.common import (
+    check_divisors,
+    check_effective_batch,
+    check_values,
+    checked_options,
+    split_effective_batch,
+)
+from linnaeus.integrations.lightning import AutoBatch
+from linnaeus.integrations.transformers import autobatch
+from tests.helpers.messages import Golden
+from tests.integrations.hugging import Text, collate, trainer
+from tests.integrations.lightning_runs import NUM_VAL, Bare, Manual, Net, data, fit, loader, trainer_for
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def refused(function: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The kind of the error that a call raises, and its text."""
+    with pytest.raises((TypeError, ValueError, AutoBatchError)) as caught:
+        function(*args, **options)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def shared(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
+    split_effective_batch(514, 2, 40)
+    return {
+        "an unknown option": refused(checked_options, "val_options", {"size": 1}, own=["length"]),
+        "an option of the integration": refused(checked_options, "val_options", {"bounds": {}}),
+        "a size of 0": refused(checked_options, "val_options", {"max_batch_size": 0}),
+        "a size that is text": refused(
+            checked_options, "autobatch()", {"max_batch_size": "4"}, own=["max_batch_size"]
+        ),
+        "tolerance 2": refused(check_values, {"tolerance": 2}),
+        "min above max": refused(check_values, {"min_batch_size": 600}),
+        "97 on 2 processes": refused(check_effective_batch, 97, 2),
+        "effective 0": refused(check_effective_batch, 0, 2),
+        "a prime and BatchNorm": refused(split_effective_batch, 257, 1, 40, smallest=2),
+        "a multiple that does not divide": refused(split_effective_batch, 96, 2, 40, multiple_of=32),
+        "no divisor within the bounds": refused(check_divisors, 96, 2, 40, 25),
+        "many steps": caplog.records[-1].message,
+    }
+
+
+# -- Lightning
+
+
+class Fixed(Net):
+    def train_dataloader(self) -> Any:
+        return loader(8)
+
+
+class Odd(Net):
+    def train_dataloader(self) -> Any:
+        return loader(self.batch_size + 1)
+
+
+class Capped(Net):
+    def train_dataloader(self) -> Any:
+        return loader(min(16, self.batch_size))
+
+
+class Growing(Net):
+    def val_dataloader(self) -> Any:
+        return DataLoader(data(NUM_VAL), self.batch_size + (self.batch_size > 16))
+
+
+class Iterating(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        return self.loss(next(dataloader_iter)[0])
+
+
+class NoSetter(Net):
+    size = property(lambda self: 4)
+
+
+class OwnSampler(BatchSampler):
+    pass
+
+
+def sampled(kind: type[BatchSampler]) -> DataLoader[Any]:
+    return DataLoader(data(), batch_sampler=kind(SequentialSampler(data()), 4, False))
+
+
+Fit = tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]]
+FITS: dict[str, Fit] = {
+    "no attribute": (Net, (), {"batch_arg_name": "size"}),
+    "an attribute that cannot be set": (NoSetter, (), {"batch_arg_name": "size"}),
+    "a fixed size": (Fixed, (), {}),
+    "an odd size": (Odd, (), {}),
+    "a limited size": (Capped, (), {}),
+    "a growing size": (Growing, (), {}),
+    "a plain batch sampler": (Bare, (sampled(BatchSampler),), {}),
+    "a batch sampler": (Bare, (sampled(OwnSampler),), {}),
+    "batches of the dataset": (Bare, (DataLoader(data(), batch_size=None),), {}),
+    "no loader": (Bare, ([data()[:4]],), {}),
+    "unequal loaders": (Bare, ([loader(4), loader(8)],), {}),
+    "an iterator": (Iterating, (), {}),
+    "no rate": (Net, (), {"scale_lr": "sqrt", "base_batch_size": 2, "lr_arg_name": "rate"}),
+    "accumulation by hand": (Manual, (), {"effective_batch_size": 8}),
+    "a last batch of one": (Bare, (DataLoader(data(41), 4),), {"min_batch_size": 20}),
+    "an effective batch with a last batch of one": (Net, (), {"effective_batch_size": 19, "val": False}),
+    "an effective batch below the smallest": (Net, (), {"effective_batch_size": 33, "min_batch_size": 12}),
+    "an effective batch above an epoch": (Net, (), {"effective_batch_size": 97}),
+    "a prime effective batch": (Net, (), {"effective_batch_size": 83}),
+    "bounds without a divisor": (
+        Net,
+        (),
+        {"effective_batch_size": 64, "min_batch_size": 33, "max_batch_size": 50},
+    ),
+    "an unknown strategy": (Net, (), {"strategy": "ball"}),
+    "no trials": (Net, (), {"max_trials": 0}),
+}
+ARGUMENTS: tuple[dict[str, Any], ...] = (
+    {"max_batchsize": 3}, {"val_options": {"mode": "val"}}, {"start": 2}, {"predict": True},
+    {"scale_lr": "cubic", "base_batch_size": 1}, {"scale_lr": "linear"}, {"base_batch_size": 3},
+    {"val_options": 3}, {"make_batch": 3}, {"batch_arg_name": 3}, {"lr_arg_name": 3}, {"val": 3},
+    {"val": False, "val_options": {"tolerance": 0.1}}, {"target_memory_fraction": 2},
+    {"min_batch_size": 5, "val_options": {"max_batch_size": 4}},
+)  # fmt: skip
+
+
+def searched(module: Any, *given: Any, others: Any = (), **options: Any) -> None:
+    try:
+        fit(module, *given, callbacks=[*others, AutoBatch(**{"max_batch_size": 20, **options})])
+    finally:
+        assert getattr(module, "batch_size", 4) == 4, "what is refused changes nothing"
+
+
+def not_alone(name: str) -> str:
+    trainer = trainer_for()
+    trainer._accelerator_connector.strategy = getattr(strategies, name)()
+    return refused(AutoBatch().setup, trainer, Net(), "fit")
+
+
+def lightning() -> dict[str, str]:
+    schedule = [GradientAccumulationScheduler({0: 2})]
+    scheduled = refused(searched, Net(), effective_batch_size=8, others=schedule)
+    return {
+        **{f"Lightning: {arguments}": refused(AutoBatch, **arguments) for arguments in ARGUMENTS},
+        **{f"Lightning: {name}": refused(searched, module(), *given, **options)
+           for name, (module, given, options) in FITS.items()},
+        "Lightning: a schedule of accumulation": scheduled,
+        "Lightning: FSDP": not_alone("FSDPStrategy"),
+        "Lightning: model parallel": not_alone("ModelParallelStrategy"),
+    }  # fmt: skip
+
+
+# -- transformers and accelerate
+
+
+class FixedLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(self.train_dataset, batch_size=4, collate_fn=collate)
+
+
+def with_an_optimizer_elsewhere() -> Any:
+    judge = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(judge.parameters(), lr=0.1)
+
+    class Elsewhere(Trainer):
+        def training_step(self, *arguments: Any) -> Any:
+            judge(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            return super().training_step(*arguments)
+
+    return trainer(Elsewhere)
+
+
+CHANGES: tuple[tuple[str, Any], ...] = (
+    ("auto_find_batch_size", True), ("is_deepspeed_enabled", True), ("is_fsdp_enabled", True),
+    ("is_model_parallel", True), ("_n_gpu", 2), ("optim", "galore_adamw_layerwise"),
+    ("train_sampling_strategy", "batch_rebalance"), ("eval_dataset", None),
+)  # fmt: skip
+GOOD, BAD = {"input_ids": [5, 6, 7]}, {"foo": 1}
+WRONG: tuple[dict[str, Any], ...] = (
+    {"max_size": 3}, {"make_batch": 3}, {"eval_options": {"length": "tokens"}}, {"effective_batch_size": 0},
+    {"eval_options": {"max_batch_size": 0}}, {"samples": []}, {"samples": 3}, {"samples": GOOD},
+    {"eval_samples": []}, {"eval_options": 3}, {"evaluation": "x"},
+    {"effective_batch_size": 64, "multiple_of": 24, "max_batch_size": 30}, {"effective_batch_size": 204},
+    {"samples": [GOOD, BAD]}, {"evaluation": True, "eval_samples": [BAD]},
+)  # fmt: skip
+
+
+def trained(made: Any, **options: Any) -> None:
+    autobatch(made, **{"max_batch_size": 2, **options}).train()
+
+
+def changed(name: str, value: Any) -> str:
+    made = trainer()
+    setattr(made.args if hasattr(made.args, name) else made, name, value)
+    return refused(autobatch, made, **({"evaluation": True} if value is None else {}))
+
+
+def transformers() -> dict[str, str]:
+    stream, plain, generating, columns = (trainer() for _ in range(4))
+    columns.train_dataset = datasets.Dataset.from_dict({"input_ids": [[5]], "length": [1]})
+    stream.train_dataset = (row for row in Subset(Text(), range(3)))
+    plain.data_collator = default_data_collator
+    generating.args.predict_with_generate = True
+    found = {
+        **{str(options): refused(trained, trainer(), **options) for options in WRONG},
+        **{name: changed(name, value) for name, value in CHANGES},
+        "a class": refused(autobatch, Trainer),
+        "a list": refused(autobatch, []),
+        "a loader of one's own": refused(trained, trainer(FixedLoader)),
+        "an optimizer elsewhere": refused(trained, with_an_optimizer_elsewhere()),
+        "a stream": refused(trained, stream),
+        "a length that is no column": refused(trained, columns, length="words"),
+        "samples of nothing": refused(trained, plain, samples=[BAD]),
+        "generation": refused(trained, generating, evaluation=True),
+    }
+    return {f"transformers: {title}": text for title, text in found.items()}
+
+
+def accelerate() -> dict[str, str]:
+    return {
+        "accelerate: a rule": refused(lambda: decorator(reduce_batch_size_fn=int)(print)),
+        "accelerate: an objective": refused(lambda: decorator(objective="throughput")(print)),
+        "accelerate: no accelerator": refused(find_batch_size, [], None, None, None, None),
+    }
+
+
+def test_messages(golden: Golden, caplog: pytest.LogCaptureFixture) -> None:
+    golden("integrations", {**shared(caplog), **lightning(), **transformers(), **accelerate()})
