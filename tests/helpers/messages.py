@@ -6,6 +6,7 @@ file: `make messages` writes the files anew, and the difference is what a review
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,7 +43,9 @@ class Golden:
             file.parent.mkdir(exist_ok=True)
             file.write_text(text)
         known = file.read_text() if file.exists() else ""
-        assert _by_title(text) == _by_title(known), "`make messages` writes what is said now"
+        if _by_title(text) != _by_title(known):
+            lines = difflib.unified_diff(known.splitlines(), text.splitlines(), str(file), "said now", n=2)
+            pytest.fail("\n".join(["`make messages` writes what is said now", *lines]), pytrace=False)
 
 
 def _by_title(text: str) -> dict[str, str]:
