@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -18,7 +19,7 @@ def main() -> int:
     exceeded = []
     for room, entry in tomllib.loads((ROOT / "tools/size.toml").read_text()).items():
         if entry.get("words"):
-            found = [path for path in files if any(path.match(one) for one in entry["paths"])]
+            found = [path for path in files if any(fnmatch(str(path), one) for one in entry["paths"])]
             unit = "words"
         else:
             found = [path for path in left if any(path.is_relative_to(one) for one in entry["paths"])]
