@@ -76,6 +76,14 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
         spec.env["PYTEST_ADDOPTS"] = "-W 'ignore:Module already imported:pytest.PytestAssertRewriteWarning'"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs and slow tests may take longer than `timeout` in pyproject.toml."""
+    for item in items:
+        takes_long = any(item.get_closest_marker(name) for name in ("e2e", "slow"))
+        if takes_long and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out what imports Lightning and transformers, which takes long, where no such test is chosen."""
     chosen = config.getoption("markexpr")

@@ -67,7 +67,7 @@ def join(rank: int, folder: str) -> None:
     autobatch(trainer(), max_batch_size=2).train()  # loads what would count as memory of the next search
 
 
-def room(rank: int, extra_mib: float = 80) -> dict[str, Any]:
+def room(rank: int, extra_mib: float = 50) -> dict[str, Any]:
     """Rank 1 has less."""
     limit_gb = limit_with_room_for(extra_mib * (1 if rank == 0 else 0.7))
     return {

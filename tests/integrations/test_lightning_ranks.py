@@ -56,7 +56,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 @pytest.mark.parametrize(
     "name",
-    ["loaders", "manual", "collectives", "unused", "views", "static", "effective", "again"],
+    ["loaders", "manual", "collectives", "unused", "views", "effective", "again"],
 )
 def test_both_ranks_train_as_with_the_size_by_hand(name: str, found: Ranks) -> None:
     first, second = (ranks[name] for ranks in found)

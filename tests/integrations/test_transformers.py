@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 
-def room(extra_mib: float = 80) -> dict[str, Any]:
+def room(extra_mib: float = 50) -> dict[str, Any]:
     """Arguments that leave so much above what the process holds."""
     limit_gb = limit_with_room_for(extra_mib)
     return {"target_memory_fraction": 1.0, "memory_limit_gb": limit_gb, "max_batch_size": 128}
