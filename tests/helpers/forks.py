@@ -51,6 +51,13 @@ class Outcome(NamedTuple):
     err: str
 
 
+class _Connection(socket.socket):
+    """Closes without a warning when nothing refers to it, and so ends its process."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class Process:
     """A running command line, with the methods of `subprocess.Popen` that the tests need.
 
@@ -61,9 +68,6 @@ class Process:
         self.returncode: int | None = None
         self._connection = connection
         self.pid = self._receive()
-
-    def __del__(self) -> None:
-        self._connection.close()
 
     def poll(self) -> int | None:
         """The exit code, None while the process runs."""
@@ -152,7 +156,7 @@ def start(
     }  # fmt: skip
     if ADDRESS not in os.environ:
         share_template()
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = _Connection(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(os.environ[ADDRESS])
     with Path(os.devnull).open() as nothing:
         streams = [stream.fileno() for stream in (stdin or nothing, stdout, stderr)]
@@ -348,6 +352,10 @@ def main() -> int:
     # torchrun names its methods in a log through `inspect`, which takes seconds with so many modules.
     rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
     rendezvous.get_method_name = lambda *_: "method"  # type: ignore[attr-defined]
+    # A fork that takes its interpreter down would delete the folder that all of them share.
+    shared = importlib.import_module("wandb.sdk.data_types._private").MEDIA_TMP
+    shared._finalizer.detach()
+    atexit.unregister(shared.cleanup)
     gc.collect()
     gc.freeze()  # collections in the forks leave these pages alone
     request = serve(listener)

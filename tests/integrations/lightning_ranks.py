@@ -220,9 +220,11 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "collectives": lambda: compared(Talkative, nothing),
     "unused": lambda: compared(Partial, nothing, strategy="ddp_find_unused_parameters_true", search=NO_VAL),
     "views": lambda: compared(
-        Net, nothing, strategy=partial(DDPStrategy, gradient_as_bucket_view=True, static_graph=True),
+        Net,
+        nothing,
+        strategy=partial(DDPStrategy, gradient_as_bucket_view=True, static_graph=True),
         search=NO_VAL,
-    ),  # fmt: skip
+    ),
     "effective": lambda: compared(Net, nothing, search={"effective_batch_size": 48}),
     "unequal": unequal,
     "uneven_data": lambda: uneven((37, 45)),
