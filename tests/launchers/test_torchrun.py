@@ -47,14 +47,6 @@ def test_a_run_that_is_stopped_ends_without_a_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_torchs_own_ends_with_a_traceback(tmp_path: Path) -> None:
-    """The negative control of the test above."""
-    code, said = run("torch.distributed.run", tmp_path, "waits")
-    assert code == 1
-    assert "Traceback" in said
-
-
-@pytest.mark.e2e
 def test_a_run_that_fails_is_told_as_ever(tmp_path: Path) -> None:
     code, said = run(torchrun.__name__, tmp_path)
     assert code == 1
