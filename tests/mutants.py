@@ -160,8 +160,7 @@ def killer_of(mutant: Mutant) -> str | None:
     """The first test that fails with the mistake; None if none does."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "site", "data"))
-        shutil.copytree(ROOT / "linnaeus", copy / "linnaeus", dirs_exist_ok=True)
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "site", "build"))
         file = copy / "linnaeus" / mutant.file
         source = file.read_text()
         assert source.count(mutant.text) == 1, f"{mutant.file} must hold this once: {mutant.text}"
