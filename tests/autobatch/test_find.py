@@ -130,7 +130,7 @@ def test_the_size_found_holds_outside_the_search_and_a_larger_one_does_not() -> 
     for size in (result.batch_size, round(result.batch_size * 1.05) + 1):
         fresh = Loop()
         with Ledger() as ledger:
-            for _ in range(4):
+            for _ in range(2):
                 fresh.step(fresh.make_batch(size))
         growth[size] = ledger.peak_bytes
     fits, too_large = growth.values()

@@ -57,13 +57,13 @@ def sizes(folder: Path) -> tuple[int, int]:
 
 
 def test_the_size_that_every_rank_has_run_trains_as_one_set_by_hand(tmp_path: Path) -> None:
-    code, text = job(tmp_path, *TINY, "TRAIN.EPOCHS=2", FAULT="oom:1:backward")
+    code, text = job(tmp_path, *TINY, FAULT="oom:1:backward")
     assert code == 0, text
     assert "rank 1" in text, "which fits no more"
     train, val = sizes(tmp_path)
     assert (train, val) == (8, 16)
     code, text = job(
-        tmp_path, *TINY, "TRAIN.EPOCHS=2", "DATA.AUTOBATCH.ENABLED=False", f"DATA.BATCH_SIZE={train}",
+        tmp_path, *TINY, "DATA.AUTOBATCH.ENABLED=False", f"DATA.BATCH_SIZE={train}",
         f"DATA.BATCH_SIZE_VAL={val}", "EXPERIMENT.NAME=by_hand",
     )  # fmt: skip
     assert code == 0, text
