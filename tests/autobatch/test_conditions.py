@@ -88,14 +88,6 @@ def test_each_key_counts_unless_no_memory_depends_on_it(config: Config) -> None:
         assert counts == (key not in {*DROPPED, *OF_NO_STEP, *IN_OTHER_FORM}), key
 
 
-def test_validation_beside_training_without_a_search_depends_on_its_size() -> None:
-    def of_size(size: int, *argv: str) -> dict[str, Any]:
-        return settings(load_config([f"DATA.BATCH_SIZE={size}", "DATA.BATCH_SIZE_VAL=9", *argv]).config)
-
-    assert of_size(8, *ON) == of_size(16, *ON)
-    assert of_size(8, "DATA.AUTOBATCH.ENABLED_VAL=True") != of_size(16, "DATA.AUTOBATCH.ENABLED_VAL=True")
-
-
 def test_the_device_the_ranks_and_unused_parameters_count(config: Config) -> None:
     nodes = (config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, config.DATA)
     base = search_key(*nodes, CPU)

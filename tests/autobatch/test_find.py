@@ -24,9 +24,6 @@ from torch import Tensor, nn
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.autobatch.names import Names
-from linnaeus.autobatch.nothing_fits import NothingFits
-from linnaeus.autobatch.observer import SearchLimits
 from linnaeus.autobatch.result import PredictedStart, Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.sizes import keys
@@ -138,78 +135,28 @@ def test_the_size_found_holds_outside_the_search_and_a_larger_one_does_not() -> 
     assert too_large > result.budget_bytes - result.held_bytes
 
 
-class Late:
-    """A search by doubling in 150 MiB whose last trial leaves memory behind, so that 64 no longer fits.
+@pytest.mark.parametrize("confirm", [True, False])
+def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bool) -> None:
+    """Only a confirmation can notice what the last trial has left behind, as a library's buffers."""
+    held: list[Tensor] = []
 
-    Args:
-        held_mib: what the trial of 128 leaves behind.
-        num_after: trials after that of 128 until the clock jumps beyond every deadline; None never.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, held_mib: int, num_after: int | None) -> None:
-        self.sizes: list[int] = []
-        self._held: list[Tensor] = []
-        self._held_mib, self._num_after = held_mib, num_after
-        monkeypatch.setattr("linnaeus.autobatch.find.time", SimpleNamespace(monotonic=self.clock))
-
-    @property
-    def sizes_after(self) -> list[int]:
-        """The sizes that ran after 128, two steps each."""
-        first = self.sizes.index(128) if 128 in self.sizes else len(self.sizes)
-        return list(dict.fromkeys(self.sizes[first + 1 :]))
-
-    def clock(self) -> float:
-        is_late = 128 in self.sizes and self._num_after is not None
-        return 7200.0 if is_late and len(self.sizes_after) >= self._num_after else 0.0
-
-    def make_batch(self, size: int) -> Tensor:
-        self.sizes.append(size)
+    def make_batch_and_keep(size: int) -> Tensor:
         if size == 128:
-            self._held.append(make_batch(self._held_mib))
+            held.append(make_batch(40))
         return make_batch(size)
 
-    def find(self, confirm: bool = True, **arguments: Any) -> tuple[AutoBatchResult, TrialRecord]:
-        """The result, and a trial of the size found after it."""
-        limit_gb = room(150)["memory_limit_gb"]
-        with BatchSizeFinder(
-            plain_step, self.make_batch, device="cpu", max_batch_size=300, memory_limit_gb=limit_gb,
-            **arguments,
-        ) as finder:  # fmt: skip
-            result = finder.find(1.0, strategy="power", confirm=confirm)
-            self.confirmed = self.sizes_after
-            return result, finder.measure(result.batch_size)
-
-
-@pytest.mark.parametrize("confirm", [True, False])
-def test_the_size_found_fits_what_the_process_holds_after_the_search(
-    confirm: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only a confirmation can notice what the last trial has left behind, as a library's buffers."""
-    result, again = Late(monkeypatch, 40, None).find(confirm)
+    limit_gb = room(150)["memory_limit_gb"]
+    with BatchSizeFinder(
+        plain_step, make_batch_and_keep, device="cpu", max_batch_size=300, memory_limit_gb=limit_gb
+    ) as finder:
+        result = finder.find(1.0, strategy="power", confirm=confirm)
+        again = finder.measure(result.batch_size)
     assert result.limited_by == "memory"
     if confirm:
         assert (again.status, result.certified) == ("fits", True)
         assert 45 <= result.batch_size <= 56, "two MiB a sample in 110 MiB"
     else:
         assert (again.status, result.batch_size) == ("oom", 64)
-
-
-@pytest.mark.parametrize(
-    ("num_after", "sizes_after", "size", "within"),
-    [
-        (0, [], 32, 31 / 32),  # the trial of 32 leaves room for the 40 MiB, that of 64 does not
-        (5, [64, 63, 61, 57, 49], 49, 7 / 49),
-    ],
-)
-def test_a_confirmation_ends_at_its_deadline_with_a_size_that_has_run(
-    num_after: int, sizes_after: list[int], size: int, within: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = Late(monkeypatch, 40, num_after)
-    result, _ = late.find()
-    assert late.confirmed == sizes_after
-    assert (result.batch_size, result.certified, result.limited_by) == (size, False, "timeout")
-    assert record_of(result, size).peak_bytes <= result.budget_bytes
-    assert result.within == pytest.approx(within)
 
 
 @pytest.mark.parametrize("is_limited", [False, True])
@@ -284,61 +231,6 @@ def test_when_the_process_alone_fills_the_limit_only_a_larger_limit_is_named_wit
     assert named_gb == pytest.approx(held_gb / 0.8, abs=0.05)
     result = find_on_cpu(plain_step, make_batch, memory_limit_gb=named_gb + 0.1, **arguments)
     assert result.batch_size == 2, "the value named is enough"
-
-
-class Card:
-    """Memory of a device of 16 GiB that other processes share; they free some between any two readings."""
-
-    device, total_bytes = "cuda:0", 16 * GIB
-
-    def __init__(self, others_gib: float, cap_gib: float) -> None:
-        self.others_bytes, self._cap_bytes = others_gib * GIB, cap_gib * GIB
-
-    def budget(self, fraction: float, limit_bytes: int | None) -> int:
-        self.others_bytes = max(self.others_bytes - MIB, 0)
-        limits = [] if limit_bytes is None else [fraction * limit_bytes]
-        return int(min(fraction * self.total_bytes - self.others_bytes, self._cap_bytes, *limits))
-
-
-SMALLER = "sample_size checkpointing half_precision model"
-
-
-@pytest.mark.parametrize(
-    ("facts", "helps"),
-    [
-        ({"fraction": 1.0}, SMALLER),
-        ({}, f"{SMALLER} target_memory_fraction"),
-        ({"mode": "val"}, "sample_size half_precision model target_memory_fraction"),
-        ({"min_size": 8}, f"{SMALLER} target_memory_fraction min_batch_size"),
-        ({"limited_by": "max_trials"}, f"{SMALLER} target_memory_fraction max_trials"),
-        ({"held": 14}, "target_memory_fraction"),
-        ({"held": 15.9}, "model"),
-        ({"held": 9, "limit": 8}, "memory_limit_gb"),
-        ({"fraction": 1.0, "others": 8}, f"{SMALLER} others"),
-        ({"fraction": 1.0, "others": 8, "cap": 2}, SMALLER),
-    ],
-    ids=str,
-)
-def test_when_nothing_fits_only_settings_with_an_effect_are_named(facts: dict[str, Any], helps: str) -> None:
-    asked = {
-        "mode": "train", "min_size": 1, "fraction": 0.8, "limit": None, "held": 1, "state": 0.1, "others": 0,
-        "cap": 99, "limited_by": "memory", **facts,
-    }  # fmt: skip
-    card = Card(asked["others"], asked["cap"])
-    limit_bytes = None if asked["limit"] is None else asked["limit"] * GIB
-    limits = SearchLimits(
-        asked["min_size"], 512, card.budget(asked["fraction"], limit_bytes), asked["fraction"],
-        limit_bytes or card.total_bytes, total_is_limit=limit_bytes is not None,
-    )  # fmt: skip
-    text = str(NothingFits(
-        asked["mode"], limits, card, [], asked["limited_by"], asked["min_size"], int(asked["held"] * GIB),
-        int(asked["state"] * GIB), "outside", NAMES,
-    ))  # fmt: skip
-    remedies = text.rpartition("What helps")[2].replace(card.device, "<others>")
-    assert {*re.findall(r"<(\w+)>", remedies)} == {*helps.split()}
-
-
-NAMES = Names(**{field.name: f"<{field.name}>" for field in dataclasses.fields(Names)})
 
 
 # --- a step that keeps tensors ---

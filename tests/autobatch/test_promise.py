@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from linnaeus import nest
-from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes
 from linnaeus.config.load import load_config
@@ -173,21 +172,3 @@ def test_validation_after_training_grows_by_no_more_than_promised(model: str, tm
     assert abs(excess_over_promise(grown_bytes, found)) <= TOLERANCE
     too_much_bytes = train(searched, tmp_path, excess=0.1, num_steps=2)["val"]  # the state is there by now
     assert excess_over_promise(too_much_bytes, found) > TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_peaks_repeat_to_the_byte(model: str) -> None:
-    """Whatever was tried before, and in what order."""
-    config, assembly, _ = search(*MODELS[model], "DATA.AUTOBATCH.ENABLED=False")
-    data = build_data(config.DATA, seed=0)
-
-    def growth(*sizes: int) -> dict[int, int]:
-        finder = SizeSearch(config.DATA, config.TRAIN, data, assembly, World(CPU), 0).finder
-        with finder("train", RankStatus()) as measured:
-            peaks = {size: measured.measure(size).peak_bytes for size in sizes}
-            return {size: (peak or 0) - measured.held_bytes for size, peak in peaks.items()}
-
-    first, again = growth(4, 16, 10_000, 9), growth(9, 16, 4)
-    assert min(again.values()) > 0
-    assert {size: first[size] for size in again} == again

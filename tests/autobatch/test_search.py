@@ -1,13 +1,11 @@
 """The search is tested on curves of every shape, against an oracle that knows the whole curve."""
 
 import functools
-import gc
 import importlib.util
 import itertools
 import math
 import random
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -326,14 +324,6 @@ def test_known_trials_can_answer_without_any_trial() -> None:
     assert again == SearchResult(size=225, certified=True, limited_by="memory", trials=())
 
 
-def test_of_contradicting_known_trials_the_largest_that_fitted_wins() -> None:
-    known = [TrialRecord(50, "oom", None, 1.0), TrialRecord(100, "fits", 9000, 1.0)]
-    device = Device(line(1000, 80))
-    result = find(device, known=known)
-    assert (result.size, result.certified) == (112, True)
-    assert min(device.peaks) > 100
-
-
 # -- what ends a search
 
 
@@ -357,48 +347,6 @@ def test_no_trial_starts_after_the_deadline(deadline_s: float, num_trials: int) 
     assert [trial.seconds for trial in result.trials] == [10.0] * num_trials
     assert (result.certified, result.limited_by) == (False, "timeout")
     assert (result.size is None) == (num_trials == 0)
-
-
-def test_callbacks_frame_every_trial() -> None:
-    events: list[object] = []
-
-    def measure(size: int) -> int:
-        events.append(("run", size))
-        if size > 200:
-            raise OutOfMemory
-        return 1000 + 40 * size
-
-    result = find(measure, on_start=lambda size: events.append(("start", size)), on_trial=events.append)
-    expected: list[object] = []
-    for trial in result.trials:
-        expected += [("start", trial.size), ("run", trial.size), trial]
-    assert events == expected
-    assert {trial.status for trial in result.trials} == {"fits", "oom"}
-
-
-def test_a_failed_trial_leaves_nothing_alive() -> None:
-    """The exception's traceback holds the trial's frame, and so would hold its tensors."""
-
-    class Tensor:
-        pass
-
-    tensors: list[weakref.ref[Tensor]] = []
-
-    def measure(size: int) -> int:
-        assert all(tensor() is None for tensor in tensors)
-        tensor = Tensor()
-        tensors.append(weakref.ref(tensor))
-        if size > 10:
-            raise OutOfMemory
-        return size
-
-    gc.disable()
-    try:
-        find(measure)
-        assert all(tensor() is None for tensor in tensors)
-    finally:
-        gc.enable()
-    assert len(tensors) > 2
 
 
 # -- predictions

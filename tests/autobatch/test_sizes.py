@@ -146,7 +146,7 @@ def test_memory_bounds_the_size() -> None:
     """A limit of some MiB beyond what the process holds, once it has loaded all that it needs."""
     options = (
         *BARE, OWN_MODEL, "DATA.IMG_SIZE=256", "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",
-        "DATA.AUTOBATCH.ENABLED_VAL=False",
+        "DATA.AUTOBATCH.ENABLED_VAL=False", "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=1",
     )  # fmt: skip
     find_sizes(prepared(*options, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4")[0])
     search, _ = prepared(*options)
@@ -197,8 +197,6 @@ def test_only_the_modes_asked_for_are_searched(modes: set[str]) -> None:
 
 # --- what a trial sees ---
 
-ONE = "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=1"
-
 
 def test_samples_of_differing_shape_are_measured_at_the_largest_of_those_looked_at() -> None:
     search, _ = prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.ENABLED_VAL=False")
@@ -208,7 +206,9 @@ def test_samples_of_differing_shape_are_measured_at_the_largest_of_those_looked_
     few = {
         search.spec("train").load(1).inputs.shape[2]
         for seed in range(3)
-        for search in prepared(OWN_MODEL, OWN_DATA, f"EXPERIMENT.SEED={seed}", ONE)[:1]
+        for search in prepared(
+            OWN_MODEL, OWN_DATA, f"EXPERIMENT.SEED={seed}", "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=1"
+        )[:1]
     }
     assert len(few) > 1, "each of one sample, which the seed chooses"
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.errors import AutoBatchError
 from linnaeus.training.ema import Ema
 from tests.helpers.bits import bits
 
@@ -393,40 +392,6 @@ def test_a_scaler_comes_back(num_steps: int) -> None:
         assert scaler.get_scale() == (64.0 if num_steps == 0 else 128.0)
 
 
-SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_goes_on_where_it_was(name: str) -> None:
-    def rates(interrupted: bool) -> list[float]:
-        model = nn.Linear(6, 6)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        schedule = SCHEDULES[name](optimizer)
-        rates: list[float] = []
-
-        def go_on(num_steps: int) -> None:
-            for _ in range(num_steps):
-                step(model, optimizer)
-                schedule.step(*([1.0] if name == "plateau" else []))
-                rates.append(optimizer.param_groups[0]["lr"])
-
-        go_on(2)
-        if interrupted:
-            snapshot = Snapshot([model, optimizer, schedule], CPU)
-            go_on(3)
-            del rates[2:]
-            snapshot.restore()
-        go_on(5)
-        return rates
-
-    undisturbed = rates(interrupted=False)
-    assert rates(interrupted=True) == undisturbed
-    assert len(set(undisturbed)) > 1
-
-
 def test_any_object_with_a_state_dict_comes_back() -> None:
     content: dict[str, Any] = {"keys": torch.randn(4), "nest": [{"deep": torch.ones(1)}], "pointer": 0}
     queue = SimpleNamespace(state_dict=lambda: content, load_state_dict=lambda state: content.update(state))
@@ -464,14 +429,6 @@ def test_a_generator_draws_on_where_it_was(name: str) -> None:
         assert draw() != of_process
         snapshot.restore()
     assert snapshot.host_bytes == 0
-
-
-def test_lazy_layers_are_named_with_the_remedy() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
-    with pytest.raises(AutoBatchError, match=r"1\.weight"):
-        Snapshot([model], CPU)
-    model(torch.ones(1, 2))
-    Snapshot([model], CPU).restore()
 
 
 def test_the_copies_are_counted() -> None:
