@@ -31,6 +31,7 @@ from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.training.ema import Ema
 from tests.helpers.bits import bits
+from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.forks import ROOT
 from tests.helpers.ledger import Ledger, limit_with_room_for
 
@@ -157,6 +158,23 @@ def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bo
         assert 45 <= result.batch_size <= 56, "two MiB a sample in 110 MiB"
     else:
         assert (again.status, result.batch_size) == ("oom", 64)
+
+
+def test_what_a_search_loads_outside_the_allocator_lowers_its_budget() -> None:
+    cuda = FakeCuda(GIB)
+
+    def step(batch: Tensor) -> None:
+        plain_step(batch)
+        if len(batch) > 64 and not cuda.context_bytes:
+            cuda.grow_context(200 * MIB)
+
+    with cuda.installed():
+        result = auto_find_batch_size(
+            step, make_batch, device="cuda", target_memory_fraction=0.9, max_batch_size=512, predict=False
+        )
+    assert result.budget_bytes == int(0.9 * GIB) - 200 * MIB
+    assert record_of(result, result.batch_size).peak_bytes <= result.budget_bytes
+    assert 320 <= result.batch_size <= 360, "two MiB a sample"
 
 
 @pytest.mark.parametrize("is_limited", [False, True])
