@@ -22,7 +22,6 @@ from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
 from linnaeus.rng import rng_state
-from linnaeus.training.state_bytes import StateBytes, state_bytes
 from tests.helpers.bits import bits
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL, Run
@@ -83,39 +82,6 @@ def test_under_a_limit_the_validation_size_is_kept_only_if_it_still_fits(peak_by
     assert planned.batch_sizes == {"train": 12, "val": 7 if peak_bytes == 1 else 5}
     shapes = {shape[0] for shape in SEEN["shapes"]}
     assert max(shapes, default=0) == (0 if peak_bytes == 1 else 6)  # the training step before validation
-
-
-# --- what is frozen ---
-
-FREEZE = ("MODEL.FREEZE=backbone", "TRAIN.EPOCHS=2")
-
-
-def memory_of(*options: str) -> tuple[int, StateBytes]:
-    """Bytes of a step: as predicted, and those of the tensors that training keeps after a trial."""
-    search, assembly = prepared(
-        *SMALL, "DATA.IMG_SIZE=64", "DATA.AUTOBATCH.MIN_BATCH_SIZE=8", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
-        "TRAIN.EMA.ENABLED=True", *options,
-    )  # fmt: skip
-    kept: list[StateBytes] = []
-    predicted = search.predict("train").reserved_bytes(64)
-    before = [parameter.requires_grad for parameter in assembly.model.parameters()]
-    assembly.optimizer.register_step_post_hook(lambda *_: kept.append(state_bytes(assembly, CPU)))
-    search.run("train", RankStatus())
-    assert [parameter.requires_grad for parameter in assembly.model.parameters()] == before
-    assert not assembly.optimizer.state
-    return predicted, kept[-1]
-
-
-@pytest.mark.slow
-def test_what_is_frozen_needs_no_memory_unless_it_trains_by_the_last_epoch() -> None:
-    predicted, kept = memory_of("TRAIN.EPOCHS=2")
-    assert memory_of(*FREEZE, "TRAIN.UNFREEZE_EPOCH=2") == (predicted, kept)
-    frozen_predicted, frozen = memory_of(*FREEZE)
-    assert frozen_predicted < 0.6 * predicted
-    heads_bytes = 4 * (2 + 6) * (96 + 1)
-    assert frozen.gradients == heads_bytes
-    assert frozen.optimizer_state == pytest.approx(2 * heads_bytes, abs=50)
-    assert frozen.parameters == kept.parameters
 
 
 # --- bounds ---
