@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import gc
 import itertools
 import json
 import os
@@ -31,13 +30,12 @@ from linnaeus import control
 from linnaeus.autobatch import group, silence
 from linnaeus.autobatch.group import of_main, together
 from linnaeus.autobatch.planning import find_planned_sizes
-from linnaeus.autobatch.shared import Sharing, find_shared_sizes
 from linnaeus.autobatch.sizes import SizeSearch, find_sizes
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
-from linnaeus.control import ControlPlane, ForeignFailureError
-from linnaeus.dist import RankEnded, World, errors_told_first
+from linnaeus.control import ControlPlane
+from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.process import held_bytes
 from linnaeus.rng import rng_state
@@ -110,18 +108,11 @@ def the_size_of_all_fits_on_each(rank: int) -> None:
     assert 15 <= result.batch_size <= 20, "20 samples fit on rank 1, 40 on rank 0"
     assert result.ran_on_every_rank == (result.batch_size,)
     assert len(set(of_all(result.batch_size))) == 1
-
-
-def of_bounds_that_differ_the_lowest_holds(rank: int) -> None:
-    bounds = ({"dataset": 9, "host": 12}, {"dataset": 7, "own": 20})[rank]
-    result = find(num_samples=64, bounds=bounds)
+    result = find(num_samples=64, bounds=({"dataset": 9, "host": 12}, {"dataset": 7, "own": 20})[rank])
     assert (result.batch_size, result.limited_by) == (7, "dataset")
-
-
-def a_rank_may_search_alone(rank: int) -> None:
     if rank == 0:
         result = find(max_batch_size=8, group=False)
-        assert (result.batch_size, result.ran_on_every_rank) == (8, ())
+        assert (result.batch_size, result.ran_on_every_rank) == (8, ()), "a rank may search alone"
 
 
 def an_error_of_one_rank_is_raised_there_and_told_to_the_others(rank: int) -> None:
@@ -132,18 +123,11 @@ def an_error_of_one_rank_is_raised_there_and_told_to_the_others(rank: int) -> No
                 raise OSError("broken")
             return find()
 
-    def fails_in_the_second() -> AutoBatchResult:
-        with together():
-            find(max_batch_size=4)
-            return find(broken_on(1))
-
     cases: list[tuple[int, type[Exception], Callable[[], Any]]] = [
         (0, KeyError, lambda: find(broken_on(0))),
-        (1, KeyError, lambda: find(broken_on(1))),
         (1, AutoBatchError, lambda: find(memory_limit_gb=0.01 if rank == 1 else limit_gb(32))),
         (1, TypeError, lambda: find(max_batch_size="many" if rank == 1 else 8)),
         (1, OSError, prepares),
-        (1, KeyError, fails_in_the_second),
     ]
     for failing, kind, function in cases:
         error = error_of(function)
@@ -155,11 +139,8 @@ def an_error_of_one_rank_is_raised_there_and_told_to_the_others(rank: int) -> No
             assert isinstance(error, AutoBatchError)
             assert told.startswith(f"rank {failing}: ")
         assert len({each.removeprefix(f"rank {failing}: ") for each in of_all(told)}) == 1
-        assert find(max_batch_size=4).batch_size == 4, "an earlier failure does not reach a later search"
-
-
-def different_arguments_are_an_error(rank: int) -> None:
     refuses("max_batch_size", find, max_batch_size=8 + rank)
+    assert find(max_batch_size=4).batch_size == 4, "an earlier failure does not reach a later search"
 
 
 def a_rank_that_does_not_call_is_named(rank: int) -> None:
@@ -184,21 +165,17 @@ def a_search_may_take_longer_than_the_timeout_of_the_group(rank: int) -> None:
         assert isinstance(error_of(dist.barrier, group=brief), RuntimeError), "rank 1 does not come"
 
 
-def searches_in_one_context_share_its_control_plane(rank: int) -> None:
-    with together() as plane:
-        assert of_main(plane, f"of {rank}") == "of 0"
-        assert [find(max_batch_size=size).batch_size for size in (4, 8)] == [4, 8]
-        with together() as inner:
-            assert inner is plane
-
-
-def thread_and_connection_of_a_search_are_gone_afterwards(rank: int) -> None:
+def searches_in_one_context_share_its_control_plane_which_is_gone_afterwards(rank: int) -> None:
     def around() -> tuple[list[str], int]:
         connections = psutil.Process().net_connections("tcp")
         return sorted(each.name for each in threading.enumerate()), len(connections)
 
     before = around()
-    with together():
+    with together() as plane:
+        assert of_main(plane, f"of {rank}") == "of 0"
+        assert [find(max_batch_size=size).batch_size for size in (4, 8)] == [4, 8]
+        with together() as inner:
+            assert inner is plane
         inside = around()
     dist.barrier()
     assert around() == before
@@ -210,16 +187,11 @@ def thread_and_connection_of_a_search_are_gone_afterwards(rank: int) -> None:
 # --- steps that communicate ---
 
 
-def a_collective_in_step_or_make_batch_is_an_error_and_no_hang(rank: int) -> None:
-    def make_batch(n: int) -> torch.Tensor:
-        dist.barrier()
-        return samples(n)
-
+def a_collective_of_a_step_is_an_error_and_no_hang(rank: int) -> None:
     def functional(group: dist.ProcessGroup) -> Step:
         return lambda batch: functional_collectives.all_reduce(batch, "sum", group).sum()
 
     refuses("allreduce", find, lambda batch: dist.all_reduce(batch))
-    refuses("barrier", auto_find_batch_size, lambda batch: None, make_batch, memory_limit_gb=8.0)
     refuses("all_reduce", find, functional(dist.group.WORLD), max_batch_size=4)
     assert find(functional(group_of_one(rank)), max_batch_size=4).batch_size == 4
 
@@ -259,21 +231,13 @@ def state_that_one_rank_refuses_is_named_before_any_collective(rank: int) -> Non
     refuses("DeepSpeedEngine", find, state=(model,), max_batch_size=4)
 
 
-def wrappers_that_only_one_rank_has_are_an_error_unless_they_are_garbage(rank: int) -> None:
-    alone = group_of_one(rank)
+def wrappers_that_only_one_rank_has_are_an_error(rank: int) -> None:
     model = nn.Linear(8, 8)
-    wrapper = DistributedDataParallel(model)
-    more = [DistributedDataParallel(model, process_group=alone)] if rank == 1 else []
+    wrappers = [DistributedDataParallel(model)]
+    alone = group_of_one(rank)
+    if rank == 1:
+        wrappers.append(DistributedDataParallel(model, process_group=alone))
     refuses("DistributedDataParallel", find, state=(model,), max_batch_size=4)
-    gc.disable()
-    try:
-        if more:
-            more[0].cycle = more  # only garbage collection can remove it
-            more = []
-        assert find(state=(model,), max_batch_size=4).batch_size == 4
-    finally:
-        gc.enable()
-    assert wrapper.module is model
 
 
 class Net(nn.Module):
@@ -342,9 +306,7 @@ def training(kind: type[Net], steps_before: int, options: dict[str, Any], search
 
 WRAPPERS: dict[str, tuple[type[Net], dict[str, Any]]] = {
     "plain": (WithoutUnused, {}),
-    "views": (WithoutUnused, {"gradient_as_bucket_view": True}),
     "unused": (Net, {"find_unused_parameters": True}),
-    "static": (WithoutUnused, {"static_graph": True}),
     "static with a hook": (WithoutUnused, {"static_graph": True, "hook": True}),
     "static with unused": (Net, {"static_graph": True, "gradient_as_bucket_view": True}),
 }
@@ -360,17 +322,15 @@ def is_trained_the_same(name: str, steps_before: int) -> bool:
 
 
 def training_after_a_search_is_that_without_one(rank: int) -> None:
-    cases = [(name, 0) for name in WRAPPERS] + [("plain", 1), ("unused", 2), ("static", 1), ("static", 2)]
-    for name, steps_before in cases:
+    cases = [("plain", 1), ("unused", 2), ("static with a hook", 0), ("static with unused", 0)]
+    for name, steps_before in (*cases, ("static with unused", 1)):
         assert is_trained_the_same(name, steps_before), name
 
 
 def without_undoing_the_notes_of_the_reducer_training_differs(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(silence, "_forget_trials", lambda wrapper: None)
-        assert not is_trained_the_same("static", 0)
-        with contextlib.suppress(RuntimeError):  # torch may notice
-            assert not is_trained_the_same("unused", 0)
+        assert not is_trained_the_same("static with a hook", 0)
 
 
 def a_wrapper_that_state_does_not_hold_is_silent_too(rank: int) -> None:
@@ -423,15 +383,11 @@ def run_of(rank: int, *argv: str, fault: str = "", **options: Any) -> Iterator[S
 
 
 def one_rank_out_of_memory_lowers_the_size_for_all(rank: int) -> None:
-    for place in ("forward", "backward", "optimizer"):
-        options = (f"DATA.AUTOBATCH.ENABLED_VAL={place == 'forward'}", "DATA.AUTOBATCH.MAX_BATCH_SIZE=16")
-        with run_of(rank, *options, fault=f"oom:1:{place}") as search:
-            found = find_sizes(search)
-        train = found["train"]
-        assert (train.batch_size, train.limited_by, train.ran_on_every_rank) == (8, "memory", (8,))
-        assert (8, "fits") in [(trial.size, trial.status) for trial in train.trials]
-        assert [result.batch_size for result in found.values()] == [8] * len(found)
-        assert len(set(of_all(len(found)))) == 1
+    options = "DATA.AUTOBATCH.MAX_BATCH_SIZE=16", "DATA.AUTOBATCH.ENABLED_VAL=False"
+    with run_of(rank, *options, fault="oom:1:forward") as search:
+        train = find_sizes(search)["train"]
+    assert (train.batch_size, train.limited_by, train.ran_on_every_rank) == (8, "memory", (8,))
+    assert (8, "fits") in [(trial.size, trial.status) for trial in train.trials]
 
 
 def a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(rank: int) -> None:
@@ -439,44 +395,23 @@ def a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(rank: int) -> N
     options = (
         "DATA.AUTOBATCH.STRATEGY=binary", "TRAIN.EFFECTIVE_BATCH_SIZE=72", "DATA.AUTOBATCH.ENABLED_VAL=False"
     )  # fmt: skip
+    with run_of(rank, *options, fault="not:1:18", max_samples_per_rank=36) as search:
 
-    def planned(checkpoint: dict[str, Any] | None) -> tuple[AutoBatchResult, int]:
-        with run_of(rank, *options, fault="not:1:18", max_samples_per_rank=36) as search:
+        def plan_for(size: int) -> BatchPlan:
+            facts = Facts(max_micro_batch_size=size, world_size=2, num_samples=96, learning_rate=0.1)
+            return plan_batches(search.train, OptimizerConfig(), ScheduleConfig(), facts)
 
-            def plan_for(size: int) -> BatchPlan:
-                facts = Facts(max_micro_batch_size=size, world_size=2, num_samples=96, learning_rate=0.1)
-                return plan_batches(search.train, OptimizerConfig(), ScheduleConfig(), facts)
-
-            sizes = find_planned_sizes(search, plan_for, 8, key="key", checkpoint=checkpoint)
-            return sizes.found["train"], sizes.plan.micro_batch_size
-
-    train, micro_batch = planned(None)
+        sizes = find_planned_sizes(search, plan_for, 8, key="key", checkpoint=None)
+    train = sizes.found["train"]
     assert {24, 18, 12} <= {trial.size for trial in train.trials if trial.status == "fits"} or rank
-    assert (train.ran_on_every_rank, micro_batch) == ((24, 12), 12)
-    checkpoint = {"searched_for": "key", "autobatch": {"train": train.as_dict()}}
-    kept, micro_batch = planned(checkpoint)
-    assert (len(kept.trials), micro_batch) == (len(train.trials), 12), "nothing is tried again"
-
-
-def shared_sizes_are_taken_by_all_ranks(rank: int) -> None:
-    folder = Path(of_all(os.environ["FOLDER"])[0]) / "shared"
-    taken = []
-    for run in ("first", "second"):
-        with run_of(rank) as search:
-            taken.append(find_shared_sizes(search, "key", Sharing(folder, run)))
-    (found, by), (again, by_first) = taken
-    assert (by, by_first) == (None, "first")
-    assert again["train"].ran_on_every_rank == found["train"].ran_on_every_rank == (24,)
+    assert (train.ran_on_every_rank, sizes.plan.micro_batch_size) == ((24, 12), 12)
 
 
 def a_model_with_an_unused_branch_is_tried_as_it_is_trained(rank: int) -> None:
+    """Without the option torch would wait for the gradient of the branch."""
     model = "MODEL._target_=tests.autobatch.faulty.ModelWithUnusedBranch"
-    with run_of(rank, model, find_unused_parameters=True) as search:
+    with run_of(rank, model, "DATA.AUTOBATCH.ENABLED_VAL=False", find_unused_parameters=True) as search:
         assert find_sizes(search)["train"].batch_size == 24
-    with pytest.raises(RankEnded) as ended, run_of(rank, model) as search, errors_told_first(search.world):
-        find_sizes(search)
-    kind = RuntimeError if rank == 0 else ForeignFailureError  # torch waits for the gradient of the branch
-    assert isinstance(ended.value.__cause__, kind)
 
 
 # --- four ranks ---
@@ -501,18 +436,15 @@ def two_groups_search_at_once(rank: int) -> None:
 # --- the processes ---
 
 OF_TWO = (
-    the_size_of_all_fits_on_each, of_bounds_that_differ_the_lowest_holds, a_rank_may_search_alone,
-    an_error_of_one_rank_is_raised_there_and_told_to_the_others, different_arguments_are_an_error,
+    the_size_of_all_fits_on_each, an_error_of_one_rank_is_raised_there_and_told_to_the_others,
     a_rank_that_does_not_call_is_named, a_search_may_take_longer_than_the_timeout_of_the_group,
-    searches_in_one_context_share_its_control_plane, thread_and_connection_of_a_search_are_gone_afterwards,
-    a_collective_in_step_or_make_batch_is_an_error_and_no_hang,
-    what_no_rank_can_step_alone_is_refused_by_name,
-    state_that_one_rank_refuses_is_named_before_any_collective,
-    wrappers_that_only_one_rank_has_are_an_error_unless_they_are_garbage,
+    searches_in_one_context_share_its_control_plane_which_is_gone_afterwards,
+    a_collective_of_a_step_is_an_error_and_no_hang, what_no_rank_can_step_alone_is_refused_by_name,
+    state_that_one_rank_refuses_is_named_before_any_collective, wrappers_that_only_one_rank_has_are_an_error,
     training_after_a_search_is_that_without_one, without_undoing_the_notes_of_the_reducer_training_differs,
     a_wrapper_that_state_does_not_hold_is_silent_too, sync_batchnorm_normalises_over_one_rank_in_a_search,
     one_rank_out_of_memory_lowers_the_size_for_all,
-    a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank, shared_sizes_are_taken_by_all_ranks,
+    a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank,
     a_model_with_an_unused_branch_is_tried_as_it_is_trained,
 )  # fmt: skip
 BODIES = {2: OF_TWO, 4: (two_groups_search_at_once,)}
@@ -524,11 +456,10 @@ def work(rank: int, folder: str) -> dict[str, str]:
     place = Path(folder)
     num_ranks = int((place / "num_ranks").read_text())
     join(rank, num_ranks, place)
-    os.environ["FOLDER"] = folder
     find(max_batch_size=2, memory_limit_gb=8.0, group=False)  # loads what searches use: limits are exact
-    freeze_what_is_there()
     wrong = {}
     for body in BODIES[num_ranks]:
+        freeze_what_is_there()  # as the one before has loaded more
         wrong[body.__name__] = ""
         try:
             body(rank)

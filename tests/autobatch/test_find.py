@@ -21,13 +21,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
-from linnaeus.autobatch.find import BatchSizeFinder, _warn_once
-from linnaeus.autobatch.names import Names
-from linnaeus.autobatch.nothing_fits import NothingFits
-from linnaeus.autobatch.observer import SearchLimits
+from linnaeus.autobatch.find import BatchSizeFinder
 from linnaeus.autobatch.result import PredictedStart, Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.sizes import keys
@@ -35,6 +31,7 @@ from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, device_memory
 from linnaeus.training.ema import Ema
 from tests.helpers.bits import bits
+from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.forks import ROOT
 from tests.helpers.ledger import Ledger, limit_with_room_for
 
@@ -97,9 +94,7 @@ def record_of(result: AutoBatchResult, size: int) -> Any:
 # --- the size found ---
 
 
-@pytest.mark.parametrize(
-    ("strategy", "multiple_of"), [("guided", 1), ("guided", 8), ("binary", 8), ("binsearch", 1)]
-)
+@pytest.mark.parametrize(("strategy", "multiple_of"), [("guided", 1), ("binary", 8), ("binsearch", 1)])
 def test_the_size_ran_within_the_budget_and_the_next_one_did_not(strategy: str, multiple_of: int) -> None:
     seen: list[int] = []
 
@@ -133,7 +128,7 @@ def test_the_size_found_holds_outside_the_search_and_a_larger_one_does_not() -> 
     for size in (result.batch_size, round(result.batch_size * 1.05) + 1):
         fresh = Loop()
         with Ledger() as ledger:
-            for _ in range(4):
+            for _ in range(2):
                 fresh.step(fresh.make_batch(size))
         growth[size] = ledger.peak_bytes
     fits, too_large = growth.values()
@@ -141,54 +136,22 @@ def test_the_size_found_holds_outside_the_search_and_a_larger_one_does_not() -> 
     assert too_large > result.budget_bytes - result.held_bytes
 
 
-class Late:
-    """A search by doubling in 150 MiB whose last trial leaves memory behind, so that 64 no longer fits.
+@pytest.mark.parametrize("confirm", [True, False])
+def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bool) -> None:
+    """Only a confirmation can notice what the last trial has left behind, as a library's buffers."""
+    held: list[Tensor] = []
 
-    Args:
-        held_mib: what the trial of 128 leaves behind.
-        num_after: trials after that of 128 until the clock jumps beyond every deadline; None never.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, held_mib: int, num_after: int | None) -> None:
-        self.sizes: list[int] = []
-        self._held: list[Tensor] = []
-        self._held_mib, self._num_after = held_mib, num_after
-        monkeypatch.setattr("linnaeus.autobatch.find.time", SimpleNamespace(monotonic=self.clock))
-
-    @property
-    def sizes_after(self) -> list[int]:
-        """The sizes that ran after 128, two steps each."""
-        first = self.sizes.index(128) if 128 in self.sizes else len(self.sizes)
-        return list(dict.fromkeys(self.sizes[first + 1 :]))
-
-    def clock(self) -> float:
-        is_late = 128 in self.sizes and self._num_after is not None
-        return 7200.0 if is_late and len(self.sizes_after) >= self._num_after else 0.0
-
-    def make_batch(self, size: int) -> Tensor:
-        self.sizes.append(size)
+    def make_batch_and_keep(size: int) -> Tensor:
         if size == 128:
-            self._held.append(make_batch(self._held_mib))
+            held.append(make_batch(40))
         return make_batch(size)
 
-    def find(self, confirm: bool = True, **arguments: Any) -> tuple[AutoBatchResult, TrialRecord]:
-        """The result, and a trial of the size found after it."""
-        limit_gb = room(150)["memory_limit_gb"]
-        with BatchSizeFinder(
-            plain_step, self.make_batch, device="cpu", max_batch_size=300, memory_limit_gb=limit_gb,
-            **arguments,
-        ) as finder:  # fmt: skip
-            result = finder.find(1.0, strategy="power", confirm=confirm)
-            self.confirmed = self.sizes_after
-            return result, finder.measure(result.batch_size)
-
-
-@pytest.mark.parametrize("confirm", [True, False])
-def test_the_size_found_fits_what_the_process_holds_after_the_search(
-    confirm: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only a confirmation can notice what the last trial has left behind, as a library's buffers."""
-    result, again = Late(monkeypatch, 40, None).find(confirm)
+    limit_gb = room(150)["memory_limit_gb"]
+    with BatchSizeFinder(
+        plain_step, make_batch_and_keep, device="cpu", max_batch_size=300, memory_limit_gb=limit_gb
+    ) as finder:
+        result = finder.find(1.0, strategy="power", confirm=confirm)
+        again = finder.measure(result.batch_size)
     assert result.limited_by == "memory"
     if confirm:
         assert (again.status, result.certified) == ("fits", True)
@@ -197,50 +160,21 @@ def test_the_size_found_fits_what_the_process_holds_after_the_search(
         assert (again.status, result.batch_size) == ("oom", 64)
 
 
-@pytest.mark.parametrize(
-    ("num_after", "sizes_after", "size", "within"),
-    [
-        (0, [], 32, 31 / 32),  # the trial of 32 leaves room for the 40 MiB, that of 64 does not
-        (1, [64], 32, 31 / 32),
-        (2, [64, 63], 32, 30 / 32),
-        (5, [64, 63, 61, 57, 49], 49, 7 / 49),
-    ],
-)
-def test_a_confirmation_ends_at_its_deadline_with_a_size_that_has_run(
-    num_after: int, sizes_after: list[int], size: int, within: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = Late(monkeypatch, 40, num_after)
-    result, _ = late.find()
-    assert late.confirmed == sizes_after
-    assert (result.batch_size, result.certified, result.limited_by) == (size, False, "timeout")
-    assert record_of(result, size).peak_bytes <= result.budget_bytes
-    assert result.within == pytest.approx(within)
+def test_what_a_search_loads_outside_the_allocator_lowers_its_budget() -> None:
+    cuda = FakeCuda(GIB)
 
+    def step(batch: Tensor) -> None:
+        plain_step(batch)
+        if len(batch) > 64 and not cuda.context_bytes:
+            cuda.grow_context(200 * MIB)
 
-@pytest.mark.parametrize("num_after", [0, 1])
-def test_when_the_time_runs_out_and_no_size_fits_any_more_the_error_says_so(
-    num_after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(AutoBatchError, match="timeout_minutes"):
-        Late(monkeypatch, 140, num_after).find(min_batch_size=8)
-
-
-@pytest.mark.usefixtures("few_timed_steps")
-def test_speeds_are_compared_under_the_budget_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later search within a smaller fraction of the memory must not decide which sizes fit the first."""
-    readings = iter(range(10**6))  # every step takes a second: the largest size is by far the fastest
-    clock = SimpleNamespace(perf_counter=lambda: next(readings))
-    monkeypatch.setattr("linnaeus.autobatch.trial.time", clock)
-    limit_gb = room(80)["memory_limit_gb"]
-    with BatchSizeFinder(
-        plain_step, make_batch, device="cpu", max_batch_size=300, memory_limit_gb=limit_gb
-    ) as finder:
-        large = finder.find(1.0)
-        small = finder.find((limit_gb - 50 / 1024) / limit_gb)
-        assert small.batch_size < large.batch_size / 2
-        fast = finder.prefer_throughput(large)
-    assert fast.batch_size > small.batch_size
-    assert all(trial.status == "fits" for trial in fast.trials[len(large.trials) :])
+    with cuda.installed():
+        result = auto_find_batch_size(
+            step, make_batch, device="cuda", target_memory_fraction=0.9, max_batch_size=512, predict=False
+        )
+    assert result.budget_bytes == int(0.9 * GIB) - 200 * MIB
+    assert record_of(result, result.batch_size).peak_bytes <= result.budget_bytes
+    assert 320 <= result.batch_size <= 360, "two MiB a sample"
 
 
 @pytest.mark.parametrize("is_limited", [False, True])
@@ -265,7 +199,6 @@ def test_the_budget_is_the_fraction_of_the_limit_or_of_the_device(is_limited: bo
     ("arguments", "limited_by", "size"),
     [
         ({"max_batch_size": 24, "multiple_of": 7}, "max_batch_size", 21),
-        ({"max_batch_size": 40, "min_batch_size": 10}, "max_batch_size", 40),
         ({"bounds": {"dataset": 17, "host_memory": 13}}, "host_memory", 13),
         ({"max_batch_size": 11, "bounds": {"dataset": 17}}, "max_batch_size", 11),
     ],
@@ -274,17 +207,16 @@ def test_the_lowest_bound_is_reached_and_named(arguments: dict[str, Any], limite
     sizes: set[int] = set()
     result = find_on_cpu(lambda batch: sizes.add(len(batch)), make_batch, **room(300), **arguments)
     assert (result.limited_by, result.batch_size, result.certified) == (limited_by, size, True)
-    assert min(sizes) == arguments.get("min_batch_size", 1)
+    assert min(sizes) == 1
     assert max(sizes) == size
 
 
-def test_no_more_trials_run_than_allowed() -> None:
-    result = find_on_cpu(plain_step, make_batch, max_trials=2, max_batch_size=300, **room(150))
-    assert (result.limited_by, result.certified, len(result.trials)) == ("max_trials", False, 2)
-    assert record_of(result, result.batch_size).status == "fits"
-
-
-def test_the_deadline_ends_the_search_with_the_best_size_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("limit", "limited_by"), [({"timeout_minutes": 1.0}, "timeout"), ({"max_trials": 2}, "max_trials")]
+)
+def test_a_limit_ends_the_search_with_the_best_size_so_far(
+    limit: dict[str, Any], limited_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[int] = []
 
     def step(batch: Tensor) -> None:
@@ -292,11 +224,11 @@ def test_the_deadline_ends_the_search_with_the_best_size_so_far(monkeypatch: pyt
         plain_step(batch)
 
     def clock() -> float:  # beyond the deadline once one size has warmed up and two have run
-        return 7200.0 if len(sizes) == 3 else 0.0
+        return 7200.0 if len(sizes) == 3 and limited_by == "timeout" else 0.0
 
     monkeypatch.setattr("linnaeus.autobatch.find.time", SimpleNamespace(monotonic=clock))
-    result = find_on_cpu(step, make_batch, timeout_minutes=1.0, max_batch_size=300, **room(150))
-    assert (result.limited_by, result.certified, len(result.trials)) == ("timeout", False, 2)
+    result = find_on_cpu(step, make_batch, max_batch_size=300, **limit, **room(150))
+    assert (result.limited_by, result.certified, len(result.trials)) == (limited_by, False, 2)
     assert sizes == [1, *(trial.size for trial in result.trials)]
     assert record_of(result, result.batch_size).status == "fits"
 
@@ -319,78 +251,12 @@ def test_when_the_process_alone_fills_the_limit_only_a_larger_limit_is_named_wit
     assert result.batch_size == 2, "the value named is enough"
 
 
-class Card:
-    """Memory of a device of 16 GiB that other processes share; they free some between any two readings."""
-
-    device, total_bytes = "cuda:0", 16 * GIB
-
-    def __init__(self, others_gib: float, cap_gib: float) -> None:
-        self.others_bytes, self._cap_bytes = others_gib * GIB, cap_gib * GIB
-
-    def budget(self, fraction: float, limit_bytes: int | None) -> int:
-        self.others_bytes = max(self.others_bytes - MIB, 0)
-        limits = [] if limit_bytes is None else [fraction * limit_bytes]
-        return int(min(fraction * self.total_bytes - self.others_bytes, self._cap_bytes, *limits))
-
-
-SMALLER = "sample_size checkpointing half_precision model"
-
-
-@pytest.mark.parametrize(
-    ("facts", "helps"),
-    [
-        ({"fraction": 1.0}, SMALLER),
-        ({}, f"{SMALLER} target_memory_fraction"),
-        ({"mode": "val"}, "sample_size half_precision model target_memory_fraction"),
-        ({"min_size": 8}, f"{SMALLER} target_memory_fraction min_batch_size"),
-        ({"limit": 8}, f"{SMALLER} target_memory_fraction memory_limit_gb"),
-        ({"limited_by": "max_trials"}, f"{SMALLER} target_memory_fraction max_trials"),
-        ({"held": 14}, "target_memory_fraction"),
-        ({"held": 15.9}, "model"),
-        ({"held": 14, "state": 6}, "target_memory_fraction model"),
-        ({"held": 7, "limit": 8}, "target_memory_fraction memory_limit_gb"),
-        ({"held": 9, "limit": 8}, "memory_limit_gb"),
-        ({"fraction": 1.0, "others": 8}, f"{SMALLER} others"),
-        ({"fraction": 1.0, "others": 8, "cap": 2}, SMALLER),
-    ],
-    ids=str,
-)
-def test_when_nothing_fits_only_settings_with_an_effect_are_named(facts: dict[str, Any], helps: str) -> None:
-    asked = {
-        "mode": "train", "min_size": 1, "fraction": 0.8, "limit": None, "held": 1, "state": 0.1, "others": 0,
-        "cap": 99, "limited_by": "memory", **facts,
-    }  # fmt: skip
-    card = Card(asked["others"], asked["cap"])
-    limit_bytes = None if asked["limit"] is None else asked["limit"] * GIB
-    limits = SearchLimits(
-        asked["min_size"], 512, card.budget(asked["fraction"], limit_bytes), asked["fraction"],
-        limit_bytes or card.total_bytes, total_is_limit=limit_bytes is not None,
-    )  # fmt: skip
-    text = str(NothingFits(
-        asked["mode"], limits, card, [], asked["limited_by"], asked["min_size"], int(asked["held"] * GIB),
-        int(asked["state"] * GIB), "outside", NAMES,
-    ))  # fmt: skip
-    remedies = text.rpartition("What helps")[2].replace(card.device, "<others>")
-    assert {*re.findall(r"<(\w+)>", remedies)} == {*helps.split()}
-
-
-NAMES = Names(**{field.name: f"<{field.name}>" for field in dataclasses.fields(Names)})
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
-    result = find_on_cpu(
-        plain_step, make_batch, max_batch_size=np.int64(3), target_memory_fraction=np.float32(0.8),
-        bounds={"dataset": np.int32(2)},
-    )  # fmt: skip
-    assert (result.batch_size, result.limited_by) == (2, "dataset")
-
-
 # --- a step that keeps tensors ---
 
 
-@pytest.mark.parametrize(("mode", "keeps"), [("train", True), ("val", True), ("train", False)])
+@pytest.mark.parametrize("keeps", [True, False])
 def test_a_step_that_keeps_tensors_is_warned_of_with_their_bytes(
-    mode: Any, keeps: bool, caplog: pytest.LogCaptureFixture
+    keeps: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = list[Tensor]()
 
@@ -399,7 +265,7 @@ def test_a_step_that_keeps_tensors_is_warned_of_with_their_bytes(
         if keeps:
             kept.append(make_batch(8))
 
-    find_on_cpu(step, make_batch, mode=mode, max_batch_size=16, **room(160))
+    find_on_cpu(step, make_batch, max_batch_size=16, **room(160))
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     warnings = [warning for warning in warnings if "MiB" in warning]
     assert len(warnings) == keeps
@@ -432,15 +298,6 @@ def test_batchnorm_trains_on_no_single_sample_and_validates_on_one() -> None:
     assert min(sizes) == 1
 
 
-def test_without_state_and_device_the_search_looks_at_the_device_that_torch_would_use() -> None:
-    available = torch.accelerator.current_accelerator(check_available=True)
-    device = available or CPU
-    result = auto_find_batch_size(
-        lambda batch: batch.sum(), lambda n: torch.ones(n, 8, device=device), max_batch_size=2
-    )
-    assert result.total_bytes == device_memory(device).total_bytes
-
-
 def test_training_that_does_not_fit_before_a_validation_is_named_as_the_cause() -> None:
     """No validation size is to blame, and none is tried."""
     sizes: list[int] = []
@@ -457,40 +314,6 @@ def test_training_that_does_not_fit_before_a_validation_is_named_as_the_cause() 
     assert not sizes
     with finder(1 << 10) as tried:
         assert tried.find().batch_size == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("saves", "factor"), [("checkpointing", 1.5), ("bf16", 1.2)])
-def test_what_saves_memory_in_training_allows_larger_batches(saves: str, factor: float) -> None:
-    loop = Loop(depth=8)
-    before = bits(loop.model.state_dict())
-    blocks = [loop.model[start : start + 4] for start in range(0, len(loop.model), 4)]
-
-    def step(batch: Tensor) -> None:
-        if saves == "bf16":
-            with torch.autocast("cpu", torch.bfloat16):
-                output = loop.model(batch)
-        else:
-            output = batch.requires_grad_()
-            for block in blocks:
-                output = checkpoint(block, output, use_reentrant=False)
-        loop.update(output)
-
-    plain, saving = loop.find(), loop.find(step=step)
-    assert plain.limited_by == saving.limited_by == "memory"
-    assert saving.batch_size > factor * plain.batch_size
-    assert bits(loop.model.state_dict()) == before
-
-
-def test_a_step_under_the_callers_autocast_and_no_grad_sees_them() -> None:
-    seen: set[tuple[bool, bool]] = set()
-
-    def step(batch: Tensor) -> None:
-        seen.add((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
-
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        find_on_cpu(step, make_batch, max_batch_size=2, **room(200))
-    assert seen == {(True, False)}
 
 
 def test_a_batch_far_above_the_budget_is_refused_and_not_built() -> None:
@@ -515,20 +338,14 @@ def test_a_batch_far_above_the_budget_is_refused_and_not_built() -> None:
 
 
 def test_a_result_survives_its_file_and_files_of_earlier_versions_can_be_read() -> None:
-    result = find_on_cpu(
-        plain_step, make_batch, mode="val", max_batch_size=64, min_batch_size=4, multiple_of=4, tolerance=0.0,
-        bounds={"dataset": 60}, **room(80),
-    )  # fmt: skip
-    written = json.loads(json.dumps(result.as_dict()))
     asked = {"tolerance": 0.0, "multiple_of": 4, "min_batch_size": 4, "max_batch_size": 64}
+    result = find_on_cpu(plain_step, make_batch, mode="val", **asked, **room(80))
+    written = json.loads(json.dumps(result.as_dict()))
     assert {name: written[name] for name in asked} == asked
     again = AutoBatchResult.from_dict("val", written)
     assert again.as_dict() == written
-    trials = tuple(dataclasses.replace(trial, seconds=0.0) for trial in result.trials)
-    assert tuple(dataclasses.replace(trial, seconds=0.0) for trial in again.trials) == trials
     assert (again.batch_size, again.mode, again.peak_bytes) == (result.batch_size, "val", result.peak_bytes)
-    assert again.total_is_limit
-    assert {trial["status"] for trial in written["trials"]} <= {"fits", "over", "oom"}
+    assert [trial.status for trial in again.trials] == [trial.status for trial in result.trials]
     old = {name: value for name, value in written.items() if name not in asked}
     again = AutoBatchResult.from_dict("val", old)
     assert (again.tolerance, again.max_batch_size, again.batch_size) == (None, None, result.batch_size)
@@ -550,16 +367,6 @@ def test_every_field_of_the_file_is_in_the_table_of_the_docs() -> None:
     for name, unit in units.items():
         assert (unit == "bytes") == name.endswith("_bytes")
         assert (unit == "s") == ("seconds" in name)
-
-
-def test_a_batch_maker_that_ignores_its_size_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    _warn_once.cache_clear()
-    for ignores in (False, True):
-        make = (lambda size: make_batch(4)) if ignores else make_batch
-        find_on_cpu(plain_step, make, max_batch_size=64, memory_limit_gb=8)
-        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert len(warnings) == ignores
-    assert {"64", "16", "make_batch"} <= {*re.findall(r"\w+", warnings[0])}
 
 
 # --- neutrality ---
@@ -651,7 +458,6 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 
 OUTCOMES = {
     "found": (lambda size: None, {}, None),
-    "an error in the middle": (lambda size: ValueError("wrong") if size > 3 else None, {}, ValueError),
     "an error in the first step": (lambda size: ValueError("wrong"), {}, ValueError),
     "an interrupt": (lambda size: KeyboardInterrupt() if size > 3 else None, {}, KeyboardInterrupt),
     "out of memory": (lambda size: MemoryError() if size > 3 else None, {}, None),
@@ -662,8 +468,7 @@ OUTCOMES = {
 
 @pytest.mark.parametrize(
     ("mode", "outcome"),
-    [*(("train", outcome) for outcome in OUTCOMES), ("val", "found"), ("val", "an interrupt"),
-     ("val", "out of memory")],
+    [*(("train", outcome) for outcome in OUTCOMES), ("val", "found"), ("val", "an interrupt")],
 )  # fmt: skip
 def test_a_search_leaves_no_trace(mode: Any, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SET_BEFORE_THE_SEARCH", "1")

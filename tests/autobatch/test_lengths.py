@@ -13,10 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from linnaeus.autobatch import longest
-from linnaeus.autobatch.lengths import num_values
 
 
 class Rows(Dataset[dict[str, Any]]):
@@ -94,8 +93,7 @@ def test_without_them_each_sample_is_read_once_and_few_are_kept() -> None:
     assert most <= 4 + 3, "the heap's, and those on their way"
 
 
-@pytest.mark.parametrize("length", [None, [1, 3, 2] + [1] * 17, lambda sample: len(sample["input_ids"])])
-def test_global_random_numbers_stay_where_they_were(length: Any) -> None:
+def test_global_random_numbers_stay_where_they_were() -> None:
     class Random(Rows):
         def __getitem__(self, index: int) -> dict[str, Any]:
             size = int(torch.randint(1, 9, ())) + random.randint(0, 3) + np.random.randint(3)
@@ -105,8 +103,8 @@ def test_global_random_numbers_stay_where_they_were(length: Any) -> None:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
-    first = longest(Random([1] * 20), 3, length=length)
-    assert longest(Random([1] * 20), 3, length=length) == first, "the same again"
+    first = longest(Random([1] * 20), 3)
+    assert longest(Random([1] * 20), 3) == first, "the same again"
     after = draws()
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     assert draws() == after
@@ -117,12 +115,3 @@ def test_samples_are_given_in_the_form_asked_for(length: Any) -> None:
     dataset, read = Rows([3, 9, 4]), ["first", "second", "third"]
     assert longest(dataset, 2, length=length, read=read) == ["second", "third"]
     assert dataset.read == ([] if isinstance(length, list) else [0, 1, 2])
-
-
-def test_what_counts_as_the_length() -> None:
-    assert num_values(np.zeros((2, 3))) == 6
-    assert num_values([[1, 2], [3]]) == 3
-    assert num_values(None) == 1
-    assert num_values([]) == 0
-    tensors = TensorDataset(torch.zeros(4, 3))
-    assert len(longest(tensors, 2)) == 2

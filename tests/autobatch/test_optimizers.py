@@ -6,7 +6,6 @@ import functools
 import importlib
 import itertools
 import random
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +25,7 @@ from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.training.optim import build_optimizer
 from tests.helpers.bits import bits
 from tests.helpers.runs import freeze_what_is_there
-from tests.helpers.unrestorable import Forgetful, Helped, Hiding, Yielding
+from tests.helpers.unrestorable import Helped, Hiding
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
 
@@ -98,41 +97,24 @@ def timm_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return build_optimizer(OptimizerConfig(NAME=name, LR=1e-3, WEIGHT_DECAY=0.01), model)
 
 
-@functools.cache
-def names_by_class() -> dict[str, list[str]]:
-    """The names of timm's optimizers by class; those that cannot be built, by the reason."""
-    names: dict[str, list[str]] = {}
-    for name in timm.optim.list_optimizers():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                kind = type(timm.optim.create_optimizer_v2(make_model(), opt=name, lr=0.1)).__name__
-        except Exception as error:
-            kind = f"cannot be built: {error}"
-        names.setdefault(kind, []).append(name)
-    return names
-
-
-@functools.cache
-def one_of_each() -> set[str]:
-    return {names[0] for kind, names in names_by_class().items()}
+QUICK = {"adafactor", "adahessian", "adopt", "kron", "lamb", "madgrad", "muon", "nadam", "novograd", "sgdp"}
+"""Optimizers that keep their state in ways of their own."""
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in one_of_each() else pytest.mark.slow)
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
         for name in timm.optim.list_optimizers()
     ],
 )
 def test_training_after_a_search_goes_as_without_one(name: str) -> None:
-    unbuilt = [
-        kind for kind, names in names_by_class().items() if name in names and kind.startswith("cannot")
-    ]
-    if unbuilt:
+    try:
+        timm.optim.create_optimizer_v2(make_model(), opt=name, lr=0.1)
+    except Exception as error:
         with pytest.raises(ConfigError, match=name):
             timm_optimizer(name, make_model())
-        pytest.skip(unbuilt[0])
+        pytest.skip(f"cannot be built: {error}")
     if name == "adahessian":
         with pytest.raises(ConfigError, match=r"OPTIMIZER\.NAME"):
             timm_optimizer(name, make_model())
@@ -147,10 +129,7 @@ OWN: dict[str, Callable[[nn.Module], Any]] = {
     "kron that draws more": lambda model: timm.optim.create_optimizer_v2(
         model, "kron", lr=0.01, weight_decay=0.1, stochastic_weight_decay=True, deterministic=True
     ),
-    "accelerated": lambda model: Accelerated(torch.optim.AdamW(model.parameters(), lr=0.01)),
-    "outside": lambda model: Outside(torch.optim.AdamW(model.parameters(), lr=0.01)),
     "outside of timm's, accelerated": lambda model: Accelerated(Outside(timm_optimizer("lamb", model))),
-    "outside and back": lambda model: linked(Outside(torch.optim.AdamW(model.parameters(), lr=0.01))),
     "attributes": lambda model: Keeping(model.parameters()),
     "two inside": lambda model: Hybrid(model),
     "further keys": lambda model: WithFurtherKey(model.parameters()),
@@ -207,12 +186,6 @@ class Outside(Forwarding):
         self.num_steps += 1
         if self.num_steps % 2:
             self.optimizer.step(closure)
-
-
-def linked(wrapper: Any) -> Any:
-    """The wrapper, which its optimizer knows."""
-    wrapper.optimizer.wrapper = wrapper
-    return wrapper
 
 
 class Keeping(torch.optim.SGD):
@@ -303,7 +276,6 @@ def test_wrappers_and_attributes_are_put_back_too(name: str) -> None:
 
 FORGETTING = {
     "kron": ("rng", lambda model: timm_optimizer("kron", model)),
-    "lookahead": ("_base_optimizer", OWN["lookahead"]),
     "attributes": ("slow", OWN["attributes"]),
 }
 
@@ -328,111 +300,66 @@ def test_a_snapshot_that_forgets_one_attribute_is_noticed(name: str, monkeypatch
     assert searched != plain
 
 
-def test_a_schedulers_own_mark_on_an_optimizer_does_not_stay() -> None:
-    loop = Loop(lambda model: torch.optim.AdamW(model.parameters()))
-    before = set(vars(loop.optimizer))
-    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1)
-    marked = set(vars(loop.optimizer))
-    loop.search(state=(loop.model, loop.optimizer, scheduler))
-    assert before < marked == set(vars(loop.optimizer))
-
-
 # --- what cannot be put back ---
 
 
-@pytest.mark.parametrize(
-    ("kind", "what", "is_inside"),
-    [
-        (Hiding, "parameters", False),
-        (Yielding, "`rates`", False),
-        (Helped, "`helper`", False),
-        (Helped, "`helper`", True),
-    ],
-)
+@pytest.mark.parametrize(("kind", "is_inside"), [(Hiding, False), (Helped, True)])
 def test_an_optimizer_that_cannot_be_put_back_is_refused_before_the_first_step(
-    kind: Any, what: str, is_inside: bool
+    kind: Any, is_inside: bool
 ) -> None:
     loop = Loop(lambda model: kind(model.parameters()))
     outer = Lookahead(loop.optimizer) if is_inside else loop.optimizer
     before = bits(loop.model.state_dict()), torch.get_rng_state().tolist()
     with pytest.raises(AutoBatchError, match=kind.__name__) as caught:
         loop.search(state=(loop.model, outer))
-    assert what in str(caught.value)
     assert caught.value.exit_code == 3
     assert loop.num_calls == 0
     assert (bits(loop.model.state_dict()), torch.get_rng_state().tolist()) == before
     assert all(parameter.grad is None for parameter in loop.model.parameters())
 
 
-def test_an_object_whose_load_state_dict_leaves_something_out_is_refused() -> None:
-    loop, average, sizes = Loop(lambda model: torch.optim.SGD(model.parameters())), Forgetful(), set()
-
-    def step(batch: Tensor) -> None:
-        average.count += 1
-        sizes.add(len(batch))
-
-    with pytest.raises(AutoBatchError, match="Forgetful"):
-        auto_find_batch_size(
-            step, lambda n: torch.ones(n), state=(loop.model, loop.optimizer, average), device="cpu"
-        )
-    assert len(sizes) == 1, "only the warm-up has run"
-
-
 def test_an_optimizer_that_needs_a_closure_is_searched_with() -> None:
-    loop = Loop(lambda model: NeedsClosure(model.parameters(), lr=0.01))
+    model = make_model()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=2)
 
     def step(batch: Tensor) -> None:
-        def closure() -> float:
-            loop.optimizer.zero_grad()
-            loss = loop.model(batch).square().mean()
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(batch).square().mean()
             loss.backward()
-            return loss.item()
+            return loss
 
-        loop.optimizer.step(closure)
+        optimizer.step(closure)
 
-    before = bits(loop.model.state_dict())
+    before = bits(model.state_dict())
     found = auto_find_batch_size(
-        step, lambda n: torch.randn(n, 1, 4, 4), state=(loop.model, loop.optimizer), max_batch_size=4,
-        device="cpu",
-    )  # fmt: skip
+        step, lambda n: torch.randn(n, 1, 4, 4), state=(model, optimizer), max_batch_size=4, device="cpu"
+    )
     assert found.batch_size == 4
-    assert bits(loop.model.state_dict()) == before
-
-
-class NeedsClosure(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        closure()
-        super().step()
+    assert bits(model.state_dict()) == before
 
 
 # --- state ---
 
 
-@pytest.mark.parametrize("kind", ["a model and an optimizer", "an optimizer only", "two optimizers"])
-def test_an_optimizer_that_was_left_out_of_state_is_named_before_it_steps(kind: str) -> None:
+@pytest.mark.parametrize("has_state", [True, False])
+def test_an_optimizer_that_was_left_out_of_state_is_named_before_it_steps(has_state: bool) -> None:
     loop = Loop(lambda model: torch.optim.AdamW(model.parameters()))
     other = nn.Linear(2, 2)
     second = torch.optim.Adagrad(other.parameters(), lr=1.0)
 
     def step(batch: Tensor) -> None:
-        loop.step(batch)
+        if has_state:
+            loop.step(batch)
         other(torch.ones(1, 2)).sum().backward()
         second.step()
 
-    if kind == "two optimizers":
-        arguments: dict[str, Any] = {"state": (loop.model, loop.optimizer, other)}
-        left_out, used = second, step
-    else:
-        arguments = {"state": (loop.model,) if kind == "a model and an optimizer" else ()}
-        left_out, used = loop.optimizer, loop.step
-    before = bits((loop.model.state_dict(), other.state_dict(), left_out.state_dict()))
-    with pytest.raises(StrangerError, match=type(left_out).__name__):
-        auto_find_batch_size(used, lambda n: torch.randn(n, 1, 4, 4), device="cpu", **arguments)
-    after = bits((loop.model.state_dict(), other.state_dict(), left_out.state_dict()))
-    if arguments["state"]:
-        assert after == before
-    assert after[2] == before[2]
-    left_out.step()  # outside of the search it may
+    before = bits((loop.model.state_dict(), other.state_dict(), second.state_dict()))
+    state = (loop.model, loop.optimizer, other) if has_state else ()
+    with pytest.raises(StrangerError, match="Adagrad"):
+        auto_find_batch_size(step, lambda n: torch.randn(n, 1, 4, 4), device="cpu", state=state)
+    assert bits((loop.model.state_dict(), other.state_dict(), second.state_dict())) == before
+    second.step()  # outside of the search it may
 
 
 def test_an_optimizer_that_a_step_makes_for_itself_needs_no_restoring() -> None:
@@ -443,11 +370,3 @@ def test_an_optimizer_that_a_step_makes_for_itself_needs_no_restoring() -> None:
         attack.step()
 
     assert auto_find_batch_size(step, torch.ones, max_batch_size=3, device="cpu").batch_size == 3
-
-
-def test_a_generator_of_objects_is_restored_as_a_tuple_is() -> None:
-    loop = Loop(lambda model: torch.optim.AdamW(model.parameters()))
-    before = bits((loop.model.state_dict(), loop.optimizer.state_dict()))
-    loop.search(state=(part for part in (loop.model, loop.optimizer)))
-    assert loop.num_calls > 0
-    assert bits((loop.model.state_dict(), loop.optimizer.state_dict())) == before

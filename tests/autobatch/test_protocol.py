@@ -48,11 +48,6 @@ def raises(error: BaseException) -> Work:
     return work
 
 
-def test_every_rank_gets_the_results_of_all_in_their_order() -> None:
-    results = [{"size": 8}, [1, 2], None, "text"]
-    assert ranks(*map(gives, results)) == [results] * 4
-
-
 def test_one_process_needs_no_control_plane() -> None:
     assert exchange(None, gives(7)) == [7]
     with pytest.raises(KeyError), errors_told_first(World(CPU)):
@@ -76,10 +71,6 @@ def test_an_error_of_one_rank_ends_all_with_its_message_and_exit_code(
     for line in (f"[rank 1] {told}", f"[rank 0] rank 1: {told}", f"[rank 2] rank 1: {told}"):
         assert line in text
     assert ("Traceback" in text) != isinstance(error, LinnaeusError), "only of an error that is not ours"
-
-
-def test_with_two_errors_every_rank_ends() -> None:
-    assert ranks(raises(ValueError("a")), raises(ValueError("b")), gives(None)) == [1, 1, 1]
 
 
 def test_a_rank_that_lives_but_never_ends_is_given_up() -> None:

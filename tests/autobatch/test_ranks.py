@@ -13,42 +13,29 @@ import pytest
 from tests.autobatch.faulty import TINY
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
-from tests.helpers.runs import assert_same_bits, free_ports, weights
+from tests.helpers.runs import TORCHRUN, assert_same_bits, weights
 
 pytestmark = pytest.mark.distributed
 
 
-class Job:
-    """One torchrun, its output in a file; nothing of it outlives the test."""
-
-    def __init__(
-        self, folder: Path, *argv: str, nproc: int = 2, options: Sequence[str] = ("--standalone",), **env: str
-    ) -> None:
-        self.text = folder / f"torchrun{len(list(folder.glob('torchrun*')))}.txt"
-        launcher = ("-m", "torch.distributed.run", *options, f"--nproc_per_node={nproc}")
-        with self.text.open("w") as file:
-            self.process = forks.start(
-                [*launcher, "-m", "linnaeus.main", *argv], cwd=folder, env={"PYTHONPATH": str(ROOT), **env},
-                stdout=file, stderr=file,
-            )  # fmt: skip
-
-    def finish(self) -> tuple[int, str]:
-        """The exit code and everything printed; a job that hangs fails the test."""
-        ranks = []
-        try:
-            with suppress(psutil.Error):
-                ranks = psutil.Process(self.process.pid).children(recursive=True)
-            code = self.process.wait(150)
-        finally:
-            self.process.kill()
-            for rank in ranks:
-                with suppress(psutil.Error):
-                    rank.kill()
-        return code, self.text.read_text()
-
-
 def job(folder: Path, *argv: str, **env: str) -> tuple[int, str]:
-    return Job(folder, *argv, **env).finish()
+    """The exit code of a torchrun of two ranks, and all that it prints; one that hangs fails the test."""
+    text, ranks = folder / "torchrun.txt", []
+    with text.open("w") as file:
+        process = forks.start(
+            [*TORCHRUN, "--nproc_per_node=2", "-m", "linnaeus.main", *argv], cwd=folder,
+            env={"PYTHONPATH": str(ROOT), **env}, stdout=file, stderr=file,
+        )  # fmt: skip
+    try:
+        with suppress(psutil.Error):
+            ranks = psutil.Process(process.pid).children(recursive=True)
+        code = process.wait(150)
+    finally:
+        process.kill()
+        for rank in ranks:
+            with suppress(psutil.Error):
+                rank.kill()
+    return code, text.read_text()
 
 
 def sizes(folder: Path) -> tuple[int, int]:
@@ -57,13 +44,13 @@ def sizes(folder: Path) -> tuple[int, int]:
 
 
 def test_the_size_that_every_rank_has_run_trains_as_one_set_by_hand(tmp_path: Path) -> None:
-    code, text = job(tmp_path, *TINY, "TRAIN.EPOCHS=2", FAULT="oom:1:backward")
+    code, text = job(tmp_path, *TINY, FAULT="oom:1:backward")
     assert code == 0, text
     assert "rank 1" in text, "which fits no more"
     train, val = sizes(tmp_path)
     assert (train, val) == (8, 16)
     code, text = job(
-        tmp_path, *TINY, "TRAIN.EPOCHS=2", "DATA.AUTOBATCH.ENABLED=False", f"DATA.BATCH_SIZE={train}",
+        tmp_path, *TINY, "DATA.AUTOBATCH.ENABLED=False", f"DATA.BATCH_SIZE={train}",
         f"DATA.BATCH_SIZE_VAL={val}", "EXPERIMENT.NAME=by_hand",
     )  # fmt: skip
     assert code == 0, text
@@ -86,17 +73,3 @@ def test_what_ends_the_search_ends_all_ranks_with_the_cause(
     assert code != 0
     assert told in text
     assert ("linnaeus/autobatch" in text) == has_traceback
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_two_nodes(tmp_path: Path, rendezvous: str) -> None:
-    (port,) = free_ports(1)
-    options = {
-        "static": [f"--master_addr=localhost --master_port={port} --node_rank={node}" for node in (0, 1)],
-        "c10d": [f"--rdzv_id=a --rdzv_backend=c10d --rdzv_endpoint=localhost:{port}"] * 2,
-    }[rendezvous]
-    nodes = [Job(tmp_path, *TINY, nproc=1, options=["--nnodes=2", *line.split()]) for line in options]
-    outcomes = [node.finish() for node in nodes]
-    assert [code for code, _ in outcomes] == [0, 0], outcomes
-    assert sizes(tmp_path) == (24, 16)

@@ -1,13 +1,11 @@
 """The search is tested on curves of every shape, against an oracle that knows the whole curve."""
 
 import functools
-import gc
 import importlib.util
 import itertools
 import math
 import random
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -262,7 +260,6 @@ def beside(share: float, largest: int) -> tuple[Curve, dict[str, int], int, int]
         (line(1000, 40), {}, 225, 5),  # two probes, a guess and the proof
         (line(1000, 40), {"start": 203}, 225, 4),
         (line(1000, 40), {"start": 225}, 225, 2),
-        (line(1000, 40), {"start": 226}, 225, 2),
         (line(1000, 40), {"start": 247}, 225, 3),
         (line(1000, 40), {"budget_bytes": 8000, "known": known_at(16, 56, 205)}, 175, 3),
         # peaks of sizes that are no candidates guide only
@@ -294,13 +291,6 @@ def test_the_first_trial_is_small_whatever_the_bounds() -> None:
         assert sizes(find(line(0, BUDGET), max_size=max_size))[0] <= 16
 
 
-def test_noise_between_two_close_peaks_is_not_extrapolated() -> None:
-    """The second peak is not above the first; a line through them would never meet the budget."""
-    known = [TrialRecord(100, "fits", 7000, 1.0), TrialRecord(110, "fits", 7001, 1.0)]
-    first, *_ = sizes(find(line(0, 70), budget_bytes=7100, max_size=8192, known=known, max_trials=1))
-    assert 110 < first <= 130
-
-
 # -- the other strategies
 
 
@@ -319,12 +309,6 @@ def test_the_plain_strategies_try_what_their_names_say(strategy: str, expected: 
     assert result.limited_by == "memory"
 
 
-def test_power_never_exceeds_the_bounds() -> None:
-    result = find(line(0, 1), min_size=3, max_size=100, strategy="power")
-    assert sizes(result) == [3, 6, 12, 24, 48, 96, 100]
-    assert (result.size, result.certified, result.limited_by) == (100, True, "max_batch_size")
-
-
 # -- start, multiples, known
 
 
@@ -340,24 +324,6 @@ def test_known_trials_can_answer_without_any_trial() -> None:
     assert again == SearchResult(size=225, certified=True, limited_by="memory", trials=())
 
 
-def test_the_status_of_a_known_trial_is_judged_by_its_peak() -> None:
-    known = [TrialRecord(4, "over", 400, 1.0), TrialRecord(5, "fits", 600, 1.0)]
-    result = find(line(0, 100), budget_bytes=500, max_size=8, known=known)
-    assert (result.size, result.certified, result.trials) == (4, True, ())
-
-
-def test_of_contradicting_known_trials_the_largest_that_fitted_wins() -> None:
-    known = [TrialRecord(50, "oom", None, 1.0), TrialRecord(100, "fits", 9000, 1.0)]
-    device = Device(line(1000, 80))
-    result = find(device, known=known)
-    assert (result.size, result.certified) == (112, True)
-    assert min(device.peaks) > 100
-
-
-def test_a_start_that_known_trials_have_answered_is_not_used() -> None:
-    assert sizes(find(line(1000, 40), known=known_at(50, 200), start=60))[0] > 210
-
-
 # -- what ends a search
 
 
@@ -368,7 +334,7 @@ def test_a_fixed_cost_that_is_known_saves_trials() -> None:
     assert len(knowing.trials) < len(guessing.trials)
 
 
-@pytest.mark.parametrize(("deadline_s", "num_trials"), [(0.0, 0), (10.0, 1), (10.1, 2), (25.0, 3)])
+@pytest.mark.parametrize(("deadline_s", "num_trials"), [(0.0, 0), (10.0, 1), (10.1, 2)])
 def test_no_trial_starts_after_the_deadline(deadline_s: float, num_trials: int) -> None:
     now = 1000.0
 
@@ -383,64 +349,10 @@ def test_no_trial_starts_after_the_deadline(deadline_s: float, num_trials: int) 
     assert (result.size is None) == (num_trials == 0)
 
 
-def test_other_exceptions_end_the_search() -> None:
-    tried: list[int] = []
-
-    def measure(size: int) -> int:
-        tried.append(size)
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        find(measure)
-    assert tried == [16]
-
-
-def test_callbacks_frame_every_trial() -> None:
-    events: list[object] = []
-
-    def measure(size: int) -> int:
-        events.append(("run", size))
-        if size > 200:
-            raise OutOfMemory
-        return 1000 + 40 * size
-
-    result = find(measure, on_start=lambda size: events.append(("start", size)), on_trial=events.append)
-    expected: list[object] = []
-    for trial in result.trials:
-        expected += [("start", trial.size), ("run", trial.size), trial]
-    assert events == expected
-    assert {trial.status for trial in result.trials} == {"fits", "oom"}
-
-
-def test_a_failed_trial_leaves_nothing_alive() -> None:
-    """The exception's traceback holds the trial's frame, and so would hold its tensors."""
-
-    class Tensor:
-        pass
-
-    tensors: list[weakref.ref[Tensor]] = []
-
-    def measure(size: int) -> int:
-        assert all(tensor() is None for tensor in tensors)
-        tensor = Tensor()
-        tensors.append(weakref.ref(tensor))
-        if size > 10:
-            raise OutOfMemory
-        return size
-
-    gc.disable()
-    try:
-        find(measure)
-        assert all(tensor() is None for tensor in tensors)
-    finally:
-        gc.enable()
-    assert len(tensors) > 2
-
-
 # -- predictions
 
 
-@pytest.mark.parametrize("start", [205, 224, 225, 226, 245])
+@pytest.mark.parametrize("start", [205, 225, 245])
 @pytest.mark.parametrize("slope", [36.0, 44.0])
 def test_a_prediction_within_a_tenth_needs_four_trials_at_most(start: int, slope: float) -> None:
     result = find(line(1000, 40), max_size=8192, predicted=PredictedPoint(start, BUDGET, slope))
@@ -456,7 +368,7 @@ def test_a_short_step_follows_the_prediction_where_noise_hides_the_slope() -> No
     assert (result.size, len(result.trials)) == (221, 4)
 
 
-@pytest.mark.parametrize("factor", [0.87, 0.93, 1.07, 1.14])
+@pytest.mark.parametrize("factor", [0.87, 1.14])
 def test_a_prediction_that_is_wrong_by_a_factor_is_so_in_its_slope_too(factor: float) -> None:
     """Without the factor in the slope, the second trial would be off by about the square of the error."""
     start = int(40_000 / (40 * factor))
@@ -519,7 +431,6 @@ def benchmark() -> ModuleType:
     ("mode", "mean", "p90", "beyond"),
     [
         ("exact", 5.6, 7, 0.05),
-        ("multiple of 8", 5.0, 7, 0.02),
         ("start within 10 %", 3.8, 5, 0.05),
         ("strict cap", 7.0, 7, 0.05),
     ],
@@ -537,12 +448,6 @@ def test_figures_on_measured_curves(
     assert row["beyond"] <= beyond
     assert row["fits"] == 1
     assert row["near_best"] >= 0.99
-
-
-def test_the_replay_interpolates_and_extends(benchmark: ModuleType) -> None:
-    curve = benchmark.Curve([(8, 100.0), (16, 200.0), (32, 600.0)], [1.0] * 64)
-    mib = [curve(size) // 2**20 for size in (1, 4, 8, 12, 16, 24, 32, 64)]
-    assert mib == [12, 50, 100, 150, 200, 400, 600, 1400]
 
 
 # -- tolerance
@@ -582,30 +487,6 @@ def test_a_search_with_a_tolerance_ends_within_it(
         assert result.limited_by == "memory"
         may_fit = candidates[candidates.index(min(fails)) - 1]
         assert result.within == (may_fit - result.size) / result.size
-
-
-@pytest.mark.parametrize(("tolerance", "saved"), [(0.01, 5), (0.1, 8)])
-@pytest.mark.parametrize("strategy", ["binary", "binsearch"])
-def test_a_tolerance_saves_trials(strategy: str, tolerance: float, saved: int) -> None:
-    exact, near = (
-        find(Device(lambda n: n), max_size=20_000, strategy=strategy, tolerance=value, max_trials=60)
-        for value in (0.0, tolerance)
-    )
-    assert (exact.size, exact.within) == (BUDGET, 0)
-    assert len(near.trials) <= len(exact.trials) - saved
-    assert not near.certified
-
-
-def test_below_the_inverse_of_the_tolerance_a_search_is_exact() -> None:
-    exact, near = (find(line(0, 105), tolerance=tolerance) for tolerance in (0.0, 0.01))
-    assert (exact.size, exact.certified) == (near.size, near.certified) == (95, True)
-    assert sizes(exact) == sizes(near)
-
-
-def test_a_size_near_the_bound_is_no_answer_while_the_bound_is_untried() -> None:
-    """The bound may fit; then it, and not memory, limits the size."""
-    result = find(line(0, 1), max_size=1000, start=999, tolerance=0.05)
-    assert (result.size, result.limited_by, result.certified) == (1000, "max_batch_size", True)
 
 
 def test_known_records_may_settle_a_search_within_the_tolerance() -> None:

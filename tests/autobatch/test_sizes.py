@@ -8,26 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-import psutil
 import pytest
 import torch
 
-from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.planning import find_planned_sizes
 from linnaeus.autobatch.protocol import RankStatus
 from linnaeus.autobatch.result import Mode
-from linnaeus.autobatch.sizes import LIMITS_VARIABLE, SizeSearch, find_sizes, keys, run_on_every_rank
+from linnaeus.autobatch.sizes import LIMITS_VARIABLE, SizeSearch, find_sizes, keys
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
-from linnaeus.data.batch import BatchSpec
-from linnaeus.data.bundle import collate_pairs
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
-from linnaeus.memory.device import device_memory
 from linnaeus.rng import rng_state
-from linnaeus.training.state_bytes import StateBytes, state_bytes
 from tests.helpers.bits import bits
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL, Run
@@ -58,7 +52,7 @@ def entry(size: int, *trials: tuple[int, str, int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("statuses", "tried"),
-    [([], True), (["fits"], False), (["fits", "over"], True), (["over", "fits"], False)],
+    [([], True), (["fits", "over"], True), (["over", "fits"], False)],
 )
 def test_the_newest_trial_of_a_planned_size_decides_whether_it_is_tried_again(
     statuses: list[str], tried: bool
@@ -90,39 +84,6 @@ def test_under_a_limit_the_validation_size_is_kept_only_if_it_still_fits(peak_by
     assert max(shapes, default=0) == (0 if peak_bytes == 1 else 6)  # the training step before validation
 
 
-# --- what is frozen ---
-
-FREEZE = ("MODEL.FREEZE=backbone", "TRAIN.EPOCHS=2")
-
-
-def memory_of(*options: str) -> tuple[int, StateBytes]:
-    """Bytes of a step: as predicted, and those of the tensors that training keeps after a trial."""
-    search, assembly = prepared(
-        *SMALL, "DATA.IMG_SIZE=64", "DATA.AUTOBATCH.MIN_BATCH_SIZE=8", "DATA.AUTOBATCH.MAX_BATCH_SIZE=8",
-        "TRAIN.EMA.ENABLED=True", *options,
-    )  # fmt: skip
-    kept: list[StateBytes] = []
-    predicted = search.predict("train").reserved_bytes(64)
-    before = [parameter.requires_grad for parameter in assembly.model.parameters()]
-    assembly.optimizer.register_step_post_hook(lambda *_: kept.append(state_bytes(assembly, CPU)))
-    search.run("train", RankStatus())
-    assert [parameter.requires_grad for parameter in assembly.model.parameters()] == before
-    assert not assembly.optimizer.state
-    return predicted, kept[-1]
-
-
-@pytest.mark.slow
-def test_what_is_frozen_needs_no_memory_unless_it_trains_by_the_last_epoch() -> None:
-    predicted, kept = memory_of("TRAIN.EPOCHS=2")
-    assert memory_of(*FREEZE, "TRAIN.UNFREEZE_EPOCH=2") == (predicted, kept)
-    frozen_predicted, frozen = memory_of(*FREEZE)
-    assert frozen_predicted < 0.6 * predicted
-    heads_bytes = 4 * (2 + 6) * (96 + 1)
-    assert frozen.gradients == heads_bytes
-    assert frozen.optimizer_state == pytest.approx(2 * heads_bytes, abs=50)
-    assert frozen.parameters == kept.parameters
-
-
 # --- bounds ---
 
 
@@ -137,23 +98,21 @@ def test_the_samples_of_one_process_bound_both_sizes() -> None:
     assert [one_of_five.limits(mode)["dataset"] for mode in ("train", "val")] == [19, 7]
 
 
-def test_host_memory_that_the_loader_needs_bounds_the_size() -> None:
-    bytes_per_sample = 3 * 32 * 32 * 4 + 2 * 8
-    shared_memory = psutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 1 << 60
-    available = min(psutil.virtual_memory().available, shared_memory, device_memory(CPU).total_bytes)
-    prefetch = int(0.5 * available / bytes_per_sample / 8)  # room for batches of some 8
-    search, _ = prepared(*BARE, OWN_MODEL, "DATA.NUM_WORKERS=1", f"DATA.PREFETCH_FACTOR={prefetch}")
+def test_host_memory_that_the_loader_needs_bounds_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    bytes_per_batch = 8 * (3 * 32 * 32 * 4 + 2 * 8)
+    monkeypatch.setattr("linnaeus.autobatch.bounds._available_bytes", lambda workers: 2 * 6 * bytes_per_batch)
+    search, _ = prepared(*BARE, OWN_MODEL, "DATA.NUM_WORKERS=1")
     for result in find_sizes(search).values():
         assert result.limited_by == "host_memory"
-        assert 1 <= result.batch_size <= 9
+        assert 5 <= result.batch_size <= 12
         assert max(trial.size for trial in result.trials) == result.batch_size
 
 
 def test_memory_bounds_the_size() -> None:
     """A limit of some MiB beyond what the process holds, once it has loaded all that it needs."""
     options = (
-        *SMALL, "MODEL.NAME=test_vit", "DATA.IMG_SIZE=96", "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",
-        "DATA.AUTOBATCH.ENABLED_VAL=False",
+        *BARE, OWN_MODEL, "DATA.IMG_SIZE=256", "DATA.AUTOBATCH.TARGET_MEMORY_FRACTION=1.0",
+        "DATA.AUTOBATCH.ENABLED_VAL=False", "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=1",
     )  # fmt: skip
     find_sizes(prepared(*options, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4")[0])
     search, _ = prepared(*options)
@@ -172,20 +131,6 @@ def test_each_rank_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         search.run("train", RankStatus())
     other = dataclasses.replace(search, world=World(CPU, rank=1))
     assert other.run("train", RankStatus()).batch_size == 12
-
-
-def test_a_round_of_the_ranks_adds_its_seconds_and_says_what_is_held_now() -> None:
-    search, _ = prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.MAX_BATCH_SIZE=8")
-    found = find_sizes(search)["train"]
-    earlier = dataclasses.replace(found, seconds=1000.0, held_bytes=1, budget_bytes=1, trials=())
-    result = run_on_every_rank(search, earlier, 4)
-    (trial,) = result.trials
-    assert (trial.size, result.ran_on_every_rank) == (4, (4,))
-    assert 1000.0 + trial.seconds < result.seconds < 1100.0
-    assert 1 < result.held_bytes <= trial.peak_bytes <= result.budget_bytes
-    asked = ("tolerance", "multiple_of", "min_batch_size", "max_batch_size")
-    assert [getattr(result, name) for name in asked] == [getattr(found, name) for name in asked]
-    assert result.max_batch_size == 8, "not the size of the round"
 
 
 def test_the_keys_that_messages_name_exist() -> None:
@@ -207,7 +152,7 @@ def test_when_nothing_fits_the_run_ends_with_code_3_and_no_traceback(run: Run, t
     assert not (tmp_path / "runs/small/autobatch.json").exists()
 
 
-@pytest.mark.parametrize("modes", [{"train"}, {"val"}, set(), {"train", "val"}])
+@pytest.mark.parametrize("modes", [{"train"}, {"val"}])
 def test_only_the_modes_asked_for_are_searched(modes: set[str]) -> None:
     search, _ = prepared(
         OWN_MODEL, OWN_DATA, f"DATA.AUTOBATCH.ENABLED={'train' in modes}", "DATA.AUTOBATCH.MAX_BATCH_SIZE=4",
@@ -220,34 +165,24 @@ def test_only_the_modes_asked_for_are_searched(modes: set[str]) -> None:
 
 
 def test_samples_of_differing_shape_are_measured_at_the_largest_of_those_looked_at() -> None:
-    search, _ = prepared(OWN_MODEL, OWN_DATA)
+    search, _ = prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.ENABLED_VAL=False")
     found = find_sizes(search)
     assert {shape[2:] for shape in SEEN["shapes"]} == {(19, 19)}
     assert {shape[0] for shape in SEEN["shapes"]} >= {found["train"].batch_size}
-
-
-def test_no_more_samples_are_looked_at_than_configured() -> None:
-    sides = set()
-    for seed in range(3):
-        search, _ = prepared(
-            OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=1", f"EXPERIMENT.SEED={seed}"
-        )
-        find_sizes(search)
-        assert len({shape[2:] for shape in SEEN["shapes"]}) == 1
-        sides |= {shape[2] for shape in SEEN["shapes"]}
-    assert len(sides) > 1
-
-
-def test_bf16_is_on_in_trials() -> None:
-    search, _ = prepared(OWN_MODEL, OWN_DATA, "TRAIN.AMP=bf16")
-    find_sizes(search)
-    assert set(SEEN["dtypes"]) == {torch.bfloat16}
+    few = {
+        search.spec("train").load(1).inputs.shape[2]
+        for seed in range(3)
+        for search in prepared(
+            OWN_MODEL, OWN_DATA, f"EXPERIMENT.SEED={seed}", "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=1"
+        )[:1]
+    }
+    assert len(few) > 1, "each of one sample, which the seed chooses"
 
 
 MIXED = ("DATA.AUGMENT.MIXUP=0.4", "DATA.AUGMENT.CUTMIX=1.0", "LOSS.LABEL_SMOOTHING=0.1")
 
 
-@pytest.mark.parametrize("options", [(), ("TRAIN.AMP=bf16",), MIXED])
+@pytest.mark.parametrize("options", [("TRAIN.AMP=bf16",), MIXED])
 def test_a_search_changes_nothing(options: tuple[str, ...]) -> None:
     """Training starts from the same bits with the size found as with one set by hand."""
     limit = "DATA.AUTOBATCH.MAX_BATCH_SIZE=8"
@@ -260,6 +195,7 @@ def test_a_search_changes_nothing(options: tuple[str, ...]) -> None:
 
     before = content()
     assert find_sizes(search)["train"].batch_size == 8
+    assert set(SEEN["dtypes"]) == {torch.bfloat16 if "TRAIN.AMP=bf16" in options else torch.float32}
     assert content() == before
     assembly.ema.num_updates += 1
     assert content() != before
@@ -280,10 +216,7 @@ def test_a_step_of_a_trial_has_two_micro_batches_when_gradients_accumulate(
     assert sizes.count(12) == 2 * num_micro_batches, "two steps a trial"
 
 
-@pytest.mark.parametrize("observer", [None, SearchObserver()])
-def test_each_training_trial_makes_its_own_wrapper_whoever_watches(
-    observer: SearchObserver | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_training_trial_makes_its_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its buckets belong to the peak, and a wrapper is unusable after an error in the middle of a step."""
     wrappers = []
     monkeypatch.setattr(
@@ -291,24 +224,9 @@ def test_each_training_trial_makes_its_own_wrapper_whoever_watches(
     )
     search, _ = prepared(OWN_MODEL, OWN_DATA)
     with search.finder("train", RankStatus()) as finder:
-        finder._observer = observer or finder._observer
         for number, size in enumerate((2, 4, 4), start=2):  # the first is preceded by the warm-up
             assert finder.measure(size).status == "fits"
             assert len(wrappers) == number
-
-
-def test_a_batch_of_a_trial_holds_what_the_loader_would_collate() -> None:
-    search, _ = prepared(
-        OWN_MODEL, "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=9", "DATA.IMG_SIZE=8"
-    )
-    samples = [search.data.train[index] for index in range(3)]
-    spec = BatchSpec(samples, collate_pairs)
-    loaded = spec.load(7)
-    expected = collate_pairs([samples[index % 3] for index in range(7)])
-    assert torch.equal(loaded.inputs, expected.inputs)
-    assert torch.equal(loaded.targets, expected.targets)
-    loaded.inputs.zero_()
-    assert torch.equal(spec.load(7).inputs, expected.inputs)
 
 
 def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
@@ -330,6 +248,5 @@ def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
 
 
 def test_an_error_of_the_users_model_ends_the_search_with_that_error() -> None:
-    for fails_at in (1, 5):
-        with pytest.raises(ZeroDivisionError):
-            find_sizes(prepared(OWN_MODEL, OWN_DATA, f"MODEL.fails_at={fails_at}")[0])
+    with pytest.raises(ZeroDivisionError):
+        find_sizes(prepared(OWN_MODEL, OWN_DATA, "MODEL.fails_at=5")[0])

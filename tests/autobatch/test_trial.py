@@ -118,16 +118,16 @@ class Hungry(torch.autograd.Function):
 
 @pytest.mark.usefixtures("few_timed_steps")
 def test_what_is_to_happen_before_a_trial_happens_before_each_trial_and_timing() -> None:
-    done: list[str] = []
+    done: list[object] = []
     runner = TrialRunner(
-        lambda batch: done.append("step"), samples, state=(), memory=CpuMemory(CPU), budget_bytes=1 << 50,
-        num_steps=1, training=True, snapshot=Snapshot((), CPU), before_trial=lambda: done.append("before"),
+        lambda batch: done.append(len(batch)), samples, state=(), memory=CpuMemory(CPU), budget_bytes=1 << 50,
+        num_steps=2, training=True, snapshot=Snapshot((), CPU), before_trial=lambda: done.append("before"),
     )  # fmt: skip
     runner(1)
-    runner(2)
-    runner.time(1)
-    assert done[:5] == ["before", "step", "before", "step", "before"]
-    assert done.count("before") == 3
+    runner(7)
+    runner.time(3)
+    assert done[:7] == ["before", 1, 1, "before", 7, 7, "before"]
+    assert set(done[7:]) == {3}
 
 
 def test_the_peak_grows_with_the_size() -> None:
@@ -140,23 +140,6 @@ def test_the_peak_grows_with_the_size() -> None:
         assert 8 * 1024 * growth <= high - low <= 40 * 1024 * growth
     assert [runner(size) for size in sizes] == peaks
     assert runner.held_bytes < peaks[0] < runner.budget_bytes
-
-
-def test_each_step_of_a_trial_gets_a_batch_of_the_size() -> None:
-    model = nn.Linear(16, 1)
-    made, ran = [], []
-
-    def make_batch(size: int) -> Tensor:
-        made.append(size)
-        return samples(size)
-
-    for num_steps in (1, 2, 5):
-        runner = make_runner(lambda batch: ran.append(len(batch)), make_batch, model, num_steps=num_steps,
-                             warm=None)  # fmt: skip
-        made.clear()
-        ran.clear()
-        runner(7)
-        assert made == ran == [7] * num_steps
 
 
 def test_the_highest_of_all_steps_is_the_peak() -> None:
@@ -198,7 +181,7 @@ def test_running_out_is_reported_from_wherever_it_happens(place: str) -> None:
         reached.append("end")
 
     runner = make_runner(step, make_batch, model, optimizer, room_mib=100)
-    for mib in (10_000, 300, 110):
+    for mib in (10_000, 110):
         reached.clear()
         with pytest.raises(OutOfMemory):
             runner(mib)
@@ -209,11 +192,10 @@ def test_running_out_is_reported_from_wherever_it_happens(place: str) -> None:
     assert reached[-1] == "end"
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-def test_running_out_in_the_optimizers_step_is_reported(foreach: bool) -> None:
+def test_running_out_in_the_optimizers_step_is_reported() -> None:
     """The weights and their gradients fit, the moments do not."""
     model = Table(mib=16)
-    optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)
+    optimizer = torch.optim.Adam(model.parameters())
     reached: list[str] = []
 
     def step(batch: Tensor) -> None:
@@ -235,30 +217,15 @@ def test_running_out_in_the_optimizers_step_is_reported(foreach: bool) -> None:
     assert runner(4) - runner.held_bytes >= 16 * 3 * MIB - SLACK
 
 
-def test_nothing_runs_when_the_process_holds_the_whole_budget() -> None:
-    calls: list[int] = []
-    runner = make_runner(lambda _: calls.append(1), samples, nn.Linear(16, 1), room_mib=-50)
-    calls.clear()
-    with pytest.raises(OutOfMemory):
-        runner(1)
-    assert not calls
-
-
 # -- other exceptions
 
 
 @pytest.mark.parametrize(
-    ("error", "training"),
-    [
-        (ValueError("labels out of range"), True),
-        (ValueError("labels out of range"), False),
-        (FileNotFoundError(2, "No such file or directory", "out of memory"), True),
-        (RuntimeError("could not create a primitive"), True),
-        (KeyboardInterrupt(), True),
-    ],
+    "error",
+    [FileNotFoundError(2, "No such file or directory", "out of memory"), KeyboardInterrupt()],
     ids=repr,
 )
-def test_any_other_exception_passes_and_all_can_be_put_back(error: BaseException, training: bool) -> None:
+def test_any_other_exception_passes_and_all_can_be_put_back(error: BaseException) -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
     optimizer = torch.optim.AdamW(model.parameters())
     limit = resource.getrlimit(resource.RLIMIT_DATA)
@@ -270,7 +237,7 @@ def test_any_other_exception_passes_and_all_can_be_put_back(error: BaseException
         if fails:
             raise error
 
-    runner = make_runner(step, samples, model, optimizer, training=training)
+    runner = make_runner(step, samples, model, optimizer)
     fails = True
     with pytest.raises(type(error)) as caught:
         runner(4)
@@ -289,8 +256,7 @@ def test_any_other_exception_passes_and_all_can_be_put_back(error: BaseException
 # -- the optimizer's state
 
 
-@pytest.mark.parametrize("clears", ["before", "after", "never"])
-def test_a_scaler_that_skips_does_not_hide_the_optimizers_state(clears: str) -> None:
+def test_a_scaler_that_skips_does_not_hide_the_optimizers_state() -> None:
     """Infinite gradients must not get into the weights either: a step may check its loss."""
     model = Table(mib=8)
     optimizer = torch.optim.Adam(model.parameters())
@@ -300,8 +266,6 @@ def test_a_scaler_that_skips_does_not_hide_the_optimizers_state(clears: str) -> 
 
     def step(batch: Tensor) -> None:
         states.append(model.weight in optimizer.state)
-        if clears == "before":
-            optimizer.zero_grad()
         loss = model(batch + 100)
         if not loss.isfinite():
             raise FloatingPointError(f"the loss is {loss.item()}")
@@ -310,8 +274,7 @@ def test_a_scaler_that_skips_does_not_hide_the_optimizers_state(clears: str) -> 
         scaler.step(optimizer)
         scaler.update()
         skipped.append(scaler.get_scale() < before)
-        if clears == "after":
-            optimizer.zero_grad()
+        optimizer.zero_grad()
 
     runner = make_runner(step, samples, model, optimizer, scaler)
     states.clear()
@@ -324,46 +287,27 @@ def test_a_scaler_that_skips_does_not_hide_the_optimizers_state(clears: str) -> 
     assert not optimizer.state
 
 
-def test_a_step_that_only_accumulates_does_not_hide_the_optimizers_state() -> None:
-    model = Table(mib=8)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    states: list[bool] = []
-    gradients: list[bool] = []
-    calls = 0
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_step_that_only_accumulates_does_not_hide_the_optimizers_state(num_steps: int) -> None:
+    """Before the second step it is made; in a trial of one step before that. What is frozen gets none."""
+    model, frozen = Table(mib=8), nn.Parameter(torch.ones(4), requires_grad=False)
+    optimizer = torch.optim.AdamW([*model.parameters(), frozen], weight_decay=0.0)
+    seen: list[tuple[bool, bool]] = []
 
     def step(batch: Tensor) -> None:
-        nonlocal calls
-        calls += 1
-        states.append(model.weight in optimizer.state)
-        gradients.append(model.weight.grad is not None)
+        seen.append((model.weight in optimizer.state, model.weight.grad is not None))
         assert (model.weight == 0.5).all()
+        assert frozen not in optimizer.state
+        assert frozen.grad is None
         model(batch).backward()
-        if calls % 1000 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
 
-    runner = make_runner(step, samples, model, optimizer, num_steps=3)
-    states.clear()
-    gradients.clear()
+    runner = make_runner(step, samples, model, optimizer, num_steps=num_steps)
+    seen.clear()
     peak = runner(4)
-    assert states == [False, True, True]
-    assert gradients == [False, True, True]  # they stay, as in training
+    # Gradients stay, as in training.
+    assert seen == ([(True, False)] if num_steps == 1 else [(False, False), (True, True), (True, True)])
     assert peak - runner.held_bytes >= 8 * 3 * MIB - SLACK
-
-
-def test_moments_are_counted_in_a_trial_of_one_step() -> None:
-    model = Table(mib=8)
-    optimizer = torch.optim.Adam(model.parameters())
-    states: list[bool] = []
-
-    def step(batch: Tensor) -> None:
-        states.append(model.weight in optimizer.state)
-        assert (model.weight == 0.5).all()
-        training_step(model, optimizer)(batch)
-
-    runner = make_runner(step, samples, model, optimizer, num_steps=1)
-    assert runner(4) - runner.held_bytes >= 8 * 3 * MIB - SLACK
-    assert all(states)
+    assert model.weight.grad is None
 
 
 def test_only_the_optimizer_that_did_not_step_is_helped() -> None:
@@ -384,23 +328,8 @@ def test_only_the_optimizer_that_did_not_step_is_helped() -> None:
     assert not second.state
 
 
-def test_frozen_parameters_get_neither_gradient_nor_state() -> None:
-    model, frozen = Table(mib=1), nn.Parameter(torch.ones(4), requires_grad=False)
-    optimizer = torch.optim.Adam([*model.parameters(), frozen])
-    seen: list[bool] = []
-
-    def step(batch: Tensor) -> None:
-        seen.append(frozen in optimizer.state or frozen.grad is not None)
-        model(batch).backward()
-
-    for num_steps in (1, 2):
-        make_runner(step, samples, model, optimizer, num_steps=num_steps)(4)
-    assert seen
-    assert not any(seen)
-
-
-@pytest.mark.parametrize(("num_steps", "training"), [(1, True), (2, True), (2, False)])
-def test_an_optimizer_of_sparse_gradients_works(num_steps: int, training: bool) -> None:
+@pytest.mark.parametrize("training", [True, False])
+def test_an_optimizer_of_sparse_gradients_works(training: bool) -> None:
     model = nn.Embedding(1000, 2048, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())
     expected = model.weight.detach().clone()
@@ -413,10 +342,7 @@ def test_an_optimizer_of_sparse_gradients_works(num_steps: int, training: bool) 
             loss.backward()
             optimizer.step()
 
-    runner = make_runner(
-        step, lambda size: torch.randint(1000, (size,)), model, optimizer, num_steps=num_steps,
-        training=training,
-    )  # fmt: skip
+    runner = make_runner(step, lambda size: torch.randint(1000, (size,)), model, optimizer, training=training)
     assert runner(1000) - runner.held_bytes >= 1000 * 8 * 1024
     assert not optimizer.state
     assert torch.equal(model.weight, expected)
@@ -451,18 +377,6 @@ def test_validation_has_the_optimizers_state_resident() -> None:
     assert not optimizer.state
 
 
-def test_validation_with_no_room_for_the_optimizers_state_does_not_fit() -> None:
-    model = Table(mib=20)
-    optimizer = torch.optim.Adam(model.parameters())
-    steps: list[int] = []
-    runner = make_runner(
-        lambda batch: steps.append(1), samples, model, optimizer, training=False, room_mib=25, warm=None
-    )
-    with pytest.raises(OutOfMemory):
-        runner(1)
-    assert not steps
-
-
 # -- nothing stays
 
 
@@ -473,7 +387,15 @@ def num_tensors() -> int:
 def test_many_trials_leave_nothing_behind() -> None:
     model = wide_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    runner = make_runner(training_step(model, optimizer), samples, model, optimizer, room_mib=60)
+    step, references = training_step(model, optimizer), list[weakref.ref[Tensor]]()
+
+    def leaving_a_cycle(batch: Tensor) -> None:
+        cycle: list[object] = [batch]
+        cycle.append(cycle)
+        references.append(weakref.ref(batch))
+        step(batch)
+
+    runner = make_runner(leaving_a_cycle, samples, model, optimizer, room_mib=60)
     memory = CpuMemory(CPU)
     outcomes: list[str] = []
 
@@ -487,16 +409,20 @@ def test_many_trials_leave_nothing_behind() -> None:
 
     for size in (500, 30_000):
         trial(size)
+    references.clear()
     before, tensors, threads = memory.in_use(), num_tensors(), sys._current_frames().keys()
-    for number in range(12):
-        trial([200, 800, 20_000, 5_000_000][number % 4])
-    assert (outcomes.count("oom"), outcomes.count("ran")) == (7, 7)
+    for size in (200, 800, 20_000, 5_000_000, 200, 20_000):
+        trial(size)
+    assert (outcomes.count("oom"), outcomes.count("ran")) == (4, 4)
+    assert references
+    assert all(reference() is None for reference in references)
+    references.clear()
     assert abs(memory.in_use() - before) <= 4 * MIB
     assert num_tensors() == tensors
     assert sys._current_frames().keys() == threads
 
 
-@pytest.mark.parametrize("wraps", ["not at all", "from", "while handling", "keeps"])
+@pytest.mark.parametrize("wraps", ["while handling", "keeps"])
 def test_the_traceback_of_a_failed_trial_keeps_nothing_alive(wraps: str) -> None:
     alive: list[weakref.ref[Tensor]] = []
     kept: list[BaseException] = []
@@ -513,12 +439,9 @@ def test_the_traceback_of_a_failed_trial_keeps_nothing_alive(wraps: str) -> None
         try:
             inner(copy)
         except RuntimeError as error:
-            if wraps == "from":
-                raise ValueError("the step failed") from error
             if wraps == "while handling":
                 raise MemoryError("the step failed")  # noqa: B904
-            if wraps == "keeps":
-                kept.append(error)
+            kept.append(error)
             raise
 
     runner = make_runner(step, samples, model, room_mib=100, warm=None)
@@ -530,16 +453,6 @@ def test_the_traceback_of_a_failed_trial_keeps_nothing_alive(wraps: str) -> None
     assert runner.held_bytes == before
     assert caught.value.__cause__ is None
     assert len(kept) == (wraps == "keeps")
-
-
-def test_gradients_are_as_before_after_each_trial() -> None:
-    model = nn.Linear(16, 1)
-    model.weight.grad = torch.ones(1, 16)
-    runner = make_runner(lambda batch: model(batch).sum().backward(), samples, model)
-    for _ in range(2):
-        runner(10)
-        assert torch.equal(model.weight.grad, torch.ones(1, 16))
-        assert model.bias.grad is None
 
 
 # -- compilation
@@ -565,31 +478,15 @@ def test_a_compiled_model_can_be_tried() -> None:
 
 
 def test_collections_inside_look_at_new_things_alone() -> None:
-    assert gc.get_freeze_count() > 0  # these tests run inside already
-    with existing_objects_frozen():
-        pass
-    assert gc.get_freeze_count() > 0  # somebody else's freeze is left alone
+    old: Sequence[object] = [[]]
     gc.unfreeze()
     try:
-        old: Sequence[object] = [[]]
         with existing_objects_frozen():
             assert gc.get_freeze_count() > 0
             assert not any(thing is old for thing in gc.get_objects())
         assert gc.get_freeze_count() == 0
-        assert any(thing is old for thing in gc.get_objects())
     finally:
         gc.freeze()
-
-
-def test_a_cycle_that_a_trial_leaves_is_collected() -> None:
-    references: list[weakref.ref[Tensor]] = []
-
-    def step(batch: Tensor) -> None:
-        cycle: list[object] = [batch]
-        cycle.append(cycle)
-        references.append(weakref.ref(batch))
-
-    runner = make_runner(step, samples, nn.Linear(16, 1))
-    runner(10)
-    assert references
-    assert all(reference() is None for reference in references)
+    with existing_objects_frozen():
+        pass
+    assert gc.get_freeze_count() > 0  # somebody else's freeze is left alone
