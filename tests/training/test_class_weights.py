@@ -63,10 +63,10 @@ def assembled(*argv: str) -> Assembly:
 
 
 def test_a_run_weights_by_its_own_training_samples() -> None:
-    dataset = "DATA.DATASET.NAME=synthetic"
-    criterion = assembled(dataset, "LOSS.CLASS_WEIGHTS=balanced").criterion
+    dataset = ("DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=200")
+    criterion = assembled(*dataset, "LOSS.CLASS_WEIGHTS=balanced").criterion
     assert isinstance(criterion, TaxonomicLoss)
-    config = load_config([dataset, "DATA.IMG_SIZE=32"]).config
+    config = load_config([*dataset, "DATA.IMG_SIZE=32"]).config
     train = build_data(config.DATA, seed=0).train
     labels = torch.stack([train[index][1] for index in range(len(train))])  # type: ignore[arg-type]
     for level in range(labels.shape[1]):

@@ -77,14 +77,10 @@ def by_hand(size: int, micro_batches: int, num_steps: int) -> NoiseScale:
     return scale
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"size": 3, "micro_batches": 2}, {"clip": 0.01}, {"scaled": True, "clip": 0.01}]
-)
+@pytest.mark.parametrize("options", [{}, {"scaled": True, "clip": 0.01}])
 def test_it_is_measured_before_clipping_and_without_the_scale_of_the_loss(options: dict[str, Any]) -> None:
-    sizes = {"size": 8, "micro_batches": 4, "num_steps": 20} | {
-        key: value for key, value in options.items() if key in ("size", "micro_batches")
-    }
-    found, expected = measured(**{**sizes, **options}), by_hand(**sizes)
+    sizes = {"size": 3, "micro_batches": 4, "num_steps": 20}
+    found, expected = measured(**sizes, **options), by_hand(**sizes)
     assert found.num == 20
     assert found.gradient_sq == pytest.approx(expected.gradient_sq, rel=1e-4)
     assert found.trace == pytest.approx(expected.trace, rel=1e-4)
