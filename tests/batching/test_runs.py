@@ -107,7 +107,7 @@ def test_resuming_within_a_schedule_changes_no_bit(
     run: Run, tmp_path: Path, schedule: str, num_workers: int, after: int
 ) -> None:
     options = [
-        *GROWING, "MODEL.drop=0.3", "TRAIN.EMA.ENABLED=True", "TRAIN.AUTO_RESUME=True", "TRAIN.EPOCHS=4",
+        *GROWING, "MODEL.drop=0.3", "TRAIN.EMA.ENABLED=True", "TRAIN.AUTO_RESUME=True", "TRAIN.EPOCHS=3",
         f"DATA.NUM_WORKERS={num_workers}", *SCHEDULES[schedule],
     ]  # fmt: skip
     assert run(*options, f"{NAME}whole").code == 0

@@ -114,15 +114,11 @@ def test_the_peak_of_tensors_is_exact_and_stays_until_it_is_reset(memory: CpuMem
         assert memory.peak() == before + 100 * MIB
         memory.reset_peak()
         assert memory.peak() == before
-
-
-def test_a_peak_starts_at_what_is_held(memory: CpuMemory) -> None:
-    with memory.cap(memory.in_use() + GIB):
         block = allocate(20 * MIB)
         memory.reset_peak()
         held = memory.in_use()
         del block
-        assert memory.peak() == held
+        assert memory.peak() == held, "it starts at what is held"
 
 
 HELD_AND_RESIDENT = """
@@ -159,30 +155,6 @@ def test_a_tensor_of_a_trial_is_not_counted_twice(memory: CpuMemory) -> None:
     held = memory.in_use()
     del block
     assert memory.in_use() == held - 100 * MIB
-
-
-def test_what_threads_free_at_the_same_time_is_all_counted(memory: CpuMemory) -> None:
-    """The thread of the heartbeat, for one, frees tensors where it collects garbage."""
-
-    class Interrupted(int):
-        """A number that another thread frees memory during its subtraction, unless it has to wait."""
-
-        def __rsub__(self, live_bytes: int) -> int:
-            other.start()
-            wait_until(lambda: not other.is_alive() or is_in_freed())
-            return live_bytes - int(self)
-
-    def is_in_freed() -> bool:
-        frame = sys._current_frames().get(other.ident or 0)
-        return frame is not None and frame.f_code.co_name == "_freed"
-
-    before = memory.in_use()
-    for number in (1, 2):
-        memory._allocated(number, MIB)  # as the tracer reports it
-    other = threading.Thread(target=memory._freed, args=(2, MIB))
-    memory._freed(1, Interrupted(MIB))
-    other.join()
-    assert memory.in_use() == before
 
 
 @pytest.fixture
@@ -365,21 +337,6 @@ def test_a_search_stays_within_a_limit_of_the_process(
     assert "RLIMIT_DATA" in caplog.text
 
 
-def test_an_unspecific_error_counts_without_a_cap_near_a_limit_of_the_process(memory: CpuMemory) -> None:
-    error = RuntimeError("could not create a primitive")
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    counts = {}
-    for mebibytes in (20, 2048):
-        try:
-            resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + mebibytes * MIB, before[1]))
-            counts[mebibytes] = memory.refused(error)
-            assert not memory.refused(RuntimeError("NaN"))
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, before)
-    assert counts == {20: True, 2048: False}
-    assert not memory.refused(error)
-
-
 @pytest.mark.parametrize("in_thread", [True, False])
 def test_what_a_thread_of_the_step_computes_counts(
     memory: CpuMemory, in_thread: bool, caplog: pytest.LogCaptureFixture
@@ -460,7 +417,7 @@ def test_a_thread_that_is_kept_is_given_up_after_an_exception(memory: CpuMemory)
     assert memory.isolate(identity, keeps_thread=True)[1] is not thread
 
 
-@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt, StopIteration])
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_the_very_exception_passes(memory: CpuMemory, kind: type[BaseException]) -> None:
     error = kind("mine")
 

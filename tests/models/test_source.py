@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from linnaeus.errors import ConfigError
-from linnaeus.models.source import find_source
 from tests.helpers.small_models import build, built
 
 
@@ -32,16 +31,6 @@ def test_weights_of_a_folder_are_adapted_to_the_channels(folder: Path, in_chans:
     random = build(f"local-dir:{folder}", in_chans=in_chans)  # the same random numbers for the heads
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(model.heads, random.heads, strict=True))
     assert not torch.equal(random.backbone.state_dict()["conv1.0.weight"], first)
-
-
-def test_the_line_names_the_weights(folder: Path) -> None:
-    name = f"local-dir:{folder}"
-    assert name in said(name, PRETRAINED=True)
-    assert "MODEL.PRETRAINED" in said(name)  # its weights are not loaded
-    assert said() == "weights: random"
-    tagged = find_source("test_resnet.r160_in1k")
-    assert tagged.origin == find_source("test_resnet").origin
-    assert "test_resnet.r160_in1k" in tagged.origin
 
 
 @pytest.mark.usefixtures("no_network")

@@ -421,11 +421,3 @@ def test_a_stop_within_an_epoch_changes_no_bit(ranks: list[Results]) -> None:
         assert all(torch.equal(tensor, stopped[name]) for name, tensor in on.items())
     live = [results["stops", False]["live"] for results in ranks[:2]]
     assert not torch.equal(*live), "the ranks have seen the same samples"
-
-
-def test_one_process_and_a_model_without_batchnorm_are_left_alone() -> None:
-    model = normalised()
-    before = statistics(model)
-    distribute_batchnorm(model, model, World(CPU), "reduce")
-    assert torch.equal(statistics(model), before)
-    distribute_batchnorm(nn.Linear(2, 2), None, World(CPU, 0, 2), "reduce")  # without a process group
