@@ -169,16 +169,6 @@ def test_the_saved_configuration_repeats_the_run(run: Run, tmp_path: Path, optio
     assert plan_of(tmp_path / "runs/plain") == plan_of(tmp_path / "runs/again")
 
 
-@pytest.mark.e2e
-def test_warnings_are_given_once_and_saved(run: Run, tmp_path: Path) -> None:
-    outcome = run(*PLAIN, "TRAIN.EPOCHS=1", "MODEL.norm=BatchNorm1d", "DATA.BATCH_SIZE=8")
-    assert outcome.code == 0, outcome.err
-    [warning] = plan_of(tmp_path / "runs/plain")["WARNINGS"]
-    said = [line for line in outcome.out.splitlines() if warning in line]
-    assert len(said) == 1
-    assert "warning: " in said[0]
-
-
 # What AutoBatch is asked for.
 
 SEARCH = (*PLAIN, "DATA.AUTOBATCH.ENABLED=True")

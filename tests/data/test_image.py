@@ -178,12 +178,6 @@ def test_odd_images_give_their_plain_form(tmp_path: Path, name: str) -> None:
     assert find_damage(tmp_path / name) is None
 
 
-def test_odd_values_of_floats(tmp_path: Path) -> None:
-    values = np.array([[np.nan, np.inf, -1.0, 0.5]], dtype=np.float32)
-    Image.fromarray(values).save(tmp_path / "a.tif")
-    assert load_image(tmp_path / "a.tif", 1).flatten().tolist() == [0, 0, 0, 128]
-
-
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(DataError, match=r"pipe\.png"):

@@ -66,26 +66,6 @@ def test_a_limit_above_physical_memory_is_none(cgroups: Cgroups, limit: int) -> 
     assert cgroups.available() > 0
 
 
-@pytest.mark.parametrize("text", ["", "12 kB", "max max"])
-def test_a_limit_that_cannot_be_read_is_none(cgroups: Cgroups, text: str) -> None:
-    cgroups.join("0::/job/step")
-    cgroups.v2("/job", 500 * MIB)
-    step = cgroups.v2("/job/step", 300 * MIB)
-    (step / "memory.max").write_text(text)
-    assert cgroups.memory().total_bytes == 500 * MIB
-
-
-@pytest.mark.parametrize("stat", ["", "inactive_file\n", "inactive_file 1 2\n", "inactive_file many\n"])
-def test_without_statistics_the_limit_holds_and_nothing_is_reclaimable(cgroups: Cgroups, stat: str) -> None:
-    cgroups.join("0::/job")
-    file = cgroups.v2("/job", 300 * MIB, used=200 * MIB) / "memory.stat"
-    file.write_text(stat)
-    assert cgroups.memory().total_bytes == 300 * MIB
-    assert cgroups.available() == 100 * MIB
-    file.unlink()
-    assert cgroups.available() == 100 * MIB
-
-
 @pytest.mark.parametrize("line", ["", "nonsense", "0:", "::"])
 def test_broken_lines_of_the_membership_do_not_hide_the_others(cgroups: Cgroups, line: str) -> None:
     cgroups.join(line, "0::/job", line)

@@ -146,17 +146,6 @@ def test_what_the_process_held_before_counts_as_the_system_does(tmp_path: Path) 
         assert held == pytest.approx(resident, abs=NOISE)
 
 
-def test_a_tensor_of_a_trial_is_not_counted_twice(memory: CpuMemory) -> None:
-    before = memory.in_use()
-    with memory.cap(before + GIB):
-        block = allocate(100 * MIB)
-    memory.settle()
-    assert memory.in_use() == pytest.approx(before + block.nbytes, abs=NOISE)
-    held = memory.in_use()
-    del block
-    assert memory.in_use() == held - 100 * MIB
-
-
 @pytest.fixture
 def compiled(compiles_unseen: None) -> None:
     """A process that has compiled something."""
@@ -358,15 +347,6 @@ def test_what_a_thread_of_the_step_computes_counts(
     assert len(caplog.records) == in_thread, "it is said once that something allocates unseen"
 
 
-def test_caps_nest(memory: CpuMemory) -> None:
-    with memory.cap(memory.in_use() + 200 * MIB):
-        outer = resource.getrlimit(resource.RLIMIT_DATA)
-        with memory.cap(memory.in_use() + 20 * MIB), pytest.raises(RuntimeError):
-            allocate(150 * MIB)
-        assert resource.getrlimit(resource.RLIMIT_DATA) == outer
-        assert allocate(150 * MIB).all()
-
-
 UNSPECIFIC = [
     RuntimeError("could not create a primitive"),
     RuntimeError("could not execute a primitive"),
@@ -431,7 +411,11 @@ def test_the_very_exception_passes(memory: CpuMemory, kind: type[BaseException])
     assert set(threading.enumerate()) <= before
 
 
-def test_the_state_of_torch_is_as_outside(memory: CpuMemory) -> None:
+def test_the_state_of_torch_and_context_variables_are_as_outside(memory: CpuMemory) -> None:
+    variable = contextvars.ContextVar("variable", default="nothing")
+    variable.set("something")
+    memory.isolate(lambda: variable.set(variable.get() + " inside"))
+    assert memory.isolate(variable.get) == variable.get() == "something"
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
             assert memory.isolate(torch.is_grad_enabled) is enabled
@@ -448,16 +432,6 @@ def test_the_state_of_torch_is_as_outside(memory: CpuMemory) -> None:
             assert memory.isolate(lambda: (a @ b).dtype) is dtype
             with torch.autocast("cpu", enabled=False):
                 assert memory.isolate(lambda: (a @ b).dtype) is torch.float32
-
-
-def test_context_variables_are_as_outside(memory: CpuMemory) -> None:
-    variable = contextvars.ContextVar("variable", default="nothing")
-    assert memory.isolate(variable.get) == "nothing"
-    token = variable.set("something")
-    assert memory.isolate(variable.get) == "something"
-    memory.isolate(lambda: variable.set("inside"))
-    assert variable.get() == "something"
-    variable.reset(token)
 
 
 def test_an_interruption_waits_for_the_function(memory: CpuMemory) -> None:

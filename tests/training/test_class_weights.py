@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import numpy as np
@@ -42,16 +41,6 @@ def test_weights_of_a_file_have_the_mean_1_over_the_samples(tmp_path: Path, name
     family, species = class_weights(str(tmp_path / name), TAXONOMY, TARGETS)
     torch.testing.assert_close(family, torch.tensor([1.0, 3.0]) / (9 / 5))
     torch.testing.assert_close(species, torch.tensor([1.0, 0.5, 1.0, 4.0]) / (3.5 / 4))
-
-
-def test_names_in_csv_are_taken_as_they_are(tmp_path: Path) -> None:
-    names = ("two\nlines", "a\u2028b", "space ", 'a "quote", a comma')
-    with (tmp_path / "w.csv").open("w", newline="", encoding="utf-8") as file:
-        rows = [("species", name, number) for number, name in enumerate(names, start=1)]
-        csv.writer(file).writerows([("rank", "class", "weight"), *rows])
-    taxonomy, targets = Taxonomy((Level("species", names),)), torch.arange(4).unsqueeze(1)
-    (weights,) = class_weights(str(tmp_path / "w.csv"), taxonomy, targets)
-    torch.testing.assert_close(weights, torch.tensor([1.0, 2.0, 3.0, 4.0]) / 2.5)
 
 
 def assembled(*argv: str) -> Assembly:

@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnaeus.config.schema import NoiseScaleConfig
 from linnaeus.data.batch import Batch
-from linnaeus.errors import ConfigError
-from linnaeus.training.noise_scale import GradientProbe, NoiseScale, check_noise_scale
+from linnaeus.training.noise_scale import GradientProbe, NoiseScale
 from linnaeus.training.step import Precision, TrainStep
 from tests.helpers.runs import SMALL, Run
 
@@ -132,13 +130,6 @@ def test_a_checkpoint_keeps_the_averages() -> None:
     after = NoiseScale(0.999)
     after.load_state_dict(before.state_dict())
     assert after == before
-
-
-def test_two_batch_sizes_are_needed() -> None:
-    config = NoiseScaleConfig(ENABLED=True)
-    check_noise_scale(config, 2)
-    with pytest.raises(ConfigError, match=r"TRAIN.ACCUMULATION_STEPS"):
-        check_noise_scale(config, 1)
 
 
 @pytest.mark.e2e
