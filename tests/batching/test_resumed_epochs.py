@@ -5,23 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, islice, repeat
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from linnaeus.batching.facts import Facts
-from linnaeus.batching.plan import BatchPlan, plan_batches
-from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from linnaeus.batching.plan import BatchPlan
 from linnaeus.data.sampler import EpochSampler, PlannedBatches
+from tests.batching.test_plan import plan_of
 
 FACTS = Facts(max_micro_batch_size=8, world_size=1, num_samples=100, learning_rate=0.1)
-
-
-def plan_of(facts: Facts, schedule: dict[str, Any] | None = None, **train: Any) -> BatchPlan:
-    node = TrainConfig(**train, BATCH_SCHEDULE=BatchScheduleConfig(**(schedule or {})))
-    return plan_batches(node, OptimizerConfig(), ScheduleConfig(), facts)
 
 
 def take(plan: BatchPlan, epoch: int, done: int, num_steps: int | None = None) -> list[int]:
@@ -84,7 +78,7 @@ def test_a_growing_batch_resumed_anywhere_wastes_less_than_its_largest_step(
     schedule = {
         "NAME": "milestones", "UNIT": "steps", "FIRST": world_size, "MILESTONES": [[3, 4 * world_size]]
     }  # fmt: skip
-    plan = plan_of(facts, schedule, EPOCHS=2)
+    plan = plan_of(facts, schedule=schedule, EPOCHS=2)
     rest = plan.rest_of_epoch(0, done)
     used = sum(stage.num_steps * stage.effective_batch_size for stage in rest)
     assert 0 <= 120 - done - used < 4 * world_size
@@ -109,7 +103,7 @@ def test_an_undisturbed_run_is_at_its_number_of_steps(
 @pytest.mark.parametrize(("unit", "length"), [("steps", 12), ("epochs", 2)])
 def test_so_is_one_whose_batch_grows(unit: str, length: int) -> None:
     schedule = {"NAME": "linear", "UNIT": unit, "FIRST": 4, "LAST": 24, "LENGTH": length}
-    assert_positions_are_steps(plan_of(FACTS, schedule, EPOCHS=4))
+    assert_positions_are_steps(plan_of(FACTS, schedule=schedule, EPOCHS=4))
 
 
 def assert_positions_are_steps(plan: BatchPlan) -> None:

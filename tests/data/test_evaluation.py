@@ -127,17 +127,6 @@ def test_unknown_classes_are_left_out_when_asked(tmp_path: Path) -> None:
         build(NESTED, skip=True, NAME="manifest", VAL=path)
 
 
-def test_samples_held_out_are_told_only_among_the_classes_of_the_run(tmp_path: Path) -> None:
-    rows = [
-        f"{family},{species}" for family, species in (("cats", "lion"), ("dogs", "fox")) for _ in range(5)
-    ]
-    table = write_table(tmp_path, "image,family,species", rows, "train.csv")
-    index = index_labels(["family", "species"], [("cats", "lion"), ("dogs", "fox")])
-    data = build(index, own=True, NAME="manifest", TRAIN=table)
-    assert len(labels(data)) == 2
-    assert len(labels(build(index, NAME="manifest", TRAIN=table))) == 10
-
-
 class Named(Dataset[Any]):
     """A user's dataset: sample i has the class i."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -252,30 +251,18 @@ MISTAKES = {f"{kind}: {title}": case for kind, cases in KINDS.items() for title,
 """By a title: what raises an error; its exit code, and words that it holds."""
 
 
-@pytest.fixture(scope="module")
-def error_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LinnaeusError]:
-    """The error of a mistake, made in a folder of its own."""
-
-    @functools.cache
-    def find(title: str) -> LinnaeusError:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(tmp_path_factory.mktemp("data"))
-            with pytest.raises(LinnaeusError) as caught:
-                MISTAKES[title][0]()
-        return caught.value
-
-    return find
-
-
-@pytest.mark.parametrize("title", MISTAKES)
-def test_a_mistake_is_named(error_of: Callable[[str], LinnaeusError], title: str) -> None:
-    code, *words = MISTAKES[title][1].split()
-    error = error_of(title)
-    assert [word for word in words if word not in str(error)] == []
-    assert error.exit_code == int(code), error
-    assert "\n" not in str(error).removeprefix("1 problem in the configuration:\n")
-
-
-def test_messages(golden: Golden, error_of: Callable[[str], LinnaeusError]) -> None:
-    found = {title: str(error_of(title)) for title in MISTAKES}
-    golden("data", {title: re.sub(r"\.py, line \d+", ".py, line N", text) for title, text in found.items()})
+def test_messages(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mistake is made in a folder of its own."""
+    found = {}
+    for number, (title, (mistake, expected)) in enumerate(MISTAKES.items()):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        with pytest.raises(LinnaeusError) as caught:
+            mistake()
+        code, *words = expected.split()
+        text = str(caught.value)
+        assert [word for word in words if word not in text] == [], title
+        assert caught.value.exit_code == int(code), title
+        assert "\n" not in text.removeprefix("1 problem in the configuration:\n"), title
+        found[title] = re.sub(r"\.py, line \d+", ".py, line N", text)
+    golden("data", found)

@@ -60,10 +60,6 @@ def with_collate(split: str, **attributes: Any) -> Samples:
     return Samples(split, collate_fn=collate, **attributes)
 
 
-def collating_to_target(split: str) -> Samples:
-    return Samples(split, taxonomy=TAXONOMY, collate_fn=lambda samples: TARGET)
-
-
 def build(name: str, img_size: Any = None, augment: AugmentConfig | None = None, **node: Any) -> DataBundle:
     module = datasets.__name__ if hasattr(datasets, name) else __name__
     augment = augment or AugmentConfig(CROP_SCALE=[1.0, 1.0])
@@ -196,13 +192,6 @@ def test_own_collate_function() -> None:
     assert batch.inputs[:, 0, 0, 0].tolist() == [1.0, 2.0, 3.0]
     assert batch.targets.tolist() == [[0], [1], [0]]
     assert (bundle.in_chans, bundle.img_size) == (3, (4, 4))
-
-
-def test_own_collate_function_with_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    targets = {"fine": torch.tensor([2, 1]), "coarse": torch.tensor([1, 0])}
-    monkeypatch.setattr(sys.modules[__name__], "TARGET", (torch.zeros(2, 1), targets))
-    bundle = build("collating_to_target")
-    assert bundle.collate([]).targets.tolist() == [[1, 2], [0, 1]]
 
 
 def test_an_error_while_reading_keeps_its_cause() -> None:

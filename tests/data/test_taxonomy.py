@@ -13,7 +13,6 @@ from linnaeus.data.taxonomy import (
     Taxonomy,
     UnknownClassError,
     index_labels,
-    require_classes,
 )
 from linnaeus.errors import DataError
 
@@ -42,11 +41,6 @@ def test_a_class_seen_only_without_parent_has_an_unknown_parent() -> None:
     assert index.taxonomy.levels[1].classes == ("lupus", "catus")
     assert index.taxonomy.parents == ((UNKNOWN, 1),)
     assert index.encode(("Canis", "lupus")) == (0, 0)  # validation knows more than training
-
-
-def test_a_name_of_several_parents_needs_its_parent() -> None:
-    with pytest.raises(DataError, match="'alba'"):
-        index_labels(["genus", "species"], [("A", "alba"), ("B", "alba"), (None, "alba")])
 
 
 @pytest.mark.parametrize("lineage", [("Felis", "lupus"), ("Ursus", "catus"), (None, "arctos")])
@@ -82,12 +76,6 @@ def test_labels_and_parents_agree(lineages: list[tuple[str, str, str]]) -> None:
 @given(st.lists(st.tuples(NAMES, NAMES), min_size=1))
 def test_numbering_does_not_depend_on_order(lineages: list[tuple[str, str]]) -> None:
     assert index_labels(["a", "b"], lineages) == index_labels(["a", "b"], lineages[::-1] + lineages)
-
-
-@pytest.mark.parametrize("lineages", [[("only",)], [(None,)]])
-def test_a_level_needs_two_classes(lineages: list[tuple[str | None]]) -> None:
-    with pytest.raises(DataError, match="'class'"):
-        require_classes(index_labels(["class"], lineages).taxonomy, "here", "do so")
 
 
 LEVEL_A, LEVEL_B = Level("a", ("x", "y")), Level("b", ("p", "q"))

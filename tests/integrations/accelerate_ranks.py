@@ -123,10 +123,6 @@ def decorated(accelerator: Accelerator, **options: Any) -> tuple[int, dict[str, 
     return loop.batch_size, found  # type: ignore[attr-defined]
 
 
-def plain() -> Any:
-    return compared({}, decorated)
-
-
 def accumulation() -> Any:
     return compared({"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}, decorated)
 
@@ -180,7 +176,9 @@ def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def after_prepare(**options: Any) -> Any:
+def find_first() -> Any:
+    """The size is found once everything is prepared, and training begins after that."""
+
     def run(accelerator: Accelerator) -> tuple[int, dict[str, Any]]:
         model, optimizer, scheduler = parts()
         prepared = accelerator.prepare(model, optimizer)
@@ -190,15 +188,7 @@ def after_prepare(**options: Any) -> Any:
         accelerator.free_memory()
         return size, train(accelerator, size, model, optimizer, scheduler)
 
-    return compared(options, run)
-
-
-def find_first() -> Any:
-    return after_prepare(gradient_accumulation_steps=2)
-
-
-def find_split() -> Any:
-    return after_prepare(dataloader_config=DataLoaderConfiguration(split_batches=True))
+    return compared({"gradient_accumulation_steps": 2}, run)
 
 
 def gan() -> Any:
@@ -224,56 +214,6 @@ def gan() -> Any:
     return trials
 
 
-def smallest(function: Callable[[int], object], **options: Any) -> Any:
-    """The sizes that a function was called with, and what the search returned."""
-    sizes: list[int] = []
-    accelerator = fresh(dataloader_config=DataLoaderConfiguration(split_batches=True))
-
-    @autobatch(split_batches=True, memory_limit_gb=8.0, **options)
-    def loop(batch_size: int) -> None:
-        sizes.append(batch_size)
-        model = nn.Linear(4, 4)
-        optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
-        for _ in range(3):
-            function(batch_size)
-            model(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-
-    loop()
-    kinds = [loop.batch_size, loop.result.batch_size]  # type: ignore[attr-defined]
-    return {"tried": sizes[:-1], "found": kinds, "ran": sizes[-1]}
-
-
-def no_room_above(limit: int) -> Callable[[int], None]:
-    """Raises an error in trials with more samples than so many of both processes together."""
-
-    def function(batch_size: int) -> None:
-        if PartialState().num_processes == 1 and 2 * batch_size > limit:
-            raise MemoryError("not enough")
-
-    return function
-
-
-def split_sizes() -> Any:
-    """Sizes of all processes together."""
-    return {
-        "least": attempt(
-            lambda: smallest(no_room_above(5), starting_batch_size=32, min_batch_size=5, tolerance=0)
-        ),
-        "multiple": smallest(no_room_above(11), starting_batch_size=30, multiple_of=6, tolerance=0),
-        "bound": smallest(no_room_above(99), starting_batch_size=32, bounds={"dataset": 12}),
-        "none_between": attempt(lambda: smallest(print, starting_batch_size=7, min_batch_size=7)),
-        "found_by_hand": attempt(split_by_hand),
-    }
-
-
-def split_by_hand() -> Any:
-    accelerator = fresh(dataloader_config=DataLoaderConfiguration(split_batches=True))
-    model = nn.Linear(16, 4)
-    prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    return find_batch_size(accelerator, *prepared, loss_of, dataset(), max_batch_size=64, memory_limit_gb=8.0)
-
-
 def one_fails_before() -> Any:
     """A process fails before its search begins."""
     accelerator = fresh()
@@ -283,17 +223,6 @@ def one_fails_before() -> Any:
         train(accelerator, batch_size)
 
     return attempt(lambda: loop(*[1, 2][: accelerator.process_index * 2]))
-
-
-def single_sample() -> Any:
-    """The function builds a model with BatchNorm, and the search comes to one sample."""
-    accelerator = fresh()
-
-    @autobatch(starting_batch_size=1, memory_limit_gb=8.0)
-    def loop(batch_size: int) -> None:
-        train(accelerator, batch_size)
-
-    return attempt(lambda: loop())
 
 
 def attempt(function: Callable[[], Any]) -> Any:

@@ -11,31 +11,27 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from lightning.pytorch import seed_everything
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from linnaeus.integrations import lightning_steps
 from linnaeus.integrations.lightning import AutoBatch
 from tests.helpers.ledger import Ledger
 from tests.integrations.lightning_runs import (
     NUM_VAL,
     Bare,
-    Manual,
+    Large,
     Net,
     data,
     differences,
     fit,
     loader,
     room,
-    trainer_for,
 )
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -88,7 +84,6 @@ def compared(module: Callable[[int], Any], given: Callable[[int], Any], **option
     ]  # each rank's statistics are its own
     return {
         "size": size,
-        "val_size": callback.val_batch_size,
         "sizes": searched["sizes"],
         "accumulate": searched["accumulate"],
         "differences": differences(searched, by_hand),
@@ -140,23 +135,11 @@ def die() -> None:
 
 
 def unequal() -> dict[str, Any]:
-    heavy = partial(Net, mib=1.0)
     return compared(
-        heavy, nothing, search={**room(120 if RANK == 0 else 60), "max_batch_size": 90, "val": False}
+        lambda size: Net(size, mib=1.0),
+        nothing,
+        search={**room(120 if RANK == 0 else 60), "max_batch_size": 90, "val": False},
     )
-
-
-def uneven(lengths: tuple[int, int], *, val_lengths: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Each rank has data of its own, of another length."""
-
-    def given(size: int) -> tuple[Any, ...]:
-        loaders = (DataLoader(data(lengths[RANK]), size),)
-        return loaders if val_lengths is None else (*loaders, DataLoader(data(val_lengths[RANK]), size))
-
-    return compared(
-        lambda size: Bare(), given, search={"val": val_lengths is not None}, use_distributed_sampler=False,
-        limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=0,
-    )  # fmt: skip
 
 
 def unprepared() -> dict[str, Any]:
@@ -174,32 +157,13 @@ def unprepared() -> dict[str, Any]:
     return failing(lambda: None, 1, NoData)
 
 
-def without_room_for_buckets() -> dict[str, Any]:
-    """The error where the memory of DDP's buckets is not there, and what is left on the strategy then."""
-    trainer = trainer_for([AutoBatch(max_batch_size=12)], **RANKS)
-    before, lightning_steps._bucket_stand_in = lightning_steps._bucket_stand_in, lambda _: run_out_of_memory()
-    groups = []
-    destroy = torch_dist.destroy_process_group
-    torch_dist.destroy_process_group = lambda group=None: (groups.append(group), destroy(group))[0]
-    try:
-        trainer.fit(Net())
-    except Exception as error:
-        left = sorted({"all_gather", "own_group"} & set(vars(trainer.strategy)))
-        return {"error": type(error).__name__, "left": left, "destroyed": len(groups)}
-    finally:
-        lightning_steps._bucket_stand_in, torch_dist.destroy_process_group = before, destroy
-    return {"error": None}
-
-
-class Large(Net):
-    """With eight MiB of parameters."""
-
-    def __init__(self, batch_size: int = 4) -> None:
-        super().__init__(batch_size, mib=1.0)
-        self.layer = torch.nn.Linear(1024, 2048)
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + sum(1e-3 * parameter.mean() for parameter in self.layer.parameters())
+def uneven_data() -> dict[str, Any]:
+    """Each rank has data of its own, of another length."""
+    length = (37, 45)[RANK]
+    return compared(
+        lambda size: Bare(), lambda size: (DataLoader(data(length), size),), search=NO_VAL,
+        use_distributed_sampler=False, limit_train_batches=1,
+    )  # fmt: skip
 
 
 def memory() -> dict[str, Any]:
@@ -216,26 +180,13 @@ def memory() -> dict[str, Any]:
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "loaders": lambda: compared(lambda size: Bare(), both),
-    "manual": lambda: compared(Manual, nothing, search=NO_VAL),
-    "collectives": lambda: compared(Talkative, nothing),
+    "collectives": lambda: compared(Talkative, nothing, search={"effective_batch_size": 48}),
     "unused": lambda: compared(Partial, nothing, strategy="ddp_find_unused_parameters_true", search=NO_VAL),
-    "views": lambda: compared(
-        Net,
-        nothing,
-        strategy=partial(DDPStrategy, gradient_as_bucket_view=True, static_graph=True),
-        search=NO_VAL,
-    ),
-    "effective": lambda: compared(Net, nothing, search={"effective_batch_size": 48}),
     "unequal": unequal,
-    "uneven_data": lambda: uneven((37, 45)),
-    "little_data": lambda: uneven((96, 9), val_lengths=(30, 5)),
-    "no_room_for_buckets": without_room_for_buckets,
-    "raises_in_the_search": lambda: failing(on_rank(0, break_down), 8),
+    "uneven_data": uneven_data,
     "raises_in_the_run": lambda: failing(on_rank(1, break_down), 8),
     "out_of_memory": lambda: failing(on_rank(1, run_out_of_memory), 9),
-    "nothing_fits": lambda: failing(on_rank(1, run_out_of_memory), 1),
     "memory": memory,
-    "again": lambda: compared(Net, nothing),
     "unprepared": unprepared,  # late: an error in a loader's hook leaves Lightning's patch on DataLoader
     "killed": lambda: failing(on_rank(1, die), 8),
 }

@@ -26,8 +26,6 @@ from linnaeus.memory.device import GIB
 from tests.helpers.ledger import held_bytes
 
 NUM_SAMPLES, NUM_VAL, WIDTH, NUM_CLASSES = 96, 30, 16, 4
-SAMPLE_BYTES = 2**20
-"""About the memory that a training step takes for each sample."""
 
 
 def room(mib: float) -> dict[str, float]:
@@ -87,6 +85,17 @@ class Net(LightningModule):
 
     def val_dataloader(self) -> Any:
         return DataLoader(data(NUM_VAL), self.batch_size)
+
+
+class Large(Net):
+    """With parameters, gradients and optimizer state that take memory as well."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__(batch_size, mib=1.0)
+        self.layer = nn.Linear(1024, 2048, bias=False)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 1e-3 * self.layer.weight.square().mean()
 
 
 class InHyperparameters(Net):
@@ -356,16 +365,17 @@ CASES: dict[str, Case] = {
         ),
         {},
     ),
-    "weighted": (
-        lambda size: Bare(),
-        lambda size: (
-            loader(size, sampler=WeightedRandomSampler(range(NUM_SAMPLES), 64), collate_fn=stacked),
-        ),
-        {},
-    ),
     "own loader": (
         lambda size: Bare(),
-        lambda size: (Loader(data(), 0.5, batch_size=size, shuffle=True),),
+        lambda size: (
+            Loader(
+                data(),
+                0.5,
+                batch_size=size,
+                sampler=WeightedRandomSampler(range(NUM_SAMPLES), 64),
+                collate_fn=stacked,
+            ),
+        ),
         {},
     ),
     "stream": (lambda size: Bare(), lambda size: (DataLoader(Stream(), size),), {"max_steps": 6}),

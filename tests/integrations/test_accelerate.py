@@ -15,15 +15,9 @@ from tests.helpers.runs import TORCHRUN
 
 PROGRAM = ("-m", "tests.integrations.accelerate_ranks")
 SCENARIOS = {
-    1: (
-        "plain", "not_restored", "own_accelerator", "find_first", "errors", "gan",
-        "single_sample",
-    ),
-    2: (
-        "plain", "accumulation", "split", "split_unknown", "given_parts", "find_split", "errors",
-        "split_sizes", "one_fails_before",
-    ),
-}  # fmt: skip
+    1: ("not_restored", "own_accelerator", "find_first", "errors", "gan"),
+    2: ("accumulation", "split", "split_unknown", "given_parts", "errors", "one_fails_before"),
+}
 """By the number of processes."""
 
 Found = dict[str, Any]
@@ -44,7 +38,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
     return found
 
 
-RUNS = ("plain", "own_accelerator", "find_first", "accumulation", "split", "given_parts", "find_split")
+RUNS = ("own_accelerator", "find_first", "accumulation", "split", "given_parts")
 CASES = [
     (num_processes, name) for num_processes, names in SCENARIOS.items() for name in names if name in RUNS
 ]
@@ -107,41 +101,11 @@ def test_a_trial_lasts_until_every_optimizer_has_stepped(jobs: dict[int, list[Fo
     assert all(trial == {"critic": 10, "generator": 2} for trial in trials)
 
 
-def test_of_split_batches_all_sizes_are_those_of_all_processes(jobs: dict[int, list[Found]]) -> None:
-    for found in (each["split_sizes"] for each in jobs[2]):
-        assert found["least"][0] == "AutoBatchError"
-        assert found["multiple"]["found"] == [6, 3]
-        assert found["multiple"]["ran"] == 6
-        assert found["bound"]["found"] == [12, 6]
-        assert "min_batch_size" in found["none_between"][1]
-        assert found["found_by_hand"] == 64  # max_batch_size
-
-
 def test_an_error_before_the_search_is_told_to_the_others(jobs: dict[int, list[Found]]) -> None:
     other, failed = (found["one_fails_before"] for found in jobs[2])
     assert failed[0] == "TypeError"
     assert other[0] == "AutoBatchError"
     assert other[1].endswith(f": TypeError: {failed[1]}")
-
-
-def test_batchnorm_with_a_single_sample_is_an_error_with_a_remedy(jobs: dict[int, list[Found]]) -> None:
-    kind, text = jobs[1][0]["single_sample"]
-    assert kind == "AutoBatchError"
-    assert "BatchNorm" in text
-    assert "min_batch_size" in text
-
-
-def test_processes_that_are_not_connected_are_told_what_to_do(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "from linnaeus.integrations.accelerate import autobatch\n"
-        "@autobatch\n"
-        "def train(batch_size): ...\n"
-        "train()\n"
-    )
-    done = forks.python(program, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"})
-    assert done.code != 0
-    assert "Accelerator" in done.err
 
 
 def test_the_example_learns_with_the_size_that_it_finds(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import pytest
-from torch import nn
 
 from linnaeus.batching.stages import Split
 from linnaeus.integrations.common import (
@@ -14,9 +13,6 @@ from linnaeus.integrations.common import (
     check_effective_batch,
     check_values,
     checked_options,
-    group_of_this_process,
-    min_samples,
-    refill,
     search_options,
     split_effective_batch,
 )
@@ -46,20 +42,3 @@ def test_an_effective_batch_is_split_without_a_rest(caplog: pytest.LogCaptureFix
         assert not caplog.records
         assert split_effective_batch(514, 2, 40) == Split(1, 257)
     assert "512" in caplog.text
-
-
-def test_batchnorm_needs_two_samples() -> None:
-    assert min_samples(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))) == 2
-    assert min_samples(nn.Linear(2, 2)) == 1
-
-
-def test_a_container_is_refilled_in_place() -> None:
-    numbers, names = [1, 2], {"a": 1}
-    refill(numbers, [3])
-    refill(names, {"b": 2})
-    assert (numbers, names) == ([3], {"b": 2})
-
-
-def test_a_process_alone_needs_no_group_of_its_own() -> None:
-    with group_of_this_process() as group:
-        assert group is None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import runpy
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -22,15 +21,14 @@ from linnaeus.autobatch import snapshot
 from linnaeus.integrations import lightning_loaders, lightning_steps
 from linnaeus.integrations.lightning import AutoBatch
 from linnaeus.integrations.lightning_steps import _kept
-from tests.helpers.forks import ROOT
 from tests.helpers.ledger import Ledger
 from tests.integrations.lightning_runs import (
     CASES,
-    NUM_VAL,
     Bare,
     Case,
     Data,
     InHyperparameters,
+    Large,
     Net,
     Recorder,
     data,
@@ -107,32 +105,6 @@ def test_what_is_not_put_back_is_seen(
 # --- sizes ---
 
 
-class Large(Net):
-    """With parameters, gradients and optimizer state that take memory as well."""
-
-    def __init__(self, batch_size: int = 4) -> None:
-        super().__init__(batch_size, mib=1.0)
-        self.layer = torch.nn.Linear(1024, 1024)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return super().loss(batch) + 1e-3 * self.layer.weight.square().mean()
-
-
-class LargeValidation(Large):
-    """Two MiB for each sample of validation, which has a size of its own."""
-
-    def __init__(self, batch_size: int = 4, val_batch_size: int = 4) -> None:
-        super().__init__(batch_size)
-        self.val_batch_size = val_batch_size
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        ballast = torch.ones(len(batch[0]), 2**18)
-        self.log("val_loss", (ballast * 2).mean())
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(data(200), self.val_batch_size)
-
-
 @pytest.mark.parametrize(
     ("options", "average"), [({"accumulate_grad_batches": 3}, False), ({"precision": "bf16-mixed"}, True)]
 )
@@ -159,39 +131,17 @@ def test_training_takes_the_memory_that_the_search_measured(options: dict[str, A
     assert too_large > result.budget_bytes - result.held_bytes
 
 
-def test_validation_takes_the_memory_that_the_search_measured() -> None:
-    fit(LargeValidation(), max_epochs=1)
-    callback = AutoBatch(**room(120), max_batch_size=8, val_options={"max_batch_size": 150})
-    fit(LargeValidation(), callbacks=[callback], max_epochs=1)
-    result = callback.results["val"]
-    assert result.limited_by == "memory"
-    module = LargeValidation(8, result.batch_size)
-    with Ledger() as ledger:
-        fit(module, max_epochs=1)
-    # The search counts the optimizer's state, which is there before its trials, as held.
-    state_bytes = 2 * sum(parameter.nbytes for parameter in module.parameters())
-    assert ledger.peak_bytes - state_bytes == pytest.approx(result.peak_bytes - result.held_bytes, rel=0.02)
-
-
-def test_validation_has_its_own_size_where_it_has_its_own_attribute() -> None:
-    data_module = Data()
-    callback = small(val_options={"max_batch_size": 30})
-    fit(Bare(), data_module, callbacks=[callback])
-    assert (data_module.batch_size, data_module.val_batch_size) == (LARGE, 30)
-    assert (callback.batch_size, callback.val_batch_size) == (LARGE, 30)
-    assert callback.results["val"].mode == "val"
-
-
-def test_validation_is_left_alone_where_it_does_not_follow_or_is_not_asked_for() -> None:
+def test_validation_has_a_size_of_its_own_where_it_follows_and_is_asked_for() -> None:
     class FixedValidation(Data):
         def val_dataloader(self) -> Any:
             return DataLoader(data(10), 5)
 
-    for kind, options in ((FixedValidation, {}), (Data, {"val": False})):
+    own = {"val_options": {"max_batch_size": 30}}
+    for kind, options, found in ((Data, own, 30), (FixedValidation, {}, 7), (Data, {"val": False}, 7)):
         data_module, callback = kind(4, 7), small(**options)
         fit(Bare(), data_module, callbacks=[callback])
-        assert (data_module.batch_size, data_module.val_batch_size) == (LARGE, 7)
-        assert set(callback.results) == {"train"}
+        assert (data_module.batch_size, data_module.val_batch_size) == (LARGE, found)
+        assert set(callback.results) == ({"train", "val"} if found == 30 else {"train"})
 
 
 @pytest.mark.parametrize(
@@ -205,28 +155,10 @@ def test_the_data_bound_the_size(num_samples: int, drop_last: bool, found: int, 
     assert (callback.batch_size, callback.results["train"].limited_by) == (found, limited_by)
 
 
-def test_a_size_that_validation_lowers_leaves_no_last_batch_of_one_sample() -> None:
-    class Nineteen(Net):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            if len(batch[0]) > 19:
-                raise torch.OutOfMemoryError("out of memory")
-            super().validation_step(batch, batch_idx)
-
-    callback = small()
-    searched = fit(Nineteen(), callbacks=[callback])
-    assert callback.results["val"].batch_size == 19
-    assert 96 % 19 == 1
-    assert callback.batch_size == 18
-    assert 18 in {trial.size for trial in callback.results["train"].trials}
-    assert set(searched["sizes"]) == {18, 96 % 18}
-
-
 @pytest.mark.parametrize(
     ("options", "size", "steps"),
     [
         ({"effective_batch_size": 76}, 4, 19),  # 19 would leave one sample of 96 in the last batch
-        ({"effective_batch_size": 33}, 11, 3),
-        ({"effective_batch_size": 72, "min_batch_size": 33, "max_batch_size": 50}, 36, 2),
         ({"effective_batch_size": 72, "multiple_of": 24, "max_batch_size": 50}, 24, 3),
     ],
 )
@@ -240,26 +172,6 @@ def test_a_limit_of_validation_holds_for_training_where_they_share_the_size() ->
     callback, module = small(val_options={"max_batch_size": 16}, effective_batch_size=64), Net()
     fit(module, callbacks=[callback])
     assert callback.batch_size == module.batch_size == callback.results["val"].batch_size == 16
-    callback = small(val_options={"max_batch_size": 2048})
-    fit(Net(), callbacks=[callback])
-    assert callback.batch_size == LARGE, "a larger limit of validation is none of training"
-
-
-class Lengths(Net):
-    """Two loaders of validation, of 5 and of 30 samples, of which 12 fit at once."""
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        if len(batch[0]) > 12:
-            raise torch.OutOfMemoryError("out of memory")
-
-    def val_dataloader(self) -> Any:
-        return [DataLoader(data(5), self.batch_size), DataLoader(data(30), self.batch_size)]
-
-
-def test_a_shared_size_fits_in_the_longest_loader_of_validation() -> None:
-    callback = small()
-    fit(Lengths(), callbacks=[callback])
-    assert callback.batch_size == 12
 
 
 def test_batches_of_trials_may_be_made_by_a_function() -> None:
@@ -278,14 +190,10 @@ def test_batches_of_trials_may_be_made_by_a_function() -> None:
 # --- accumulation and the learning rate ---
 
 
-@pytest.mark.parametrize("rule", [None, "linear"])
-def test_accumulation_and_the_learning_rate_follow_the_effective_batch(
-    rule: Literal["linear"] | None,
-) -> None:
-    base, rate = (None, 0.05) if rule is None else (20, 0.05 * (60 / 20))
-    callback = small(effective_batch_size=60, scale_lr=rule, base_batch_size=base)
+def test_accumulation_and_the_learning_rate_follow_the_effective_batch() -> None:
+    callback = small(effective_batch_size=60, scale_lr="linear", base_batch_size=20)
     searched = fit(Net(), callbacks=[callback])
-    by_hand = fit(Net(LARGE, lr=rate), accumulate_grad_batches=3)
+    by_hand = fit(Net(LARGE, lr=0.05 * (60 / 20)), accumulate_grad_batches=3)
     assert searched["accumulate"] == 3
     assert differences(searched, by_hand) == []
 
@@ -362,46 +270,7 @@ def test_a_size_of_the_earlier_run_that_does_not_fit_or_is_not_allowed_is_replac
     assert ("max_batch_size" in caplog.text) == (kind is Plain)
 
 
-class Capped(Net):
-    def train_dataloader(self) -> Any:
-        return loader(min(16, self.batch_size))
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(data(NUM_VAL), min(9, self.batch_size))
-
-
-def test_a_limited_loader_is_searched_within_its_limit() -> None:
-    """Validation may take less of a shared size."""
-    callback, module = small(max_batch_size=16), Capped()
-    searched = fit(module, callbacks=[callback])
-    assert callback.batch_size == module.batch_size == max(searched["sizes"]) == 16
-
-
 # --- what Lightning's own tests of its finder ask for; see the table in docs/lightning.md ---
-
-
-def test_the_trainer_is_as_before_but_for_the_size() -> None:
-    module, callback = Net(), small(val=False)
-    seen: dict[str, Any] = {}
-
-    class Look(Callback):
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            seen.update(
-                callbacks=list(trainer.callbacks), loggers=list(trainer.loggers), step=trainer.global_step,
-                epoch=trainer.current_epoch, max_steps=trainer.max_steps, stop=trainer.should_stop,
-                limits=(trainer.limit_train_batches, trainer.limit_val_batches),
-                loaders=(trainer.train_dataloader.batch_size, trainer.val_dataloaders.batch_size),
-                logged=dict(trainer.logged_metrics), stepping=trainer.estimated_stepping_batches,
-            )  # fmt: skip
-
-    look, logger = Look(), Recorder()
-    trainer = trainer_for([callback, look], logger=logger)
-    trainer.fit(module)
-    assert seen == {
-        "callbacks": [callback, look], "loggers": [logger], "step": 0, "epoch": 0, "max_steps": -1,
-        "stop": False, "limits": (1.0, 1.0), "loaders": (LARGE, LARGE), "logged": {}, "stepping": 10,
-    }  # fmt: skip
-    assert "_setup_model" not in vars(trainer.strategy)
 
 
 def test_all_that_hold_the_size_get_it() -> None:
@@ -489,15 +358,3 @@ def test_the_older_package_name_works_too() -> None:
         enable_progress_bar=False, enable_model_summary=False,
     ).fit(module)  # fmt: skip
     assert module.batch_size == LARGE
-
-
-# --- the page and the example ---
-
-
-def test_the_example_trains_at_the_size_that_it_finds(capsys: pytest.CaptureFixture[str]) -> None:
-    main = runpy.run_path(str(ROOT / "examples" / "lightning_digits.py"))["main"]
-    trainer = main(["--epochs", "1", "--accelerator", "cpu", "--max-batch-size", "50"])
-    found, accuracy = capsys.readouterr().out.splitlines()[-2:]
-    assert found.split()[2] == "50"
-    assert accuracy.split()[-2] == "30"
-    assert trainer.train_dataloader.batch_size == 50

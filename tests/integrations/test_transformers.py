@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import runpy
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from transformers import Trainer, TrainerCallback, ViTConfig, ViTForImageClassif
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import transformers_data, transformers_trial
 from linnaeus.integrations.transformers import autobatch, size_in_checkpoint
+from tests.helpers.bits import bits
 from tests.helpers.forks import ROOT
 from tests.helpers.ledger import Ledger, limit_with_room_for
 from tests.helpers.processes import compute
@@ -42,7 +41,7 @@ def room(extra_mib: float = 50) -> dict[str, Any]:
 
 
 class Recorder(Trainer):
-    """A trainer of one's own that remembers the shape of each batch, and draws a number for each."""
+    """A trainer of one's own that logs, remembers the shape of each batch, and draws a number for each."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -54,6 +53,7 @@ class Recorder(Trainer):
         return super().create_optimizer(*arguments)
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        self.log({"number": len(self.shapes)})
         self.shapes.append(tuple(inputs["input_ids"].shape))
         self.total += torch.rand(())
         return super().compute_loss(model, inputs, *arguments, **options)
@@ -81,7 +81,6 @@ def by_hand(found: Any, calls: Calls | None = None, **options: Any) -> Any:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
     "bf16, accumulation, grouped by length": {
         "bf16": True, "gradient_accumulation_steps": 3, "train_sampling_strategy": "group_by_length"
     },
@@ -111,68 +110,21 @@ def test_training_is_that_of_the_size_given_by_hand(options: dict[str, Any]) -> 
 FOUR: dict[str, Any] = {"min_batch_size": 4, "max_batch_size": 4}
 
 
-def searched_and_not(kind: type, left: Callable[[Any, Calls], dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a trainer leaves whose size of four was searched, and one that was given it."""
-    runs = []
-    for is_search in (True, False):
-        calls = Calls()
-        made = trainer(kind, callbacks=[calls], per_device_train_batch_size=4)
-        if is_search:
-            autobatch(made, **FOUR)
-        made.train()
-        runs.append(left(made, calls))
-    return runs
-
-
-class Logger(Recorder):
-    """A trainer that logs in each micro-batch."""
-
-    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
-        self.log({"size": len(self.shapes)})
-        return super().compute_loss(*arguments, **options)
-
-
-@pytest.mark.parametrize("is_silent", [True, False])
-def test_what_a_step_logs_in_a_trial_reaches_no_callback(
-    is_silent: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not is_silent:
-        monkeypatch.setattr(transformers_trial, "_silent", lambda trainer: contextlib.nullcontext())
-    runs = searched_and_not(Logger, left_by)
-    assert differences(*runs) == ([] if is_silent else ["calls"])
-    logged = [entry["size"] for entry in runs[0]["log"] if "size" in entry]
-    assert logged == [0, 1, 2]
-
-
-class WithModules(Recorder):
-    """A trainer with an average of the model, and another model with an optimizer of its own."""
+class WithJudge(Trainer):
+    """A trainer with another model, in evaluation mode, which has an optimizer of its own."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.averages = {"ema": copy.deepcopy(self.model).eval()}
-        self.judge = torch.nn.Linear(1, 1)
-        self.judge_optimizer = torch.optim.Adam(self.judge.parameters(), lr=0.1)
-        self.seen = types.SimpleNamespace(modes=[])  # of a kind that is not put back
+        self.judges = {"one": torch.nn.Linear(1, 1).eval()}
+        self.judges["one"].register_buffer("num_steps", torch.zeros(()))
+        self.judge_optimizer = torch.optim.Adam(self.judges["one"].parameters(), lr=0.1)
 
-    def training_step(self, model: Any, *arguments: Any) -> Any:
-        loss = super().training_step(model, *arguments)
-        ema = self.averages["ema"]
-        self.seen.modes.append(ema.training)
-        for mean, parameter in zip(ema.parameters(), self.model.parameters(), strict=True):
-            mean.data.lerp_(parameter.detach() + 1, 0.1)
-        self.judge(torch.ones(1, 1)).sum().backward()
+    def training_step(self, *arguments: Any) -> Any:
+        assert not self.judges["one"].training
+        self.judges["one"](torch.ones(1, 1)).sum().backward()
         self.judge_optimizer.step()
-        return loss
-
-
-def held_by(made: Any, _: Calls) -> dict[str, Any]:
-    """What a run of `WithModules` leaves."""
-    assert made.seen.modes.count(False) == len(made.seen.modes) >= 3, "the average is never in training"
-    moments = made.judge_optimizer.state_dict()["state"].values()
-    return {
-        **left_by(made), "ema": [*made.averages["ema"].parameters()],
-        "judge": [*made.judge.parameters()], "moments of the judge": [[*each.values()] for each in moments],
-    }  # fmt: skip
+        self.judges["one"].get_buffer("num_steps").add_(1)
+        return super().training_step(*arguments)
 
 
 @pytest.mark.parametrize("is_found", [True, False])
@@ -180,10 +132,14 @@ def test_modules_and_optimizers_of_the_trainer_are_put_back(
     is_found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_found:
-        monkeypatch.setattr(
-            transformers_trial, "held_by", lambda made: (torch.nn.ModuleList(), [made.judge_optimizer])
-        )
-    assert differences(*searched_and_not(WithModules, held_by)) == ([] if is_found else ["ema"])
+        nothing = torch.nn.ModuleList()
+        monkeypatch.setattr(transformers_trial, "held_by", lambda made: (nothing, [made.judge_optimizer]))
+    found, other = (trainer(WithJudge, per_device_train_batch_size=4) for _ in range(2))
+    autobatch(found, **FOUR).train()
+    other.train()
+    parts = [(made.judges["one"], made.judge_optimizer) for made in (found, other)]
+    one, two = (bits([part.state_dict() for part in each]) for each in parts)
+    assert (one == two) == is_found
 
 
 class WithOptimizer(Recorder):
@@ -236,14 +192,17 @@ def leave_the_mark(content: dict[str, Any], before: dict[str, Any]) -> None:
         (transformers_trial, "set_rng_state", lambda *_: None, "random"),
         (transformers_trial, "refill", leave_the_mark, "weights"),
         (transformers_trial._Kept, "restore", lambda *_: None, "shapes"),
+        (transformers_trial, "_silent", lambda _: contextlib.nullcontext(), "calls"),
     ],
-    ids=["random numbers", "the model's attributes", "the trainer's attributes"],
+    ids=["random numbers", "the model's attributes", "the trainer's attributes", "what a step logs"],
 )
 def test_what_is_not_put_back_is_noticed(place: Any, name: str, instead: Any, expected: str) -> None:
+    calls, other_calls = Calls(), Calls()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(place, name, instead)
-        found = searched(search=FOUR, bf16=True)
-    assert expected in differences(left_by(found), left_by(by_hand(found, bf16=True)))
+        found = searched(calls, FOUR, bf16=True)
+    other = by_hand(found, other_calls, bf16=True)
+    assert expected in differences(left_by(found, calls), left_by(other, other_calls))
 
 
 def test_trials_run_the_longest_samples_through_the_trainers_collator() -> None:
@@ -303,25 +262,6 @@ def test_the_effective_batch_is_made_up_of_the_size_found() -> None:
     assert args.per_device_train_batch_size <= found.autobatch_results["train"].batch_size <= 20
     assert args.gradient_accumulation_steps > 1
     assert differences(outcome(found), outcome(by_hand(found))) == []
-
-
-@pytest.mark.parametrize(
-    ("search", "size", "steps"),
-    [
-        ({"effective_batch_size": 17, "max_batch_size": 4}, 1, 17),  # with a warning
-        ({"effective_batch_size": 120, "multiple_of": 8, "max_batch_size": 32}, 24, 5),  # 30 is no multiple
-        ({"effective_batch_size": 200, **FOUR}, 4, 50),  # an epoch
-    ],
-)
-def test_an_effective_batch_has_a_divisor_that_was_asked_for(
-    search: dict[str, Any], size: int, steps: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = trainer()
-    autobatch(made, **search)
-    made.args.max_steps = 1
-    made.train()
-    assert (made.args.per_device_train_batch_size, made.args.gradient_accumulation_steps) == (size, steps)
-    assert ("effective_batch_size" in caplog.text) == (size == 1)
 
 
 def test_evaluation_is_searched_where_it_takes_place_or_is_asked_for() -> None:
@@ -420,19 +360,6 @@ def test_an_image_counts_as_one_size_and_is_not_looked_for() -> None:
     assert made.autobatch_results["train"].limited_by == "dataset"
 
 
-def test_for_an_encoder_and_a_decoder_the_longest_target_joins() -> None:
-    class Pairs(Text):
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            return {**super().__getitem__(index), "labels": [index] * (90 if index == 7 else 5)}
-
-    made = trainer()
-    made.train_dataset = Pairs()
-    made.model.config.is_encoder_decoder = True
-    samples = transformers_data.training_data(made, None, None).longest(3)
-    assert len(samples[0]["labels"]) == 90
-    assert [len(sample["input_ids"]) for sample in samples[1:]] == [128, 128]
-
-
 class Stream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         yield from (Text()[index] for index in range(len(Text())))
@@ -465,32 +392,20 @@ def test_a_search_that_fails_leaves_the_trainer_as_it_was() -> None:
     assert differences(ours, left_by(other)) == []
 
 
-def test_an_error_of_the_step_is_raised_as_it_is() -> None:
-    class Broken(Trainer):
-        def compute_loss(self, *arguments: Any, **options: Any) -> Any:
-            raise KeyError("labels")
-
-    with pytest.raises(KeyError, match="labels"):
-        autobatch(trainer(Broken), **FOUR).train()
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What `hugging_ranks.work` gives on each of two ranks."""
     return compute("tests.integrations.hugging_ranks", 2, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("case", ["plain", "mixed"])
-def test_two_ranks_agree_on_the_smaller_size_and_train_as_by_hand(
-    ranks: list[dict[str, Any]], case: str
-) -> None:
-    results = [rank[case] for rank in ranks]
+def test_two_ranks_agree_on_the_smaller_size_and_train_as_by_hand(ranks: list[dict[str, Any]]) -> None:
+    results = [rank["compared"] for rank in ranks]
     assert [result["differences"] for result in results] == [[], []]
     assert results[0]["size"] == results[1]["size"] >= 2
     assert results[0]["weights"] == results[1]["weights"]
     for result in results:
         assert {size for size, _ in result["shapes"]} == {result["size"]}
-        assert result["limited_by"] == ("memory" if case == "plain" else "max_batch_size")
+        assert result["limited_by"] == "memory"
         assert result["ran"][-1] == result["size"]
 
 
@@ -498,15 +413,6 @@ def test_on_two_ranks_an_error_of_one_ends_both_with_its_cause(ranks: list[dict[
     for case, kind in (("broken", "ValueError"), ("broken data", "FileNotFoundError")):
         assert ranks[1][case].startswith(f"{kind}: ")
         assert ranks[0][case].endswith(f" rank 1: {ranks[1][case]}")
-
-
-def test_on_two_ranks_the_checkpoint_that_rank_0_sees_counts(ranks: list[dict[str, Any]]) -> None:
-    # Tried by rank 0, then by every rank, and used.
-    assert [rank["resumed"] for rank in ranks] == [[5, 5, 5], [5, 5, 5]]
-
-
-def test_on_two_ranks_a_collective_of_ones_own_is_refused(ranks: list[dict[str, Any]]) -> None:
-    assert all("allreduce" in rank["collective"] for rank in ranks)
 
 
 # --- the page and the example ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from linnaeus.integrations import transformers_trial
 from linnaeus.integrations.transformers import autobatch, check_supported
 from linnaeus.integrations.transformers_data import training_data
 from tests.helpers.ledger import limit_with_room_for
-from tests.helpers.processes import compute
 from tests.integrations.hugging import Calls, differences, outcome, trainer, trl_trainer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -85,11 +83,3 @@ def test_trainers_whose_size_cannot_be_found_are_refused_by_name(name: str) -> N
     made.__class__ = new if name == "New" else type("Own", (getattr(trl, name),), {})
     with pytest.raises(AutoBatchError, match=name):
         autobatch(made)
-
-
-def test_two_ranks_agree_and_train_as_by_hand(tmp_path: Path) -> None:
-    ranks = compute("tests.integrations.trl_ranks", 2, tmp_path)
-    for first, second in zip(*(found.values() for found in ranks), strict=True):
-        assert first["differences"] == second["differences"] == []
-        assert first["size"] == second["size"] == 2
-        assert first["weights"] == second["weights"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import psutil
 import pytest
 
@@ -50,13 +48,6 @@ def test_odd_paths_end_at_the_root(cgroups: Cgroups, path: str) -> None:
     assert cgroups.memory().total_bytes == 400 * MIB
 
 
-@pytest.mark.parametrize("name", [b"a:b", b"with space", b"job\xe9"])
-def test_names_with_odd_characters_are_found(cgroups: Cgroups, name: bytes) -> None:
-    cgroups.membership.write_bytes(b"0::/" + name + b"\n")
-    cgroups.v2(os.fsdecode(name), 400 * MIB)
-    assert cgroups.memory().total_bytes == 400 * MIB
-
-
 def test_no_limit_is_the_machine(cgroups: Cgroups) -> None:
     assert cgroups.memory().total_bytes == MACHINE  # no membership file
     cgroups.join("4:memory:/job", "0::/job")
@@ -73,36 +64,6 @@ def test_a_limit_above_physical_memory_is_none(cgroups: Cgroups, limit: int) -> 
     cgroups.v2("/job", limit, used=limit)
     assert cgroups.memory().total_bytes == MACHINE
     assert cgroups.available() > 0
-
-
-@pytest.mark.parametrize("text", ["", "12 kB", "max max"])
-def test_a_limit_that_cannot_be_read_is_none(cgroups: Cgroups, text: str) -> None:
-    cgroups.join("0::/job/step")
-    cgroups.v2("/job", 500 * MIB)
-    step = cgroups.v2("/job/step", 300 * MIB)
-    (step / "memory.max").write_text(text)
-    assert cgroups.memory().total_bytes == 500 * MIB
-
-
-def test_a_group_without_its_use_is_left_out(cgroups: Cgroups) -> None:
-    cgroups.join("0::/job")
-    use = cgroups.v2("/job", 300 * MIB) / "memory.current"
-    for text in ("", "many"):
-        use.write_text(text)
-        assert cgroups.memory().total_bytes == MACHINE
-    use.unlink()
-    assert cgroups.memory().total_bytes == MACHINE
-
-
-@pytest.mark.parametrize("stat", ["", "inactive_file\n", "inactive_file 1 2\n", "inactive_file many\n"])
-def test_without_statistics_the_limit_holds_and_nothing_is_reclaimable(cgroups: Cgroups, stat: str) -> None:
-    cgroups.join("0::/job")
-    file = cgroups.v2("/job", 300 * MIB, used=200 * MIB) / "memory.stat"
-    file.write_text(stat)
-    assert cgroups.memory().total_bytes == 300 * MIB
-    assert cgroups.available() == 100 * MIB
-    file.unlink()
-    assert cgroups.available() == 100 * MIB
 
 
 @pytest.mark.parametrize("line", ["", "nonsense", "0:", "::"])

@@ -154,12 +154,6 @@ def test_the_settings_of_the_environment_count(monkeypatch: pytest.MonkeyPatch) 
     assert grown.reserved_bytes(301) < plain.reserved_bytes(301)
 
 
-def test_traces_in_the_wrong_order_are_refused() -> None:
-    found = Step().traced(8)
-    with pytest.raises(ValueError, match="ascending"):
-        Prediction.of(found, found)
-
-
 def conv(
     kind: str, channels: int, size: int, groups: int = 1, itemsize: int = 4, channels_last: bool = False
 ) -> ConvFacts:

@@ -1,4 +1,4 @@
-"""Hubs that give nothing, and a folder as a hub has it."""
+"""A hub that gives nothing, and a folder as a hub has it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,10 @@ import torch
 
 
 @pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A hub at a port where nothing listens, and an empty cache."""
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def refusing_hub(monkeypatch: pytest.MonkeyPatch, no_network: None) -> Iterator[type[BaseHTTPRequestHandler]]:
+def refusing_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[BaseHTTPRequestHandler]]:
     """A hub that answers every request with the `status` and the `code` that its handler has."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
 
     class Refusing(BaseHTTPRequestHandler):
         status, code = 404, ""

@@ -37,9 +37,6 @@ def in_eval(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if not module.training}
 
 
-HEADS = {"heads.0.weight", "heads.0.bias", "heads.1.weight", "heads.1.bias"}
-
-
 @pytest.mark.parametrize(
     ("freeze", "names", "modules"),
     [
@@ -91,10 +88,6 @@ def test_what_the_model_itself_has_frozen_stays_so() -> None:
     before = trainable(model)
     frozen(model, "backbone").unfreeze()
     assert trainable(model) == before
-
-
-def test_a_model_of_ones_own_is_never_frozen() -> None:
-    assert build_freezing({"_target_": "torch.nn.Linear"}, nn.Linear(1, 1), None).sentence is None
 
 
 def test_an_epoch_to_unfreeze_needs_nothing_frozen() -> None:

@@ -1,23 +1,15 @@
-"""Pretrained weights by name: those of timm's list, of a folder, and of a hub that cannot be reached."""
+"""Pretrained weights of a folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
 import torch
 from torch import Tensor
 
-from linnaeus.errors import ConfigError
-from linnaeus.models.source import find_source
-from tests.helpers.small_models import build, built
-
-
-def said(name: str = "test_resnet", **keys: Any) -> str:
-    """The line that says which weights a model has."""
-    return built(name, **keys)[1]
+from tests.helpers.small_models import build
 
 
 @pytest.mark.parametrize("in_chans", [1, 3])
@@ -32,29 +24,3 @@ def test_weights_of_a_folder_are_adapted_to_the_channels(folder: Path, in_chans:
     random = build(f"local-dir:{folder}", in_chans=in_chans)  # the same random numbers for the heads
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(model.heads, random.heads, strict=True))
     assert not torch.equal(random.backbone.state_dict()["conv1.0.weight"], first)
-
-
-def test_the_line_names_the_weights(folder: Path) -> None:
-    name = f"local-dir:{folder}"
-    assert name in said(name, PRETRAINED=True)
-    assert "MODEL.PRETRAINED" in said(name)  # its weights are not loaded
-    assert said() == "weights: random"
-    tagged = find_source("test_resnet.r160_in1k")
-    assert tagged.origin == find_source("test_resnet").origin
-    assert "test_resnet.r160_in1k" in tagged.origin
-
-
-@pytest.mark.usefixtures("no_network")
-@pytest.mark.parametrize(
-    ("name", "key", "place"),
-    [
-        ("test_resnet", "MODEL.PRETRAINED", "timm/test_resnet.r160_in1k"),
-        ("hf-hub:someone/model", "MODEL.NAME", "someone/model"),
-    ],
-)
-def test_without_a_network_one_error_says_how_to_bring_the_weights(name: str, key: str, place: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        said(name, PRETRAINED=True)
-    [problem] = error.value.problems
-    for word in (key, place, "HF_HOME", "local-dir:FOLDER", "MODEL.WEIGHTS FILE"):
-        assert word in problem

@@ -132,21 +132,6 @@ def test_weights_that_timm_adapts_leave_no_second_copy_in_the_model(tmp_path: Pa
     assert not model.backbone.pretrained_cfg.get("state_dict")  # type: ignore[operator, union-attr]
 
 
-def test_tensors_without_a_place_are_no_warning_of_timms(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    state = timm.create_model("test_resnet").state_dict()
-    renamed = {f"other.{name}" if name.startswith("layer4") else name: t for name, t in state.items()}
-    torch.save(renamed, tmp_path / "a.pt")
-    with pytest.raises(ConfigError, match=r"'layer4"):
-        built(WEIGHTS=str(tmp_path / "a.pt"))
-    assert [record for record in caplog.records if record.name.startswith("timm")] == []
-    timm.create_model("test_resnet", num_classes=0, pretrained=True, pretrained_cfg_overlay={
-        "state_dict": {**state, "other.weight": torch.zeros(1)}, "source": None, "custom_load": False,
-    })  # fmt: skip
-    assert any(record.name.startswith("timm") for record in caplog.records)  # else it is as loud as ever
-
-
 def test_nothing_is_read_where_a_checkpoint_replaces_the_weights() -> None:
     node = ModelConfig(NAME="test_resnet", WEIGHTS="nowhere.pt")
     data: dict[str, Any] = {"taxonomy": BEFORE, "in_chans": 3, "img_size": (32, 32)}

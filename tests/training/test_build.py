@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import TensorDataset
 
 from linnaeus.config.schema import EmaConfig, LossConfig, ModelConfig, OptimizerConfig, TrainConfig
@@ -18,14 +17,13 @@ from linnaeus.training.build import Assembly, assemble, plan_facts
 
 
 def assembled(
-    loss_node: Any = None,
     model_name: str = "test_resnet",
     freeze: str = "none",
     head: str = "independent",
     **changes: Any,
 ) -> Assembly:
     torch.manual_seed(0)
-    model, loss = ModelConfig(NAME=model_name, FREEZE=freeze, HEAD=head), loss_node or LossConfig()
+    model, loss = ModelConfig(NAME=model_name, FREEZE=freeze, HEAD=head), LossConfig()
     nothing = TensorDataset(torch.empty(0))
     data = DataBundle(nothing, nothing, TAXONOMY, in_chans=1, img_size=(32, 32), collate=collate_pairs)
     return assemble(model, loss, OptimizerConfig(), TrainConfig(**changes), data, World(torch.device("cpu")))
@@ -37,32 +35,14 @@ def make_batch() -> Batch:
     return Batch(torch.randn(6, 1, 32, 32, generator=generator), targets)
 
 
-class MarginLoss(nn.Module):
-    """A user's loss with a state of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("margin", torch.ones(3))
-
-    def forward(self, outputs: Any, targets: Any) -> torch.Tensor:
-        total: torch.Tensor = outputs[0].sum() * self.get_buffer("margin").sum()
-        return total
-
-
 def test_the_parts_fit_together_as_the_configuration_says() -> None:
-    parts = assembled(
-        {"_target_": f"{__name__}.MarginLoss"}, AMP="bf16", CLIP_GRAD_NORM=0.5, CHANNELS_LAST=True
-    )
+    parts = assembled(AMP="bf16", CLIP_GRAD_NORM=0.5, CHANNELS_LAST=True)
     train, validation = parts.train_step, parts.validation_step
-    assert train.model is validation.model is parts.model
     assert train.criterion is validation.criterion is parts.criterion
-    assert isinstance(parts.criterion, MarginLoss)
     assert train.precision is validation.precision
     assert train.precision.channels_last
     [weight] = [p for p in parts.model.parameters() if p.ndim == 4 and min(p.shape[1:]) > 1][:1]
     assert weight.is_contiguous(memory_format=torch.channels_last)
-    assert train.optimizer is parts.optimizer
-    assert train.scaler is parts.scaler
     assert (train.after_step, train.clip_grad_norm, parts.ema) == (None, 0.5, None)
     assert parts.state == (parts.model, parts.criterion, parts.optimizer, parts.scaler, None)
     held = {parameter for group in parts.optimizer.param_groups for parameter in group["params"]}

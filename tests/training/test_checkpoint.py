@@ -38,30 +38,23 @@ from tests.helpers.contents import whole
 CPU = torch.device("cpu")
 
 
-def make_state(num_features: int = 4, *, scaler: bool = True, ema: bool = True) -> TrainingState:
-    model = nn.Sequential(
-        nn.Linear(num_features, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1)
-    )
+def make_state() -> TrainingState:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return TrainingState(
-        model,
-        nn.MSELoss(),
-        optimizer,
-        torch.amp.GradScaler("cpu", enabled=scaler, init_scale=8.0, growth_interval=2),
-        Ema(model, 0.9) if ema else None,
-    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    return TrainingState(model, nn.MSELoss(), optimizer, scaler, Ema(model, 0.9))
 
 
 def train(state: TrainingState, num_steps: int) -> None:
     """Steps that draw from the generators: data, and dropout."""
     for _ in range(num_steps):
-        loss = state.model.train()(torch.randn(6, state.model[0].in_features)).square().mean()  # type: ignore[index]
+        loss = state.model.train()(torch.randn(6, 4)).square().mean()
         state.scaler.scale(loss).backward()
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad()
-        if state.ema is not None:
-            state.ema.update()
+        assert state.ema is not None
+        state.ema.update()
 
 
 def content(epoch: int, **more: Any) -> dict[str, Any]:
@@ -88,16 +81,15 @@ def checkpoints(tmp_path: Path) -> CheckpointFolder:
 # --- what goes in comes out ---
 
 
-@pytest.mark.parametrize(("scaler", "ema"), [(True, True), (False, False)])
-def test_training_goes_on_bit_for_bit(checkpoints: CheckpointFolder, scaler: bool, ema: bool) -> None:
+def test_training_goes_on_bit_for_bit(checkpoints: CheckpointFolder) -> None:
     seed_all(0)
-    state = make_state(scaler=scaler, ema=ema)
+    state = make_state()
     train(state, 3)
     checkpoints.save(whole(state=state.state_dict(), rng=[rng_state(CPU)]))
     train(state, 4)
 
     seed_all(99)
-    resumed = make_state(scaler=scaler, ema=ema)
+    resumed = make_state()
     checkpoint = checkpoints.read_latest()
     assert checkpoint is not None
     resumed.load_state_dict(checkpoint["state"])
@@ -105,8 +97,7 @@ def test_training_goes_on_bit_for_bit(checkpoints: CheckpointFolder, scaler: boo
     train(resumed, 4)
 
     assert bits(resumed.state_dict()) == bits(state.state_dict())
-    assert state.state_dict().keys() >= {"model", "optimizer", "scaler"}
-    assert ("ema" in state.state_dict()) is ema
+    assert state.state_dict().keys() >= {"model", "optimizer", "scaler", "ema"}
 
 
 class Malicious:
@@ -191,13 +182,12 @@ def test_the_latest_is_read_and_the_one_before_it_kept(checkpoints: CheckpointFo
     assert names(checkpoints.folder) == {"last.pt", "previous.pt", "best.pt"}
 
 
-@pytest.mark.parametrize("damage", [truncate, lambda path: path.write_bytes(b"")])
 def test_a_damaged_last_is_reported_and_the_one_before_it_read(
-    checkpoints: CheckpointFolder, caplog: pytest.LogCaptureFixture, damage: Any
+    checkpoints: CheckpointFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     for epoch in (1, 2):
         checkpoints.save(content(epoch))
-    damage(checkpoints.last)
+    checkpoints.last.write_bytes(b"")
     logging.getLogger("linnaeus").propagate = True
     assert epoch_of(checkpoints.read_latest()) == 1
     [(level, message)] = {(record.levelname, record.getMessage()) for record in caplog.records}
@@ -245,29 +235,23 @@ def test_the_state_is_read_once_and_let_go_of(
 ) -> None:
     state, other = make_state(), make_state()
     train(state, 2)
-    checkpoints.save(whole(state=state.state_dict(), sizes={"train": 8}))
+    checkpoints.save(whole(state=state.state_dict()))
     tensors: list[weakref.ref[torch.Tensor]] = []
-    load, reads = torch.load, []
+    load = torch.load
 
     def spy(*arguments: Any, **options: Any) -> Any:
         read = load(*arguments, **options)
-        reads.append(arguments)
         tensors.extend(weakref.ref(tensor) for tensor in read["state"]["model"].values())
         return read
 
     monkeypatch.setattr(torch, "load", spy)
     checkpoint = checkpoints.load_latest(World(CPU))
     assert checkpoint is not None
-    assert checkpoint.content.keys() == whole(sizes={}).keys()
-    assert checkpoint.content["sizes"] == {"train": 8}
     assert any(tensor() is not None for tensor in tensors)
     checkpoint.restore(other, World(CPU))
     gc.collect()
-    assert len(reads) == 1
-    assert len(tensors) == 9
-    assert [tensor() for tensor in tensors] == [None] * 9
+    assert [tensor() for tensor in tensors] == [None] * 9, "those of one reading"
     assert bits(other.state_dict()["model"]) == bits(state.state_dict()["model"])
-    assert checkpoint.content["sizes"] == {"train": 8}
 
 
 # --- numbered checkpoints, and those written in the background ---
@@ -341,10 +325,7 @@ def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path: Path) -
     assert (first.tolist(), second.tolist()) == ([1.0] * 5, [2.0] * 5)
 
 
-def test_the_next_call_and_the_end_of_the_run_raise_an_error_in_the_background(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    logging.getLogger("linnaeus").propagate = True
+def test_the_next_call_and_the_end_of_the_run_raise_an_error_in_the_background(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "checkpoints"
     checkpoints = CheckpointFolder(folder, background=True)
@@ -355,15 +336,6 @@ def test_the_next_call_and_the_end_of_the_run_raise_an_error_in_the_background(
         folder, background=True
     ) as checkpoints:  # fmt: skip
         checkpoints.save(content(1))
-
-    def interrupted() -> None:
-        with CheckpointFolder(folder, background=True) as checkpoints:
-            checkpoints.save(content(1))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert "last.pt" in caplog.text
     assert writers() == 0
 
 
@@ -371,12 +343,10 @@ def test_the_next_call_and_the_end_of_the_run_raise_an_error_in_the_background(
 
 
 class Interrupting:
-    """Presses Ctrl-C while it is written, and may wait there until that has been handled."""
+    """Presses Ctrl-C while it is written, and waits there until that has been handled."""
 
-    def __init__(self, waits: bool) -> None:
+    def __init__(self) -> None:
         self.handled = threading.Event()
-        if not waits:
-            self.handled.set()
 
     def __reduce__(self) -> Any:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -385,12 +355,9 @@ class Interrupting:
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("waits", [False, True])
-def test_ctrl_c_while_a_checkpoint_is_written_is_that_and_no_damage(
-    tmp_path: Path, background: bool, waits: bool
-) -> None:
+def test_ctrl_c_while_a_checkpoint_is_written_is_that_and_no_damage(tmp_path: Path, background: bool) -> None:
     """It ends the run at once, and torch would make an error of the file of it."""
-    pressed = Interrupting(waits)
+    pressed = Interrupting()
 
     def save() -> None:
         with StopRequest().listening(), CheckpointFolder(tmp_path, background=background) as checkpoints:
@@ -450,47 +417,41 @@ def kill(event, arguments):
             os.kill(os.getpid(), signal.SIGKILL)
 
 sys.addaudithook(kill)
-for start in map(Path, sys.argv[1:]):
-    number, status = 0, None
-    while status != 0:
-        number += 1
-        folder = start.with_name(f"{start.name} killed") / str(number)
-        shutil.copytree(start, folder)
-        child = os.fork()
-        if child == 0:
-            countdown = number
-            content = whole(3, weights=torch.full((1000,), 3.0))
-            CheckpointFolder(folder).save(content, is_best=True)
-            os._exit(0)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert status in (0, -signal.SIGKILL), status
+number, status = 0, None
+while status != 0:
+    number += 1
+    shutil.copytree("before", f"killed/{number}")
+    child = os.fork()
+    if child == 0:
+        countdown = number
+        content = whole(3, weights=torch.full((1000,), 3.0))
+        CheckpointFolder(Path(f"killed/{number}")).save(content, is_best=True)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL), status
 """
 """Saves epoch 3 over and over, killed at its first operation on a file, at its second, and so on."""
 
 
 def test_a_kill_between_any_two_file_operations_leaves_a_loadable_checkpoint(tmp_path: Path) -> None:
-    good, damaged = CheckpointFolder(tmp_path / "good"), CheckpointFolder(tmp_path / "damaged")
+    checkpoints = CheckpointFolder(tmp_path / "before")
     for epoch in (1, 2):
-        good.save(content(epoch), is_best=True)
-        damaged.save(content(epoch), is_best=epoch == 1)
-    truncate(damaged.last)
-    done = forks.python("-c", KILLED_SAVES, good.folder, damaged.folder, cwd=tmp_path)
+        checkpoints.save(content(epoch), is_best=True)
+    done = forks.python("-c", KILLED_SAVES, cwd=tmp_path)
     assert done.code == 0, done.err
-    for name, before in (("good", 2), ("damaged", 1)):
-        folders = sorted((tmp_path / f"{name} killed").iterdir(), key=lambda folder: int(folder.name))
-        assert len(folders) > 6
-        found = []
-        for killed in map(CheckpointFolder, folders):
-            found.append((epoch_of(killed.read_latest()), epoch_of(load_checkpoint(killed.best))))
-            if (killed.folder / "pending.pt").exists():  # whole, and newer than `last.pt`
-                assert found[-1] == (3, 3)
-            # The run goes on: it reaches epoch 3 again, and the folder is as if nothing had happened.
-            if found[-1][0] != 3:
-                killed.save(content(3), is_best=True)
-            assert epoch_of(killed.read_latest()) == 3
-            assert epoch_of(load_checkpoint(killed.best)) == 3
-            killed.save(content(4))
-            assert names(killed.folder) == {"last.pt", "previous.pt", "best.pt"}
-        assert found[0] == (before, before)
-        assert found[-1] == (3, 3)
-        assert {last for last, _ in found} == {before, 3}
+    folders = sorted((tmp_path / "killed").iterdir(), key=lambda folder: int(folder.name))
+    assert len(folders) > 6
+    found = []
+    for killed in map(CheckpointFolder, folders):
+        found.append((epoch_of(killed.read_latest()), epoch_of(load_checkpoint(killed.best))))
+        if (killed.folder / "pending.pt").exists():  # whole, and newer than `last.pt`
+            assert found[-1] == (3, 3)
+        # The run goes on: it reaches epoch 3 again, and the folder is as if nothing had happened.
+        if found[-1][0] != 3:
+            killed.save(content(3), is_best=True)
+        assert epoch_of(load_checkpoint(killed.best)) == 3
+        killed.save(content(4))
+        assert names(killed.folder) == {"last.pt", "previous.pt", "best.pt"}
+    assert found[0] == (2, 2)
+    assert found[-1] == (3, 3)
+    assert {last for last, _ in found} == {2, 3}

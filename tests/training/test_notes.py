@@ -7,16 +7,7 @@ import pytest
 from linnaeus.config.load import load_config
 from linnaeus.training.notes import settings_sentence, settings_without_effect
 
-MIXED = ["DATA.AUGMENT.MIXUP=0.2", "DATA.AUGMENT.CUTMIX=1", "DATA.AUGMENT.MIX_OFF_EPOCHS=2"]
 FROZEN = "MODEL.FREEZE=backbone"
-
-
-def test_what_is_switched_on_is_said() -> None:
-    config = load_config([*MIXED, "OPTIMIZER.LAYER_DECAY=0.75"]).config
-    sentence = settings_sentence(config)
-    assert sentence is not None
-    assert "0.75" in sentence
-    assert settings_without_effect(config) == []
 
 
 @pytest.mark.parametrize("argv", [[], ["MODEL._target_=a.B", "LOSS._target_=a.C", "OPTIMIZER._target_=a.D"]])

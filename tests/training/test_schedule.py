@@ -125,13 +125,3 @@ def test_whole_positions_give_the_rates_of_torchs_own_schedule_bit_for_bit(name:
         assert optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
         reference.step()
         torchs.step()
-
-
-def test_a_rate_in_a_tensor_is_changed_in_place() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.Adam([parameter], lr=torch.tensor(0.5), foreach=False)
-    schedule = Schedule(ScheduleConfig(NAME="linear"), optimizer, total_steps=10, warmup_steps=0)
-    rate = optimizer.param_groups[0]["lr"]
-    schedule.apply(5)
-    assert optimizer.param_groups[0]["lr"] is rate
-    assert float(rate) == pytest.approx(0.5 * 0.505)

@@ -9,14 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
-from linnaeus.errors import ConfigError
 from linnaeus.training.build import assemble
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.trainer import Trainer
@@ -74,13 +72,3 @@ def test_unfreezing_frees_the_wrapper_and_makes_one_of_all_parameters(tmp_path: 
     assert trained[0] == {name for name in names if name.startswith("heads.")}
     assert trained[1] == names
     assert step.model is bare.assembly.model
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_too_few_samples_for_batchnorm_name_the_key(tmp_path: Path, size: int) -> None:
-    with trainer_of(tmp_path, size) as trainer:
-        if size == 2:
-            trainer.train_epoch()
-            return
-        with pytest.raises(ConfigError, match=r"DATA.BATCH_SIZE"):
-            trainer.train_epoch()
