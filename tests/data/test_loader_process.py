@@ -29,7 +29,7 @@ config = DataConfig(
     NUM_WORKERS=2,
 )
 loaders = build_loaders(
-    build_data(config, seed=0), sizes=lambda epoch, skip: itertools.repeat(8, 100), batch_size_val=8,
+    build_data(config, seed=0), sizes=lambda epoch, skip: itertools.repeat(8, 12_500), batch_size_val=8,
     data_config=config, seed=0, rank=0, world_size=1, device=torch.device("cpu"),
 )
 try:
