@@ -231,17 +231,6 @@ def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(
     assert_same_bits(weights(tmp_path / "runs/small"), weights(undisturbed))
 
 
-@slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_rank_stops_all_of_them(tmp_path: Path, rank: int) -> None:
-    ended = run_job(tmp_path, FAULT=f"SIGUSR1:{rank}:training in epoch 2")
-    assert ended.code != 0
-    assert "SIGUSR1" in ended.text
-    again = run_job(tmp_path)
-    assert again.code == 0, again.text
-    assert len(records(tmp_path, "val")) == 2
-
-
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=e2e), pytest.param(1, marks=slow)])
 def test_ranks_whose_torchrun_was_killed_save_a_checkpoint_and_end(tmp_path: Path, num_ranks: int) -> None:
     options = ("--standalone", f"--nproc_per_node={num_ranks}")

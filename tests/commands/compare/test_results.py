@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from linnaeus.commands.compare.differences import SEED
 from linnaeus.commands.compare.folders import natural
 from linnaeus.commands.compare.results import Comparison, Row
@@ -154,28 +152,6 @@ def test_what_is_not_finite_or_no_epoch_is_no_best_value(tmp_path: Path) -> None
     assert one.history.finite("top1/kind") == [(1, 0.5)]
     assert one.history.epoch == 6
     json.dumps(one.as_dict(), allow_nan=False)
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.jsonl"])
-def test_a_file_of_twice_the_runs_takes_twice_the_looks_at_their_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    looks: list[Path] = []
-
-    def counted(folder: Path) -> tuple[int, int]:
-        looks.append(folder)
-        return 0, 0
-
-    monkeypatch.setattr("linnaeus.commands.compare.results.history_version", counted)
-    of_size = []
-    for number in (20, 40):
-        looks.clear()
-        Comparison([row_of(tmp_path / str(each), {"A": str(each)}) for each in range(number)]).save(
-            tmp_path / name
-        )
-        of_size.append(len(looks))
-    assert of_size[1] <= 2 * of_size[0] + 4
-    assert of_size[1] <= 40 * 8
 
 
 def test_numbers_in_names_are_sorted_by_their_value() -> None:
