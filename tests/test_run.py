@@ -143,17 +143,6 @@ def test_manifest_with_unknown_labels(run: Run, tmp_path: Path) -> None:
 
 
 @e2e
-def test_own_dataset_and_model(run: Run, tmp_path: Path) -> None:
-    outcome = run(
-        f"DATA.DATASET._target_={OWN}.Points", "DATA.DATASET.length=200", "EXPERIMENT.DEVICE=cpu",
-        f"MODEL._target_={OWN}.Perceptron", "MODEL.width=32", "TRAIN.EPOCHS=20", "OPTIMIZER.LR=0.05",
-        "EXPERIMENT.NAME=own", *AUTOBATCH,
-    )  # fmt: skip
-    assert outcome.code == 0, outcome.err
-    assert metrics_of(tmp_path / "runs/own", "val")[-1]["top1/class"] > 0.9
-
-
-@e2e
 def test_own_everything(run: Run, tmp_path: Path) -> None:
     outcome = run(
         f"DATA.DATASET._target_={OWN}.Forecast", "EXPERIMENT.NAME=own", "EXPERIMENT.DEVICE=cpu",
