@@ -76,7 +76,7 @@ def test_two_ranks_unfreeze_and_resume_at_the_boundary(torchrun: Run, tmp_path: 
 
 @pytest.mark.usefixtures("few_timed_steps")
 def test_autobatch_finds_the_size_of_the_unfrozen_model_and_changes_no_bit(run: Run, tmp_path: Path) -> None:
-    options = (*FROZEN, "TRAIN.EPOCHS=2", "TRAIN.CHECKPOINT_EVERY_STEPS=99")
+    options = (*FROZEN, "TRAIN.EPOCHS=2", "TRAIN.CHECKPOINT_EVERY_STEPS=99", "DATA.DATASET.NUM_SAMPLES=48")
     search = (
         "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.ENABLED_VAL=False", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24",
     )  # fmt: skip

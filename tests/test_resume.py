@@ -98,16 +98,6 @@ def test_with_another_batch_the_rate_goes_on_and_reaches_its_floor(
     assert [group["lr"] for group in groups] == pytest.approx([0.001, 0.001])  # the floor
 
 
-@e2e
-def test_a_run_with_fewer_epochs_ends_where_it_is(run: Run, tmp_path: Path) -> None:
-    assert run(*RESUMABLE, interrupted(228), "TRAIN.VALIDATE_EVERY=9").code == 130
-    outcome = run(*RESUMABLE, "TRAIN.EPOCHS=2", "TRAIN.VALIDATE_EVERY=9")
-    assert outcome.code == 0, outcome.err
-    result = json.loads((tmp_path / "runs/plain/result.json").read_text())
-    [validated] = lines_of(tmp_path / "runs/plain", "val")
-    assert result["metrics"] == {name: validated[name] for name in result["metrics"]}
-
-
 # Processes.
 
 

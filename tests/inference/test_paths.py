@@ -48,12 +48,6 @@ def test_folders_that_a_recursive_pattern_matches(photos: Path) -> None:
     assert problem_of("photos/**/q")
 
 
-def test_a_link_to_itself_hides_nothing_else(photos: Path) -> None:
-    (photos / "z" / "x.png").symlink_to("x.png")
-    (photos / "z" / "loop").symlink_to("loop")
-    assert list(walk(["photos/z"])) == ["photos/z/c.jpg", "photos/z/x.png"]
-
-
 def test_a_list_may_name_folders(photos: Path) -> None:
     assert list(walk(["-"], ["photos/b.jpg\n", "\n", "photos/z\r\n"])) == ["photos/b.jpg", "photos/z/c.jpg"]
 

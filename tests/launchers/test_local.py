@@ -7,14 +7,12 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from linnaeus.errors import LinnaeusError
@@ -183,26 +181,6 @@ def test_a_number_that_another_process_has_by_now_is_left_alone(folder: Path) ->
         cancel([folder])  # SIGINT would end this test
         write_record(folder, {**HERE, "supervisor": (pid, began)})
         assert active_jobs([folder])
-
-
-def test_a_process_is_known_by_no_clock_that_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # until its input ends
-    known, created = identity(child.pid), psutil.Process(child.pid).create_time()
-    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 0.0)
-    assert psutil.Process(child.pid).create_time() != created, "the negative control"
-    assert lives(*known)
-    child.kill()
-    wait_until(lambda: not lives(*known))  # its exit code has not been read yet
-    child.communicate()
-    assert not lives(*known)
-
-
-def test_a_run_of_another_machine_is_not_ended_from_here(folder: Path) -> None:
-    with locked(folder):
-        write_record(folder, {**HERE, "host": "elsewhere", "supervisor": identity(os.getpid())})
-        with pytest.raises(LinnaeusError, match=rf"{os.getpid()}.*\belsewhere"):
-            cancel([folder])  # SIGINT would end this test
-        assert active_jobs([folder])[folder].name.endswith("elsewhere")
 
 
 def test_a_worker_that_outlives_the_training_does_not_keep_the_run(launcher: Local, folder: Path) -> None:

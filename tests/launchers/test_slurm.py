@@ -14,7 +14,7 @@ import pytest
 
 from linnaeus.errors import LinnaeusError
 from linnaeus.launchers import slurm
-from linnaeus.launchers.jobs import active_jobs, cancel, cancel_command, lost_outcome
+from linnaeus.launchers.jobs import cancel, cancel_command
 from linnaeus.launchers.outcome import OUTPUT, Outcome, save_outcome
 from linnaeus.launchers.record import read_record
 from linnaeus.launchers.slurm import Slurm
@@ -146,17 +146,6 @@ def test_jobs_whose_number_nobody_has_noted_are_cancelled(
     cancel(folders)
     assert (tmp_path / "cancelled").read_text() == "4_1 9\n"
     assert cancel_command(folders) == "scancel 4 9"
-
-
-def test_a_look_at_the_jobs_writes_nothing(
-    commands: Commands, tmp_path: Path, submission: Submission
-) -> None:
-    submission(tmp_path, tmp_path / "s.sh", 1)
-    before = (tmp_path / "job.json").read_text()
-    commands("squeue", f"echo '4_1|RUNNING|None|{tmp_path}/s.sh'")
-    assert active_jobs([tmp_path])[tmp_path].kind == "running"
-    assert (tmp_path / "job.json").read_text() == before
-    assert lost_outcome(tmp_path) is None, "it may never have begun"
 
 
 # -- a job

@@ -7,9 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import psutil
@@ -24,7 +22,7 @@ from linnaeus.errors import ConfigError
 from linnaeus.files import FolderLock, process_start
 from linnaeus.launchers.record import open_locked
 from tests.helpers.consoles import plain_console
-from tests.helpers.run_files import config_text, result, write_run
+from tests.helpers.run_files import config_text, write_run
 from tests.helpers.runs import Run, wait_until
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -132,29 +130,6 @@ def test_a_narrow_terminal_does_without_columns_but_not_without_the_metric(tmp_p
     assert narrow.count("0.5000 │ 0.7500 @2 │") == 2
     assert narrow.count("finished") == 2
     assert "warm-up" not in narrow
-
-
-DAMAGES: Sequence[dict[str, Any]] = (
-    {"metrics": 3}, {"metrics": [1]}, {"metrics": {"loss": "x", "top1/kind": [1]}}, {"headline": None},
-    {"training_s": "abc", "images_per_s": [1]}, {"effective_batch": 8.5, "learning_rate": {"a": 1}},
-)  # fmt: skip
-
-
-def test_a_damaged_result_leaves_its_part_unknown(tmp_path: Path) -> None:
-    sound, other = write_run(tmp_path / "sound"), write_run(tmp_path / "other")
-    original = json.loads((sound / "result.json").read_text())
-    (other / "result.json").unlink()
-    known = result(8, 0.5, effective_batch=16, learning_rate=0.5)
-    for damage in DAMAGES:
-        content = original | damage
-        (sound / "result.json").write_text(json.dumps(content))
-        (other / "outcome.json").write_text(json.dumps({"exit_code": 0, "seconds": 1, "result": content}))
-        found = comparison(tmp_path, "sound", "other")
-        assert table_of(found).count("finished") == 2
-        rows = [row.as_dict() for row in found.rows]
-        for name in {"training_s", "images_per_s", "effective_batch", "learning_rate"} - damage.keys():
-            assert [each[name] for each in rows] == [known[name]] * 2, "the rest is shown"
-    found.save(tmp_path / "a.json")
 
 
 def status_of(folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -134,24 +133,6 @@ def test_the_batch_size_is_the_axis_where_a_number_changes_it_or_only_the_seed_d
     of_model = [row({"MODEL.NAME": name}, result(size)) for name, size in (("a", 8), ("b", 16))]
     assert axis_of(of_model).categories == ("a", "b"), "AutoBatch found other sizes"
     assert axis_of([row({"EXPERIMENT.SEED": seed}, result(8)) for seed in "01"]).is_size
-
-
-def test_what_is_not_finite_or_no_epoch_is_no_best_value(tmp_path: Path) -> None:
-    lines = [
-        (1, "0.5"),
-        (2, "1e400"),
-        (3, "Infinity"),
-        (4, "NaN"),
-        (5, "-Infinity"),
-        (6, "9" * 400),
-        (-1, "0.9"),
-    ]
-    text = '{"split": "val", "epoch": %d, "top1/kind": %s}\n'
-    (tmp_path / "metrics.jsonl").write_text("".join(text % line for line in lines))
-    one = row_of(tmp_path, {})
-    assert one.history.finite("top1/kind") == [(1, 0.5)]
-    assert one.history.epoch == 6
-    json.dumps(one.as_dict(), allow_nan=False)
 
 
 def test_numbers_in_names_are_sorted_by_their_value() -> None:

@@ -82,24 +82,6 @@ def test_presets_and_files_are_those_of_the_package_and_of_own_folders(tmp_path:
     assert complete(["model=mi"]) == {}
 
 
-def test_what_cannot_be_read_hides_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model" / "folder.yaml").mkdir(parents=True)
-    (tmp_path / "model" / "mine.yaml").write_text("# Mine.\n")
-    (tmp_path / "model" / "dead.yaml").symlink_to("nowhere")
-    (tmp_path / "model" / "loop.yaml").symlink_to("loop.yaml")
-    option = ["--config-dir", str(tmp_path)]
-    found = complete([*option, "model="])
-    assert found["model=mine"] == "Mine."
-    assert not {"model=dead", "model=loop", "model=folder"} & set(found)
-    assert list(complete(["--config-dir", "~nouser", "model=vit_t"])) == ["model=vit_tiny"]
-
-    def refuse(*_: object, **__: object) -> str:
-        raise PermissionError
-
-    monkeypatch.setattr(Path, "read_text", refuse)  # root may read any file
-    assert complete([*option, "model=mi"]) == {"model=mine": ""}
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -52,23 +52,6 @@ def test_runs_that_a_failing_launcher_has_started_are_active() -> None:
     assert sweep.saved[-1] == ["unknown", "not run", "not run"]
 
 
-@pytest.mark.parametrize("is_local", [True, False])
-def test_local_runs_of_an_earlier_list_of_values_take_room(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_local: bool
-) -> None:
-    Sweep(Queue()).start_before(0)
-    if is_local:
-        monkeypatch.setattr(module, "_is_on_slurm", lambda _: False)
-    queue = Queue(size=2)
-    sweep = Sweep(queue, seeds="1,2,3")
-    queue.at_submit = lambda: sweep.stop.signals.append(signal.SIGTERM)
-    monkeypatch.setattr(module, "cancel", lambda _: sweep.watch._active.clear())
-    with caplog.at_level(logging.WARNING):
-        sweep.run()
-    assert len(queue.started) == (1 if is_local else 2)
-    assert ("SEED=0" in caplog.text) == is_local
-
-
 def test_cancelling_that_fails_is_said_and_the_watch_goes_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
