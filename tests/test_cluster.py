@@ -150,19 +150,6 @@ def test_ranks_with_different_data_or_options_are_refused(tmp_path: Path, odd: s
     assert "linnaeus/run.py" not in ended.text, "a traceback of ours"
 
 
-@slow
-@pytest.mark.parametrize("every", [6, 5])
-def test_a_checkpoint_at_the_end_of_an_epoch_changes_nothing_about_the_next(
-    tmp_path: Path, every: int
-) -> None:
-    """An epoch of 6 steps that is not validated: BatchNorm's statistics stay as they are."""
-    options = ("TRAIN.EPOCHS=2", "TRAIN.VALIDATE_EVERY=2", "TRAIN.CHECKPOINT_EVERY=9")
-    often = f"TRAIN.CHECKPOINT_EVERY_STEPS={every}"
-    assert run_job(tmp_path, *options).code == 0
-    assert run_job(tmp_path, *options, often, "EXPERIMENT.NAME=often").code == 0
-    assert_same_bits(weights(tmp_path / "runs/small"), weights(tmp_path / "runs/often"))
-
-
 @pytest.mark.parametrize(
     ("in_job", "in_step", "is_refused"),
     [("2", "2", True), ("2", None, False), ("2", "1", False), ("1", "2", False)],
@@ -229,17 +216,6 @@ def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(
     assert not re.search(r"linnaeus/(training|run\.py)", ended.text), "a traceback of ours"
     assert run_job(tmp_path, *LONG).code == 0
     assert_same_bits(weights(tmp_path / "runs/small"), weights(undisturbed))
-
-
-@slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_rank_stops_all_of_them(tmp_path: Path, rank: int) -> None:
-    ended = run_job(tmp_path, FAULT=f"SIGUSR1:{rank}:training in epoch 2")
-    assert ended.code != 0
-    assert "SIGUSR1" in ended.text
-    again = run_job(tmp_path)
-    assert again.code == 0, again.text
-    assert len(records(tmp_path, "val")) == 2
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=e2e), pytest.param(1, marks=slow)])

@@ -43,6 +43,7 @@ def less_data(data: Path) -> Path:
     return data
 
 
+@pytest.mark.e2e
 def test_the_digits_are_written_as_nested_folders_and_rare_ones_are_left_out(data: Path) -> None:
     """Of rare digits a tenth of the training images is written. This test comes before images are removed."""
     files = [file.relative_to(data / "digits").parts for file in (data / "digits").rglob("*.png")]
@@ -70,13 +71,8 @@ def earlier_runs(config: Path) -> list[list[str]]:
     return [shlex.split(command) for command in commands]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(path, id=path.stem, marks=() if path.stem == "digits" else pytest.mark.e2e)
-        for path in CONFIGS
-    ],
-)
+@pytest.mark.e2e
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_an_experiment_trains(config: Path, run: Run, less_data: Path, tmp_path: Path) -> None:
     (tmp_path / "data").symlink_to(less_data)
     for arguments in earlier_runs(config):

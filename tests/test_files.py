@@ -191,19 +191,6 @@ def test_a_run_is_not_moved_with_another_one_in_it(tmp_path: Path, trace: str, i
     assert names(folder) == {inner.partition("/")[0], "result.json"}
 
 
-def test_a_move_is_not_undone_over_a_run_that_has_begun_below(tmp_path: Path) -> None:
-    folder = tmp_path / "group"
-    folder.mkdir()
-    (folder / "result.json").touch()
-    aside = prepare_run_folder(folder, keep=False)
-    assert aside is not None
-    (folder / "one").mkdir()
-    (folder / "one/.lock").touch()
-    with pytest.raises(OSError, match="group/one"):
-        put_back(folder, aside)
-    assert names(tmp_path) == {"group", "group.1"}
-
-
 # --- the lock of a run's folder ---
 
 
@@ -239,18 +226,6 @@ def test_the_lock_goes_from_the_old_folder_to_the_new_one(folder: Path) -> None:
     with pytest.raises(ConfigError, match=str(os.getpid())):
         FolderLock(folder)
     lock.release()
-
-
-def test_a_folder_that_has_taken_the_place_is_not_the_locked_one(folder: Path) -> None:
-    lock = FolderLock(folder)
-    folder.rename(folder.with_name("elsewhere"))
-    folder.mkdir()
-    assert not lock.is_held
-    other = FolderLock(folder)
-    lock.release()
-    assert other.is_held
-    assert names(folder) == {".lock"}
-    other.release()
 
 
 def fork_that_waits(*, lock: Path | None = None) -> int:

@@ -74,9 +74,12 @@ def test_two_ranks_unfreeze_and_resume_at_the_boundary(torchrun: Run, tmp_path: 
     assert_same_bits(weights(whole), weights(folder))
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 def test_autobatch_finds_the_size_of_the_unfrozen_model_and_changes_no_bit(run: Run, tmp_path: Path) -> None:
-    options = (*FROZEN, "TRAIN.EPOCHS=2", "TRAIN.CHECKPOINT_EVERY_STEPS=99")
-    search = ("DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24")
+    options = (*FROZEN, "TRAIN.EPOCHS=2", "TRAIN.CHECKPOINT_EVERY_STEPS=99", "DATA.DATASET.NUM_SAMPLES=48")
+    search = (
+        "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.ENABLED_VAL=False", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24",
+    )  # fmt: skip
     assert run(*options, *search, "EXPERIMENT.NAME=found").code == 0
     saved = ("--cfg", str(tmp_path / "runs/found/config.yaml"), "DATA.AUTOBATCH.ENABLED=False")
     assert run(*saved, "EXPERIMENT.NAME=by_hand").code == 0

@@ -98,30 +98,6 @@ def test_with_another_batch_the_rate_goes_on_and_reaches_its_floor(
     assert [group["lr"] for group in groups] == pytest.approx([0.001, 0.001])  # the floor
 
 
-@e2e
-def test_a_run_with_more_epochs_goes_on_from_the_middle_of_one(run: Run, tmp_path: Path) -> None:
-    assert run(*RESUMABLE, interrupted(132)).code == 130
-    assert run(*RESUMABLE, "TRAIN.EPOCHS=5").code == 0
-    folder = tmp_path / "runs/plain"
-    steps, rates, _ = curve(folder)
-    total = checkpoint(folder)["plan"]["TOTAL_STEPS"]
-    assert steps == list(range(1, total + 1))
-    assert total == 5 * 12
-    assert rates[20:] == pytest.approx(
-        rates_at([float(step) for step in range(20, total)], total)
-    )  # on the longer curve now
-
-
-@e2e
-def test_a_run_with_fewer_epochs_ends_where_it_is(run: Run, tmp_path: Path) -> None:
-    assert run(*RESUMABLE, interrupted(228), "TRAIN.VALIDATE_EVERY=9").code == 130
-    outcome = run(*RESUMABLE, "TRAIN.EPOCHS=2", "TRAIN.VALIDATE_EVERY=9")
-    assert outcome.code == 0, outcome.err
-    result = json.loads((tmp_path / "runs/plain/result.json").read_text())
-    [validated] = lines_of(tmp_path / "runs/plain", "val")
-    assert result["metrics"] == {name: validated[name] for name in result["metrics"]}
-
-
 # Processes.
 
 
@@ -226,20 +202,6 @@ def test_a_new_rate_is_taken_where_it_is_asked_for(run: Run, tmp_path: Path) -> 
     assert sorted(group["weight_decay"] for group in groups) == [0, 0.2]
     assert checkpoint(folder)["config"]["OPTIMIZER"]["LR"] == 0.05
     assert run(*RESUMABLE, *new[:3], "TRAIN.EPOCHS=4").code == 0  # it is the checkpoint's rate now
-
-
-@e2e
-def test_a_checkpoint_of_an_earlier_version_is_resumed(run: Run, tmp_path: Path) -> None:
-    assert run(*RESUMABLE, f"{NAME}whole").code == 0
-    assert run(*RESUMABLE, interrupted(132)).code == 130
-    path = tmp_path / "runs/plain/checkpoints/last.pt"
-    content = torch.load(path, weights_only=True)
-    del content["config"]
-    content["state"]["schedule"] = {"base_lrs": [0.01, 0.01], "last_epoch": 17, "lr_lambdas": [None, None]}
-    torch.save(content, path)
-    outcome = run(*RESUMABLE)
-    assert outcome.code == 0, outcome.err
-    assert_same_bits(weights(tmp_path / "runs/plain"), weights(tmp_path / "runs/whole"))
 
 
 # Starts that fail.
@@ -368,16 +330,6 @@ def test_a_loss_that_is_not_finite_is_found_before_the_next_checkpoint(run: Run,
     assert (
         checkpoint(tmp_path / "runs/plain")["progress"]["step"] < 11
     )  # long before the first line is logged
-
-
-@e2e
-@pytest.mark.parametrize(("minutes", "saved"), [("1e-9", True), ("60", False)])
-def test_the_clock_decides_too(run: Run, tmp_path: Path, minutes: str, saved: bool) -> None:
-    assert run(*RESUMABLE, f"TRAIN.CHECKPOINT_EVERY_MINUTES={minutes}", *crashed("train", 28)).code == 1
-    path = tmp_path / "runs/plain/checkpoints/last.pt"
-    assert path.exists() == saved
-    if saved:
-        assert checkpoint(tmp_path / "runs/plain")["progress"]["step"] == 3
 
 
 @e2e

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,16 +46,6 @@ def test_draws_go_on_where_the_state_was_taken() -> None:
         seed_all(seed)
         set_rng_state(state, CPU)
         assert [draws() for _ in range(3)] == expected
-
-
-def test_a_state_survives_a_file_read_without_running_code(tmp_path: Path) -> None:
-    seed_all(1)
-    draws()
-    torch.save(rng_state(CPU), tmp_path / "state.pt")
-    expected = draws()
-    seed_all(99)
-    set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True), CPU)
-    assert draws() == expected
 
 
 def test_generators_go_on_as_if_nothing_had_happened() -> None:

@@ -44,7 +44,9 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run whose sizes AutoBatch has found; the tests that use it only read."""
     folder = tmp_path_factory.mktemp("searched")
     own = ("TRAIN.EMA.ENABLED=True", "MODEL.DROP_RATE=0.1", "DATA.AUGMENT.ROTATION=10")
-    assert cli([*SMALL, *AUTOBATCH, *own, f"EXPERIMENT.OUTPUT_DIR={folder}"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("linnaeus.autobatch.trial.MIN_TIMED_S", 0.0)  # how fast a size is does not matter
+        assert cli([*SMALL, *AUTOBATCH, *own, f"EXPERIMENT.OUTPUT_DIR={folder}"]) == 0
     return folder / "small"
 
 
@@ -141,17 +143,6 @@ def test_manifest_with_unknown_labels(run: Run, tmp_path: Path) -> None:
 
 
 @e2e
-def test_own_dataset_and_model(run: Run, tmp_path: Path) -> None:
-    outcome = run(
-        f"DATA.DATASET._target_={OWN}.Points", "DATA.DATASET.length=200", "EXPERIMENT.DEVICE=cpu",
-        f"MODEL._target_={OWN}.Perceptron", "MODEL.width=32", "TRAIN.EPOCHS=20", "OPTIMIZER.LR=0.05",
-        "EXPERIMENT.NAME=own", *AUTOBATCH,
-    )  # fmt: skip
-    assert outcome.code == 0, outcome.err
-    assert metrics_of(tmp_path / "runs/own", "val")[-1]["top1/class"] > 0.9
-
-
-@e2e
 def test_own_everything(run: Run, tmp_path: Path) -> None:
     outcome = run(
         f"DATA.DATASET._target_={OWN}.Forecast", "EXPERIMENT.NAME=own", "EXPERIMENT.DEVICE=cpu",
@@ -167,7 +158,6 @@ def test_own_everything(run: Run, tmp_path: Path) -> None:
 SWITCHES = {
     "TRAIN.AMP=bf16 TRAIN.CHANNELS_LAST=True": e2e,
     "TRAIN.GRADIENT_CHECKPOINTING=True TRAIN.ACCUMULATION_STEPS=4": e2e,
-    "TRAIN.EMA.ENABLED=True OPTIMIZER.NAME=sgd SCHEDULE.NAME=linear": e2e,
     "DATA.DATASET.CHANNELS=1 DATA.IMG_SIZE=[32,48] DATA.NUM_WORKERS=1": e2e,
     "TRAIN.CLIP_GRAD_NORM=None OPTIMIZER.NAME=lamb SCHEDULE.NAME=constant TRAIN.DETERMINISTIC=True": slow,
     "MODEL.NAME=test_vit MODEL.DROP_PATH_RATE=0.1 LOSS.LABEL_SMOOTHING=0.1 LOSS.RANK_WEIGHTS=[1,2]": slow,
@@ -195,12 +185,9 @@ IMAGES = "DATA.DATASET.NAME=imagefolder DATA.DATASET.ROOT="
 BAD = [
     ("DATA.BATCHSIZE 3", 2, "DATA.BATCH_SIZE"),
     ("MODEL.NAME resnet5O", 2, "resnet50"),
-    ("EXPERIMENT.OUTPUT_DIR broken.yaml", 2, "EXPERIMENT.OUTPUT_DIR"),
     ("EXPERIMENT.DEVICE cuda:99", 2, "EXPERIMENT.DEVICE"),
     ("MODEL.WEIGHTS=nowhere.pt", 2, "nowhere.pt"),
-    ("LOSS._target_=torch.nn.NLLLoss LOSS.WEIGHT=[1]", 2, "LOSS.weight"),
     ("LOSS._target_=torch.nn.CrossEntropyLoss", 2, "LOSS"),  # there are two ranks
-    (IMAGES + "missing", 1, "missing"),
     (IMAGES + "images", 1, "images/b/broken.jpg"),
     ("OPTIMIZER.LR=1e9 OPTIMIZER.NAME=sgd TRAIN.CLIP_GRAD_NORM=None", 1, "OPTIMIZER.LR"),
     ("DATA.AUTOBATCH.ENABLED=True DATA.AUTOBATCH.MEMORY_LIMIT_GB=0.05", 3, "DATA.AUTOBATCH.MEMORY_LIMIT_GB"),

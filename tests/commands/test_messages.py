@@ -39,11 +39,11 @@ from linnaeus.launchers.interface import Job
 from linnaeus.launchers.record import write_slurm_record
 from linnaeus.memory.gpus import GIB, find_gpu
 from linnaeus.memory.predict import MARGIN
-from tests.commands.analyze.test_predicted import GROWING, POINTS, WIDE, predicted, row_of
-from tests.commands.sweep.test_watch import Queue, Sweep
 from tests.helpers.consoles import plain_console
 from tests.helpers.messages import Golden, error_of
+from tests.helpers.predictions import GROWING, POINTS, WIDE, predicted, row_of
 from tests.helpers.run_files import write_run, write_validations
+from tests.helpers.sweeps import Queue, Sweep
 
 MIB = 1024**2
 LINES: dict[str, tuple[Any, list[str]]] = {

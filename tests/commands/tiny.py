@@ -139,21 +139,6 @@ class TinyNet(nn.Module):
         return tuple(head(features) for head in self.heads)
 
 
-class Wolves(Dataset[Any]):
-    """Tensors of wolves and of foxes, for runs with the rank `level2`."""
-
-    taxonomy: Mapping[str, list[str]] = {"level2": ["wolf", "fox"]}
-
-    def __init__(self, split: str, *, num_samples: int = 4) -> None:
-        self.num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.zeros(3, 8, 8), index % 2
-
-
 class Pairs(Dataset[Any]):
     """Vectors and their doubles, without classes."""
 

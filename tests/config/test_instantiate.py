@@ -145,11 +145,3 @@ def test_a_module_that_cannot_be_imported_shows_its_line(package: Path, text: st
     (package / "own_broken.py").write_text(text)
     with pytest.raises(ConfigError, match=r"own_broken\.py, line 2"):
         find_target({"_target_": "own_broken.Model"}, "MODEL")
-
-
-def test_only_what_is_named_is_imported(package: Path) -> None:
-    (package / "own").mkdir()
-    for name in ("__init__", "named", "beside"):
-        (package / "own" / f"{name}.py").write_text("class Model:\n    pass\n")
-    call_target({"_target_": "own.named.Model"}, "MODEL")
-    assert {name for name in sys.modules if name.startswith("own.")} == {"own.named"}

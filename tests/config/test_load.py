@@ -23,7 +23,7 @@ from linnaeus.commands.analyze.options import read as analyze
 from linnaeus.commands.sweep.grid import read_grid
 from linnaeus.config.help import help_text
 from linnaeus.config.instantiate import call_target
-from linnaeus.config.keys import KEYS, NODES
+from linnaeus.config.keys import NODES
 from linnaeus.config.load import load_config, save_config, to_yaml, with_batch_sizes
 from linnaeus.config.presets import FOLDER, available
 from linnaeus.config.schema import Config, DatasetConfig, ModelConfig, OptimizerConfig
@@ -105,11 +105,6 @@ def test_followers_follow_unless_set() -> None:
     auto = load(*argv).DATA.AUTOBATCH
     assert (auto.ENABLED_VAL, auto.MIN_BATCH_SIZE_VAL, auto.LOG_LEVEL_VAL) == (True, 4, "DEBUG")
     assert load(*argv, "DATA.AUTOBATCH.ENABLED_VAL=False").DATA.AUTOBATCH.ENABLED_VAL is False
-
-
-def test_a_missing_value_may_come_from_a_higher_source() -> None:
-    write({"my": "DATA:\n  DATASET:\n    ROOT: ???"})
-    assert load("--cfg=my.yaml", "DATA.DATASET.ROOT=/x").DATA.DATASET.ROOT == "/x"
 
 
 def test_a_file_that_beats_a_choice_of_the_command_line_is_told_once(
@@ -254,13 +249,11 @@ def test_the_schema_is_a_structured_config_of_a_hydra_program() -> None:
     try:
         with initialize(config_path=None, version_base="1.3"):
             composed = compose("linnaeus", overrides=["DATA.BATCH_SIZE=8", "+MODEL.KWARGS.x=1"])
-            for wrong in ("DATA.BATCH_SIZ=8", "TRAIN.EPOCHS=many"):
-                with pytest.raises(HydraException, match=wrong.partition("=")[0]):
-                    compose("linnaeus", overrides=[wrong])
+            with pytest.raises(HydraException, match=r"TRAIN\.EPOCHS"):
+                compose("linnaeus", overrides=["TRAIN.EPOCHS=many"])
     finally:
         del ConfigStore.instance().repo["linnaeus.yaml"]
-    OmegaConf.save(composed, "composed.yaml")
-    assert load("--cfg=composed.yaml") == load("DATA.BATCH_SIZE=8", "MODEL.KWARGS.x=1")
+    assert (composed.DATA.BATCH_SIZE, composed.MODEL.KWARGS) == (8, {"x": 1})
 
 
 # Back to YAML
@@ -269,15 +262,6 @@ def test_the_schema_is_a_structured_config_of_a_hydra_program() -> None:
 def reloaded(config: Config) -> Config:
     Path("again.yaml").write_text(to_yaml(config), encoding="utf-8")
     return load("--cfg=again.yaml")
-
-
-def test_yaml_has_every_key_in_the_order_of_the_schema() -> None:
-    tree = yaml.safe_load(to_yaml(load()))
-    assert list(tree) == [path[0] for path in NODES if len(path) == 1]
-    for path in KEYS:
-        node = tree
-        for part in path:
-            node = node[part]
 
 
 HARD_TEXTS = [

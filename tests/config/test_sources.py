@@ -114,16 +114,6 @@ def test_the_first_folder_that_has_a_file_counts() -> None:
     assert problems("--config-dir=conf", "model=dead")[0].startswith("model: ")
 
 
-def test_files_may_end_in_yml() -> None:
-    write({"my": "defaults: [base, {model: mine}]", "both": "TRAIN: {EPOCHS: 1}", "conf/model/x": ""})
-    Path("base.yml").write_text("TRAIN: {LOG_EVERY: 3}")
-    Path("conf/model/mine.yml").write_text("NAME: mine")
-    Path("both.yml").write_text("TRAIN: {EPOCHS: 2}")
-    assert figures("--config-dir=conf", "--cfg=my.yaml")[::2] == ("mine", 3)
-    assert load("--config-dir=.", "--config-name=both").TRAIN.EPOCHS == 1
-    assert load("--config-dir=.", "-cn", "both.yml").TRAIN.EPOCHS == 2
-
-
 # Groups of one's own
 
 
@@ -202,14 +192,9 @@ def test_packages() -> None:
 
 
 TREES = {
-    "files": {"config": "defaults: [base, _self_]\nx: 1", "base": "x: 0\ny: 2"},
     "groups": {
         "config": "defaults: [{a: one}, {b: one}, _self_, {override a: two}]\nb: {z: 9}",
         "a/one": "x: 1", "a/two": "defaults: [one, {c: deep}]\ny: 2", "a/c/deep": "w: 5", "b/one": "z: 3",
-    },
-    "several": {
-        "config": "defaults: [{a: [one, two]}, optional b: none]\nx: 4", "a/one": "x: 1\ny: 1",
-        "a/two": "x: 2",
     },
     "packages": {
         "config": "defaults: [{a@b: one}, {a@_here_: two}, f@c]", "a/one": "x: 1", "a/two": "y: 2",

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.config.values import evaluate
 from tests.helpers.configs import load, problems, write
@@ -217,8 +216,3 @@ def test_values_of_a_file() -> None:
 def test_a_byte_order_mark_and_windows_lines() -> None:
     Path("my.yaml").write_bytes("\ufeff# @package TRAIN\r\nEPOCHS: 3\r\n".encode())
     assert load("--cfg=my.yaml").TRAIN.EPOCHS == 3
-
-
-def test_a_file_called_job_is_read() -> None:
-    Path("job").write_text("TRAIN: {EPOCHS: 3}")
-    assert load_config(["--cfg", "job"]).config.TRAIN.EPOCHS == 3

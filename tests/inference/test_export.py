@@ -13,12 +13,12 @@ import timm
 import torch
 
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
-from linnaeus.errors import ConfigError, DataError, LinnaeusError
+from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.inference.export import files
 from linnaeus.inference.export import run as export_module
-from linnaeus.inference.export.check import largest_difference, samples_of
+from linnaeus.inference.export.check import samples_of
 from linnaeus.inference.trained import TrainedRun, load_run
-from tests.helpers.trained import BIRDS, ONE_RANK, Flat, save_run, spec_of, write_images
+from tests.helpers.trained import BIRDS, Flat, save_run, spec_of, write_images
 
 
 def run_of(folder: Path, name: str = "test_resnet", **spec: Any) -> TrainedRun:
@@ -140,10 +140,8 @@ def test_a_marginal_head_as_a_computation(tmp_path: Path) -> None:
 
 BIAS = ("heads.1.bias", "layers.species.bias")
 CASES = {
-    "resnet": ("test_resnet", {}),
     "vit with a tag, another size": ("test_vit.r160_in1k", {"size": (48, 32)}),
     "convnext, grey": ("test_convnext", {"channels": 1}),
-    "efficientnet": ("test_efficientnet", {"taxonomy": ONE_RANK}),
     "own arguments": ("test_vit", {"KWARGS": {"global_pool": "avg", "patch_size": 8}}),
 }
 
@@ -243,24 +241,11 @@ def test_a_file_with_other_outputs_is_an_error_and_is_not_left(
     assert list(old.iterdir()) == []
 
 
-def test_the_tolerance_is_tight() -> None:
-    inputs = torch.zeros(2, 1)
-    expected = torch.tensor([[0.7, 0.2999, 0.0001]] * 2)
-
-    def model(factor: float) -> Any:
-        return lambda batch: {"a": expected[: len(batch)] * factor}
-
-    assert largest_difference(model(1.0005), model(1), inputs, probabilities=True) > 0
-    for wrong in (1.01, float("nan")):
-        with pytest.raises(LinnaeusError, match="'a'"):
-            largest_difference(model(wrong), model(1), inputs, probabilities=True)
-
-
 def test_the_images_of_a_check(birds: TrainedRun, tmp_path: Path) -> None:
     exported = load_run(birds.export("safetensors", tmp_path / "birds.safetensors").path, device="cpu")
     assert "birds.safetensors" in samples_of(exported).origin  # which does not name the run's dataset
     for split in ("train", "val"):
-        write_images(tmp_path / "data" / split / "a", 20)
+        write_images(tmp_path / "data" / split / "a", 9)
     (tmp_path / "data" / "val" / "a" / "000.png").write_text("damaged")
     folder = run_with_config(tmp_path / "run", f"NAME: imagefolder, ROOT: {tmp_path / 'data'}")
     run = load_run(folder, device="cpu")
@@ -269,12 +254,8 @@ def test_the_images_of_a_check(birds: TrainedRun, tmp_path: Path) -> None:
     assert samples_of(run).origin.split() == ["8", "images", "of", str(tmp_path / "data" / "train")]
     (tmp_path / "data" / "train").rename(tmp_path / "gone too")
     assert "noise" in samples_of(run).origin
-    (tmp_path / "gone").rename(tmp_path / "data" / "val")
-    (tmp_path / "gone too").rename(tmp_path / "data" / "train")
-    named = samples_of(run, [str(tmp_path / "data" / "val" / "a" / "001.png")])
+    named = samples_of(run, [str(tmp_path / "gone" / "a" / "001.png")])
     assert (len(named.inputs), named.origin.split()[-1]) == (2, "--images")
-    with pytest.raises(DataError, match=r"000\.png"):
-        samples_of(run, [str(tmp_path / "data")])
 
 
 def run_with_config(folder: Path, dataset: str, **spec: Any) -> Path:

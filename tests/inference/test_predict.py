@@ -99,7 +99,7 @@ def test_every_form_of_an_image(birds: TrainedRun, photos: list[Path]) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("no size"), ZeroDivisionError("by zero"), TypeError("x"), torch.OutOfMemoryError("x")],
+    [RuntimeError("no size"), TypeError("x"), torch.OutOfMemoryError("x")],
 )
 def test_a_fault_of_the_program_is_no_unreadable_image(
     birds: TrainedRun, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -131,17 +131,12 @@ def test_top_and_texts(birds: TrainedRun, photos: list[Path]) -> None:
     assert found.path is not None
     assert [word for word in (str(photos[0]), "order: ", " %") if word not in repr(found)] == []
     assert len(birds.predict(photos[0], top=9)[0].levels["species"]) == 5
-    wrong: dict[str, Any]
-    for wrong in ({"top": 0}, {"batch_size": 0}):
-        with pytest.raises(ValueError, match="1"):
-            birds.predict(photos[0], **wrong)
-    for wrong in ({"top": "5"}, {"top": 1.5}, {"top": True}, {"top": None}, {"batch_size": 2.5}):
-        ((name, value),) = wrong.items()
-        with pytest.raises(TypeError, match=f"^{name} .* {value!r}"):
-            birds.predict(photos[0], **wrong)
-    for nothing in (None, 5):
-        with pytest.raises(TypeError, match=f"images .* {nothing}"):
-            birds.predict(nothing)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1"):
+        birds.predict(photos[0], top=0)
+    with pytest.raises(TypeError, match=r"^batch_size .* 2\.5"):
+        birds.predict(photos[0], batch_size=2.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"images .* None"):
+        birds.predict(None)  # type: ignore[arg-type]
     assert birds.predict([]) == []
 
 

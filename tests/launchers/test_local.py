@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import itertools
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import psutil
 import pytest
 
 from linnaeus.errors import LinnaeusError
 from linnaeus.files import OUTCOME
-from linnaeus.launchers import jobs, slurm_commands
+from linnaeus.launchers import slurm_commands
 from linnaeus.launchers.interface import Job, Task
 from linnaeus.launchers.jobs import active_jobs, cancel, lost_outcome
 from linnaeus.launchers.local import Local, Share, divide
@@ -37,7 +32,6 @@ from linnaeus.launchers.record import (
     write_record,
     write_slurm_record,
 )
-from linnaeus.launchers.supervise import Supervisor
 from tests.helpers.runs import wait_until
 
 LASTING = """\
@@ -176,17 +170,6 @@ def test_a_run_outlives_its_supervisor_and_can_still_be_ended(launcher: Local, f
     assert lost(folder).was_interrupted, "so that it is resumed"
 
 
-def test_a_file_system_without_locks(launcher: Local, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    start(launcher, folder, ENDS)
-    assert active_jobs([folder])[folder].kind == "running"
-    cancel([folder])
-    assert ended(folder).was_stopped
-
-
 HERE = {"launcher": "local", "host": socket.gethostname(), "slot": 0}
 
 
@@ -198,26 +181,6 @@ def test_a_number_that_another_process_has_by_now_is_left_alone(folder: Path) ->
         cancel([folder])  # SIGINT would end this test
         write_record(folder, {**HERE, "supervisor": (pid, began)})
         assert active_jobs([folder])
-
-
-def test_a_process_is_known_by_no_clock_that_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # until its input ends
-    known, created = identity(child.pid), psutil.Process(child.pid).create_time()
-    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 0.0)
-    assert psutil.Process(child.pid).create_time() != created, "the negative control"
-    assert lives(*known)
-    child.kill()
-    wait_until(lambda: not lives(*known))  # its exit code has not been read yet
-    child.communicate()
-    assert not lives(*known)
-
-
-def test_a_run_of_another_machine_is_not_ended_from_here(folder: Path) -> None:
-    with locked(folder):
-        write_record(folder, {**HERE, "host": "elsewhere", "supervisor": identity(os.getpid())})
-        with pytest.raises(LinnaeusError, match=rf"{os.getpid()}.*\belsewhere"):
-            cancel([folder])  # SIGINT would end this test
-        assert active_jobs([folder])[folder].name.endswith("elsewhere")
 
 
 def test_a_worker_that_outlives_the_training_does_not_keep_the_run(launcher: Local, folder: Path) -> None:
@@ -249,27 +212,11 @@ held = FolderLock(Path('{folder}'))
     assert "saving" in text(folder)
 
 
-def test_a_process_that_does_not_say_who_it_is_cannot_be_ended(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "START_S", 0.0)
-    with locked(folder):
-        for content, slot in (('{"launcher": "lo', -1), (json.dumps({**HERE, "slot": 1}), 1)):
-            (folder / RECORD).write_text(content)
-            [job] = active_jobs([folder]).values()
-            assert (job.kind, job.slot) == ("running", slot)
-            with pytest.raises(LinnaeusError, match=r"job\.json"):
-                cancel([folder, folder])
-    assert not active_jobs([folder])
-    cancel([folder])
-
-
 @pytest.mark.parametrize(
     "content",
     [
         "[]", '{"launcher": "local", "host": "a", "slot": 0, "child": 1}',
-        '{"launcher": "slurm", "id": "1", "seconds": null}', '{"launcher": "slurm", "script": "s.sh"}',
-        '{"launcher": "slurm", "id": null, "script": ""}', '{"launcher": "other", "id": "1"}',
+        '{"launcher": "slurm", "script": "s.sh"}',
     ],
 )  # fmt: skip
 def test_a_damaged_record_is_none(folder: Path, content: str) -> None:
@@ -318,49 +265,6 @@ def test_an_outcome_that_is_final_hides_the_job_of_slurm(
     ):  # fmt: skip
         save_outcome(folder, outcome)
         assert [job.kind for job in active_jobs([folder]).values()] == ["unknown"] * is_shown
-
-
-def test_the_process_of_a_run_leaves_its_own_errors_with_the_run(launcher: Local, folder: Path) -> None:
-    class Nothing(Share):
-        def command(self, words: object) -> list[str]:
-            return ["/no/such/program"]
-
-    launcher.shares = [Nothing()]
-    launcher.submit([Task(folder, ())], [])
-    wait_until(lambda: launcher.reap() == 0)
-    assert "FileNotFoundError" in text(folder)
-    assert OUTPUT in str(lost(folder).reason)
-
-
-def test_a_signal_is_passed_on_once_whenever_it_comes() -> None:
-    child = subprocess.Popen(["true"])
-    child.wait()
-    counts = []
-    for moment in range(200):
-        passed, count = list[int](), itertools.count()
-        supervisor = Supervisor(lambda number, *_, passed=passed: passed.append(number))  # type: ignore[misc]
-
-        def trace(frame: FrameType, event: str, _: object, moment: int = moment, count=count) -> Any:  # type: ignore[no-untyped-def]
-            if frame.f_code.co_name not in ("wait", "_pass_on"):
-                return None
-            frame.f_trace_opcodes = True
-            if event == "opcode" and next(count) == moment:
-                signal.raise_signal(signal.SIGINT)
-            return trace
-
-        before = sys.gettrace()
-        with supervisor.listening():
-            try:
-                sys.settrace(trace)
-                supervisor.wait(child)
-            finally:
-                sys.settrace(before)
-        counts.append(len(passed))
-        if not supervisor.received:
-            break
-    assert counts[0] == 1, "it came before the process was known"
-    assert {*counts} == {0, 1}, "0 when the process had ended"
-    assert not supervisor.received, "all moments have been tried"
 
 
 def test_a_free_share_is_taken(launcher: Local, tmp_path: Path) -> None:

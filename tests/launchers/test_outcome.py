@@ -24,11 +24,6 @@ def test_a_damaged_outcome_is_none(tmp_path: Path, content: str) -> None:
         assert read_outcome(tmp_path) == Outcome(0, 7.0 if seconds == 7.0 else 0.0, None, result)
 
 
-def test_an_outcome_of_another_version_is_read(tmp_path: Path) -> None:
-    (tmp_path / OUTCOME).write_text('{"exit_code": 1, "seconds": 2, "machine": "node7"}')
-    assert read_outcome(tmp_path) == Outcome(1, 2)
-
-
 def test_the_reason_is_what_the_run_has_said_last(folder: Path) -> None:
     assert not outcome_of(folder, 0, 1.0).finished, "there is no result"
     before = outcome_of(folder, 130, 1.0).reason

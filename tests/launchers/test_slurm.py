@@ -12,17 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.launchers import slurm, slurm_commands
-from linnaeus.launchers.interface import Task
-from linnaeus.launchers.jobs import active_jobs, cancel, cancel_command, lost_outcome
-from linnaeus.launchers.options import LaunchOptions
+from linnaeus.errors import LinnaeusError
+from linnaeus.launchers import slurm
+from linnaeus.launchers.jobs import cancel, cancel_command
 from linnaeus.launchers.outcome import OUTPUT, Outcome, save_outcome
 from linnaeus.launchers.record import read_record
 from linnaeus.launchers.slurm import Slurm
 from linnaeus.launchers.slurm_commands import parse_queue
 from linnaeus.launchers.slurm_job import NOTHING_SAVED, RESUME, SlurmJob, was_preempted
-from tests.launchers.conftest import JOB, TIMED_OUT, UNCONFIGURED, Commands, Started, Submission, fails
+from tests.launchers.conftest import JOB, TIMED_OUT, Commands, Started, Submission, fails
 
 SQUEUE = """\
 CLUSTER: linnaeus
@@ -116,80 +114,7 @@ def test_what_sbatch_refuses_is_not_tried_again(commands: Commands, tmp_path: Pa
     assert commands.clock.now == 0
 
 
-def test_a_check_that_hangs_once_is_tried_again(
-    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The limit begins with the first answer, before which sbatch may have waited as long by itself."""
-    call = slurm.call
-
-    def hang(*words: str, **options: object) -> object:
-        commands.clock.sleep(2 * slurm.SUBMIT_S)
-        return call(*words, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(slurm, "call", hang)
-    asked = tmp_path / "asked"
-    commands("sbatch", f"[ -e {asked} ] || {{ touch {asked}; echo '{TIMED_OUT}' >&2; exit 1; }}")
-    Slurm(tmp_path, {}, "name").check(1)
-    assert len(caplog.records) == 1, "the one that is tried again"
-    commands("sbatch", fails(TIMED_OUT))
-    with pytest.raises(ConfigError, match="SLURM"):
-        Slurm(tmp_path, {}, "name").check(1)
-
-
-def test_a_machine_of_no_cluster_is_told_at_once(commands: Commands, tmp_path: Path) -> None:
-    commands("squeue", fails(UNCONFIGURED))
-    assert "resolve" not in str(slurm_commands.queue()), "its last words are enough"
-    commands("sbatch", fails(UNCONFIGURED))
-    with pytest.raises(ConfigError, match=slurm_commands.NO_CLUSTER):
-        Slurm(tmp_path, {}, "name").check(1)
-    assert commands.clock.now == 0
-
-
-def test_a_dry_run_is_judged_where_sbatch_is(
-    commands: Commands, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    launcher = Slurm(tmp_path, {"plugin-option": "1"}, "name")
-    commands("sbatch", fails("sbatch: unrecognized option '--plugin-option=1'"))
-    with pytest.raises(ConfigError, match="--plugin-option=1"):
-        launcher.dry_run(1)
-    assert not caplog.text
-    commands("sbatch", fails(UNCONFIGURED))
-    assert "#SBATCH --plugin-option=1" in launcher.dry_run(1), "nobody could judge it"
-    assert "sbatch" in caplog.text
-
-
-def test_a_job_that_begins_before_its_number_is_noted_keeps_the_run(
-    commands: Commands, tmp_path: Path
-) -> None:
-    """Two jobs of one script: sbatch was called twice, and the first one has the run."""
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        folder.mkdir()
-    commands("sbatch", f'sed -i \'s/.launcher/"id": "50_0", &/\' {folders[0]}/job.json; echo 51')
-    Slurm(tmp_path / "slurm", {}, "name").submit([Task(folder, ("train",)) for folder in folders])
-    assert [(read_record(folder) or {})["id"] for folder in folders] == ["50_0", "51_1"]
-
-
 # -- looks at jobs, and their end
-
-
-def test_variables_of_the_user_change_nothing_about_a_look(
-    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They would hide jobs, which then count as lost; scancel would wait for an answer."""
-    for name in ("SQUEUE_STATES", "SCANCEL_INTERACTIVE", "SCONTROL_ALL", "SLURM_TIME_FORMAT", "SLURM_CONF"):
-        monkeypatch.setenv(name, "RUNNING")
-    monkeypatch.setenv("LOGNAME", "somebody")
-    for name in ("squeue", "scancel", "scontrol"):
-        commands(name, f'{{ echo "$@"; env; }} >> {tmp_path}/given')
-    slurm_commands.queue()
-    slurm_commands.cancel(["1"])
-    slurm_commands.why_gone("1")
-    given = (tmp_path / "given").read_text().splitlines()
-    assert sum(f"--user={os.getuid()} " in line for line in given) == 1
-    assert given.count("SLURM_CONF=RUNNING") == 3, "where the cluster is"
-    left = ("SQUEUE_", "SCANCEL_", "SCONTROL_", "SLURM_TIME_FORMAT")
-    assert not [line for line in given if line.startswith(left)]
 
 
 @pytest.mark.parametrize(
@@ -199,17 +124,6 @@ def test_variables_of_the_user_change_nothing_about_a_look(
 )  # fmt: skip
 def test_the_log_of_a_job(tmp_path: Path, options: dict[str, str | None], log: str | None) -> None:
     assert Slurm(tmp_path, options, "name").log("12") == (log and log.format(tmp_path))
-
-
-def test_a_log_whose_name_slurm_alone_knows_is_not_followed(
-    commands: Commands, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    commands("sbatch", '[ "$1" = --test-only ] || echo 12')
-    for output, follows in (("%N.out", False), ("%j.out", True)):
-        options = LaunchOptions("slurm", slurm={"output": output})
-        said = slurm.submit_command(options, "plan", (), with_torchrun=False, resumed_in=None)
-        assert (output in said, "tail" in said) == (not follows, follows)
 
 
 def test_jobs_whose_number_nobody_has_noted_are_cancelled(
@@ -234,17 +148,6 @@ def test_jobs_whose_number_nobody_has_noted_are_cancelled(
     assert cancel_command(folders) == "scancel 4 9"
 
 
-def test_a_look_at_the_jobs_writes_nothing(
-    commands: Commands, tmp_path: Path, submission: Submission
-) -> None:
-    submission(tmp_path, tmp_path / "s.sh", 1)
-    before = (tmp_path / "job.json").read_text()
-    commands("squeue", f"echo '4_1|RUNNING|None|{tmp_path}/s.sh'")
-    assert active_jobs([tmp_path])[tmp_path].kind == "running"
-    assert (tmp_path / "job.json").read_text() == before
-    assert lost_outcome(tmp_path) is None, "it may never have begun"
-
-
 # -- a job
 
 
@@ -265,34 +168,6 @@ def test_a_checkpoint_between_gives_another_chance(started: Started) -> None:
     saves = (nothing, started.save, nothing, nothing)
     assert [started.run(does, restarts=n) for n, does in enumerate(saves, 2)] == [143, 143, 143, 1]
     assert started.num_requeues == 3
-
-
-@pytest.mark.parametrize("is_preempted", [False, True])
-def test_the_controller_is_asked_once_why_a_job_failed(
-    started: Started, commands: Commands, is_preempted: bool
-) -> None:
-    """Its second answer may differ: the outcome would be final, and the run would be queued again."""
-    answers = [JOB.format(time) for time in ("None", "2026-11-22T12:59:00")]
-    first, later = reversed(answers) if is_preempted else answers
-    asked = f"{started.script}.asked"
-    commands(
-        "scontrol",
-        f"[ \"$3\" = job ] || exit; [ -e {asked} ] && {{ echo '{later}'; exit; }}; "
-        f"touch {asked}; echo '{first}'",
-    )
-    commands("srun", "exit 3")
-    started.begin()
-    assert started.outcome.was_interrupted == is_preempted
-    assert started.outcome.exit_code == (130 if is_preempted else 3)
-
-
-def test_an_image_without_scontrol_runs_the_job(
-    started: Started, commands: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (commands.folder / "scontrol").unlink()
-    commands("srun", "exit 3")
-    monkeypatch.setenv("PATH", str(commands.folder))
-    assert started.begin() == started.outcome.exit_code == 3
 
 
 def test_a_job_that_is_cancelled_says_so(started: Started) -> None:
@@ -369,14 +244,13 @@ def test_which_runs_a_job_owns(folder: Path, owns: Callable[[str], bool], submis
     assert not owns("7_1"), "it has ended well"
 
 
-@pytest.mark.parametrize("noted", [{}, {"id": "8_1"}])
 def test_of_two_jobs_of_one_script_the_first_has_the_run(
-    folder: Path, owns: Callable[[str], bool], submission: Submission, noted: dict[str, str]
+    folder: Path, owns: Callable[[str], bool], submission: Submission
 ) -> None:
-    """The second one has read the record before the first one noted its number, or its own was noted late."""
+    """The second one has read the record before the first one noted its number."""
     submission(folder, folder.parent / "s.sh", 1)
     assert owns("7_1")
-    submission(folder, folder.parent / "s.sh", 1, **noted)
+    submission(folder, folder.parent / "s.sh", 1)
     assert not owns("8_1")
     assert (read_record(folder) or {})["id"] == "7_1", "so that the job is found"
     assert owns("7_1")

@@ -9,22 +9,24 @@ first one has the name of this machine, which is an address too; of the others o
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from getpass import getuser
 from pathlib import Path
 from socket import gethostname
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.helpers.forks import Outcome
+from tests.helpers.forks import ROOT, Outcome
 from tests.helpers.runs import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
@@ -229,3 +231,72 @@ class Cluster:
                 if process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]:
                     found.append(process)
         return found
+
+
+EXPERIMENT = """\
+EXPERIMENT: {NAME: small, DEVICE: cpu, WANDB: {ENABLED: true}}
+MODEL: {_target_: tests.slurm.slow.Linear}
+DATA:
+  DATASET: {_target_: tests.helpers.odd_ranks.Dataset}
+  IMG_SIZE: 8
+  BATCH_SIZE: 8
+  NUM_WORKERS: 1
+  AUTOBATCH: {MAX_BATCH_SIZE: 8}
+TRAIN: {EPOCHS: 40}
+"""
+ENV = {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "CI": "true"}
+
+
+def validations(folder: Path) -> list[int]:
+    """The optimizer steps of the validations so far."""
+    path = folder / "runs/small/metrics.jsonl"
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return [line["step"] for line in lines if line["split"] == "val"]
+
+
+LINNAEUS = (sys.executable, "-m", "linnaeus.main")
+QUEUED_AGAIN = "queued again: the run goes on where it was"
+ON_SLURM = ("--launcher", "slurm", "--jobs", "2", "--slurm", "cpus-per-task=1", "time=30")
+
+
+class Shell:
+    """A command in a process of its own, as typed on a login node."""
+
+    def __init__(
+        self,
+        slurm: Cluster,
+        folder: Path,
+        *argv: str,
+        stdin: int = subprocess.DEVNULL,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.log = folder / "shell.txt"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*LINNAEUS, *argv],
+                cwd=folder,
+                env={**slurm.env, **(env or {})},
+                stdin=stdin,
+                stdout=log,
+                stderr=log,
+            )
+
+    def end(self, number: signal.Signals | None = None, timeout: float = 600) -> int:
+        if number is not None:
+            self.process.send_signal(number)
+        return self.process.wait(timeout)
+
+
+def entries(folder: Path) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = json.loads((folder / "sweep.json").read_text())["runs"]
+    return runs
+
+
+def queue(slurm: Cluster) -> list[str]:
+    """The jobs that have not ended."""
+    return slurm.call("squeue", "--noheader", "--array", "--format=%i").split()
+
+
+def validations_of(folder: Path) -> list[int]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if line["split"] == "val"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -14,24 +13,12 @@ from tests.helpers import forks
 from tests.helpers.forks import ROOT
 from tests.helpers.runs import TORCHRUN, assert_same_bits, free_ports, wait_until, weights
 from tests.slurm import cluster
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import ENV, EXPERIMENT, Cluster, validations
 
 pytestmark = cluster.MARKS
 
-EXPERIMENT = """\
-EXPERIMENT: {NAME: small, DEVICE: cpu, WANDB: {ENABLED: true}}
-MODEL: {_target_: tests.slurm.slow.Linear}
-DATA:
-  DATASET: {_target_: tests.helpers.odd_ranks.Dataset}
-  IMG_SIZE: 8
-  BATCH_SIZE: 8
-  NUM_WORKERS: 1
-  AUTOBATCH: {MAX_BATCH_SIZE: 8}
-TRAIN: {EPOCHS: 40}
-"""
 RESOURCES = ("--nodes=1", "--gpus-per-node=2", "--cpus-per-task=2", "--time=30")
 """Those of the tests' cluster, in place of the script's own."""
-ENV = {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "CI": "true"}
 PROBE = """\
 #!/bin/bash
 trap "echo $1 USR1" USR1
@@ -64,13 +51,6 @@ def write_job(folder: Path) -> Path:
     path = folder / "job.sh"
     path.write_text(script.replace(":29500", f":{free_ports(1)[0]}"))
     return path
-
-
-def validations(folder: Path) -> list[int]:
-    """The optimizer steps of the validations so far."""
-    path = folder / "runs/small/metrics.jsonl"
-    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return [line["step"] for line in lines if line["split"] == "val"]
 
 
 def another_epoch(folder: Path) -> Callable[[], bool]:

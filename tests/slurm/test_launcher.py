@@ -8,26 +8,31 @@ import pty
 import re
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from linnaeus.launchers.slurm_job import TIME_IS_OVER
 from tests.helpers.runs import wait_until
 from tests.slurm import cluster
-from tests.slurm.cluster import Cluster
-from tests.slurm.test_job import ENV, EXPERIMENT, validations
+from tests.slurm.cluster import (
+    ENV,
+    EXPERIMENT,
+    LINNAEUS,
+    ON_SLURM,
+    QUEUED_AGAIN,
+    Cluster,
+    Shell,
+    entries,
+    queue,
+    validations,
+    validations_of,
+)
 
 pytestmark = [*cluster.MARKS, pytest.mark.timeout(900)]
 
-LINNAEUS = (sys.executable, "-m", "linnaeus.main")
 SWEEP = ("sweep", "--cfg", "my_exp.yaml", "EXPERIMENT.SEED=range(0,8)", "TRAIN.EPOCHS=8")
-QUEUED_AGAIN = "queued again: the run goes on where it was"
-ON_SLURM = ("--launcher", "slurm", "--jobs", "2", "--slurm", "cpus-per-task=1", "time=30")
 
 
 @pytest.fixture(scope="module")
@@ -58,39 +63,6 @@ def stand_in(slurm: Cluster, folder: Path, name: str, text: str) -> dict[str, st
     path.write_text(text)
     path.chmod(0o700)
     return {"REAL": shutil.which(name) or "", "PATH": f"{path.parent}{os.pathsep}{slurm.env['PATH']}"}
-
-
-class Shell:
-    """A command in a process of its own, as typed on a login node."""
-
-    def __init__(
-        self,
-        slurm: Cluster,
-        folder: Path,
-        *argv: str,
-        stdin: int = subprocess.DEVNULL,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
-        self.log = folder / "shell.txt"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*LINNAEUS, *argv],
-                cwd=folder,
-                env={**slurm.env, **(env or {})},
-                stdin=stdin,
-                stdout=log,
-                stderr=log,
-            )
-
-    def end(self, number: signal.Signals | None = None, timeout: float = 600) -> int:
-        if number is not None:
-            self.process.send_signal(number)
-        return self.process.wait(timeout)
-
-
-def entries(folder: Path) -> list[dict[str, Any]]:
-    runs: list[dict[str, Any]] = json.loads((folder / "sweep.json").read_text())["runs"]
-    return runs
 
 
 def test_a_sweep_goes_on_through_preemption_leaving_and_a_restart_of_the_controller(
@@ -267,16 +239,6 @@ def test_ctrl_c_in_a_terminal_asks_before_it_cancels(slurm: Cluster, tmp_path: P
     wait_until(lambda: not queue(slurm))
     assert {entry["status"] for entry in entries(tmp_path / "runs/small")} == {"interrupted"}
     assert "saving a checkpoint" in (runs[0] / "logs/output.txt").read_text()
-
-
-def queue(slurm: Cluster) -> list[str]:
-    """The jobs that have not ended."""
-    return slurm.call("squeue", "--noheader", "--array", "--format=%i").split()
-
-
-def validations_of(folder: Path) -> list[int]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["step"] for line in lines if line["split"] == "val"]
 
 
 def table(text: str) -> list[list[str]]:

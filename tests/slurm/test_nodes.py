@@ -13,9 +13,18 @@ from linnaeus.launchers.slurm_job import TIME_IS_OVER
 from tests.helpers import forks
 from tests.helpers.runs import TORCHRUN, wait_until
 from tests.slurm import cluster
-from tests.slurm.cluster import Cluster
-from tests.slurm.test_job import ENV, EXPERIMENT, validations
-from tests.slurm.test_launcher import LINNAEUS, QUEUED_AGAIN, Shell, entries, queue, validations_of
+from tests.slurm.cluster import (
+    ENV,
+    EXPERIMENT,
+    LINNAEUS,
+    QUEUED_AGAIN,
+    Cluster,
+    Shell,
+    entries,
+    queue,
+    validations,
+    validations_of,
+)
 
 pytestmark = [*cluster.MARKS, pytest.mark.timeout(900)]
 

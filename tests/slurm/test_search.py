@@ -9,9 +9,7 @@ import pytest
 
 from tests.helpers.runs import wait_until
 from tests.slurm import cluster
-from tests.slurm.cluster import Cluster
-from tests.slurm.test_job import ENV, EXPERIMENT
-from tests.slurm.test_launcher import ON_SLURM, QUEUED_AGAIN, Shell, entries, queue
+from tests.slurm.cluster import ENV, EXPERIMENT, ON_SLURM, QUEUED_AGAIN, Cluster, Shell, entries, queue
 
 pytest.importorskip("optuna")
 

@@ -16,31 +16,18 @@ import torch
 
 from linnaeus.autobatch.result import Timing
 from linnaeus.commands.analyze.options import read
-from linnaeus.commands.environment import driver_version
 from linnaeus.commands.measure import Speeds
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
 from tests.helpers.ledger import held_bytes
-from tests.helpers.runs import Outcome, Run
-
-MIB = 1024**2
-GROWING = (
-    "MODEL._target_=tests.commands.tiny.Growing", "DATA.DATASET._target_=tests.commands.tiny.Points",
-    "DATA.DATASET.length=5000", "EXPERIMENT.DEVICE=cpu", "TRAIN.EMA.ENABLED=True",
-)  # fmt: skip
-NARROW = (*GROWING, "MODEL.width=64")
-SVG = "{http://www.w3.org/2000/svg}"
+from tests.helpers.predictions import MEASURED, MIB, NARROW, SVG, content_of
+from tests.helpers.runs import Run
 
 
 def limit(room_mib: int) -> tuple[str, str]:
     """Options for a device with so much more than this process holds."""
     total = held_bytes() / MIB + 100 + room_mib  # 100: what libraries still load
     return ("--memory-limit-gb", f"{total / 1024:.4f}")
-
-
-def content_of(outcome: Outcome, path: Path) -> dict[str, Any]:
-    assert outcome.code == 0, outcome.err
-    return dict(json.loads(path.read_text()))
 
 
 def test_everything_can_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +57,7 @@ def test_everything_can_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_many_fractions_cost_little_more_than_one(run: Run, tmp_path: Path) -> None:
     fractions = [0.95, 0.98, 1.0]
     outcome = run(
-        "analyze", *GROWING, "MODEL.width=131072", "DATA.AUTOBATCH.TOLERANCE=0", "--fractions",
+        "analyze", *MEASURED, "MODEL.width=131072", "DATA.AUTOBATCH.TOLERANCE=0", "--fractions",
         "0.95,0.98,1.0", "--steps", "1", *limit(80), "--plot", "sizes.html",
     )  # fmt: skip
     found = content_of(outcome, tmp_path / "batch_sizes.json")
@@ -140,6 +127,7 @@ def check_svg(text: str, found: dict[str, Any]) -> None:
         assert {str(row["batch_size"]), f"{row['memory_fraction']:.0%}"} <= {*labels}
 
 
+@pytest.mark.usefixtures("few_timed_steps")
 def test_a_whole_analysis(run: Run, tmp_path: Path) -> None:
     """One row for each mode and fraction, and remedies; two do not apply. One mode has no size to try."""
     outcome = run(
@@ -179,15 +167,6 @@ def test_a_whole_analysis(run: Run, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.svg", "batch_sizes.json"]
 
 
-def test_driver_version(tmp_path: Path) -> None:
-    text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC 12\n"
-    (tmp_path / "version").write_text(text)
-    assert driver_version(tmp_path / "version") == "550.54.15"
-    (tmp_path / "open").write_text(text.replace("Kernel Module ", "Open Kernel Module for x86_64"))
-    assert driver_version(tmp_path / "open") == "550.54.15"
-    assert driver_version(tmp_path / "missing") is None
-
-
 def test_the_knee_is_the_smallest_fast_size_of_all_that_were_timed() -> None:
     """Also of those that are timed after the knee was looked for: sizes of further fractions."""
     speeds = Speeds({size: Timing(size, 1.0, rate) for size, rate in ((64, 96.0), (121, 100.0), (61, 97.0))})
@@ -196,15 +175,6 @@ def test_the_knee_is_the_smallest_fast_size_of_all_that_were_timed() -> None:
     assert speeds.knee == 61
     speeds.timings[61] = Timing(61, 1.0, 94.0)
     assert speeds.knee == 64
-
-
-@pytest.mark.e2e
-def test_nothing_fits_at_any_fraction(run: Run, tmp_path: Path) -> None:
-    outcome = run("analyze", *NARROW, "--fractions", "0.5,0.9", "--memory-limit-gb", "0.05")
-    assert outcome.code == 3
-    assert "Traceback" not in outcome.err
-    found = json.loads((tmp_path / "batch_sizes.json").read_text())
-    assert [row["batch_size"] for row in found["results"]] == [None] * 4
 
 
 def test_ctrl_c_keeps_what_has_been_measured(run: Run, tmp_path: Path) -> None:

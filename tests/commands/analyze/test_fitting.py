@@ -13,7 +13,6 @@ from linnaeus.commands.analyze.fitting import largest_size
 from linnaeus.commands.analyze.traced import LARGEST, PredictedStep
 from linnaeus.memory.predict import largest_within
 from linnaeus.training.state_bytes import StateBytes
-from tests.commands.analyze.test_predicted import GROWING, IMAGES, predicted
 
 Need = Callable[[int], int]
 
@@ -75,18 +74,6 @@ def test_far_below_the_bound() -> None:
     assert largest_size(step_of(1, 1999), 5000, need) == 100
     assert largest_size(step_of(1, 150), 5000, need) == 100
     assert largest_size(step_of(150, 1999), 5000, need) is None
-
-
-def test_the_next_size_does_not_fit() -> None:
-    """With the margin and without, of a model whose operations allocate for themselves."""
-    for argv, mode in ((GROWING, "train"), (IMAGES, "val")):
-        step = predicted(mode, *argv)  # type: ignore[arg-type]
-        prediction = step.prediction
-        for need in (prediction.safe_bytes, prediction.peak_bytes):
-            for budget in (1 << 30, 3 << 30):
-                size = largest_size(step, budget, need)
-                assert size is not None
-                assert need(size) <= budget < need(size + 1)
 
 
 @given(

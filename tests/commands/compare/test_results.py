@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from linnaeus.commands.compare.differences import SEED
 from linnaeus.commands.compare.folders import natural
@@ -136,46 +133,6 @@ def test_the_batch_size_is_the_axis_where_a_number_changes_it_or_only_the_seed_d
     of_model = [row({"MODEL.NAME": name}, result(size)) for name, size in (("a", 8), ("b", 16))]
     assert axis_of(of_model).categories == ("a", "b"), "AutoBatch found other sizes"
     assert axis_of([row({"EXPERIMENT.SEED": seed}, result(8)) for seed in "01"]).is_size
-
-
-def test_what_is_not_finite_or_no_epoch_is_no_best_value(tmp_path: Path) -> None:
-    lines = [
-        (1, "0.5"),
-        (2, "1e400"),
-        (3, "Infinity"),
-        (4, "NaN"),
-        (5, "-Infinity"),
-        (6, "9" * 400),
-        (-1, "0.9"),
-    ]
-    text = '{"split": "val", "epoch": %d, "top1/kind": %s}\n'
-    (tmp_path / "metrics.jsonl").write_text("".join(text % line for line in lines))
-    one = row_of(tmp_path, {})
-    assert one.history.finite("top1/kind") == [(1, 0.5)]
-    assert one.history.epoch == 6
-    json.dumps(one.as_dict(), allow_nan=False)
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.jsonl"])
-def test_a_file_of_twice_the_runs_takes_twice_the_looks_at_their_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    looks: list[Path] = []
-
-    def counted(folder: Path) -> tuple[int, int]:
-        looks.append(folder)
-        return 0, 0
-
-    monkeypatch.setattr("linnaeus.commands.compare.results.history_version", counted)
-    of_size = []
-    for number in (20, 40):
-        looks.clear()
-        Comparison([row_of(tmp_path / str(each), {"A": str(each)}) for each in range(number)]).save(
-            tmp_path / name
-        )
-        of_size.append(len(looks))
-    assert of_size[1] <= 2 * of_size[0] + 4
-    assert of_size[1] <= 40 * 8
 
 
 def test_numbers_in_names_are_sorted_by_their_value() -> None:

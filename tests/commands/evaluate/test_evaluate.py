@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 
 from linnaeus.commands.evaluate.options import read
-from linnaeus.commands.evaluate.results import Logged
 from linnaeus.main import cli
 from tests.helpers.forks import ROOT, python
 from tests.helpers.runs import TORCHRUN, Run
@@ -30,7 +29,6 @@ BIRDS = (
     "DATA.AUGMENT.CROP_SCALE=[1,1]", "DATA.DATASET.ROOT=birds", "DATA.DATASET.VAL_FRACTION=0.3",
     "TRAIN.EMA.ENABLED=True", "TRAIN.EMA.DECAY=0.8", "TRAIN.AMP=bf16",
 )  # fmt: skip
-WOLVES = "DATA.DATASET._target_=tests.commands.tiny.Wolves"
 
 
 def write_images(folder: Path, classes: Iterable[str], num_images: int, seed: int = 0) -> Path:
@@ -77,18 +75,8 @@ def birds(trained: Path, run: Run, tmp_path: Path) -> Path:
     return tmp_path / "runs/tiny"
 
 
-def change_weights(birds: Path, part: str, value: float) -> None:
-    checkpoint = birds / "checkpoints/last.pt"
-    content = torch.load(checkpoint, weights_only=True)
-    state = content["state"]["ema"]["module"] if part == "ema" else content["state"]["model"]
-    state["heads.1.bias"][3] += value
-    torch.save(content, checkpoint)
-
-
-def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(
-    run: Run, birds: Path, tmp_path: Path
-) -> None:
-    """With the average of the weights, in bfloat16; of other weights or classes it says otherwise."""
+def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(run: Run, birds: Path) -> None:
+    """With the average of the weights, in bfloat16; of other weights it says otherwise."""
     evaluate = ["evaluate", "runs/tiny", "--checkpoint", "last"]
     outcome = run(*evaluate)
     assert outcome.code == 0, outcome.err
@@ -100,34 +88,15 @@ def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(
     assert found["metrics"]["top1/level2"] == pytest.approx(found["levels"]["level2"]["top1"])
     assert (found["data"]["part"], found["data"]["samples"]) == ("samples held out of training", 7)
 
-    change_weights(birds, "ema", 5)
+    content = torch.load(birds / "checkpoints/last.pt", weights_only=True)
+    content["state"]["ema"]["module"]["heads.1.bias"][3] += 5
+    torch.save(content, birds / "checkpoints/last.pt")
     assert run(*evaluate, "TRAIN.AMP=off", "DATA.BATCH_SIZE_VAL=3").code == 0
     changed = content_of(birds / "evaluations/last.json")["logged"]
     assert not changed["same"]
     assert {"top1/level2", "loss"} & {*changed["unequal"]}
     assert "top1/level1" not in changed["unequal"]
     assert [text.split()[0] for text in changed["other_settings"]] == ["DATA.BATCH_SIZE_VAL", "TRAIN.AMP"]
-
-    change_weights(birds, "ema", float("nan"))
-    (birds / "evaluations/last.json").unlink()
-    outcome = run(*evaluate)
-    assert outcome.code == 1
-    assert "'level2'" in outcome.err
-    assert not (birds / "evaluations/last.json").exists()
-
-    (tmp_path / "birds/dogs/dingo").mkdir()
-    shutil.copy(tmp_path / "birds/dogs/fox/0.png", tmp_path / "birds/dogs/dingo")
-    outcome = run("evaluate", "runs/tiny")
-    assert outcome.code == 1
-    assert "dingo" in outcome.err
-
-
-def test_a_figure_that_only_one_of_both_has_is_a_difference() -> None:
-    """Figures that are not a number on both sides are not."""
-    nan = float("nan")
-    assert Logged.of({"loss": 1.5, "top1/a": nan}, {"loss": 1.5, "top1/a": nan}, []).unequal == []
-    other = Logged.of({"loss": 1.5, "consistent": 1.0}, {"loss": 1.5, "top1/a": 0.5}, [])
-    assert other.unequal == ["consistent", "top1/a"]
 
 
 RANKS = """
@@ -176,21 +145,6 @@ def test_other_data_needs_no_training_data(run: Run, birds: Path, tmp_path: Path
     assert "lynx" in (tmp_path / "p.html").read_text()
 
 
-@pytest.mark.e2e
-def test_a_dataset_of_ones_own_takes_nothing_over_from_the_run(run: Run, birds: Path) -> None:
-    """Nor does the sampler of the run, which could draw no samples of classes that the data lacks."""
-    config = birds / "config.yaml"
-    assert "SAMPLER: shuffle" in config.read_text()
-    config.write_text(config.read_text().replace("SAMPLER: shuffle", "SAMPLER: balanced"))
-    outcome = run("evaluate", "runs/tiny", WOLVES, "DATA.DATASET.num_samples=6", "--output", "wolves")
-    assert outcome.code == 0, outcome.err
-    found = content_of(birds.parents[1] / "wolves.json")
-    assert (found["data"]["source"], found["data"]["samples"]) == (WOLVES.partition("=")[2], 6)
-    assert {row["class"]: row["samples"] for row in found["classes"] if row["samples"]} == {
-        "dogs": 6, "fox": 3, "wolf": 3,
-    }  # fmt: skip
-
-
 def test_unknown_classes_are_an_error_or_left_out(run: Run, birds: Path, tmp_path: Path) -> None:
     rows = ["image,level1,level2", *(f"birds/{name}/0.png,{name.replace('/', ',')}" for name in FOLDERS)]
     rows += [f"birds/cats/lion/{number}.png,cats,{name}" for number, name in enumerate(("puma", "puma", ""))]
@@ -223,25 +177,14 @@ def test_no_evaluation_replaces_one_of_other_data(run: Run, birds: Path, tmp_pat
     assert "own.json" in outcome.err
 
 
-@pytest.mark.e2e
-def test_a_lone_checkpoint_holds_what_it_needs(run: Run, birds: Path, tmp_path: Path) -> None:
-    shutil.copy(birds / "checkpoints/last.pt", tmp_path / "model.pt")
-    expected = logged(birds)
-    shutil.rmtree(birds)
-    outcome = run("evaluate", "model.pt", "DATA.BATCH_SIZE_VAL=5")
-    assert outcome.code == 0, outcome.err
-    assert content_of(tmp_path / "evaluations/model.json")["metrics"] == expected
-
-
 def test_another_image_size_is_an_evaluation_of_its_own(run: Run, birds: Path) -> None:
     outcome = run("evaluate", "runs/tiny", "DATA.IMG_SIZE=12")
     assert outcome.code == 0, outcome.err
     found = content_of(birds / "evaluations/best_12x12.json")
     assert found["data"]["image_size"] == [12, 12]
     assert any("(12, 12)" in text and "(8, 8)" in text for text in found["logged"]["other_settings"])
-    for size, code in ((2, 2), (40, 3)):  # smaller than the kernel, and too large for the memory
-        outcome = run("evaluate", "runs/tiny", f"DATA.IMG_SIZE={size}")
-        assert (outcome.code, "DATA.IMG_SIZE: " in outcome.err) == (code, True)
+    outcome = run("evaluate", "runs/tiny", "DATA.IMG_SIZE=2")  # smaller than the kernel
+    assert (outcome.code, "DATA.IMG_SIZE: " in outcome.err) == (2, True)
 
 
 def test_a_size_that_is_too_large_names_the_keys(run: Run, birds: Path, tmp_path: Path) -> None:
@@ -301,10 +244,8 @@ def other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("NAME: imagefolder", ["DATA.DATASET.NAME=imagefolder", "DATA.DATASET.ROOT=new"], True),
         ("NAME: imagefolder", ["DATA.DATASET.NAME=manifest"], False),
-        ("NAME: imagefolder", ["DATA.DATASET={_target_: own.Other}"], False),
         ("_target_: own.Birds", ["DATA.DATASET._target_=own.Birds", "DATA.DATASET.year=2026"], True),
         ("_target_: own.Birds", ["DATA.DATASET._target_=own.Other"], False),
-        ("_target_: own.Birds", ["DATA.DATASET.NAME=manifest"], False),
     ],
 )
 def test_a_dataset_of_another_kind_begins_with_the_defaults(

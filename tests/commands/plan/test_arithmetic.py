@@ -32,13 +32,6 @@ def test_a_larger_batch_takes_fewer_steps_and_more_samples(a: int, b: int, scale
     assert relative_samples(small, scale) <= relative_samples(large, scale) * (1 + 1e-9)
 
 
-@given(SIZES, SCALES)
-def test_steps_and_samples_lie_on_the_hyperbola(size: int, scale: float) -> None:
-    """(S / S_min - 1)(E / E_min - 1) = 1, with E_min = B_noise S_min."""
-    steps, samples = relative_steps(size, scale), relative_samples(size, scale) / scale
-    assert (steps - 1) * (samples - 1) == pytest.approx(1, rel=1e-3)
-
-
 @given(st.dictionaries(SIZES, st.floats(0.1, 1e6), min_size=1), st.floats(0, 0.5))
 def test_the_smallest_fast_size(speeds: dict[int, float], tolerance: float) -> None:
     size = smallest_fast(speeds, tolerance)
@@ -78,13 +71,6 @@ def test_a_plan_with_a_noise_scale() -> None:
     expected = [1032 / 640, 1064 / 980, 1128 / 1000, 1256 / 990]
     assert relative == pytest.approx([value / (1064 / 980) for value in expected])
     assert [row["relative_steps"] for row in plan.scalars()] == [32.25, 16.625, 8.8125, 4.90625]
-
-
-def test_of_equal_times_the_smaller_size() -> None:
-    """(1 + 64 / B) B / speed: 68 / 34, 72 / 72 and 128 / 128 seconds."""
-    goal = Goal(num_samples=10_000, epochs=9, noise_scale=64)
-    plan = Plan(goal, rows=rows({4: 34.0, 8: 72.0, 64: 128.0}, goal))
-    assert plan.recommended.batch_size == 8
 
 
 def test_processes_add_up() -> None:

@@ -9,10 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.commands.analyze.test_analyze import GROWING, SVG, content_of
+from tests.helpers.predictions import MEASURED, NARROW, SVG, content_of
 from tests.helpers.runs import Run
-
-POINTS = (*GROWING, "MODEL.width=64")
 
 
 def by_size(found: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -23,7 +21,7 @@ def by_size(found: dict[str, Any]) -> dict[int, dict[str, Any]]:
 def test_a_noise_scale_and_the_batch_plan(run: Run, tmp_path: Path) -> None:
     """Four processes, linear scaling from a base of 32: rate, steps and warnings are those of training."""
     outcome = run(
-        "plan", *GROWING, "MODEL._target_=tests.commands.tiny.Normed", "--sizes", "1,4,8,16,99",
+        "plan", *MEASURED, "MODEL._target_=tests.commands.tiny.Normed", "--sizes", "1,4,8,16,99",
         "--max-bs", "16", "--world-size", "4",
         "--noise-scale", "500", "--dataset-length", "6400", "--epochs", "3", "--time-budget", "0.001s",
         "--plot", "plan.svg", "OPTIMIZER.LR=0.1", "OPTIMIZER.LR_SCALING=linear",
@@ -49,7 +47,7 @@ def test_a_noise_scale_and_the_batch_plan(run: Run, tmp_path: Path) -> None:
         assert row["run_s"] == pytest.approx(3 * 6400 / row["samples_per_s"], rel=1e-3)
     assert any("BatchNorm" in text for text in rows[4]["warnings"])
     assert not any("BatchNorm" in text for text in rows[16]["warnings"])
-    assert outcome.out.count("BatchNorm") == 1
+    assert outcome.out.count("BatchNorm") == 1, "warnings that differ in numbers alone are one line"
     svg = ElementTree.parse(tmp_path / "plan.svg").getroot()
     titles = " ".join(title.text or "" for title in svg.iter(f"{SVG}title"))
     for row in rows.values():
@@ -57,19 +55,9 @@ def test_a_noise_scale_and_the_batch_plan(run: Run, tmp_path: Path) -> None:
         assert f"{row['relative_time']:.2f}" in titles
 
 
-@pytest.mark.e2e
-def test_nothing_fits(run: Run, tmp_path: Path) -> None:
-    outcome = run("plan", *POINTS, "--memory-limit-gb", "0.05", "--plot", "a.png")
-    assert outcome.code == 3
-    assert "Traceback" not in outcome.err
-    found = json.loads((tmp_path / "batch_plan.json").read_text())
-    assert (found["sizes"], found["recommended"], found["interrupted"]) == ([], None, True)
-    assert (tmp_path / "a.png").exists()
-
-
 def test_ctrl_c_writes_what_has_been_timed(run: Run, tmp_path: Path) -> None:
     """The model sends the signal while it is timed: the search takes 4 steps at least."""
-    outcome = run("plan", *POINTS, "MODEL.interrupt_at=16", "--sizes", "1,2,3", "--max-bs", "4")
+    outcome = run("plan", *NARROW, "MODEL.interrupt_at=16", "--sizes", "1,2,3", "--max-bs", "4")
     assert outcome.code == 130
     found = json.loads((tmp_path / "batch_plan.json").read_text())
     assert found["interrupted"] is True

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 
 from linnaeus.commands.predict import session
-from linnaeus.commands.predict.options import Options, read
-from linnaeus.errors import ConfigError
 from linnaeus.inference.trained import load_run
 from tests.helpers import forks
 from tests.helpers.forks import ROOT
@@ -112,23 +110,6 @@ def test_many_unreadable_images_do_not_fill_the_terminal(desk: Path, run: Run) -
     assert outcome.code == 0
     assert outcome.err.count(" bad/") == session.NUM_NAMED
     assert len((desk / "out.csv.skipped.csv").read_text().splitlines()) == session.NUM_NAMED + 31
-
-
-def test_a_command_line(desk: Path) -> None:
-    argv = ["runs/bird", "photo", "x*.jpg", "--top", "0", "--pat", "-x.png"]
-    with pytest.raises(ConfigError) as caught:
-        read(argv)
-    named = [problem.partition(":")[0] for problem in caught.value.problems]
-    assert sorted(named) == ["--pat", "--top", "-x.png", "IMAGES", "IMAGES", "RUN"]
-    for argv, name in ((["runs/birds"], "IMAGES"), ([], "RUN"), (["runs/birds", "-", "-"], "IMAGES")):
-        with pytest.raises(ConfigError, match=f"{name}: "):
-            read(argv)
-    (options,) = read(["--", "runs/birds", "photos"])
-    assert isinstance(options, Options)
-    assert (options.run, options.images) == ("runs/birds", ["photos"])
-    (desk / "out.csv.skipped.csv").mkdir()
-    with pytest.raises(ConfigError, match=r"--output: out\.csv\.skipped\.csv"):
-        read(["runs/birds", "photos", "--output", "out.csv"])
 
 
 @pytest.mark.e2e

