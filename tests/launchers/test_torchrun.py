@@ -36,6 +36,8 @@ def run(module: str, folder: Path, *words: str, timeout: float = 50) -> tuple[in
         process = forks.start(command, cwd=folder, stdout=log, stderr=log)
     if words:
         wait_until((folder / "begun").exists, process, folder / "log.txt")
+        # Before torchrun sleeps between two looks at its processes, it may lose the signal.
+        wait_until(lambda: "nanosleep" in Path(f"/proc/{process.pid}/wchan").read_text(), process)
         process.send_signal(signal.SIGTERM)
     return process.wait(timeout), (folder / "log.txt").read_text()
 
