@@ -149,7 +149,8 @@ def _tell(control: ControlPlane, error: BaseException) -> None:
     message = str(error).removeprefix("AutoBatch: ") if is_known else f"{type(error).__name__}: {error}"
     exit_code = error.exit_code if isinstance(error, LinnaeusError) else 1
     with contextlib.suppress(torch_dist.DistError):
-        control.fail(Failure(control.rank, message, exit_code))  # if there is one already, this rank knows it
+        # Where there is a failure already, this says that this rank knows of it.
+        control.fail(Failure(control.rank, message, exit_code))
 
 
 def _number(store: torch_dist.Store, rank: int) -> int:
