@@ -175,7 +175,7 @@ def first_failure(tests: list[str], mutant: Mutant | None = None) -> str | None:
         command = [sys.executable, "-m", "pytest", *options, *tests]
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
         assert done.returncode in (0, 1), done.stdout + done.stderr
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.MULTILINE)
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, flags=re.MULTILINE)
         return failed[1] if failed else None
 
 
