@@ -26,7 +26,7 @@ test-e2e: $(VENV)/.installed-dev ## run the tests that start whole runs
 	$(BIN)/python -m pytest -m "e2e and not slow" --ignore tests/integrations $(PARALLEL) tests
 
 test-slow: $(VENV)/.installed-dev ## run the slow tests, and the property tests with many examples
-	$(BIN)/python -m pytest -m "(slow or hypothesis) and not integrations" $(THOROUGH) $(PARALLEL)
+	$(BIN)/python -m pytest -m "slow or hypothesis" --ignore tests/integrations $(THOROUGH) $(PARALLEL)
 
 test-integrations: $(VENV)/.installed-dev,integrations ## run the tests with Lightning, transformers, TRL and accelerate
 	$(BIN)/python -m pytest -m integrations $(PARALLEL) tests/integrations

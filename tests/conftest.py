@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shlex
 import signal
@@ -84,10 +85,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(300))
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out what imports Lightning and transformers, which takes long, where no such test is chosen."""
-    chosen = config.getoption("markexpr")
-    return True if collection_path.name == "integrations" and "not integrations" in chosen else None
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test waits for in vain fails the test, which then shows what it knows, before pytest does."""
+    marker = item.get_closest_marker("timeout")
+    forks.limit_s = float(marker.args[0] if marker else item.config.getini("timeout")) - 10
 
 
 @pytest.hookimpl(trylast=True)
@@ -101,6 +103,14 @@ def _ctrl_c_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def _plain_log() -> None:
+    """The log of Linnaeus is as no run has set it up."""
+    logger = logging.getLogger("linnaeus")
+    logger.propagate, logger.handlers[:] = True, []
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +189,8 @@ def torchrun(tmp_path: Path) -> Run:
             return forks.python(*command, cwd=tmp_path, env=env)
         done = subprocess.run(
             [sys.executable, *command],
-            cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True, timeout=240, check=False,
+            cwd=tmp_path, env={**os.environ, **env}, capture_output=True, text=True, check=False,
+            timeout=forks.limit_s,
         )  # fmt: skip
         return Outcome(done.returncode, done.stdout, done.stderr)
 

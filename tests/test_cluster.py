@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import psutil
@@ -184,7 +185,7 @@ def test_ranks_with_slow_steps_look_for_a_signal_after_each(
             exchanged.append(round(seconds / step_s))
             return values
 
-    monkeypatch.setattr(stop.time, "monotonic", lambda: seconds)
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: seconds))
     agreement = stop.StopAgreement(Two(torch.device("cpu"), world_size=2), StopRequest())
     for _ in range(40):
         seconds += step_s

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -263,7 +264,7 @@ def joined(store: Any, num_ranks: int, late: int | None = None) -> list[str]:
     def pause(seconds: float) -> None:
         has_paused.set()
 
-    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=pause)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=pause)
 
     def one(rank: int) -> str:
         if rank == late:

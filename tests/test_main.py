@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -65,21 +66,17 @@ def test_training_is_a_command_beside_the_others(run: Run, first: list[str]) -> 
     outcome = run(*first, "TRAIN.EPOCHS", "7", "model=resnet18", "--print-config")
     assert (outcome.code, outcome.err) == (0, "")
     assert "EPOCHS: 7\n" in outcome.out
-    assert "TRAIN.EPOCHS" in run(*first, "TRAIN.EPOCH=7").err
     for token in ("my_exp.yaml", "TRAIN.EPOCHS", "--fractions"):  # no commands either
         outcome = run(*first, token)
         assert outcome.code == 2
         assert token in outcome.err
 
 
-@pytest.mark.parametrize(("word", "hint"), [("analyse", "analyze"), ("xyzzy", "")])
-def test_a_first_word_that_is_no_command_is_met_with_the_closest(run: Run, word: str, hint: str) -> None:
-    outcome = run(word, "--cfg", "no_such.yaml")
+def test_a_first_word_that_is_no_command_is_told_before_a_file_that_is_not_there(run: Run) -> None:
+    outcome = run("analyse", "--cfg", "no_such.yaml")
     assert (outcome.code, outcome.out) == (2, "")
-    assert repr(word) in outcome.err
-    assert f"{hint}?" in outcome.err if hint else "?" not in outcome.err
-    assert ", ".join(main.COMMANDS) in outcome.err
-    assert run(word, "--help").out == run("--help").out
+    assert "analyze?" in outcome.err
+    assert run("analyse", "--help").out == run("--help").out
 
 
 def test_a_command_behind_other_words_is_named(run: Run, tmp_path: Path) -> None:
@@ -106,7 +103,7 @@ def test_of_several_ranks_the_first_one_speaks(
 ) -> None:
     """The others stay until it has spoken: torchrun ends all ranks with the first one that leaves."""
     waited: list[float] = []
-    monkeypatch.setattr(main.time, "sleep", waited.append)
+    monkeypatch.setattr(main, "time", SimpleNamespace(sleep=waited.append))
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)

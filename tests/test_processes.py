@@ -20,6 +20,7 @@ RESUMABLE = (
     "TRAIN.AUTO_RESUME=True", "TRAIN.CHECKPOINT_EVERY_STEPS=4", "TRAIN.LOG_EVERY=1", "TRAIN.EPOCHS=4",
 )  # fmt: skip
 """Four epochs of six steps."""
+pytestmark = pytest.mark.timeout(300)  # whole runs, of which some are quick tests all the same
 
 
 def train(folder: Path, *argv: str, **env: str) -> Outcome:

@@ -183,7 +183,6 @@ def test_damaged_images_can_be_left_out(run: Run, tmp_path: Path) -> None:
 
 IMAGES = "DATA.DATASET.NAME=imagefolder DATA.DATASET.ROOT="
 BAD = [
-    ("DATA.BATCHSIZE 3", 2, "DATA.BATCH_SIZE"),
     ("MODEL.NAME resnet5O", 2, "resnet50"),
     ("EXPERIMENT.DEVICE cuda:99", 2, "EXPERIMENT.DEVICE"),
     ("MODEL.WEIGHTS=nowhere.pt", 2, "nowhere.pt"),
@@ -198,7 +197,6 @@ BAD = [
 def test_a_mistake_has_its_exit_code_and_names_its_key(
     run: Run, tmp_path: Path, options: str, code: int, text: str
 ) -> None:
-    (tmp_path / "broken.yaml").write_text("DATA: [1,\n")
     write_images(tmp_path / "images", ["a", "b"], 4)
     (tmp_path / "images/b/broken.jpg").write_bytes((tmp_path / "images/b/0.jpg").read_bytes()[:300])
     outcome = run(*SMALL, *options.split())

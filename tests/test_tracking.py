@@ -78,6 +78,8 @@ def read(path: Path) -> Iterator[Record]:
             position += left_in_block
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
+        if position + 7 + length > len(data):  # still being written
+            return
         pieces += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # a whole record, or the last piece of one
@@ -85,14 +87,14 @@ def read(path: Path) -> Iterator[Record]:
             pieces = b""
 
 
-def recorded(folder: Path) -> list[list[Record]]:
-    """The records of each run of the folder, oldest first; the client may still be writing the last ones."""
+def recorded(folder: Path, num_runs: int = 1) -> list[list[Record]]:
+    """The records of each of so many runs, oldest first; the client may still be writing the last ones."""
     runs: list[list[Record]] = []
 
     def are_complete() -> bool:
         paths = sorted(folder.glob("logs/wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
         runs[:] = [list(read(path)) for path in paths]
-        return all(any(entry.HasField("exit") for entry in run) for run in runs)
+        return len(runs) == num_runs and all(of_kind(run, "exit") for run in runs)
 
     wait_until(are_complete)
     return runs
@@ -182,8 +184,7 @@ def test_the_summary_holds_the_sizes_and_the_final_figures(
 def test_a_resumed_run_keeps_its_id_and_a_new_one_does_not(tmp_path: Path) -> None:
     for resume in (False, True, False):
         record(tmp_path, resume=resume)
-    ids = [of_kind(run, "run")[0].run_id for run in recorded(tmp_path)]
-    assert len(ids) == 3
+    ids = [of_kind(run, "run")[0].run_id for run in recorded(tmp_path, 3)]
     assert ids[0] == ids[1] != ids[2]
     assert (tmp_path / "logs" / "wandb_run_id").read_text() == ids[2]
 
@@ -219,4 +220,4 @@ def test_a_server_that_cannot_be_reached_or_used_means_offline(
 
 def test_a_mode_from_the_environment_is_respected(tmp_path: Path) -> None:
     record(tmp_path, WANDB_MODE="disabled")
-    assert recorded(tmp_path) == []
+    assert not [*tmp_path.glob("logs/wandb/offline-run-*")]

@@ -28,7 +28,8 @@ def main() -> int:
         texts = [(ROOT / path).read_text() for path in found]
         size = sum(len(text.split()) if unit == "words" else len(text.splitlines()) for text in texts)
         mark = "" if size <= entry["most"] else "  above"
-        exceeded += [room] if mark else []
+        if mark:
+            exceeded.append(room)
         print(f"{room:40} {size:7,} of {entry['most']:7,} {unit}{mark}")
     if exceeded:
         print(f"above its number in tools/size.toml: {', '.join(exceeded)}", file=sys.stderr)

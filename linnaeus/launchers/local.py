@@ -120,9 +120,9 @@ class Local(Launcher):
         """Number of shares of which no active run uses any GPU, less runs of unknown shares."""
         self.reap()
         here = [job for job in active if job.slot is not None]  # those of SLURM need none
-        return max(min(len(self.shares) - len(here), len(self._free(here))), 0)
+        return max(min(len(self.shares) - len(here), len(self.free(here))), 0)
 
-    def _free(self, active: Collection[Job]) -> list[int]:
+    def free(self, active: Collection[Job]) -> list[int]:
         """The numbers of the shares that no run has, also none of a sweep with other shares."""
         return [
             number
@@ -148,7 +148,7 @@ class Local(Launcher):
             LinnaeusError: the folder of a run cannot be written to, or no process can be started. The runs
                 before it have been.
         """
-        for task, slot in zip(tasks, self._free(active)[: len(tasks)], strict=True):
+        for task, slot in zip(tasks, self.free(active)[: len(tasks)], strict=True):
             self._start(task, slot)
 
     def _start(self, task: Task, slot: int) -> None:

@@ -48,30 +48,42 @@ from tests.helpers.sweeps import Queue, Sweep
 MIB = 1024**2
 LINES: dict[str, tuple[Any, list[str]]] = {
     "values of options of analyze": (analyze, [
-        "--fractions=0,nan", "--fractions=1.5", "--modes=tset", "--output=a", "--plot=a.pdf", "--steps=0",
-        "--strategy=guide", "--memory-limit-gb=inf", "--gpu=b20,rtx409,t4,a100",
-        "--device-memory-gb=8,24GB,9e9",
-        "--throughput=1", "--max-bs", "--foo", "DATA.BATCHSIZE=3",
+        "--fractions=0,nan", "--fractions=1.5", "--fractions=0.5,nan", "--fractions=half", "--modes=tset",
+        "--output=a", "--plot=a.pdf", "--steps=0",
+        "--strategy=guide", "--memory-limit-gb=inf", "--memory-limit-gb=-1", "--max-bs=1.5",
+        "--gpu=b20,rtx409,t4,a100", "--device-memory-gb=8,24GB,9e9", "--throughput=1", "--max-bs",
+        "--foo", "DATA.BATCHSIZE=3",
     ]),
     "options that need --predict": (analyze, ["--gpu=t4", "--device-memory-gb=24", "--world-size=2"]),
     "options that do not go with --predict": (analyze, [
         "--predict", "--throughput", "--steps=3", "--strategy=guided",
     ]),
     "files that cannot be written": (analyze, ["--output", "missing/a.csv", "--plot", "folder.png"]),
-    "values of options of plan": (plan, ["--sizes=8,0", "--noise-scale=-1", "--time-budget=2"]),
+    "values of options of plan": (plan, [
+        "--sizes=8,0", "--noise-scale=-1", "--time-budget=2", "--world-size=1.5",
+    ]),
     "the run of evaluate": (evaluate, ["DATA.BATCH_SIZE_VAL=3"]),
     "a run that is not there": (evaluate, ["runs/tin"]),
     "keys of evaluate": (evaluate, [
         "runs/one", "TRAIN.EPOCHS=3", "DATA.BATCH_SIZE=3", "data=imagefolder", "--cfg=a.yaml",
-        "--unknown=drop",
+        "--unknown=drop", "--plot=a.pdf",
     ]),
-    "words of predict": (predict, ["runs/bird", "photo", "x*.jpg", "-", "-", "--pat", "-x.png"]),
+    "words of predict": (predict, [
+        "runs/bird", "photo", "x*.jpg", "-", "-", "--pat", "-x.png", "--top=0", "--workers=x",
+        "--output=a.txt",
+    ]),
     "predict alone": (predict, []),
     "predict without images": (predict, ["runs/one"]),
     "words of export": (export, ["runs/bird", "--format=onyx", "--outputs=p", "--images", "x.jpg", "-"]),
     "export without a format": (export, ["runs/one", "runs/other"]),
-    "names of compare": (compare, ["runs/onee", "x*", "folder.png", "runs/one/config.yaml", "--metrik"]),
+    "names of compare": (compare, [
+        "runs/onee", "x*", "folder.png", "runs/one/config.yaml", "--metrik", "--plot=a.gif",
+        "--output=a.xlsx",
+    ]),
     "compare alone": (compare, []),
+    "values of options of sweep": (sweep, [
+        "--plot=a.pdf", "--trials=0", "--search=grid", "--predict-gpu=rtx-409",
+    ]),
     "a grid without values": (sweep, ["DATA.BATCH_SIZE=32"]),
     "values of a grid": (sweep, [
         "DATA.BATCH_SIZE=32,64,", "EXPERIMENT.NAME=a,b", "OPTIMIZER.LR=interval(0,1)", "--trials=3",

@@ -35,30 +35,10 @@ def problems(command: str, *argv: str) -> list[str]:
     return list(module(command).PARSER.take(argv, module(command).Options())[1])
 
 
-WRONG = {
-    "analyze": [
-        ("--fractions", "0.5,1.5"), ("--fractions", "nan"), ("--fractions", "half"),
-        ("--modes", "train,test"), ("--output", "sizes.xlsx"), ("--plot", "sizes.pdf"),
-        ("--steps", "0"), ("--max-bs", "1.5"), ("--strategy", "guide"), ("--memory-limit-gb", "-1"),
-        ("--gpu", "rtx-409"), ("--gpu", "a100"), ("--device-memory-gb", "24GB"),
-    ],
-    "plan": [("--sizes", "8,0"), ("--noise-scale", "-1"), ("--time-budget", "2"), ("--world-size", "1.5")],
-    "evaluate": [("--unknown", "drop"), ("--plot", "a.pdf")],
-    "predict": [("--top", "0"), ("--workers", "x"), ("--output", "a.txt")],
-    "export": [("--format", "onyx"), ("--outputs", "p")],
-    "compare": [("--plot", "a.gif"), ("--output", "a.xlsx")],
-    "sweep": [("--plot", "a.pdf"), ("--trials", "0"), ("--search", "grid"), ("--predict-gpu", "rtx-409")],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("command", WRONG)
-def test_a_wrong_value_is_one_problem_that_names_the_option_and_the_value(command: str) -> None:
-    for option, value in WRONG[command]:
-        for argv in ((option, value), (f"{option}={value}",)):
-            [problem] = problems(command, *argv)
-            assert problem.startswith(f"{option}: ")
-            wrong = value.rpartition(",")[2]
-            assert wrong in problem or f"{float(wrong):g}" in problem
+def test_a_value_stands_behind_its_option_or_an_equals_sign() -> None:
+    [problem] = problems("analyze", "--steps", "0")
+    assert problem.startswith("--steps: ")
+    assert problems("analyze", "--steps=0") == [problem]
 
 
 @pytest.mark.parametrize("command", [*MEASURING, *OTHERS])
@@ -79,13 +59,12 @@ def test_mistakes_of_options_and_of_keys_are_listed_at_once(command: str) -> Non
     assert sorted(named) == ["--foo", "--plot", "DATA.BATCHSIZE", "TRAIN.EPOCHS"]
 
 
-@pytest.mark.parametrize("command", [*MEASURING, *OTHERS])
+@pytest.mark.parametrize("command", [name for name in (*MEASURING, *OTHERS) if name != "export"])
 def test_files_are_looked_at_before_the_work(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Not that of export, which makes the folders of its file."""
     desk(tmp_path, monkeypatch)
-    if command == "export":  # it makes the folders of its file
-        return
     option = "--output" if command == "predict" else "--plot"
     ending = "csv" if command == "predict" else "png"
     argv = {

@@ -290,7 +290,6 @@ def describe_worker(index: int) -> Tensor:
 
 
 def test_workers_stay_between_epochs_use_one_thread_leave_ctrl_c_alone_and_end_when_closed() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it anyhow
     with loaders(bundle_of(Calls(16, describe_worker)), 2) as made:
         seen = [
             {tuple(row) for inputs in epochs(made, (epoch,))[:4] for row in inputs.tolist()}
@@ -300,7 +299,6 @@ def test_workers_stay_between_epochs_use_one_thread_leave_ctrl_c_alone_and_end_w
         assert seen[0] == seen[1] == {(1, 1, pid) for pid in pids}
         assert len(pids) == 2
         assert all(is_alive(pid) for pid in pids)
-    signal.signal(signal.SIGINT, before)
     assert not any(is_alive(pid) for pid in pids)
     made.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -316,9 +314,8 @@ def is_alive(pid: int) -> bool:
 
 
 def test_memory_is_pinned_for_cuda_only() -> None:
-    made = loaders(bundle_of(Draws(8)))
-    assert made.train._loader is not None
-    assert made.train._loader.pin_memory is False
+    with loaders(bundle_of(Draws(8))) as made:
+        assert not any(batch.inputs.is_pinned() for batch in made.train)
 
 
 @pytest.mark.gpu

@@ -35,6 +35,8 @@ from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 MESSAGE_BYTES = 1 << 20
+limit_s = 50.0
+"""How long a test waits for processes and threads: a little less than pytest lets it last."""
 
 ADDRESS = "LINNAEUS_TESTS_TEMPLATE"
 """The environment variable with the path of the socket that the template of this test run listens at."""
@@ -164,23 +166,24 @@ def start(
         return Process(connection)
 
 
-def python(
-    *argv: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 240
-) -> Outcome:
+def python(*argv: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> Outcome:
     """Run what `python *argv` would run, to its end.
 
     Raises:
-        subprocess.TimeoutExpired: it takes longer than `timeout` seconds; it is killed.
+        AssertionError: it takes longer than `limit_s` seconds; it is killed, and its output shown.
     """
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         process = start(argv, cwd=cwd, env=env, stdout=stdout, stderr=stderr)
         try:
-            code = process.wait(timeout)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(limit_s)
         finally:
             process.kill()
         for file in (stdout, stderr):
             file.seek(0)
-        return Outcome(code, stdout.read(), stderr.read())
+        out, err = stdout.read(), stderr.read()
+        assert process.returncode is not None, f"still there after {limit_s} s:\n{out}\n{err}"
+        return Outcome(process.returncode, out, err)
 
 
 # The template.
@@ -336,7 +339,7 @@ PRELOADED = (
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.utils.serialization.config",
     "antlr4.LL1Analyzer", "rich._emoji_codes", "encodings.idna", "wandb", "sklearn.linear_model",
 )  # fmt: skip
-"""With what they would import later."""
+"""The last ones are modules that the others would import later."""
 
 
 def main() -> int:

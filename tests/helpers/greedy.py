@@ -42,7 +42,7 @@ def allocate_too_much(*_: object) -> None:
 
 
 class Greedy(Layers):
-    """In one training forward or backward pass, and in later ones, batches above a size need too much.
+    """Batches above a size need too much in one forward or backward pass of training, and in all later ones.
 
     Where INTERRUPT_AT says so, it presses Ctrl-C after so many samples. It counts samples in a buffer, and
     draws random numbers that its outputs do not depend on, so that what is not restored shows.

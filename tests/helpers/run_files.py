@@ -41,7 +41,7 @@ def write_run(
     folder: Path, *argv: str, values: tuple[float | None, ...] = (0.25, 0.75, 0.5), finished: bool = True,
     checkpoint: bool = True, **more: Any,
 ) -> Path:  # fmt: skip
-    """The folder of a run; `more` is added to its `result.json`."""
+    """The folder of a run; its `result.json` holds `more` too."""
     write_validations(folder, [*values])
     (folder / "config.yaml").write_text(config_text(*argv))
     if checkpoint:

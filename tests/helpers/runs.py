@@ -46,7 +46,7 @@ def wait_until(
 ) -> None:  # fmt: skip
     """Wait for a condition; fail with the log's text when it does not come, or the process has ended.
 
-    The only poll of the tests: a file, a record or a status cannot wake anybody.
+    It looks again and again: a file, a record or a status cannot wake anybody.
     """
     deadline = time.monotonic() + limit_s
     while not condition():

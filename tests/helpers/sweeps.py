@@ -43,7 +43,7 @@ class Queue(Launcher):
 
 
 class Script(Stop):
-    """Ctrl-C and SIGTERM of a sweep that does not sleep between two looks: something happens then.
+    """Ctrl-C and SIGTERM of a sweep in which something happens between two looks, in place of a sleep.
 
     Attributes:
         events: what happens after each look; nothing after the last of them.
@@ -51,9 +51,12 @@ class Script(Stop):
 
     def __init__(self) -> None:
         super().__init__()
+        self.seconds = 0.0
         self.events: list[Callable[[], object]] = []
 
     def wait(self, seconds: float) -> None:
+        self.seconds += seconds
+        assert self.seconds < 10_000, "it waits for ever"
         if self.events:
             self.events.pop(0)()
 

@@ -7,15 +7,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from tests.helpers import forks
 
-def together(*functions: Callable[[], Any], limit_s: float = 60.0) -> list[Any]:
+
+def together(*functions: Callable[[], Any]) -> list[Any]:
     """Call functions in a thread each, and return what they return, in their order.
 
     The first error ends the wait; threads that still run then are left behind.
 
     Raises:
         BaseException: the first that a function raises.
-        AssertionError: a function does not return within the limit.
+        AssertionError: a function does not return within `forks.limit_s`.
     """
     ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -30,10 +32,10 @@ def together(*functions: Callable[[], Any], limit_s: float = 60.0) -> list[Any]:
     results: dict[int, Any] = {}
     for _ in functions:
         try:
-            number, result, error = ended.get(timeout=limit_s)
+            number, result, error = ended.get(timeout=forks.limit_s)
         except queue.Empty:
             late = sorted({*range(len(functions))} - results.keys())
-            raise AssertionError(f"functions {late} have not returned within {limit_s} s") from None
+            raise AssertionError(f"functions {late} have not returned within {forks.limit_s} s") from None
         if error is not None:
             raise error
         results[number] = result

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,14 @@ class Program(Share):
 
 
 @pytest.fixture
-def launcher() -> Iterator[Local]:
+def launcher(tmp_path: Path) -> Iterator[Local]:
+    """No process that a record names outlives a test, also one that fails."""
     here = Local([Program()] * 2)
     yield here
+    for record in filter(None, map(read_record, tmp_path.iterdir())):
+        for process in (record[name] for name in PROCESSES if name in record and lives(*record[name])):
+            with suppress(ProcessLookupError):
+                os.kill(process[0], signal.SIGKILL)
     wait_until(lambda: here.reap() == 0)
 
 
@@ -67,7 +72,7 @@ def start(launcher: Local, folder: Path, program: str, seconds: float = 0.0) -> 
     """Start a run; one that lasts until it is asked to end is up then."""
     launcher.submit([Task(folder, (program,), seconds)], [])
     job = active_jobs([folder])[folder]
-    if "up" in program:
+    if "signal.pause()" in program:
         wait_until(lambda: "up" in text(folder))
     return job
 
@@ -318,4 +323,4 @@ def test_runs_that_go_on_keep_their_gpus(
     active: list[Job], num_jobs: int, gpus: str, free: list[int]
 ) -> None:
     launcher = Local(divide(num_jobs, [*gpus], []))
-    assert launcher._free(active)[: launcher.room(active)] == free
+    assert launcher.free(active)[: launcher.room(active)] == free

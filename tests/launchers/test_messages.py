@@ -21,7 +21,19 @@ from linnaeus.launchers.slurm import Slurm, submit_command
 from linnaeus.launchers.slurm_job import SlurmJob
 from tests.helpers.messages import Golden, error_of
 from tests.launchers.conftest import JOB, TIMED_OUT, UNCONFIGURED, Commands, Started, Submission, fails
-from tests.launchers.test_options import MISTAKES
+
+MISTAKES = (
+    "--launcher slrum --slurm nodes=2", "--launcher=", "--jobs 0", "--slurm nodes=2", "--dry-run=yes",
+    "--launcher slurm --slurm", "--launcher slurm --slurm photos", "--launcher slurm --slurm ntasks=8",
+    "--launcher slurm --slurm chd=/", "--launcher slurm --slurm gpus=2",
+    "--launcher slurm --slurm no-requeue", "--launcher slurm --slurm clusters=a",
+    "--launcher slurm --slurm help", "--launcher slurm --slurm arr=1",
+    "--launcher slurm --slurm signal=USR1@60", "--launcher slurm --slurm signal=B:TERM@60",
+    "--launcher slurm --slurm signal=B:USR1@0", "--launcher slurm --slurm time=6",
+    "--launcher slurm --slurm time=1 signal=B:USR1@30", "--launcher slurm --slurm time=2 signal=B:USR1",
+    "--launcher slurm --slurm time=60 time-min=2",
+)  # fmt: skip
+"""Command lines with one problem."""
 
 
 def ends() -> dict[str, str]:

@@ -30,38 +30,6 @@ def test_options_of_sbatch_end_where_others_begin(line: str, found: dict[str, st
     assert (taken.slurm, others, problems) == (found, rest.split(), [])
 
 
-MISTAKES = {
-    # The line, and what its only problem begins with.
-    "--launcher slrum --slurm nodes=2": "--launcher",
-    "--launcher=": "--launcher",
-    "--jobs 0": "--jobs",
-    "--slurm nodes=2": "--slurm",
-    "--dry-run=yes": "--dry-run",
-    "--launcher slurm --slurm": "--slurm",
-    "--launcher slurm --slurm photos": "--slurm",
-    "--launcher slurm --slurm ntasks=8": "--slurm ntasks",
-    "--launcher slurm --slurm chd=/": "--slurm chd",
-    "--launcher slurm --slurm gpus=2": "--slurm gpus",
-    "--launcher slurm --slurm no-requeue": "--slurm no-requeue",
-    "--launcher slurm --slurm clusters=a": "--slurm clusters",
-    "--launcher slurm --slurm help": "--slurm help",
-    "--launcher slurm --slurm arr=1": "--slurm arr",
-    "--launcher slurm --slurm signal=USR1@60": "--slurm signal=USR1@60",
-    "--launcher slurm --slurm signal=B:TERM@60": "--slurm signal=B:TERM@60",
-    "--launcher slurm --slurm signal=B:USR1@0": "--slurm signal=B:USR1@0",
-    "--launcher slurm --slurm time=6": "--slurm time=6",
-    "--launcher slurm --slurm time=1 signal=B:USR1@30": "--slurm time=1",
-    "--launcher slurm --slurm time=2 signal=B:USR1": "--slurm time=2",
-    "--launcher slurm --slurm time=60 time-min=2": "--slurm time-min=2",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes(line: str) -> None:
-    [problem] = split_launch_options(line.split())[2]
-    assert problem.startswith(f"{MISTAKES[line]}: ")
-
-
 @pytest.mark.parametrize(
     "slurm",
     ["time=0", "time=UNLIMITED", "time=6:01", "time=2 signal=B:USR1@59", "partitoin=low"],

@@ -18,7 +18,7 @@ from linnaeus.run import run
 from linnaeus.training.build import assemble
 from linnaeus.training.checkpoint import load_checkpoint
 from tests.helpers.processes import Results, compute
-from tests.helpers.runs import SMALL, free_ports
+from tests.helpers.runs import SMALL
 
 pytestmark = [pytest.mark.distributed, pytest.mark.e2e]
 
@@ -36,18 +36,20 @@ RUNS = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two ranks have left their runs."""
     folder = tmp_path_factory.mktemp("batchnorm")
-    (folder / "ports").write_text(json.dumps(free_ports(len(RUNS))))
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    (folder / "port").write_text(str(store.port))
     compute(__name__, 2, folder)
     return folder
 
 
 def work(rank: int, folder: str) -> Results:
-    for port, name in zip(json.loads(Path(folder, "ports").read_text()), RUNS, strict=True):
-        os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
-        }  # fmt: skip
-        run(load_config([*RUNS[name], f"EXPERIMENT.OUTPUT_DIR={folder}"]).config)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": Path(folder, "port").read_text(),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the test serves it
+    }  # fmt: skip
+    for argv in RUNS.values():
+        run(load_config([*argv, f"EXPERIMENT.OUTPUT_DIR={folder}"]).config)
     return {}
 
 

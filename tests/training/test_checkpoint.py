@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import logging
 import os
 import resource
 import signal
@@ -188,7 +187,6 @@ def test_a_damaged_last_is_reported_and_the_one_before_it_read(
     for epoch in (1, 2):
         checkpoints.save(content(epoch))
     checkpoints.last.write_bytes(b"")
-    logging.getLogger("linnaeus").propagate = True
     assert epoch_of(checkpoints.read_latest()) == 1
     [(level, message)] = {(record.levelname, record.getMessage()) for record in caplog.records}
     assert level == "WARNING"
@@ -307,7 +305,7 @@ class Gate:
         self.open = threading.Event()
 
     def __reduce__(self) -> Any:
-        assert self.open.wait(60)
+        assert self.open.wait(50)
         return OrderedDict, ()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,6 @@ OTHERS = {
 def test_another_rate_is_refused_unless_it_is_asked_for_and_another_optimizer_always(
     option: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("linnaeus").propagate = True
     value, texts = (RATES | OTHERS)[option]
     now = nodes_of(**{option: value})
     message = refusal(None, now)
@@ -128,7 +126,6 @@ def test_model_and_loss_may_change_where_the_state_fits(tmp_path: Path) -> None:
 
 def test_starting_fresh_names_the_run_beside_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Files of somebody else may have any name and any content."""
-    logging.getLogger("linnaeus").propagate = True
     for name in ("r1.best", "r2.1"):
         CheckpointFolder(tmp_path / name / "checkpoints").save(whole(9))
     (tmp_path / "r1.2/checkpoints").mkdir(parents=True)

@@ -29,7 +29,7 @@ from linnaeus.words import counted
 LOST_LOOKS = 3
 """Consecutive looks without the job and without an outcome after which a local run counts as lost."""
 LOST_S = 90.0
-"""The same for a job of SLURM, in seconds between looks: a file server may show its outcome late."""
+"""The seconds of such looks after which a job of SLURM does: a file server may show its outcome late."""
 logger = logging.getLogger("linnaeus.sweep")
 
 
