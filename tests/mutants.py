@@ -76,6 +76,21 @@ MUTANTS = (
         "tests/memory/test_storages.py",
     ),
     Mutant(
+        "attention is traced without its kernels", "memory/cuda_paths.py",
+        '    "scaled_dot_product_attention": _attention,\n', "",
+        "tests/memory/test_trace.py",
+    ),
+    Mutant(
+        "cast parameters are traced anew each time", "memory/cuda_paths.py",
+        "tensor.dtype == torch.float32 and torch.is_autocast_cache_enabled()", "False",
+        "tests/memory/test_trace.py",
+    ),
+    Mutant(
+        "gradient buckets are not traced", "memory/trace.py",
+        "_attach_buckets(_first_module(state), buckets)", "pass",
+        "tests/memory/test_trace.py",
+    ),
+    Mutant(
         "micro-batches add up in place of being averaged", "training/step.py",
         "loss = self.criterion(self.model(inputs), targets) / num_parts",
         "loss = self.criterion(self.model(inputs), targets)",
