@@ -50,6 +50,11 @@ MUTANTS = (
         "tests/autobatch/test_snapshot.py",
     ),
     Mutant(
+        "an optimizer's attributes are not restored", "autobatch/attributes.py",
+        "for name, restore in self._saved.items():", "for name, restore in ():",
+        "tests/autobatch/test_optimizers.py",
+    ),
+    Mutant(
         "random number generators are not restored", "autobatch/snapshot.py",
         "        set_rng_state(self._rng, self._device)\n", "",
         "tests/autobatch/test_snapshot.py",
