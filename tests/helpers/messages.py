@@ -62,6 +62,13 @@ def error_of(function: Callable[..., object], *args: Any, **options: Any) -> str
     return str(caught.value)
 
 
+def raised(function: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The kind of the error that a call raises, and its text."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - it is compared
+        function(*args, **options)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
 def error_and_code_of(function: Callable[[], object]) -> str:
     """The text of the error that a user's mistake raises, and the exit code of a run that it ends."""
     with pytest.raises(LinnaeusError) as caught:

@@ -16,7 +16,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.utils.data import DataLoader
 
 from linnaeus.integrations.lightning import AutoBatch
-from tests.helpers.ledger import Ledger
+from tests.helpers.bits import differences
+from tests.helpers.ledger import Ledger, room
 from tests.integrations.lightning_runs import (
     CASES,
     Bare,
@@ -27,10 +28,8 @@ from tests.integrations.lightning_runs import (
     Net,
     Recorder,
     data,
-    differences,
     fit,
     loader,
-    room,
     trainer_for,
 )
 

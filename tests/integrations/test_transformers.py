@@ -20,12 +20,12 @@ from transformers import Trainer, TrainerCallback, ViTConfig, ViTForImageClassif
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import transformers_data, transformers_trial
 from linnaeus.integrations.transformers import autobatch, size_in_checkpoint
-from tests.helpers.bits import bits
+from tests.helpers.bits import bits, differences
 from tests.helpers.forks import ROOT
 from tests.helpers.ledger import Ledger, limit_with_room_for
 from tests.helpers.processes import compute
 from tests.integrations import hugging
-from tests.integrations.hugging import Calls, Text, collate, differences, outcome, trainer
+from tests.integrations.hugging import Calls, Text, collate, outcome, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("default::FutureWarning", "default::DeprecationWarning"),
