@@ -50,6 +50,11 @@ MUTANTS = (
         "tests/autobatch/test_snapshot.py",
     ),
     Mutant(
+        "an optimizer's attributes are not restored", "autobatch/attributes.py",
+        "for name, restore in self._saved.items():", "for name, restore in ():",
+        "tests/autobatch/test_optimizers.py",
+    ),
+    Mutant(
         "random number generators are not restored", "autobatch/snapshot.py",
         "        set_rng_state(self._rng, self._device)\n", "",
         "tests/autobatch/test_snapshot.py",
@@ -74,6 +79,21 @@ MUTANTS = (
         "a storage that grows in place is not counted", "memory/storages.py",
         "elif known[2] != storage.nbytes():", "elif False:",
         "tests/memory/test_storages.py",
+    ),
+    Mutant(
+        "attention is traced without its kernels", "memory/cuda_paths.py",
+        '    "scaled_dot_product_attention": _attention,\n', "",
+        "tests/memory/test_trace.py",
+    ),
+    Mutant(
+        "cast parameters are traced anew each time", "memory/cuda_paths.py",
+        "tensor.dtype == torch.float32 and torch.is_autocast_cache_enabled()", "False",
+        "tests/memory/test_trace.py",
+    ),
+    Mutant(
+        "gradient buckets are not traced", "memory/trace.py",
+        "_attach_buckets(_first_module(state), buckets)", "pass",
+        "tests/memory/test_trace.py",
     ),
     Mutant(
         "micro-batches add up in place of being averaged", "training/step.py",

@@ -33,16 +33,11 @@ from linnaeus.training.ema import Ema
 from tests.helpers.bits import bits
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.forks import ROOT
-from tests.helpers.ledger import Ledger, limit_with_room_for
+from tests.helpers.ledger import Ledger, limit_with_room_for, room
 
 CPU = torch.device("cpu")
 MIB = 1024**2
 WIDTH = MIB // 4  # float32 values in one MiB
-
-
-def room(extra_mib: float) -> dict[str, float]:
-    """Arguments that leave so much above what the process holds."""
-    return {"target_memory_fraction": 1.0, "memory_limit_gb": limit_with_room_for(extra_mib)}
 
 
 def make_batch(size: int) -> Tensor:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,17 +27,10 @@ from linnaeus.autobatch.sizes import keys
 from linnaeus.memory.device import GIB
 from tests.helpers.consoles import terminal
 from tests.helpers.fake_cuda import FakeCuda
-from tests.helpers.messages import Golden
+from tests.helpers.messages import Golden, raised
 from tests.helpers.unrestorable import Forgetful, Helped, Hiding, Yielding
 
 MIB = 1024**2
-
-
-def error_of(function: Callable[..., object], *args: Any, **options: Any) -> str:
-    """The type and the text of the error that a call raises."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - it is compared
-        function(*args, **options)
-    return f"{caught.type.__name__}: {caught.value}"
 
 
 def step(batch: Tensor) -> None:
@@ -79,7 +72,7 @@ def of_calls(function: Any, right: dict[str, Any], wrong: list[dict[str, Any]]) 
     """The error for each of the wrong arguments."""
     for arguments in wrong:
         title = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        yield f"{function.__name__}: {title}", error_of(function, **{**right, **arguments})
+        yield f"{function.__name__}: {title}", raised(function, **{**right, **arguments})
 
 
 def bad_arguments() -> Iterator[tuple[str, str]]:
@@ -99,7 +92,7 @@ def bad_arguments() -> Iterator[tuple[str, str]]:
         ],
     )  # fmt: skip
     lazy = (nn.Sequential(nn.LazyLinear(3)),)
-    yield "lazy layers", error_of(auto_find_batch_size, step, make_batch, state=lazy)
+    yield "lazy layers", raised(auto_find_batch_size, step, make_batch, state=lazy)
     yield from of_calls(
         longest, {"dataset": Data([{"input_ids": [1]}] * 3), "n": 1},
         [
@@ -115,8 +108,8 @@ def bad_arguments() -> Iterator[tuple[str, str]]:
             {"min_size": 9, "max_size": 15, "multiple_of": 8},
         ],
     )  # fmt: skip
-    yield "a record without a size", error_of(TrialRecord, 0, "fits", 1, 0.0)
-    yield "a prediction that does not grow", error_of(PredictedPoint, 1, 1, 0)
+    yield "a record without a size", raised(TrialRecord, 0, "fits", 1, 0.0)
+    yield "a prediction that does not grow", raised(PredictedPoint, 1, 1, 0)
 
 
 def optimizers() -> Iterator[tuple[str, str]]:
@@ -124,16 +117,16 @@ def optimizers() -> Iterator[tuple[str, str]]:
     for kind in (Hiding, Yielding, Helped):
         model = nn.Linear(2, 2)
         search_it = partial(search, step, make_batch, state=(model, kind(model.parameters())))
-        yield f"optimizer {kind.__name__}", error_of(search_it)
+        yield f"optimizer {kind.__name__}", raised(search_it)
     model = nn.Linear(2, 2)
     left_out = torch.optim.SGD(model.parameters())
-    yield "optimizer left out", error_of(search, lambda batch: left_out.step(), make_batch, state=(model,))
+    yield "optimizer left out", raised(search, lambda batch: left_out.step(), make_batch, state=(model,))
     average = Forgetful()
 
     def count(batch: Tensor) -> None:
         average.count += 1
 
-    yield "object that is not restored", error_of(search, count, make_batch, state=(average,))
+    yield "object that is not restored", raised(search, count, make_batch, state=(average,))
 
 
 def summaries() -> Iterator[tuple[str, str]]:
@@ -191,9 +184,9 @@ def test_messages(golden: Golden, caplog: pytest.LogCaptureFixture, monkeypatch:
         "the trials ran out": {"min_batch_size": 1, "strategy": "binary", "max_trials": 1},
         "a validation": {"mode": "val"},
     }.items():  # fmt: skip
-        messages[title] = error_of(on_a_card, **arguments)
-    messages["nothing fits in a run"] = error_of(in_a_run, "train")
-    messages["training before a validation"] = error_of(in_a_run, "val", refuse)
+        messages[title] = raised(on_a_card, **arguments)
+    messages["nothing fits in a run"] = raised(in_a_run, "train")
+    messages["training before a validation"] = raised(in_a_run, "val", refuse)
     kept: list[Tensor] = []
     _warn_once.cache_clear()
     caplog.clear()

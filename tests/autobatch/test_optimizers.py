@@ -18,7 +18,6 @@ from timm.optim import Lookahead
 from torch import Tensor, nn
 
 from linnaeus.autobatch import auto_find_batch_size
-from linnaeus.autobatch.attributes import Attributes
 from linnaeus.autobatch.optimizers import StrangerError
 from linnaeus.config.schema import OptimizerConfig
 from linnaeus.errors import AutoBatchError, ConfigError
@@ -272,32 +271,6 @@ def test_wrappers_and_attributes_are_put_back_too(name: str) -> None:
         trained(OWN[name], searches=searches, already=3, num_steps=4) for searches in (False, True)
     )  # Lookahead moves its slow weights at the sixth of all steps
     assert searched == plain
-
-
-FORGETTING = {
-    "kron": ("rng", lambda model: timm_optimizer("kron", model)),
-    "attributes": ("slow", OWN["attributes"]),
-}
-
-
-@pytest.mark.parametrize("name", FORGETTING)
-def test_a_snapshot_that_forgets_one_attribute_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the tests above could not fail. The check before the search is left out."""
-    forgotten, make_optimizer = FORGETTING[name]
-    restore = Attributes.restore
-
-    def forgetful(self: Attributes) -> None:
-        self._saved.pop(forgotten, None)
-        kept = vars(self._owner).get(forgotten)
-        restore(self)
-        if kept is not None:
-            vars(self._owner)[forgotten] = kept
-
-    monkeypatch.setattr(Attributes, "restore", forgetful)
-    monkeypatch.setattr("linnaeus.autobatch.snapshot._further_keys", lambda optimizer: {})
-    monkeypatch.setattr("linnaeus.autobatch.find.check_restorable", lambda *_: None)
-    plain, searched = (trained(make_optimizer, searches=searches) for searches in (False, True))
-    assert searched != plain
 
 
 # --- what cannot be put back ---

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -24,8 +23,8 @@ from linnaeus.errors import AutoBatchError
 from linnaeus.rng import rng_state
 from tests.helpers.bits import bits
 from tests.helpers.ledger import limit_with_room_for
-from tests.helpers.runs import SMALL, Run
-from tests.helpers.searches import CPU, ON, OWN_DATA, OWN_MODEL, SEEN, prepared
+from tests.helpers.runs import SMALL
+from tests.helpers.searches import CPU, OWN_DATA, OWN_MODEL, SEEN, prepared
 
 BARE = [option for option in SMALL if not option.startswith("MODEL.")]
 
@@ -141,15 +140,6 @@ def test_the_keys_that_messages_name_exist() -> None:
                 node: Any = config
                 for part in key.split("."):
                     node = node[part] if isinstance(node, dict) else getattr(node, part)
-
-
-def test_when_nothing_fits_the_run_ends_with_code_3_and_no_traceback(run: Run, tmp_path: Path) -> None:
-    outcome = run(*SMALL, ON, "DATA.AUTOBATCH.MEMORY_LIMIT_GB=0.01")
-    assert outcome.code == 3
-    assert "DATA.AUTOBATCH.MEMORY_LIMIT_GB" in outcome.err
-    assert "DATA.AUTOBATCH.MIN_BATCH_SIZE" not in outcome.err, "it is 1"
-    assert "Traceback" not in outcome.err
-    assert not (tmp_path / "runs/small/autobatch.json").exists()
 
 
 @pytest.mark.parametrize("modes", [{"train"}, {"val"}])

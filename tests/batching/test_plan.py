@@ -12,27 +12,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from linnaeus.batching.facts import Facts
-from linnaeus.batching.plan import BatchPlan, plan_batches
+from linnaeus.batching.plan import BatchPlan
 from linnaeus.batching.scaling import scale_factor
 from linnaeus.batching.sizes import max_samples_per_rank
-from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, TrainConfig
 from linnaeus.errors import ConfigError
-
-FACTS = Facts(
-    max_micro_batch_size=64, world_size=1, num_samples=100_000, learning_rate=0.1, weight_decay=0.05
-)
-
-
-def plan_of(
-    facts: Facts = FACTS,
-    optimizer: OptimizerConfig | None = None,
-    warmup: dict[str, Any] | None = None,
-    schedule: dict[str, Any] | None = None,
-    **train: Any,
-) -> BatchPlan:
-    node = TrainConfig(**train, BATCH_SCHEDULE=BatchScheduleConfig(**(schedule or {})))
-    return plan_batches(node, optimizer or OptimizerConfig(), ScheduleConfig(**(warmup or {})), facts)
+from tests.helpers.configs import FACTS, plan_of
 
 
 def effective_sizes(plan: BatchPlan) -> list[int]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.data.sampler import EpochSampler, PlannedBatches
-from tests.batching.test_plan import plan_of
+from tests.helpers.configs import plan_of
 
 FACTS = Facts(max_micro_batch_size=8, world_size=1, num_samples=100, learning_rate=0.1)
 

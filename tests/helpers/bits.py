@@ -20,3 +20,8 @@ def bits(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [bits(part) for part in value]
     return copy.deepcopy(value)
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The parts of two outcomes that differ in a bit."""
+    return [name for name in one if bits(one[name]) != bits(other[name])]

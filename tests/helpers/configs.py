@@ -1,15 +1,28 @@
-"""Configurations as a command line loads them, and the files that it names."""
+"""Configurations as a command line loads them, the files that it names, and batch plans."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.config.load import load_config
-from linnaeus.config.schema import Config
+from linnaeus.config.schema import (
+    BatchScheduleConfig,
+    Config,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from linnaeus.errors import ConfigError
+
+FACTS = Facts(
+    max_micro_batch_size=64, world_size=1, num_samples=100_000, learning_rate=0.1, weight_decay=0.05
+)
 
 
 def load(*argv: str) -> Config:
@@ -30,3 +43,14 @@ def write(files: Mapping[str, str]) -> None:
         path = Path(f"{name}.yaml")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+
+
+def plan_of(
+    facts: Facts = FACTS,
+    optimizer: OptimizerConfig | None = None,
+    warmup: dict[str, Any] | None = None,
+    schedule: dict[str, Any] | None = None,
+    **train: Any,
+) -> BatchPlan:
+    node = TrainConfig(**train, BATCH_SCHEDULE=BatchScheduleConfig(**(schedule or {})))
+    return plan_batches(node, optimizer or OptimizerConfig(), ScheduleConfig(**(warmup or {})), facts)

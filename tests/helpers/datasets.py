@@ -82,10 +82,6 @@ def single_items(split: str) -> list[Any]:
     return [{"image": torch.zeros(3), "label": 1}] * 4
 
 
-def of_bytes(split: str) -> list[Any]:
-    return [(torch.zeros(3, 8, 8, dtype=torch.uint8), 0), (torch.ones(3, 8, 8, dtype=torch.uint8), 1)]
-
-
 def in_mappings(split: str) -> Samples:
     dataset = Samples(split, classes=["a", "b"])
     dataset.__class__ = _InMappings

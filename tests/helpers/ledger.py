@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import torch
@@ -27,6 +27,11 @@ def held_bytes() -> int:
 def limit_with_room_for(extra_mib: float) -> float:
     """A `MEMORY_LIMIT_GB` so much above what this process holds, without what is kept of earlier tests."""
     return (held_bytes() + extra_mib * 1024**2) / GIB
+
+
+def room(extra_mib: float, **options: Any) -> dict[str, Any]:
+    """Arguments of a search that leave so much above what this process holds, and others."""
+    return {"target_memory_fraction": 1.0, "memory_limit_gb": limit_with_room_for(extra_mib), **options}
 
 
 class Ledger:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from linnaeus.errors import LinnaeusError
+
 FOLDER = Path(__file__).parents[1] / "messages"
 
 
@@ -58,3 +60,17 @@ def error_of(function: Callable[..., object], *args: Any, **options: Any) -> str
     with pytest.raises(Exception) as caught:  # noqa: PT011 - its text is compared
         function(*args, **options)
     return str(caught.value)
+
+
+def raised(function: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The kind of the error that a call raises, and its text."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - it is compared
+        function(*args, **options)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def error_and_code_of(function: Callable[[], object]) -> str:
+    """The text of the error that a user's mistake raises, and the exit code of a run that it ends."""
+    with pytest.raises(LinnaeusError) as caught:
+        function()
+    return f"{str(caught.value).rstrip()}\nexit code {caught.value.exit_code}"

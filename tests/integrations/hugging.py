@@ -178,16 +178,3 @@ def outcome(trained: Any, calls: Calls | None = None) -> dict[str, Any]:
         "attributes": sorted(set(vars(trained)) - {"autobatch_results"}),
         "model attributes": sorted(vars(trained.model)),
     }  # fmt: skip
-
-
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The names of what is not bit for bit the same."""
-
-    def same(first: Any, second: Any) -> bool:
-        if isinstance(first, list) and isinstance(second, list):
-            return len(first) == len(second) and all(map(same, first, second))
-        if isinstance(first, Tensor):
-            return torch.equal(first, second)
-        return bool(first == second)
-
-    return [name for name in one if not same(one[name], other[name])]

@@ -13,8 +13,9 @@ pytest.importorskip("transformers")
 from transformers import Trainer
 
 from linnaeus.integrations.transformers import autobatch
-from tests.helpers.ledger import limit_with_room_for
-from tests.integrations.hugging import differences, outcome, trainer
+from tests.helpers.bits import differences
+from tests.helpers.ledger import room
+from tests.integrations.hugging import outcome, trainer
 
 
 class Recorder(Trainer):
@@ -56,14 +57,6 @@ def join(rank: int, folder: str) -> None:
     autobatch(trainer(), max_batch_size=2).train()  # loads what would count as memory of the next search
 
 
-def room(rank: int) -> dict[str, Any]:
-    """Rank 1 has less."""
-    limit_gb = limit_with_room_for(50 if rank == 0 else 35)
-    return {
-        "target_memory_fraction": 1.0, "memory_limit_gb": limit_gb, "max_batch_size": 64, "tolerance": 0.25
-    }  # fmt: skip
-
-
 def compared(make: Any, rank: int, search: dict[str, Any]) -> dict[str, Any]:
     """What a search and training give, beside training with the size given by hand."""
     found = make()
@@ -94,9 +87,10 @@ def failure(kind: type) -> str:
 def work(rank: int, folder: str) -> dict[str, Any]:
     """Trainers of transformers."""
     join(rank, folder)
+    search = room(50 if rank == 0 else 35, max_batch_size=64, tolerance=0.25)
     mixed = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     return {
-        "compared": compared(lambda **own: trainer(Recorder, **{**mixed, **own}), rank, room(rank)),
+        "compared": compared(lambda **own: trainer(Recorder, **{**mixed, **own}), rank, search),
         "broken": failure(Broken),
         "broken data": failure(BrokenData),
     }

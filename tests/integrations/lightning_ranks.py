@@ -21,17 +21,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from linnaeus.integrations.lightning import AutoBatch
-from tests.helpers.ledger import Ledger
+from tests.helpers.bits import differences
+from tests.helpers.ledger import Ledger, room
 from tests.integrations.lightning_runs import (
     NUM_VAL,
     Bare,
     Large,
     Net,
     data,
-    differences,
     fit,
     loader,
-    room,
 )
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))

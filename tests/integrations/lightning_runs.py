@@ -22,15 +22,8 @@ from torch.utils.data import (
 )
 
 from linnaeus import nest
-from linnaeus.memory.device import GIB
-from tests.helpers.ledger import held_bytes
 
 NUM_SAMPLES, NUM_VAL, WIDTH, NUM_CLASSES = 96, 30, 16, 4
-
-
-def room(mib: float) -> dict[str, float]:
-    """Options that leave so much above what the process holds."""
-    return {"target_memory_fraction": 0.9, "memory_limit_gb": (held_bytes() + mib * 2**20) / 0.9 / GIB}
 
 
 def data(num_samples: int = NUM_SAMPLES) -> TensorDataset:
@@ -314,18 +307,6 @@ def outcome(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         ],
     }
     return nest.map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, found)
-
-
-def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """The parts of two outcomes that differ in a bit."""
-    return [name for name in a if not _same(a[name], b[name])]
-
-
-def _same(a: Any, b: Any) -> bool:
-    first, second = list(nest.leaves(a)), list(nest.leaves(b))
-    return repr(nest.map_leaves(lambda _: 0, a)) == repr(nest.map_leaves(lambda _: 0, b)) and all(
-        torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in zip(first, second, strict=True)
-    )
 
 
 Case = tuple[Callable[[int], Any], Callable[[int], tuple[Any, ...]], dict[str, Any]]

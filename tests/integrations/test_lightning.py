@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.utils.data import DataLoader
 
-from linnaeus.autobatch import snapshot
-from linnaeus.integrations import lightning_loaders, lightning_steps
 from linnaeus.integrations.lightning import AutoBatch
-from linnaeus.integrations.lightning_steps import _kept
-from tests.helpers.ledger import Ledger
+from tests.helpers.bits import differences
+from tests.helpers.ledger import Ledger, room
 from tests.integrations.lightning_runs import (
     CASES,
     Bare,
@@ -32,10 +28,8 @@ from tests.integrations.lightning_runs import (
     Net,
     Recorder,
     data,
-    differences,
     fit,
     loader,
-    room,
     trainer_for,
 )
 
@@ -75,31 +69,9 @@ def test_training_is_that_of_a_run_with_the_size_by_hand(name: str) -> None:
     assert differences(searched, by_hand) == []
 
 
-def without_counters(library: Any, part: Any) -> Callable[[], None]:
-    return (lambda: None) if type(part).__name__ == "_AutomaticOptimization" else _kept(library, part)
-
-
-def forget(target: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda monkeypatch: monkeypatch.setattr(target, name, value)
-
-
-@pytest.mark.parametrize(
-    ("forgotten", "case", "seen"),
-    [
-        (forget(snapshot, "set_rng_state", lambda *_: None), "attribute", "random numbers"),
-        (forget(lightning_steps, "_kept", without_counters), "attribute", "progress"),
-        (forget(lightning_loaders.DataState, "restore", lambda self: None), "data module", "weights"),
-        (forget(lightning_steps, "_nothing_fetched", lambda _: nullcontext()), "stream", "logs"),
-        (forget(lightning_steps, "_own_optimizers", lambda module: []), "needy", "weights"),
-    ],
-    ids=["generators", "loops", "datasets", "streams", "optimizers"],
-)  # fmt: skip
-def test_what_is_not_put_back_is_seen(
-    forgotten: Callable[[pytest.MonkeyPatch], None], case: str, seen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forgotten(monkeypatch)
-    searched, by_hand = searched_and_by_hand(CASES[case], small())
-    assert seen in differences(searched, by_hand)
+def test_what_is_not_the_same_is_seen() -> None:
+    four, six = (fit(Net(size)) for size in (4, 6))
+    assert {"weights", "optimizers", "logs", "progress", "random numbers"} <= {*differences(four, six)}
 
 
 # --- sizes ---

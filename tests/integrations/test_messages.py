@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from transformers import Trainer, default_data_collator
 
-from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.accelerate import autobatch as decorator
 from linnaeus.integrations.accelerate import find_batch_size
 from linnaeus.integrations.common import (
@@ -29,36 +28,29 @@ from linnaeus.integrations.common import (
 )
 from linnaeus.integrations.lightning import AutoBatch
 from linnaeus.integrations.transformers import autobatch
-from tests.helpers.messages import Golden
+from tests.helpers.messages import Golden, raised
 from tests.integrations.hugging import Text, collate, trainer
 from tests.integrations.lightning_runs import NUM_VAL, Bare, Manual, Net, data, fit, loader, trainer_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def refused(function: Callable[..., object], *args: Any, **options: Any) -> str:
-    """The kind of the error that a call raises, and its text."""
-    with pytest.raises((TypeError, ValueError, AutoBatchError)) as caught:
-        function(*args, **options)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
 def shared(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
     split_effective_batch(514, 2, 40)
     return {
-        "an unknown option": refused(checked_options, "val_options", {"size": 1}, own=["length"]),
-        "an option of the integration": refused(checked_options, "val_options", {"bounds": {}}),
-        "a size of 0": refused(checked_options, "val_options", {"max_batch_size": 0}),
-        "a size that is text": refused(
+        "an unknown option": raised(checked_options, "val_options", {"size": 1}, own=["length"]),
+        "an option of the integration": raised(checked_options, "val_options", {"bounds": {}}),
+        "a size of 0": raised(checked_options, "val_options", {"max_batch_size": 0}),
+        "a size that is text": raised(
             checked_options, "autobatch()", {"max_batch_size": "4"}, own=["max_batch_size"]
         ),
-        "tolerance 2": refused(check_values, {"tolerance": 2}),
-        "min above max": refused(check_values, {"min_batch_size": 600}),
-        "97 on 2 processes": refused(check_effective_batch, 97, 2),
-        "effective 0": refused(check_effective_batch, 0, 2),
-        "a prime and BatchNorm": refused(split_effective_batch, 257, 1, 40, smallest=2),
-        "a multiple that does not divide": refused(split_effective_batch, 96, 2, 40, multiple_of=32),
-        "no divisor within the bounds": refused(check_divisors, 96, 2, 40, 25),
+        "tolerance 2": raised(check_values, {"tolerance": 2}),
+        "min above max": raised(check_values, {"min_batch_size": 600}),
+        "97 on 2 processes": raised(check_effective_batch, 97, 2),
+        "effective 0": raised(check_effective_batch, 0, 2),
+        "a prime and BatchNorm": raised(split_effective_batch, 257, 1, 40, smallest=2),
+        "a multiple that does not divide": raised(split_effective_batch, 96, 2, 40, multiple_of=32),
+        "no divisor within the bounds": raised(check_divisors, 96, 2, 40, 25),
         "many steps": caplog.records[-1].message,
     }
 
@@ -151,15 +143,15 @@ def searched(module: Any, *given: Any, others: Any = (), **options: Any) -> None
 def not_alone(name: str) -> str:
     trainer = trainer_for()
     trainer._accelerator_connector.strategy = getattr(strategies, name)()
-    return refused(AutoBatch().setup, trainer, Net(), "fit")
+    return raised(AutoBatch().setup, trainer, Net(), "fit")
 
 
 def lightning() -> dict[str, str]:
     schedule = [GradientAccumulationScheduler({0: 2})]
-    scheduled = refused(searched, Net(), effective_batch_size=8, others=schedule)
+    scheduled = raised(searched, Net(), effective_batch_size=8, others=schedule)
     return {
-        **{f"Lightning: {arguments}": refused(AutoBatch, **arguments) for arguments in ARGUMENTS},
-        **{f"Lightning: {name}": refused(searched, module(), *given, **options)
+        **{f"Lightning: {arguments}": raised(AutoBatch, **arguments) for arguments in ARGUMENTS},
+        **{f"Lightning: {name}": raised(searched, module(), *given, **options)
            for name, (module, given, options) in FITS.items()},
         "Lightning: a schedule of accumulation": scheduled,
         "Lightning: FSDP": not_alone("FSDPStrategy"),
@@ -210,7 +202,7 @@ def trained(made: Any, **options: Any) -> None:
 def changed(name: str, value: Any) -> str:
     made = trainer()
     setattr(made.args if hasattr(made.args, name) else made, name, value)
-    return refused(autobatch, made, **({"evaluation": True} if value is None else {}))
+    return raised(autobatch, made, **({"evaluation": True} if value is None else {}))
 
 
 def transformers() -> dict[str, str]:
@@ -220,25 +212,25 @@ def transformers() -> dict[str, str]:
     plain.data_collator = default_data_collator
     generating.args.predict_with_generate = True
     found = {
-        **{str(options): refused(trained, trainer(), **options) for options in WRONG},
+        **{str(options): raised(trained, trainer(), **options) for options in WRONG},
         **{name: changed(name, value) for name, value in CHANGES},
-        "a class": refused(autobatch, Trainer),
-        "a list": refused(autobatch, []),
-        "a loader of one's own": refused(trained, trainer(FixedLoader)),
-        "an optimizer elsewhere": refused(trained, with_an_optimizer_elsewhere()),
-        "a stream": refused(trained, stream),
-        "a length that is no column": refused(trained, columns, length="words"),
-        "samples of nothing": refused(trained, plain, samples=[BAD]),
-        "generation": refused(trained, generating, evaluation=True),
+        "a class": raised(autobatch, Trainer),
+        "a list": raised(autobatch, []),
+        "a loader of one's own": raised(trained, trainer(FixedLoader)),
+        "an optimizer elsewhere": raised(trained, with_an_optimizer_elsewhere()),
+        "a stream": raised(trained, stream),
+        "a length that is no column": raised(trained, columns, length="words"),
+        "samples of nothing": raised(trained, plain, samples=[BAD]),
+        "generation": raised(trained, generating, evaluation=True),
     }
     return {f"transformers: {title}": text for title, text in found.items()}
 
 
 def accelerate() -> dict[str, str]:
     return {
-        "accelerate: a rule": refused(lambda: decorator(reduce_batch_size_fn=int)(print)),
-        "accelerate: an objective": refused(lambda: decorator(objective="throughput")(print)),
-        "accelerate: no accelerator": refused(find_batch_size, [], None, None, None, None),
+        "accelerate: a rule": raised(lambda: decorator(reduce_batch_size_fn=int)(print)),
+        "accelerate: an objective": raised(lambda: decorator(objective="throughput")(print)),
+        "accelerate: no accelerator": raised(find_batch_size, [], None, None, None, None),
     }
 
 

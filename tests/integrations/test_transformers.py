@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,12 +20,12 @@ from transformers import Trainer, TrainerCallback, ViTConfig, ViTForImageClassif
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import transformers_data, transformers_trial
 from linnaeus.integrations.transformers import autobatch, size_in_checkpoint
-from tests.helpers.bits import bits
+from tests.helpers.bits import bits, differences
 from tests.helpers.forks import ROOT
 from tests.helpers.ledger import Ledger, limit_with_room_for
 from tests.helpers.processes import compute
 from tests.integrations import hugging
-from tests.integrations.hugging import Calls, Text, collate, differences, outcome, trainer
+from tests.integrations.hugging import Calls, Text, collate, outcome, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("default::FutureWarning", "default::DeprecationWarning"),
@@ -179,30 +178,14 @@ def test_trainers_that_are_built_otherwise_train_as_by_hand_time_after_time(make
     assert differences(ours, trained_twice(make())) == []
 
 
-def leave_the_mark(content: dict[str, Any], before: dict[str, Any]) -> None:
-    """Put back all that accelerate has set on a model but one attribute."""
-    mark = content["_is_accelerate_prepared"]
-    content.clear()
-    content.update(before, _is_accelerate_prepared=mark)
-
-
-@pytest.mark.parametrize(
-    ("place", "name", "instead", "expected"),
-    [
-        (transformers_trial, "set_rng_state", lambda *_: None, "random"),
-        (transformers_trial, "refill", leave_the_mark, "weights"),
-        (transformers_trial._Kept, "restore", lambda *_: None, "shapes"),
-        (transformers_trial, "_silent", lambda _: contextlib.nullcontext(), "calls"),
-    ],
-    ids=["random numbers", "the model's attributes", "the trainer's attributes", "what a step logs"],
-)
-def test_what_is_not_put_back_is_noticed(place: Any, name: str, instead: Any, expected: str) -> None:
-    calls, other_calls = Calls(), Calls()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, name, instead)
-        found = searched(calls, FOUR, bf16=True)
-    other = by_hand(found, other_calls, bf16=True)
-    assert expected in differences(left_by(found, calls), left_by(other, other_calls))
+def test_what_is_not_the_same_is_seen() -> None:
+    found = []
+    for size in (4, 5):
+        calls = Calls()
+        made = trainer(Recorder, callbacks=[calls], per_device_train_batch_size=size)
+        made.train()
+        found.append(left_by(made, calls))
+    assert {"weights", "moments", "log", "random", "calls", "shapes"} <= {*differences(*found)}
 
 
 def test_trials_run_the_longest_samples_through_the_trainers_collator() -> None:

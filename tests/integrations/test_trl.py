@@ -16,8 +16,9 @@ from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import transformers_trial
 from linnaeus.integrations.transformers import autobatch, check_supported
 from linnaeus.integrations.transformers_data import training_data
+from tests.helpers.bits import differences
 from tests.helpers.ledger import limit_with_room_for
-from tests.integrations.hugging import Calls, differences, outcome, trainer, trl_trainer
+from tests.integrations.hugging import Calls, outcome, trainer, trl_trainer
 
 pytestmark = pytest.mark.filterwarnings(
     "default::FutureWarning", "default::DeprecationWarning", "default::UserWarning"

@@ -10,8 +10,6 @@ import pytest
 
 from linnaeus.memory.allocator import MIB, AllocatorSettings, Block, CachingAllocator, Refused
 
-KIB = 1024
-
 
 class Device:
     """Counts the bytes that the allocator holds, and has no more than its size."""

@@ -146,10 +146,13 @@ OPTIMIZERS: dict[str, Any] = {
     "no layers": OptimizerConfig(LAYER_DECAY=0.5), "no heads": OptimizerConfig(HEAD_LR_SCALE=2.0),
 }  # fmt: skip
 NOTES = {
-    "focal": ["LOSS.FOCAL_GAMMA=3"], "mixing": ["DATA.AUGMENT.MIX_OFF_EPOCHS=2"],
-    "unfreezing": ["TRAIN.UNFREEZE_EPOCH=2"], "unfreezing at once": ["TRAIN.UNFREEZE_EPOCH=1", FROZEN],
-    "unfreezing late": ["TRAIN.UNFREEZE_EPOCH=5", "TRAIN.EPOCHS=4", FROZEN],
-}  # fmt: skip
+    "focal": (["LOSS.FOCAL_GAMMA=3"], "LOSS.NAME=focal"),
+    "mixing": (["DATA.AUGMENT.MIX_OFF_EPOCHS=2"], "DATA.AUGMENT.MIXUP=0.5"),
+    "unfreezing": (["TRAIN.UNFREEZE_EPOCH=2"], FROZEN),
+    "unfreezing at once": (["TRAIN.UNFREEZE_EPOCH=1", FROZEN], "TRAIN.UNFREEZE_EPOCH=2"),
+    "unfreezing late": (["TRAIN.UNFREEZE_EPOCH=5", "TRAIN.EPOCHS=4", FROZEN], "TRAIN.EPOCHS=5"),
+}
+"""Keys without effect, and what gives them one."""
 SWITCHED_ON = [
     *MIXED, "DATA.SAMPLER=balanced", "LOSS.NAME=focal", "LOSS.CLASS_WEIGHTS=balanced", "MODEL.HEAD=marginal",
     "OPTIMIZER.LAYER_DECAY=0.75", "OPTIMIZER.HEAD_LR_SCALE=10",
@@ -190,6 +193,7 @@ def test_messages(golden: Golden, tmp_path: Path) -> None:
     messages["optimizer: nothing trains"] = error_of(build_optimizer, OptimizerConfig(), frozen)
     messages["noise scale"] = error_of(check_noise_scale, NoiseScaleConfig(ENABLED=True), 1)
     messages["switched on"] = str(settings_sentence(load_config(SWITCHED_ON).config))
-    for title, argv in NOTES.items():
+    for title, (argv, remedy) in NOTES.items():
         messages[f"no effect: {title}"] = "\n".join(settings_without_effect(load_config(argv).config))
+        assert settings_without_effect(load_config([*argv, remedy]).config) == []
     golden("training", messages, folder=tmp_path, here=__name__)

@@ -9,33 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from linnaeus.data.batch import Batch
 from linnaeus.training.noise_scale import GradientProbe, NoiseScale
 from linnaeus.training.step import Precision, TrainStep
 from tests.helpers.runs import SMALL, Run
+from tests.helpers.small_models import Point, half_square
 
 CPU = torch.device("cpu")
 MEAN = torch.tensor([0.6, -0.8, 0.0, 1.0])
 SIGMA = torch.tensor([1.0, 2.0, 0.5, 3.0])
 EXACT = float(SIGMA.square().sum() / MEAN.square().sum())
 """Samples are N(MEAN, diag(SIGMA²)). With w = 0 and the loss |w - x|²/2, the gradient of one is -x."""
-
-
-class Point(nn.Module):
-    """The distance of a parameter at 0 to each sample, [B, 4]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w - x
-
-
-def half_square(outputs: Tensor, _: Tensor) -> Tensor:
-    return outputs.square().sum(dim=1).mean() / 2
 
 
 def batches(size: int, seed: int) -> Iterator[Batch]:

@@ -49,6 +49,7 @@ def failure(folder: Path, *argv: str, **sizes: int) -> str:
     """The error with which a training ends."""
     with trainer_of(folder, *argv, **sizes) as trainer, pytest.raises(OutOfMemoryError) as caught:
         trainer.fit()
+    assert caught.value.exit_code == 3
     return str(caught.value)
 
 

@@ -99,19 +99,6 @@ def test_sizes_that_autobatch_found_are_split_and_kept(run: Run, tmp_path: Path)
     assert (plan["MICRO_BATCH"], plan["EFFECTIVE_BATCH"]) == (8, 16)
 
 
-@pytest.mark.e2e
-def test_the_program_explains_it_and_goes_on_with_the_remedy(run: Run, tmp_path: Path) -> None:
-    model = (*IN_VALIDATION, "MODEL.from_sample=150")
-    outcome = run(*RUN, *model)
-    assert outcome.code == 3
-    assert "DATA.BATCH_SIZE_VAL below 16" in outcome.err
-    assert "Traceback" not in outcome.err
-    assert checkpoint(tmp_path / "runs/plain")["progress"]["epoch"] == 1
-    again = run(*RUN, *model, "DATA.BATCH_SIZE_VAL=8")
-    assert again.code == 0, again.err
-    assert curve(tmp_path / "runs/plain")[0] == list(range(1, 19))
-
-
 CONVOLUTIONS = (*RUN, f"MODEL._target_={__name__}.Convolutions", "TRAIN.EPOCHS=1", "DATA.BATCH_SIZE_VAL=4")
 """Validation is never split, so its batches are small ones that always fit."""
 

@@ -26,7 +26,7 @@ from linnaeus.training.noise_scale import GradientProbe, NoiseScale
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
 from tests.helpers.bits import bits
 from tests.helpers.processes import Results, compute, group_of
-from tests.training.test_noise_scale import Point, half_square
+from tests.helpers.small_models import Point, half_square
 
 pytestmark = pytest.mark.distributed
 
