@@ -11,7 +11,7 @@ FLOOR_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).*
 FLOOR :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-e2e test-slow test-all test-integrations test-floor test-mutants coverage messages size lint typecheck docs clean
+.PHONY: help train test test-e2e test-slow test-all test-gpu test-integrations test-floor test-mutants coverage messages size lint typecheck docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ test-e2e: $(VENV)/.installed-dev ## run the tests that start whole runs
 
 test-slow: $(VENV)/.installed-dev ## run the slow tests, and the property tests with many examples
 	$(BIN)/python -m pytest -m "slow or hypothesis" --ignore tests/integrations $(THOROUGH) $(PARALLEL)
+
+test-gpu: $(VENV)/.installed-dev ## run the tests that need a GPU: on a card, or else on a phantom of one
+	$(BIN)/python -m tests.phantom $(BIN)/python -m pytest -p tests.phantom.values -m gpu tests
 
 test-integrations: $(VENV)/.installed-dev,integrations ## run the tests with Lightning, transformers, TRL and accelerate
 	$(BIN)/python -m pytest -m integrations $(PARALLEL) tests/integrations

@@ -1,0 +1,8 @@
+"""A phantom GPU: torch's own CUDA code without a card. See README.md."""
+
+import os
+
+
+def is_on() -> bool:
+    """Whether this process has phantom GPUs."""
+    return "libphantom_cuda" in os.environ.get("LD_PRELOAD", "")

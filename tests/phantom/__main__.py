@@ -1,0 +1,43 @@
+"""Run a command on a card where there is one, else on phantom GPUs.
+
+    python -m tests.phantom python -m pytest -m gpu
+    PHANTOM_GPUS=2 PHANTOM_TOTAL_GIB=40,24 python -m tests.phantom torchrun --nproc_per_node=2 ...
+
+Where there is neither a card nor what a phantom is built from, one sentence says so, and the command is
+skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.phantom.build import CannotBuildError, environment
+
+
+def has_card() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def main(command: list[str]) -> int:
+    if has_card():
+        return subprocess.run(command, check=False).returncode
+    machine = os.environ.get("PHANTOM_MACHINE", f"{os.getpid()}")
+    try:
+        env = environment(machine=machine)
+    except CannotBuildError as missing:
+        print(f"skipped: {missing}")
+        return 0
+    try:
+        return subprocess.run(command, env=env, check=False).returncode
+    finally:
+        folder = os.environ.get("PHANTOM_DIR", "/dev/shm")
+        Path(folder, f"phantom-gpu-{os.getuid()}-{machine}").unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
