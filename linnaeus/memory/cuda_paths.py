@@ -43,7 +43,7 @@ FLOAT32 = _names("""
     cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss_nd nll_loss2d
     hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
     multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
-    binary_cross_entropy_with_logits cross_entropy_loss dist pdist cdist renorm logsumexp
+    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
     upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
     _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm
 """)
@@ -138,20 +138,42 @@ KNOWN_TORCH = "2.15"
 
 
 def _half_to_float(fused: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Softmax that reads a 16-bit tensor and writes float32, without a copy of its input."""
+    """Softmax that reads float16 and writes float32 in one kernel; of other tensors it reads a copy."""
 
     def run(x: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
         dim = -1 if dim is None else dim
-        if (
-            x.dtype != torch.half and torch.__version__ < KNOWN_TORCH
-        ):  # 2.8 has it for float16 alone on `meta`
-            return fused(x.float(), dim, False)
-        return fused(x, dim, True)
+        return fused(x, dim, True) if x.dtype == torch.half else fused(x.float(), dim, False)
 
     return run
 
 
 _FUSED_SOFTMAX = {"softmax": _half_to_float(aten._softmax), "log_softmax": _half_to_float(aten._log_softmax)}
+
+
+def _cross_entropy(
+    func: Any,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Under autocast, the softmax keeps the logits' format, and its result is copied to float32."""
+    is_half = _is_eligible(x) and x.dtype != torch.float32
+    result: Tensor
+    if not (is_half and torch.is_autocast_enabled("cuda")) or target.is_floating_point():
+        result = func(x, target, weight, reduction, ignore_index, label_smoothing)
+        return result
+    dim = min(1, x.dim() - 1)
+    log = torch.log_softmax(x, dim, dtype=x.dtype)
+    weight = None if weight is None else weight.float()
+    result = torch._C._nn.nll_loss_nd(log.float(), target, weight, reduction, ignore_index)
+    if label_smoothing:
+        smooth = log.sum(dim, dtype=torch.float32).neg()
+        smooth = smooth if reduction == 0 else smooth.sum()
+        result = result * (1 - label_smoothing) + smooth * (label_smoothing / x.shape[dim])
+    return result
 
 
 def _dropout(func: Any, x: Tensor, p: float = 0.5, train: bool = True) -> Tensor:
@@ -324,6 +346,7 @@ def _pin_memory(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 ROUTES: dict[str, Callable[..., Any]] = {
+    "cross_entropy_loss": _cross_entropy,
     "dropout": _dropout,
     "gru": _rnn,
     "lstm": _rnn,

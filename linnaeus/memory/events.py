@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from linnaeus.memory.reductions import Reduction
+
 
 class ConvFacts(NamedTuple):
     """A convolution, as far as the workspace of its kernel depends on it.
@@ -47,16 +49,16 @@ class Event(NamedTuple):
         kind: `allocate`, `release`, `workspace` (held within one operation), `flush` (the allocator gives
             its free segments back) or `mark`.
         storage: names the storage, in the order of allocation; 0 for other events.
-        num_bytes: of the storage.
+        num_bytes: of the storage, or of a workspace without facts.
         label: of a mark; the operation that allocates.
-        facts: of a workspace.
+        facts: of the workspace of a convolution or reduction.
     """
 
     kind: str
     storage: int
     num_bytes: int = 0
     label: str = ""
-    facts: ConvFacts | None = None
+    facts: ConvFacts | Reduction | None = None
 
 
 @dataclass(frozen=True)

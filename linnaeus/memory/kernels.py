@@ -14,9 +14,15 @@ import torch
 from torch import Tensor
 
 from linnaeus.memory.events import ConvFacts
+from linnaeus.memory.reductions import Reduction
 
 if TYPE_CHECKING:
     from linnaeus.memory.recorder import Recorder
+
+BLAS_WORKSPACE_BYTES = 8_519_680
+"""Workspace of cuBLAS: torch's default `:4096:2:16:8` up to compute capability 8.x."""
+LT_WORKSPACE_BYTES = 1 << 20
+"""Workspace of cuBLASLt, which adds the bias of a linear layer to the product."""
 
 Kernel = Callable[["Recorder", str, Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -28,7 +34,9 @@ def _is_dense(tensor: Tensor) -> bool:
     )
 
 
-def _copying_strided(*indices: int, layouts: Callable[[Tensor], bool] = _is_dense) -> Kernel:
+def _copying_strided(
+    *indices: int, layouts: Callable[[Tensor], bool] = _is_dense, is_blas: bool = False
+) -> Kernel:
     """A kernel that copies those of its arguments that are not dense, and holds the copies until it ends."""
 
     def run(recorder: Recorder, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -39,6 +47,9 @@ def _copying_strided(*indices: int, layouts: Callable[[Tensor], bool] = _is_dens
         ]
         outputs = func(*args, **kwargs)
         recorder.track_all(outputs, name)
+        if is_blas:
+            has_bias = name == "addmm" and args[0].dim() == 1 and kwargs.get("beta", 1) == 1
+            recorder.use_blas(LT_WORKSPACE_BYTES if has_bias else BLAS_WORKSPACE_BYTES)
         for number in copies:
             recorder.release(number)
         return outputs
@@ -80,7 +91,9 @@ def _convolution_backward(
     for kind, output in zip(("input", "weight", "bias"), outputs, strict=True):
         if output is not None:
             recorder.track(output, name)
-            if kind != "bias":
+            if kind == "bias":
+                recorder.reduce(Reduction.of(grad, (0, *range(2, grad.dim()))))
+            else:
                 _conv_workspace(recorder, kind, x, w, grad, args[9], args[4])
     for number in copies:
         recorder.release(number)
@@ -114,6 +127,17 @@ def _conv_workspace(
         _conv_format(x, w) is torch.channels_last,
     )  # fmt: skip
     recorder.record_convolution(facts)
+
+
+def _reduction(
+    recorder: Recorder, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    output = func(*args, **kwargs)
+    recorder.track_all(output, name)
+    index = 2 if name == "linalg_vector_norm" else 1
+    dims = args[index] if len(args) > index and not isinstance(args[index], bool) else kwargs.get("dim")
+    recorder.reduce(Reduction.of(args[0], [dims] if isinstance(dims, int) else dims))
+    return output
 
 
 def _safe_softmax(
@@ -178,10 +202,16 @@ KERNELS: dict[str, Kernel] = {
     "max_pool2d_with_indices": _copying_strided(0),
     "avg_pool2d": _copying_strided(0),
     "avg_pool2d_backward": _copying_strided(0, 1),
-    "mm": _copying_strided(0, 1, layouts=_is_matrix),
-    "bmm": _copying_strided(0, 1, layouts=_is_matrix),
-    "addmm": _copying_strided(1, 2, layouts=_is_matrix),
-    "baddbmm": _copying_strided(1, 2, layouts=_is_matrix),
+    "mm": _copying_strided(0, 1, layouts=_is_matrix, is_blas=True),
+    "bmm": _copying_strided(0, 1, layouts=_is_matrix, is_blas=True),
+    "addmm": _copying_strided(1, 2, layouts=_is_matrix, is_blas=True),
+    "baddbmm": _copying_strided(1, 2, layouts=_is_matrix, is_blas=True),
+    "mv": _copying_strided(is_blas=True),
+    "addmv": _copying_strided(is_blas=True),
+    "dot": _copying_strided(is_blas=True),
+    "sum": _reduction,
+    "mean": _reduction,
+    "linalg_vector_norm": _reduction,
     "_safe_softmax": _safe_softmax,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,

@@ -34,7 +34,9 @@ from typing import Any, Protocol
 import torch
 
 from linnaeus.memory.allocator import AllocatorSettings, Block, CachingAllocator
+from linnaeus.memory.events import ConvFacts
 from linnaeus.memory.gpus import ASSUMED_BASE_BYTES
+from linnaeus.memory.reductions import Reduction
 from linnaeus.memory.trace import Buckets, Trace, UntraceableError, trace
 from linnaeus.memory.workspace import workspace_bytes
 
@@ -45,6 +47,8 @@ MARGIN = 1.15
 """Peak times this is at least the measured peak in 98 of 100 runs, see benchmarks/prediction_accuracy.py."""
 
 ALLOCATE, RELEASE, BORROW, FLUSH = 0, 1, 2, 3
+Program = list[tuple[int, int, "int | Reduction"]]
+"""Events: what to do, the number of the storage, and its bytes or the reduction that they follow from."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Prediction:
     is_paired: bool
     is_base_measured: bool
     _batch_sizes: tuple[int, int]
-    _programs: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = field(repr=False)
+    _programs: tuple[Program, Program] = field(repr=False)
     _peaks: dict[int, int] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -175,10 +179,21 @@ class Prediction:
     def _replayed(self, n: int) -> int:
         (first, second), (low, high) = self._programs, self._batch_sizes
         factor, span = n - low, high - low
-        events = [
-            (kind, number, max(0, size + (other - size) * factor // span))
-            for (kind, number, size), (_, _, other) in zip(first, second, strict=True)
-        ]
+
+        def between(size: int, other: int) -> int:
+            return max(0, size + (other - size) * factor // span)
+
+        events: Program = []
+        for (kind, number, size), (_, _, other) in zip(first, second, strict=True):
+            if isinstance(size, Reduction) and isinstance(other, Reduction):
+                facts = size._replace(
+                    num_outputs=between(size.num_outputs, other.num_outputs),
+                    num_inputs=between(size.num_inputs, other.num_inputs),
+                )
+                events.append((kind, number, facts))
+            else:
+                assert isinstance(size, int) and isinstance(other, int)  # noqa: PT018
+                events.append((kind, number, between(size, other)))
         return replay(events, self.settings).peak_reserved_bytes
 
     def _on_line(self, n: int) -> int:
@@ -243,12 +258,13 @@ def largest_within(candidates: _Sizes, budget: float, need: Callable[[int], floa
     return candidates[low]
 
 
-def replay(events: list[tuple[int, int, int]], settings: AllocatorSettings) -> CachingAllocator:
-    """The allocator after a list of events: what to do, the number of the storage, its bytes."""
+def replay(events: Program, settings: AllocatorSettings) -> CachingAllocator:
+    """The allocator after a program."""
     allocator = CachingAllocator(settings)
     allocate, free = allocator.allocate, allocator.free
     blocks: dict[int, Block] = {}
-    for kind, number, num_bytes in events:
+    for kind, number, size in events:
+        num_bytes = size.scratch_bytes() if isinstance(size, Reduction) else size
         if kind == RELEASE:
             block = blocks.pop(number, None)
             if block is not None:
@@ -264,9 +280,9 @@ def replay(events: list[tuple[int, int, int]], settings: AllocatorSettings) -> C
     return allocator
 
 
-def _program(found: Trace) -> list[tuple[int, int, int]]:
+def _program(found: Trace) -> Program:
     """The events as `replay` takes them."""
-    program = []
+    program: Program = []
     for event in found.events:
         if event.kind == "allocate":
             program.append((ALLOCATE, event.storage, event.num_bytes))
@@ -274,8 +290,10 @@ def _program(found: Trace) -> list[tuple[int, int, int]]:
             program.append((RELEASE, event.storage, 0))
         elif event.kind == "flush":
             program.append((FLUSH, 0, 0))
-        elif event.facts is not None:
-            program.append((BORROW, 0, workspace_bytes(event.facts)))
+        elif event.kind == "workspace":
+            facts = event.facts
+            borrowed = workspace_bytes(facts) if isinstance(facts, ConvFacts) else facts or event.num_bytes
+            program.append((BORROW, 0, borrowed))
     return program
 
 

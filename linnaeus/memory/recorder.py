@@ -11,14 +11,12 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from linnaeus.memory.cuda_paths import KNOWN_TORCH
 from linnaeus.memory.events import ConvFacts, Event
 from linnaeus.memory.kernels import KERNELS
 from linnaeus.memory.meta_state import UntraceableError
-
-BLAS_WORKSPACE_BYTES = 8_519_680
-"""Bytes that cuBLAS keeps for each thread: torch's default `:4096:2:16:8` up to compute capability 8.x."""
-
-BLAS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"})
+from linnaeus.memory.reductions import Reduction
+from linnaeus.memory.storages import accumulates_in_place, references_of_a_gradient
 
 _NEEDS_VALUES = {
     "_local_scalar_dense": "`.item()`, `float(tensor)` or `if tensor`",
@@ -56,6 +54,7 @@ class Recorder(TorchDispatchMode):
         self._num_allocated = 0
         self._has_blas = [False, False]
         self._timed: set[ConvFacts] = set()
+        references_of_a_gradient()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -99,6 +98,29 @@ class Recorder(TorchDispatchMode):
         if storage:
             self.events.append(Event("release", storage))
 
+    def borrow(self, num_bytes: int, operation: str) -> None:
+        """Record bytes that an operation takes and returns at once, without another allocation in between."""
+        if num_bytes:
+            self.events.append(Event("workspace", 0, num_bytes, operation))
+
+    def reduce(self, facts: Reduction) -> None:
+        """Record the scratch memory of a reduction."""
+        self.events.append(Event("workspace", 0, 0, "reduction", facts))
+
+    def use_blas(self, num_bytes: int) -> None:
+        """Record the workspace of cuBLAS.
+
+        It is borrowed for each product. Older torch keeps one for each thread; backward has a thread of its
+        own.
+        """
+        if torch.__version__ >= KNOWN_TORCH:
+            self.borrow(num_bytes, "cublas")
+            return
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not self._has_blas[in_backward]:
+            self._has_blas[in_backward] = True
+            self.allocate(num_bytes, "cublas")
+
     def record_convolution(self, facts: ConvFacts) -> None:
         """Record the workspace of a convolution's kernel.
 
@@ -117,6 +139,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if accumulates_in_place(func, args, kwargs):
+            return args[0]
         kwargs = kwargs or {}
         name = func.__name__.partition(".")[0]
         self.last_operation = name
@@ -127,8 +151,6 @@ class Recorder(TorchDispatchMode):
             raise UntraceableError(f"{name} ({_NEEDS_VALUES[name]}) needs the values of a tensor")
         if is_meta and name in _WITHOUT_OUTPUT:
             return args[0] if name == "_amp_update_scale_" else None
-        if name in BLAS:
-            self._start_blas()
         handler = KERNELS.get(name)
         with torch._C.DisableTorchFunction():
             try:
@@ -160,13 +182,6 @@ class Recorder(TorchDispatchMode):
     def _follow(self, storage: UntypedStorage, recorded: int) -> None:
         address = storage._cdata
         self._known[address] = weakref.ref(storage, lambda _: self._forget(address)), recorded
-
-    def _start_blas(self) -> None:
-        """Each thread's first use of cuBLAS allocates its workspace; backward has a thread of its own."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not self._has_blas[in_backward]:
-            self._has_blas[in_backward] = True
-            self.allocate(BLAS_WORKSPACE_BYTES, "cublas")
 
 
 def untraceable(error: Exception, operation: str) -> UntraceableError | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
+
+aten = torch.ops.aten
 
 
 class StorageTracer(TorchDispatchMode):
@@ -36,6 +39,7 @@ class StorageTracer(TorchDispatchMode):
         self._on_allocate, self._on_free = on_allocate, on_free
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], int, int]] = {}
         self._num_allocated = 0
+        references_of_a_gradient()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -45,12 +49,14 @@ class StorageTracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if accumulates_in_place(func, args, kwargs):
+            return args[0].add_(args[1])
         outputs = func(*args, **(kwargs or {}))
         for storage in _storages(outputs):
             known = self._known.get(storage._cdata)
             if known is None:
                 inputs = {given._cdata for given in _storages((args, kwargs))}
-                is_literal = func is torch.ops.aten.lift_fresh.default  # the end of `torch.tensor(values)`
+                is_literal = func is aten.lift_fresh.default  # the end of `torch.tensor(values)`
                 self._add(storage, is_new=is_literal or storage._cdata not in inputs)
             elif known[2] != storage.nbytes():  # it was resized
                 self._forget(storage._cdata)
@@ -72,6 +78,52 @@ class StorageTracer(TorchDispatchMode):
         _, number, num_bytes = self._known.pop(address, (None, 0, 0))
         if number:
             self._on_free(number, num_bytes)
+
+
+def accumulates_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Whether an operation adds two gradients of one tensor, which autograd does in place without a mode.
+
+    Under any dispatch mode autograd adds them out of place. Without one it adds to the first of them, if
+    nothing else refers to it (torch/csrc/autograd/input_buffer.cpp).
+    """
+    if func is not aten.add.Tensor or kwargs or torch.is_grad_enabled():
+        return False
+    if torch._C._current_graph_task_id() == -1 or not all(isinstance(arg, Tensor) for arg in args):
+        return False
+    return _has_no_gaps(args[0]) and _references(args[0]) == references_of_a_gradient()
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    """Whether its elements, in some order, follow each other in memory."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _references(tensor: Tensor) -> tuple[int, int]:
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def references_of_a_gradient() -> tuple[int, int]:
+    """References of this torch to a gradient and its storage, where only autograd and a mode have any."""
+    found = []
+
+    class Probe(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is aten.add.Tensor and not torch.is_grad_enabled():
+                found.append(_references(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with _disable_current_modes(), torch.enable_grad():
+        x = torch.ones(2, requires_grad=True)
+        with Probe():  # type: ignore[no-untyped-call]
+            y = x * 1
+            (y.exp() + y.sin()).sum().backward()
+    return found[0]
 
 
 def num_compiled_graphs() -> int:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from typing import Any
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from linnaeus.memory.allocator import MIB
 from linnaeus.memory.oom import is_out_of_memory
 from tests.helpers.fake_cuda import FakeCuda, format_size, mebibytes
+from tests.helpers.forks import ROOT
 
 GIB = 1024 * MIB
 
@@ -187,24 +189,22 @@ def test_sizes_read_as_in_the_messages_of_torch(num_bytes: int, shown: str) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_model_reserves_what_the_allocator_of_a_card_reserves() -> None:
     """The same requests on both: random sizes in random order, of which half are freed again."""
-    sizes = [int(2 ** (9 + 17 * x)) for x in torch.rand(400, generator=torch.Generator().manual_seed(0))]
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
-    assert before == (0, 0), "blocks of other tests would serve these requests"
-
-    def reserved(allocate: Callable[[int], Any], read: Callable[[], int]) -> list[int]:
-        held: list[Any] = []
-        figures = []
-        for number, size in enumerate(sizes):
-            held.append(allocate(size))
-            if number % 3 == 2:
-                del held[number % len(held)]
-            figures.append(read())
-        return figures
-
-    real = reserved(
-        lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"), torch.cuda.memory_reserved
+    program = "from tests.cuda.test_device import reserved; print(reserved('cuda'))"
+    out = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    cuda = FakeCuda(torch.cuda.get_device_properties(0).total_memory)
-    with cuda.installed():
-        assert reserved(lambda size: torch.empty(size, dtype=torch.uint8), torch.cuda.memory_reserved) == real
+    with FakeCuda(torch.cuda.get_device_properties(0).total_memory).installed():
+        assert reserved("cpu") == json.loads(out.stdout)
+
+
+def reserved(device: str) -> list[int]:
+    """Bytes reserved after each of the requests; on a card, in a process that has allocated nothing else."""
+    sizes = [int(2 ** (9 + 17 * x)) for x in torch.rand(400, generator=torch.Generator().manual_seed(0))]
+    held: list[Tensor] = []
+    figures = []
+    for number, size in enumerate(sizes):
+        held.append(torch.empty(size, dtype=torch.uint8, device=device))
+        if number % 3 == 2:
+            del held[number % len(held)]
+        figures.append(torch.cuda.memory_reserved())
+    return figures

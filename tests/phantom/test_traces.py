@@ -1,0 +1,57 @@
+"""Predicted against reserved bytes of a phantom GPU; `compare.py` shows them for any model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from linnaeus.memory.reductions import Reduction
+from tests.phantom import is_on
+from tests.phantom.compare import compared, parsed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not is_on(), reason="needs a phantom GPU: make test-gpu"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+CASES = {
+    "residual connections": ("resnet18 24 97", 0.0),
+    "cross-entropy under autocast": ("gpt 16 --amp bf16", 0.001),
+    "bias gradients of wide layers": ("vit_small_patch16_224 24", 0.005),
+}
+"""What the trace once missed: model and size, and the largest error."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_prediction_is_what_torch_reserves(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, most = CASES[case]
+    errors = compared(parsed(arguments.split()))
+    assert all(abs(error) <= most for error in errors.values()), capsys.readouterr().out
+
+
+def borrowed(x: torch.Tensor, dims: tuple[int, ...]) -> int:
+    """The second of the blocks that a sum asks for: its output, scratch, semaphores."""
+    torch.cuda.memory._record_memory_history(stacks="python", context=None)
+    x.sum(dims)
+    events = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    sizes = [event["size"] for event in events if event["action"] == "alloc"]
+    return sizes[-2] if len(sizes) > 1 else 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [
+        ((4728, 3072), (0,)), ((4728, 768), (0,)), ((8192, 8192), (0,)), ((1000, 10), (0,)),
+        ((10**5, 10), (0,)), ((10**6, 3), (0,)), ((24, 3, 224, 224), (0, 1, 2, 3)),
+        ((24, 3, 224, 224), (0, 2, 3)), ((24, 96, 56, 56), (0, 2, 3)), ((64, 1000), (1,)), ((7, 10**6), (1,)),
+    ],
+)  # fmt: skip
+def test_scratch_of_reductions(shape: tuple[int, ...], dims: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.empty(shape, dtype=dtype, device="cuda")
+    assert borrowed(x, dims) == Reduction.of(x, dims).scratch_bytes()
+    if len(shape) == 4:
+        x = x.to(memory_format=torch.channels_last)
+        assert borrowed(x, dims) == Reduction.of(x, dims).scratch_bytes()
