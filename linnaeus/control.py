@@ -21,12 +21,14 @@ import itertools
 import logging
 import os
 import pickle
+import re
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -439,6 +441,25 @@ class _Pulse:
                 seconds, last = SILENCE_LOOKS * BEAT_S, f"last heard of: {beat.doing}, process {beat.pid}"
                 message = f"no sign of life for {seconds:.0f} s: it died or hangs ({last})"
                 self._keys.put_first("failure", Failure(rank, message))
+
+
+def group_of_this_rank(
+    backend: str | None = None, timeout: timedelta | None = None
+) -> torch_dist.ProcessGroup:
+    """A process group of this rank alone; the other ranks have no part in making it.
+
+    Since torch 2.15, "nccl" would split the communicator of the default group, and wait for all its ranks.
+
+    Args:
+        backend: None is that of the default group.
+        timeout: of its collectives.
+    """
+    name = backend or torch_dist.get_backend_config()
+    if "nccl-legacy" in torch_dist.Backend.backend_list:
+        name = re.sub(r"\bnccl\b(?!-)", "nccl-legacy", name)
+    group = torch_dist.new_group([torch_dist.get_rank()], timeout, name, use_local_synchronization=True)
+    assert isinstance(group, torch_dist.ProcessGroup)  # this rank is a member
+    return group
 
 
 def first_difference(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, tuple[Any, Any]]] | None:

@@ -23,7 +23,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.config.schema import DistConfig
-from linnaeus.control import ControlPlane, Failure, agree_on_attempt, first_difference
+from linnaeus.control import (
+    ControlPlane,
+    Failure,
+    agree_on_attempt,
+    first_difference,
+    group_of_this_rank,
+)
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.signals import Interrupted, ignore_signals
 
@@ -152,9 +158,16 @@ class World:
         return value
 
     def warm_up_collectives(self) -> None:
-        """Run one all-reduce of a bucket's size, so that the backend allocates its buffers now."""
+        """Run each kind of collective that training uses, so that the backend allocates its buffers now.
+
+        NCCL connects an algorithm when it uses it first, and chooses it by kind and size.
+        """
         if self.is_distributed and self.device.type != "cpu":
-            torch_dist.all_reduce(torch.zeros(_BUCKET_BYTES, dtype=torch.uint8, device=self.device))
+            for num_bytes in (8, _BUCKET_BYTES):
+                values = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+                torch_dist.all_reduce(values)
+                torch_dist.broadcast(values, src=0)
+            torch_dist.all_gather([torch.empty_like(values[:8]) for _ in range(self.world_size)], values[:8])
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
@@ -257,26 +270,21 @@ def join(device_name: str, config: DistConfig) -> Iterator[World]:
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
         torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        host_group = torch_dist.new_group(None, timeout, "gloo") if backend == "nccl" else None
+        assert not isinstance(host_group, int)  # this rank is a member
         yield World(  # with `device_id`, torch would refuse the group of a single rank
             device=device,
             rank=rank,
             world_size=world_size,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             control=control,
-            host_group=_group(None, "gloo", timeout) if backend == "nccl" else torch_dist.group.WORLD,
-            single_rank_group=_group([rank], backend, timeout),
+            host_group=host_group or torch_dist.group.WORLD,
+            single_rank_group=group_of_this_rank(backend, timeout),
         )
         with suppress(torch_dist.DistError):  # the launcher, which hosts the store, may have ended
             control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
             control.collect(None)  # rank 0 leaves last: it may host the store
     torch_dist.destroy_process_group()
-
-
-def _group(ranks: list[int] | None, backend: str, timeout: timedelta) -> torch_dist.ProcessGroup:
-    is_local = ranks is not None
-    group = torch_dist.new_group(ranks, timeout, backend, use_local_synchronization=is_local)
-    assert isinstance(group, torch_dist.ProcessGroup)  # this rank is a member
-    return group
 
 
 @contextmanager

@@ -80,6 +80,7 @@ class BatchSizeFinder:
         names: what messages call the settings.
         predict: gives the prediction of the step, for searches on CUDA devices to start from; see
             `predict_step`. None searches without one.
+        empties_cache: whether training empties the cache between its steps, as around a validation.
         neighbours: process ids of all ranks on this machine; needed where LOCAL_WORLD_SIZE is not set.
         step, make_batch, and the others: as for `auto_find_batch_size`.
 
@@ -115,6 +116,7 @@ class BatchSizeFinder:
         observer: SearchObserver | None = None,
         names: Names = ARGUMENTS,
         predict: Callable[[], Prediction] | None = None,
+        empties_cache: bool = False,
         neighbours: Sequence[int] = (),
     ) -> None:
         check_choice("mode", mode, get_args(Mode))
@@ -142,7 +144,7 @@ class BatchSizeFinder:
         self._make_runner = partial(
             TrialRunner, step, make_batch, state=state, memory=self.memory, budget_bytes=0,
             num_steps=steps_per_trial, training=mode == "train", train_once=train_once,
-            before_trial=before_trial, names=names,
+            before_trial=before_trial, names=names, empties_cache=empties_cache,
         )  # fmt: skip
         self._predict = predict if self.memory.device.type == "cuda" else None
         self._stack = contextlib.ExitStack()
@@ -345,12 +347,19 @@ class BatchSizeFinder:
             )  # fmt: skip
             raise AutoBatchError(str(failure))
         self._warn_about_equal_peaks()
+        size, limited_by = (
+            found.size,
+            self._bound if found.limited_by == "max_batch_size" else found.limited_by,
+        )
+        failed = [trial for trial in self._known.values() if trial.size > size and trial.peak_bytes is None]
+        if limited_by == "memory" and failed and min(failed, key=lambda trial: trial.size).status == "error":
+            limited_by = "error"
         self.trials[num_before:] = judged(self.trials[num_before:], self.budget_bytes)
         return AutoBatchResult(
             mode=self.mode,
-            batch_size=found.size,
+            batch_size=size,
             certified=found.certified,
-            limited_by=self._bound if found.limited_by == "max_batch_size" else found.limited_by,
+            limited_by=limited_by,
             target_memory_fraction=fraction,
             budget_bytes=self.budget_bytes,
             held_bytes=self.held_bytes,

@@ -21,6 +21,7 @@ logger = logging.getLogger("linnaeus.run")
 
 _LIMITS = {
     "memory": "the memory budget",
+    "error": "an error at larger sizes",
     "max_batch_size": "MAX_BATCH_SIZE",
     "dataset": "the samples of one process",
     "effective_batch": "the effective batch asked for",
@@ -90,7 +91,24 @@ def summary(result: AutoBatchResult) -> str:
     return (
         f"AutoBatch {result.mode}: batch size {result.batch_size}, limited by {limit}, {_proof(result)}; "
         f"{counted(len(result.trials), 'trial')} in {result.seconds:.1f} s, budget {budget}"
+        f"{_room_above(result, limit) if result.limited_by == 'max_batch_size' else ''}"
     )
+
+
+def _room_above(result: AutoBatchResult, key: str) -> str:
+    """What the bound leaves of the budget, and the size that a line through the largest peaks points to."""
+    peaks = {trial.size: trial.peak_bytes for trial in result.trials if trial.peak_bytes is not None}
+    used_bytes = peaks.get(result.batch_size)
+    if used_bytes is None or used_bytes >= result.budget_bytes:
+        return ""
+    left = f"; {1 - used_bytes / result.budget_bytes:.0%} of it is left"
+    smaller = [size for size in peaks if size < result.batch_size and peaks[size] < used_bytes]
+    if not smaller:
+        return f"{left}: raise {key}"
+    other = min(smaller)
+    slope = (used_bytes - peaks[other]) / (result.batch_size - other)
+    aim = result.batch_size + int((result.budget_bytes - used_bytes) / slope)
+    return f"{left}, which would do for about {aim} samples: raise {key}"
 
 
 def _proof(result: AutoBatchResult) -> str:

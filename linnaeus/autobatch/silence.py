@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.optimizers import subclasses
+from linnaeus.control import group_of_this_rank
 from linnaeus.errors import AutoBatchError
 
 A = TypeVar("A")
@@ -107,9 +108,7 @@ def silenced(state: Sequence[Any]) -> Iterator[None]:
                 setattr(wrapper, _HAS_REDUCED, True)
         norms = [module for module in _modules([*state, *wrappers]) if isinstance(module, nn.SyncBatchNorm)]
         if norms:
-            alone = torch_dist.new_group(
-                [torch_dist.get_rank()], backend="gloo", use_local_synchronization=True
-            )
+            alone = group_of_this_rank("gloo")
             stack.callback(torch_dist.destroy_process_group, alone)
         for norm in norms:
             stack.callback(setattr, norm, "process_group", norm.process_group)

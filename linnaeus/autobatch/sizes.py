@@ -145,6 +145,7 @@ class SizeSearch:
             observer=SearchProgress(mode, status, self.console),
             names=keys(mode),
             predict=predict if config.PREDICT and at_most is None else None,
+            empties_cache=True,  # before and after each validation
         ) as finder:  # fmt: skip
             yield finder
         train_step.discard_wrapper()

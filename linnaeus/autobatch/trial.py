@@ -16,7 +16,7 @@ from torch import nn
 
 from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.names import ARGUMENTS, Names
-from linnaeus.autobatch.search import OutOfMemory
+from linnaeus.autobatch.search import OutOfMemory, SizeError
 from linnaeus.autobatch.snapshot import Snapshot, runs_hooks
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import empty_cache, synchronize
@@ -28,6 +28,8 @@ MAX_TIMED_STEPS = 50
 MIN_TIMED_S = 0.25
 """Steps are timed until there are at least `MIN_TIMED_STEPS` and they took `MIN_TIMED_S` seconds together, or
 until there are `MAX_TIMED_STEPS`."""
+
+_ERRORS_OF_TORCH = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
 
 FEW_OBJECTS = 50_000
 """A collection of fewer objects takes some milliseconds."""
@@ -64,8 +66,12 @@ class TrialRunner:
     where training allocates it: after the first backward pass, among the blocks that this pass has freed.
     An optimizer that did not step there (the gradient scaler skipped it, or the step only accumulates) then
     takes a step with zero gradients. Training trials of a single step allocate the state before they begin.
-    On an accelerator, the cache is emptied after several steps, as after a validation, and as many are run
-    again: what training keeps lies between the gaps that activations have left, so that it may reserve more.
+    Where training empties the cache of an accelerator between its steps, a trial of several steps does so
+    after them, and runs as many again: what training keeps lies between the gaps that activations have left,
+    so that it may reserve more.
+
+    With `torch.backends.cudnn.benchmark`, a first step is not counted: cuDNN times kernels in it, with
+    workspaces up to all that is free, and tries smaller ones where the cap refuses them.
 
     The first validation trial begins with a training step and allocates all that training keeps. This stays
     until the last trial, and the cache is emptied behind it, as it is in training before a validation.
@@ -78,6 +84,7 @@ class TrialRunner:
         budget_bytes: what the process may hold on the device.
         num_steps: steps per trial.
         training: whether modules run in training mode.
+        empties_cache: whether training empties the cache between its steps, as around a validation.
         snapshot: the copies of `state`.
         train_once: runs one training step, for validation. Without it, only optimizer state is allocated.
         before_trial: called before each trial and each timing.
@@ -94,6 +101,7 @@ class TrialRunner:
         budget_bytes: int,
         num_steps: int,
         training: bool,
+        empties_cache: bool = False,
         snapshot: Snapshot,
         train_once: Callable[[], object] | None = None,
         before_trial: Callable[[], object] = lambda: None,
@@ -107,11 +115,15 @@ class TrialRunner:
         self._memory = memory
         self._num_steps = num_steps
         self._training = training
+        self._empties_cache = empties_cache and training and num_steps > 1 and memory.device.type != "cpu"
         self._snapshot = snapshot
         self._train_once = train_once
         self._before_trial = before_trial
         self._names = names
         self._is_prepared = training
+        self._has_fitted = self._is_beyond_size = False
+        self._has_changed = True
+        self._num_retries = 0
 
     def __call__(self, size: int) -> int:
         """Run one trial.
@@ -121,6 +133,7 @@ class TrialRunner:
 
         Raises:
             OutOfMemory: the size did not fit under the budget.
+            SizeError: it failed otherwise, as tensors above 2**31 elements do; a smaller size has fitted.
             AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
         """
         self._before_trial()
@@ -130,10 +143,14 @@ class TrialRunner:
         if num_compiled_graphs() > graphs:
             torch.compiler.reset()  # each size is compiled for its own shape, as in training
         self.clean()
-        if failure is not None:
-            logger.debug("batch size %d: %s", size, failure)
-            raise OutOfMemory(failure)
-        return peak_bytes
+        if failure is None:
+            self._has_fitted = True
+            return peak_bytes
+        if self._is_beyond_size:
+            logger.warning("warning: batch size %d fails where smaller ones do not: %s", size, failure)
+            raise SizeError(failure)
+        logger.debug("batch size %d: %s", size, failure)
+        raise OutOfMemory(failure)
 
     @property
     def held_bytes(self) -> int:
@@ -163,7 +180,9 @@ class TrialRunner:
         for module in self._modules:
             for parameter in module.parameters():
                 parameter.grad = None
-        self._snapshot.restore_parts(with_optimizers=self._training)
+        if self._has_changed:  # copying a large state from the host takes longer than a trial
+            self._snapshot.restore_parts(with_optimizers=self._training)
+            self._has_changed = False
         self._memory.clean()
 
     def _measure(self, size: int) -> tuple[str | None, int]:
@@ -181,15 +200,15 @@ class TrialRunner:
         if memory.in_use() >= self.budget_bytes:
             return "the process holds the whole budget before the first sample", 0
         with memory.cap(self.budget_bytes):
-            retries = memory.num_retries()
             failure = self._failure(partial(self._run, size))
             peak_bytes = memory.peak() + memory.placement_bytes
-        if failure is None and memory.num_retries() > retries:
+        if failure is None and memory.num_retries() > self._num_retries:
             failure = "the allocator had to flush its cache"
         return failure, peak_bytes
 
     def _time_steps(self, size: int, seconds: list[float]) -> None:
         """Append the seconds of each step."""
+        self._has_changed = True
         for module in self._modules:
             module.train(self._training)
         self._step(self._make_batch(size))
@@ -204,36 +223,60 @@ class TrialRunner:
 
     def _run(self, size: int) -> None:
         """Run the trial's steps."""
+        self._has_changed = True
         if self._training and self._num_steps == 1:
             self._allocate_optimizer_state()
         for module in self._modules:
             module.train(self._training)
-        self._memory.reset_peak()
-        for number in range(self._num_steps):
+        is_timing_kernels = self._memory.device.type == "cuda" and torch.backends.cudnn.benchmark
+        for number in range(self._num_steps + is_timing_kernels):
+            if number == int(is_timing_kernels):
+                self._memory.reset_peak()
+                self._num_retries = self._memory.num_retries()
             with _stepped(self._optimizers) as stepped:
                 self._step(self._make_batch(size))
             if self._training and number == 0:
                 for optimizer in self._optimizers:
                     if optimizer not in stepped:
                         step_with_zero_gradients(optimizer, self._memory.refused)
-        if self._training and self._num_steps > 1 and self._memory.device.type != "cpu":
+        if self._empties_cache:
             empty_cache(self._memory.device)
             for _ in range(self._num_steps):
                 self._step(self._make_batch(size))
+        synchronize(self._memory.device)  # errors of kernels belong to this trial
 
     def _failure(self, work: Callable[[], object]) -> str | None:
-        """Call the function; return the first line of an out-of-memory error, None if there was none."""
+        """Call the function; return the first line of an out-of-memory error, None if there was none.
+
+        On an accelerator, other errors of torch at sizes above one that has fitted count too, if the device
+        still works: kernels have limits of their own.
+        """
+        self._is_beyond_size = False
         try:
             work()
         except Exception as error:
             if not self._memory.refused(error):
-                raise
+                if not self._has_fitted or type(error) not in _ERRORS_OF_TORCH or not self._still_works():
+                    raise
+                self._is_beyond_size = True
             release_frames(error)
             return str(error).partition("\n")[0] or type(error).__name__
         return None
 
+    def _still_works(self) -> bool:
+        """Whether the device, which is an accelerator, runs on after an error."""
+        if self._memory.device.type == "cpu":
+            return False
+        try:
+            torch.zeros(1, device=self._memory.device).add_(1)
+            synchronize(self._memory.device)
+        except RuntimeError:
+            return False
+        return True
+
     def _prepare_validation(self) -> None:
         """Allocate what training keeps: optimizer state, gradient buckets, state of the average."""
+        self._has_changed = True
         if self._train_once is not None:
             for module in self._modules:
                 module.train()

@@ -42,6 +42,7 @@ from linnaeus.autobatch.optimizers import subclasses
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.trial import release_frames
 from linnaeus.errors import AutoBatchError
+from linnaeus.integrations.common import group_of_this_process
 
 R = TypeVar("R")
 
@@ -279,7 +280,7 @@ class _Trials:
         arguments = _of_one_process(search, share)
         if PartialState._shared_state:
             arguments.setdefault("device", PartialState().device)
-        with _group_of_this_process() as alone:
+        with group_of_this_process() as alone:
             try:
                 result = auto_find_batch_size(
                     functools.partial(self._run, alone), int, state=self._state, steps_per_trial=1,
@@ -392,20 +393,6 @@ def _unwrapped(optimizer: Any) -> Any:
 
 class _EnoughSteps(BaseException):
     """Ends a trial; no `except Exception` of the function catches it."""
-
-
-@contextlib.contextmanager
-def _group_of_this_process() -> Iterator[torch_dist.ProcessGroup | None]:
-    """A process group of this process alone; None where it has no others anyway."""
-    if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
-        yield None
-        return
-    alone = torch_dist.new_group([torch_dist.get_rank()], use_local_synchronization=True)
-    assert isinstance(alone, torch_dist.ProcessGroup)  # this process is a member
-    try:
-        yield alone
-    finally:
-        torch_dist.destroy_process_group(alone)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import check_count
 from linnaeus.autobatch.request import Request
 from linnaeus.batching.stages import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
+from linnaeus.control import group_of_this_rank
 from linnaeus.errors import AutoBatchError
 
 SET_BY_TRAINER = frozenset({"step", "make_batch", "state", "mode", "device", "bounds", "start", "group"})
@@ -238,8 +239,7 @@ def group_of_this_process(backend: str | None = None) -> Iterator[torch_dist.Pro
     if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
         yield None
         return
-    group = torch_dist.new_group([torch_dist.get_rank()], backend=backend, use_local_synchronization=True)
-    assert isinstance(group, torch_dist.ProcessGroup)  # this process is a member
+    group = group_of_this_rank(backend)
     try:
         yield group
     finally:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.control import group_of_this_rank
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.common import refill
 from linnaeus.integrations.lightning_loaders import DataState, Library, Loaders
@@ -260,8 +261,7 @@ def _alone(trainer: Any) -> Iterator[None]:
         return
     strategy, world_size = trainer.strategy, trainer.world_size
     with contextlib.ExitStack() as stack:
-        # NCCL would split its communicator for a group, in which every rank takes part.
-        group = torch_dist.new_group([trainer.global_rank], backend="gloo", use_local_synchronization=True)
+        group = group_of_this_rank("gloo")
         stack.callback(torch_dist.destroy_process_group, group)
         strategy.all_gather = lambda tensor, *_, **__: torch.stack([tensor] * world_size)
         stack.callback(vars(strategy).pop, "all_gather")

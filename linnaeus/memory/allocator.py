@@ -308,6 +308,16 @@ class CachingAllocator:
         """The pool's one segment, longer by as many steps as the request needs beyond its free end."""
         step_bytes = SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
         last = pool.last
+        limit = self.allowed_bytes
+        if (
+            limit is not None and self.reserved_bytes + size > limit
+        ):  # the whole request counts, not its growth
+            self.empty_cache()
+            self.num_alloc_retries += 1
+            if self.reserved_bytes + size > limit:
+                self.num_ooms += 1
+                raise Refused(size)
+            last = pool.last
         missing_bytes = size - (last.size if last is not None and last.is_free else 0)
         grown_bytes = -(-missing_bytes // step_bytes) * step_bytes
         self._take(pool, size, grown_bytes)

@@ -168,7 +168,7 @@ def _cross_entropy(
     dim = min(1, x.dim() - 1)
     log = torch.log_softmax(x, dim, dtype=x.dtype)
     weight = None if weight is None else weight.float()
-    result = torch._C._nn.nll_loss_nd(log.float(), target, weight, reduction, ignore_index)
+    result = aten.nll_loss_nd(log.float(), target, weight, reduction, ignore_index)
     if label_smoothing:
         smooth = log.sum(dim, dtype=torch.float32).neg()
         smooth = smooth if reduction == 0 else smooth.sum()

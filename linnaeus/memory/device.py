@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,8 @@ from linnaeus.memory.oom import is_ambiguous, is_out_of_memory
 
 GIB = 1024**3
 _LIBRARY_BYTES = GIB // 8
+SLACK = 0.25
+"""Part of the budget that a trial's cap leaves for the largest request, with expandable segments."""
 
 
 class UnmeasuredMemory(FailedAllocations):
@@ -101,6 +104,12 @@ class CudaMemory(AcceleratorMemory):
 
     A cap that is set already (by `torch.cuda.set_per_process_memory_fraction`, or by
     `per_process_memory_fraction` in `PYTORCH_CUDA_ALLOC_CONF`) bounds the budget and is never raised.
+
+    With expandable segments, the allocator compares the cap with all that it holds and the whole request,
+    although the free end of a segment serves part of it. There a trial's cap is looser, and its peak decides.
+
+    Raises:
+        NotImplementedError: the allocator keeps no statistics.
     """
 
     _api = torch.cuda
@@ -110,7 +119,16 @@ class CudaMemory(AcceleratorMemory):
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
         self.total_bytes = int(torch.cuda.get_device_properties(self.device).total_memory)
-        self._num_refusals = self._count("num_ooms")
+        if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+            raise NotImplementedError(
+                "PYTORCH_NO_CUDA_MEMORY_CACHING is set: nothing counts what is reserved"
+            )
+        try:
+            self._num_refusals = self._count("num_ooms")
+        except RuntimeError as error:  # RMM and others that replace torch's own
+            raise NotImplementedError(
+                f"the allocator of {self.device} keeps no statistics: {error}"
+            ) from None
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """See `DeviceMemory.budget`; no more than a cap that is set already."""
@@ -141,7 +159,11 @@ class CudaMemory(AcceleratorMemory):
         """See `DeviceMemory.cap`; the caching allocator enforces it."""
         before_bytes = self._allowed_bytes()
         self._num_refusals = self._count("num_ooms")
-        self._allow(min(max(bytes_, 0), before_bytes))
+        bytes_ = max(bytes_, 0)
+        if self._settings().get("expandable_segments"):
+            room = self._free_and_total()[0] + self.in_use() - bytes_
+            bytes_ += min(int(SLACK * bytes_), max(room - _LIBRARY_BYTES, 0))
+        self._allow(min(bytes_, before_bytes))
         try:
             yield
         finally:
@@ -149,10 +171,7 @@ class CudaMemory(AcceleratorMemory):
 
     def caveats(self) -> list[str]:
         """See `DeviceMemory.caveats`."""
-        try:
-            settings = torch.cuda.memory._snapshot(self.device).get("allocator_settings", {})
-        except RuntimeError:  # only torch's own allocator has these settings
-            return []
+        settings = self._settings()
         threshold, split_bytes = (
             settings.get(name, 0) for name in ("garbage_collection_threshold", "max_split_size")
         )
@@ -169,6 +188,13 @@ class CudaMemory(AcceleratorMemory):
             )
         return found
 
+    def _settings(self) -> dict[str, Any]:
+        """The allocator's settings; only torch's own has any."""
+        try:
+            return dict(torch.cuda.memory._snapshot(self.device).get("allocator_settings", {}))
+        except RuntimeError:
+            return {}
+
     def _allowed_bytes(self) -> int:
         """The cap on what the allocator may reserve; the total where there is none."""
         return round(torch.cuda.get_per_process_memory_fraction(self.device) * self.total_bytes)
@@ -178,7 +204,10 @@ class CudaMemory(AcceleratorMemory):
         fraction = bytes_ / self.total_bytes
         if int(fraction * self.total_bytes) < bytes_:
             fraction = math.nextafter(fraction, 1.0)
+        current = torch.cuda.current_device()
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+        if torch.cuda.current_device() != current:  # before torch 2.9
+            torch.cuda.set_device(current)
 
     def _count(self, name: str) -> int:
         return int(torch.cuda.memory_stats(self.device).get(name, 0))

@@ -129,6 +129,17 @@ def _conv_workspace(
     recorder.record_convolution(facts)
 
 
+def _batch_norm(
+    recorder: Recorder, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Its result has the memory format of the input; on `meta` it is contiguous."""
+    x = args[1] if name.endswith("backward") else args[0]
+    first, *others = func(*args, **kwargs)
+    outputs = (None if first is None else torch.empty_like(x), *others)
+    recorder.track_all(outputs, name)
+    return outputs
+
+
 def _reduction(
     recorder: Recorder, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -193,6 +204,8 @@ KERNELS: dict[str, Kernel] = {
     "native_layer_norm_backward": _copying_strided(0, 1, layouts=_is_contiguous),
     "_fused_rms_norm": _copying_strided(0, layouts=_is_contiguous),
     "_fused_rms_norm_backward": _copying_strided(0, 1, layouts=_is_contiguous),
+    "native_batch_norm": _batch_norm,
+    "native_batch_norm_backward": _batch_norm,
     "native_group_norm": _copying_strided(0),
     "native_group_norm_backward": _copying_strided(0, 1),
     "_softmax": _copying_strided(0, layouts=_is_contiguous),

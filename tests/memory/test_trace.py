@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from linnaeus.data.batch import Batch
-from linnaeus.memory import recorder, trace
-from linnaeus.memory.events import Event
+from linnaeus.memory import cuda_paths, recorder, trace
+from linnaeus.memory import kernels as kernels_of_cuda
+from linnaeus.memory.events import ConvFacts, Event
 from linnaeus.memory.trace import Buckets, Trace, UntraceableError
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
 from tests.helpers.ledger import Ledger
@@ -43,7 +44,7 @@ def allocated(found: Trace, *operations: str) -> list[int]:
 
 
 def facts(found: Trace) -> list[tuple[Any, ...]]:
-    return [tuple(event.facts) for event in of_one_step(found) if event.facts is not None]
+    return [tuple(event.facts) for event in of_one_step(found) if isinstance(event.facts, ConvFacts)]
 
 
 def run(forward: Callable[..., Tensor], *shapes: tuple[int, ...], **options: Any) -> Trace:

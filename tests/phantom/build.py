@@ -7,13 +7,15 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BUILDS = HERE.parents[1] / "build" / "phantom"
+ROOT = HERE.parents[1]
+BUILDS = ROOT / "build" / "phantom"
 PARTS = ("runtime", "libraries", "nccl")
 HEADERS = ("nvidia/cu13", "nvidia/cudnn", "nvidia/nccl", "triton/backends/nvidia")
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-Wall", "-Wno-attributes", "-fvisibility=hidden", "-pthread")
@@ -72,6 +74,25 @@ def environment(**settings: object) -> dict[str, str]:
         before = [part for part in os.environ.get(name, "").split(":") if part not in ("", path)]
         given[name] = ":".join([path, *before])
     return {**os.environ, **given}
+
+
+def on_phantoms(program: str, *command: str, **settings: object) -> str:
+    """What a program, or a command of Python, prints in a process with cards of its own.
+
+    Args:
+        program: Python code; not used where there is a command.
+        command: arguments for Python.
+        settings: as for `environment`.
+    """
+    machine = f"{os.getpid()}-{hashlib.sha256(repr(settings).encode()).hexdigest()[:8]}"
+    env = {**environment(machine=machine, **settings), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *(command or ("-c", program))],
+        env=env, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    Path(env.get("PHANTOM_DIR", "/dev/shm"), f"phantom-gpu-{os.getuid()}-{machine}").unlink(missing_ok=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _build(folder: Path, site: Path) -> None:

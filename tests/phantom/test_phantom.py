@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 
-from tests.conftest import ROOT
 from tests.phantom import is_on
-from tests.phantom.build import environment
+from tests.phantom.build import on_phantoms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not is_on(), reason="needs a phantom GPU: make test-gpu")]
 
 MIB = 1 << 20
-
-
-def on_phantoms(program: str, *command: str, **settings: object) -> str:
-    """What a program prints in a process with cards of its own."""
-    machine = f"test-{settings}".translate({ord(c): "-" for c in "{}': ,/"})
-    done = subprocess.run(
-        [sys.executable, *(command or ("-c", program))],
-        env={**environment(machine=machine, **settings), "PYTHONPATH": str(ROOT)},
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 MEMORY = """

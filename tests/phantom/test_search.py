@@ -1,0 +1,161 @@
+"""Searches on phantom GPUs: what a trial does, where sizes fail, several cards, settings of the allocator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.phantom import is_on
+from tests.phantom.build import on_phantoms
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not is_on(), reason="needs a phantom GPU: make test-gpu")]
+
+SEARCH = """
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from linnaeus.autobatch import auto_find_batch_size
+from linnaeus.memory.device import CudaMemory
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+
+    def forward(self, x):
+        return x + checkpoint(self.body, x, use_reentrant=False)
+
+model = nn.Sequential(*(Block() for _ in range(6))).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+
+def step(x):
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def make_batch(n):
+    return torch.empty(n, 197, 512, device="cuda")
+
+found = auto_find_batch_size(step, make_batch, state=(model, optimizer), max_batch_size=1 << 16,
+                             tolerance=0.0, target_memory_fraction=0.5, predict=False)
+optimizer.state.clear()
+promised = found.peak_bytes - CudaMemory.placement_bytes
+
+def reserved(n):
+    optimizer.state.clear()
+    optimizer.zero_grad()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        for _ in range(6):
+            step(make_batch(n))
+    except torch.OutOfMemoryError:
+        return float("inf")
+    return torch.cuda.max_memory_reserved()
+
+most = found.budget_bytes - CudaMemory.placement_bytes
+size = found.batch_size
+print(size, *(reserved(n) <= most for n in (size, size + 1, int(1.02 * size) + 1)), reserved(size) / promised)
+"""
+
+
+@pytest.mark.parametrize("segments", ["False", "True"])
+def test_a_search_finds_what_training_can_use(segments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tolerance 0, the next size does not fit in training; negative control: 2 % above breaks it."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{segments}")
+    size, fits, next_fits, far_fits, kept = on_phantoms(SEARCH, total_gib=8).split()
+    assert (fits, next_fits, far_fits) == ("True", "False", "False"), size
+    assert 0.995 <= float(kept) <= 1.0
+
+
+LIMITED = """
+import torch
+from torch import nn
+from linnaeus.autobatch import auto_find_batch_size
+from tests.phantom import values
+values.enable()
+model = nn.Linear(64, 1).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+
+def step(x):
+    torch.multinomial(torch.ones(1024 * len(x), device="cuda"), 1)
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+found = auto_find_batch_size(step, lambda n: torch.empty(1024 * n, 64, device="cuda"), max_batch_size=64,
+                             state=(model, optimizer), predict=False)
+print(found.batch_size, found.limited_by, *{trial.status for trial in found.trials if trial.size > 16})
+"""
+
+
+def test_a_kernels_own_limit_bounds_the_size() -> None:
+    """`torch.multinomial` takes no more than 2**24 categories."""
+    assert on_phantoms(LIMITED).split() == ["16", "error", "error"]
+
+
+SETTINGS = """
+import torch
+from linnaeus.memory.device import CudaMemory, UnmeasuredMemory, device_memory, failed_allocations
+device = torch.device("cuda", 0)
+try:
+    print(type(device_memory(device)).__name__)
+except NotImplementedError as error:
+    print(str(error).split()[0], type(failed_allocations(device)).__name__)
+"""
+
+
+def test_an_allocator_without_statistics_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    assert on_phantoms(SETTINGS).split() == ["PYTORCH_NO_CUDA_MEMORY_CACHING", "UnmeasuredMemory"]
+
+
+def test_the_allocator_of_the_driver_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    assert on_phantoms(SETTINGS).split() == ["CudaMemory"]
+
+
+SECOND_CARD = """
+import torch
+from linnaeus.memory.device import CudaMemory
+torch.zeros(1, device="cuda:0")
+memory = CudaMemory(torch.device("cuda", 1))
+with memory.cap(1 << 30):
+    print(torch.cuda.current_device(), round(torch.cuda.get_per_process_memory_fraction(0), 2),
+          round(torch.cuda.get_per_process_memory_fraction(1), 2))
+print(torch.cuda.current_device())
+"""
+
+
+def test_a_cap_on_the_second_card_leaves_the_current_one() -> None:
+    assert on_phantoms(SECOND_CARD, gpus=2, total_gib=4).split() == ["0", "1.0", "0.25", "0"]
+
+
+ALONE = """
+import os
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from linnaeus.control import group_of_this_rank
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+store = dist.distributed_c10d._get_default_store()
+if rank == 0:
+    group = group_of_this_rank()
+    dist.all_reduce(torch.ones(4, device="cuda"), group=group)
+    torch.cuda.synchronize()
+    store.set("done", "alone")
+else:
+    store.wait(["done"], timedelta(seconds=60))
+print(store.get("done").decode(), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_makes_a_group_of_its_own_without_the_others(tmp_path: Path) -> None:
+    program = tmp_path / "alone.py"
+    program.write_text(ALONE)
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program))
+    assert on_phantoms("", *command, gpus=2).split() == ["alone", "alone"]
