@@ -74,7 +74,7 @@ def _convolution(
 ) -> Tensor:
     x, w = args[0], args[1]
     copies = _conv_copies(recorder, x, w)
-    y: Tensor = func(*args, **kwargs)
+    y: Tensor = _in_format(func(*args, **kwargs), _conv_format(x, w))
     recorder.track(y, name)
     _conv_workspace(recorder, "forward", x, w, y, args[8], args[3])
     for number in copies:
@@ -87,7 +87,8 @@ def _convolution_backward(
 ) -> Any:
     grad, x, w = args[:3]
     copies = _conv_copies(recorder, x, w, grad)
-    outputs = func(*args, **kwargs)
+    layout = _conv_format(x, w)
+    outputs = tuple(_in_format(output, layout) for output in func(*args, **kwargs))
     for kind, output in zip(("input", "weight", "bias"), outputs, strict=True):
         if output is not None:
             recorder.track(output, name)
@@ -98,6 +99,13 @@ def _convolution_backward(
     for number in copies:
         recorder.release(number)
     return outputs
+
+
+def _in_format(output: Any, layout: torch.memory_format) -> Any:
+    """The output of a convolution as cuDNN writes it; `meta` forgets the format of some."""
+    if output is None or output.dim() != 4 or output.is_contiguous(memory_format=layout):
+        return output
+    return torch.empty_like(output, memory_format=layout)
 
 
 def _conv_format(x: Tensor, w: Tensor) -> torch.memory_format:
@@ -127,17 +135,6 @@ def _conv_workspace(
         _conv_format(x, w) is torch.channels_last,
     )  # fmt: skip
     recorder.record_convolution(facts)
-
-
-def _batch_norm(
-    recorder: Recorder, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Its result has the memory format of the input; on `meta` it is contiguous."""
-    x = args[1] if name.endswith("backward") else args[0]
-    first, *others = func(*args, **kwargs)
-    outputs = (None if first is None else torch.empty_like(x), *others)
-    recorder.track_all(outputs, name)
-    return outputs
 
 
 def _reduction(
@@ -204,8 +201,6 @@ KERNELS: dict[str, Kernel] = {
     "native_layer_norm_backward": _copying_strided(0, 1, layouts=_is_contiguous),
     "_fused_rms_norm": _copying_strided(0, layouts=_is_contiguous),
     "_fused_rms_norm_backward": _copying_strided(0, 1, layouts=_is_contiguous),
-    "native_batch_norm": _batch_norm,
-    "native_batch_norm_backward": _batch_norm,
     "native_group_norm": _copying_strided(0),
     "native_group_norm_backward": _copying_strided(0, 1),
     "_softmax": _copying_strided(0, layouts=_is_contiguous),

@@ -18,7 +18,7 @@ pytestmark = [
 CASES = {
     "residual connections": ("resnet18 24 97", 0.0),
     "cross-entropy under autocast": ("gpt 16 --amp bf16", 0.001),
-    "norms of channels-last images": ("resnet18 24 --amp fp16 --channels-last", 0.005),
+    "channels-last convolutions": ("resnet50 97 --amp fp16 --channels-last", 0.001),
     "bias gradients of wide layers": ("vit_small_patch16_224 24", 0.005),
 }
 """What the trace once missed: model and size, and the largest error."""
