@@ -455,7 +455,7 @@ def group_of_this_rank(
         timeout: of its collectives.
     """
     name = backend or torch_dist.get_backend_config()
-    if "nccl-legacy" in torch_dist.Backend.backend_list:
+    if hasattr(torch_dist, "ProcessGroupNCCL2"):
         name = re.sub(r"\bnccl\b(?!-)", "nccl-legacy", name)
     group = torch_dist.new_group([torch_dist.get_rank()], timeout, name, use_local_synchronization=True)
     assert isinstance(group, torch_dist.ProcessGroup)  # this rank is a member
