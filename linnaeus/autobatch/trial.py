@@ -177,10 +177,10 @@ class TrialRunner:
 
     def clean(self) -> None:
         """Undo a trial: gradients, state and cached memory. A validation search keeps the optimizer state."""
-        for module in self._modules:
-            for parameter in module.parameters():
-                parameter.grad = None
         if self._has_changed:  # copying a large state from the host takes longer than a trial
+            for module in self._modules:
+                for parameter in module.parameters():
+                    parameter.grad = None
             self._snapshot.restore_parts(with_optimizers=self._training)
             self._has_changed = False
         self._memory.clean()
