@@ -200,11 +200,11 @@ def _find_sizes(
     console: Console,
 ) -> PlannedSizes:  # fmt: skip
     """The batch sizes and the batch plan, with the configured sizes as limits of the search."""
-    train, autobatch = config.TRAIN, config.DATA.AUTOBATCH
+    train, autobatch, num_samples = config.TRAIN, config.DATA.AUTOBATCH, dataset_length(data.train)
+    largest = autobatch.MAX_BATCH_SIZE or num_samples if autobatch.ENABLED else config.DATA.BATCH_SIZE
     facts = plan_facts(
         assembly, config.MODEL, train,
-        max_micro_batch_size=autobatch.MAX_BATCH_SIZE if autobatch.ENABLED else config.DATA.BATCH_SIZE,
-        world_size=world.world_size, num_samples=dataset_length(data.train),
+        max_micro_batch_size=largest, world_size=world.world_size, num_samples=num_samples,
     )  # fmt: skip
     search = SizeSearch(
         config.DATA, train, data, assembly, world, config.EXPERIMENT.SEED,

@@ -34,7 +34,7 @@ def auto_find_batch_size(
     device: torch.device | str | None = None,
     target_memory_fraction: float = 0.8,
     min_batch_size: int = 1,
-    max_batch_size: int = 512,
+    max_batch_size: int | None = 512,
     steps_per_trial: int = 2,
     strategy: str = "guided",
     tolerance: float = 0.01,
@@ -67,7 +67,7 @@ def auto_find_batch_size(
             torch's current accelerator, else the CPU.
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
         min_batch_size: smallest size tried, inclusive. With BatchNorm, training starts at 2.
-        max_batch_size: largest size tried, inclusive.
+        max_batch_size: largest size tried, inclusive. None leaves it to memory and `bounds`.
         steps_per_trial: steps that one trial runs.
         strategy: `guided`, `binary`, `power` or `binsearch`.
         tolerance: the search ends when the size found is proven to be within this fraction of the largest, in

@@ -22,6 +22,10 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[0] in 'aeioAEIOU' else 'a'} {name}"
 
 
+UNBOUNDED = 2**31
+"""The largest size of a search without `max_batch_size`: no device holds as many samples."""
+
+
 def check_integer(name: str, value: Any) -> None:
     """Check that it is an integer; a bool is none.
 

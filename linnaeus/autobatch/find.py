@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.autobatch.arguments import (
+    UNBOUNDED,
     check_bounds,
     check_choice,
     check_fraction,
@@ -105,7 +106,7 @@ class BatchSizeFinder:
         mode: Mode = "train",
         device: torch.device | str | None = None,
         min_batch_size: int = 1,
-        max_batch_size: int = 512,
+        max_batch_size: int | None = 512,
         steps_per_trial: int = 2,
         multiple_of: int = 1,
         memory_limit_gb: float | None = None,
@@ -132,8 +133,9 @@ class BatchSizeFinder:
         self._known: dict[int, TrialRecord] = {}
         self._names = names
         self._min_batch_size, self._max_batch_size = min_batch_size, max_batch_size
-        self.min_size = smallest_size(state, mode, min_batch_size, max_batch_size)
-        self._bound, self._max_size = upper_bound(mode, self.min_size, max_batch_size, bounds or {}, names)
+        largest = UNBOUNDED if max_batch_size is None else max_batch_size
+        self.min_size = smallest_size(state, mode, min_batch_size, largest)
+        self._bound, self._max_size = upper_bound(mode, self.min_size, largest, bounds or {}, names)
         self._multiple_of = multiple_of
         self._limit_bytes = None if memory_limit_gb is None else int(memory_limit_gb * GIB)
         self.total_bytes = min(self.memory.total_bytes, self._limit_bytes or self.memory.total_bytes)

@@ -55,7 +55,7 @@ class Request:
     device: torch.device | str | None
     target_memory_fraction: float
     min_batch_size: int
-    max_batch_size: int
+    max_batch_size: int | None
     steps_per_trial: int
     strategy: str
     tolerance: float
@@ -78,10 +78,11 @@ class Request:
         check_functions(self.step, self.make_batch)
         if not isinstance(self.observer, SearchObserver | None):
             raise TypeError(f"observer is {kind_of(self.observer)}; it must be a SearchObserver")
-        counts = ("min_batch_size", "max_batch_size", "multiple_of", "steps_per_trial", "max_trials")
-        for name in counts:
+        for name in ("min_batch_size", "multiple_of", "steps_per_trial", "max_trials"):
             check_count(name, getattr(self, name))
-        if self.max_batch_size < self.min_batch_size:
+        if self.max_batch_size is not None:
+            check_count("max_batch_size", self.max_batch_size)
+        if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
             raise ValueError(
                 f"max_batch_size is {self.max_batch_size}; it must be at least min_batch_size, "
                 f"{self.min_batch_size}"

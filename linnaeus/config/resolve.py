@@ -127,7 +127,7 @@ def _crossed(values: Mapping[Path, Any], entries: Mapping[Path, Entry]) -> list[
     for suffix in ("", "_VAL"):
         low = ("DATA", "AUTOBATCH", f"MIN_BATCH_SIZE{suffix}")
         high = ("DATA", "AUTOBATCH", f"MAX_BATCH_SIZE{suffix}")
-        if low in values and high in values and values[low] > values[high]:
+        if low in values and values.get(high) is not None and values[low] > values[high]:
             place = entries[high if entries[low].origin == "default" else low].origin
             sentence = f"{values[low]} is above {dotted(high)} {values[high]} ({place})"
             problems.append((low, f"{dotted(low)}: {sentence}"))

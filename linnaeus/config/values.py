@@ -261,8 +261,8 @@ _CONVERTERS: dict[Any, Callable[[Any], Any]] = {str: _text, bool: _bool, int: _i
 
 
 def resolve_number(text: str, kind: str) -> int | float | None:
-    """The result of arithmetic without interpolations, in the type `int` or `float`."""
-    if text.strip() in ("None", "null"):
+    """The result of arithmetic without interpolations, as `int` or `float`; None where a term is null."""
+    if re.search(r"\b(None|null)\b", text):  # what depends on a key without a value has none
         return None
     number: int | float = convert(text, {"int": int, "float": float}[kind], resolved=True)
     return number

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.autobatch.api import auto_find_batch_size
-from linnaeus.autobatch.arguments import check_count
+from linnaeus.autobatch.arguments import UNBOUNDED, check_count
 from linnaeus.autobatch.request import Request
 from linnaeus.batching.stages import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
 from linnaeus.control import group_of_this_rank
@@ -63,10 +63,13 @@ def checked_options(
         if option not in allowed:
             listed = ", ".join(sorted(allowed | set(own)))
             raise TypeError(f"{name} has no argument {option!r}; it takes {listed}")
+    checked = dict(options)
+    if "max_batch_size" in options and options["max_batch_size"] is None:
+        checked["max_batch_size"] = UNBOUNDED
     for size in ("min_batch_size", "max_batch_size"):
         if size in options:
-            check_count(size if size in own else f"{name}[{size!r}]", options[size])
-    return dict(options)
+            check_count(size if size in own else f"{name}[{size!r}]", checked[size])
+    return checked
 
 
 def check_values(options: Mapping[str, Any]) -> None:

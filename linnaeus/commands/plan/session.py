@@ -42,8 +42,8 @@ def _measure(setup: Setup, options: Options, plan: Plan) -> None:
     search = setup.search()
     facts = plan_facts(
         search.assembly, config.MODEL, config.TRAIN,
-        max_micro_batch_size=config.DATA.AUTOBATCH.MAX_BATCH_SIZE, world_size=goal.world_size,
-        num_samples=goal.num_samples,
+        max_micro_batch_size=config.DATA.AUTOBATCH.MAX_BATCH_SIZE or goal.num_samples,
+        world_size=goal.world_size, num_samples=goal.num_samples,
     )  # fmt: skip
     search = replace(search, max_samples_per_rank=max_samples_per_rank(config.TRAIN, facts))
     setup.note_environment(plan, search)
