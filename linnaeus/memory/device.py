@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from linnaeus.memory.host import CpuMemory
+from linnaeus.memory.host import CpuMemory, available_host_bytes
 from linnaeus.memory.interface import DeviceMemory, FailedAllocations
 from linnaeus.memory.oom import is_ambiguous, is_out_of_memory
 
@@ -118,7 +118,9 @@ class CudaMemory(AcceleratorMemory):
         torch.cuda.init()
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
-        self.total_bytes = int(torch.cuda.get_device_properties(self.device).total_memory)
+        properties = torch.cuda.get_device_properties(self.device)
+        self.total_bytes = int(properties.total_memory)
+        self._is_hosts = bool(getattr(properties, "is_integrated", False))
         if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
             raise NotImplementedError(
                 "PYTORCH_NO_CUDA_MEMORY_CACHING is set: nothing counts what is reserved"
@@ -187,6 +189,11 @@ class CudaMemory(AcceleratorMemory):
                 "releases large cached blocks that it keeps in training, which runs without that cap"
             )
         return found
+
+    def _free_and_total(self) -> tuple[int, int]:
+        """Of memory shared with the host, the driver counts cached files as used, which give way."""
+        free, total = super()._free_and_total()
+        return (max(free, min(available_host_bytes(), total)) if self._is_hosts else free), total
 
     def _settings(self) -> dict[str, Any]:
         """The allocator's settings; only torch's own has any."""

@@ -116,6 +116,20 @@ def test_the_allocator_of_the_driver_is_measured(monkeypatch: pytest.MonkeyPatch
     assert on_phantoms(SETTINGS).split() == ["CudaMemory"]
 
 
+INTEGRATED = """
+import torch
+from linnaeus.memory.device import CudaMemory
+memory = CudaMemory(torch.device("cuda", 0))
+print(memory.total_bytes - memory.outside() > 1 << 30)
+"""
+
+
+@pytest.mark.parametrize("settings", [{}, {"integrated": 1}])
+def test_memory_shared_with_the_host_is_free_where_files_fill_it(settings: dict[str, int]) -> None:
+    shown = on_phantoms(INTEGRATED, total_gib=16, other_gib=15.5, **settings)
+    assert shown.split() == [str(bool(settings))]
+
+
 SECOND_CARD = """
 import torch
 from linnaeus.memory.device import CudaMemory
