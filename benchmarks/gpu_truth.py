@@ -2,15 +2,16 @@
 
     python -m benchmarks.gpu_truth [--rows 30] [--seed 0] [--gib 24,80] [--tolerance 0.01] [--ranks]
 
-Each row is a timm model with a number format, an optimizer and a feature, drawn by the seed. Where there is no
-card, it runs on phantom ones: torch's own allocator, but neither cuDNN's choices nor speeds are real.
+Each row is a timm model with a number format, an optimizer and a feature, drawn by the seed. Without a card,
+it runs on phantom ones (`python -m tests.phantom python -m benchmarks.gpu_truth`): the allocator is torch's
+own, but neither cuDNN's choices nor speeds are real.
 
     found       size that the search finds within 0.8 of the card
     trials, s   of that search
     promise     GiB that the allocator had reserved in the trial of that size
     training    peak of 50 real steps in a fresh process, relative to the promise
-    brute       largest size whose 20 steps in a fresh process, capped at the budget, neither run out of memory
-                nor flush the allocator's cache; and what `found` is of it
+    brute       largest size whose 20 steps in a fresh process, capped at the budget, neither run out of
+                memory nor flush the allocator's cache; and what `found` is of it
     predicted   reserved bytes predicted before the search, relative to training
     control     whether 20 steps of a size 2 % above `brute` break the budget
 
@@ -26,12 +27,12 @@ import dataclasses
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import fmean, median
 from typing import Any
 
 import timm
@@ -40,6 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from linnaeus import auto_find_batch_size, predict_memory
+from tests.phantom import is_on
 
 GIB = 1 << 30
 FRACTION = 0.8
@@ -139,7 +141,7 @@ def in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         os.write(writer, json.dumps(answer).encode())
         os._exit(0)
     os.close(writer)
-    with open(reader) as answered:
+    with os.fdopen(reader) as answered:
         text = answered.read()
     os.waitpid(pid, 0)
     return json.loads(text or '{"error": "the process died"}')
@@ -213,10 +215,16 @@ def row(case: Case, tolerance: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+HEADS = (
+    f"{'model':30} {'format':8} {'optimizer':12} {'feature':14} {'GiB':>4}", f"{'found':>6} {'trials':>6}",
+    f"{'s':>5} {'promise':>8} {'training':>9}", f"{'brute':>6} {'found/':>7} {'predicted':>9} control",
+)  # fmt: skip
+
+
 def print_table(options: argparse.Namespace) -> None:
     """Print a row for each case, and the summary."""
-    print(f"{'model':30} {'format':8} {'optimizer':12} {'feature':14} {'GiB':>4} {'found':>6} {'trials':>6} {'s':>5} "
-          f"{'promise':>8} {'training':>9} {'brute':>6} {'found/':>7} {'predicted':>9} control")  # fmt: skip
+    print("on a phantom card" if is_on() else f"on {torch.cuda.get_device_name()}")
+    print(*HEADS)
     rows = []
     for case in cases(options.seed, options.rows, options.gib):
         os.environ["PHANTOM_TOTAL_GIB"] = f"{case.gib:g}"
@@ -235,15 +243,16 @@ def print_table(options: argparse.Namespace) -> None:
             f"{got['training']:+9.2%} {got['brute']:6} {got['share']:7.1%} {prediction} "
             f"{'breaks' if got['control'] else 'holds'}", flush=True,
         )  # fmt: skip
+    kept, shares = ([got[name] for got in rows] for name in ("training", "share"))
     errors = sorted(abs(got["error_of_prediction"]) for got in rows if got["predicted"])
-    print(f"""
-{len(rows)} rows
-training within the budget        {sum(got["peak"] <= got["budget"] for got in rows)}
-training against its promise      {min(got["training"] for got in rows):+.2%} to {max(got["training"] for got in rows):+.2%}
-size found, of brute force        {min(got["share"] for got in rows):.1%} at least, {statistics.median(got["share"] for got in rows):.1%} in the median
-trials                            {statistics.mean(got["trials"] for got in rows):.1f} on average
-prediction, absolute error        median {statistics.median(errors):.2%}, 90 % below {errors[int(0.9 * (len(errors) - 1))]:.2%} ({len(errors)} rows)
-sizes 2 % above break the budget  {sum(got["control"] for got in rows)}""")
+    print(f"{len(rows)} rows")
+    print("training within the budget        ", sum(got["peak"] <= got["budget"] for got in rows))
+    print(f"training against its promise       {min(kept):+.2%} to {max(kept):+.2%}")
+    print(f"size found, of brute force         {min(shares):.1%} at least, median {median(shares):.1%}")
+    print(f"trials                             {fmean(got['trials'] for got in rows):.1f} on average")
+    ninth = errors[int(0.9 * (len(errors) - 1))]
+    print(f"error of the prediction            median {median(errors):.2%}, 90 % below {ninth:.2%}")
+    print("sizes 2 % above break the budget  ", sum(got["control"] for got in rows))
 
 
 def on_two_ranks(case: Case, size: int | None) -> None:
@@ -274,7 +283,11 @@ def on_two_ranks(case: Case, size: int | None) -> None:
 def print_ranks(options: argparse.Namespace) -> None:
     """Print what two ranks find, and what each then reserves."""
     gib = options.gib if len(options.gib) == 2 else [40.0, 24.0]
-    environment = {**os.environ, "PHANTOM_GPUS": "2", "PHANTOM_TOTAL_GIB": ",".join(f"{one:g}" for one in gib)}
+    environment = {
+        **os.environ,
+        "PHANTOM_GPUS": "2",
+        "PHANTOM_TOTAL_GIB": ",".join(f"{one:g}" for one in gib),
+    }
     for case in cases(options.seed, options.rows, gib):
         size: list[str] = []
         for _ in range(2):
@@ -295,7 +308,9 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gib", type=lambda text: [float(one) for one in text.split(",")], default=[24.0, 80.0])
+    parser.add_argument(
+        "--gib", type=lambda text: [float(one) for one in text.split(",")], default=[24.0, 80.0]
+    )
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--case", type=lambda text: Case(**json.loads(text)), help=argparse.SUPPRESS)

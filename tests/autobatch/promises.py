@@ -1,12 +1,11 @@
 """What a search promises against what a whole run reserves: train, validate, checkpoint, resume, train again.
 
-A run is the real one, on a card or on the stand-in for one. Each of its phases has the peak that the search
+A run is the real one, on a CUDA device. Each of its phases has the peak that the search
 promised for it and the peak that the allocator reached.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 from collections.abc import Iterator
@@ -30,8 +29,6 @@ from linnaeus.rng import seed_all
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.trainer import Trainer
-from tests.helpers.cuda_training import holding, on_the_host
-from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.trainers import building
 
 STEPS_PER_EPOCH = 2.3
@@ -42,8 +39,6 @@ NUM_VAL_BATCHES = 1.4
 """Batches of a validation; the last one is smaller."""
 TOLERANCE = 0.02
 """A phase may reserve this fraction more than promised."""
-CONTEXT_BYTES = 400 * MIB
-TENANTS_BYTES = 240 * MIB
 MODELS = {
     "resnet": ("MODEL.NAME=test_resnet", "DATA.IMG_SIZE=96"),
     "vit": ("MODEL.NAME=test_vit", "DATA.IMG_SIZE=128"),
@@ -69,8 +64,7 @@ MODELS = {
 }  # fmt: skip
 ROOM_BYTES = 5120 * MIB
 """Memory of the device without what the context and other processes hold: that of a small card."""
-SCALE = 64
-"""Bytes of the stand-in that each byte of a tensor takes: the models stand for larger ones."""
+DEVICE = torch.device("cuda", 0)
 
 
 class Case(NamedTuple):
@@ -101,13 +95,13 @@ class Case(NamedTuple):
 
     @property
     def argv(self) -> list[str]:
-        """Its configuration. The implementation of the optimizer is that of CUDA, on the CPU too."""
+        """Its configuration."""
         return [
             *MODELS[self.model], "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=100000",
             "DATA.DATASET.NUM_SAMPLES_VAL=100000", "DATA.AUTOBATCH.ENABLED=True",
             "DATA.AUTOBATCH.MAX_BATCH_SIZE=4096", "DATA.AUTOBATCH.TOLERANCE=0",
             "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=2",
-            f"OPTIMIZER.NAME={self.optimizer}", "OPTIMIZER.LR=1e-4", "OPTIMIZER.KWARGS={foreach: true}",
+            f"OPTIMIZER.NAME={self.optimizer}", "OPTIMIZER.LR=1e-4",
             f"TRAIN.AMP={self.amp}", f"TRAIN.GRADIENT_CHECKPOINTING={self.checkpointing}",
             f"TRAIN.EMA.ENABLED={self.ema}",
             f"TRAIN.ACCUMULATION_STEPS={self.accumulation}", f"TRAIN.NOISE_SCALE.ENABLED={self.probe}",
@@ -170,45 +164,6 @@ class Phase(NamedTuple):
         return self.excess <= TOLERANCE and is_within and not self.num_retries
 
 
-class StandIn:
-    """The stand-in for a card. Each process gets a fresh one, with the same other processes on it."""
-
-    device = torch.device("cpu")
-
-    def fraction(self, case: Case) -> float:
-        """TARGET_MEMORY_FRACTION on this device."""
-        return case.fraction
-
-    @contextmanager
-    def process(self, assembly: Assembly) -> Iterator[None]:
-        """A process that holds the assembly and nothing else."""
-        total_bytes = ROOM_BYTES + CONTEXT_BYTES + TENANTS_BYTES
-        cuda = FakeCuda(total_bytes, context_bytes=CONTEXT_BYTES, tenants_bytes=TENANTS_BYTES, scale=SCALE)
-        with holding(cuda, assembly):
-            yield
-
-
-class Card:
-    """A CUDA device, of which the run gets a part."""
-
-    device = torch.device("cuda", 0)
-
-    def fraction(self, case: Case) -> float:
-        """What is in use outside the allocator, and the case's fraction of the room, of the whole card."""
-        memory = CudaMemory(self.device)
-        return (memory.outside() + case.fraction * ROOM_BYTES) / memory.total_bytes
-
-    @contextmanager
-    def process(self, assembly: Assembly) -> Iterator[None]:
-        """This process, without cached blocks of earlier runs."""
-        gc.collect()
-        torch.cuda.empty_cache()
-        yield
-
-
-Machine = StandIn | Card
-
-
 class SingleRank(World):
     """One rank whose model is wrapped all the same: the group of all ranks is that of this rank alone."""
 
@@ -219,19 +174,18 @@ class SingleRank(World):
 
 
 @contextmanager
-def world_of(case: Case, device: torch.device, folder: Path) -> Iterator[World]:
+def world_of(case: Case, folder: Path) -> Iterator[World]:
     """The processes of a run; for gradient buckets, in a process group of one."""
     if not case.buckets:
-        yield World(device)
+        yield World(DEVICE)
         return
     store = torch_dist.FileStore(str(folder / "store"), 1)
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    torch_dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    torch_dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:
-        host, single = (torch_dist.new_group([0], backend=name) for name in ("gloo", backend))
+        host, single = (torch_dist.new_group([0], backend=name) for name in ("gloo", "nccl"))
         assert isinstance(host, torch_dist.ProcessGroup)
         assert isinstance(single, torch_dist.ProcessGroup)
-        yield SingleRank(device, host_group=host, single_rank_group=single)
+        yield SingleRank(DEVICE, host_group=host, single_rank_group=single)
     finally:
         torch_dist.destroy_process_group()
 
@@ -269,15 +223,14 @@ class Run:
 
     Args:
         case: what is run.
-        machine: where.
         folder: takes the checkpoint.
 
     Attributes:
         found: what the first process has found, by mode.
     """
 
-    def __init__(self, case: Case, machine: Machine, folder: Path) -> None:
-        self.case, self.machine, self.folder = case, machine, folder
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case, self.folder = case, folder
         self.found: dict[str, AutoBatchResult] = {}
         seed_all(0)
 
@@ -290,7 +243,7 @@ class Run:
         Raises:
             torch.OutOfMemoryError: memory ran out after the search.
         """
-        with world_of(self.case, self.machine.device, self.folder) as world:
+        with world_of(self.case, self.folder) as world:
             return [
                 phase
                 for number, num_epochs in enumerate(NUM_EPOCHS)
@@ -302,7 +255,9 @@ class Run:
         data = build_data(config.DATA, seed=0)
         assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
         checkpoints = CheckpointFolder(self.folder / "checkpoints", background=True)
-        with self.machine.process(assembly), checkpoints:
+        gc.collect()
+        torch.cuda.empty_cache()
+        with checkpoints:
             checkpoint = checkpoints.load_latest(world) if resumes else None
             if checkpoint is not None:
                 checkpoint.restore(TrainingState.of(assembly), world)
@@ -311,8 +266,7 @@ class Run:
             samples_per_step = sizes["train"] * self.case.accumulation
             config.DATA.DATASET.NUM_SAMPLES = int(STEPS_PER_EPOCH * samples_per_step)
             config.DATA.DATASET.NUM_SAMPLES_VAL = int(NUM_VAL_BATCHES * sizes["val"])
-            with on_the_host():
-                data = build_data(config.DATA, seed=0)
+            data = build_data(config.DATA, seed=0)
             with building(MeasuredTrainer, config, data, assembly, world, sizes, checkpoints) as trainer:
                 if checkpoint is not None:
                     trainer.resume(checkpoint.content, 0)
@@ -320,17 +274,14 @@ class Run:
         return [Phase(*phase, self.found[phase[0]]) for phase in trainer.phases]
 
     def _config(self, num_epochs: int) -> Config:
-        fraction = self.machine.fraction(self.case)
+        memory = CudaMemory(DEVICE)
+        fraction = (memory.outside() + self.case.fraction * ROOM_BYTES) / memory.total_bytes
         options = f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION={fraction}", f"TRAIN.EPOCHS={num_epochs}"
-        # A prediction knows nothing of the stand-in's scale.
-        predict = f"DATA.AUTOBATCH.PREDICT={isinstance(self.machine, Card)}"
-        return load_config([*self.case.argv, *options, predict]).config
+        return load_config([*self.case.argv, *options]).config
 
     def _find(self, config: Config, data: DataBundle, assembly: Assembly, world: World) -> None:
         """Search; or see that the sizes found earlier still fit."""
-        # A trial makes its batches on the device, as on a card, where a worker loads those of training.
-        with_worker = dataclasses.replace(config.DATA, NUM_WORKERS=1)
-        search = SizeSearch(with_worker, config.TRAIN, data, assembly, world, seed=0)
+        search = SizeSearch(config.DATA, config.TRAIN, data, assembly, world, seed=0)
         if not self.found:
             self.found = find_sizes(search)
         assert still_fit(search, self.found)

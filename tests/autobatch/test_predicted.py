@@ -14,15 +14,11 @@ from torch import Tensor, nn
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size, predict_memory
 from linnaeus.autobatch.predicted import START_FRACTION
-from linnaeus.autobatch.sizes import find_sizes
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.allocator import MIB
 from linnaeus.memory.trace import UntraceableError
 from tests.helpers.bits import bits
-from tests.helpers.cuda_training import holding
 from tests.helpers.fake_cuda import FakeCuda
-from tests.helpers.runs import SMALL
-from tests.helpers.searches import prepared
 
 TOTAL, CONTEXT = 400 * MIB, 40 * MIB
 
@@ -122,24 +118,6 @@ def test_the_file_holds_the_prediction_but_not_of_other_strategies_or_a_start_of
         other = search(Loop(kibibytes=1), max_batch_size=8, **arguments)
         assert other.prediction is None
         assert "prediction" not in other.as_dict()
-
-
-@pytest.mark.slow
-def test_both_searches_of_a_run_start_from_a_prediction() -> None:
-    """That of validation too, whose metrics look at values."""
-    search, assembly = prepared(
-        *SMALL, "MODEL.NAME=test_vit", "DATA.IMG_SIZE=64", "DATA.DATASET.NUM_SAMPLES=5000",
-        "DATA.DATASET.NUM_SAMPLES_VAL=5000", "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=2", "OPTIMIZER.NAME=adamw",
-        "OPTIMIZER.KWARGS={foreach: true}", "TRAIN.EMA.ENABLED=True", "TRAIN.ACCUMULATION_STEPS=2",
-        "TRAIN.NOISE_SCALE.ENABLED=True", "DATA.NUM_WORKERS=1",
-    )  # fmt: skip
-    with holding(FakeCuda(300 * MIB, context_bytes=CONTEXT), assembly):
-        found = find_sizes(search)
-    assert found.keys() == {"train", "val"}
-    for result in found.values():
-        assert result.prediction is not None
-        # The stand-in runs the kernels of the CPU, without the workspaces of cuDNN.
-        assert result.prediction.peak_bytes == pytest.approx(result.peak_bytes, abs=32 * MIB)
 
 
 # --- a prediction costs nothing ---

@@ -14,7 +14,7 @@ otherwise and for the memory that CUDA's libraries take within an operation; `Fa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,7 +58,6 @@ class FakeCuda:
     Attributes:
         allocator: the caching allocator.
         context_bytes: what the process holds outside its allocator.
-        num_allocations: requests to the allocator so far.
     """
 
     def __init__(
@@ -73,11 +72,9 @@ class FakeCuda:
         scale: int = 1,
     ) -> None:
         self._scale = scale
-        self.total_bytes, self.context_bytes, self._tenants_bytes = total_bytes, context_bytes, tenants_bytes
+        self.total_bytes, self.context_bytes, self.tenants_bytes = total_bytes, context_bytes, tenants_bytes
         settings = AllocatorSettings(max_split_bytes, garbage_collection_threshold)
         self.allocator = CachingAllocator(settings, device_malloc=self._device_malloc)
-        self.num_allocations = 0
-        self._scripted: dict[int, list[Callable[[], object]]] = {}
         self._blocks: dict[int, Block] = {}
         self._rng_state = torch.zeros(16, dtype=torch.uint8)
         self.set_per_process_memory_fraction(fraction)
@@ -86,17 +83,7 @@ class FakeCuda:
     @property
     def free_bytes(self) -> int:
         """What nobody holds."""
-        return self.total_bytes - self.context_bytes - self._tenants_bytes - self.allocator.reserved_bytes
-
-    @property
-    def tenants_bytes(self) -> int:
-        """What other processes hold; they cannot take more than is free."""
-        return self._tenants_bytes
-
-    @tenants_bytes.setter
-    def tenants_bytes(self, num_bytes: int) -> None:
-        assert num_bytes - self._tenants_bytes <= self.free_bytes, "other processes would not get that much"
-        self._tenants_bytes = num_bytes
+        return self.total_bytes - self.context_bytes - self.tenants_bytes - self.allocator.reserved_bytes
 
     def grow_context(self, num_bytes: int) -> None:
         """Load kernels, make a library's handle, or open a connection.
@@ -108,19 +95,12 @@ class FakeCuda:
             raise RuntimeError("CUDA error: out of memory")
         self.context_bytes += num_bytes
 
-    def at_allocation(self, number: int, action: Callable[[], object]) -> None:
-        """Run an action right before the allocation with this number, counted from the next one as 1."""
-        self._scripted.setdefault(self.num_allocations + number, []).append(action)
-
     def allocate(self, num_bytes: int) -> Block:
         """Request memory of the caching allocator, as a tensor or a library's workspace does.
 
         Raises:
             torch.OutOfMemoryError: with CUDA's wording.
         """
-        self.num_allocations += 1
-        for action in self._scripted.pop(self.num_allocations, ()):
-            action()
         try:
             return self.allocator.allocate(num_bytes)
         except Refused as refused:
@@ -223,10 +203,6 @@ class FakeCuda:
 
     def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
         """The allocator keeps whole bytes, rounded down; a fraction of 1 is no cap."""
-        if not isinstance(fraction, float):
-            raise TypeError("Invalid type for fraction argument, must be `float`")
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
         self.allocator.allowed_bytes = int(fraction * self.total_bytes) if fraction < 1 else None
 
     def get_per_process_memory_fraction(self, device: Any = None) -> float:

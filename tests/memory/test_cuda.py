@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
+from linnaeus.autobatch.find import _warn_once
 from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.search import TrialRecord
-from linnaeus.autobatch.find import _warn_once
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import GIB, AcceleratorMemory, CudaMemory, device_memory, empty_cache
 from tests.phantom import is_on

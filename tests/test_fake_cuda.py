@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from linnaeus.memory.allocator import MIB
 from linnaeus.memory.oom import is_out_of_memory
-from tests.helpers.fake_cuda import FakeCuda, format_size, mebibytes
+from tests.helpers.fake_cuda import FakeCuda, mebibytes
 from tests.helpers.forks import ROOT
 
 GIB = 1024 * MIB
@@ -109,87 +108,13 @@ def test_the_cap_refuses_while_the_device_is_empty() -> None:
         with pytest.raises(torch.OutOfMemoryError, match=r"256\.00 MiB allowed"):
             mebibytes(257)
         assert mebibytes(256).nbytes == 256 * MIB
-        for fraction, error in ((1, TypeError), (1.5, ValueError)):
-            with pytest.raises(error):
-                torch.cuda.set_per_process_memory_fraction(fraction)
-
-
-def test_the_allocator_keeps_whole_bytes_of_the_fraction() -> None:
-    cuda = FakeCuda(1000)
-    cuda.set_per_process_memory_fraction(0.5009)
-    assert cuda.get_per_process_memory_fraction() == 0.5
-    cuda.set_per_process_memory_fraction(1.0)
-    assert cuda.get_per_process_memory_fraction() == 1.0
-
-
-def test_other_processes_take_memory_and_give_it_back_at_the_allocation_that_was_asked_for() -> None:
-    cuda = FakeCuda(100 * MIB)
-    seen = []
-    cuda.at_allocation(2, lambda: seen.append(setattr(cuda, "tenants_bytes", 60 * MIB)))
-    cuda.at_allocation(4, lambda: setattr(cuda, "tenants_bytes", 0))
-    with cuda.installed():
-        first = mebibytes(20)
-        assert (cuda.tenants_bytes, cuda.free_bytes) == (0, 80 * MIB)
-        second = mebibytes(20)
-        assert (cuda.tenants_bytes, cuda.free_bytes) == (60 * MIB, 0)
-        with pytest.raises(torch.OutOfMemoryError):
-            mebibytes(20)
-        third = mebibytes(20)
-        assert (cuda.free_bytes, len(seen)) == (40 * MIB, 1)
-    assert first.nbytes == second.nbytes == third.nbytes
-
-
-def test_nobody_gets_more_than_is_free() -> None:
-    cuda = FakeCuda(100 * MIB, tenants_bytes=90 * MIB)
-    with pytest.raises(AssertionError):
-        cuda.tenants_bytes = 101 * MIB
-    with pytest.raises(RuntimeError, match="CUDA error: out of memory") as caught:
-        cuda.grow_context(11 * MIB)
-    assert is_out_of_memory(caught.value)
-    cuda.grow_context(10 * MIB)
-    assert (cuda.context_bytes, cuda.free_bytes) == (10 * MIB, 0)
-    with pytest.raises(AssertionError):
-        FakeCuda(100 * MIB, context_bytes=60 * MIB, tenants_bytes=60 * MIB)
-
-
-def test_a_workspace_of_a_library_counts_in_the_peak() -> None:
-    cuda = FakeCuda(GIB)
-    with cuda.installed():
-        cuda.allocator.free(cuda.allocate(64 * MIB))
-        assert torch.cuda.max_memory_allocated() == 64 * MIB
-        assert torch.cuda.memory_allocated() == 0
-
-
-def test_an_error_in_a_step_leaves_nothing_allocated() -> None:
-    def step() -> None:
-        kept = [mebibytes(30)]
-        while True:
-            kept.append(mebibytes(30))
-
-    cuda = FakeCuda(100 * MIB)
-    with cuda.installed():
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            step()
-        del caught
-        gc.collect()
-        assert torch.cuda.memory_allocated() == 0
-        torch.cuda.empty_cache()
-        assert cuda.free_bytes == 100 * MIB
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "shown"),
-    [(1024, "1024 bytes"), (1536, "1.50 KiB"), (21 * MIB, "21.00 MiB"), (3 * GIB // 2, "1.50 GiB")],
-)
-def test_sizes_read_as_in_the_messages_of_torch(num_bytes: int, shown: str) -> None:
-    assert format_size(num_bytes) == shown
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_model_reserves_what_the_allocator_of_a_card_reserves() -> None:
     """The same requests on both: random sizes in random order, of which half are freed again."""
-    program = "from tests.cuda.test_device import reserved; print(reserved('cuda'))"
+    program = "from tests.test_fake_cuda import reserved; print(reserved('cuda'))"
     out = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
     )
