@@ -202,10 +202,8 @@ def _find_sizes(
     """The batch sizes and the batch plan, with the configured sizes as limits of the search."""
     train, autobatch, num_samples = config.TRAIN, config.DATA.AUTOBATCH, dataset_length(data.train)
     largest = autobatch.MAX_BATCH_SIZE or num_samples if autobatch.ENABLED else config.DATA.BATCH_SIZE
-    facts = plan_facts(
-        assembly, config.MODEL, train,
-        max_micro_batch_size=largest, world_size=world.world_size, num_samples=num_samples,
-    )  # fmt: skip
+    sizes = {"max_micro_batch_size": largest, "world_size": world.world_size, "num_samples": num_samples}
+    facts = plan_facts(assembly, config.MODEL, train, **sizes)
     search = SizeSearch(
         config.DATA, train, data, assembly, world, config.EXPERIMENT.SEED,
         max_samples_per_rank=max_samples_per_rank(train, facts),

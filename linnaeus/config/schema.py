@@ -229,10 +229,7 @@ class AutoBatchConfig:
     )
     MIN_BATCH_SIZE: int = key(1, "smallest batch size that the search may try", ge=1)
     MIN_BATCH_SIZE_VAL: int = key("${DATA.AUTOBATCH.MIN_BATCH_SIZE}", "MIN_BATCH_SIZE of validation", ge=1)
-    MAX_BATCH_SIZE: int | None = key(
-        512, "largest batch size that the search may try; null: what the dataset and the host's memory allow",
-        ge=1,
-    )  # fmt: skip
+    MAX_BATCH_SIZE: int | None = key(512, "largest size tried; null: what data and memory allow", ge=1)
     MAX_BATCH_SIZE_VAL: int | None = key(
         "${DATA.AUTOBATCH.MAX_BATCH_SIZE} * 2", "MAX_BATCH_SIZE of validation", ge=1
     )
