@@ -62,8 +62,8 @@ MODELS = {
         "LOSS.NAME=bce", "DATA.DATASET.NUM_CLASSES=[10,200,3000]",
     ),
 }  # fmt: skip
-ROOM_BYTES = 5120 * MIB
-"""Memory of the device without what the context and other processes hold: that of a small card."""
+ROOM_BYTES = 1024 * MIB
+"""Memory of the device without what the context and other processes hold: the models are small."""
 DEVICE = torch.device("cuda", 0)
 
 
@@ -99,7 +99,7 @@ class Case(NamedTuple):
         return [
             *MODELS[self.model], "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=100000",
             "DATA.DATASET.NUM_SAMPLES_VAL=100000", "DATA.AUTOBATCH.ENABLED=True",
-            "DATA.AUTOBATCH.MAX_BATCH_SIZE=4096", "DATA.AUTOBATCH.TOLERANCE=0",
+            "DATA.AUTOBATCH.MAX_BATCH_SIZE=null", "DATA.AUTOBATCH.TOLERANCE=0",
             "DATA.AUTOBATCH.NUM_SPEC_SAMPLES=2",
             f"OPTIMIZER.NAME={self.optimizer}", "OPTIMIZER.LR=1e-4",
             f"TRAIN.AMP={self.amp}", f"TRAIN.GRADIENT_CHECKPOINTING={self.checkpointing}",

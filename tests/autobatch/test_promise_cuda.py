@@ -13,6 +13,7 @@ from tests.autobatch.promises import CASES, CONTROLS, Case, Phase, Run
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:Grad strides do not match"),  # dimensions of one
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
