@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from linnaeus.data.batch import Batch
-from linnaeus.memory import cuda_paths, recorder, trace
-from linnaeus.memory import kernels as kernels_of_cuda
+from linnaeus.memory import trace
 from linnaeus.memory.events import ConvFacts, Event
 from linnaeus.memory.trace import Buckets, Trace, UntraceableError
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
