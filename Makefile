@@ -14,7 +14,7 @@ FLOOR :=
 .PHONY: help train test test-e2e test-slow test-all test-gpu test-integrations test-floor test-mutants coverage messages size lint typecheck docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(VENV)/.installed ## train on handwritten digits with AutoBatch
 	$(BIN)/python -m linnaeus.train --cfg configs/digits.yaml

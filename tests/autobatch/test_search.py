@@ -231,6 +231,7 @@ def test_known_trials_are_never_run_again(
             start=start, max_trials=10**9, known=known,
         )  # fmt: skip
         known += result.trials
+        assert carry_over(known, old_budget_bytes=budget, budget_bytes=budget) == known
         fitting = [size for size, peak in device.peaks.items() if peak <= budget]
         assert result.size == max(fitting, default=None)
         assert result.certified

@@ -105,6 +105,10 @@ def test_followers_follow_unless_set() -> None:
     auto = load(*argv).DATA.AUTOBATCH
     assert (auto.ENABLED_VAL, auto.MIN_BATCH_SIZE_VAL, auto.LOG_LEVEL_VAL) == (True, 4, "DEBUG")
     assert load(*argv, "DATA.AUTOBATCH.ENABLED_VAL=False").DATA.AUTOBATCH.ENABLED_VAL is False
+    unbounded = load("DATA.AUTOBATCH.MAX_BATCH_SIZE=null", "DATA.AUTOBATCH.MIN_BATCH_SIZE=9").DATA.AUTOBATCH
+    assert (unbounded.MAX_BATCH_SIZE, unbounded.MAX_BATCH_SIZE_VAL) == (None, None), (
+        "twice nothing is nothing"
+    )
 
 
 def test_a_file_that_beats_a_choice_of_the_command_line_is_told_once(

@@ -122,7 +122,7 @@ class Started:
         (folder / "checkpoints").mkdir()
         monkeypatch.setenv("SLURM_JOB_ID", "7")
         monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
-        commands("scontrol", f"[ $1 = requeue ] && echo >> {self._requeued}; echo '{JOB.format(None)}'")
+        commands("scontrol", f"[ $1 = requeue ] && echo >> '{self._requeued}'; echo '{JOB.format(None)}'")
         self.job = SlurmJob(("train",), str(folder))
 
     def run(self, does: str = "", restarts: int = 0, number: int = signal.SIGUSR1) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def test_a_dry_run_prints_the_script_of_a_sweep_and_touches_nothing(run: Run, tm
     ):  # fmt: skip
         assert lines.count(line) == 1, (line, outcome.out)
     content = tmp_path / "runs/small/slurm/SUBMISSION.json"
-    assert f"exec {sys.executable} -u -m linnaeus.launchers.slurm_job {content}" in lines
+    assert f"exec {sys.executable} -u -m linnaeus.launchers.slurm_job {shlex.quote(str(content))}" in lines
     assert "srun --nodes=2 --ntasks=2 " in outcome.out
     assert "linnaeus.launchers.torchrun --nnodes=2 --nproc-per-node=4 " in outcome.out
     assert not [*tmp_path.iterdir()]

@@ -63,7 +63,7 @@ def test_options_win_over_the_environment(
     left = ("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT")
     for name in (*left, "SBATCH_ACCOUNT", "SLURM_CONF"):
         monkeypatch.setenv(name, "4")
-    commands("sbatch", f"{{ printf '%s\\n' \"$@\"; env; }} > {tmp_path}/given; echo '42;cluster'")
+    commands("sbatch", f"{{ printf '%s\\n' \"$@\"; env; }} > '{tmp_path}/given'; echo '42;cluster'")
     assert submitted(tmp_path / "a 'b") == "42"
     given = (tmp_path / "given").read_text().splitlines()
     for option in ("--nodes=2", "--requeue", "--signal=B:USR1@180", f"--output={tmp_path}/a 'b/%j.out"):
@@ -73,8 +73,8 @@ def test_options_win_over_the_environment(
 
 
 def test_a_controller_that_does_not_answer_sbatch_is_tried_again(commands: Commands, tmp_path: Path) -> None:
-    commands("squeue", f"[ -e {tmp_path}/asked ] || {{ touch {tmp_path}/asked; echo no >&2; exit 1; }}")
-    commands("sbatch", f"[ -e {tmp_path}/asked ] && echo 43 || {{ echo '{TIMED_OUT}' >&2; exit 1; }}")
+    commands("squeue", f"[ -e '{tmp_path}/asked' ] || {{ touch '{tmp_path}/asked'; echo no >&2; exit 1; }}")
+    commands("sbatch", f"[ -e '{tmp_path}/asked' ] && echo 43 || {{ echo '{TIMED_OUT}' >&2; exit 1; }}")
     assert submitted(tmp_path / "slurm") == "43"
 
 
@@ -134,7 +134,7 @@ def test_jobs_whose_number_nobody_has_noted_are_cancelled(
     folders = [tmp_path / name for name in ("one", "two", "noted")]
     for index, folder in enumerate(folders):
         submission(folder, script, index, **({"id": "9"} if folder.name == "noted" else {}))
-    commands("scancel", f'echo "$@" > {tmp_path}/cancelled')
+    commands("scancel", f'echo "$@" > "{tmp_path}/cancelled"')
     commands("squeue", fails("squeue: error: Unable to contact slurm controller"))
     with pytest.raises(LinnaeusError, match=str(script)) as told:
         cancel(folders)
@@ -188,7 +188,7 @@ def test_only_a_run_that_this_job_has_begun_is_resumed(
 ) -> None:
     """By the times of its own file, whatever the clocks of two file servers say."""
     commands("scontrol", "")
-    commands("srun", f'echo "$@" > {tmp_path}/words')
+    commands("srun", f'echo "$@" > "{tmp_path}/words"')
     run = tmp_path / "run"
     run.mkdir()
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -216,7 +216,7 @@ def owns(
 ) -> Callable[[str], bool]:
     """Whether a job of this number runs the run of the folder, by the script `s.sh` and the index 1."""
     commands("scontrol", f"echo '{JOB.format(None)}'")
-    commands("srun", f"touch {tmp_path}/began; exit 130")
+    commands("srun", f"touch '{tmp_path}/began'; exit 130")
 
     def ask(number: str) -> bool:
         (tmp_path / "began").unlink(missing_ok=True)

@@ -14,7 +14,8 @@ from tests.helpers.runs import wait_until
 pytestmark = pytest.mark.distributed
 
 PROGRAM = """
-import pathlib, signal, sys, time
+import ctypes, pathlib, signal, sys, time
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it never outlives torchrun
 begun = pathlib.Path("begun")
 if len(sys.argv) == 1:
     raise SystemExit(3)

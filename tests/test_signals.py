@@ -1,0 +1,39 @@
+"""Signals that ask a run to stop: noted while it can save, obeyed at once where it cannot or is asked again."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from linnaeus.signals import SIGNALS, Interrupted, StopRequest
+
+INT, TERM = signal.SIGINT, signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_obeyed_at_once_unless_it_is_deferred(number: signal.Signals) -> None:
+    with StopRequest().listening() as request:
+        with request.deferred():
+            signal.raise_signal(number)
+        assert request.stop_signal == number
+        with pytest.raises(Interrupted) as caught:
+            signal.raise_signal(number)
+    assert caught.value.exit_code == 128 + number
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_obeyed"), [(INT, INT, True), (TERM, TERM, False), (TERM, INT, False)]
+)
+def test_a_second_ctrl_c_is_obeyed_at_once(
+    first: signal.Signals, second: signal.Signals, is_obeyed: bool
+) -> None:
+    with StopRequest().listening() as request, request.deferred():
+        signal.raise_signal(first)
+        try:
+            signal.raise_signal(second)
+        except Interrupted:
+            assert is_obeyed
+        else:
+            assert not is_obeyed
+        assert request.stop_signal == first
