@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted while it can save, obeyed at once where it cannot or is asked again."""
+"""Signals that ask a run to stop: noted while it can save, obeyed at once where it cannot."""
 
 from __future__ import annotations
 
