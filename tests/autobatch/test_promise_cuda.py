@@ -9,6 +9,7 @@ import torch
 
 from linnaeus.errors import OutOfMemoryError
 from tests.autobatch.promises import CASES, CONTROLS, Case, Phase, Run
+from tests.phantom import is_on
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,6 +20,8 @@ pytestmark = [
 
 
 def check(run: Run) -> list[Phase]:
+    if is_on() and run.case.model == "marginal":
+        pytest.skip("its loss is the logarithm of sums that a phantom leaves at zero")
     phases = run.phases()
     assert [phase.mode for phase in phases] == ["train", "val"] * 3
     for found in run.found.values():

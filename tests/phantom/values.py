@@ -5,8 +5,7 @@
 A phantom's kernels do nothing, but its memory is the host's. Each CUDA kernel of ATen is wrapped: it runs as
 ever, so that the caching allocator sees what it always sees, then the CPU's kernel runs on tensors that lie
 at the same addresses. No dispatch mode is on, so autograd accumulates gradients as it does without values.
-Results of tensors above `LIMIT_BYTES`, and of kernels that the CPU lacks, are zeros; results above it keep
-what their memory held, since nothing reads them.
+Results above `LIMIT_BYTES`, results of larger tensors and of kernels that the CPU lacks are zeros.
 """
 
 from __future__ import annotations
@@ -152,8 +151,6 @@ def _repeated(name: str, operation: Any) -> Callable[..., Any]:
 
 
 def _set_to_zero(tensor: Tensor) -> None:
-    if tensor.untyped_storage().nbytes() > LIMIT_BYTES:  # no kernel reads it; filling it takes its memory
-        return
     num_bytes = ctypes.c_size_t(tensor.untyped_storage().nbytes())
     ctypes.CDLL(None).cudaMemset(ctypes.c_void_p(tensor.untyped_storage().data_ptr()), 0, num_bytes)
 
