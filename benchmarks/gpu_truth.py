@@ -203,6 +203,8 @@ def row(case: Case, tolerance: float) -> dict[str, Any]:
     size, budget = found["size"], found["budget"]
     before = in_fork(lambda: predicted(case, size))
     real = in_fork(lambda: trained(case, size, NUM_STEPS))
+    if "peak" not in real:
+        return {"error": f"training at {size} ran out of memory"}
 
     def fits(n: int) -> bool:
         return bool(in_fork(lambda: trained(case, n, NUM_BRUTE_STEPS, budget))["fits"])
@@ -292,7 +294,7 @@ def print_ranks(options: argparse.Namespace) -> None:
         size: list[str] = []
         for _ in range(2):
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-            command += [__file__, "--case", json.dumps(dataclasses.asdict(case)), *size]
+            command += ["-m", "benchmarks.gpu_truth", "--case", json.dumps(dataclasses.asdict(case)), *size]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             answers = sorted(line for line in done.stdout.splitlines() if line.startswith('{"rank"'))
             if len(answers) != 2:

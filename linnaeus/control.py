@@ -456,7 +456,7 @@ def group_of_this_rank(
     """
     name = backend or torch_dist.get_backend_config()
     if hasattr(torch_dist, "ProcessGroupNCCL2"):
-        name = re.sub(r"\bnccl\b(?!-)", "nccl-legacy", name)
+        name = re.sub(r"\bnccl[\w-]*", "nccl-legacy", name)
     group = torch_dist.new_group([torch_dist.get_rank()], timeout, name, use_local_synchronization=True)
     assert isinstance(group, torch_dist.ProcessGroup)  # this rank is a member
     return group

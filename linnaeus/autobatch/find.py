@@ -349,10 +349,8 @@ class BatchSizeFinder:
             )  # fmt: skip
             raise AutoBatchError(str(failure))
         self._warn_about_equal_peaks()
-        size, limited_by = (
-            found.size,
-            self._bound if found.limited_by == "max_batch_size" else found.limited_by,
-        )
+        size = found.size
+        limited_by = self._bound if found.limited_by == "max_batch_size" else found.limited_by
         failed = [trial for trial in self._known.values() if trial.size > size and trial.peak_bytes is None]
         if limited_by == "memory" and failed and min(failed, key=lambda trial: trial.size).status == "error":
             limited_by = "error"

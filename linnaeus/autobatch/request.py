@@ -87,6 +87,8 @@ class Request:
                 f"max_batch_size is {self.max_batch_size}; it must be at least min_batch_size, "
                 f"{self.min_batch_size}"
             )
+        if self.max_batch_size is None and self.strategy == "binary":
+            raise ValueError("strategy is 'binary', which needs max_batch_size; 'binsearch' does not")
         if self.start is not None:
             check_count("start", self.start)
         check_bounds(self.bounds)

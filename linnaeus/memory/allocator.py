@@ -309,9 +309,8 @@ class CachingAllocator:
         step_bytes = SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
         last = pool.last
         limit = self.allowed_bytes
-        if (
-            limit is not None and self.reserved_bytes + size > limit
-        ):  # the whole request counts, not its growth
+        # The whole request counts, not the growth of the segment.
+        if limit is not None and self.reserved_bytes + size > limit:
             self.empty_cache()
             self.num_alloc_retries += 1
             if self.reserved_bytes + size > limit:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from linnaeus.memory.cuda_paths import KNOWN_TORCH
 from linnaeus.memory.events import ConvFacts, Event
-from linnaeus.memory.kernels import KERNELS
+from linnaeus.memory.kernels import BLAS_WORKSPACE_BYTES, KERNELS
 from linnaeus.memory.meta_state import UntraceableError
 from linnaeus.memory.reductions import Reduction
 from linnaeus.memory.storages import accumulates_in_place, references_of_a_gradient
@@ -119,7 +119,7 @@ class Recorder(TorchDispatchMode):
         in_backward = torch._C._current_graph_task_id() != -1
         if not self._has_blas[in_backward]:
             self._has_blas[in_backward] = True
-            self.allocate(num_bytes, "cublas")
+            self.allocate(BLAS_WORKSPACE_BYTES, "cublas")
 
     def record_convolution(self, facts: ConvFacts) -> None:
         """Record the workspace of a convolution's kernel.

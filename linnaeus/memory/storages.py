@@ -103,12 +103,13 @@ def _has_no_gaps(tensor: Tensor) -> bool:
     return True
 
 
-def _references(tensor: Tensor) -> tuple[int, int]:
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def _references(tensor: Tensor) -> tuple[int, int, int]:
+    uses = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count(), uses, sys.getrefcount(tensor)  # a hook that keeps it holds it in Python
 
 
 @functools.cache
-def references_of_a_gradient() -> tuple[int, int]:
+def references_of_a_gradient() -> tuple[int, int, int]:
     """References of this torch to a gradient and its storage, where only autograd and a mode have any."""
     found = []
 

@@ -88,7 +88,7 @@ def bad_arguments() -> Iterator[tuple[str, str]]:
             {"multiple_of": 0}, {"steps_per_trial": 0}, {"start": 0}, {"bounds": [3]},
             {"bounds": {"dataset": 3.5}}, {"bounds": {3: 4}}, {"state": nn.Identity()}, {"state": "model"},
             {"state": {"model": 1}}, {"state": (3,)}, {"min_batch_size": 20, "max_batch_size": 7},
-            {"min_batch_size": 20, "bounds": {"dataset": 7}},
+            {"min_batch_size": 20, "bounds": {"dataset": 7}}, {"max_batch_size": None, "strategy": "binary"},
         ],
     )  # fmt: skip
     lazy = (nn.Sequential(nn.LazyLinear(3)),)

@@ -72,6 +72,23 @@ def test_an_error_of_the_callback_frees_what_the_operation_allocated() -> None:
         assert ledger.live_bytes == kept.nbytes
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_gradients_meet_in_place_unless_a_hook_keeps_one(is_kept: bool) -> None:
+    """As autograd does it without a dispatch mode."""
+    kept: list[torch.Tensor] = []
+    x = torch.ones(1000, requires_grad=True)
+    with Ledger():
+        y = x * 1
+        z = y * 5
+        a = y + 1  # its gradient comes first to y, which adds that of z
+        if is_kept:
+            a.register_hook(kept.append)
+        (z + a * 3).sum().backward()
+    assert x.grad is not None
+    assert x.grad[0] == 8
+    assert [gradient[0].item() for gradient in kept] == [3.0] * is_kept
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_peak_and_rest_of_a_training_step_agree_with_the_profiler(checkpointed: bool) -> None:
     """The profiler sees every call of the allocator, kernels' own scratch memory included."""
