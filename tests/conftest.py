@@ -78,9 +78,9 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs and slow tests may take longer than `timeout` in pyproject.toml."""
+    """Whole runs, slow tests and those on a GPU may take longer than `timeout` in pyproject.toml."""
     for item in items:
-        takes_long = any(item.get_closest_marker(name) for name in ("e2e", "slow"))
+        takes_long = any(item.get_closest_marker(name) for name in ("e2e", "slow", "gpu"))
         if takes_long and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(300))
 

@@ -156,7 +156,7 @@ def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bo
 
 
 def test_what_a_search_loads_outside_the_allocator_lowers_its_budget() -> None:
-    cuda = FakeCuda(GIB)
+    cuda = FakeCuda(GIB, tenants_bytes=100 * MIB)
 
     def step(batch: Tensor) -> None:
         plain_step(batch)
@@ -167,9 +167,9 @@ def test_what_a_search_loads_outside_the_allocator_lowers_its_budget() -> None:
         result = auto_find_batch_size(
             step, make_batch, device="cuda", target_memory_fraction=0.9, max_batch_size=512, predict=False
         )
-    assert result.budget_bytes == int(0.9 * GIB) - 200 * MIB
+    assert result.budget_bytes == int(0.9 * GIB) - 300 * MIB
     assert record_of(result, result.batch_size).peak_bytes <= result.budget_bytes
-    assert 320 <= result.batch_size <= 360, "two MiB a sample"
+    assert 270 <= result.batch_size <= 310, "two MiB a sample"
 
 
 @pytest.mark.parametrize("is_limited", [False, True])

@@ -13,7 +13,6 @@ from tests.phantom import is_on
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:Grad strides do not match"),  # dimensions of one
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
