@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.phantom import is_on
@@ -107,7 +107,7 @@ def _of_values(operation: Any) -> Callable[..., Any]:
 
 
 def _repeated(name: str, operation: Any) -> Callable[..., Any]:
-    kernel = torch.library.get_kernel(operation, "CUDA")
+    kernel = library.get_kernel(operation, "CUDA")
     repeat = REPLACED.get(name, operation)
     is_random = torch.Tag.nondeterministic_seeded in operation.tags
     is_tensor = [str(argument.type) == "Tensor" for argument in operation._schema.arguments]
@@ -180,7 +180,7 @@ def enable() -> None:
     global _library
     if _library is not None or not is_on() or not torch.cuda.is_available():
         return
-    _library = torch.library.Library("aten", "IMPL")
+    _library = library.Library("aten", "IMPL")
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each name: that a kernel is replaced
