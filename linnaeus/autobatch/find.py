@@ -351,9 +351,6 @@ class BatchSizeFinder:
         self._warn_about_equal_peaks()
         size = found.size
         limited_by = self._bound if found.limited_by == "max_batch_size" else found.limited_by
-        failed = [trial for trial in self._known.values() if trial.size > size and trial.peak_bytes is None]
-        if limited_by == "memory" and failed and min(failed, key=lambda trial: trial.size).status == "error":
-            limited_by = "error"
         self.trials[num_before:] = judged(self.trials[num_before:], self.budget_bytes)
         return AutoBatchResult(
             mode=self.mode,

@@ -21,7 +21,6 @@ logger = logging.getLogger("linnaeus.run")
 
 _LIMITS = {
     "memory": "the memory budget",
-    "error": "an error at larger sizes",
     "max_batch_size": "MAX_BATCH_SIZE",
     "dataset": "the samples of one process",
     "effective_batch": "the effective batch asked for",
@@ -108,6 +107,7 @@ def _room_above(result: AutoBatchResult, key: str) -> str:
     other = min(smaller)
     slope = (used_bytes - peaks[other]) / (result.batch_size - other)
     aim = result.batch_size + int((result.budget_bytes - used_bytes) / slope)
+    aim = round(aim, 2 - len(str(aim)))  # a line says no more than two digits
     return f"{left}, which would do for about {aim} samples: raise {key}"
 
 

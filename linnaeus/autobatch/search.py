@@ -38,8 +38,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Status = Literal["fits", "over", "oom", "error"]
-LimitedBy = Literal["memory", "error", "max_batch_size", "max_trials", "timeout"]
+Status = Literal["fits", "over", "oom"]
+LimitedBy = Literal["memory", "max_batch_size", "max_trials", "timeout"]
 
 FIRST_SIZE = 16
 """First size of a guided search without a hint: small enough to fit almost always, and large enough for the
@@ -75,18 +75,13 @@ class OutOfMemory(Exception):  # noqa: N818 (it names an event; `measure` raises
     """Raised by `measure` when a size does not fit on the device and therefore leaves no peak."""
 
 
-class SizeError(OutOfMemory):
-    """Raised by `measure` when a size fails for another reason than memory, and smaller ones have fitted."""
-
-
 @dataclass(frozen=True)
 class TrialRecord:
     """One size that was tried.
 
     Attributes:
         size: the size.
-        status: `fits` (ran within the budget), `over` (ran, above the budget), `oom` (did not run) or `error`
-            (did not run for another reason than memory).
+        status: `fits` (ran within the budget), `over` (ran, above the budget) or `oom` (did not run).
         peak_bytes: what `measure` returned; None when it raised `OutOfMemory`.
         seconds: how long the trial took.
     """
@@ -271,20 +266,13 @@ def carry_over(
     >>> [(t.size, t.status) for t in carry_over(trials, old_budget_bytes=1000, budget_bytes=1200)]
     [(8, 'fits')]
     """
-    kept = (
-        trial
-        for trial in trials
-        if trial.peak_bytes is not None or trial.status == "error" or budget_bytes <= old_budget_bytes
-    )
+    kept = (trial for trial in trials if trial.peak_bytes is not None or budget_bytes <= old_budget_bytes)
     return judged(kept, budget_bytes)
 
 
 def judged(trials: Iterable[TrialRecord], budget_bytes: int) -> tuple[TrialRecord, ...]:
     """The trials with the status that their peaks have under a budget."""
-    return tuple(
-        trial if trial.status == "error" else replace(trial, status=_status(trial.peak_bytes, budget_bytes))
-        for trial in trials
-    )
+    return tuple(replace(trial, status=_status(trial.peak_bytes, budget_bytes)) for trial in trials)
 
 
 def _check(min_size: int, max_size: int, multiple_of: int, strategy: str, max_trials: int) -> None:
@@ -306,8 +294,6 @@ def _try(
     peak_bytes: int | None
     try:
         peak_bytes = measure(size)
-    except SizeError:
-        return TrialRecord(size, "error", None, clock() - began)
     except OutOfMemory:
         peak_bytes = None
     return TrialRecord(size, _status(peak_bytes, budget_bytes), peak_bytes, clock() - began)

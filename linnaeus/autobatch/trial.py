@@ -16,7 +16,7 @@ from torch import nn
 
 from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.names import ARGUMENTS, Names
-from linnaeus.autobatch.search import OutOfMemory, SizeError
+from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot, runs_hooks
 from linnaeus.errors import AutoBatchError
 from linnaeus.memory.device import empty_cache, synchronize
@@ -121,7 +121,7 @@ class TrialRunner:
         self._before_trial = before_trial
         self._names = names
         self._is_prepared = training
-        self._has_fitted = self._is_beyond_size = False
+        self._largest_fitted = 0
         self._has_changed = True
         self._num_retries = 0
 
@@ -133,7 +133,6 @@ class TrialRunner:
 
         Raises:
             OutOfMemory: the size did not fit under the budget.
-            SizeError: it failed otherwise, as tensors above 2**31 elements do; a smaller size has fitted.
             AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
         """
         self._before_trial()
@@ -144,11 +143,8 @@ class TrialRunner:
             torch.compiler.reset()  # each size is compiled for its own shape, as in training
         self.clean()
         if failure is None:
-            self._has_fitted = True
+            self._largest_fitted = max(self._largest_fitted, size)
             return peak_bytes
-        if self._is_beyond_size:
-            logger.warning("warning: batch size %d fails where smaller ones do not: %s", size, failure)
-            raise SizeError(failure)
         logger.debug("batch size %d: %s", size, failure)
         raise OutOfMemory(failure)
 
@@ -200,7 +196,7 @@ class TrialRunner:
         if memory.in_use() >= self.budget_bytes:
             return "the process holds the whole budget before the first sample", 0
         with memory.cap(self.budget_bytes):
-            failure = self._failure(partial(self._run, size))
+            failure = self._failure(partial(self._run, size), size)
             peak_bytes = memory.peak() + memory.placement_bytes
         if failure is None and memory.num_retries() > self._num_retries:
             failure = "the allocator had to flush its cache"
@@ -245,34 +241,24 @@ class TrialRunner:
                 self._step(self._make_batch(size))
         synchronize(self._memory.device)  # errors of kernels belong to this trial
 
-    def _failure(self, work: Callable[[], object]) -> str | None:
+    def _failure(self, work: Callable[[], object], size: int = 0) -> str | None:
         """Call the function; return the first line of an out-of-memory error, None if there was none.
 
-        On an accelerator, other errors of torch at sizes above one that has fitted count too, if the device
-        still works: kernels have limits of their own.
+        On an accelerator, another error of torch counts too where a smaller size has fitted: kernels have
+        limits of their own. The next use of a device that no longer works raises its error again.
         """
-        self._is_beyond_size = False
         try:
             work()
         except Exception as error:
+            message = str(error).partition("\n")[0] or type(error).__name__
             if not self._memory.refused(error):
-                if not self._has_fitted or type(error) not in _ERRORS_OF_TORCH or not self._still_works():
+                is_beyond = 0 < self._largest_fitted < size and self._memory.device.type != "cpu"
+                if not is_beyond or type(error) not in _ERRORS_OF_TORCH:
                     raise
-                self._is_beyond_size = True
+                logger.warning("warning: batch size %d fails where smaller ones fit: %s", size, message)
             release_frames(error)
-            return str(error).partition("\n")[0] or type(error).__name__
+            return message
         return None
-
-    def _still_works(self) -> bool:
-        """Whether the device, which is an accelerator, runs on after an error."""
-        if self._memory.device.type == "cpu":
-            return False
-        try:
-            torch.zeros(1, device=self._memory.device).add_(1)
-            synchronize(self._memory.device)
-        except RuntimeError:
-            return False
-        return True
 
     def _prepare_validation(self) -> None:
         """Allocate what training keeps: optimizer state, gradient buckets, state of the average."""

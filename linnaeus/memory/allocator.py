@@ -307,20 +307,19 @@ class CachingAllocator:
     def _grown(self, pool: Pool, size: int) -> Block:
         """The pool's one segment, longer by as many steps as the request needs beyond its free end."""
         step_bytes = SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
-        last = pool.last
-        limit = self.allowed_bytes
-        # The whole request counts, not the growth of the segment.
-        if limit is not None and self.reserved_bytes + size > limit:
-            self.empty_cache()
-            self.num_alloc_retries += 1
-            if self.reserved_bytes + size > limit:
+        for is_retry in (False, True):
+            last = pool.last
+            missing_bytes = size - (last.size if last is not None and last.is_free else 0)
+            grown_bytes = -(-missing_bytes // step_bytes) * step_bytes
+            # Of the cap, the whole request counts, not the growth of the segment.
+            is_allowed = self.allowed_bytes is None or self.reserved_bytes + size <= self.allowed_bytes
+            if is_allowed and self._reserve(grown_bytes):
+                break
+            if is_retry:
                 self.num_ooms += 1
                 raise Refused(size)
-            last = pool.last
-        missing_bytes = size - (last.size if last is not None and last.is_free else 0)
-        grown_bytes = -(-missing_bytes // step_bytes) * step_bytes
-        self._take(pool, size, grown_bytes)
-        last = pool.last  # a flush of the cache may have trimmed it
+            self.empty_cache()
+            self.num_alloc_retries += 1
         if last is not None and last.is_free:
             pool.remove(last)
             last.size += grown_bytes

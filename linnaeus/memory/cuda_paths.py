@@ -1,8 +1,7 @@
 """Run on `meta` what CUDA would run: its fused kernels, its casts under autocast, its optimizers' paths.
 
 Without this, `meta` decomposes attention, dropout and RMSNorm into parts that save more than the fused
-kernels of CUDA, ignores autocast, and lets optimizers and gradient clipping take the path for devices
-without
+kernels of CUDA, ignores autocast, and lets optimizers and gradient clipping take the path for devices without
 multi-tensor kernels. What follows are the rules of torch 2.8 to 2.15 (aten/src/ATen: autocast_mode.h,
 native/transformers/cuda/sdp_utils.cpp, native/Dropout.cpp).
 """
@@ -131,10 +130,6 @@ def _is_eligible(tensor: Any) -> bool:
 
 def _eligible(nest: Any) -> list[Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(nest) if _is_eligible(leaf)]
-
-
-KNOWN_TORCH = "2.15"
-"""The newest torch that traces were tried with; below it, what torch 2.8 needs is done."""
 
 
 def _half_to_float(fused: Callable[..., Tensor]) -> Callable[..., Tensor]:

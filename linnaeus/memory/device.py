@@ -29,7 +29,8 @@ from linnaeus.memory.oom import is_ambiguous, is_out_of_memory
 GIB = 1024**3
 _LIBRARY_BYTES = GIB // 8
 SLACK = 0.25
-"""Part of the budget that a trial's cap leaves for the largest request, with expandable segments."""
+"""Part of the budget that a trial's cap leaves for the largest request, with expandable segments. Where a
+single tensor takes more than that, the size found is too small, never too large."""
 
 
 class UnmeasuredMemory(FailedAllocations):
@@ -89,7 +90,7 @@ class AcceleratorMemory(DeviceMemory):
 
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:
-        """No effect: `torch.accelerator` has no cap."""
+        """No effect: `torch.accelerator` has none, and those of single devices are untried here."""
         yield
 
     def _free_and_total(self) -> tuple[int, int]:
@@ -120,11 +121,10 @@ class CudaMemory(AcceleratorMemory):
         self.device = torch.device("cuda", index)
         properties = torch.cuda.get_device_properties(self.device)
         self.total_bytes = int(properties.total_memory)
-        self._is_hosts = bool(getattr(properties, "is_integrated", False))
-        if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
-            raise NotImplementedError(
-                "PYTORCH_NO_CUDA_MEMORY_CACHING is set: nothing counts what is reserved"
-            )
+        self._is_integrated = bool(getattr(properties, "is_integrated", False))
+        for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"):
+            if os.environ.get(name):
+                raise NotImplementedError(f"{name} is set: nothing counts what is reserved")
         try:
             self._num_refusals = self._count("num_ooms")
         except RuntimeError as error:  # RMM and others that replace torch's own
@@ -193,7 +193,7 @@ class CudaMemory(AcceleratorMemory):
     def _free_and_total(self) -> tuple[int, int]:
         """Of memory shared with the host, the driver counts cached files as used, which give way."""
         free, total = super()._free_and_total()
-        return (max(free, min(available_host_bytes(), total)) if self._is_hosts else free), total
+        return (max(free, min(available_host_bytes(), total)) if self._is_integrated else free), total
 
     def _settings(self) -> dict[str, Any]:
         """The allocator's settings; only torch's own has any."""

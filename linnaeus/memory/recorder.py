@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from linnaeus.memory.cuda_paths import KNOWN_TORCH
 from linnaeus.memory.events import ConvFacts, Event
 from linnaeus.memory.kernels import BLAS_WORKSPACE_BYTES, KERNELS
 from linnaeus.memory.meta_state import UntraceableError
 from linnaeus.memory.reductions import Reduction
 from linnaeus.memory.storages import accumulates_in_place, references_of_a_gradient
+
+_BORROWS_WORKSPACE = "2.15"
+"""From this torch on, the workspace of cuBLAS is borrowed for each product; older torch keeps it."""
 
 _NEEDS_VALUES = {
     "_local_scalar_dense": "`.item()`, `float(tensor)` or `if tensor`",
@@ -113,7 +115,7 @@ class Recorder(TorchDispatchMode):
         It is borrowed for each product. Older torch keeps one for each thread; backward has a thread of its
         own.
         """
-        if torch.__version__ >= KNOWN_TORCH:
+        if torch.__version__ >= _BORROWS_WORKSPACE:
             self.borrow(num_bytes, "cublas")
             return
         in_backward = torch._C._current_graph_task_id() != -1

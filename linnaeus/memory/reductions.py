@@ -16,14 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ASSUMED_MULTIPROCESSORS = 108
-ASSUMED_THREADS = 2048
-"""Multiprocessors of an A100, and threads that each of them runs; those of the device where there is one."""
+ASSUMED_MULTIPROCESSORS, THREADS_OF_EACH = 108, 2048
+"""Those of an A100; the device's own where there is one."""
 
 WARP = 32
 MAX_THREADS = 512
-VALUES = 16, 256
-"""Values that a thread reads: blocks share an output only where it would read more than the second number."""
+FEW_VALUES, MANY_VALUES = 16, 256
+"""Values that a thread reads: blocks share an output where it would read many, and each then reads a few."""
 
 
 class Reduction(NamedTuple):
@@ -71,14 +70,14 @@ class Reduction(NamedTuple):
         height = min(height, most // min(width, WARP))
         width = min(width, most // height)
         step_input, step_output = (width, 1) if is_fastest else (1, width)
-        if -(-num_inputs // step_input) < min(16 * height, VALUES[1]):
+        if -(-num_inputs // step_input) < min(16 * height, MANY_VALUES):
             return 0
         values = -(-num_inputs // (step_input * height))
         grid = -(-(num_outputs // of_outputs) // step_output)
         target = _target_grid(width * height)
-        if values < VALUES[1] or grid > target:
+        if values < MANY_VALUES or grid > target:
             return 0
-        blocks = max(min(-(-target // grid), -(-values // VALUES[0])), -(-values // VALUES[1]))
+        blocks = max(min(-(-target // grid), -(-values // FEW_VALUES)), -(-values // MANY_VALUES))
         if blocks <= 1:
             return 0
         return item_bytes * num_outputs * blocks * (1 if is_fastest else width * vector)
@@ -110,4 +109,4 @@ def _target_grid(num_threads: int) -> int:
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties()
         return int(device.multi_processor_count * (device.max_threads_per_multi_processor // num_threads))
-    return ASSUMED_MULTIPROCESSORS * (ASSUMED_THREADS // num_threads)
+    return ASSUMED_MULTIPROCESSORS * (THREADS_OF_EACH // num_threads)

@@ -90,17 +90,8 @@ def accumulates_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return False
     if torch._C._current_graph_task_id() == -1 or not all(isinstance(arg, Tensor) for arg in args):
         return False
-    return _has_no_gaps(args[0]) and _references(args[0]) == references_of_a_gradient()
-
-
-def _has_no_gaps(tensor: Tensor) -> bool:
-    """Whether its elements, in some order, follow each other in memory."""
-    expected = 1
-    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    is_dense = aten.is_non_overlapping_and_dense.default(args[0])
+    return is_dense and _references(args[0]) == references_of_a_gradient()
 
 
 def _references(tensor: Tensor) -> tuple[int, int, int]:

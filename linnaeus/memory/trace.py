@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from linnaeus import nest
-from linnaeus.memory.cuda_paths import KNOWN_TORCH, cuda_paths
+from linnaeus.memory.cuda_paths import cuda_paths
 from linnaeus.memory.events import Trace
 from linnaeus.memory.meta_state import UntraceableError, state_on_meta
 from linnaeus.memory.recorder import Recorder, untraceable
@@ -83,8 +83,8 @@ def trace(
         UntraceableError: an operation needs the values of a tensor (`.item()`, boolean indexing) or has no
             implementation on `meta`; the message names it.
     """
-    if torch.__version__ < KNOWN_TORCH:
-        importlib.import_module("torch._dynamo")  # 2.8 would do it within the trace, and fail there
+    if torch.__version__ < "2.15":
+        importlib.import_module("torch._dynamo")  # older torch would do it within the trace, and fail there
     recorder = Recorder()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_undisturbed())
