@@ -8,15 +8,17 @@ own, but neither cuDNN's choices nor speeds are real.
 
     found       size that the search finds within 0.8 of the card
     trials, s   of that search
-    promise     GiB that the allocator had reserved in the trial of that size
+    promise     peak of the trial of that size in GiB, fragmentation allowance included
     training    peak of 50 real steps in a fresh process, relative to the promise
+    in use      part of the card in use at that peak
+    predicted   reserved bytes predicted without the card, relative to that peak
     brute       largest size whose 20 steps in a fresh process, capped at the budget, neither run out of
-                memory nor flush the allocator's cache; and what `found` is of it
-    predicted   reserved bytes predicted before the search, relative to training
-    control     whether 20 steps of a size 2 % above `brute` break the budget
+                memory nor flush the allocator's cache; and what `found` is of it. A size is presumed to fit
+                if a larger one does, so sizes that fit above one that does not are missed.
+    +2 %        whether 20 steps of a size 2 % above `brute` break the budget
 
-`--ranks` has two ranks (NCCL, DistributedDataParallel) on unequal cards: they search together, and train at
-the size found in fresh processes.
+`--ranks` has two ranks (NCCL, DistributedDataParallel) on cards of the sizes of `--gib`. They search together
+and train at the size found in fresh processes. Figures that differ between ranks are there for each.
 """
 
 from __future__ import annotations
@@ -27,26 +29,35 @@ import dataclasses
 import json
 import os
 import random
+import re
+import shlex
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from statistics import fmean, median
 from typing import Any
 
 import timm
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
-from linnaeus import auto_find_batch_size, predict_memory
+from linnaeus import auto_find_batch_size
+from linnaeus.autobatch.observer import SearchObserver
+from linnaeus.autobatch.predicted import predict_step
+from linnaeus.autobatch.search import TrialRecord
+from linnaeus.memory.meta_state import UntraceableError
+from linnaeus.memory.trace import Buckets
 from tests.phantom import is_on
+from tests.phantom.training import FORMATS, OPTIMIZERS, Case, Training
 
 GIB = 1 << 30
 FRACTION = 0.8
 NUM_STEPS = 50
 NUM_BRUTE_STEPS = 20
+SLACK = 0.005
+"""Part of its promise that training may leave."""
 MODELS = (
     "resnet18", "resnet50", "resnet101", "resnext50_32x4d", "wide_resnet50_2", "seresnet50", "densenet121",
     "vgg16", "mobilenetv3_large_100", "mobilenetv2_100", "efficientnet_b0", "efficientnet_b3",
@@ -56,71 +67,21 @@ MODELS = (
     "beit_base_patch16_224", "poolformer_s24", "maxvit_tiny_rw_224", "coatnet_0_rw_224", "inception_v3",
     "xception41", "hrnet_w18", "dla60", "cspresnet50", "ghostnet_100", "mobilevit_s", "res2net50_26w_4s",
 )  # fmt: skip
-FORMATS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "SGD": partial(torch.optim.SGD, momentum=0.9),
-    "AdamW": torch.optim.AdamW,
-    "fused AdamW": partial(torch.optim.AdamW, fused=True),
-}
 FEATURES = ("plain", "checkpointing", "channels-last", "accumulation")
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A model and how it is trained."""
-
-    model: str
-    format: str
-    optimizer: str
-    feature: str
-    gib: float
+class RowError(Exception):
+    """A row has no figures."""
 
 
-class Training:
-    """The training of a case on a device: `step(batch)` is what is searched and what is trained."""
-
-    def __init__(self, case: Case, device: str = "cuda") -> None:
-        torch.manual_seed(0)
-        self._case, self.device = case, device
-        model = timm.create_model(case.model, num_classes=1000)
-        if case.feature == "checkpointing":
-            model.set_grad_checkpointing(True)
-        self._size = model.default_cfg["input_size"]
-        self.model = model.to(device).train()
-        if case.feature == "channels-last":
-            self.model = self.model.to(memory_format=torch.channels_last)
-        self.optimizer = OPTIMIZERS[case.optimizer](self.model.parameters(), lr=1e-3)
-        self._dtype = FORMATS[case.format]
-        self.scaler = torch.amp.GradScaler("cuda", enabled=self._dtype == torch.float16)
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        return self.model, self.optimizer, self.scaler
-
-    def batch(self, size: int) -> tuple[Tensor, Tensor]:
-        images = torch.empty(size, *self._size, device=self.device)
-        if self._case.feature == "channels-last":
-            images = images.to(memory_format=torch.channels_last)
-        return images, torch.zeros(size, dtype=torch.long, device=self.device)
-
-    def step(self, batch: tuple[Tensor, Tensor]) -> None:
-        for _ in range(2 if self._case.feature == "accumulation" else 1):
-            with torch.autocast("cuda", self._dtype, enabled=self._dtype is not None):
-                loss = functional.cross_entropy(self.model(batch[0]), batch[1])
-            self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-
-
-def cases(seed: int, num_rows: int, gib: list[float]) -> Iterator[Case]:
-    """Rows in random order, of which each model comes once."""
+def cases(seed: int, num_rows: int, gib: list[float]) -> Iterator[tuple[Case, float]]:
+    """Rows in random order, each with the size of its card; each model comes once."""
     draw = random.Random(seed)
-    for model in draw.sample(MODELS, min(num_rows, len(MODELS))):
+    for model in draw.sample(MODELS, len(MODELS))[:num_rows]:
         feature = draw.choice(FEATURES)
         if feature == "checkpointing" and not can_checkpoint(model):
             feature = "plain"
-        yield Case(model, draw.choice([*FORMATS]), draw.choice([*OPTIMIZERS]), feature, draw.choice(gib))
+        yield Case(model, draw.choice([*FORMATS]), draw.choice([*OPTIMIZERS]), (feature,)), draw.choice(gib)
 
 
 def can_checkpoint(name: str) -> bool:
@@ -130,58 +91,83 @@ def can_checkpoint(name: str) -> bool:
     return False
 
 
-def in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a function returns in a process of its own, in which nothing has used the device before."""
+def in_fork(name: str, work: Callable[[], Any]) -> Any:
+    """What a function returns in a process of its own, in which nothing has used the device before.
+
+    Raises:
+        RowError: the function raised an error, or its process was killed; `name` says what it did.
+    """
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         try:
-            answer = work()
+            answer = {"answer": work()}
         except BaseException as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
+            answer = {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
         os.write(writer, json.dumps(answer).encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as answered:
         text = answered.read()
-    os.waitpid(pid, 0)
-    return json.loads(text or '{"error": "the process died"}')
+    if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+        raise RowError(f"{name}: the process ended with {code}")
+    answer = json.loads(text)
+    if "error" in answer:
+        raise RowError(f"{name}: {answer['error']}")
+    return answer["answer"]
 
 
-def searched(case: Case, tolerance: float) -> dict[str, Any]:
-    """The result of a search, and what was predicted of the size found."""
-    training = Training(case)
+def searched(training: Training, tolerance: float) -> dict[str, Any]:
+    """The result of a search; its promise is that of this rank."""
+    peaks: dict[int, int | None] = {}
+
+    class Peaks(SearchObserver):
+        def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
+            peaks[trial.size] = trial.peak_bytes
+
     found = auto_find_batch_size(
         training.step, training.batch, state=training.state, target_memory_fraction=FRACTION,
-        max_batch_size=100_000, tolerance=tolerance,
+        max_batch_size=100_000, tolerance=tolerance, observer=Peaks(),
     )  # fmt: skip
     return {
         "size": found.batch_size, "trials": len(found.trials), "seconds": found.seconds,
-        "promise": found.peak_bytes, "budget": found.budget_bytes, "certified": found.certified,
+        "promise": peaks[found.batch_size], "budget": found.budget_bytes,
     }  # fmt: skip
 
 
-def predicted(case: Case, size: int) -> dict[str, Any]:
-    training = Training(case, "cpu")
-    return {"bytes": predict_memory(training.step, training.batch, state=training.state).reserved_bytes(size)}
+def predicted(case: Case, model: Any, size: int, buckets: Buckets | None = None) -> int | None:
+    """Reserved bytes; None where the step cannot be traced."""
+    training = Training(case, "cpu", model)
+    try:
+        prediction = predict_step(
+            training.step, training.batch, state=training.state, mode="train", buckets=buckets
+        )
+    except UntraceableError:
+        return None
+    return prediction.reserved_bytes(size)
 
 
-def trained(case: Case, size: int, num_steps: int, cap_bytes: int | None = None) -> dict[str, Any]:
-    """The peak of reserved bytes of real steps, and whether they flushed the cache or ran out of memory."""
-    if cap_bytes is not None:
+def trained(start: Callable[[], Training], size: int, num_steps: int, cap_bytes: int = 0) -> dict[str, Any]:
+    """Whether real steps neither flushed the cache nor ran out of memory, and what they reserved."""
+    if cap_bytes:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(cap_bytes / total, 1.0))
     try:
-        training = Training(case)
+        training = start()
         for _ in range(num_steps):
             training.step(training.batch(size))
     except torch.OutOfMemoryError:
         return {"fits": False}
-    stats = torch.cuda.memory_stats()
-    return {"fits": stats["num_alloc_retries"] == 0, "peak": torch.cuda.max_memory_reserved()}
+    free, total = torch.cuda.mem_get_info()
+    peak, others = torch.cuda.max_memory_reserved(), total - free - torch.cuda.memory_reserved()
+    is_flushed = torch.cuda.memory_stats()["num_alloc_retries"] > 0
+    return {"fits": not is_flushed, "peak": peak, "in use": (others + peak) / total}
 
 
 def largest(fits: Callable[[int], bool], near: int) -> int:
-    """The largest size that fits, by steps of doubling length away from a size near it, then bisection."""
+    """The largest size that fits, by steps of doubling length away from a size near it, then bisection.
+
+    A size is presumed to fit if a larger one does: sizes that fit above one that does not are missed.
+    """
     step = max(near // 256, 1)
     low, high = (near, 0) if fits(near) else (0, near)
     while low and not high:
@@ -196,112 +182,141 @@ def largest(fits: Callable[[int], bool], near: int) -> int:
 
 
 def row(case: Case, tolerance: float) -> dict[str, Any]:
-    """All figures of a case."""
-    found = in_fork(lambda: searched(case, tolerance))
-    if "error" in found:
-        return found
-    size, budget = found["size"], found["budget"]
-    before = in_fork(lambda: predicted(case, size))
-    real = in_fork(lambda: trained(case, size, NUM_STEPS))
-    if "peak" not in real:
-        return {"error": f"training at {size} ran out of memory"}
+    """All figures of a case.
 
+    Raises:
+        RowError: the search or the training failed, or brute force fits nothing.
+    """
+    model = case.built()
+    start = partial(Training, case, model=model)
+    found = in_fork("search", lambda: searched(start(), tolerance))
+    size = found["size"]
+    num_bytes = in_fork("prediction", lambda: predicted(case, model, size))
+    real = in_fork("training", lambda: trained(start, size, NUM_STEPS))
+    if "peak" not in real:
+        raise RowError(f"training ran out of memory at the size found, {size}")
+
+    @cache
     def fits(n: int) -> bool:
-        return bool(in_fork(lambda: trained(case, n, NUM_BRUTE_STEPS, budget))["fits"])
+        real = in_fork("brute force", lambda: trained(start, n, NUM_BRUTE_STEPS, found["budget"]))
+        return bool(real["fits"])
 
     brute = largest(fits, size)
-    above = brute + max(round(0.02 * brute), 1)
-    return {
-        **found, "brute": brute, "peak": real["peak"], "predicted": before.get("bytes"),
-        "untraceable": before.get("error"), "control": not fits(above),
-    }  # fmt: skip
+    if not brute:
+        raise RowError(f"brute force fits no size, the search {size}")
+    above = "holds" if fits(brute + max(round(0.02 * brute), 1)) else "breaks"
+    return compared([found | real], num_bytes) | {"brute": [brute], "found/": [size / brute], "+2 %": [above]}
 
 
-HEADS = (
-    f"{'model':30} {'format':8} {'optimizer':12} {'feature':14} {'GiB':>4}", f"{'found':>6} {'trials':>6}",
-    f"{'s':>5} {'promise':>8} {'training':>9}", f"{'brute':>6} {'found/':>7} {'predicted':>9} control",
-)  # fmt: skip
+def row_of_ranks(case: Case, tolerance: float) -> dict[str, Any]:
+    """Figures of a case on two ranks; errors as for `row`."""
+    ranks: list[dict[str, Any]] = [{}, {}]
+    for task in ("search", "training"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        command += ["-m", "benchmarks.gpu_truth", "--case", json.dumps(dataclasses.asdict(case))]
+        command += [f"--tolerance={tolerance}", *(f"--size={rank['size']}" for rank in ranks[:1] if rank)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
+        if len(answers) != 2:
+            reason = re.search(r".*Error: .*", done.stderr)
+            raise RowError(f"{task}: {reason[0] if reason else done.stderr[-500:]}")
+        for answer in answers:
+            ranks[answer["rank"]] |= answer
+    size = ranks[0]["size"]
+    return compared(ranks, in_fork("prediction", lambda: predicted(case, case.built(), size, Buckets())))
 
 
-def print_table(options: argparse.Namespace) -> None:
-    """Print a row for each case, and the summary."""
-    print("on a phantom card" if is_on() else f"on {torch.cuda.get_device_name()}")
-    print(*HEADS)
-    rows = []
-    for case in cases(options.seed, options.rows, options.gib):
-        os.environ["PHANTOM_TOTAL_GIB"] = f"{case.gib:g}"
-        got = row(case, options.tolerance)
-        name = f"{case.model:30} {case.format:8} {case.optimizer:12} {case.feature:14} {case.gib:4g}"
-        if "error" in got:
-            print(f"{name} {got['error']}", flush=True)
-            continue
-        got["training"] = got["peak"] / got["promise"] - 1
-        got["share"] = got["size"] / got["brute"]
-        got["error_of_prediction"] = got["predicted"] / got["peak"] - 1 if got["predicted"] else None
-        rows.append(got)
-        prediction = f"{got['error_of_prediction']:+9.2%}" if got["predicted"] else "-".rjust(9)
-        print(
-            f"{name} {got['size']:6} {got['trials']:6} {got['seconds']:5.1f} {got['promise'] / GIB:8.2f} "
-            f"{got['training']:+9.2%} {got['brute']:6} {got['share']:7.1%} {prediction} "
-            f"{'breaks' if got['control'] else 'holds'}", flush=True,
-        )  # fmt: skip
-    kept, shares = ([got[name] for got in rows] for name in ("training", "share"))
-    errors = sorted(abs(got["error_of_prediction"]) for got in rows if got["predicted"])
-    print(f"{len(rows)} rows")
-    print("training within the budget        ", sum(got["peak"] <= got["budget"] for got in rows))
-    print(f"training against its promise       {min(kept):+.2%} to {max(kept):+.2%}")
-    print(f"size found, of brute force         {min(shares):.1%} at least, median {median(shares):.1%}")
-    print(f"trials                             {fmean(got['trials'] for got in rows):.1f} on average")
-    ninth = errors[int(0.9 * (len(errors) - 1))]
-    print(f"error of the prediction            median {median(errors):.2%}, 90 % below {ninth:.2%}")
-    print("sizes 2 % above break the budget  ", sum(got["control"] for got in rows))
-
-
-def on_two_ranks(case: Case, size: int | None) -> None:
-    """One of two ranks: search together, or train at a size; prints what this rank has reserved."""
+def on_one_rank(case: Case, tolerance: float, size: int | None) -> None:
+    """Search together with the other rank, or train at a size; print the figures of this rank."""
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
     training = Training(case, f"cuda:{rank}")
     training.model = nn.parallel.DistributedDataParallel(training.model, device_ids=[rank])
     if size is None:
-        found = auto_find_batch_size(
-            training.step, training.batch, state=training.state, target_memory_fraction=FRACTION,
-            max_batch_size=100_000,
-        )  # fmt: skip
-        predicted_bytes = found.prediction and found.prediction.peak_bytes
-        answer = {"size": found.batch_size, "promise": found.peak_bytes, "predicted": predicted_bytes}
+        answer = searched(training, tolerance)
     else:
-        for _ in range(NUM_STEPS):
-            training.step(training.batch(size))
-        free, total = torch.cuda.mem_get_info()
-        reserved = torch.cuda.memory_reserved()
-        peak = torch.cuda.max_memory_reserved()
-        answer = {"peak": peak, "in_use": (total - free - reserved + peak) / total}
+        answer = trained(lambda: training, size, NUM_STEPS)
+        if "peak" not in answer:
+            raise RowError(f"rank {rank} ran out of memory at the size found, {size}")
     print(json.dumps({"rank": rank, **answer}), flush=True)
     torch.distributed.destroy_process_group()
 
 
-def print_ranks(options: argparse.Namespace) -> None:
-    """Print what two ranks find, and what each then reserves."""
-    gib = options.gib if len(options.gib) == 2 else [40.0, 24.0]
-    environment = {
-        **os.environ,
-        "PHANTOM_GPUS": "2",
-        "PHANTOM_TOTAL_GIB": ",".join(f"{one:g}" for one in gib),
-    }
-    for case in cases(options.seed, options.rows, gib):
-        size: list[str] = []
-        for _ in range(2):
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-            command += ["-m", "benchmarks.gpu_truth", "--case", json.dumps(dataclasses.asdict(case)), *size]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            answers = sorted(line for line in done.stdout.splitlines() if line.startswith('{"rank"'))
-            if len(answers) != 2:
-                print(case.model, done.stderr[-2000:])
-                break
-            print(case.model, case.format, case.optimizer, case.feature, *answers, flush=True)
-            size = ["--size", str(json.loads(answers[0]).get("size"))]
+def compared(ranks: list[dict[str, Any]], predicted_bytes: int | None) -> dict[str, Any]:
+    """The row of one rank or more; a list has a value for each."""
+    return {
+        "found": [ranks[0]["size"]], "trials": [ranks[0]["trials"]], "s": [ranks[0]["seconds"]],
+        "promise": [rank["promise"] / GIB for rank in ranks],
+        "training": [rank["peak"] / rank["promise"] - 1 for rank in ranks],
+        "in use": [rank["in use"] for rank in ranks],
+        "predicted": [predicted_bytes / rank["peak"] - 1 for rank in ranks if predicted_bytes],
+    }  # fmt: skip
+
+
+OF_EACH = {
+    "found": "d", "trials": "d", "s": ".1f", "promise": ".2f", "training": "+.2%", "in use": ".2%",
+    "predicted": "+.2%",
+}  # fmt: skip
+OF_ONE_RANK = {"brute": "d", "found/": ".1%", "+2 %": ""}
+
+
+def print_table(options: argparse.Namespace) -> None:
+    """Print a row for each case, and the summary."""
+    settings = [
+        f"{name}={value}" for name, value in os.environ.items()
+        if name.startswith(("PHANTOM_", "PYTORCH_")) and name not in ("PHANTOM_MACHINE", "PHANTOM_DIR")
+    ]  # fmt: skip
+    python = "python -m tests.phantom python" if is_on() else "python"
+    print("$", *settings, python, "-m benchmarks.gpu_truth", shlex.join(sys.argv[1:]))
+    card, gib = "phantom card", options.gib
+    if not is_on():
+        card = in_fork("card", torch.cuda.get_device_name)
+        gib = [in_fork("card", torch.cuda.mem_get_info)[1] / GIB]
+    print(f"{card}; torch {torch.__version__}, timm {timm.__version__}; seed {options.seed}\n")
+    columns, width = (OF_EACH, 13) if options.ranks else (OF_EACH | OF_ONE_RANK, 8)
+    line = "{:30} {:8} {:12} {:14} {:>5}".format
+    print(line("model", "format", "optimizer", "feature", "GiB"), *(f"{n:>{width}}" for n in columns))
+    rows, chosen = [], [*cases(options.seed, options.rows, gib)]
+    for case, own_gib in chosen:
+        cards = ",".join(f"{one:g}" for one in (gib if options.ranks else [own_gib]))
+        os.environ.update(PHANTOM_TOTAL_GIB=cards, PHANTOM_GPUS=str(1 + options.ranks))
+        print(line(case.model, case.format, case.optimizer, case.features[0], cards), end=" ")
+        try:
+            rows.append((row_of_ranks if options.ranks else row)(case, options.tolerance))
+            texts = {n: "/".join(format(v, form) for v in rows[-1][n]) for n, form in columns.items()}
+            print(*(f"{text or '-':>{width}}" for text in texts.values()), flush=True)
+        except RowError as error:
+            print(error, flush=True)
+    print_summary(rows, len(chosen), not options.ranks)
+
+
+def print_summary(rows: list[dict[str, Any]], num_rows: int, is_of_one_rank: bool) -> None:
+    """How many rows miss each goal, and the spread of the figures; a failed row misses every goal."""
+    goals: dict[str, Callable[[dict[str, Any]], bool]] = {
+        "every process ran to its end": lambda got: True,
+        f"at most {FRACTION:.0%} of a card in use": lambda got: max(got["in use"]) <= FRACTION,
+        f"training at most its promise, and at most {SLACK:.1%} below":
+            lambda got: all(-SLACK <= part <= 0 for part in got["training"]),
+    }  # fmt: skip
+    if is_of_one_rank:
+        goals["found at least 99 % of brute force"] = lambda got: got["found/"][0] >= 0.99
+        goals["2 % above brute force breaks the budget"] = lambda got: got["+2 %"] == ["breaks"]
+    print("\nrows that miss a goal; a failed row misses every one")
+    for goal, is_met in goals.items():
+        print(f"{goal:60} {num_rows - sum(map(is_met, rows))} of {num_rows}")
+    every = {name: [value for got in rows for value in got.get(name, [])] for name in OF_EACH | OF_ONE_RANK}
+    if kept := every["training"]:
+        print(f"\ntraining against its promise   {min(kept):+.2%} to {max(kept):+.2%}")
+        print(f"trials                         {fmean(every['trials']):.1f} on average")
+    if shares := every["found/"]:
+        print(f"found, of brute force          {min(shares):.1%} at least, median {median(shares):.1%}")
+    if errors := sorted(map(abs, every["predicted"])):
+        ninth = errors[(9 * len(errors) + 9) // 10 - 1]
+        print(
+            f"error of the prediction        median {median(errors):.2%}, 90th percentile {ninth:.2%}, "
+            f"largest {errors[-1]:.2%}"
+        )
 
 
 def main() -> None:
@@ -320,10 +335,9 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.case is not None:
-        on_two_ranks(options.case, options.size)
-    elif options.ranks:
-        print_ranks(options)
+        on_one_rank(options.case, options.tolerance, options.size)
     else:
+        torch.set_num_threads(1)  # a fork has none of the threads that build a model
         print_table(options)
 
 

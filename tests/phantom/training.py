@@ -1,0 +1,112 @@
+"""Models and how they are trained: what `compare.py` and `benchmarks/gpu_truth.py` measure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+FORMATS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, momentum=0.9),
+    "AdamW": torch.optim.AdamW,
+    "fused AdamW": partial(torch.optim.AdamW, fused=True),
+}
+FEATURES = ("channels-last", "checkpointing", "accumulation", "no-grad")
+
+
+class Gpt(nn.Module):
+    """A decoder of sequences of 512 tokens."""
+
+    def __init__(self, width: int = 384, depth: int = 6, heads: int = 6, words: int = 8192) -> None:
+        super().__init__()
+        self.heads = heads
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({
+                "norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width),
+                "out": nn.Linear(width, width), "norm2": nn.LayerNorm(width),
+                "up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width),
+            }) for _ in range(depth)
+        )  # fmt: skip
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.words(x)
+        b: Any
+        for b in self.blocks:
+            q, k, v = b["qkv"](b["norm1"](z)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            z = z + b["out"](y.transpose(1, 2).flatten(2))
+            z = z + b["down"](functional.gelu(b["up"](b["norm2"](z))))
+        logits: Tensor = self.head(self.norm(z))
+        return logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, of timm or `gpt`, and how it is trained."""
+
+    model: str
+    format: str
+    optimizer: str
+    features: tuple[str, ...] = ()
+
+    def built(self) -> Any:
+        """The model, on the CPU."""
+        torch.manual_seed(0)
+        model: Any = Gpt() if self.model == "gpt" else timm.create_model(self.model)
+        if "checkpointing" in self.features:
+            model.set_grad_checkpointing(True)
+        return model.train()
+
+
+class Training:
+    """The training of a case on a device: `step(batch)` is what is searched, predicted and trained.
+
+    Args:
+        model: the case's, if it has been built before.
+    """
+
+    def __init__(self, case: Case, device: str = "cuda", model: Any = None) -> None:
+        self.case, self.device = case, device
+        self.model = (model or case.built()).to(device)
+        self._size = getattr(self.model, "default_cfg", {}).get("input_size")
+        if "channels-last" in case.features:
+            self.model = self.model.to(memory_format=torch.channels_last)
+        self.optimizer = OPTIMIZERS[case.optimizer](self.model.parameters(), lr=1e-3)
+        self.scaler = torch.amp.GradScaler("cuda", enabled=case.format == "fp16")
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        return self.model, self.optimizer, self.scaler
+
+    def batch(self, size: int, device: str | None = None) -> tuple[Tensor, Tensor]:
+        with torch.device(device or self.device):
+            if self._size is None:
+                tokens = torch.zeros(size, 512, dtype=torch.long)
+                return tokens, torch.zeros_like(tokens)
+            images = torch.zeros(size, *self._size)
+            if "channels-last" in self.case.features:
+                images = images.to(memory_format=torch.channels_last)
+            return images, torch.zeros(size, dtype=torch.long)
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> None:
+        dtype = FORMATS[self.case.format]
+        for _ in range(2 if "accumulation" in self.case.features else 1):
+            with torch.autocast("cuda", dtype, enabled=dtype is not None):
+                if "no-grad" in self.case.features:
+                    with torch.no_grad():
+                        self.model(batch[0])
+                    return
+                loss = functional.cross_entropy(self.model(batch[0]).flatten(0, -2), batch[1].flatten())
+            self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
