@@ -147,13 +147,18 @@ def predict_memory(
         AutoBatchError: the step uses an optimizer that is not in `state`.
         TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
+    from linnaeus.memory.trace import Buckets  # it imports more of torch than a search needs
+
     check_functions(step, make_batch)
     check_choice("mode", mode, get_args(Mode))
     state = listed(state)
     snapshot = Snapshot(state, torch.device("cpu"))
     try:
         with strangers_refused(state, snapshot):
-            prediction = predict_step(step, make_batch, state=state, mode=mode, base_bytes=None)
+            buckets = Buckets.of(state)
+            prediction = predict_step(
+                step, make_batch, state=state, mode=mode, buckets=buckets, base_bytes=None
+            )
     finally:
         snapshot.restore()
     if prediction.is_constant:

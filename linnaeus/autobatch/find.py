@@ -237,13 +237,14 @@ class BatchSizeFinder:
     def _confirmed(
         self, found: SearchResult, fraction: float, tolerance: float, deadline: float
     ) -> SearchResult:
-        """Run the size found under a budget that is read again; if it no longer fits, search below it.
+        """Check the size found against a budget that is read again; if it no longer fits, search below it.
 
-        The size that ran last needs no further trial. After a search below, the budget is read once more,
-        until the size found fits what was read after it ran. No trial begins after the deadline.
+        It runs once more only where notably more is held than before, and another size has run since. After a
+        search below, the budget is read again, until the size found fits what was read after it ran. No trial
+        begins after the deadline.
         """
-        self._read_budget_again(fraction)
-        if found.size is not None and self.trials[-1].size != found.size:
+        has_grown = self._read_budget_again(fraction)
+        if found.size is not None and has_grown and self.trials[-1].size != found.size:
             if time.monotonic() < deadline:
                 self._one_trial(found.size, "confirmation")
             else:
@@ -288,12 +289,18 @@ class BatchSizeFinder:
         found = self._search(budget_bytes=self.budget_bytes - grown_bytes, known=known, deadline_s=0)
         return replace(found, certified=False, limited_by="timeout")
 
-    def _read_budget_again(self, fraction: float) -> None:
-        """Lower the budget by what has come into memory outside the allocator since the search began."""
+    def _read_budget_again(self, fraction: float) -> bool:
+        """Lower the budget by what has come into memory outside the allocator since the search began.
+
+        Returns:
+            Whether that is notable, or what the process holds between trials has notably grown.
+        """
         before_bytes = self.budget_bytes
         self._set_budget(min(before_bytes, self.memory.budget(fraction, self._limit_bytes)))
-        if before_bytes - self.budget_bytes > NOTABLE_GROWTH * self.memory.total_bytes:
+        is_lower = before_bytes - self.budget_bytes > NOTABLE_GROWTH * self.memory.total_bytes
+        if is_lower:
             logger.info("the budget is %.2f GiB now: %s", self.budget_bytes / GIB, self._outside())
+        return is_lower or self._has_grown()
 
     def _outside(self) -> str:
         """What is held outside the allocator now, and was when the search began."""
@@ -304,14 +311,18 @@ class BatchSizeFinder:
 
     def _warn_about_growth(self) -> None:
         """Warn where the trials have left memory behind: no part of `state` holds it."""
-        grown_bytes = self.held_bytes - self._held_at_start
-        if grown_bytes > NOTABLE_GROWTH * self.budget_bytes + self.memory.placement_bytes:
+        if self._has_grown():
             logger.warning(
                 "warning: the process holds %.3g MiB more than when the search began, although each trial is "
                 "undone: the step keeps tensors from call to call, such as losses in a list without .item(). "
                 "What it keeps so in training comes on top of what a trial shows",
-                grown_bytes / 1024**2,
+                (self.held_bytes - self._held_at_start) / 1024**2,
             )
+
+    def _has_grown(self) -> bool:
+        """Whether the process holds notably more than when the search began."""
+        grown_bytes = self.held_bytes - self._held_at_start
+        return grown_bytes > NOTABLE_GROWTH * self.budget_bytes + self.memory.placement_bytes
 
     def _warn_about_promise(self, fraction: float) -> None:
         """Warn, once for each cause, that training may need more memory than a trial of its size."""

@@ -169,9 +169,10 @@ def run_on_every_rank(
             "rank %d fits no more than %d (%s): %s", name_of(verdicts.index(smallest)),
             smallest.batch_size, result.mode, _why(smallest, before_bytes),
         )  # fmt: skip
+    predicted = result.prediction and dataclasses.replace(result.prediction, peak_bytes=None)
     return dataclasses.replace(
         result, batch_size=smallest.batch_size, certified=smallest.certified, within=smallest.within,
-        limited_by=smallest.limited_by,
+        limited_by=smallest.limited_by, prediction=predicted,
     )  # fmt: skip
 
 

@@ -98,7 +98,7 @@ class AutoBatchResult:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Peak of the last trial at the size found; None where an earlier search of the finder ran it."""
+        """Peak of rank 0's last trial at the size found; None where an earlier search ran it."""
         peaks = [trial.peak_bytes for trial in self.trials if trial.size == self.batch_size]
         return peaks[-1] if peaks else None
 

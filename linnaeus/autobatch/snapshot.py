@@ -83,14 +83,17 @@ class Snapshot:
             if isinstance(part, _StatefulSnapshot):
                 part.check_restored()
 
-    def restore_parts(self, *, with_optimizers: bool = True) -> None:
-        """Restore `state`; without optimizers, what training keeps allocated stays so.
+    def restore_parts(self, *, with_optimizers: bool = True, with_values: bool = True) -> None:
+        """Restore `state`, or what of it the memory of a step depends on.
 
-        That is the optimizers' state, and what modules keep in their attributes.
+        Args:
+            with_optimizers: whether what training keeps allocated goes: the optimizers' state, and what
+                modules keep in their attributes.
+            with_values: whether the parameters and buffers of modules get their values back.
         """
         for part in self._parts:
             if isinstance(part, _ModuleSnapshot):
-                part.restore(with_attributes=with_optimizers)
+                part.restore(with_attributes=with_optimizers, with_values=with_values)
             elif with_optimizers or not isinstance(part, _OptimizerSnapshot):
                 part.restore()
 
@@ -132,8 +135,9 @@ class _TensorSnapshot:
         self._value = _host_copy(tensor)
         self.copies = [self._value]
 
-    def restore(self) -> None:
-        _put_back(self._tensor, self._value, self._device)
+    def restore(self, *, with_value: bool = True) -> None:
+        if with_value or _differs(self._tensor, self._value, self._device):
+            _put_back(self._tensor, self._value, self._device)
 
 
 class _ParameterSnapshot(_TensorSnapshot):
@@ -148,9 +152,9 @@ class _ParameterSnapshot(_TensorSnapshot):
         if self._gradient_snapshot is not None:
             self.copies += self._gradient_snapshot.copies
 
-    def restore(self) -> None:
+    def restore(self, *, with_value: bool = True) -> None:
         self._tensor.grad = None  # torch checks it against the value that is put back
-        super().restore()
+        super().restore(with_value=with_value)
         if self._gradient_snapshot is not None:
             self._gradient_snapshot.restore()
         self._tensor.grad = self._gradient
@@ -194,9 +198,9 @@ class _ModuleSnapshot:
         )  # fmt: skip
 
     @torch.no_grad()
-    def restore(self, *, with_attributes: bool = True) -> None:
+    def restore(self, *, with_attributes: bool = True, with_values: bool = True) -> None:
         for tensor in self._tensors:
-            tensor.restore()
+            tensor.restore(with_value=with_values)
         self._registries.restore()
         if with_attributes:
             for submodule, kind in self._kinds:  # parametrizations replace it
@@ -446,10 +450,13 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
+def _differs(tensor: Tensor, value: Tensor, device: torch.device) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, device)
+
+
 def _put_back(tensor: Tensor, value: Tensor, device: torch.device) -> None:
     """Write the value into the tensor; into new memory where shape, dtype or device have changed."""
-    differs = (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, device)
-    if tensor.is_sparse or differs:
+    if tensor.is_sparse or _differs(tensor, value, device):
         tensor.data = value.to(device, copy=True)
         return
     if 0 in tensor.stride():  # expanded: several elements share memory

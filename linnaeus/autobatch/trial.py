@@ -29,6 +29,9 @@ MIN_TIMED_S = 0.25
 """Steps are timed until there are at least `MIN_TIMED_STEPS` and they took `MIN_TIMED_S` seconds together, or
 until there are `MAX_TIMED_STEPS`."""
 
+NEARLY_FULL = 0.9
+"""Part of the budget from which on a trial runs again behind an emptied cache: that raises a peak by less."""
+
 _ERRORS_OF_TORCH = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
 
 FEW_OBJECTS = 50_000
@@ -66,9 +69,9 @@ class TrialRunner:
     where training allocates it: after the first backward pass, among the blocks that this pass has freed.
     An optimizer that did not step there (the gradient scaler skipped it, or the step only accumulates) then
     takes a step with zero gradients. Training trials of a single step allocate the state before they begin.
-    Where training empties the cache of an accelerator between its steps, a trial of several steps does so
-    after them, and runs as many again: what training keeps lies between the gaps that activations have left,
-    so that it may reserve more.
+    Where training empties the cache of an accelerator between its steps, a trial of several steps that nearly
+    fills the budget does so after them, and runs as many again: what training keeps lies between the gaps
+    that activations have left, so that it may reserve more.
 
     With `torch.backends.cudnn.benchmark`, a first step is not counted: cuDNN times kernels in it, with
     workspaces up to all that is free, and tries smaller ones where the cap refuses them.
@@ -122,7 +125,6 @@ class TrialRunner:
         self._names = names
         self._is_prepared = training
         self._largest_fitted = 0
-        self._has_changed = True
         self._num_retries = 0
 
     def __call__(self, size: int) -> int:
@@ -172,13 +174,14 @@ class TrialRunner:
         return seconds
 
     def clean(self) -> None:
-        """Undo a trial: gradients, state and cached memory. A validation search keeps the optimizer state."""
-        if self._has_changed:  # copying a large state from the host takes longer than a trial
-            for module in self._modules:
-                for parameter in module.parameters():
-                    parameter.grad = None
-            self._snapshot.restore_parts(with_optimizers=self._training)
-            self._has_changed = False
+        """Undo what a trial has allocated. A validation search keeps the optimizer state.
+
+        Values stay as the trial has left them: the search restores them once, when it ends.
+        """
+        for module in self._modules:
+            for parameter in module.parameters():
+                parameter.grad = None
+        self._snapshot.restore_parts(with_optimizers=self._training, with_values=False)
         self._memory.clean()
 
     def _measure(self, size: int) -> tuple[str | None, int]:
@@ -204,7 +207,6 @@ class TrialRunner:
 
     def _time_steps(self, size: int, seconds: list[float]) -> None:
         """Append the seconds of each step."""
-        self._has_changed = True
         for module in self._modules:
             module.train(self._training)
         self._step(self._make_batch(size))
@@ -219,7 +221,6 @@ class TrialRunner:
 
     def _run(self, size: int) -> None:
         """Run the trial's steps."""
-        self._has_changed = True
         if self._training and self._num_steps == 1:
             self._allocate_optimizer_state()
         for module in self._modules:
@@ -235,7 +236,7 @@ class TrialRunner:
                 for optimizer in self._optimizers:
                     if optimizer not in stepped:
                         step_with_zero_gradients(optimizer, self._memory.refused)
-        if self._empties_cache:
+        if self._empties_cache and self._memory.peak() > NEARLY_FULL * self.budget_bytes:
             empty_cache(self._memory.device)
             for _ in range(self._num_steps):
                 self._step(self._make_batch(size))
@@ -262,7 +263,6 @@ class TrialRunner:
 
     def _prepare_validation(self) -> None:
         """Allocate what training keeps: optimizer state, gradient buckets, state of the average."""
-        self._has_changed = True
         if self._train_once is not None:
             for module in self._modules:
                 module.train()
@@ -279,7 +279,7 @@ class TrialRunner:
         for optimizer in self._optimizers:
             if not all(optimizer.state.get(parameter) for parameter in _trainable(optimizer)):
                 step_with_zero_gradients(optimizer, self._memory.refused)
-        self._snapshot.restore_parts(with_optimizers=False)
+        self._snapshot.restore_parts(with_optimizers=False, with_values=False)
         self._memory.clean()
 
 

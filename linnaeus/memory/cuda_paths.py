@@ -18,6 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.amp.autocast_mode import autocast
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -393,6 +394,10 @@ def _apply_optimizer(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwar
     return optimizer.step(*args, **kwargs)
 
 
+def _call_wrapped(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+    return wrapper.module(*args, **kwargs)
+
+
 def _checkpoint_device(*args: Any) -> str:
     return "cuda"
 
@@ -404,9 +409,10 @@ _DEVICES: tuple[tuple[Any, str, Any], ...] = (
         for name in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices")
     ),
     (torch.amp.GradScaler, "_maybe_opt_step", _apply_optimizer),
+    (DistributedDataParallel, "forward", _call_wrapped),
     (torch.utils.checkpoint, "_infer_device_type", _checkpoint_device),
 )
-"""Where torch asks for the kind of device, `meta` counts as CUDA."""
+"""Where torch asks for the kind of device, `meta` counts as CUDA; a wrapper needs no other rank."""
 
 
 def _autocast_methods(paths: CudaPaths) -> Iterator[tuple[Any, str, Any]]:

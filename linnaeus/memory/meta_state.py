@@ -33,8 +33,7 @@ def state_on_meta(state: Any) -> Iterator[list[Tensor]]:
         The tensors on `meta` that stand for the state, in the order in which `module.to(device)` copies them.
 
     Raises:
-        UntraceableError: it holds a DistributedDataParallel wrapper, TorchScript modules, hooks on tensors,
-            or parameters without a shape.
+        UntraceableError: it holds TorchScript modules, hooks on tensors, or parameters without a shape.
     """
     swap = _Swap()
     try:
@@ -106,10 +105,8 @@ class _Swap:
         if isinstance(module, torch.jit.ScriptModule):
             raise UntraceableError("a TorchScript module holds its tensors where no trace reaches them")
         if isinstance(module, DistributedDataParallel):
-            raise UntraceableError(
-                "DistributedDataParallel cannot be traced: give the module that it wraps; its gradient "
-                "buckets come on top"
-            )
+            self.visit(module.module)
+            return
         for part in (module.__dict__, module._parameters, module._buffers, module._modules):
             self._keep(part)
         for child in module.children():

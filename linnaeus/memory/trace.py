@@ -21,13 +21,14 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from linnaeus import nest
@@ -56,6 +57,12 @@ class Buckets:
     cap_bytes: int = 25 * MIB
     as_view: bool = False
 
+    @classmethod
+    def of(cls, state: Iterable[Any]) -> Buckets | None:
+        """Those of the first wrapper in `state`; None without one."""
+        wrapper = next((part for part in state if isinstance(part, DistributedDataParallel)), None)
+        return None if wrapper is None else cls(wrapper.bucket_bytes_cap, wrapper.gradient_as_bucket_view)
+
 
 def trace(
     step: Callable[[Any], object],
@@ -75,7 +82,8 @@ def trace(
         n: the batch size.
         state: everything with tensors that the step uses: modules, optimizers, scalers, moving averages. It
             may be on any device, `meta` too. Afterwards it is as it was.
-        buckets: of DistributedDataParallel, around the first module of the state; None without it.
+        buckets: of DistributedDataParallel, around the first module of the state; None where they are held
+            already, or there are none.
         before: called once on `meta` before the steps, such as a training step before those of validation.
             Of what it does only the memory counts that is still held when it has returned.
 

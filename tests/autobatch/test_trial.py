@@ -186,10 +186,12 @@ def test_running_out_is_reported_from_wherever_it_happens(place: str) -> None:
         with pytest.raises(OutOfMemory):
             runner(mib)
         assert reached[-1] == place
-        assert torch.equal(model.weight, expected)
         assert model.weight.grad is None
     runner(5)
     assert reached[-1] == "end"
+    assert not torch.equal(model.weight, expected), "values stay as the trials have left them"
+    runner._snapshot.restore()
+    assert torch.equal(model.weight, expected)
 
 
 def test_running_out_in_the_optimizers_step_is_reported() -> None:
@@ -212,7 +214,6 @@ def test_running_out_in_the_optimizers_step_is_reported() -> None:
         runner(4)
     assert reached == ["backward"]
     assert not optimizer.state
-    assert (model.weight == 0.5).all()
     runner.budget_bytes = runner.held_bytes + 16 * 8 * MIB
     assert runner(4) - runner.held_bytes >= 16 * 3 * MIB - SLACK
 
@@ -345,6 +346,7 @@ def test_an_optimizer_of_sparse_gradients_works(training: bool) -> None:
     runner = make_runner(step, lambda size: torch.randint(1000, (size,)), model, optimizer, training=training)
     assert runner(1000) - runner.held_bytes >= 1000 * 8 * 1024
     assert not optimizer.state
+    runner._snapshot.restore()
     assert torch.equal(model.weight, expected)
 
 
@@ -352,7 +354,7 @@ def test_an_optimizer_of_sparse_gradients_works(training: bool) -> None:
 
 
 def test_validation_has_the_optimizers_state_resident() -> None:
-    """Though no trial of it ever steps; and it meets the weights that training has now."""
+    """Though no trial of it ever steps."""
     model = Table(mib=16)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
     seen: list[tuple[bool, bool]] = []
@@ -360,7 +362,6 @@ def test_validation_has_the_optimizers_state_resident() -> None:
     @torch.no_grad()
     def step(batch: Tensor) -> None:
         seen.append((model.weight in optimizer.state, model.weight.grad is None))
-        assert (model.weight == 0.5).all()
         model(batch)
 
     memory = CpuMemory(CPU)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -441,11 +442,30 @@ def test_what_needs_values_is_an_error_that_names_the_operation(
         trace.trace(framework_step(model, criterion=criterion), images, 8, state=model)
 
 
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_wrapper_for_several_ranks_is_traced_as_its_module_with_buckets(as_view: bool) -> None:
+    def traced(wraps: bool, buckets: Buckets | None) -> Trace:
+        model: nn.Module = nn.Linear(100, 100)
+        if wraps:
+            model = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+            assert Buckets.of([model]) == buckets
+
+        def step(batch: Tensor) -> None:
+            model(batch).sum().backward()
+            model.zero_grad()
+
+        return trace.trace(step, lambda n: torch.empty(n, 100), 8, state=[model], buckets=buckets)
+
+    torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
+    try:
+        buckets = Buckets(as_view=as_view)
+        assert traced(True, buckets) == traced(False, buckets)
+        assert traced(False, buckets) != traced(False, None)
+    finally:
+        torch_dist.destroy_process_group()
+
+
 def test_what_cannot_be_put_on_meta_is_an_error() -> None:
-    wrapper = object.__new__(DistributedDataParallel)
-    nn.Module.__init__(wrapper)
-    with pytest.raises(UntraceableError, match="DistributedDataParallel"):
-        trace.trace(lambda batch: None, images, 8, state=wrapper)
     with pytest.raises(UntraceableError, match="lazy"):
         trace.trace(lambda batch: None, images, 8, state=nn.LazyLinear(10))
 
