@@ -10,10 +10,7 @@ from torch import nn
 
 from tests.phantom.build import on_phantoms
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 MIB = 1 << 20
 
