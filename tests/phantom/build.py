@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import unittest
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -23,8 +24,8 @@ FLAGS = ("-std=c++17", "-O1", "-fPIC", "-Wall", "-Wno-attributes", "-fvisibility
 OF_CUDA = re.compile(r"(__cuda|cuda|cudnn|cublas|nccl|cufft|cusparse|cusolver|cupti|cu[A-Z]|cuFile)")
 
 
-class CannotBuildError(Exception):
-    """What is missing for a phantom, in a sentence."""
+class CannotBuildError(unittest.SkipTest):
+    """What is missing for a phantom, in a sentence. A test that raises it is skipped."""
 
 
 def library() -> Path:
@@ -76,21 +77,19 @@ def environment(**settings: object) -> dict[str, str]:
     return {**os.environ, **given}
 
 
-def on_phantoms(program: str, *command: str, **settings: object) -> str:
-    """What a program, or a command of Python, prints in a process with cards of its own.
+def on_phantoms(*arguments: str, **settings: object) -> str:
+    """What Python prints with these arguments, on cards of its own.
 
     Args:
-        program: Python code; not used where there is a command.
-        command: arguments for Python.
+        arguments: such as `"-c", program`.
         settings: as for `environment`.
     """
-    machine = f"{os.getpid()}-{hashlib.sha256(repr(settings).encode()).hexdigest()[:8]}"
-    env = {**environment(machine=machine, **settings), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *(command or ("-c", program))],
-        env=env, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    Path(env.get("PHANTOM_DIR", "/dev/shm"), f"phantom-gpu-{os.getuid()}-{machine}").unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="phantom-", dir="/dev/shm") as folder:
+        env = {**environment(dir=folder, **settings), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            env=env, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from linnaeus.memory.reductions import Reduction
-from tests.phantom import is_on
 from tests.phantom.build import on_phantoms
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not is_on(), reason="needs a phantom GPU: make test-gpu"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -29,7 +28,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_prediction_is_what_torch_reserves(case: str) -> None:
     arguments, most = CASES[case]
-    shown = on_phantoms("", "-m", "tests.phantom.compare", *arguments.split(), total_gib=80)
+    shown = on_phantoms("-m", "tests.phantom.compare", *arguments.split(), total_gib=80)
     errors = [float(error) / 100 for error in re.findall(r"\(([+-].*)%\)", shown)]
     assert errors, shown
     assert all(abs(error) <= most for error in errors), shown

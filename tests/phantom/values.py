@@ -38,7 +38,7 @@ NOT_REPEATED = {
 COMPOSITE = ("copy_", "convolution_backward")
 """Operations that have no kernel of their own for CUDA, and reach one past the dispatcher."""
 
-OF_VALUES = {
+DYNAMIC_SHAPES = {
     "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount",
     "repeat_interleave",
 }  # fmt: skip
@@ -58,7 +58,7 @@ def _depthwise(x: Any, w: Any, _: Any, bias: Any, stride: Any, padding: Any, dil
     return aten.convolution(x, w, bias, stride, padding, dilation, False, [0] * len(stride), x.shape[1])
 
 
-REPLACED: dict[str, Callable[..., Any]] = {
+CPU_EQUIVALENTS: dict[str, Callable[..., Any]] = {
     "cudnn_batch_norm": aten.native_batch_norm.default,
     "cudnn_batch_norm_backward": _norm_backward,
     "cudnn_convolution": _convolution,
@@ -96,7 +96,7 @@ def _on_host(arguments: Any, limit_bytes: float = LIMIT_BYTES) -> Any:
     return tree_map(moved, arguments)
 
 
-def _of_values(operation: Any) -> Callable[..., Any]:
+def _with_dynamic_shape(operation: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         device = next(value.device for value in tree_leaves((args, kwargs)) if _is_on_device(value))
         torch._C._cuda_synchronize()
@@ -108,7 +108,7 @@ def _of_values(operation: Any) -> Callable[..., Any]:
 
 def _repeated(name: str, operation: Any) -> Callable[..., Any]:
     kernel = library.get_kernel(operation, "CUDA")
-    repeat = REPLACED.get(name, operation)
+    repeat = CPU_EQUIVALENTS.get(name, operation)
     is_random = torch.Tag.nondeterministic_seeded in operation.tags
     is_tensor = [str(argument.type) == "Tensor" for argument in operation._schema.arguments]
 
@@ -191,8 +191,8 @@ def enable() -> None:
             if name in NOT_REPEATED:
                 continue
             operation = getattr(getattr(aten, name), overload or "default")
-            if name in OF_VALUES and overload in ("", "default", "Tensor"):
-                _library.impl(full_name, _of_values(operation), "CUDA")
+            if name in DYNAMIC_SHAPES and overload in ("", "default", "Tensor"):
+                _library.impl(full_name, _with_dynamic_shape(operation), "CUDA")
             else:
                 _library.impl(full_name, _repeated(name, operation), "CUDA", with_keyset=True)
 
