@@ -1,4 +1,4 @@
-"""Fit the constants of `linnaeus/memory/workspace.py` and of `prediction_accuracy.py`; print what was found.
+"""Fit the constants of `linnaeus.autobatch.predict.workspace` and of `prediction_accuracy.py`; print them.
 
     python benchmarks/fit_workspaces.py [--curves FILE] [--every N] [--jobs J]
 
@@ -20,10 +20,10 @@ import prediction_accuracy as accuracy
 from prediction_accuracy import is_fitted, predicted_mib, traces_of
 from search_replay import CURVES, Points, read_curves
 
-from linnaeus.memory import workspace
-from linnaeus.memory.allocator import MIB, AllocatorSettings
-from linnaeus.memory.predict import Prediction
-from linnaeus.memory.trace import Trace, UntraceableError
+from linnaeus.autobatch.predict import workspace
+from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings
+from linnaeus.autobatch.predict.prediction import Prediction
+from linnaeus.autobatch.predict.trace import Trace, UntraceableError
 
 LARGEST_ERROR = 0.2
 LEAST_GAIN = 1e-4

@@ -45,10 +45,10 @@ from torch import nn
 
 from linnaeus import auto_find_batch_size
 from linnaeus.autobatch.observer import SearchObserver
+from linnaeus.autobatch.predict.meta_state import UntraceableError
+from linnaeus.autobatch.predict.trace import Buckets
 from linnaeus.autobatch.predicted import predict_step
 from linnaeus.autobatch.search import TrialRecord
-from linnaeus.memory.meta_state import UntraceableError
-from linnaeus.memory.trace import Buckets
 from tests.phantom import is_on
 from tests.phantom.training import FORMATS, OPTIMIZERS, Case, Training
 

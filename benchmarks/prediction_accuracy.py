@@ -9,8 +9,8 @@ classes, at the model's own image size, on a card of 40 GB; the figure is the us
 timed its kernels (`torch.backends.cudnn.benchmark`), as timm's training script sets it: without that, models
 with large weights come out up to 12 % too low at small batches, and the spikes below have no explanation.
 
-The constants of `linnaeus/memory/workspace.py` and of this file were fitted on the part `fit`: models whose
-name has an even SHA-256. The part `held` is all others.
+The constants of `linnaeus.autobatch.predict.workspace` and of this file were fitted on the part `fit`: models
+whose name has an even SHA-256. The part `held` is all others.
 
 A run counts as a spike, which no prediction sees, if cuDNN took, or timed, a kernel with a far larger
 workspace: the run needs over 1.3 times the prediction, while another size of the same model is within 10 % of
@@ -38,9 +38,9 @@ import torch
 from search_replay import CURVES, Points, read_curves
 from torch.nn import functional
 
-from linnaeus.memory.allocator import MIB, AllocatorSettings
-from linnaeus.memory.predict import BATCH_SIZES, Prediction
-from linnaeus.memory.trace import Trace, UntraceableError, trace
+from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings
+from linnaeus.autobatch.predict.prediction import BATCH_SIZES, Prediction
+from linnaeus.autobatch.predict.trace import Trace, UntraceableError, trace
 
 BASE_BYTES = 1725 * MIB
 """What the measuring machine held beside the allocator: the smallest runs of the file need 1,800
@@ -48,8 +48,8 @@ MiB. Fitted like the next constant: 1,700 has the smallest error of all runs, in
 
 LOADED_BATCHES = 4.5
 """Input batches of float32 on the device: timm's loader makes the next one, in 8 bits and in float32, on a
-stream of its own while the step runs. Fitted with the constants of linnaeus/memory/workspace.py: 5 has the
-smallest error of all runs, 4.5 of those that fill the card."""
+stream of its own while the step runs. Fitted with the constants of linnaeus.autobatch.predict.workspace: 5
+has the smallest error of all runs, 4.5 of those that fill the card."""
 
 WEIGHT_DECAY = 1e-4
 """Its value plays no part, but that there is one: multi-tensor SGD then holds gradients with decay beside

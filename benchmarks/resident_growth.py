@@ -17,7 +17,7 @@ import timm
 import torch
 import torch.nn.functional as functional
 
-from linnaeus.memory.device import device_memory
+from linnaeus.autobatch.memory.device import device_memory
 
 MODELS = {"test_resnet": (128, 64), "test_vit": (160, 64), "test_convnext": (128, 32), "resnet18": (96, 32)}
 """Image size and batch size of each model."""

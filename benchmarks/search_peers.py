@@ -53,8 +53,8 @@ import torch
 import torch.distributed as torch_dist
 from torch.nn.functional import cross_entropy
 
-from linnaeus.memory.device import GIB, device_memory
-from linnaeus.memory.oom import is_out_of_memory
+from linnaeus.autobatch.memory.device import GIB, device_memory
+from linnaeus.autobatch.memory.oom import is_out_of_memory
 from linnaeus.utils.autobatch import auto_find_batch_size
 
 NUM_CLASSES = 10

@@ -220,9 +220,9 @@ def predicted_starts(model: str) -> Starts | None:
     """The prediction for a model; None where its step cannot be traced."""
     from prediction_accuracy import BASE_BYTES, predicted_mib, traces_of
 
-    from linnaeus.memory.allocator import AllocatorSettings
-    from linnaeus.memory.predict import Prediction
-    from linnaeus.memory.trace import UntraceableError
+    from linnaeus.autobatch.predict.allocator import AllocatorSettings
+    from linnaeus.autobatch.predict.prediction import Prediction
+    from linnaeus.autobatch.predict.trace import UntraceableError
 
     warnings.simplefilter("ignore")
     try:

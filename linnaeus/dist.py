@@ -22,8 +22,14 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from linnaeus.autobatch.ranks.control import (
+    ControlPlane,
+    Failure,
+    agree_on_attempt,
+    first_difference,
+    group_of_this_rank,
+)
 from linnaeus.config.schema import DistConfig
-from linnaeus.control import ControlPlane, Failure, agree_on_attempt, first_difference, group_of_this_rank
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.signals import Interrupted, ignore_signals
 

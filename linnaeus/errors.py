@@ -16,16 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from linnaeus.autobatch.errors import AutoBatchError as AutoBatchError
+from linnaeus.autobatch.errors import LinnaeusError as LinnaeusError
 from linnaeus.words import counted
 
 EXIT_INTERRUPTED = 130
 """The shell's own code for a program that Ctrl-C ended."""
-
-
-class LinnaeusError(Exception):
-    """Base of all errors with a message meant for the user."""
-
-    exit_code = 1
 
 
 class ConfigError(LinnaeusError):
@@ -49,12 +45,6 @@ class ConfigError(LinnaeusError):
 
 class DataError(LinnaeusError):
     """A file, a folder or a label that training cannot use."""
-
-
-class AutoBatchError(LinnaeusError):
-    """The batch-size search found no size that fits or cannot undo its trials, or a rank took too long."""
-
-    exit_code = 3
 
 
 class OutOfMemoryError(LinnaeusError):

@@ -12,11 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from linnaeus.autobatch.conditions import search_key
-from linnaeus.autobatch.planning import PlannedSizes, find_planned_sizes
-from linnaeus.autobatch.report import report_searches
-from linnaeus.autobatch.shared import Sharing
-from linnaeus.autobatch.sizes import SizeSearch
+from linnaeus.autobatch.rng import seed_all, set_deterministic
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.config.load import save_config, with_batch_sizes
@@ -31,8 +27,12 @@ from linnaeus.files import CHECKPOINTS, write_text_atomically
 from linnaeus.log import MetricsFile, open_run_folder
 from linnaeus.models.normalisation import with_normalisation
 from linnaeus.models.spec import MODEL_FILE, ModelSpec
-from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest
+from linnaeus.sizing.conditions import search_key
+from linnaeus.sizing.planning import PlannedSizes, find_planned_sizes
+from linnaeus.sizing.report import report_searches
+from linnaeus.sizing.shared import Sharing
+from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.tracking import Tracker, start_tracking
 from linnaeus.training import fingerprint
 from linnaeus.training.build import Assembly, assemble, check_train_config, plan_facts

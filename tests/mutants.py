@@ -65,33 +65,33 @@ MUTANTS = (
         "tests/autobatch",
     ),
     Mutant(
-        "the budget is not read again after a search", "autobatch/find.py",
+        "the budget is not read again after a search", "autobatch/finder.py",
         "self._set_budget(min(before_bytes, self.memory.budget(fraction, self._limit_bytes)))", "pass",
         "tests/autobatch",
     ),
     Mutant(
-        "the budget forgets what other processes hold", "memory/device.py",
+        "the budget forgets what other processes hold", "autobatch/memory/device.py",
         "budget_bytes = int(fraction * self.total_bytes) - self.outside()",
         "budget_bytes = int(fraction * self.total_bytes)",
         "tests/autobatch/test_find.py",
     ),
     Mutant(
-        "a storage that grows in place is not counted", "memory/storages.py",
+        "a storage that grows in place is not counted", "autobatch/memory/storages.py",
         "elif known[2] != storage.nbytes():", "elif False:",
         "tests/memory/test_storages.py",
     ),
     Mutant(
-        "attention is traced without its kernels", "memory/cuda_paths.py",
+        "attention is traced without its kernels", "autobatch/predict/cuda_paths.py",
         '    "scaled_dot_product_attention": _attention,\n', "",
         "tests/memory/test_trace.py",
     ),
     Mutant(
-        "cast parameters are traced anew each time", "memory/cuda_paths.py",
+        "cast parameters are traced anew each time", "autobatch/predict/cuda_paths.py",
         "tensor.dtype == torch.float32 and torch.is_autocast_cache_enabled()", "False",
         "tests/memory/test_trace.py",
     ),
     Mutant(
-        "gradient buckets are not traced", "memory/trace.py",
+        "gradient buckets are not traced", "autobatch/predict/trace.py",
         "_attach_buckets(_first_module(state), buckets)", "pass",
         "tests/memory/test_trace.py",
     ),
@@ -157,7 +157,7 @@ MUTANTS = (
         "tests/autobatch tests/test_messages.py tests/test_main.py tests/test_run.py",
     ),
     Mutant(
-        "a rank whose process has died is waited for", "control.py",
+        "a rank whose process has died is waited for", "autobatch/ranks/control.py",
         "            for rank, doing in self.dead_neighbours():\n", "            for rank, doing in ():\n",
         "tests/test_control.py",
     ),

@@ -18,8 +18,8 @@ from tests.helpers.forks import ROOT
 PACKAGE = ROOT / "linnaeus"
 
 ORDER = (
-    "words", "errors", "files", "rng", "nest", "signals", "control", "config", "batching", "memory", "dist",
-    "console", "log", "tracking", "data", "models", "training", "autobatch", "inference", "integrations",
+    "autobatch", "integrations", "words", "errors", "files", "signals", "config", "batching", "dist",
+    "console", "log", "tracking", "data", "models", "training", "sizing", "inference",
     "run", "launchers", "commands", "main", "train",
 )  # fmt: skip
 """A module imports from its own part and from those before it."""
@@ -70,8 +70,8 @@ def test_only_commands_import_the_command() -> None:
 
 
 PURE = (
-    "autobatch/search.py", "autobatch/throughput.py", "data/taxonomy.py", "errors.py", "batching/facts.py",
-    "batching/scaling.py", "batching/stages.py", "batching/sizes.py", "batching/advice.py",
+    "autobatch/search.py", "autobatch/throughput.py", "data/taxonomy.py", "errors.py", "autobatch/split.py",
+    "batching/facts.py", "batching/stages.py", "batching/sizes.py", "batching/advice.py",
     "batching/plan.py", "batching/summary.py", "commands/plan/arithmetic.py", "commands/duration.py",
 )  # fmt: skip
 

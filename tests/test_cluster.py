@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.config.schema import DistConfig
-from linnaeus.control import ControlPlane
 from linnaeus.dist import World, join
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.signals import StopRequest

@@ -16,8 +16,14 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from linnaeus import control
-from linnaeus.control import ControlPlane, Failure, ForeignFailureError, OverdueError, agree_on_attempt
+from linnaeus.autobatch.ranks import control
+from linnaeus.autobatch.ranks.control import (
+    ControlPlane,
+    Failure,
+    ForeignFailureError,
+    OverdueError,
+    agree_on_attempt,
+)
 from linnaeus.errors import LinnaeusError
 from tests.helpers.planes import Script, nothing, planes, ranks, script
 from tests.helpers.threads import together
@@ -70,7 +76,7 @@ def test_a_value_larger_than_the_store_takes_at_once_arrives_whole() -> None:
 
 
 def test_a_slow_rank_is_waited_for_with_few_looks_and_reported(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "linnaeus.control")
+    caplog.set_level(logging.INFO, "linnaeus.autobatch.ranks.control")
     main, other = planes(name_of=lambda rank: rank + 2)
     waited: list[tuple[int, str]] = []
     pauses = [nothing] * 200

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnaeus.memory.allocator import MIB
-from linnaeus.memory.oom import is_out_of_memory
+from linnaeus.autobatch.memory.oom import is_out_of_memory
+from linnaeus.autobatch.predict.allocator import MIB
 from tests.helpers.fake_cuda import FakeCuda, mebibytes
 from tests.helpers.forks import ROOT
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from linnaeus.rng import (
+from linnaeus.autobatch.rng import (
     derive_seed,
     preserved_generators,
     rng_state,

@@ -10,17 +10,17 @@ import torch
 from torch.distributed import ProcessGroup
 
 from linnaeus.autobatch.arguments import check_choice, check_functions
-from linnaeus.autobatch.find import listed
-from linnaeus.autobatch.group import together
+from linnaeus.autobatch.finder import listed
 from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.optimizers import strangers_refused
 from linnaeus.autobatch.predicted import predict_step
+from linnaeus.autobatch.ranks.group import together
 from linnaeus.autobatch.request import Objective, Request
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from linnaeus.memory.predict import Prediction
+    from linnaeus.autobatch.predict.prediction import Prediction
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -147,7 +147,7 @@ def predict_memory(
         AutoBatchError: the step uses an optimizer that is not in `state`.
         TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
-    from linnaeus.memory.trace import Buckets  # it imports more of torch than a search needs
+    from linnaeus.autobatch.predict.trace import Buckets  # it imports more of torch than a search needs
 
     check_functions(step, make_batch)
     check_choice("mode", mode, get_args(Mode))

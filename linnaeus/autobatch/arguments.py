@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from linnaeus.memory.device import GIB
+from linnaeus.autobatch.memory.device import GIB
 
 
 def kind_of(value: Any) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from linnaeus.autobatch.arguments import kind_of
-from linnaeus.rng import numpy
+from linnaeus.autobatch.rng import numpy
 
 Restore = Callable[[], Any]
 """Puts an object back and returns it; where that needs a new object, returns the new one."""

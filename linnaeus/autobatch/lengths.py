@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from linnaeus.autobatch.arguments import check_count, kind_of
-from linnaeus.rng import rng_state, set_rng_state
+from linnaeus.autobatch.rng import rng_state, set_rng_state
 
 Length = str | Callable[[Any], int] | Sequence[int] | None
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from linnaeus.autobatch.memory.device import GIB
+from linnaeus.autobatch.memory.interface import DeviceMemory
 from linnaeus.autobatch.names import Names
 from linnaeus.autobatch.observer import SearchLimits, gib
+from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES, device_that_would_do
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import TrialRecord
-from linnaeus.memory.device import GIB
-from linnaeus.memory.gpus import ASSUMED_BASE_BYTES, device_that_would_do
-from linnaeus.memory.interface import DeviceMemory
 
 MODEL_GROWTH = 4
 """With gradients and two moments for each parameter, a model takes up to this many times its own size."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.autobatch.search import TrialRecord
-from linnaeus.memory.device import GIB
 
 Purpose = Literal["warm-up", "trial", "confirmation", "timing"]
 """Why a size is run: to load kernels, to find the size, to run the size found again, or to time it."""

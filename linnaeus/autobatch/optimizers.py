@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from linnaeus import nest
+from linnaeus.autobatch import nest
 from linnaeus.autobatch.attributes import parameters_of, without
+from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.names import ARGUMENTS, Names
 from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.errors import AutoBatchError
 
 REHEARSED_STEPS = 2
 """Steps after which two runs of an optimizer from the same state are compared."""

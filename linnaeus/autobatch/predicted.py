@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from linnaeus import nest
+from linnaeus.autobatch import nest
 from linnaeus.autobatch.result import Mode, PredictedStart
 from linnaeus.autobatch.search import PredictedPoint
 from linnaeus.autobatch.trial import step_with_zero_gradients
 
 if TYPE_CHECKING:
-    from linnaeus.memory.predict import Prediction
-    from linnaeus.memory.trace import Buckets
+    from linnaeus.autobatch.predict.prediction import Prediction
+    from linnaeus.autobatch.predict.trace import Buckets
 
 START_FRACTION = 0.94
 """Fraction of the budget that the first size is predicted to need: a trial above the budget leaves no peak,
@@ -49,7 +49,9 @@ def predict_step(
     Raises:
         UntraceableError: names the operation that needs values.
     """
-    from linnaeus.memory.predict import predict  # it imports more of torch than a search without it needs
+    from linnaeus.autobatch.predict.prediction import (
+        predict,  # it imports more of torch than a search without it needs
+    )
 
     modules = [part for part in state if isinstance(part, nn.Module)]
 

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from linnaeus.autobatch import protocol
 from linnaeus.autobatch.arguments import (
     check_bounds,
     check_choice,
@@ -21,21 +20,22 @@ from linnaeus.autobatch.arguments import (
     check_number,
     kind_of,
 )
-from linnaeus.autobatch.find import BatchSizeFinder, listed
-from linnaeus.autobatch.group import check_equal
+from linnaeus.autobatch.finder import BatchSizeFinder, listed
 from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver, doing
 from linnaeus.autobatch.predicted import predict_step
-from linnaeus.autobatch.protocol import RankStatus, exchange
-from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
-from linnaeus.autobatch.search import STRATEGIES, TrialRecord
-from linnaeus.autobatch.silence import (
+from linnaeus.autobatch.ranks import protocol
+from linnaeus.autobatch.ranks.control import ControlPlane
+from linnaeus.autobatch.ranks.group import check_equal
+from linnaeus.autobatch.ranks.protocol import RankStatus, exchange
+from linnaeus.autobatch.ranks.single_rank import (
     check_silenceable,
     layout,
     refusing_collectives,
     settle_buckets,
     silenced,
 )
-from linnaeus.control import ControlPlane
+from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
+from linnaeus.autobatch.search import STRATEGIES, TrialRecord
 
 Objective = Literal["memory", "throughput"]
 

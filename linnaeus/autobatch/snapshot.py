@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from linnaeus import nest
+from linnaeus.autobatch import nest
 from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.attributes import (
     Attributes,
@@ -24,8 +24,8 @@ from linnaeus.autobatch.attributes import (
     without,
 )
 from linnaeus.autobatch.contents import Contents
-from linnaeus.errors import AutoBatchError
-from linnaeus.rng import rng_state, set_rng_state
+from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.rng import rng_state, set_rng_state
 
 
 class Snapshot:

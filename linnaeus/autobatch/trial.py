@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from linnaeus.autobatch.attributes import parameters_of
+from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.memory.device import empty_cache, synchronize
+from linnaeus.autobatch.memory.interface import DeviceMemory
+from linnaeus.autobatch.memory.storages import num_compiled_graphs
 from linnaeus.autobatch.names import ARGUMENTS, Names
 from linnaeus.autobatch.search import OutOfMemory
 from linnaeus.autobatch.snapshot import Snapshot, runs_hooks
-from linnaeus.errors import AutoBatchError
-from linnaeus.memory.device import empty_cache, synchronize
-from linnaeus.memory.interface import DeviceMemory
-from linnaeus.memory.storages import num_compiled_graphs
 
 MIN_TIMED_STEPS = 5
 MAX_TIMED_STEPS = 50

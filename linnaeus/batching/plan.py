@@ -13,20 +13,27 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
+from linnaeus.autobatch.split import Split, scale_factor
 from linnaeus.batching.advice import plan_warnings
 from linnaeus.batching.facts import Facts
-from linnaeus.batching.scaling import (
-    WARMUP_ADDED_FROM,
-    WARMUP_FRACTION,
-    WARMUP_HINT_FROM,
-    WARMUP_MAX_EPOCHS,
-    scale_factor,
-)
 from linnaeus.batching.sizes import keeps_rest, plan_epochs, unused_keys
-from linnaeus.batching.stages import Split, Stage, make_stage
+from linnaeus.batching.stages import Stage, make_stage
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig, TrainConfig
 from linnaeus.errors import DataError
 from linnaeus.words import counted
+
+WARMUP_ADDED_FROM = 8.0
+"""A learning rate scaled up this many times gets a warm-up where none is set."""
+
+WARMUP_HINT_FROM = 4.0
+"""A learning rate scaled up this many times without a warm-up gets a hint."""
+
+WARMUP_FRACTION = 0.05
+"""Length of an added warm-up, as a fraction of all optimizer steps. Large batches fail in the first epochs
+unless the learning rate rises slowly (Goyal et al. 2017, section 2.2)."""
+
+WARMUP_MAX_EPOCHS = 5
+"""Longest added warm-up, in epochs: as long as that of Goyal et al. 2017."""
 
 OptimizerNode = OptimizerConfig | Mapping[str, Any]
 """The OPTIMIZER node. Learning rate and weight decay of a `_target_` node (a mapping) are never scaled."""

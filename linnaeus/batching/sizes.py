@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from linnaeus.autobatch.split import Split, nearest, split_samples
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.stages import (
     SizeChange,
-    Split,
     Stage,
     growth,
     milestones,
-    nearest,
     split_epochs,
-    split_samples,
 )
 from linnaeus.config.schema import TrainConfig
 from linnaeus.errors import ConfigError

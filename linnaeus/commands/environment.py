@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from linnaeus.autobatch.report import device_environment
-from linnaeus.autobatch.sizes import SizeSearch
+from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.config.instantiate import is_target
-from linnaeus.memory.device import GIB, device_memory
+from linnaeus.sizing.report import device_environment
+from linnaeus.sizing.sizes import SizeSearch
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.result import AutoBatchResult, Timing
 from linnaeus.autobatch.throughput import TOLERANCE
 from linnaeus.config.schema import AutoBatchConfig

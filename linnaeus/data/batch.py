@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from linnaeus import nest
+from linnaeus.autobatch import nest
+from linnaeus.autobatch.rng import derive_seed, preserved_generators, seed_generators
 from linnaeus.errors import DataError
-from linnaeus.rng import derive_seed, preserved_generators, seed_generators
 
 
 class Batch(NamedTuple):

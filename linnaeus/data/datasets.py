@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.bundle import DataBundle, OnMain, on_this_process, training_targets
 from linnaeus.data.digits import build_digits
@@ -12,7 +13,6 @@ from linnaeus.data.manifest import build_manifest
 from linnaeus.data.mixing import build_mixing
 from linnaeus.data.synthetic import build_synthetic
 from linnaeus.data.target import UserCollate, build_target
-from linnaeus.rng import preserved_generators
 
 _BUILT_IN: dict[str, Callable[[DataConfig], DataBundle]] = {
     "digits": build_digits,

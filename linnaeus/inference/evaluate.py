@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linnaeus.autobatch.memory.device import failed_allocations
+from linnaeus.autobatch.memory.oom import is_out_of_memory
 from linnaeus.config.schema import TrainConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.transforms import Preprocessing
@@ -26,8 +28,6 @@ from linnaeus.errors import (
 )
 from linnaeus.inference.tally import LevelCounts, Tally
 from linnaeus.inference.trained import TrainedRun
-from linnaeus.memory.device import failed_allocations
-from linnaeus.memory.oom import is_out_of_memory
 from linnaeus.models.freeze import Freezing
 from linnaeus.training.build import Assembly, build_precision
 from linnaeus.training.losses import build_loss, gives_log_probabilities

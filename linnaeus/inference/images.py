@@ -13,10 +13,10 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
+from linnaeus.autobatch.memory.oom import is_out_of_memory
 from linnaeus.data.image import decode, to_tensor, why_unreadable
 from linnaeus.data.transforms import Transform
 from linnaeus.errors import DataError, first_line
-from linnaeus.memory.oom import is_out_of_memory
 from linnaeus.models.spec import ModelSpec
 
 ImageLike: TypeAlias = "str | Path | Image.Image | np.ndarray[Any, Any] | Tensor"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from linnaeus.autobatch.api import auto_find_batch_size
+from linnaeus.autobatch.memory.oom import is_out_of_memory
 from linnaeus.data.batch import Batch
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.errors import DataError, OutOfMemoryError, first_line
@@ -20,7 +21,6 @@ from linnaeus.inference.images import ImageLike, Reader
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Interpreter, Prediction, Scores
 from linnaeus.inference.read_ahead import read_ahead
-from linnaeus.memory.oom import is_out_of_memory
 from linnaeus.training.losses import gives_log_probabilities
 from linnaeus.training.step import Precision
 

@@ -37,11 +37,11 @@ from torch.utils.data import default_collate
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import check_bounds, check_count, kind_of
 from linnaeus.autobatch.attributes import is_optimizer, restore_of_generator
-from linnaeus.autobatch.group import together
+from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.optimizers import subclasses
+from linnaeus.autobatch.ranks.group import together
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.trial import release_frames
-from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.common import group_of_this_process
 
 R = TypeVar("R")

@@ -14,10 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import UNBOUNDED, check_count
+from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.ranks.control import group_of_this_rank
 from linnaeus.autobatch.request import Request
-from linnaeus.batching.stages import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
-from linnaeus.control import group_of_this_rank
-from linnaeus.errors import AutoBatchError
+from linnaeus.autobatch.split import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
 
 SET_BY_TRAINER = frozenset({"step", "make_batch", "state", "mode", "device", "bounds", "start", "group"})
 """Arguments of `auto_find_batch_size` that an integration with a framework's trainer sets itself."""

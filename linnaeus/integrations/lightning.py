@@ -20,11 +20,10 @@ from typing import Any, Literal
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.arguments import check_choice, check_count, kind_of
-from linnaeus.autobatch.group import together
-from linnaeus.batching.scaling import scale_factor
-from linnaeus.batching.stages import Split
-from linnaeus.control import ControlPlane
-from linnaeus.errors import AutoBatchError
+from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.ranks.control import ControlPlane
+from linnaeus.autobatch.ranks.group import together
+from linnaeus.autobatch.split import Split, scale_factor
 from linnaeus.integrations.common import (
     SET_BY_TRAINER,
     check_divisors,

@@ -28,7 +28,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from linnaeus.autobatch.attributes import restore_of_generator
-from linnaeus.errors import AutoBatchError
+from linnaeus.autobatch.errors import AutoBatchError
 
 PROBES = (4, 8)
 """Sizes with which a `*_dataloader` hook is called, to see which of its loaders follow the attribute."""

@@ -19,9 +19,9 @@ import torch.distributed as torch_dist
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.ranks.control import group_of_this_rank
 from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.control import group_of_this_rank
-from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.common import refill
 from linnaeus.integrations.lightning_loaders import DataState, Library, Loaders
 

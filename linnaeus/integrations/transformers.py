@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import check_count, kind_of
-from linnaeus.autobatch.group import of_main, together
+from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.lengths import Length
+from linnaeus.autobatch.ranks.control import ControlPlane
+from linnaeus.autobatch.ranks.group import of_main, together
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.batching.stages import split_samples
-from linnaeus.control import ControlPlane
-from linnaeus.errors import AutoBatchError
+from linnaeus.autobatch.split import split_samples
 from linnaeus.integrations.common import (
     check_divisors,
     check_effective_batch,

@@ -9,8 +9,8 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 from linnaeus.autobatch.arguments import kind_of
+from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.lengths import Length, longest, num_values, stored_lengths
-from linnaeus.errors import AutoBatchError
 
 
 @dataclass(frozen=True)

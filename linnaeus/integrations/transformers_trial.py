@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch.contents import Contents
 from linnaeus.autobatch.optimizers import StrangerError
+from linnaeus.autobatch.rng import rng_state, set_rng_state
 from linnaeus.integrations.common import group_of_this_process, refill
-from linnaeus.rng import rng_state, set_rng_state
 
 _LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 """What an accelerator remembers of what it has prepared."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import ModelConfig
 from linnaeus.data.bundle import DataBundle
@@ -16,7 +17,6 @@ from linnaeus.data.taxonomy import LabelIndex, Taxonomy
 from linnaeus.data.transforms import Preprocessing
 from linnaeus.models.build import build_model
 from linnaeus.models.source import find_source
-from linnaeus.rng import preserved_generators
 
 MODEL_FILE = "model.json"
 """Name of the file in a run's folder that shows its `ModelSpec` to people and to other programs."""

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from linnaeus import nest
+from linnaeus.autobatch import nest
+from linnaeus.autobatch.memory.device import empty_cache
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, first_line
 from linnaeus.files import link_or_copy, why_not_written, write_atomically
-from linnaeus.memory.device import empty_cache
 from linnaeus.training.ema import Ema
 from linnaeus.training.transfer import broadcast_state
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from linnaeus.autobatch.memory.device import GIB, device_memory
+from linnaeus.autobatch.memory.host import available_host_bytes
+from linnaeus.autobatch.memory.process import ProcessLimit, process_limits
 from linnaeus.config.schema import TrainConfig
 from linnaeus.dist import World
-from linnaeus.memory.device import GIB, device_memory
-from linnaeus.memory.host import available_host_bytes
-from linnaeus.memory.process import ProcessLimit, process_limits
 from linnaeus.models.build import batchnorm_kind, has_gradient_checkpointing
 from linnaeus.training.build import Assembly
 from linnaeus.training.state_bytes import StateBytes, state_bytes

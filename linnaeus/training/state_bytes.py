@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from linnaeus import nest
+from linnaeus.autobatch import nest
 from linnaeus.training.build import Assembly
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from linnaeus.autobatch.memory.device import synchronize
+from linnaeus.autobatch.rng import rng_state, set_rng_state
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError
-from linnaeus.memory.device import synchronize
-from linnaeus.rng import rng_state, set_rng_state
 from linnaeus.training.build import Assembly
 from linnaeus.training.noise_scale import GradientProbe
 

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from linnaeus.autobatch.memory.device import empty_cache, failed_allocations
+from linnaeus.autobatch.rng import rng_state
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import TrainConfig
@@ -24,8 +26,6 @@ from linnaeus.data.loader import Loaders
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.log import MetricsFile
-from linnaeus.memory.device import empty_cache, failed_allocations
-from linnaeus.rng import rng_state
 from linnaeus.tracking import Tracker
 from linnaeus.training.batchnorm import TOO_FEW_FOR_BATCHNORM, distribute_batchnorm
 from linnaeus.training.build import Assembly

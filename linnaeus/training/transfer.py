@@ -10,7 +10,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from linnaeus import nest
+from linnaeus.autobatch import nest
 from linnaeus.dist import World
 
 CHUNK_BYTES = 32 * 1024**2

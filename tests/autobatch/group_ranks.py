@@ -26,19 +26,18 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus import control
-from linnaeus.autobatch import group, silence
-from linnaeus.autobatch.group import of_main, together
-from linnaeus.autobatch.planning import find_planned_sizes
-from linnaeus.autobatch.sizes import SizeSearch, find_sizes
+from linnaeus.autobatch.memory.process import held_bytes
+from linnaeus.autobatch.ranks import control, group, single_rank
+from linnaeus.autobatch.ranks.control import ControlPlane
+from linnaeus.autobatch.ranks.group import of_main, together
+from linnaeus.autobatch.rng import rng_state
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
-from linnaeus.control import ControlPlane
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
-from linnaeus.memory.process import held_bytes
-from linnaeus.rng import rng_state
+from linnaeus.sizing.planning import find_planned_sizes
+from linnaeus.sizing.sizes import SizeSearch, find_sizes
 from linnaeus.training.build import Assembly
 from linnaeus.utils.autobatch import AutoBatchResult, auto_find_batch_size
 from tests.autobatch.faulty import TINY
@@ -329,7 +328,7 @@ def training_after_a_search_is_that_without_one(rank: int) -> None:
 
 def without_undoing_the_notes_of_the_reducer_training_differs(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(silence, "_forget_trials", lambda wrapper: None)
+        patch.setattr(single_rank, "_forget_trials", lambda wrapper: None)
         assert not is_trained_the_same("static with a hook", 0)
 
 
@@ -351,7 +350,7 @@ def a_wrapper_that_state_does_not_hold_is_silent_too(rank: int) -> None:
 def sync_batchnorm_normalises_over_one_rank_in_a_search(rank: int) -> None:
     """torch's own runs on accelerators alone: what it is told in a search, and afterwards."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(WithoutUnused(), dist.group.WORLD)
-    with silence.silenced((model,)):
+    with single_rank.silenced((model,)):
         assert dist.get_world_size(model.norm.process_group) == 1
     assert dist.get_world_size(model.norm.process_group) == 2
 

@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linnaeus.autobatch import bounds
-from linnaeus.autobatch.bounds import (
+from linnaeus.autobatch.result import Mode
+from linnaeus.config.schema import DataConfig, DatasetConfig
+from linnaeus.data.datasets import build_data
+from linnaeus.dist import World
+from linnaeus.sizing import bounds
+from linnaeus.sizing.bounds import (
     HOST_MEMORY_FRACTION,
     largest_host_batch,
     max_batch_sizes,
     num_host_batches,
 )
-from linnaeus.autobatch.result import Mode
-from linnaeus.config.schema import DataConfig, DatasetConfig
-from linnaeus.data.datasets import build_data
-from linnaeus.dist import World
 
 CONFIG = DataConfig(
     DATASET=DatasetConfig(NAME="synthetic", NUM_SAMPLES=100, NUM_SAMPLES_VAL=33), IMG_SIZE=8, NUM_WORKERS=0

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from linnaeus.autobatch.conditions import memory_settings, process_conditions, search_key, shared_key
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.dist import World
+from linnaeus.sizing.conditions import memory_settings, process_conditions, search_key, shared_key
 from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared
 
 DROPPED = {

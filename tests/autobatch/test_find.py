@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
-from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.finder import BatchSizeFinder
+from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.result import PredictedStart, Timing
 from linnaeus.autobatch.search import TrialRecord
-from linnaeus.autobatch.sizes import keys
 from linnaeus.errors import AutoBatchError
-from linnaeus.memory.device import GIB, device_memory
+from linnaeus.sizing.sizes import keys
 from linnaeus.training.ema import Ema
 from tests.helpers.bits import bits
 from tests.helpers.fake_cuda import FakeCuda
@@ -221,7 +221,7 @@ def test_a_limit_ends_the_search_with_the_best_size_so_far(
     def clock() -> float:  # beyond the deadline once one size has warmed up and two have run
         return 7200.0 if len(sizes) == 3 and limited_by == "timeout" else 0.0
 
-    monkeypatch.setattr("linnaeus.autobatch.find.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("linnaeus.autobatch.finder.time", SimpleNamespace(monotonic=clock))
     result = find_on_cpu(step, make_batch, max_batch_size=300, **limit, **room(150))
     assert (result.limited_by, result.certified, len(result.trials)) == (limited_by, False, 2)
     assert sizes == [1, *(trial.size for trial in result.trials)]

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from linnaeus.autobatch import auto_find_batch_size, longest
-from linnaeus.autobatch.find import BatchSizeFinder, _warn_once
+from linnaeus.autobatch.finder import BatchSizeFinder, _warn_once
+from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.observer import SearchLimits, SearchLog
-from linnaeus.autobatch.progress import SearchProgress
-from linnaeus.autobatch.protocol import RankStatus
-from linnaeus.autobatch.report import summary
+from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Timing
 from linnaeus.autobatch.search import PredictedPoint, TrialRecord, find_largest
-from linnaeus.autobatch.sizes import keys
-from linnaeus.memory.device import GIB
+from linnaeus.sizing.progress import SearchProgress
+from linnaeus.sizing.report import summary
+from linnaeus.sizing.sizes import keys
 from tests.helpers.consoles import terminal
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.messages import Golden, raised
@@ -169,7 +169,7 @@ def test_messages(golden: Golden, caplog: pytest.LogCaptureFixture, monkeypatch:
     caplog.set_level(logging.INFO, "linnaeus.autobatch")
     console, output = terminal(monkeypatch)
     told: list[str] = []
-    monkeypatch.setattr("linnaeus.autobatch.find.time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr("linnaeus.autobatch.finder.time", SimpleNamespace(monotonic=lambda: 0.0))
     messages = dict(itertools.chain(bad_arguments(), optimizers(), summaries()))
     caplog.clear()
     shown(SearchLog("val"))

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from linnaeus.autobatch import predict_memory
-from linnaeus.autobatch.group import check_equal, members, together
-from linnaeus.autobatch.protocol import RankStatus, exchange, run_on_every_rank
-from linnaeus.autobatch.shared import SIZES, Sharing, find_shared_sizes
-from linnaeus.autobatch.silence import CollectivesRefused, check_silenceable
-from linnaeus.autobatch.sizes import keys
-from linnaeus.control import SILENCE_LOOKS, Failure, agree_on_attempt
+from linnaeus.autobatch.ranks.control import SILENCE_LOOKS, Failure, agree_on_attempt
+from linnaeus.autobatch.ranks.group import check_equal, members, together
+from linnaeus.autobatch.ranks.protocol import RankStatus, exchange, run_on_every_rank
+from linnaeus.autobatch.ranks.single_rank import CollectivesRefused, check_silenceable
 from linnaeus.files import FolderLock
+from linnaeus.sizing.shared import SIZES, Sharing, find_shared_sizes
+from linnaeus.sizing.sizes import keys
 from tests.helpers.messages import Golden, error_of
 from tests.helpers.planes import Script, planes
 from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared, result
@@ -67,8 +67,8 @@ def of_groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     try:
         messages["no group"] = error_of(members, 5)
         messages["a group of others"] = error_of(members, dist.GroupMember.NON_GROUP_MEMBER)
-        monkeypatch.setattr("linnaeus.autobatch.group.ARRIVAL_S", 0.0)
-        monkeypatch.setattr("linnaeus.control.FAREWELL_S", 0.0)
+        monkeypatch.setattr("linnaeus.autobatch.ranks.group.ARRIVAL_S", 0.0)
+        monkeypatch.setattr("linnaeus.autobatch.ranks.control.FAREWELL_S", 0.0)
         with CollectivesRefused():
             messages["a collective"] = error_of(dist.all_reduce, torch.ones(1))
         messages["a rank that does not call"] = error_of(together().__enter__)
@@ -84,7 +84,7 @@ def of_shared_sizes(folder: Path, monkeypatch: pytest.MonkeyPatch, said: Callabl
     quiet = [f"DATA.AUTOBATCH.LOG_LEVEL{suffix}=ERROR" for suffix in ("", "_VAL")]
     search, _ = prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4", brief, *quiet)
     messages = {}
-    monkeypatch.setattr("linnaeus.autobatch.shared.time", Script())
+    monkeypatch.setattr("linnaeus.sizing.shared.time", Script())
 
     def find(title: str, place: Path) -> None:
         said()

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size, predict_memory
+from linnaeus.autobatch.predict.allocator import MIB
+from linnaeus.autobatch.predict.trace import UntraceableError
 from linnaeus.autobatch.predicted import START_FRACTION
 from linnaeus.errors import AutoBatchError
-from linnaeus.memory.allocator import MIB
-from linnaeus.memory.trace import UntraceableError
 from tests.helpers.bits import bits
 from tests.helpers.fake_cuda import FakeCuda
 

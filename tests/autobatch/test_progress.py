@@ -17,13 +17,13 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.finder import BatchSizeFinder
+from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchObserver
-from linnaeus.autobatch.progress import SearchProgress
-from linnaeus.autobatch.protocol import RankStatus
+from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Timing
 from linnaeus.autobatch.search import TrialRecord
-from linnaeus.memory.device import GIB
+from linnaeus.sizing.progress import SearchProgress
 from tests.helpers import consoles, forks
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL, Run, freeze_what_is_there

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from linnaeus.autobatch import protocol
-from linnaeus.autobatch.protocol import RankStatus, agreed, exchange, run_on_every_rank, search_on_main
+from linnaeus.autobatch.ranks import protocol
+from linnaeus.autobatch.ranks.control import ControlPlane, Failure, ForeignFailureError
+from linnaeus.autobatch.ranks.protocol import RankStatus, agreed, exchange, run_on_every_rank, search_on_main
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.sizes import keys
-from linnaeus.control import ControlPlane, Failure, ForeignFailureError
 from linnaeus.dist import RankEnded, World, errors_told_first
 from linnaeus.errors import AutoBatchError, LinnaeusError
+from linnaeus.sizing.sizes import keys
 from tests.helpers import planes
 from tests.helpers.planes import nothing, script
 from tests.helpers.searches import result

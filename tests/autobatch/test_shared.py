@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.shared import SIZES, Sharing, find_shared_sizes
-from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.files import FolderLock
+from linnaeus.sizing.shared import SIZES, Sharing, find_shared_sizes
+from linnaeus.sizing.sizes import SizeSearch
 from tests.helpers.planes import Script, nothing
 from tests.helpers.runs import SMALL, Run, assert_same_bits, weights
 from tests.helpers.searches import ON, OWN_DATA, OWN_MODEL, prepared
@@ -113,7 +113,7 @@ def test_a_run_waits_for_the_one_that_searches(folder: Path, monkeypatch: pytest
     saved = (place / SIZES).rename(folder.parent / "saved.json")
     lock = FolderLock(place)
     clock = Script(nothing, lambda: shutil.copy(saved, place / SIZES), pytest.fail)
-    monkeypatch.setattr("linnaeus.autobatch.shared.time", clock)
+    monkeypatch.setattr("linnaeus.sizing.shared.time", clock)
     found, by = shared(folder, "waiting")
     assert (sizes(found), by, clock.events) == (EXPECTED, "first", [pytest.fail])
     (place / SIZES).unlink()

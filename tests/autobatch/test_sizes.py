@@ -10,17 +10,17 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from linnaeus.autobatch.planning import find_planned_sizes
-from linnaeus.autobatch.protocol import RankStatus
+from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode
-from linnaeus.autobatch.sizes import LIMITS_VARIABLE, SizeSearch, find_sizes, keys
+from linnaeus.autobatch.rng import rng_state
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
-from linnaeus.rng import rng_state
+from linnaeus.sizing.planning import find_planned_sizes
+from linnaeus.sizing.sizes import LIMITS_VARIABLE, SizeSearch, find_sizes, keys
 from tests.helpers.bits import bits
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL
@@ -99,7 +99,7 @@ def test_the_samples_of_one_process_bound_both_sizes() -> None:
 
 def test_host_memory_that_the_loader_needs_bounds_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     bytes_per_batch = 8 * (3 * 32 * 32 * 4 + 2 * 8)
-    monkeypatch.setattr("linnaeus.autobatch.bounds._available_bytes", lambda workers: 2 * 6 * bytes_per_batch)
+    monkeypatch.setattr("linnaeus.sizing.bounds._available_bytes", lambda workers: 2 * 6 * bytes_per_batch)
     search, _ = prepared(*BARE, OWN_MODEL, "DATA.NUM_WORKERS=1")
     for result in find_sizes(search).values():
         assert result.limited_by == "host_memory"
@@ -209,9 +209,7 @@ def test_a_step_of_a_trial_has_two_micro_batches_when_gradients_accumulate(
 def test_each_training_trial_makes_its_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its buckets belong to the peak, and a wrapper is unusable after an error in the middle of a step."""
     wrappers = []
-    monkeypatch.setattr(
-        "linnaeus.autobatch.sizes.wrap", lambda model, *_, **__: wrappers.append(model) or model
-    )
+    monkeypatch.setattr("linnaeus.sizing.sizes.wrap", lambda model, *_, **__: wrappers.append(model) or model)
     search, _ = prepared(OWN_MODEL, OWN_DATA)
     with search.finder("train", RankStatus()) as finder:
         for number, size in enumerate((2, 4, 4), start=2):  # the first is preceded by the warm-up

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from linnaeus.autobatch.predict.gpus import GIB, find_gpu
+from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.commands.analyze import options as analyze
 from linnaeus.commands.analyze.breakdown import Breakdown
@@ -37,8 +39,6 @@ from linnaeus.commands.sweep.folder import lock_folder
 from linnaeus.commands.sweep.predict import check_predictions
 from linnaeus.launchers.interface import Job
 from linnaeus.launchers.record import write_slurm_record
-from linnaeus.memory.gpus import GIB, find_gpu
-from linnaeus.memory.predict import MARGIN
 from tests.helpers.consoles import plain_console
 from tests.helpers.messages import Golden, error_of
 from tests.helpers.predictions import GROWING, POINTS, WIDE, predicted, row_of

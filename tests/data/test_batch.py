@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from linnaeus import nest
+from linnaeus.autobatch import nest
 from linnaeus.data.batch import Batch, BatchSpec, batch_size, to_device
 from linnaeus.data.bundle import collate_pairs
 

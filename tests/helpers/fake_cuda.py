@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-import linnaeus.autobatch.find
+import linnaeus.autobatch.finder
 import linnaeus.training.trainer
-from linnaeus import nest
+from linnaeus.autobatch import nest
+from linnaeus.autobatch.memory.device import CudaMemory, empty_cache
+from linnaeus.autobatch.memory.storages import StorageTracer
+from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings, Block, CachingAllocator, Refused
 from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.memory.allocator import MIB, AllocatorSettings, Block, CachingAllocator, Refused
-from linnaeus.memory.device import CudaMemory, empty_cache
-from linnaeus.memory.storages import StorageTracer
 
 DEVICE = torch.device("cuda", 0)
 _FUNCTIONS = (
@@ -122,8 +122,8 @@ class FakeCuda:
             for name in _FUNCTIONS:
                 patch.setattr(torch.cuda, name, getattr(self, name))
             patch.setattr(torch.cuda.memory, "_snapshot", self._snapshot)
-            patch.setattr(linnaeus.autobatch.find, "device_memory", lambda device: CudaMemory(DEVICE))
-            patch.setattr(linnaeus.autobatch.find, "Snapshot", _HostSnapshot)
+            patch.setattr(linnaeus.autobatch.finder, "device_memory", lambda device: CudaMemory(DEVICE))
+            patch.setattr(linnaeus.autobatch.finder, "Snapshot", _HostSnapshot)
             patch.setattr(linnaeus.training.trainer, "empty_cache", lambda device: empty_cache(DEVICE))
             with torch.no_grad():
                 for tensor in _tensors(state):

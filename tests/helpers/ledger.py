@@ -7,8 +7,8 @@ from typing import Any, Self
 import psutil
 import torch
 
-from linnaeus.memory.device import GIB, device_memory
-from linnaeus.memory.storages import StorageTracer
+from linnaeus.autobatch.memory.device import GIB, device_memory
+from linnaeus.autobatch.memory.storages import StorageTracer
 
 
 def resident_bytes() -> int:

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from linnaeus import control, dist, run
+from linnaeus import dist, run
+from linnaeus.autobatch.ranks import control
 from linnaeus.dist import World
 from linnaeus.main import cli
 from linnaeus.training import checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import HashStore, Store
 
-from linnaeus.control import ControlPlane
+from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.errors import LinnaeusError
 from tests.helpers.threads import together
 

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from linnaeus.autobatch.protocol import RankStatus
+from linnaeus.autobatch.predict.gpus import GIB
+from linnaeus.autobatch.predict.prediction import MARGIN
+from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode
 from linnaeus.commands.analyze.fitting import fill
 from linnaeus.commands.analyze.options import Options, read
@@ -17,8 +19,6 @@ from linnaeus.commands.analyze.traced import PredictedStep, build_on_meta, predi
 from linnaeus.commands.session import Setup
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
-from linnaeus.memory.gpus import GIB
-from linnaeus.memory.predict import MARGIN
 from tests.helpers.consoles import plain_console
 from tests.helpers.runs import Outcome
 

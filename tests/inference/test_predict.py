@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from linnaeus.autobatch.rng import rng_state
 from linnaeus.data.batch import Batch
 from linnaeus.data.files import ImageFiles
 from linnaeus.data.taxonomy import UNKNOWN, Level, Taxonomy
@@ -20,7 +21,6 @@ from linnaeus.errors import DataError, OutOfMemoryError
 from linnaeus.inference.paths import Unreadable
 from linnaeus.inference.prediction import Interpreter
 from linnaeus.inference.trained import TrainedRun, load_run
-from linnaeus.rng import rng_state
 from linnaeus.training.step import ValidationStep
 from tests.helpers.trained import BIRDS, ONE_RANK, picture, save_run, spec_of, write_images
 

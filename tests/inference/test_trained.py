@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import linnaeus
+from linnaeus.autobatch.rng import rng_state
 from linnaeus.data.taxonomy import UNKNOWN, index_labels
 from linnaeus.inference.trained import load_run
 from linnaeus.models.spec import ModelSpec
-from linnaeus.rng import rng_state
 from tests.helpers.trained import BIRDS, randomise, save_checkpoint, save_run, spec_of
 
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from linnaeus.autobatch import snapshot
+from linnaeus.autobatch.memory.process import held_bytes
 from linnaeus.integrations.accelerate import autobatch, find_batch_size
-from linnaeus.memory.process import held_bytes
 from linnaeus.utils.autobatch import auto_find_batch_size
 
 MIB = 2**20

@@ -25,7 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from linnaeus import rng
+from linnaeus.autobatch import rng
 
 NUM_SAMPLES, LONGEST, VOCABULARY = 200, 128, 128
 SIZES = {"n_positions": LONGEST, "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY}

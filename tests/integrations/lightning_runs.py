@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from linnaeus import nest
+from linnaeus.autobatch import nest
 
 NUM_SAMPLES, NUM_VAL, WIDTH, NUM_CLASSES = 96, 30, 16, 4
 

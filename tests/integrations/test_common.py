@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from linnaeus.batching.stages import Split
+from linnaeus.autobatch.split import Split
 from linnaeus.integrations.common import (
     SET_BY_TRAINER,
     check_divisors,

@@ -10,9 +10,9 @@ import psutil
 import pytest
 import torch
 
-import linnaeus.memory.cgroups
+import linnaeus.autobatch.memory.cgroups
+from linnaeus.autobatch.memory.host import CpuMemory, available_host_bytes
 from linnaeus.autobatch.trial import existing_objects_frozen
-from linnaeus.memory.host import CpuMemory, available_host_bytes
 
 MIB = 1024**2
 CPU = torch.device("cpu")
@@ -76,6 +76,6 @@ class Cgroups:
 def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cgroups:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     files = Cgroups(tmp_path)
-    monkeypatch.setattr(linnaeus.memory.cgroups, "ROOT", files.root)
-    monkeypatch.setattr(linnaeus.memory.cgroups, "MEMBERSHIP", files.membership)
+    monkeypatch.setattr(linnaeus.autobatch.memory.cgroups, "ROOT", files.root)
+    monkeypatch.setattr(linnaeus.autobatch.memory.cgroups, "MEMBERSHIP", files.membership)
     return files

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from linnaeus.memory.allocator import MIB, AllocatorSettings, Block, CachingAllocator, Refused
+from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings, Block, CachingAllocator, Refused
 
 
 class Device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from linnaeus.memory.device import GIB
+from linnaeus.autobatch.memory.device import GIB
 from tests.memory.conftest import MACHINE, MIB, Cgroups, on_linux
 
 pytestmark = on_linux

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
-from linnaeus.autobatch.find import _warn_once
+from linnaeus.autobatch.finder import _warn_once
+from linnaeus.autobatch.memory.device import GIB, AcceleratorMemory, CudaMemory, device_memory, empty_cache
 from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.errors import AutoBatchError
-from linnaeus.memory.device import GIB, AcceleratorMemory, CudaMemory, device_memory, empty_cache
 from tests.phantom import is_on
 from tests.phantom.build import on_phantoms
 
@@ -279,7 +279,7 @@ def test_when_a_cap_of_the_user_leaves_nothing_the_error_names_it() -> None:
 
 SETTINGS = """
 import torch
-from linnaeus.memory.device import CudaMemory
+from linnaeus.autobatch.memory.device import CudaMemory
 memory = CudaMemory(torch.device("cuda", 0))
 MIB = 1 << 20
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from linnaeus.memory.device import GIB, AcceleratorMemory, CudaMemory, device_memory
-from linnaeus.memory.interface import DeviceMemory
+from linnaeus.autobatch.memory.device import GIB, AcceleratorMemory, CudaMemory, device_memory
+from linnaeus.autobatch.memory.interface import DeviceMemory
 from tests.memory.conftest import CPU, MIB
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from linnaeus.memory.gpus import ALIASES, GIB, GPUS, SEVERAL, find_gpu, smallest_gpu
+from linnaeus.autobatch.predict.gpus import ALIASES, GIB, GPUS, SEVERAL, find_gpu, smallest_gpu
 
 CARD_GIB = {
     "t4": 16, "v100-16gb": 16, "v100-32gb": 32, "a10": 24, "l4": 24, "a30": 24, "rtx-3090": 24,

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from linnaeus.autobatch import auto_find_batch_size
-from linnaeus.memory.device import GIB
-from linnaeus.memory.host import CpuMemory, _pools
-from linnaeus.memory.process import status_bytes
-from linnaeus.memory.storages import num_compiled_graphs
+from linnaeus.autobatch.memory.device import GIB
+from linnaeus.autobatch.memory.host import CpuMemory, _pools
+from linnaeus.autobatch.memory.process import status_bytes
+from linnaeus.autobatch.memory.storages import num_compiled_graphs
 from tests.helpers import forks
 from tests.helpers.ledger import resident_bytes
 from tests.helpers.runs import wait_until
@@ -123,7 +123,7 @@ def test_the_peak_of_tensors_is_exact_and_stays_until_it_is_reset(memory: CpuMem
 
 HELD_AND_RESIDENT = """
 import torch
-from linnaeus.memory.host import CpuMemory
+from linnaeus.autobatch.memory.host import CpuMemory
 from tests.helpers.ledger import resident_bytes
 from tests.helpers.runs import wait_until
 

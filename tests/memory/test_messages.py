@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from linnaeus.memory.allocator import AllocatorSettings
-from linnaeus.memory.device import GIB, CudaMemory, device_memory
-from linnaeus.memory.gpus import device_that_would_do, find_gpu
-from linnaeus.memory.host import CpuMemory
-from linnaeus.memory.predict import Prediction
-from linnaeus.memory.trace import trace
+from linnaeus.autobatch.memory.device import GIB, CudaMemory, device_memory
+from linnaeus.autobatch.memory.host import CpuMemory
+from linnaeus.autobatch.predict.allocator import AllocatorSettings
+from linnaeus.autobatch.predict.gpus import device_that_would_do, find_gpu
+from linnaeus.autobatch.predict.prediction import Prediction
+from linnaeus.autobatch.predict.trace import trace
 from tests.helpers.fake_cuda import DEVICE, FakeCuda
 from tests.helpers.messages import Golden, error_of
 from tests.memory.conftest import CPU, MIB, on_linux

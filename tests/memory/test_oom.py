@@ -7,7 +7,7 @@ import errno
 import pytest
 import torch
 
-from linnaeus.memory.oom import is_out_of_memory
+from linnaeus.autobatch.memory.oom import is_out_of_memory
 from tests.memory.conftest import raised_from
 
 OUT_OF_MEMORY = [

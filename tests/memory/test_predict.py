@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import linnaeus.memory.predict
-from linnaeus.memory.allocator import MIB, AllocatorSettings
-from linnaeus.memory.events import ConvFacts, Trace
-from linnaeus.memory.predict import (
+import linnaeus.autobatch.predict.prediction
+from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings
+from linnaeus.autobatch.predict.events import ConvFacts, Trace
+from linnaeus.autobatch.predict.prediction import (
     ALLOCATE,
     ASSUMED_BASE_BYTES,
     FLUSH,
@@ -23,8 +23,8 @@ from linnaeus.memory.predict import (
     predict,
     replay,
 )
-from linnaeus.memory.trace import trace
-from linnaeus.memory.workspace import workspace_bytes
+from linnaeus.autobatch.predict.trace import trace
+from linnaeus.autobatch.predict.workspace import workspace_bytes
 
 PLAIN = AllocatorSettings()
 
@@ -83,7 +83,7 @@ def test_a_line_through_two_peaks_is_not(prediction: Prediction) -> None:
 def test_without_the_workspaces_of_convolutions_less_is_predicted(
     prediction: Prediction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linnaeus.memory.predict, "workspace_bytes", lambda facts: 0)
+    monkeypatch.setattr(linnaeus.autobatch.predict.prediction, "workspace_bytes", lambda facts: 0)
     assert Step().predicted(base_bytes=500 * MIB).peak_bytes(64) < prediction.peak_bytes(64)
 
 

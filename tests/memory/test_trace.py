@@ -16,10 +16,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from linnaeus.autobatch.predict import trace
+from linnaeus.autobatch.predict.events import ConvFacts, Event
+from linnaeus.autobatch.predict.trace import Buckets, Trace, UntraceableError
 from linnaeus.data.batch import Batch
-from linnaeus.memory import trace
-from linnaeus.memory.events import ConvFacts, Event
-from linnaeus.memory.trace import Buckets, Trace, UntraceableError
 from linnaeus.training.step import Precision, TrainStep, ValidationStep
 from tests.helpers.ledger import Ledger
 

@@ -1,4 +1,4 @@
-"""What torch reserves for a training step on a phantom GPU, and what `linnaeus.memory.predict` says.
+"""What torch reserves for a training step on a phantom GPU, and what is predicted.
 
     PHANTOM_TOTAL_GIB=80 python -m tests.phantom python -m tests.phantom.compare resnet50 24 97 [--amp bf16]
         [--optimizer SGD] [--channels-last] [--checkpointing] [--accumulation] [--no-grad]
@@ -6,7 +6,7 @@
 
 MODEL is one of timm, or `gpt`. A prediction is of the first steps on: optimizer state comes in the first one,
 but with `--trained` before it. `--no-grad` is a forward pass only. `--events` replays what torch's allocator
-was asked for through `linnaeus.memory.allocator`.
+was asked for through `linnaeus.autobatch.predict.allocator`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from linnaeus.memory.allocator import MIB, CachingAllocator
-from linnaeus.memory.predict import predict
+from linnaeus.autobatch.predict.allocator import MIB, CachingAllocator
+from linnaeus.autobatch.predict.prediction import predict
 from tests.phantom.training import FEATURES, FORMATS, OPTIMIZERS, Case, Training
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from linnaeus.autobatch import auto_find_batch_size
-from linnaeus.memory.device import CudaMemory
+from linnaeus.autobatch.memory.device import CudaMemory
 
 class Block(nn.Module):
     def __init__(self):
@@ -97,7 +97,7 @@ def test_a_kernels_own_limit_bounds_the_size() -> None:
 
 SETTINGS = """
 import torch
-from linnaeus.memory.device import CudaMemory, UnmeasuredMemory, device_memory, failed_allocations
+from linnaeus.autobatch.memory.device import CudaMemory, UnmeasuredMemory, device_memory, failed_allocations
 device = torch.device("cuda", 0)
 try:
     print(type(device_memory(device)).__name__)
@@ -139,7 +139,7 @@ def test_the_allocator_of_the_driver_is_measured(monkeypatch: pytest.MonkeyPatch
 
 INTEGRATED = """
 import torch
-from linnaeus.memory.device import CudaMemory
+from linnaeus.autobatch.memory.device import CudaMemory
 memory = CudaMemory(torch.device("cuda", 0))
 print(memory.total_bytes - memory.outside() > 1 << 30)
 """
@@ -153,7 +153,7 @@ def test_memory_shared_with_the_host_is_free_where_files_fill_it(settings: dict[
 
 SECOND_CARD = """
 import torch
-from linnaeus.memory.device import CudaMemory
+from linnaeus.autobatch.memory.device import CudaMemory
 torch.zeros(1, device="cuda:0")
 memory = CudaMemory(torch.device("cuda", 1))
 with memory.cap(1 << 30):
@@ -172,7 +172,7 @@ import os
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from linnaeus.control import group_of_this_rank
+from linnaeus.autobatch.ranks.control import group_of_this_rank
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", timeout=timedelta(seconds=60))

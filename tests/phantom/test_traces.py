@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from linnaeus.memory.reductions import Reduction
+from linnaeus.autobatch.predict.reductions import Reduction
 from tests.phantom.build import on_phantoms
 
 pytestmark = [

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import linnaeus.training.trainer
-from linnaeus.memory.allocator import MIB
-from linnaeus.memory.device import GIB
+from linnaeus.autobatch.memory.device import GIB
+from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.training.trainer import Trainer
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.greedy import trainer_of

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
+from linnaeus.autobatch.rng import rng_state, seed_all, set_rng_state
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError
-from linnaeus.rng import rng_state, seed_all, set_rng_state
 from linnaeus.signals import Interrupted, StopRequest
 from linnaeus.training.checkpoint import (
     ENTRIES,

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnaeus.autobatch.planning import PlannedSizes
+from linnaeus.autobatch.memory.process import ProcessLimit
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import plan_batches
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import LossConfig, NoiseScaleConfig, OptimizerConfig
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.memory.process import ProcessLimit
 from linnaeus.models.hierarchical import HierarchicalClassifier
+from linnaeus.sizing.planning import PlannedSizes
 from linnaeus.training.build import check_loss_takes_outputs
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState, load_checkpoint
 from linnaeus.training.class_weights import class_weights

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from linnaeus.autobatch.memory.process import status_bytes
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.memory.process import status_bytes
 from tests.helpers import forks
 from tests.helpers.forks import ROOT, Outcome
 from tests.helpers.greedy import SPLIT, greedy

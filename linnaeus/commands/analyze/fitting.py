@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from linnaeus.autobatch.memory.device import GIB
+from linnaeus.autobatch.predict.gpus import device_that_would_do
+from linnaeus.autobatch.predict.prediction import largest_within
 from linnaeus.autobatch.search import Candidates
 from linnaeus.commands.analyze.breakdown import Breakdown, break_down
 from linnaeus.commands.analyze.results import Row
 from linnaeus.commands.analyze.traced import PredictedStep
-from linnaeus.memory.device import GIB
-from linnaeus.memory.gpus import device_that_would_do
-from linnaeus.memory.predict import largest_within
 
 CURVE_POINTS = 12
 """Sizes of the predicted curve of a mode."""

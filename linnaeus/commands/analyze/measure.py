@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.autobatch.protocol import RankStatus
+from linnaeus.autobatch.finder import BatchSizeFinder
+from linnaeus.autobatch.memory.device import GIB
+from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.search import TrialRecord
-from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.commands.analyze.breakdown import Breakdown, break_down, counting
 from linnaeus.commands.analyze.options import Options
 from linnaeus.commands.analyze.results import Analysis, Row
 from linnaeus.commands.measure import Speeds, find_largest
 from linnaeus.config.schema import AutoBatchConfig
 from linnaeus.errors import AutoBatchError
-from linnaeus.memory.device import GIB
+from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.training.state_bytes import StateBytes
 from linnaeus.words import counted
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
+from linnaeus.autobatch.predict.gpus import GIB, GPUS, Gpu, find_gpu
 from linnaeus.autobatch.result import Mode
 from linnaeus.commands.options import (
     AUTOBATCH,
@@ -20,7 +21,6 @@ from linnaeus.commands.options import (
 )
 from linnaeus.config.keys import suggest
 from linnaeus.config.schema import STRATEGIES, Config
-from linnaeus.memory.gpus import GIB, GPUS, Gpu, find_gpu
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 MOST_GIB = 1e6

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.throughput import TOLERANCE
 from linnaeus.commands.analyze.results import PARTS, Analysis, Row
 from linnaeus.commands.measure import Speeds
 from linnaeus.commands.tables import cell
-from linnaeus.memory.device import GIB
 
 _MIB = 1024**2
 _TITLES = {

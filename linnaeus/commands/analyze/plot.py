@@ -8,11 +8,11 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.result import Mode
 from linnaeus.commands.analyze.results import Analysis, Row, limit_words
 from linnaeus.commands.measure import Speeds
 from linnaeus.commands.picture import BLUE, GREEN, VERMILION, Picture, decorate, drawing, mark_size
-from linnaeus.memory.device import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

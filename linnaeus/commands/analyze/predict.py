@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from linnaeus.autobatch.memory.device import GIB
+from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES, Gpu
+from linnaeus.autobatch.predict.prediction import MARGIN, measured_base_bytes
 from linnaeus.autobatch.result import Mode
-from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.commands.analyze.fitting import curve, fill, largest_size
 from linnaeus.commands.analyze.options import Options
 from linnaeus.commands.analyze.remedies import Change, Outcome, common_changes, show_so_far, try_remedies, why
@@ -26,9 +28,7 @@ from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World, resolve_device
 from linnaeus.errors import AutoBatchError, ConfigError
-from linnaeus.memory.device import GIB
-from linnaeus.memory.gpus import ASSUMED_BASE_BYTES, Gpu
-from linnaeus.memory.predict import MARGIN, measured_base_bytes
+from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.analysis")

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.finder import BatchSizeFinder
+from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.result import Mode
 from linnaeus.commands.analyze.results import Analysis, Remedy, Row
 from linnaeus.commands.session import Setup
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError, LinnaeusError
-from linnaeus.memory.device import GIB
 
 logger = logging.getLogger("linnaeus.analysis")
 

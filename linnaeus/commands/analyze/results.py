@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.commands.analyze.breakdown import Breakdown
 from linnaeus.commands.measure import Speeds
 from linnaeus.commands.tables import Measurement
-from linnaeus.memory.device import GIB
 
 
 @dataclass(frozen=True)

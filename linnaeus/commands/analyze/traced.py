@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from linnaeus.autobatch.bounds import max_batch_sizes
-from linnaeus.autobatch.find import smallest_size, upper_bound
+from linnaeus.autobatch.finder import smallest_size, upper_bound
+from linnaeus.autobatch.predict.prediction import Prediction
+from linnaeus.autobatch.predict.trace import UntraceableError
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import Candidates
-from linnaeus.autobatch.sizes import SizeSearch, keys
 from linnaeus.commands.analyze.breakdown import counting
 from linnaeus.commands.session import Setup
 from linnaeus.config.instantiate import is_target
 from linnaeus.data.bundle import dataset_length
 from linnaeus.errors import AutoBatchError, ConfigError
-from linnaeus.memory.predict import Prediction
-from linnaeus.memory.trace import UntraceableError
+from linnaeus.sizing.bounds import max_batch_sizes
+from linnaeus.sizing.sizes import SizeSearch, keys
 from linnaeus.training.state_bytes import StateBytes
 from linnaeus.words import counted
 

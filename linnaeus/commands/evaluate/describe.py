@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from linnaeus.autobatch.report import device_environment
 from linnaeus.commands.evaluate.context import Session
 from linnaeus.commands.evaluate.results import Logged
 from linnaeus.config.schema import Config
@@ -15,6 +14,7 @@ from linnaeus.data.evaluation import EvaluationData
 from linnaeus.dist import World
 from linnaeus.inference.evaluate import Outcome
 from linnaeus.inference.trained import TrainedRun
+from linnaeus.sizing.report import device_environment
 
 
 def describe_checkpoint(trained: TrainedRun) -> dict[str, Any]:

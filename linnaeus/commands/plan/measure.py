@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from linnaeus.autobatch.find import BatchSizeFinder
-from linnaeus.autobatch.protocol import RankStatus
+from linnaeus.autobatch.finder import BatchSizeFinder
+from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.search import Candidates
-from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.autobatch.throughput import rungs
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import plan_batches
@@ -18,6 +17,7 @@ from linnaeus.commands.measure import Speeds, find_largest
 from linnaeus.commands.plan.results import Plan, Row
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
+from linnaeus.sizing.sizes import SizeSearch
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from linnaeus.autobatch.predict.gpus import Gpu
 from linnaeus.commands.analyze.options import read_gpus
 from linnaeus.commands.options import CommandParser, check_files, read_count, read_plot
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import CHECKPOINTS, RUN_FILES
 from linnaeus.launchers.options import LaunchOptions, read_jobs, split_launch_options
-from linnaeus.memory.gpus import Gpu
 
 if TYPE_CHECKING:
     from linnaeus.commands.sweep.grid import Combination, Grid

@@ -12,8 +12,10 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
-from linnaeus.autobatch.conditions import memory_settings
-from linnaeus.autobatch.protocol import RankStatus
+from linnaeus.autobatch.memory.device import GIB
+from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES, Gpu
+from linnaeus.autobatch.predict.prediction import MARGIN
+from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode
 from linnaeus.commands.analyze.fitting import fill
 from linnaeus.commands.analyze.results import Predicted, Row
@@ -25,9 +27,7 @@ from linnaeus.console import StatusLine
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError, LinnaeusError
-from linnaeus.memory.device import GIB
-from linnaeus.memory.gpus import ASSUMED_BASE_BYTES, Gpu
-from linnaeus.memory.predict import MARGIN
+from linnaeus.sizing.conditions import memory_settings
 from linnaeus.words import counted
 
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.instantiate import is_target
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.inference.export.description import KEY, describe
 from linnaeus.inference.trained import TrainedRun
 from linnaeus.models.hierarchical import HierarchicalClassifier
-from linnaeus.rng import preserved_generators
 
 FILES = ("config.json", "model.safetensors")
 

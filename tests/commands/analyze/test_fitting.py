@@ -8,10 +8,10 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
+from linnaeus.autobatch.predict.prediction import largest_within
 from linnaeus.autobatch.search import Candidates
 from linnaeus.commands.analyze.fitting import largest_size
 from linnaeus.commands.analyze.traced import LARGEST, PredictedStep
-from linnaeus.memory.predict import largest_within
 from linnaeus.training.state_bytes import StateBytes
 
 Need = Callable[[int], int]

@@ -13,14 +13,14 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from linnaeus.autobatch.memory.storages import StorageTracer
+from linnaeus.autobatch.predict.gpus import GIB, GPUS
+from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.commands.analyze.options import Options
 from linnaeus.commands.analyze.output import yaml_lines
 from linnaeus.commands.analyze.predict import predict_sizes, target_of
 from linnaeus.commands.analyze.results import Analysis
 from linnaeus.data.taxonomy import Level, Taxonomy
-from linnaeus.memory.gpus import GIB, GPUS
-from linnaeus.memory.predict import MARGIN
-from linnaeus.memory.storages import StorageTracer
 from linnaeus.training.metrics import ClassificationMetrics, MetricsMemory
 from tests.helpers.predictions import (
     BASE,
@@ -56,7 +56,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the machine's device is not to be used")
 
     monkeypatch.setattr("linnaeus.commands.session.join", refuse)
-    monkeypatch.setattr("linnaeus.memory.device.device_memory", refuse)
+    monkeypatch.setattr("linnaeus.autobatch.memory.device.device_memory", refuse)
 
 
 @pytest.mark.usefixtures("no_device")

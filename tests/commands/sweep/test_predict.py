@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from linnaeus.autobatch.predict.gpus import find_gpu
 from linnaeus.commands.sweep import options
 from linnaeus.commands.sweep.predict import check_predictions, groups_of
 from linnaeus.errors import AutoBatchError
-from linnaeus.memory.gpus import find_gpu
 from tests.helpers.consoles import plain_console
 
 ON = "DATA.AUTOBATCH.ENABLED=True"

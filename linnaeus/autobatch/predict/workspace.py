@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from math import prod
 
-from linnaeus.memory.events import ConvFacts
+from linnaeus.autobatch.predict.events import ConvFacts
 
 GRADIENT_FACTORS = {
     "larger": 1.0,  # than 1x1

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from linnaeus.memory.host import CpuMemory, available_host_bytes
-from linnaeus.memory.interface import DeviceMemory, FailedAllocations
-from linnaeus.memory.oom import is_ambiguous, is_out_of_memory
+from linnaeus.autobatch.memory.host import CpuMemory, available_host_bytes
+from linnaeus.autobatch.memory.interface import DeviceMemory, FailedAllocations
+from linnaeus.autobatch.memory.oom import is_ambiguous, is_out_of_memory
 
 GIB = 1024**3
 _LIBRARY_BYTES = GIB // 8

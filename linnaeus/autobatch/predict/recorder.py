@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from linnaeus.memory.events import ConvFacts, Event
-from linnaeus.memory.kernels import BLAS_WORKSPACE_BYTES, KERNELS
-from linnaeus.memory.meta_state import UntraceableError
-from linnaeus.memory.reductions import Reduction
-from linnaeus.memory.storages import accumulates_in_place, references_of_a_gradient
+from linnaeus.autobatch.memory.storages import accumulates_in_place, references_of_a_gradient
+from linnaeus.autobatch.predict.events import ConvFacts, Event
+from linnaeus.autobatch.predict.kernels import BLAS_WORKSPACE_BYTES, KERNELS
+from linnaeus.autobatch.predict.meta_state import UntraceableError
+from linnaeus.autobatch.predict.reductions import Reduction
 
 _BORROWS_WORKSPACE = "2.15"
 """From this torch on, the workspace of cuBLAS is borrowed for each product; older torch keeps it."""

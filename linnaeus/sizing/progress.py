@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from linnaeus.autobatch.observer import Purpose, SearchLog, gib, speed
-from linnaeus.autobatch.protocol import RankStatus
+from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.console import is_interactive

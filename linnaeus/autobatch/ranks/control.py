@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 import torch.distributed as torch_dist
 
-from linnaeus.errors import LinnaeusError
+from linnaeus.autobatch.errors import LinnaeusError
 
 BEAT_S = 1.0
 """Time between two heartbeats, and between two looks at those of others."""
@@ -55,7 +55,7 @@ ABANDON_LOOKS = 10
 _PART_BYTES = 1 << 20
 """Longer values are split: the store refuses those above 8 MiB."""
 
-logger = logging.getLogger("linnaeus.control")
+logger = logging.getLogger("linnaeus.autobatch.ranks.control")
 
 
 @dataclass(frozen=True)

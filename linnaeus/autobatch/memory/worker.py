@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from linnaeus.memory.interface import T
+from linnaeus.autobatch.memory.interface import T
 
 _DEFAULT_STACK_BYTES = 8 * 1024**2
 

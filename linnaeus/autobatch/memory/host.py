@@ -16,12 +16,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from linnaeus.memory.cgroups import MemoryPool, limited_cgroups
-from linnaeus.memory.interface import DeviceMemory, T
-from linnaeus.memory.oom import is_ambiguous, is_out_of_memory
-from linnaeus.memory.process import held_bytes, process_limits, status_bytes, untouched_bytes
-from linnaeus.memory.storages import StorageTracer, num_compiled_graphs
-from linnaeus.memory.worker import WorkerThread
+from linnaeus.autobatch.memory.cgroups import MemoryPool, limited_cgroups
+from linnaeus.autobatch.memory.interface import DeviceMemory, T
+from linnaeus.autobatch.memory.oom import is_ambiguous, is_out_of_memory
+from linnaeus.autobatch.memory.process import held_bytes, process_limits, status_bytes, untouched_bytes
+from linnaeus.autobatch.memory.storages import StorageTracer, num_compiled_graphs
+from linnaeus.autobatch.memory.worker import WorkerThread
 
 logger = logging.getLogger("linnaeus.autobatch")
 _MIB = 1024**2

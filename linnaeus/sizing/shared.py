@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from linnaeus.autobatch.conditions import shared_key
-from linnaeus.autobatch.protocol import RankStatus, exchange
+from linnaeus.autobatch.memory.device import device_memory
+from linnaeus.autobatch.ranks.protocol import RankStatus, exchange
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.sizes import SizeSearch, find_sizes, still_fit
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.files import FolderInUseError, FolderLock, not_written, write_text_atomically
-from linnaeus.memory.device import device_memory
+from linnaeus.sizing.conditions import shared_key
+from linnaeus.sizing.sizes import SizeSearch, find_sizes, still_fit
 
 SIZES = "sizes.json"
 POLL_S = 0.5

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linnaeus.autobatch.attributes import parameters_of
+from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.optimizers import subclasses
-from linnaeus.control import group_of_this_rank
-from linnaeus.errors import AutoBatchError
+from linnaeus.autobatch.ranks.control import group_of_this_rank
 
 A = TypeVar("A")
 T = TypeVar("T")

@@ -32,6 +32,8 @@ from linnaeus.autobatch.arguments import (
     kind_of,
 )
 from linnaeus.autobatch.attributes import parameters_of
+from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.names import ARGUMENTS, Names, last_part
 from linnaeus.autobatch.nothing_fits import NothingFits
 from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
@@ -50,11 +52,9 @@ from linnaeus.autobatch.search import (
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import TrialRunner, existing_objects_frozen
-from linnaeus.errors import AutoBatchError
-from linnaeus.memory.device import GIB, device_memory
 
 if TYPE_CHECKING:
-    from linnaeus.memory.predict import Prediction
+    from linnaeus.autobatch.predict.prediction import Prediction
 
 FULL_FRACTION = 0.97
 """Above this fraction of the device, or of a limit, a search warns that its budget leaves no room."""

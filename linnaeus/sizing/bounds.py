@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from linnaeus.autobatch.memory.host import available_host_bytes
 from linnaeus.autobatch.result import Mode
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.bundle import DataBundle, dataset_length
 from linnaeus.data.loader import num_workers
 from linnaeus.dist import World
-from linnaeus.memory.host import available_host_bytes
 
 HOST_MEMORY_FRACTION = 0.5
 """Fraction of the available host memory that the loaders of all ranks on a machine may fill with batches."""

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from linnaeus.memory.oom import is_out_of_memory
+from linnaeus.autobatch.memory.oom import is_out_of_memory
 
 T = TypeVar("T")
 

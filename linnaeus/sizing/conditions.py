@@ -17,14 +17,15 @@ from typing import Any, get_args
 import torch
 import torch.distributed as torch_dist
 
-from linnaeus import __version__, nest
-from linnaeus.autobatch.report import device_environment
+from linnaeus import __version__
+from linnaeus.autobatch import nest
+from linnaeus.autobatch.memory.device import device_memory
 from linnaeus.autobatch.result import Mode
-from linnaeus.autobatch.sizes import SizeSearch
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import DataConfig, TrainConfig
 from linnaeus.dist import World
-from linnaeus.memory.device import device_memory
+from linnaeus.sizing.report import device_environment
+from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.training import fingerprint
 
 IRRELEVANT = frozenset(

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from linnaeus import nest
-from linnaeus.memory.cuda_paths import cuda_paths
-from linnaeus.memory.events import Trace
-from linnaeus.memory.meta_state import UntraceableError, state_on_meta
-from linnaeus.memory.recorder import Recorder, untraceable
-from linnaeus.rng import preserved_generators
+from linnaeus.autobatch import nest
+from linnaeus.autobatch.predict.cuda_paths import cuda_paths
+from linnaeus.autobatch.predict.events import Trace
+from linnaeus.autobatch.predict.meta_state import UntraceableError, state_on_meta
+from linnaeus.autobatch.predict.recorder import Recorder, untraceable
+from linnaeus.autobatch.rng import preserved_generators
 
 __all__ = ["Buckets", "Trace", "UntraceableError", "trace"]
 
@@ -154,7 +154,7 @@ def _place(error: BaseException) -> str:
 
 _NOT_THE_STEP = (
     *(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (torch, contextlib)),
-    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{Path(__file__).parents[2]}{os.sep}",
     "<",
 )
 

@@ -1,6 +1,6 @@
 """Predict the peak GPU memory of a step at any batch size, without running it and without a GPU.
 
->>> from linnaeus.memory.trace import trace
+>>> from linnaeus.autobatch.predict.trace import trace
 >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.ReLU(), torch.nn.Flatten())
 >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 >>> def step(images):
@@ -13,9 +13,9 @@
 >>> prediction.peak_bytes(512) >> 20, prediction.largest(8 << 30)
 (19676, 203)
 
-Two steps are traced on `meta` at two batch sizes (`linnaeus.memory.trace`). Each event's size is a line
-through the two; at any other batch size, the events with the sizes on their lines are replayed through a
-model of the caching allocator. That includes fragmentation, which a line through the two peaks does not.
+Two steps are traced on `meta` at two batch sizes, by `trace`. Each event's size is a line through the two; at
+any other batch size, the events with the sizes on their lines are replayed through a model of the caching
+allocator. That includes fragmentation, which a line through the two peaks does not.
 
 A step is traced as it would run now: `torch.backends.cudnn.benchmark` counts, since with it the first step
 empties the allocator's cache again and again, and later steps find no leftovers of the first.
@@ -33,12 +33,12 @@ from typing import Any, Protocol
 
 import torch
 
-from linnaeus.memory.allocator import AllocatorSettings, Block, CachingAllocator
-from linnaeus.memory.events import ConvFacts
-from linnaeus.memory.gpus import ASSUMED_BASE_BYTES
-from linnaeus.memory.reductions import Reduction
-from linnaeus.memory.trace import Buckets, Trace, UntraceableError, trace
-from linnaeus.memory.workspace import workspace_bytes
+from linnaeus.autobatch.predict.allocator import AllocatorSettings, Block, CachingAllocator
+from linnaeus.autobatch.predict.events import ConvFacts
+from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES
+from linnaeus.autobatch.predict.reductions import Reduction
+from linnaeus.autobatch.predict.trace import Buckets, Trace, UntraceableError, trace
+from linnaeus.autobatch.predict.workspace import workspace_bytes
 
 BATCH_SIZES = (8, 16)
 """The batch sizes that are traced: large enough for kernels to take their usual path."""

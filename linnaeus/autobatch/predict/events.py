@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from linnaeus.memory.reductions import Reduction
+from linnaeus.autobatch.predict.reductions import Reduction
 
 
 class ConvFacts(NamedTuple):

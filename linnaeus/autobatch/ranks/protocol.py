@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from linnaeus.autobatch.find import CONFIRMATION_GRACE_S
+from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.finder import CONFIRMATION_GRACE_S
 from linnaeus.autobatch.names import ARGUMENTS, Names
 from linnaeus.autobatch.observer import gib
+from linnaeus.autobatch.ranks.control import ControlPlane, OverdueError
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.control import ControlPlane, OverdueError
-from linnaeus.errors import AutoBatchError
 
 GRACE_S = CONFIRMATION_GRACE_S + 30.0
 """Time that the others wait beyond the deadline of the work: a search finishes its last trial first."""

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from linnaeus.memory.events import ConvFacts
-from linnaeus.memory.reductions import Reduction
+from linnaeus.autobatch.predict.events import ConvFacts
+from linnaeus.autobatch.predict.reductions import Reduction
 
 if TYPE_CHECKING:
-    from linnaeus.memory.recorder import Recorder
+    from linnaeus.autobatch.predict.recorder import Recorder
 
 BLAS_WORKSPACE_BYTES = 8_519_680
 """Workspace of cuBLAS: torch's default `:4096:2:16:8` up to compute capability 8.x."""

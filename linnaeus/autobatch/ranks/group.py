@@ -9,8 +9,14 @@ from typing import Any, Literal
 
 import torch.distributed as torch_dist
 
-from linnaeus.control import ControlPlane, Failure, ForeignFailureError, OverdueError, first_difference
-from linnaeus.errors import AutoBatchError, LinnaeusError
+from linnaeus.autobatch.errors import AutoBatchError, LinnaeusError
+from linnaeus.autobatch.ranks.control import (
+    ControlPlane,
+    Failure,
+    ForeignFailureError,
+    OverdueError,
+    first_difference,
+)
 
 Group = torch_dist.ProcessGroup | Literal[False] | None
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.shared import Sharing, find_shared_sizes
-from linnaeus.autobatch.sizes import SizeSearch, find_sizes, run_on_every_rank, still_fit
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.config.schema import DataConfig
 from linnaeus.dist import World
-from linnaeus.memory.device import GIB
+from linnaeus.sizing.shared import Sharing, find_shared_sizes
+from linnaeus.sizing.sizes import SizeSearch, find_sizes, run_on_every_rank, still_fit
 from linnaeus.training.out_of_memory import SizeOrigin
 from linnaeus.words import counted
 

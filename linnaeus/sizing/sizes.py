@@ -16,13 +16,14 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from linnaeus.autobatch import protocol
-from linnaeus.autobatch.bounds import max_batch_sizes
-from linnaeus.autobatch.find import BatchSizeFinder
+from linnaeus.autobatch.finder import BatchSizeFinder
+from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.names import Names
+from linnaeus.autobatch.predict.prediction import Prediction
+from linnaeus.autobatch.predict.trace import Buckets
 from linnaeus.autobatch.predicted import predict_step
-from linnaeus.autobatch.progress import SearchProgress
-from linnaeus.autobatch.protocol import RankStatus, Work, exchange
+from linnaeus.autobatch.ranks import protocol
+from linnaeus.autobatch.ranks.protocol import RankStatus, Work, exchange
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.batching.sizes import micro_batches_held
 from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
@@ -31,9 +32,8 @@ from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.loader import num_workers
 from linnaeus.dist import World, wrap
-from linnaeus.memory.device import GIB, device_memory
-from linnaeus.memory.predict import Prediction
-from linnaeus.memory.trace import Buckets
+from linnaeus.sizing.bounds import max_batch_sizes
+from linnaeus.sizing.progress import SearchProgress
 from linnaeus.training.build import Assembly
 from linnaeus.training.metrics import MetricsMemory
 from linnaeus.training.noise_scale import GradientProbe

@@ -1,0 +1,15 @@
+"""The errors of a search; `linnaeus.errors` has those of a run too."""
+
+from __future__ import annotations
+
+
+class LinnaeusError(Exception):
+    """Base of all errors with a message meant for the user."""
+
+    exit_code = 1
+
+
+class AutoBatchError(LinnaeusError):
+    """The batch-size search found no size that fits or cannot undo its trials, or a rank took too long."""
+
+    exit_code = 3

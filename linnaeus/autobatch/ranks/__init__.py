@@ -1,0 +1,1 @@
+"""Several ranks that search for one size together."""

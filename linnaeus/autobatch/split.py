@@ -1,0 +1,82 @@
+"""An effective batch: how each rank splits it into micro-batches, and how the learning rate follows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MANY_ACCUMULATION_STEPS = 16
+"""More are slow: the plan warns, and a growing batch takes a larger micro-batch instead where one fits."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one rank splits its samples of an optimizer step.
+
+    Attributes:
+        micro_batch_size: samples per rank and forward pass.
+        accumulation_steps: forward passes per optimizer step.
+    """
+
+    micro_batch_size: int
+    accumulation_steps: int
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples per rank and optimizer step."""
+        return self.micro_batch_size * self.accumulation_steps
+
+
+def split_samples(samples_per_rank: int, max_micro_batch_size: int) -> Split:
+    """The largest micro-batch size that divides `samples_per_rank`, hence the fewest accumulation steps.
+
+    >>> split_samples(96, 40), split_samples(131, 131), split_samples(131, 128)
+    (Split(micro_batch_size=32, accumulation_steps=3), Split(micro_batch_size=131, accumulation_steps=1), Split(micro_batch_size=1, accumulation_steps=131))
+    """  # noqa: E501
+    fewest_steps = -(-samples_per_rank // max_micro_batch_size)
+    steps = next(n for n in range(fewest_steps, samples_per_rank + 1) if samples_per_rank % n == 0)
+    return Split(samples_per_rank // steps, steps)
+
+
+def nearest(size: int, largest: int, suits: Callable[[int], bool]) -> list[int]:
+    """The closest suitable sizes below and above `size`, where there are any between 1 and `largest`.
+
+    >>> nearest(10, 100, lambda size: size % 4 == 0), nearest(3, 100, lambda size: size % 4 == 0)
+    ([8, 12], [4])
+    """
+    below = next((other for other in range(min(size - 1, largest), 0, -1) if suits(other)), None)
+    above = next((other for other in range(size + 1, largest + 1) if suits(other)), None)
+    return [other for other in (below, above) if other is not None]
+
+
+def scale_factor(rule: str, effective_batch_size: int, base_batch_size: int) -> float:
+    """The factor of the learning rate or of the weight decay.
+
+    `linear`: k. A step of k times as many samples replaces k steps of SGD ("Accurate, Large Minibatch SGD",
+    Goyal et al. 2017, section 2.1).
+
+    `sqrt`: the square root of k. For the learning rate it keeps the noise of Adam and RMSprop alike ("On the
+    SDEs and Scaling Rules for Adaptive Gradient Algorithms", Malladi et al. 2022, definition 5.1; that rule
+    also changes the betas and epsilon, which are left alone here). The best weight decay is proportional to
+    the root of batch size / (samples × epochs) ("Decoupled Weight Decay Regularization", Loshchilov and
+    Hutter 2019, appendix B.1); with a learning rate that also grows by the root, the decay per epoch stays
+    the same.
+
+    `none`: 1.
+
+    Args:
+        rule: `none`, `linear` or `sqrt`.
+        effective_batch_size: samples per optimizer step over all ranks.
+        base_batch_size: the effective batch size that the learning rate was tuned for.
+
+    >>> [scale_factor(rule, 1024, 256) for rule in ("linear", "sqrt", "none")]
+    [4.0, 2.0, 1.0]
+    """
+    match rule:
+        case "linear":
+            return effective_batch_size / base_batch_size
+        case "sqrt":
+            return math.sqrt(effective_batch_size / base_batch_size)
+        case _:
+            return 1.0
