@@ -78,7 +78,7 @@ $(BIN)/python:
 
 # One stamp for each set of extras: a second run finds it and installs nothing.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -q -e .
+	$(BIN)/python -m pip install -q -e ".[train]"
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python

@@ -17,7 +17,11 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+
+if find_spec("omegaconf") is None:
+    raise SystemExit("linnaeus: training needs more than the search: pip install 'linnaeus[train]'")
 
 from linnaeus import __version__
 from linnaeus.config.keys import suggest
