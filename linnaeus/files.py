@@ -23,8 +23,8 @@ LOGS = "logs"
 """The folder of log files inside the folder of a run."""
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints inside the folder of a run."""
-CONFIG, METRICS, RESULT = "config.yaml", "metrics.jsonl", "result.json"
-RUN_FILES = (CONFIG, "model.json", METRICS, RESULT, "autobatch.json")
+CONFIG, METRICS, RESULT, AUTOBATCH = "config.yaml", "metrics.jsonl", "result.json", "autobatch.json"
+RUN_FILES = (CONFIG, "model.json", METRICS, RESULT, AUTOBATCH)
 """Files that a run writes into its folder."""
 ASKED, OUTCOME = "asked.yaml", "outcome.json"
 """The configuration that a sweep has started a run with, and how the run's process ended, in its folder."""

@@ -23,15 +23,13 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import mixed_epochs
 from linnaeus.dist import World, errors_told_first, join, wrap
-from linnaeus.files import CHECKPOINTS, write_text_atomically
+from linnaeus.files import AUTOBATCH, CHECKPOINTS, write_text_atomically
 from linnaeus.log import MetricsFile, open_run_folder
 from linnaeus.models.normalisation import with_normalisation
 from linnaeus.models.spec import MODEL_FILE, ModelSpec
 from linnaeus.signals import StopRequest
-from linnaeus.sizing.conditions import search_key
 from linnaeus.sizing.planning import PlannedSizes, find_planned_sizes
-from linnaeus.sizing.report import report_searches
-from linnaeus.sizing.shared import Sharing
+from linnaeus.sizing.report import device_environment, report_searches
 from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.tracking import Tracker, start_tracking
 from linnaeus.training import fingerprint
@@ -103,9 +101,7 @@ def run(config: Config) -> FitResult:
         tracker = stack.enter_context(_tracker(config, plan, path, world, resume=checkpoint is not None))
         if world.is_main:
             (path / RESULT).unlink(missing_ok=True)  # left over from the run being resumed
-            report_searches(
-                sized.found, world.device, path / "autobatch.json", tracker, found_by=sized.found_by
-            )
+            report_searches(sized.found, world.device, path / AUTOBATCH, tracker)
             report_plan(plan, train, config.OPTIMIZER)
             _save_description(config, plan, spec, path)
         metrics_file = stack.enter_context(_metrics_file(path, progress, world))
@@ -119,7 +115,10 @@ def run(config: Config) -> FitResult:
             tracker=tracker,
             progress_bar=ProgressBar(folder.console if world.is_main else None),
             stop=StopAgreement(world, stop),
-            checkpoint_extras={"config": _resumed_nodes(config), "model_spec": spec, **sized.as_dict()},
+            checkpoint_extras={
+                "config": _resumed_nodes(config), "model_spec": spec,
+                "environment": device_environment(world.device), **sized.as_dict(),
+            },
             size_origins=sized.origins(config.DATA),
             wrap=partial(wrap, world=world, find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS),
         )  # fmt: skip
@@ -216,16 +215,8 @@ def _find_sizes(
         fitting = dataclasses.replace(facts, max_micro_batch_size=size, batch_size_key=f"DATA.{name}")
         return plan_batches(train, config.OPTIMIZER, config.SCHEDULE, fitting)
 
-    key = search_key(
-        config.MODEL, config.LOSS, config.OPTIMIZER, train, config.DATA, world,
-        find_unused_parameters=config.DIST.FIND_UNUSED_PARAMETERS,
-    )  # fmt: skip
     content = None if checkpoint is None else checkpoint.content
-    shared = autobatch.SHARED_FOLDER if autobatch.ENABLED or autobatch.ENABLED_VAL else None
-    sharing = None if shared is None else Sharing(Path(shared), config.EXPERIMENT.NAME)
-    return find_planned_sizes(
-        search, plan_for, config.DATA.BATCH_SIZE, key=key, checkpoint=content, sharing=sharing
-    )
+    return find_planned_sizes(search, plan_for, config.DATA.BATCH_SIZE, checkpoint=content)
 
 
 def _loaders(config: Config, data: DataBundle, plan: BatchPlan, world: World) -> Loaders:

@@ -104,13 +104,17 @@ def records(folder: Path, split: str) -> list[dict[str, float]]:
 
 
 @e2e
-def test_the_sizes_of_the_checkpoint_are_kept_where_the_device_has_another_name_on_each_rank(
-    tmp_path: Path,
-) -> None:
-    for epochs in (1, 2):
-        ended = run_job(tmp_path, f"TRAIN.EPOCHS={epochs}", ODD_DEVICES="1")
+def test_the_sizes_of_the_checkpoint_are_tried_once_and_kept(tmp_path: Path) -> None:
+    """The first run finds 8 and 16; the second one may try larger ones and does not."""
+    for options in (("TRAIN.EPOCHS=1",), ("TRAIN.EPOCHS=2", "DATA.AUTOBATCH.MAX_BATCH_SIZE=24")):
+        ended = run_job(tmp_path, *options)
         assert ended.code == 0, ended.text
-    assert ended.text.count("trying batch size") == 0, "it has searched again"
+    found = json.loads((tmp_path / "runs/small/autobatch.json").read_text())
+    for mode, size in (("train", 8), ("val", 16)):
+        assert (found[mode]["batch_size"], found[mode]["limited_by"]) == (size, "checkpoint")
+        # Rank 0's own search, and then all ranks together.
+        assert [trial["batch_size"] for trial in found[mode]["trials"]] == [size] * 2
+        assert found[mode]["ran_on_every_rank"] == [size]
     assert len(records(tmp_path, "val")) == 2
 
 

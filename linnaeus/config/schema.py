@@ -233,6 +233,10 @@ class AutoBatchConfig:
     MAX_BATCH_SIZE_VAL: int | None = key(
         "${DATA.AUTOBATCH.MAX_BATCH_SIZE} * 2", "MAX_BATCH_SIZE of validation", ge=1
     )
+    START: int | None = key(
+        None, "size to try first, such as that of another run; null: in a sweep that of its newest run", ge=1
+    )
+    START_VAL: int | None = key(None, "START of validation", ge=1)
     STEPS_PER_TRIAL: int = key(2, "optimizer steps that one trial runs", ge=1)
     STEPS_PER_TRIAL_VAL: int = key(
         "${DATA.AUTOBATCH.STEPS_PER_TRIAL}", "validation batches that one trial runs", ge=1
@@ -270,10 +274,6 @@ class AutoBatchConfig:
     NUM_SPEC_SAMPLES: int = key(
         32, "samples that are read to find the largest shape, which the trials use", ge=1
     )
-    SHARED_FOLDER: str | None = key(
-        None, "folder in which AutoBatch results are shared between runs with the same memory needs; null: "
-        "no sharing, except in a sweep, which uses `<sweep>/autobatch`",
-    )  # fmt: skip
 
 
 @dataclass

@@ -13,8 +13,7 @@ from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.config.schema import DataConfig
 from linnaeus.dist import World
-from linnaeus.sizing.shared import Sharing, find_shared_sizes
-from linnaeus.sizing.sizes import SizeSearch, find_sizes, run_on_every_rank, still_fit
+from linnaeus.sizing.sizes import SizeSearch, find_sizes, run_on_every_rank
 from linnaeus.training.out_of_memory import SizeOrigin
 from linnaeus.words import counted
 
@@ -27,17 +26,13 @@ class PlannedSizes:
 
     Attributes:
         found: what AutoBatch found, for each mode that it is enabled for.
-        key: everything that these sizes depend on; see `search_key`.
         micro_batch_limit: most samples of a micro-batch, where an earlier attempt ran out of memory with
             more; else None. The plan observes it.
-        found_by: the run that has found them, where another one has; see `find_shared_sizes`.
     """
 
     found: dict[str, AutoBatchResult]
     plan: BatchPlan
-    key: str
     micro_batch_limit: int | None = None
-    found_by: str | None = None
 
     def origins(self, data: DataConfig) -> dict[str, SizeOrigin]:
         """Where the batch sizes of training and validation come from; `data` holds those in use."""
@@ -51,8 +46,9 @@ class PlannedSizes:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         found = {mode: result.as_dict() for mode, result in self.found.items()}
-        content = {"autobatch": found, "searched_for": self.key, "plan": self.plan.as_dict()}
-        return content | {"micro_batch_limit": self.micro_batch_limit, "found_by": self.found_by}
+        return {
+            "autobatch": found, "plan": self.plan.as_dict(), "micro_batch_limit": self.micro_batch_limit
+        }  # fmt: skip
 
 
 _SUFFIXES: dict[Mode, str] = {"train": "", "val": "_VAL"}
@@ -98,9 +94,7 @@ def find_planned_sizes(
     plan_for: Callable[[int], BatchPlan],
     batch_size: int,
     *,
-    key: str,
     checkpoint: Mapping[str, Any] | None,
-    sharing: Sharing | None = None,
 ) -> PlannedSizes:
     """Find the batch sizes, make the plan, and run the planned micro-batch sizes that have not run yet.
 
@@ -111,30 +105,36 @@ def find_planned_sizes(
         search: the search of this run.
         plan_for: makes the plan for a largest micro-batch size.
         batch_size: used in place of a search where AutoBatch is not enabled for training.
-        key: the `search_key` of this run.
-        checkpoint: checkpoint of the run being resumed; its sizes are kept where its key is the same.
-        sharing: the folder of shared sizes; None searches.
+        checkpoint: checkpoint of the run being resumed. Its sizes are tried first, and no larger one is.
 
     Raises:
         LinnaeusError: the same on every rank.
     """
-    is_kept = checkpoint is not None and search.world.broadcast(checkpoint["searched_for"] == key)
-    limit = checkpoint.get("micro_batch_limit") if checkpoint is not None and is_kept else None
-    found = _sizes_of_checkpoint(search, checkpoint, limit) if checkpoint is not None and is_kept else None
-    found_by = checkpoint.get("found_by") if checkpoint is not None and found is not None else None
-    if found is None and sharing is not None:
-        found, found_by = find_shared_sizes(search, key, sharing)
-    elif found is None:
-        found = find_sizes(search)
+    autobatch, content = search.config.AUTOBATCH, checkpoint or {}
+    earlier = {
+        mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in content.get("autobatch", {}).items()
+    }
+    sizes = {mode: result.batch_size for mode, result in earlier.items()}
+    limit = content.get("micro_batch_limit")
+    if limit is not None and autobatch.ENABLED:
+        # Without an earlier size there is nothing to split: the search finds what fits.
+        limit = min(limit, autobatch.MAX_BATCH_SIZE or limit) if "train" in earlier else None
     if limit is not None:
         logger.info("memory ran out before: micro-batches have at most %s", counted(limit, "sample"))
-        plan = plan_for(found["train"].batch_size if "train" in found else batch_size).limited(limit)
-        found = _with_validation_that_fits(search, found, plan)
-    elif "train" not in found:
-        plan = plan_for(batch_size)
+        # Training's size only gives the effective batch: its micro-batches are smaller.
+        kept = {"train": earlier["train"]} if autobatch.ENABLED else {}
+        plan = plan_for(kept["train"].batch_size if kept else batch_size).limited(limit)
+        largest = max(stage.micro_batch_size for stage in plan.stages)
+        without_train = dataclasses.replace(autobatch, ENABLED=False)
+        config = dataclasses.replace(search.config, AUTOBATCH=without_train, BATCH_SIZE=largest)
+        found = kept | find_sizes(dataclasses.replace(search, config=config), sizes)
     else:
-        found["train"], plan = _planned(search, found["train"], plan_for)
-    return PlannedSizes(found, plan, key, limit, found_by)
+        found = find_sizes(search, sizes)
+        if "train" in found:
+            found["train"], plan = _planned(search, found["train"], plan_for)
+        else:
+            plan = plan_for(batch_size)
+    return PlannedSizes(found, plan, limit)
 
 
 def _planned(
@@ -147,51 +147,6 @@ def _planned(
         if not untried:
             return result, plan
         result = run_on_every_rank(search, result, max(untried))
-
-
-def _sizes_of_checkpoint(
-    search: SizeSearch, checkpoint: Mapping[str, Any], limit: int | None
-) -> dict[str, AutoBatchResult] | None:
-    """The sizes to keep; None where less memory is free than they need.
-
-    Under a limit, training's size only gives the effective batch, which is kept: its micro-batches are
-    smaller. See `_with_validation_that_fits` for validation's.
-    """
-    found = {mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in checkpoint["autobatch"].items()}
-    if limit is not None:
-        return found
-    if found and not still_fit(search, found):
-        logger.info(
-            "AutoBatch: the checkpoint's batch sizes need more memory than is free now, so they are searched "
-            "for again"
-        )
-        return None
-    if found:
-        logger.info("AutoBatch: same device and configuration, so the checkpoint's batch sizes are kept")
-    return found
-
-
-def _with_validation_that_fits(
-    search: SizeSearch, found: dict[str, AutoBatchResult], plan: BatchPlan
-) -> dict[str, AutoBatchResult]:
-    """The sizes of a checkpoint with a limit; validation's is searched for again if it does not fit any more.
-
-    Args:
-        search: the search of this run.
-        found: the sizes, by mode.
-        plan: with the micro-batches that are trained now.
-    """
-    kept = {mode: result for mode, result in found.items() if mode == "val"}
-    if not kept or still_fit(search, kept):
-        return found
-    logger.info(
-        "AutoBatch: the checkpoint's validation size needs more memory than is free now, so it is searched "
-        "for again"
-    )
-    largest = max(stage.micro_batch_size for stage in plan.stages)
-    without_train = dataclasses.replace(search.config.AUTOBATCH, ENABLED=False)
-    config = dataclasses.replace(search.config, AUTOBATCH=without_train, BATCH_SIZE=largest)
-    return found | find_sizes(dataclasses.replace(search, config=config))
 
 
 def _sizes_run(result: AutoBatchResult, world: World) -> set[int]:

@@ -25,6 +25,7 @@ _LIMITS = {
     "dataset": "the samples of one process",
     "effective_batch": "the effective batch asked for",
     "host_memory": "host memory for the loader",
+    "checkpoint": "the size in the checkpoint",
     "max_trials": "MAX_TRIALS",
     "timeout": "TIMEOUT_MINUTES",
     "throughput": "samples per second, which more would not raise by 5 %",
@@ -40,7 +41,7 @@ def device_environment(device: torch.device) -> dict[str, Any]:
     return {
         "device": str(device),
         "device_name": name,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # plain text: a checkpoint holds it
         "cuda": torch.version.cuda if device.type == "cuda" else None,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -48,12 +49,7 @@ def device_environment(device: torch.device) -> dict[str, Any]:
 
 
 def report_searches(
-    results: Mapping[str, AutoBatchResult],
-    device: torch.device,
-    path: Path,
-    tracker: Tracker,
-    *,
-    found_by: str | None = None,
+    results: Mapping[str, AutoBatchResult], device: torch.device, path: Path, tracker: Tracker
 ) -> None:
     """Log the results, send them to the tracker and write `autobatch.json`.
 
@@ -62,10 +58,9 @@ def report_searches(
         device: the device of the search.
         path: `autobatch.json` in the run's folder.
         tracker: takes the tables and the sizes.
-        found_by: the run that has searched, where it is another one.
     """
     for mode, result in results.items():
-        logger.info("%s%s", summary(result), "" if found_by is None else f" (search of run {found_by})")
+        logger.info(summary(result))
         columns = ("batch_size", "status", "peak_bytes", "seconds")
         rows = [[trial[name] for name in columns] for trial in result.as_dict()["trials"]]
         tracker.table(f"autobatch/{mode}_trials", columns, rows)
@@ -75,8 +70,6 @@ def report_searches(
             mode: results[mode].as_dict() if mode in results else None for mode in get_args(Mode)
         }
         content["environment"] = device_environment(device)
-        if found_by is not None:
-            content["found_by"] = found_by
         write_text_atomically(path, json.dumps(content, indent=2) + "\n")
 
 

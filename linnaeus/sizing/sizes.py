@@ -17,7 +17,6 @@ from rich.console import Console
 from torch import nn
 
 from linnaeus.autobatch.finder import BatchSizeFinder
-from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.names import Names
 from linnaeus.autobatch.predict.prediction import Prediction
 from linnaeus.autobatch.predict.trace import Buckets
@@ -98,7 +97,7 @@ class SizeSearch:
                 tolerance=config.TOLERANCE,
                 max_trials=config.MAX_TRIALS,
                 timeout_minutes=config.TIMEOUT_MINUTES,
-                start=at_most,
+                start=_setting(config, "START", mode) if at_most is None else at_most,
             )
             if config.OBJECTIVE == "throughput" and at_most is None:
                 rest = config.TIMEOUT_MINUTES - result.seconds / 60
@@ -214,11 +213,8 @@ class SizeSearch:
     def _validate(self, batches: Iterator[Batch]) -> None:
         self.assembly.validation_step(next(batches))
 
-    def limits(self, mode: Mode) -> dict[str, int]:
-        """Upper bounds of a mode's size beside device memory and MAX_BATCH_SIZE, by name."""
-        return self._bounds(mode, self.spec(mode))
-
     def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
+        """Upper bounds of a mode's size beside device memory and MAX_BATCH_SIZE, by name."""
         bounds = max_batch_sizes(self.config, self.data, mode, self.world, tensor_bytes=spec.tensor_bytes)
         wanted = self.max_samples_per_rank
         # A bound below the smallest size would end the search; the plan splits the size found instead.
@@ -227,11 +223,16 @@ class SizeSearch:
         return bounds
 
 
-def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
+def find_sizes(search: SizeSearch, earlier: Mapping[str, int] | None = None) -> dict[str, AutoBatchResult]:
     """Search each mode that the configuration asks for on rank 0, then run the size found on every rank.
 
     A rank where the size does not fit searches for its own, and all try again with the smallest. Every rank
     must call this.
+
+    Args:
+        search: the search of this run.
+        earlier: by mode, the size in the checkpoint of the run being resumed: it is tried first, and no
+            larger one is.
 
     Raises:
         LinnaeusError: the same on every rank; see `exchange`.
@@ -241,7 +242,21 @@ def find_sizes(search: SizeSearch) -> dict[str, AutoBatchResult]:
     for mode in get_args(Mode):
         if not _setting(search.config.AUTOBATCH, "ENABLED", mode):
             continue
-        found[mode] = _find(search, mode, _trained_at(search, found) if mode == "val" else None)
+        trained_at = _trained_at(search, found) if mode == "val" else None
+        size = (earlier or {}).get(mode)
+        if size is None:
+            found[mode] = _find(search, mode, trained_at)
+            continue
+        most = _setting(search.config.AUTOBATCH, "MAX_BATCH_SIZE", mode)
+        result = _find(search, mode, trained_at, min(size, most or size))
+        if result.batch_size == size:
+            result = dataclasses.replace(result, limited_by="checkpoint")
+        else:
+            logger.info(
+                "AutoBatch %s: the checkpoint's batch size %d is not kept, going on with %d (limited by %s)",
+                mode, size, result.batch_size, result.limited_by,
+            )  # fmt: skip
+        found[mode] = dataclasses.replace(result, max_batch_size=most)
     search.assembly.metrics.reset()
     return found
 
@@ -256,40 +271,18 @@ def find_evaluation_size(search: SizeSearch) -> AutoBatchResult:
     return _find(search, "val", None)
 
 
-def _find(search: SizeSearch, mode: Mode, trained_at: int | None) -> AutoBatchResult:
+def _find(
+    search: SizeSearch, mode: Mode, trained_at: int | None, at_most: int | None = None
+) -> AutoBatchResult:
     """Search one mode on rank 0, then run the size found on every rank; see `SizeSearch.run`."""
     result: AutoBatchResult = protocol.search_on_main(
         partial(_exchange, search, mode),
         search.world.rank,
-        partial(search.run, mode, trained_at=trained_at),
+        partial(search.run, mode, at_most=at_most, trained_at=trained_at),
     )
     if search.world.is_distributed:
         result = protocol.agreed(result, partial(run_on_every_rank, search, trained_at=trained_at))
     return result
-
-
-def still_fit(search: SizeSearch, found: Mapping[str, AutoBatchResult], growth_bytes: int = 0) -> bool:
-    """Whether the peaks of sizes found earlier are within what every rank may hold now.
-
-    Every rank must call this.
-
-    Args:
-        search: the search of this run.
-        found: the sizes, by mode.
-        growth_bytes: what training will use outside the allocator that is not in use yet.
-    """
-    memory, config = device_memory(search.world.device), search.config.AUTOBATCH
-    limit_gb = _memory_limit_gb(config, search.world.rank)
-    limit_bytes = None if limit_gb is None else int(limit_gb * GIB)
-
-    def fits(result: AutoBatchResult) -> bool:
-        # Those of smaller sizes count too, because memory does not always grow with the size.
-        used = [trial for trial in result.trials if trial.size <= result.batch_size]
-        peaks = [trial.peak_bytes or 0 for trial in used if trial.status == "fits"]
-        budget_bytes = memory.budget(result.target_memory_fraction, limit_bytes) - growth_bytes
-        return bool(peaks) and max(peaks) <= budget_bytes
-
-    return all(exchange(search.world.control, lambda status: all(map(fits, found.values()))))
 
 
 def _trained_at(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> int:

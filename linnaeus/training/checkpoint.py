@@ -435,11 +435,11 @@ ENTRIES: dict[str, Check] = {
     "progress": (_is_dict, "a dictionary"),
     "state": (_is_dict_of_dicts, "a dictionary of dictionaries"),
     "rng": (_are_generators, "a list of the states of generators"),
-    "searched_for": (lambda value: isinstance(value, str), "a text"),
     "autobatch": (_is_dict_of_dicts, "a dictionary of dictionaries"),
     "config": (_is_dict_of_dicts, "a dictionary of nodes"),
     "model_spec": (_is_dict, "the description of a model"),
     "plan": (_is_dict, "a dictionary"),
+    "environment": (_is_dict, "a dictionary"),
     "noise_scale": (_is_noise_scale, "the state of a noise scale"),
     "micro_batch_limit": (
         lambda value: value is None or (_is_count(value) and value > 0),
@@ -447,7 +447,7 @@ ENTRIES: dict[str, Check] = {
     ),
 }
 """Entries of a checkpoint. A missing state is reported when it is restored."""
-_REQUIRED = ("progress", "rng", "searched_for", "autobatch")
+_REQUIRED = ("progress", "rng", "autobatch")
 
 PROGRESS_ENTRIES: dict[str, Check] = {
     "epoch": (_is_count, "a number of finished epochs"),

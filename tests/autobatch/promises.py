@@ -25,7 +25,7 @@ from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
-from linnaeus.sizing.sizes import SizeSearch, find_sizes, still_fit
+from linnaeus.sizing.sizes import SizeSearch, find_sizes
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.trainer import Trainer
@@ -280,8 +280,9 @@ class Run:
         return load_config([*self.case.argv, *options]).config
 
     def _find(self, config: Config, data: DataBundle, assembly: Assembly, world: World) -> None:
-        """Search; or see that the sizes found earlier still fit."""
+        """Search; or see that the sizes found earlier are kept."""
         search = SizeSearch(config.DATA, config.TRAIN, data, assembly, world, seed=0)
-        if not self.found:
-            self.found = find_sizes(search)
-        assert still_fit(search, self.found)
+        sizes = {mode: result.batch_size for mode, result in self.found.items()}
+        found = find_sizes(search, sizes)
+        assert not sizes or sizes == {mode: result.batch_size for mode, result in found.items()}
+        self.found = self.found or found

@@ -358,7 +358,7 @@ def test_every_field_of_the_file_is_in_the_table_of_the_docs() -> None:
         "prediction": dataclasses.asdict(PredictedStart(1, 1.0, 1, 0.0)),
     }
     nested = {f"{name}.{key}" for name, entry in entries.items() for key in entry}
-    assert units.keys() == own | nested | {"environment", "found_by"}  # these stand beside the results
+    assert units.keys() == own | nested | {"environment"}  # which stands beside the results
     for name, unit in units.items():
         assert (unit == "bytes") == name.endswith("_bytes")
         assert (unit == "s") == ("seconds" in name)

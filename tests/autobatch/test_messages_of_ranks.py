@@ -1,13 +1,11 @@
-"""What a user reads about ranks, shared sizes and predictions, in `tests/messages/autobatch_ranks.txt`."""
+"""What a user reads about ranks, resumed sizes and predictions, in `tests/messages/autobatch_ranks.txt`."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +19,7 @@ from linnaeus.autobatch.ranks.control import SILENCE_LOOKS, Failure, agree_on_at
 from linnaeus.autobatch.ranks.group import check_equal, members, together
 from linnaeus.autobatch.ranks.protocol import RankStatus, exchange, run_on_every_rank
 from linnaeus.autobatch.ranks.single_rank import CollectivesRefused, check_silenceable
-from linnaeus.files import FolderLock
-from linnaeus.sizing.shared import SIZES, Sharing, find_shared_sizes
-from linnaeus.sizing.sizes import keys
+from linnaeus.sizing.sizes import find_sizes, keys
 from tests.helpers.messages import Golden, error_of
 from tests.helpers.planes import Script, planes
 from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared, result
@@ -79,33 +75,6 @@ def of_groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return messages
 
 
-def of_shared_sizes(folder: Path, monkeypatch: pytest.MonkeyPatch, said: Callable[[], str]) -> dict[str, str]:
-    brief = "DATA.AUTOBATCH.TIMEOUT_MINUTES=1"
-    quiet = [f"DATA.AUTOBATCH.LOG_LEVEL{suffix}=ERROR" for suffix in ("", "_VAL")]
-    search, _ = prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4", brief, *quiet)
-    messages = {}
-    monkeypatch.setattr("linnaeus.sizing.shared.time", Script())
-
-    def find(title: str, place: Path) -> None:
-        said()
-        find_shared_sizes(search, "key", Sharing(place, "second"))
-        messages[title] = said()
-
-    find_shared_sizes(search, "key", Sharing(folder / "there", "first"))
-    [place] = (folder / "there").iterdir()
-    find("shared sizes", folder / "there")
-    saved = json.loads((place / SIZES).read_text())
-    (place / SIZES).write_text(json.dumps({**saved, "growth_bytes": 1 << 60}))
-    find("shared sizes that do not fit", folder / "there")
-    (place / SIZES).unlink()
-    lock = FolderLock(place)
-    find("another run searches for too long", folder / "there")
-    lock.release()
-    (folder / "file").touch()
-    find("a folder that cannot be written", folder / "file")
-    return {title: text.replace(place.name, "<conditions>") for title, text in messages.items()}
-
-
 def of_predictions(said: Callable[[], str]) -> dict[str, str]:
     layer = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -150,7 +119,7 @@ def of_predictions(said: Callable[[], str]) -> dict[str, str]:
 
 
 def test_messages_of_ranks(
-    golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    golden: Golden, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("linnaeus"), "propagate", True)
     caplog.set_level(logging.INFO, "linnaeus")
@@ -167,5 +136,7 @@ def test_messages_of_ranks(
     said()
     run_on_every_rank(of_all, lambda status, size: result(size), result(16, (16, "fits")), 16)
     messages["a rank that fits less"] = said()
-    messages |= of_shared_sizes(tmp_path, monkeypatch, said) | of_predictions(said)
-    golden("autobatch_ranks", messages, folder=tmp_path)
+    quiet = [f"DATA.AUTOBATCH.LOG_LEVEL{suffix}=ERROR" for suffix in ("", "_VAL")]
+    find_sizes(prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4", *quiet)[0], {"train": 9})
+    messages["a checkpoint's size that is not kept"] = said()
+    golden("autobatch_ranks", messages | of_predictions(said))

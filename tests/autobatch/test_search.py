@@ -319,6 +319,15 @@ def test_start_is_tried_first_within_the_bounds(strategy: str, start: int, first
     assert sizes(find(line(1000, 40), start=start, strategy=strategy))[0] == first
 
 
+def test_a_start_at_the_answer_leaves_one_trial_to_prove_it_and_a_wrong_one_does_no_harm() -> None:
+    assert sizes(find(line(1000, 40), start=225)) == [225, 226]
+    assert len(find(line(1000, 40)).trials) > 2
+    for start in (1, 40, 224, 226, 450, 512):
+        found = find(line(1000, 40), start=start)
+        assert (found.size, found.certified) == (225, True)
+        assert len(found.trials) <= 7
+
+
 def test_known_trials_can_answer_without_any_trial() -> None:
     first = find(line(1000, 40))
     again = find(lambda n: pytest.fail(f"{n} was run"), known=first.trials)

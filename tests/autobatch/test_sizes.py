@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.autobatch.result import Mode
+from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.rng import rng_state
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import BatchPlan, plan_batches
@@ -19,7 +19,7 @@ from linnaeus.config.load import load_config
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
-from linnaeus.sizing.planning import find_planned_sizes
+from linnaeus.sizing.planning import PlannedSizes, find_planned_sizes
 from linnaeus.sizing.sizes import LIMITS_VARIABLE, SizeSearch, find_sizes, keys
 from tests.helpers.bits import bits
 from tests.helpers.ledger import limit_with_room_for
@@ -49,18 +49,26 @@ def entry(size: int, *trials: tuple[int, str, int]) -> dict[str, Any]:
 # --- planned sizes ---
 
 
+def planned_sizes(search: SizeSearch, **checkpoint: Any) -> PlannedSizes:
+    return find_planned_sizes(search, partial(plan_for, search), 8, checkpoint=checkpoint or None)
+
+
+def sizes_tried(result: AutoBatchResult) -> list[int]:
+    return [trial.size for trial in result.trials]
+
+
 @pytest.mark.parametrize(
     ("statuses", "tried"),
     [([], True), (["fits", "over"], True), (["over", "fits"], False)],
 )
 def test_the_newest_trial_of_a_planned_size_decides_whether_it_is_tried_again(
-    statuses: list[str], tried: bool
+    statuses: list[str], tried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search, _ = prepared(OWN_MODEL, OWN_DATA, "TRAIN.EFFECTIVE_BATCH_SIZE=12")
     runs = [(8, "fits"), *((6, status) for status in statuses)]
-    found = entry(8, *((size, status, 1) for size, status in runs))
-    checkpoint = {"searched_for": "key", "autobatch": {"train": found}}
-    planned = find_planned_sizes(search, partial(plan_for, search), 8, key="key", checkpoint=checkpoint)
+    found = {"train": AutoBatchResult.from_dict("train", entry(8, *((*trial, 1) for trial in runs)))}
+    monkeypatch.setattr("linnaeus.sizing.planning.find_sizes", lambda search, earlier: found)
+    planned = planned_sizes(search)
     assert planned.plan.micro_batch_size == 6
     ran = [(trial.size, trial.status) for trial in planned.found["train"].trials]
     assert ran[: len(runs)] == runs
@@ -68,19 +76,67 @@ def test_the_newest_trial_of_a_planned_size_decides_whether_it_is_tried_again(
     assert ran[-1] == (6, "fits")
 
 
-@pytest.mark.parametrize("peak_bytes", [1, 1 << 60])
-def test_under_a_limit_the_validation_size_is_kept_only_if_it_still_fits(peak_bytes: int) -> None:
-    """Training's size is not run again: smaller micro-batches are trained."""
+SAVED = {"train": entry(7), "val": entry(9)}
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(512, (7, 9)), (5, (5, 9)), (4, (4, 8))])
+def test_a_resumed_run_tries_the_sizes_of_its_checkpoint_once(most: int, sizes: tuple[int, int]) -> None:
+    """Without the checkpoint it takes all 12 samples; a bound that is lower now counts."""
+    search, _ = prepared(OWN_MODEL, OWN_DATA, f"DATA.AUTOBATCH.MAX_BATCH_SIZE={most}")
+    planned = planned_sizes(search, autobatch=SAVED)
+    for (mode, result), size in zip(planned.found.items(), sizes, strict=True):
+        assert sizes_tried(result) == [size]
+        is_kept = size == SAVED[mode]["batch_size"]
+        assert result.limited_by == ("checkpoint" if is_kept else "max_batch_size")
+    if most == 512:
+        assert planned_sizes(search).batch_sizes == {"train": 12, "val": 12}
+
+
+def test_only_modes_that_are_searched_take_a_size_of_the_checkpoint() -> None:
+    only_val = ("DATA.AUTOBATCH.ENABLED=False", "DATA.AUTOBATCH.ENABLED_VAL=True")
+    search, _ = prepared(OWN_MODEL, OWN_DATA, *only_val)
+    assert planned_sizes(search, autobatch=SAVED).batch_sizes == {"val": 9}
+    assert planned_sizes(search, autobatch={"train": entry(7)}).batch_sizes == {"val": 12}
+
+
+@pytest.mark.parametrize(("most", "limit", "val"), [(512, 6, 7), (4, 4, 7), (3, 3, 6)])
+def test_under_a_limit_only_the_validation_size_of_the_checkpoint_is_tried(
+    most: int, limit: int, val: int
+) -> None:
+    """Training's size only says how many samples a step takes: smaller micro-batches are trained."""
     search, _ = prepared(
-        OWN_MODEL, OWN_DATA, "TRAIN.EFFECTIVE_BATCH_SIZE=12", "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=5"
+        OWN_MODEL, OWN_DATA, "TRAIN.EFFECTIVE_BATCH_SIZE=12", f"DATA.AUTOBATCH.MAX_BATCH_SIZE={most}"
     )
-    sizes = {"train": entry(12, (12, "fits", 1 << 60)), "val": entry(7, (7, "fits", peak_bytes))}
-    checkpoint = {"searched_for": "key", "autobatch": sizes, "micro_batch_limit": 6}
-    planned = find_planned_sizes(search, partial(plan_for, search), 8, key="key", checkpoint=checkpoint)
-    assert (planned.plan.micro_batch_size, planned.micro_batch_limit) == (6, 6)
-    assert planned.batch_sizes == {"train": 12, "val": 7 if peak_bytes == 1 else 5}
+    planned = planned_sizes(search, autobatch={"train": entry(12), "val": entry(7)}, micro_batch_limit=6)
+    assert (planned.plan.micro_batch_size, planned.micro_batch_limit) == (limit, limit)
+    assert planned.plan.effective_batch_size == 12
+    assert planned.batch_sizes == {"train": 12, "val": val}
+    assert sizes_tried(planned.found["val"]) == [val]
     shapes = {shape[0] for shape in SEEN["shapes"]}
-    assert max(shapes, default=0) == (0 if peak_bytes == 1 else 6)  # the training step before validation
+    assert limit in shapes, "the training step before validation"
+    assert max(shapes) == max(limit, val)
+
+
+def test_a_limit_without_a_size_of_training_is_left_behind() -> None:
+    search, _ = prepared(OWN_MODEL, OWN_DATA)
+    planned = planned_sizes(search, autobatch={}, micro_batch_limit=6)
+    assert (planned.batch_sizes["train"], planned.micro_batch_limit) == (12, None)
+
+
+# --- where a search starts ---
+
+
+@pytest.mark.parametrize(
+    ("options", "tried"),
+    [((), (12, 12)), (("START=5",), (5, 12)), (("START_VAL=3",), (12, 3)), (("START=9999",), (12, 12))],
+)
+def test_a_search_starts_at_the_size_of_its_mode_and_finds_the_same(
+    options: tuple[str, ...], tried: tuple[int, int]
+) -> None:
+    argv = [f"DATA.AUTOBATCH.{option}" for option in options]
+    found = find_sizes(prepared(OWN_MODEL, OWN_DATA, *argv)[0])
+    assert tuple(sizes_tried(result)[0] for result in found.values()) == tried
+    assert [result.batch_size for result in found.values()] == [12, 12]
 
 
 # --- bounds ---
@@ -93,8 +149,6 @@ def test_the_samples_of_one_process_bound_both_sizes() -> None:
         result = found[mode]
         assert (result.batch_size, result.limited_by, result.certified) == (size, "dataset", True)
         assert max(trial.size for trial in result.trials) == size
-    one_of_five = dataclasses.replace(search, world=World(CPU, rank=0, world_size=5, local_world_size=5))
-    assert [one_of_five.limits(mode)["dataset"] for mode in ("train", "val")] == [19, 7]
 
 
 def test_host_memory_that_the_loader_needs_bounds_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +175,11 @@ def test_memory_bounds_the_size() -> None:
     status = {trial.size: trial.status for trial in found.trials}
     assert status[found.batch_size] == "fits"
     assert status[found.batch_size + 1] in ("over", "oom")
+    # A checkpoint of a larger machine: its size does not fit, and the search goes on below it.
+    size = found.batch_size + 8
+    again = find_sizes(search, {"train": size})["train"]
+    assert (sizes_tried(again)[0], again.limited_by) == (size, "memory")
+    assert again.batch_size < size
 
 
 def test_each_rank_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:

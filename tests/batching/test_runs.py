@@ -203,4 +203,6 @@ def test_the_micro_batches_of_the_plan_have_run(run: Run, tmp_path: Path) -> Non
     assert found["batch_size"] == 13
     assert len(set(ran)) == len(ran)  # none is tried twice
     assert run(*options, "TRAIN.EPOCHS=4").code == 0
-    assert found_in(folder) == found
+    again = found_in(folder)
+    assert (again["batch_size"], again["limited_by"]) == (13, "checkpoint")
+    assert [trial["batch_size"] for trial in again["trials"]] == [13, 12, 10, 8], "each once"

@@ -14,7 +14,6 @@ def whole(epoch: int = 1, step: int = 0, **more: Any) -> dict[str, Any]:
     return {
         "progress": {"epoch": epoch, "samples": 0, "step": step},
         "rng": [rng_state(torch.device("cpu"))],
-        "searched_for": "",
         "autobatch": {},
         **more,
     }

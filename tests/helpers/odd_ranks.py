@@ -5,7 +5,6 @@
     OUTLAST=rank:place      in `data` or `result` the rank outlasts the looks after which it would be silent
     SHORTER=rank:samples    its dataset has so many training samples less
     OTHER=rank:option       its command line has this option at its end
-    ODD_DEVICES=1           the name of the device differs between ranks, as cuda:0 and cuda:1 do
     QUICK_BEATS=1           heartbeats and looks come ten times as often
 
 `kind` is `error`, or the name of a signal that the rank sends itself. A fault comes once in the folder.
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from linnaeus import dist, run
+from linnaeus import run
 from linnaeus.autobatch.ranks import control
 from linnaeus.dist import World
 from linnaeus.main import cli
@@ -137,8 +136,6 @@ def main() -> int:
         control.BEAT_S = 0.1
         if "OUTLAST" not in os.environ and "SIGSTOP" not in os.environ.get("FAULT", ""):
             control.SILENCE_LOOKS *= 10  # a busy machine may keep a rank silent for seconds
-    if os.environ.get("ODD_DEVICES"):
-        dist.resolve_device = lambda name, local_rank=0: torch.device("cpu", int(RANK))
     other = setting("OTHER")
     return cli([*sys.argv[1:], other] if other else sys.argv[1:])
 

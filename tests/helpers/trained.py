@@ -69,7 +69,7 @@ def save_run(folder: Path, spec: ModelSpec, *, seed: int = 0, **content: Any) ->
 
 def save_checkpoint(path: Path, spec: ModelSpec | None, state: dict[str, Any], **content: Any) -> None:
     whole = {
-        "progress": {"epoch": 1, "samples": 0, "step": 1}, "rng": [], "searched_for": "", "autobatch": {},
+        "progress": {"epoch": 1, "samples": 0, "step": 1}, "rng": [], "autobatch": {},
         "state": state, **({} if spec is None else {"model_spec": spec.as_dict()}), **content,
     }  # fmt: skip
     torch.save(whole, path)

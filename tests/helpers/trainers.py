@@ -65,6 +65,6 @@ def building(
             tracker=Tracker(),
             progress_bar=ProgressBar(None),
             stop=StopAgreement(world, StopRequest()),
-            checkpoint_extras={"searched_for": "", "autobatch": {}},
+            checkpoint_extras={"autobatch": {}},
             wrap=partial(wrap, world=world),
         )  # fmt: skip

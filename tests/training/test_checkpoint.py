@@ -126,7 +126,7 @@ UNUSABLE = {
     "progress.best": with_progress(best="high"),
     "progress.loss_scale": with_progress(loss_scale=1.0),
     "rng": whole(rng=[{"torch": torch.get_rng_state()}]),
-    "searched_for": {name: value for name, value in whole().items() if name != "searched_for"},
+    "autobatch": {name: value for name, value in whole().items() if name != "autobatch"},
     "state": whole(state={"model": [1, 2]}),
     "noise_scale": whole(noise_scale={"num": 1}),
     "micro_batch_limit": whole(micro_batch_limit=0),
@@ -150,8 +150,8 @@ def test_a_checkpoint_with_all_of_its_entries_and_one_of_an_older_version_are_us
     """The negative control."""
     path = tmp_path / "last.pt"
     newest = whole(
-        config={"MODEL": {}}, model_spec={}, plan={}, state={"model": {}}, micro_batch_limit=8,
-        noise_scale={"num": 1, "gradient_sq": 0.5, "trace": 2.0},
+        config={"MODEL": {}}, model_spec={}, plan={}, environment={}, state={"model": {}},
+        micro_batch_limit=8, noise_scale={"num": 1, "gradient_sq": 0.5, "trace": 2.0},
         progress=vars(TrainingProgress(2, 8, 5, 0.5, {"top1": 0.5}, 3.5)),
     )  # fmt: skip
     assert newest.keys() == ENTRIES.keys()

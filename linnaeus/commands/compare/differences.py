@@ -17,7 +17,8 @@ SEED = "EXPERIMENT.SEED"
 DATASET = "DATA.DATASET."
 LOSS = "LOSS."
 IGNORED = frozenset({
-    "EXPERIMENT.NAME", "EXPERIMENT.OUTPUT_DIR", "TRAIN.AUTO_RESUME", "DATA.AUTOBATCH.SHARED_FOLDER",
+    "EXPERIMENT.NAME", "EXPERIMENT.OUTPUT_DIR", "TRAIN.AUTO_RESUME", "DATA.AUTOBATCH.START",
+    "DATA.AUTOBATCH.START_VAL",
 })  # fmt: skip
 """Where a run is and whether it may be resumed: no result depends on it, and a sweep sets it by itself."""
 SEARCHED_BY_SWITCH = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,9 +93,8 @@ def _other_settings(session: Session, config: Config, data: EvaluationData) -> l
     if trained_with is not None and preprocessing is not None:
         before |= {"image size": trained_with.size, "crop fraction": trained_with.crop_fraction}
         now |= {"image size": preprocessing.size, "crop fraction": preprocessing.crop_fraction}
-    environment = device_environment(world.device) | {"device": world.device.type}
-    saved = json.loads(content.get("searched_for", "{}")).get("environment", {})
-    for name in ("device", "device_name", "torch"):
+    saved, environment = content.get("environment", {}), device_environment(world.device)
+    for name in ("device_name", "torch"):
         before[name], now[name] = saved.get(name), environment[name]
     return [
         f"{name} {now[name]} ({'not known' if value is None else value} in the run)"

@@ -6,13 +6,17 @@ A run reads its configuration from `asked.yaml`. How it ended counts as long as 
 from __future__ import annotations
 
 import dataclasses
+import json
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from linnaeus.config.load import load_config, to_yaml
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError
 from linnaeus.files import (
     ASKED,
+    AUTOBATCH,
     OUTCOME,
     FolderInUseError,
     FolderLock,
@@ -23,6 +27,9 @@ from linnaeus.files import (
 )
 from linnaeus.launchers.outcome import OUTPUT, Outcome, read_outcome
 from linnaeus.launchers.record import forget_record
+
+STARTS = {"START": "train", "START_VAL": "val"}
+"""The keys with the sizes that a search tries first, and their modes."""
 
 
 def lock_folder(folder: Path) -> FolderLock:
@@ -50,15 +57,24 @@ def is_asked(folder: Path, config: Config) -> bool:
     try:
         if path.read_text(encoding="utf-8") == to_yaml(config):
             return True
-        return _chosen(load_config(["--cfg", str(path)]).config) == _chosen(config)
+        return _with_starts(load_config(["--cfg", str(path)]).config) == _with_starts(config)
     except (OSError, UnicodeDecodeError, ConfigError):
         return False
 
 
-def _chosen(config: Config) -> Config:
-    """The configuration without what a sweep sets by itself, and no result depends on."""
-    autobatch = dataclasses.replace(config.DATA.AUTOBATCH, SHARED_FOLDER=None)
+def _with_starts(config: Config, **starts: Any) -> Config:
+    """The configuration with no other start: a sweep sets them itself, and no result depends on them."""
+    autobatch = dataclasses.replace(config.DATA.AUTOBATCH, **{**dict.fromkeys(STARTS), **starts})
     return dataclasses.replace(config, DATA=dataclasses.replace(config.DATA, AUTOBATCH=autobatch))
+
+
+def _newest_sizes(sweep: Path) -> dict[str, int]:
+    """What the run of a sweep that has searched last has found, by key."""
+    with suppress(OSError, ValueError, LookupError, TypeError):  # there is none, or it is damaged
+        newest = max(sweep.glob(f"*/{AUTOBATCH}"), key=lambda file: file.stat().st_mtime)
+        found = json.loads(newest.read_text(encoding="utf-8"))
+        return {key: found[mode]["batch_size"] for key, mode in STARTS.items() if found[mode]}
+    return {}
 
 
 def prepare(folder: Path, config: Config) -> Outcome | None:
@@ -82,5 +98,7 @@ def prepare(folder: Path, config: Config) -> Outcome | None:
     (folder / OUTPUT).parent.mkdir(exist_ok=True)
     (folder / OUTCOME).unlink(missing_ok=True)
     forget_record(folder)
+    given = {key: size for key in STARTS if (size := getattr(config.DATA.AUTOBATCH, key)) is not None}
+    config = _with_starts(config, **{**_newest_sizes(folder.parent), **given})
     write_text_atomically(folder / ASKED, to_yaml(config))
     return earlier if resumes else None

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 WARMUP_FRACTION = 0.25
 """No run is pruned in this fraction of the epochs."""
-
-SHARED = "autobatch"
-"""The folder in a sweep's folder with the batch sizes that its runs share."""
 DESCRIPTION = """\
 Trains once for each combination of values and compares the results: one run after another, several at once
 on this machine, or as jobs of SLURM.
@@ -255,21 +252,10 @@ def _status_of(options: Options, folder: Path, problems: list[str]) -> Options:
 
 def _with_run_folder(config: Config, combination: Combination) -> Config:
     """The configuration with the run's own folder below the sweep's; a run that is there is resumed."""
-    experiment = dataclasses.replace(
-        config.EXPERIMENT,
-        NAME=combination.name,
-        OUTPUT_DIR=str(Path(config.EXPERIMENT.OUTPUT_DIR) / config.EXPERIMENT.NAME),
-    )
-    train, data, autobatch = config.TRAIN, config.DATA, config.DATA.AUTOBATCH
-    shared = autobatch.SHARED_FOLDER
-    if shared is None:
-        shared = str(Path(experiment.OUTPUT_DIR) / SHARED)
-    return dataclasses.replace(
-        config,
-        EXPERIMENT=experiment,
-        TRAIN=dataclasses.replace(train, AUTO_RESUME=True),
-        DATA=dataclasses.replace(data, AUTOBATCH=dataclasses.replace(autobatch, SHARED_FOLDER=shared)),
-    )
+    sweep = str(Path(config.EXPERIMENT.OUTPUT_DIR) / config.EXPERIMENT.NAME)
+    experiment = dataclasses.replace(config.EXPERIMENT, NAME=combination.name, OUTPUT_DIR=sweep)
+    train = dataclasses.replace(config.TRAIN, AUTO_RESUME=True)
+    return dataclasses.replace(config, EXPERIMENT=experiment, TRAIN=train)
 
 
 PARSER = CommandParser(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -27,10 +26,11 @@ from linnaeus.console import StatusLine
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError, LinnaeusError
-from linnaeus.sizing.conditions import memory_settings
 from linnaeus.words import counted
 
 MODES: tuple[Mode, ...] = get_args(Mode)
+_WITHOUT_MEMORY = ("EXPERIMENT.", "SCHEDULE.", "OPTIMIZER.LR", "OPTIMIZER.lr")
+"""How the keys begin that no step's memory depends on, and that are swept most."""
 logger = logging.getLogger("linnaeus.sweep")
 
 
@@ -89,16 +89,11 @@ def check_predictions(
 
 
 def groups_of(runs: Sequence[PlannedRun]) -> list[Group]:
-    """The runs, grouped by what their sizes depend on, in their order."""
-    groups: dict[str, Group] = {}
+    """The runs, grouped by the swept values that their sizes may depend on, in their order."""
+    groups: dict[tuple[str, ...], Group] = {}
     for run in runs:
-        config, autobatch = run.config, run.config.DATA.AUTOBATCH
-        content = memory_settings(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, config.DATA)
-        given = [
-            None if autobatch.ENABLED else config.DATA.BATCH_SIZE,
-            None if autobatch.ENABLED_VAL else config.DATA.BATCH_SIZE_VAL,
-        ]
-        key = json.dumps([content, given], sort_keys=True, default=str)
+        values = run.combination.values.items()
+        key = tuple(value for name, value in values if not name.startswith(_WITHOUT_MEMORY))
         groups.setdefault(key, Group([])).runs.append(run)
     return list(groups.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -48,10 +49,10 @@ def test_a_finished_run_is_left_alone_until_its_configuration_changes(
 
 def test_an_upgrade_that_adds_keys_repeats_no_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    now = load_config(["DATA.AUTOBATCH.SHARED_FOLDER=sweep/autobatch"]).config  # as a sweep sets it
+    now = load_config(["DATA.AUTOBATCH.START=8"]).config
     prepare(folder, now)
     save_outcome(folder, Outcome(0, 3.0, None, result(8)))
-    new = ("FOCAL_GAMMA", "SHARED_FOLDER", "BATCH_SIZE_VAL")
+    new = ("FOCAL_GAMMA", "START:", "BATCH_SIZE_VAL")
     lines = (folder / "asked.yaml").read_text().splitlines(keepends=True)
     older = [line for line in lines if not line.strip().startswith(new)]
     assert len(older) == len(lines) - len(new)
@@ -61,6 +62,30 @@ def test_an_upgrade_that_adds_keys_repeats_no_run(tmp_path: Path) -> None:
         assert not is_asked(folder, load_config([chosen]).config), chosen
     (folder / "asked.yaml").write_text("".join(older) + "NO_LONGER: 1\n")
     assert not is_asked(folder, now)
+
+
+def test_a_run_starts_at_the_newest_sizes_that_a_run_of_the_sweep_has_found(tmp_path: Path) -> None:
+    def starts(name: str, *argv: str) -> tuple[int | None, int | None]:
+        prepare(tmp_path / name, load_config(argv).config)
+        autobatch = load_config(["--cfg", str(tmp_path / name / "asked.yaml")]).config.DATA.AUTOBATCH
+        return autobatch.START, autobatch.START_VAL
+
+    def find(name: str, at: int, **sizes: int | None) -> None:
+        found = {mode: size and {"batch_size": size} for mode, size in sizes.items()}
+        (tmp_path / name / "autobatch.json").write_text(json.dumps(found))
+        os.utime(tmp_path / name / "autobatch.json", (at, at))
+
+    assert starts("first") == starts("second") == (None, None)
+    find("second", 2, train=64, val=None)
+    assert starts("third") == (64, None)
+    find("first", 1, train=9, val=9)
+    assert starts("third") == (64, None), "of the newest"
+    find("third", 3, train=8, val=16)
+    assert starts("fourth") == (8, 16)
+    assert starts("fifth", "DATA.AUTOBATCH.START=5") == (5, 16), "as typed"
+    assert is_asked(tmp_path / "fourth", load_config([]).config), "no result depends on it"
+    (tmp_path / "third/autobatch.json").write_text("[]")
+    assert starts("sixth") == (None, None)
 
 
 @pytest.mark.parametrize("exit_code", [130, -9])

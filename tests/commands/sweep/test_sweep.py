@@ -75,6 +75,22 @@ def test_a_sweep_with_a_run_that_fails(run_in_child: Run, run: Run, tmp_path: Pa
     assert {**same, "run": None} == {**good, "run": None}
 
 
+@pytest.mark.e2e
+def test_a_run_starts_its_search_where_another_one_ended(run_in_child: Run, tmp_path: Path) -> None:
+    argv = (*TINY, "DATA.AUTOBATCH.ENABLED=True", "DATA.AUTOBATCH.MAX_BATCH_SIZE=48", "OPTIMIZER.LR=0.1,0.2")
+    for name, start in (("tiny", ()), ("typed", ("DATA.AUTOBATCH.START=5",))):
+        outcome = run_in_child("sweep", *argv, f"EXPERIMENT.NAME={name}", *start)
+        assert outcome.code == 0, outcome.err
+        tried: dict[str, list[list[int]]] = {"train": [], "val": []}
+        for rate in ("0.1", "0.2"):
+            found = json.loads((tmp_path / f"runs/{name}/OPTIMIZER.LR={rate}/autobatch.json").read_text())
+            assert (found["train"]["batch_size"], found["val"]["batch_size"]) == (48, 64)
+            for mode, runs in tried.items():
+                runs.append([trial["batch_size"] for trial in found[mode]["trials"]])
+        assert [sizes[0] for sizes in tried["train"]] == ([5, 5] if start else [16, 48])
+        assert (tried["val"][0][0], tried["val"][1]) == (16, [64])
+
+
 def test_a_whole_search(run_in_child: Run, run: Run, tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     search = ("--search", "optuna", "--jobs", "2", "--trials", "2", "--plot", "sweep.svg")
