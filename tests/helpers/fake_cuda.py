@@ -51,7 +51,7 @@ class FakeCuda:
         tenants_bytes: what other processes hold at the start.
         fraction: `per_process_memory_fraction` of the allocator's settings.
         max_split_bytes: `max_split_size_mb` of these settings, in bytes.
-        garbage_collection_threshold: the same of these settings.
+        garbage_collection_threshold: of these settings, shown and not followed.
         scale: bytes of the device that each byte of a CPU tensor takes. A small model then takes the memory
             of a large one, against which segments are as small as on a card.
 
@@ -73,7 +73,8 @@ class FakeCuda:
     ) -> None:
         self._scale = scale
         self.total_bytes, self.context_bytes, self.tenants_bytes = total_bytes, context_bytes, tenants_bytes
-        settings = AllocatorSettings(max_split_bytes, garbage_collection_threshold)
+        self._threshold = garbage_collection_threshold
+        settings = AllocatorSettings(max_split_bytes)
         self.allocator = CachingAllocator(settings, device_malloc=self._device_malloc)
         self._blocks: dict[int, Block] = {}
         self._rng_state = torch.zeros(16, dtype=torch.uint8)
@@ -223,7 +224,7 @@ class FakeCuda:
         return {
             "allocator_settings": {
                 "max_split_size": -1 if limit is None else limit,
-                "garbage_collection_threshold": settings.garbage_collection_threshold,
+                "garbage_collection_threshold": self._threshold,
             }
         }
 

@@ -172,26 +172,6 @@ def test_peaks_stay_until_they_are_reset() -> None:
     assert (allocator.peak_reserved_bytes, allocator.peak_allocated_bytes) == (0, 0)
 
 
-def reserved_by_alternating_sizes(allocator: CachingAllocator) -> int:
-    """The peak of requests of which none fits into the block that the one before it has left."""
-    for mib in (30, 40, 50, 60):
-        allocator.free(allocator.allocate(mib * MIB))
-    return allocator.peak_reserved_bytes
-
-
-def test_garbage_collection_needs_a_cap_and_lowers_the_peak_without_a_retry() -> None:
-    uncapped, _ = allocator_on(garbage_collection_threshold=0.5)
-    assert reserved_by_alternating_sizes(uncapped) == 180 * MIB
-    capped, _ = allocator_on(garbage_collection_threshold=0.5)
-    capped.allowed_bytes = 128 * MIB
-    assert reserved_by_alternating_sizes(capped) < 128 * MIB
-    assert capped.num_alloc_retries == 0
-    plain, _ = allocator_on()
-    plain.allowed_bytes = 128 * MIB
-    reserved_by_alternating_sizes(plain)
-    assert plain.num_alloc_retries == 1
-
-
 def test_blocks_above_the_split_limit_are_neither_split_nor_given_to_small_requests() -> None:
     allocator, device = allocator_on(max_split_bytes=32 * MIB)
     allocator.free(allocator.allocate(64 * MIB))
@@ -292,6 +272,13 @@ def test_expandable_segments_grow_by_what_their_free_end_lacks() -> None:
     assert device.segments == [40 * MIB, 20 * MIB, 2 * MIB, 40 * MIB]
 
 
+def reserved_by_alternating_sizes(allocator: CachingAllocator) -> int:
+    """The peak of requests of which none fits into the block that the one before it has left."""
+    for mib in (30, 40, 50, 60):
+        allocator.free(allocator.allocate(mib * MIB))
+    return allocator.peak_reserved_bytes
+
+
 def test_expandable_segments_hold_less_where_sizes_alternate() -> None:
     plain, _ = allocator_on()
     grown, _ = allocator_on(expandable_segments=True)
@@ -327,28 +314,10 @@ def test_without_a_device_the_capacity_bounds_what_is_reserved() -> None:
     CachingAllocator().allocate(1 << 50)
 
 
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        ("roundup_power2_divisions:4", {5 * MIB: 5 * MIB, 5 * MIB + 1: 6 * MIB, 9 * MIB: 10 * MIB}),
-        ("roundup_power2_divisions:[1:2,4:4,>:8]", {
-            MIB: MIB, MIB + 1: MIB * 3 // 2, 4 * MIB + 1: 5 * MIB, 64 * MIB + 1: 72 * MIB,
-        }),
-        ("roundup_power2_divisions:1", {5 * MIB + 1: 5 * MIB + 512}),
-        ("", {5 * MIB + 1: 5 * MIB + 512, 1: 512}),
-    ],
-)  # fmt: skip
-def test_requests_are_rounded_up_to_parts_of_a_power_of_two(text: str, sizes: dict[int, int]) -> None:
-    settings = AllocatorSettings.from_environment({"PYTORCH_CUDA_ALLOC_CONF": text})
-    assert {num_bytes: settings.rounded(num_bytes) for num_bytes in sizes} == sizes
-    served = CachingAllocator(settings).allocate(5 * MIB + 1).size
-    assert served == settings.rounded(5 * MIB + 1)
-
-
 def test_settings_are_read_as_torch_reads_them() -> None:
     text = "max_split_size_mb:128, expandable_segments:True,garbage_collection_threshold:0.8,backend:native"
     found = AllocatorSettings.from_environment({"PYTORCH_CUDA_ALLOC_CONF": text})
-    assert found == AllocatorSettings(128 * MIB, 0.8, expandable_segments=True)
+    assert found == AllocatorSettings(128 * MIB, expandable_segments=True)
     newer = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:32", "PYTORCH_CUDA_ALLOC_CONF": text}
     assert AllocatorSettings.from_environment(newer) == AllocatorSettings(32 * MIB)
     assert AllocatorSettings.from_environment({}) == AllocatorSettings()

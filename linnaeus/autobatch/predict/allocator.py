@@ -31,8 +31,6 @@ LARGE_SEGMENT_BYTES = 20 * MIB
 OWN_SEGMENT_BYTES = 10 * MIB
 """The smallest request that gets a segment of its own."""
 SEGMENT_STEP_BYTES = 2 * MIB
-_NUM_INTERVALS = 16
-"""Entries of `roundup_power2_divisions`: one for each power of two from 1 MiB on, the last for all above."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,11 @@ class AllocatorSettings:
 
     Attributes:
         max_split_bytes: `max_split_size_mb` in bytes; None without that setting.
-        garbage_collection_threshold: as the setting; 0 is off.
         expandable_segments: as the setting.
-        roundup_power2_divisions: divisions for requests of 1, 2, 4, ... MiB, 16 entries, the last for all
-            larger ones and the first for all smaller ones; empty without that setting.
     """
 
     max_split_bytes: int | None = None
-    garbage_collection_threshold: float = 0.0
     expandable_segments: bool = False
-    roundup_power2_divisions: tuple[int, ...] = ()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
@@ -68,37 +61,10 @@ class AllocatorSettings:
             split_mib = pairs.get("max_split_size_mb")
             return cls(
                 max_split_bytes=None if split_mib is None else int(split_mib) * MIB,
-                garbage_collection_threshold=float(pairs.get("garbage_collection_threshold", 0)),
                 expandable_segments=pairs.get("expandable_segments", "False").strip() == "True",
-                roundup_power2_divisions=_divisions(pairs.get("roundup_power2_divisions", "")),
             )
         except ValueError as error:
             raise ValueError(f"the settings of the CUDA allocator, {text!r}: {error}") from None
-
-    def rounded(self, num_bytes: int) -> int:
-        """The size of the block that a request of at least one byte asks for."""
-        if self.roundup_power2_divisions and num_bytes >= MIN_BLOCK_BYTES:
-            interval = min(max(num_bytes.bit_length() - MIB.bit_length(), 0), _NUM_INTERVALS - 1)
-            divisions = self.roundup_power2_divisions[interval]
-            if divisions > 1 and num_bytes > MIN_BLOCK_BYTES * divisions:
-                step = (1 << num_bytes.bit_length() - 1) // divisions
-                return -(-num_bytes // step) * step
-        return -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
-
-
-def _divisions(text: str) -> tuple[int, ...]:
-    """One entry for each interval, from `4` or from `[256:1,512:2,>:4]` (keys in MiB)."""
-    if not text:
-        return ()
-    if not text.startswith("["):
-        return (int(text),) * _NUM_INTERVALS
-    found, start = [0] * _NUM_INTERVALS, 0
-    for entry in text.strip("[]").split(","):
-        key, _, value = entry.partition(":")
-        end = _NUM_INTERVALS if key.strip() == ">" else min(int(key).bit_length(), _NUM_INTERVALS)
-        found[start:end] = [int(value)] * (end - start)
-        start = end
-    return tuple(found)
 
 
 class Refused(Exception):  # noqa: N818 - the device turns it into torch's error
@@ -123,10 +89,9 @@ class Block:
         before: the block that ends where this one begins; None at the start of the segment.
         after: the block that begins where this one ends; None at the end of the segment.
         is_free: whether it is cached.
-        idle_since: searches of the pool when it was freed.
     """
 
-    __slots__ = ("address", "after", "before", "idle_since", "is_free", "pool", "size")
+    __slots__ = ("address", "after", "before", "is_free", "pool", "size")
 
     def __init__(
         self, address: int, size: int, pool: Pool, before: Block | None = None, after: Block | None = None
@@ -134,7 +99,6 @@ class Block:
         self.address, self.size, self.pool = address, size, pool
         self.before, self.after = before, after
         self.is_free = False
-        self.idle_since = 0
 
     @property
     def is_whole(self) -> bool:
@@ -147,14 +111,12 @@ class Pool:
 
     Attributes:
         entries: size, address and block; no two have the same address, so blocks are never compared.
-        num_searches: how often a block was looked for.
         last: with expandable segments, the block at the end of the pool's one segment.
     """
 
     def __init__(self, *, is_small: bool) -> None:
         self.is_small = is_small
         self.entries: list[tuple[int, int, Block]] = []
-        self.num_searches = 0
         self.last: Block | None = None
 
     def blocks(self) -> list[Block]:
@@ -224,10 +186,7 @@ class CachingAllocator:
         Raises:
             Refused: neither the cache nor the device nor the cap has room for it.
         """
-        if self.settings.roundup_power2_divisions:
-            size = self.settings.rounded(num_bytes)
-        else:  # as `rounded`, without the call: a replay makes thousands of requests
-            size = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        size = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         pool = self._small if size <= SMALL_BYTES else self._large
         block = self._cached(pool, size)
         if block is None:
@@ -262,7 +221,6 @@ class CachingAllocator:
                 block.after.before = block
             if after is pool.last:
                 pool.last = block
-        block.idle_since = pool.num_searches
         pool.add(block)
 
     def empty_cache(self) -> None:
@@ -280,8 +238,6 @@ class CachingAllocator:
         self.peak_reserved_bytes, self.peak_allocated_bytes = self.reserved_bytes, self.allocated_bytes
 
     def _cached(self, pool: Pool, size: int) -> Block | None:
-        if self._collects_garbage:
-            pool.num_searches += 1
         block, limit = pool.smallest(size), self.settings.max_split_bytes
         if block is None:
             return None
@@ -338,8 +294,6 @@ class CachingAllocator:
         Raises:
             Refused: there are none.
         """
-        if self._collects_garbage:
-            self._collect_garbage()
         if not (
             self._reserve(segment_bytes)
             or (self._release_oversized(pool, size) and self._reserve(segment_bytes))
@@ -405,7 +359,6 @@ class CachingAllocator:
         if block is pool.last:
             pool.last = rest
         block.after, block.size = rest, size
-        rest.idle_since = pool.num_searches
         pool.add(rest)
 
     def _release_oversized(self, pool: Pool, size: int) -> bool:
@@ -427,23 +380,3 @@ class CachingAllocator:
                 released_bytes += block.size
                 self._release(block)
         return released_bytes >= wanted_bytes
-
-    @property
-    def _collects_garbage(self) -> bool:
-        settings = self.settings
-        is_on = settings.garbage_collection_threshold > 0 and not settings.expandable_segments
-        return self.allowed_bytes is not None and is_on
-
-    def _collect_garbage(self) -> None:
-        """Release large blocks that have been idle for longest, until reserved bytes are at the threshold."""
-        assert self.allowed_bytes is not None
-        threshold = self.settings.garbage_collection_threshold
-        to_reclaim = self.reserved_bytes - int(threshold * self.allowed_bytes)
-        pool = self._large
-        ages = {block: pool.num_searches - block.idle_since for block in pool.blocks() if block.is_whole}
-        while to_reclaim > 0 and ages:
-            mean_age = sum(ages.values()) / len(ages)
-            for block in [block for block, age in ages.items() if age >= mean_age]:
-                to_reclaim -= block.size
-                del ages[block]
-                self._release(block)
