@@ -51,9 +51,9 @@ def auto_find_batch_size(
 ) -> AutoBatchResult:
     """Find the largest batch size, or one at most 1 % below it, that runs within a fraction of the memory.
 
-    Every size is really run, and the size found once more under a budget that is read again, unless it was
-    the last one tried. Afterwards parameters, buffers, gradients, plain attributes, hooks, modes, optimizers,
-    scalers, global random number generators and the allocator's cap are bit for bit what they were.
+    Every size is really run, and the size found fits a budget that is read again. Afterwards parameters,
+    buffers, gradients, plain attributes, hooks, modes, optimizers, scalers, global random number generators
+    and the allocator's cap are bit for bit what they were.
 
     Args:
         step: runs one full training (or validation) step on a batch.

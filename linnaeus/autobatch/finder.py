@@ -1,9 +1,8 @@
-"""Find the batch size of one step function: snapshot, search by trials, confirmation, restoration.
+"""Find the batch size of one step function: snapshot, search by trials, second reading, restoration.
 
-A search reads the budget, tries sizes until the largest one that fits is known, reads the budget once more
-and runs the size found under it. The second reading is needed because other processes may allocate memory
-while sizes are tried, and because trials on an accelerator load kernels and open connections. On the CPU
-these belong to the process, whose own memory a budget leaves out.
+A search reads the budget, tries sizes until the largest one that fits is known, and reads the budget once
+more. Meanwhile other processes may have allocated memory, and trials on an accelerator load kernels and open
+connections. On the CPU these belong to the process, whose own memory a budget leaves out.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from linnaeus.autobatch.search import (
 )
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.autobatch.throughput import sizes_by_speed
-from linnaeus.autobatch.trial import TrialRunner, existing_objects_frozen
+from linnaeus.autobatch.trial import NEARLY_FULL, TrialRunner, existing_objects_frozen
 
 if TYPE_CHECKING:
     from linnaeus.autobatch.predict.prediction import Prediction
@@ -161,6 +160,7 @@ class BatchSizeFinder:
             stack.callback(self.memory.reset_peak)  # the last callback runs first
             stack.callback(self._runner.clean)
             stack.callback(self._snapshot.restore)
+            self._runner.clean()
             self._predictor = StartPredictor(self._predict, self.mode)
             check_restorable(self._snapshot, self._names)
             self._stack = stack.pop_all()
@@ -185,7 +185,7 @@ class BatchSizeFinder:
         Args:
             target_memory_fraction, strategy, tolerance, max_trials, timeout_minutes, start: as for
                 `auto_find_batch_size`.
-            confirm: run the size found once more, under a budget that is read again after the search. No
+            confirm: read the budget again after the search; the size found has to fit it. No
                 trial for it begins later than `CONFIRMATION_GRACE_S` after the deadline.
 
         Raises:
@@ -197,7 +197,12 @@ class BatchSizeFinder:
         started = time.monotonic()
         deadline = started + timeout_minutes * 60
         num_before = len(self.trials)
+        before_bytes = self.budget_bytes
         self._set_budget(self._first_budget(target_memory_fraction))
+        if self._runner.empties_cache:  # what nearly fills this budget has not emptied it under a larger one
+            low, high = NEARLY_FULL * self.budget_bytes, NEARLY_FULL * before_bytes
+            known = self._known.values()
+            self._known = {each.size: each for each in known if not low < (each.peak_bytes or 0) <= high}
         self._outside_bytes, self._held_at_start = self.memory.outside(), self.held_bytes
         self._observer.search_started(self._limits(target_memory_fraction))
         predicted = self._predicted_start() if strategy == "guided" and start is None else None

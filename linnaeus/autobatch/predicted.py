@@ -82,7 +82,7 @@ def moments_bytes(state: Sequence[Any]) -> int:
 class StartPredictor:
     """Predicts where the searches of one finder start. The step is traced once, when the first search asks.
 
-    What the step changes outside the device, such as random number generators, the next trial puts back.
+    The trace leaves random number generators as they were.
 
     Args:
         trace: gives the prediction for the allocator alone; None predicts nothing.

@@ -89,7 +89,7 @@ class Snapshot:
         Args:
             with_optimizers: whether what training keeps allocated goes: the optimizers' state, and what
                 modules keep in their attributes.
-            with_values: whether the parameters and buffers of modules get their values back.
+            with_values: whether the parameters of modules get their values back.
         """
         for part in self._parts:
             if isinstance(part, _ModuleSnapshot):
@@ -199,8 +199,8 @@ class _ModuleSnapshot:
 
     @torch.no_grad()
     def restore(self, *, with_attributes: bool = True, with_values: bool = True) -> None:
-        for tensor in self._tensors:
-            tensor.restore(with_value=with_values)
+        for tensor in self._tensors:  # buffers are small, and may steer what a step does
+            tensor.restore(with_value=with_values or type(tensor) is _TensorSnapshot)
         self._registries.restore()
         if with_attributes:
             for submodule, kind in self._kinds:  # parametrizations replace it

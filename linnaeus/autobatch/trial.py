@@ -18,6 +18,7 @@ from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.device import empty_cache, synchronize
 from linnaeus.autobatch.memory.interface import DeviceMemory
+from linnaeus.autobatch.memory.oom import exceeds_a_kernel
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
 from linnaeus.autobatch.names import ARGUMENTS, Names
 from linnaeus.autobatch.search import OutOfMemory
@@ -30,9 +31,8 @@ MIN_TIMED_S = 0.25
 until there are `MAX_TIMED_STEPS`."""
 
 NEARLY_FULL = 0.9
-"""Part of the budget from which on a trial runs again behind an emptied cache: that raises a peak by less."""
-
-_ERRORS_OF_TORCH = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
+"""Fraction of the budget above which a trial empties the cache and repeats its steps: that raises a peak by
+less than the rest."""
 
 FEW_OBJECTS = 50_000
 """A collection of fewer objects takes some milliseconds."""
@@ -118,13 +118,14 @@ class TrialRunner:
         self._memory = memory
         self._num_steps = num_steps
         self._training = training
-        self._empties_cache = empties_cache and training and num_steps > 1 and memory.device.type != "cpu"
+        self.empties_cache = empties_cache and training and num_steps > 1 and memory.device.type != "cpu"
         self._snapshot = snapshot
         self._train_once = train_once
         self._before_trial = before_trial
         self._names = names
         self._is_prepared = training
         self._largest_fitted = 0
+        self._has_drifted = False  # whether parameters have other values than when the search began
         self._num_retries = 0
 
     def __call__(self, size: int) -> int:
@@ -138,9 +139,18 @@ class TrialRunner:
             AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
         """
         self._before_trial()
-        self.clean()
+        self._memory.clean()
         graphs = num_compiled_graphs()
-        failure, peak_bytes = self._memory.isolate(partial(self._measure, size))
+        try:
+            failure, peak_bytes = self._memory.isolate(partial(self._measure, size))
+        except Exception as error:
+            if not self._has_drifted:
+                raise
+            release_frames(error)
+            self._snapshot.restore_parts()  # an error counts where it comes from the caller's own values
+            self._has_drifted = False
+            return self(size)
+        self._has_drifted = True
         if num_compiled_graphs() > graphs:
             torch.compiler.reset()  # each size is compiled for its own shape, as in training
         self.clean()
@@ -165,7 +175,7 @@ class TrialRunner:
             OutOfMemory: the size no longer fits.
         """
         self._before_trial()
-        self.clean()
+        self._memory.clean()
         seconds: list[float] = []
         failure = self._memory.isolate(partial(self._failure, partial(self._time_steps, size, seconds)))
         self.clean()
@@ -176,7 +186,7 @@ class TrialRunner:
     def clean(self) -> None:
         """Undo what a trial has allocated. A validation search keeps the optimizer state.
 
-        Values stay as the trial has left them: the search restores them once, when it ends.
+        Parameters keep the values that the trial has left: the search restores them once, when it ends.
         """
         for module in self._modules:
             for parameter in module.parameters():
@@ -236,7 +246,7 @@ class TrialRunner:
                 for optimizer in self._optimizers:
                     if optimizer not in stepped:
                         step_with_zero_gradients(optimizer, self._memory.refused)
-        if self._empties_cache and self._memory.peak() > NEARLY_FULL * self.budget_bytes:
+        if self.empties_cache and self._memory.peak() > NEARLY_FULL * self.budget_bytes:
             empty_cache(self._memory.device)
             for _ in range(self._num_steps):
                 self._step(self._make_batch(size))
@@ -245,16 +255,14 @@ class TrialRunner:
     def _failure(self, work: Callable[[], object], size: int = 0) -> str | None:
         """Call the function; return the first line of an out-of-memory error, None if there was none.
 
-        On an accelerator, another error of torch counts too where a smaller size has fitted: kernels have
-        limits of their own. The next use of a device that no longer works raises its error again.
+        That a kernel takes no tensors of this size counts too, where a smaller size has fitted.
         """
         try:
             work()
         except Exception as error:
             message = str(error).partition("\n")[0] or type(error).__name__
             if not self._memory.refused(error):
-                is_beyond = 0 < self._largest_fitted < size and self._memory.device.type != "cpu"
-                if not is_beyond or type(error) not in _ERRORS_OF_TORCH:
+                if not (0 < self._largest_fitted < size and exceeds_a_kernel(error)):
                     raise
                 logger.warning("warning: batch size %d fails where smaller ones fit: %s", size, message)
             release_frames(error)
@@ -272,7 +280,7 @@ class TrialRunner:
         self._is_prepared = True
 
     def _allocate_optimizer_state(self) -> None:
-        """Allocate optimizer state by a step with zero gradients, then restore everything else.
+        """Allocate optimizer state by a step with zero gradients.
 
         The step's own peak does not count: the trial resets the peak afterwards.
         """

@@ -491,3 +491,45 @@ def test_collections_inside_look_at_new_things_alone() -> None:
     with existing_objects_frozen():
         pass
     assert gc.get_freeze_count() > 0  # somebody else's freeze is left alone
+
+
+# -- what trials leave
+
+
+def test_buffers_steer_each_trial_as_the_first_one() -> None:
+    """As the pointer of a queue does; parameters keep what the trials have made of them."""
+    model = nn.Linear(16, 1)
+    model.register_buffer("pointer", torch.zeros((), dtype=torch.long))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Tensor) -> None:
+        start = int(model.pointer)  # type: ignore[operator]
+        assert start + len(batch) <= 300
+        model.pointer += len(batch)  # type: ignore[operator]
+        training_step(model, optimizer)(batch)
+
+    runner = make_runner(step, samples, model, optimizer, num_steps=1)
+    for _ in range(3):
+        runner(200)
+
+
+@pytest.mark.parametrize("is_of_the_caller", [False, True])
+def test_an_error_counts_where_it_comes_from_the_callers_own_values(is_of_the_caller: bool) -> None:
+    model = nn.Linear(16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    num_bad = 0
+
+    def step(batch: Tensor) -> None:
+        nonlocal num_bad
+        if (is_of_the_caller and len(batch) > 100) or not torch.equal(model.weight, expected):
+            num_bad += 1
+            raise ArithmeticError("the loss is not finite")
+        training_step(model, optimizer)(batch)
+
+    expected = model.weight.detach().clone()
+    runner = make_runner(step, samples, model, optimizer, num_steps=1)
+    num_bad = 0
+    runner(4)
+    assert num_bad == 1, "the trial before has changed the weights"
+    with pytest.raises(ArithmeticError) if is_of_the_caller else contextlib.nullcontext():
+        runner(200)

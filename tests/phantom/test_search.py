@@ -79,20 +79,30 @@ model = nn.Linear(64, 1).cuda()
 optimizer = torch.optim.SGD(model.parameters())
 
 def step(x):
-    torch.multinomial(torch.ones(1024 * len(x), device="cuda"), 1)
+    LIMIT
     model(x).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
-found = auto_find_batch_size(step, lambda n: torch.empty(1024 * n, 64, device="cuda"), max_batch_size=64,
-                             state=(model, optimizer), predict=False)
-print(found.batch_size, found.limited_by, *{trial.status for trial in found.trials if trial.size > 16})
+try:
+    found = auto_find_batch_size(step, lambda n: torch.empty(1024 * n, 64, device="cuda"), max_batch_size=64,
+                                 state=(model, optimizer), predict=False)
+except RuntimeError as error:
+    print(error)
+else:
+    print(found.batch_size, found.limited_by, *{trial.status for trial in found.trials if trial.size > 16})
 """
 
 
 def test_a_kernels_own_limit_bounds_the_size() -> None:
     """`torch.multinomial` takes no more than 2**24 categories."""
-    assert on_phantoms("-c", LIMITED).split() == ["16", "memory", "oom"]
+    limit = 'torch.multinomial(torch.ones(1024 * len(x), device="cuda"), 1)'
+    assert on_phantoms("-c", LIMITED.replace("LIMIT", limit)).split() == ["16", "memory", "oom"]
+
+
+def test_any_other_error_at_a_large_size_ends_the_search() -> None:
+    limit = "assert len(x) <= 16 * 1024 or x.view(7, -1) is None"
+    assert "invalid for input of size" in on_phantoms("-c", LIMITED.replace("LIMIT", limit))
 
 
 SETTINGS = """

@@ -30,6 +30,17 @@ _AMBIGUOUS = re.compile(
     r"|CUBLAS_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR|EXECUTION_FAILED)",
     re.IGNORECASE,
 )
+_TOO_LARGE = re.compile(
+    r"canUse32BitIndexMath|INT_MAX|integer out of range|2\^(24|31)|32.bit (index|integer)|too large"
+    r"|invalid configuration argument"  # of a launch: a grid has its limits
+    r"|number of categories cannot exceed",
+    re.IGNORECASE,
+)
+
+
+def exceeds_a_kernel(error: BaseException) -> bool:
+    """Whether a kernel says that its tensors are too large for it."""
+    return isinstance(error, RuntimeError) and _TOO_LARGE.search(str(error)) is not None
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
