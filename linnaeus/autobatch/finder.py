@@ -124,7 +124,10 @@ class BatchSizeFinder:
         check_bounds(bounds)
         state = listed(state)
         self.mode = mode
-        self.memory = device_memory(_device(state, device))
+        try:
+            self.memory = device_memory(_device(state, device))
+        except NotImplementedError as error:
+            raise AutoBatchError(f"AutoBatch ({mode}): {error}. Give a batch size of your own.") from error
         self.memory.share(neighbours)
         self.trials: list[TrialRecord] = []
         self.budget_bytes = 0

@@ -132,7 +132,10 @@ class StartPredictor:
         trace, self._trace = self._trace, None
         began = time.monotonic()
         try:
-            self._prediction = trace()
+            found = trace()
+            if found.is_constant:
+                raise ValueError("more samples are to need no more memory")
+            self._prediction = found
         except Exception as error:  # of the caller's step too, which runs without its device here
             reason = str(error).partition("\n")[0] or type(error).__name__
             logger.info("AutoBatch %s: no prediction, the search starts without one: %s", self._mode, reason)

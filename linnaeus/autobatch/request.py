@@ -29,9 +29,7 @@ from linnaeus.autobatch.ranks.group import check_equal
 from linnaeus.autobatch.ranks.protocol import RankStatus, exchange
 from linnaeus.autobatch.ranks.single_rank import (
     check_silenceable,
-    layout,
     refusing_collectives,
-    settle_buckets,
     silenced,
 )
 from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
@@ -39,7 +37,16 @@ from linnaeus.autobatch.search import STRATEGIES, TrialRecord
 
 Objective = Literal["memory", "throughput"]
 
-_OF_ONE_RANK = ("step", "make_batch", "state", "device", "observer", "memory_limit_gb", "bounds")
+_OF_ONE_RANK = (
+    "step",
+    "make_batch",
+    "state",
+    "device",
+    "observer",
+    "memory_limit_gb",
+    "bounds",
+    "before_trial",
+)
 """Arguments that may differ between ranks."""
 
 
@@ -68,6 +75,7 @@ class Request:
     start: int | None
     observer: SearchObserver | None
     predict: bool
+    before_trial: Callable[[], object] = lambda: None
 
     def checked(self) -> Request:
         """The same with `state` as a tuple.
@@ -117,6 +125,7 @@ class Request:
             steps_per_trial=self.steps_per_trial, multiple_of=self.multiple_of,
             memory_limit_gb=self.memory_limit_gb, bounds=self.bounds, observer=self.observer,
             predict=predict if self.predict else None, neighbours=neighbours,
+            before_trial=self.before_trial,
         ) as finder:  # fmt: skip
             result = finder.find(
                 self.target_memory_fraction, strategy=self.strategy, tolerance=self.tolerance,
@@ -139,13 +148,10 @@ class Request:
         check_equal(control, self._shared(), ", ".join(_OF_ONE_RANK))
         request = dataclasses.replace(self, bounds=_lowest(control.gather(dict(self.bounds or {}))))
         check_silenceable(state)
-        # Also tells every rank, before the collectives of the next line, that none has refused its state.
-        check_equal(control, {"DistributedDataParallel of state": layout(state)}, ", ".join(_OF_ONE_RANK))
-        settle_buckets(state)
         neighbours = control.neighbours()
         exchange_all = partial(exchange, control, timeout_minutes=self.timeout_minutes)
-        with silenced(state):
-            alone = request._refusing_collectives()
+        with silenced(state) as renew:
+            alone = dataclasses.replace(request._refusing_collectives(), before_trial=renew)
             result = protocol.search_on_main(
                 exchange_all, control.rank, lambda status: alone._told(status).search(neighbours)
             )

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size, predict_memory
 from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.predict.trace import UntraceableError
-from linnaeus.autobatch.predicted import START_FRACTION
 from linnaeus.errors import AutoBatchError
 from tests.helpers.bits import bits
 from tests.helpers.fake_cuda import FakeCuda
@@ -92,21 +91,6 @@ def sizes(result: AutoBatchResult) -> list[int]:
 
 
 # --- where a search starts ---
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("held", [0, 100 * MIB])
-def test_it_finds_what_it_finds_without_in_fewer_trials(held: int) -> None:
-    """What the process holds beside the state of the step is no part of the trace."""
-    alone, predicted = (search(Loop(), held=held, predict=predict) for predict in (False, True))
-    assert predicted.batch_size == alone.batch_size
-    assert predicted.certified
-    assert predicted.prediction is not None
-    assert sizes(predicted)[0] == predicted.prediction.batch_size
-    start = predicted.prediction.batch_size / alone.batch_size
-    assert START_FRACTION - 0.25 < start <= 1.02, "segments of 20 MiB are large here"
-    assert len(predicted.trials) <= len(alone.trials)
-    assert predicted.prediction.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.1)
 
 
 def test_the_file_holds_the_prediction_but_not_of_other_strategies_or_a_start_of_the_callers_own() -> None:

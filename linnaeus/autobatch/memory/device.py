@@ -125,6 +125,8 @@ class CudaMemory(AcceleratorMemory):
         for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"):
             if os.environ.get(name):
                 raise NotImplementedError(f"{name} is set: nothing counts what is reserved")
+        if (backend := torch.cuda.get_allocator_backend()) not in ("native", "pluggable"):
+            raise NotImplementedError(f"the allocator's backend is {backend}: its cap is another one")
         try:
             self._num_refusals = self._count("num_ooms")
         except RuntimeError as error:  # RMM and others that replace torch's own

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -36,9 +35,6 @@ _SHARDED = {
 }
 """Classes, by name, that no rank can use alone, and why. Their packages need not be installed."""
 
-_FLAGS = ("require_forward_param_sync", "require_backward_grad_sync")
-_HAS_REDUCED = "_static_graph_delay_allreduce_enqueued"
-
 
 def check_silenceable(state: Sequence[Any]) -> None:
     """Check that one rank can run a step alone with what is in `state`.
@@ -58,7 +54,7 @@ def check_silenceable(state: Sequence[Any]) -> None:
         options = {
             "mixed_precision": wrapper.mixed_precision is not None,
             "delay_all_reduce_named_params": bool(wrapper._delay_all_reduce_params),
-            "static_graph and a built-in hook": has_builtin_hook and _has_yet_to_learn_its_graph(wrapper),
+            "a built-in communication hook": bool(has_builtin_hook),
         }
         for option in (name for name, is_used in options.items() if is_used):
             raise AutoBatchError(
@@ -68,74 +64,56 @@ def check_silenceable(state: Sequence[Any]) -> None:
             )
 
 
-def layout(state: Sequence[Any]) -> list[str]:
-    """What `settle_buckets` goes through, in its order: every rank must have the same.
-
-    Wrappers that nothing uses any more are gone afterwards: one rank might still have them, another not.
-    """
-    gc.collect()
-    return [_described(wrapper) for wrapper in _wrappers(state)]
-
-
-def settle_buckets(state: Sequence[Any]) -> None:
-    """Rebuild DDP's buckets now; otherwise the next forward pass would, with a collective.
-
-    A collective of the wrappers' groups: every rank must call this, with the same `layout`.
-    """
-    for wrapper in _wrappers(state):
-        if wrapper.reducer._rebuild_buckets():
-            wrapper._has_rebuilt_buckets = True
-
-
 @contextlib.contextmanager
-def silenced(state: Sequence[Any]) -> Iterator[None]:
+def silenced(state: Sequence[Any]) -> Iterator[Callable[[], None]]:
     """Inside the context, this rank alone can run steps with what is in `state`.
 
-    DistributedDataParallel sends neither buffers nor gradients, and SyncBatchNorm normalises over this rank
-    alone. Afterwards their next step is what it would have been.
+    DistributedDataParallel and SyncBatchNorm work over a group of this rank alone, with the same buckets, but
+    without communication hooks. Afterwards a reducer is as it was when its wrapper was made.
 
     Wrappers are found by their module too, so that `state` may hold a model without its wrapper.
+
+    Yields:
+        Makes the reducers anew. Call it before each trial: buckets are laid anew in the second step of
+        training, and a reducer is unusable after an error in the middle of a step.
     """
+    gc.collect()  # wrappers that nothing uses any more
+    wrappers = _wrappers(state)
+    norms = [module for module in _modules([*state, *wrappers]) if isinstance(module, nn.SyncBatchNorm)]
     with contextlib.ExitStack() as stack:
-        wrappers = _wrappers(state)
-        for wrapper in wrappers:
-            stack.callback(vars(wrapper).update, {name: vars(wrapper)[name] for name in _FLAGS})
-            # Callbacks run last to first: it must run after _HAS_REDUCED is reset.
-            stack.callback(_forget_trials, wrapper)
-            vars(wrapper).update(dict.fromkeys(_FLAGS, False))
-            if _has_yet_to_learn_its_graph(wrapper):  # its first backward pass would reduce
-                stack.callback(setattr, wrapper, _HAS_REDUCED, False)
-                setattr(wrapper, _HAS_REDUCED, True)
-        norms = [module for module in _modules([*state, *wrappers]) if isinstance(module, nn.SyncBatchNorm)]
-        if norms:
-            alone = group_of_this_rank("gloo")
+        alone = None
+        if wrappers or norms:
+            alone = group_of_this_rank()
             stack.callback(torch_dist.destroy_process_group, alone)
+        for wrapper in wrappers:
+            stack.callback(_make_reducer, wrapper, wrapper.process_group, wrapper._comm_hooks)
         for norm in norms:
             stack.callback(setattr, norm, "process_group", norm.process_group)
             norm.process_group = alone
-        yield
+
+        def renew() -> None:
+            for wrapper in wrappers:
+                _make_reducer(wrapper, alone, ())
+
+        renew()
+        yield renew
 
 
-def _has_yet_to_learn_its_graph(wrapper: DistributedDataParallel) -> bool:
-    """Whether a wrapper with `static_graph` has run no step yet."""
-    return bool(wrapper.static_graph) and not getattr(wrapper, _HAS_REDUCED)
-
-
-def _forget_trials(wrapper: DistributedDataParallel) -> None:
-    """Undo what the reducer notes in silent steps too: which parameters were used, and that there was a step.
-
-    A reducer of `static_graph` learns the graph in its first backward pass, so that it is made anew.
-    """
-    if _has_yet_to_learn_its_graph(wrapper):
-        parameters, expects_sparse = wrapper._build_params_for_reducer()
-        names = wrapper._build_debug_param_to_name_mapping(parameters)
-        wrapper._ddp_init_helper(parameters, expects_sparse, names, True)
-        wrapper.reducer._set_static_graph()
-        wrapper.logger._set_static_graph()  # type: ignore[union-attr]
-        for hook, hook_state in wrapper._comm_hooks:
-            torch_dist._register_comm_hook(wrapper.reducer, hook_state, hook)
-    elif wrapper.find_unused_parameters and not wrapper.static_graph:
-        wrapper.reducer._reset_state()
+def _make_reducer(wrapper: DistributedDataParallel, group: Any, hooks: Sequence[Any]) -> None:
+    """Make what sums the gradients anew, as when the wrapper was made."""
+    made: Any = wrapper
+    made.process_group = group
+    made.reducer = made.logger = None  # its hooks on the parameters go with it
+    parameters, expects_sparse = wrapper._build_params_for_reducer()
+    names = wrapper._build_debug_param_to_name_mapping(parameters)
+    wrapper._ddp_init_helper(parameters, expects_sparse, names, wrapper.static_graph)
+    made._has_rebuilt_buckets = made._static_graph_delay_allreduce_enqueued = False
+    made.require_forward_param_sync = True
+    if wrapper.static_graph:
+        made.reducer._set_static_graph()
+        made.logger._set_static_graph()
+    for hook, hook_state in hooks:
+        torch_dist._register_comm_hook(made.reducer, hook_state, hook)
 
 
 class CollectivesRefused(TorchDispatchMode):
@@ -228,10 +206,3 @@ def _wrappers(state: Sequence[Any]) -> list[DistributedDataParallel]:
         if id(type(existing)) in kinds and id(existing) not in places and id(existing.module) in places
     ]
     return [*found, *sorted(outside, key=lambda wrapper: places[id(wrapper.module)])]
-
-
-def _described(wrapper: DistributedDataParallel) -> str:
-    """A wrapper, as other ranks can compare it with theirs."""
-    shapes = [tuple(parameter.shape) for parameter in wrapper.module.parameters()]
-    digest = zlib.crc32(repr(shapes).encode())
-    return f"{type(wrapper.module).__name__} with {len(shapes)} parameters (shapes {digest:08x})"
