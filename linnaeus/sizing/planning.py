@@ -13,7 +13,7 @@ from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.config.schema import DataConfig
 from linnaeus.dist import World
-from linnaeus.sizing.sizes import SizeSearch, find_sizes, run_on_every_rank
+from linnaeus.sizing.sizes import SizeSearch, find_sizes
 from linnaeus.training.out_of_memory import SizeOrigin
 from linnaeus.words import counted
 
@@ -146,7 +146,8 @@ def _planned(
         untried = {stage.micro_batch_size for stage in plan.stages} - _sizes_run(result, search.world)
         if not untried:
             return result, plan
-        result = run_on_every_rank(search, result, max(untried))
+        with search.on_ranks("train") as search_all:
+            result = search_all(found=result, size=max(untried))
 
 
 def _sizes_run(result: AutoBatchResult, world: World) -> set[int]:

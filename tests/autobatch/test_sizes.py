@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
+import threading
+import traceback
 from functools import partial
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
+from torch import Tensor
 
+import linnaeus
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.rng import rng_state
@@ -19,12 +25,13 @@ from linnaeus.config.load import load_config
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
+from linnaeus.run import run
 from linnaeus.sizing.planning import PlannedSizes, find_planned_sizes
 from linnaeus.sizing.sizes import LIMITS_VARIABLE, SizeSearch, find_sizes, keys
 from tests.helpers.bits import bits
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL
-from tests.helpers.searches import CPU, OWN_DATA, OWN_MODEL, SEEN, prepared
+from tests.helpers.searches import CPU, ON, OWN_DATA, OWN_MODEL, SEEN, Model, prepared
 
 BARE = [option for option in SMALL if not option.startswith("MODEL.")]
 
@@ -186,9 +193,9 @@ def test_each_rank_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     search, _ = prepared(OWN_MODEL, OWN_DATA)
     monkeypatch.setenv(LIMITS_VARIABLE, "0.01,1000")
     with pytest.raises(AutoBatchError):
-        search.run("train", RankStatus())
+        find_sizes(search)
     other = dataclasses.replace(search, world=World(CPU, rank=1))
-    assert other.run("train", RankStatus()).batch_size == 12
+    assert find_sizes(other)["train"].batch_size == 12
 
 
 def test_the_keys_that_messages_name_exist() -> None:
@@ -297,3 +304,39 @@ def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
 def test_an_error_of_the_users_model_ends_the_search_with_that_error() -> None:
     with pytest.raises(ZeroDivisionError):
         find_sizes(prepared(OWN_MODEL, OWN_DATA, "MODEL.fails_at=5")[0])
+
+
+# --- how deep a trial lies ---
+
+
+class Deep(Model):
+    """Notes the functions of the package above its forward pass, outermost first."""
+
+    stacks: ClassVar[list[list[str]]] = []
+
+    def forward(self, images: Tensor) -> Any:
+        threads = [threading.main_thread().ident, threading.get_ident()]
+        frames = [sys._current_frames()[ident] for ident in dict.fromkeys(threads) if ident is not None]
+        stacks = [traceback.extract_stack(frame) for frame in frames]
+        package = str(Path(linnaeus.__file__).parent)
+        self.stacks.append([
+            f"{Path(frame.filename).stem}.{frame.name}"
+            for stack in stacks for frame in stack if frame.filename.startswith(package)
+        ])  # fmt: skip
+        return super().forward(images)
+
+
+def test_ten_functions_lie_between_a_run_and_the_forward_pass_of_a_trial(tmp_path: Path) -> None:
+    """On the CPU: the thread that waits for a trial, and the one that runs it."""
+    argv = ("DATA.AUTOBATCH.MAX_BATCH_SIZE=2", "TRAIN.EPOCHS=1", f"EXPERIMENT.OUTPUT_DIR={tmp_path}")
+    model = f"MODEL._target_={__name__}.Deep"
+    Deep.stacks.clear()
+    run(load_config([ON, "EXPERIMENT.DEVICE=cpu", model, OWN_DATA, *argv]).config)
+    trials = [stack for stack in Deep.stacks if "search.find_largest" in stack]
+    assert {stack[-1] for stack in trials} == {"step.__call__"}
+    for stack in trials:
+        assert stack[0] == "run.run"
+        assert len(stack) <= 10, stack
+    training = [stack for stack in Deep.stacks if "trainer.fit" in stack]
+    assert trials
+    assert training
