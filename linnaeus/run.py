@@ -92,8 +92,7 @@ def run(config: Config) -> FitResult:
             sentences = (*data.report, weights, assembly.freezing.sentence, note, settings_sentence(config))
             report_start(sentences, settings_without_effect(config))
         search, plan_for = _size_search(config, data, assembly, world, folder.console)
-        content = checkpoint and checkpoint.content
-        sized = find_planned_sizes(search, plan_for, config.DATA.BATCH_SIZE, checkpoint=content)
+        sized = find_planned_sizes(search, plan_for, None if checkpoint is None else checkpoint.content)
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
         loaders = stack.enter_context(_loaders(config, data, plan, world))

@@ -101,14 +101,8 @@ def bad_arguments() -> Iterator[tuple[str, str]]:
             {"dataset": []}, {"dataset": [1], "length": "length"},
         ],
     )  # fmt: skip
-    yield from of_calls(
-        find_largest, {"measure": int, "budget_bytes": 1, "min_size": 1, "max_size": 64},
-        [
-            {"strategy": "guess"}, {"min_size": 0}, {"min_size": 9, "max_size": 8}, {"tolerance": 1.0},
-            {"tolerance": -0.01}, {"tolerance": math.nan}, {"max_trials": 0}, {"multiple_of": 0},
-            {"min_size": 9, "max_size": 15, "multiple_of": 8},
-        ],
-    )  # fmt: skip
+    bounds = {"min_size": 9, "max_size": 15, "multiple_of": 8}
+    yield "no multiple within the bounds", raised(find_largest, int, budget_bytes=1, **bounds)
     yield "a record without a size", raised(TrialRecord, 0, "fits", 1, 0.0)
     yield "a prediction that does not grow", raised(PredictedPoint, 1, 1, 0)
 

@@ -63,6 +63,10 @@ def test_one_process_needs_no_control_plane() -> None:
     assert exchange(None, gives(7)) == [7]
     with pytest.raises(KeyError), errors_told_first(World(CPU)):
         exchange(None, raises(KeyError("a")))
+    finder, shown = Finder(result(16, (16, "fits")), result(6, (8, "oom"))), list[str]()
+    found = search_on_ranks(finder, SearchSettings(), None, show=shown.append)
+    assert search_on_ranks(finder, SearchSettings(), None, found=found, size=8).batch_size == 6
+    assert (finder.asked, found.batch_size, shown) == ([None, 8], 16, ["starting"])
 
 
 @pytest.mark.parametrize(
@@ -143,20 +147,17 @@ def search(finders: Sequence[Finder], **options: Any) -> list[AutoBatchResult]:
 
 def test_the_size_of_all_is_one_that_has_run_on_every_rank() -> None:
     """Rank 2 runs out of memory at 16, and rank 1 then at 12. Only rank 0 searches at first."""
-    main = Finder(*(result(size, (size, "fits")) for size in (9, 16, 12, 8)))
-    main.results[0] = result(16, (9, "fits"))
-    others = (
-        Finder(
-            result(16, (16, "fits"), rank=1), result(8, (12, "oom"), rank=1), result(8, (8, "fits"), rank=1)
-        ),
-        Finder(
-            result(12, (16, "oom"), rank=2), result(12, (12, "fits"), rank=2), result(8, (8, "fits"), rank=2)
-        ),
+    rounds = (
+        [(16, 9, "fits"), (16, 16, "fits"), (12, 12, "fits"), (8, 8, "fits")],
+        [(16, 16, "fits"), (8, 12, "oom"), (8, 8, "fits")],
+        [(12, 16, "oom"), (12, 12, "fits"), (8, 8, "fits")],
     )
-    found, *same = search([main, *others])
+    finders = [
+        Finder(*(result(size, trial, rank=rank) for size, *trial in each)) for rank, each in enumerate(rounds)
+    ]
+    found, *same = search(finders)
     assert same == [found, found]
-    assert main.asked == [None, 16, 12, 8]
-    assert [other.asked for other in others] == [[16, 12, 8]] * 2
+    assert [finder.asked for finder in finders] == [[None, 16, 12, 8], [16, 12, 8], [16, 12, 8]]
     assert (found.batch_size, found.ran_on_every_rank) == (8, (8,))
     assert [trial.size for trial in found.trials] == [9, 16, 12, 8], "those of rank 0"
     assert (found.held_bytes, found.budget_bytes) == (2, 20), "of rank 0"
@@ -170,10 +171,3 @@ def test_a_size_that_is_planned_later_runs_once_on_every_rank() -> None:
         found, same = search(finders, found=earlier, size=8)
         assert found == same
         assert (found.batch_size, found.ran_on_every_rank) == (size, (8,) if fits else ())
-
-
-def test_one_process_searches_alone() -> None:
-    finder, shown = Finder(result(16, (16, "fits")), result(6, (8, "oom"))), list[str]()
-    found = search_on_ranks(finder, SearchSettings(), None, show=shown.append)
-    assert search_on_ranks(finder, SearchSettings(), None, found=found, size=8).batch_size == 6
-    assert (finder.asked, found.batch_size, shown) == ([None, 8], 16, ["starting"])

@@ -57,7 +57,7 @@ def entry(size: int, *trials: tuple[int, str, int]) -> dict[str, Any]:
 
 
 def planned_sizes(search: SizeSearch, **checkpoint: Any) -> PlannedSizes:
-    return find_planned_sizes(search, partial(plan_for, search), 8, checkpoint=checkpoint or None)
+    return find_planned_sizes(search, partial(plan_for, search), checkpoint)
 
 
 def sizes_tried(result: AutoBatchResult) -> list[int]:
@@ -65,8 +65,7 @@ def sizes_tried(result: AutoBatchResult) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("statuses", "tried"),
-    [([], True), (["fits", "over"], True), (["over", "fits"], False)],
+    ("statuses", "tried"), [([], True), (["fits", "over"], True), (["over", "fits"], False)]
 )
 def test_the_newest_trial_of_a_planned_size_decides_whether_it_is_tried_again(
     statuses: list[str], tried: bool, monkeypatch: pytest.MonkeyPatch
@@ -306,37 +305,25 @@ def test_an_error_of_the_users_model_ends_the_search_with_that_error() -> None:
         find_sizes(prepared(OWN_MODEL, OWN_DATA, "MODEL.fails_at=5")[0])
 
 
-# --- how deep a trial lies ---
-
-
 class Deep(Model):
-    """Notes the functions of the package above its forward pass, outermost first."""
+    """Notes the functions of the package that lie above its forward pass, outermost first."""
 
     stacks: ClassVar[list[list[str]]] = []
 
     def forward(self, images: Tensor) -> Any:
-        threads = [threading.main_thread().ident, threading.get_ident()]
-        frames = [sys._current_frames()[ident] for ident in dict.fromkeys(threads) if ident is not None]
-        stacks = [traceback.extract_stack(frame) for frame in frames]
+        frames, main = sys._current_frames(), threading.main_thread().ident
+        threads = [frames[ident] for ident in dict.fromkeys((main, threading.get_ident())) if ident]
+        calls = [call for frame in threads for call in traceback.extract_stack(frame)]
         package = str(Path(linnaeus.__file__).parent)
-        self.stacks.append([
-            f"{Path(frame.filename).stem}.{frame.name}"
-            for stack in stacks for frame in stack if frame.filename.startswith(package)
-        ])  # fmt: skip
+        self.stacks.append([call.name for call in calls if call.filename.startswith(package)])
         return super().forward(images)
 
 
 def test_ten_functions_lie_between_a_run_and_the_forward_pass_of_a_trial(tmp_path: Path) -> None:
-    """On the CPU: the thread that waits for a trial, and the one that runs it."""
-    argv = ("DATA.AUTOBATCH.MAX_BATCH_SIZE=2", "TRAIN.EPOCHS=1", f"EXPERIMENT.OUTPUT_DIR={tmp_path}")
-    model = f"MODEL._target_={__name__}.Deep"
-    Deep.stacks.clear()
-    run(load_config([ON, "EXPERIMENT.DEVICE=cpu", model, OWN_DATA, *argv]).config)
-    trials = [stack for stack in Deep.stacks if "search.find_largest" in stack]
-    assert {stack[-1] for stack in trials} == {"step.__call__"}
-    for stack in trials:
-        assert stack[0] == "run.run"
-        assert len(stack) <= 10, stack
-    training = [stack for stack in Deep.stacks if "trainer.fit" in stack]
-    assert trials
-    assert training
+    """On the CPU, those of the thread that waits for the trial count too."""
+    argv = (ON, OWN_DATA, f"MODEL._target_={__name__}.Deep", f"EXPERIMENT.OUTPUT_DIR={tmp_path}")
+    run(load_config([*argv, "EXPERIMENT.DEVICE=cpu", "DATA.AUTOBATCH.MAX_BATCH_SIZE=2"]).config)
+    trials = [stack for stack in Deep.stacks if "find_largest" in stack]
+    assert {(stack[0], stack[-1]) for stack in trials} == {("run", "__call__")}
+    assert [stack for stack in trials if len(stack) > 10] == []
+    assert len(trials) < len(Deep.stacks), "it has trained too"
