@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from linnaeus.log import MetricsFile, open_run_folder
 from linnaeus.models.normalisation import with_normalisation
 from linnaeus.models.spec import MODEL_FILE, ModelSpec
 from linnaeus.signals import StopRequest
-from linnaeus.sizing.planning import PlannedSizes, find_planned_sizes
+from linnaeus.sizing.planning import find_planned_sizes
 from linnaeus.sizing.report import device_environment, report_searches
 from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.tracking import Tracker, start_tracking
@@ -90,7 +91,8 @@ def run(config: Config) -> FitResult:
             weights = assembly.weights if checkpoint is None else _RESUMED_WEIGHTS
             sentences = (*data.report, weights, assembly.freezing.sentence, note, settings_sentence(config))
             report_start(sentences, settings_without_effect(config))
-        sized = _find_sizes(config, data, assembly, world, checkpoint, folder.console)
+        search, plan_for = _size_search(config, data, assembly, world, folder.console)
+        sized = find_planned_sizes(search, plan_for, None if checkpoint is None else checkpoint.content)
         config, plan = with_batch_sizes(config, **sized.batch_sizes), sized.plan
         scale_values(assembly.optimizer, lr_scale=plan.lr_scale, weight_decay_scale=plan.weight_decay_scale)
         loaders = stack.enter_context(_loaders(config, data, plan, world))
@@ -194,11 +196,10 @@ def _chosen(node: Any, *keys: str) -> dict[str, Any]:
     return {key: content[key] for key in keys if key in content}
 
 
-def _find_sizes(
-    config: Config, data: DataBundle, assembly: Assembly, world: World, checkpoint: Checkpoint | None,
-    console: Console,
-) -> PlannedSizes:  # fmt: skip
-    """The batch sizes and the batch plan, with the configured sizes as limits of the search."""
+def _size_search(
+    config: Config, data: DataBundle, assembly: Assembly, world: World, console: Console
+) -> tuple[SizeSearch, Callable[[int], BatchPlan]]:
+    """The search for batch sizes, and what makes the batch plan for a largest micro-batch size."""
     train, autobatch, num_samples = config.TRAIN, config.DATA.AUTOBATCH, dataset_length(data.train)
     largest = autobatch.MAX_BATCH_SIZE or num_samples if autobatch.ENABLED else config.DATA.BATCH_SIZE
     sizes = {"max_micro_batch_size": largest, "world_size": world.world_size, "num_samples": num_samples}
@@ -215,8 +216,7 @@ def _find_sizes(
         fitting = dataclasses.replace(facts, max_micro_batch_size=size, batch_size_key=f"DATA.{name}")
         return plan_batches(train, config.OPTIMIZER, config.SCHEDULE, fitting)
 
-    content = None if checkpoint is None else checkpoint.content
-    return find_planned_sizes(search, plan_for, config.DATA.BATCH_SIZE, checkpoint=content)
+    return search, plan_for
 
 
 def _loaders(config: Config, data: DataBundle, plan: BatchPlan, world: World) -> Loaders:

@@ -60,7 +60,7 @@ MUTANTS = (
         "tests/autobatch/test_snapshot.py",
     ),
     Mutant(
-        "only rank 0's verdict counts", "autobatch/protocol.py",
+        "only rank 0's verdict counts", "autobatch/ranks/protocol.py",
         "smallest = min(verdicts, key=lambda verdict: verdict.batch_size)", "smallest = verdicts[0]",
         "tests/autobatch",
     ),

@@ -35,12 +35,7 @@ def show_an_epoch(console: Console | None) -> None:
 
 @pytest.mark.parametrize(
     ("is_terminal", "ci", "expected"),
-    [
-        (True, None, True),
-        (True, "false", True),
-        (True, "True", False),
-        (False, None, False),
-    ],
+    [(True, None, True), (True, "false", True), (True, "True", False), (False, None, False)],
 )
 def test_a_person_watches_a_terminal_outside_ci(
     monkeypatch: pytest.MonkeyPatch, is_terminal: bool, ci: str | None, expected: bool

@@ -17,13 +17,7 @@ import torch
 from linnaeus.dist import World
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.files import FolderLock, write_text_atomically
-from linnaeus.log import (
-    SHOWN_ELSEWHERE,
-    MetricsFile,
-    close_logging,
-    open_run_folder,
-    set_up_logging,
-)
+from linnaeus.log import SHOWN_ELSEWHERE, MetricsFile, close_logging, open_run_folder, set_up_logging
 from tests.helpers.consoles import plain_console
 
 ALONE = World(torch.device("cpu"))

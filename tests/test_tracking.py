@@ -167,9 +167,7 @@ def test_the_trials_are_recorded_as_tables(fresh: tuple[Path, Outcome]) -> None:
 
 
 @pytest.mark.e2e
-def test_the_summary_holds_the_sizes_and_the_final_figures(
-    fresh: tuple[Path, Outcome],
-) -> None:
+def test_the_summary_holds_the_sizes_and_the_final_figures(fresh: tuple[Path, Outcome]) -> None:
     [run] = recorded(fresh[0])
     summary: dict[str, Any] = {}
     for entry in of_kind(run, "summary"):

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 
-from linnaeus.autobatch.arguments import check_choice, check_functions
-from linnaeus.autobatch.finder import listed
-from linnaeus.autobatch.observer import SearchObserver
+from linnaeus.autobatch.arguments import check_bounds, check_choice, check_functions, kind_of
+from linnaeus.autobatch.finder import BatchSizeFinder
+from linnaeus.autobatch.observer import (
+    Purpose,
+    SearchLimits,
+    SearchLog,
+    SearchObserver,
+    check_observer,
+    doing,
+)
 from linnaeus.autobatch.optimizers import strangers_refused
 from linnaeus.autobatch.predicted import predict_step
-from linnaeus.autobatch.ranks.group import together
-from linnaeus.autobatch.request import Objective, Request
-from linnaeus.autobatch.result import AutoBatchResult, Mode
+from linnaeus.autobatch.ranks.control import ControlPlane
+from linnaeus.autobatch.ranks.group import check_equal, together
+from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
+from linnaeus.autobatch.ranks.single_rank import (
+    check_silenceable,
+    refusing_collectives,
+    silenced,
+)
+from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
+from linnaeus.autobatch.search import TrialRecord
+from linnaeus.autobatch.settings import Objective, SearchSettings
 from linnaeus.autobatch.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -32,21 +51,21 @@ def auto_find_batch_size(
     state: Iterable[Any] = (),
     mode: Mode = "train",
     device: torch.device | str | None = None,
-    target_memory_fraction: float = 0.8,
-    min_batch_size: int = 1,
-    max_batch_size: int | None = 512,
-    steps_per_trial: int = 2,
-    strategy: str = "guided",
-    tolerance: float = 0.01,
-    multiple_of: int = 1,
-    memory_limit_gb: float | None = None,
-    max_trials: int = 25,
-    timeout_minutes: float = 60.0,
-    objective: Objective = "memory",
+    target_memory_fraction: float = SearchSettings.target_memory_fraction,
+    min_batch_size: int = SearchSettings.min_batch_size,
+    max_batch_size: int | None = SearchSettings.max_batch_size,
+    steps_per_trial: int = SearchSettings.steps_per_trial,
+    strategy: str = SearchSettings.strategy,
+    tolerance: float = SearchSettings.tolerance,
+    multiple_of: int = SearchSettings.multiple_of,
+    memory_limit_gb: float | None = SearchSettings.memory_limit_gb,
+    max_trials: int = SearchSettings.max_trials,
+    timeout_minutes: float = SearchSettings.timeout_minutes,
+    objective: Objective = SearchSettings.objective,
     bounds: Mapping[str, int] | None = None,
-    start: int | None = None,
+    start: int | None = SearchSettings.start,
     observer: SearchObserver | None = None,
-    predict: bool = True,
+    predict: bool = SearchSettings.predict,
     group: ProcessGroup | Literal[False] | None = None,
 ) -> AutoBatchResult:
     """Find the largest batch size, or one at most 1 % below it, that runs within a fraction of the memory.
@@ -97,17 +116,90 @@ def auto_find_batch_size(
             (FullyShardedDataParallel); another rank has failed, died or not called this.
         TypeError, ValueError: an argument of the wrong type, or out of its range.
     """
-    request = Request(
-        step, make_batch, state=state, mode=mode, device=device,
-        target_memory_fraction=target_memory_fraction, min_batch_size=min_batch_size,
-        max_batch_size=max_batch_size, steps_per_trial=steps_per_trial, strategy=strategy,
-        tolerance=tolerance, multiple_of=multiple_of, memory_limit_gb=memory_limit_gb, max_trials=max_trials,
-        timeout_minutes=timeout_minutes, objective=objective, bounds=bounds, start=start, observer=observer,
-        predict=predict,
-    )  # fmt: skip
-    with together(group) as control:
-        request = request.checked()
-        return request.search() if control is None else request.search_together(control)
+    with together(group) as control, contextlib.ExitStack() as stack:
+        check_functions(step, make_batch)
+        check_observer(observer)
+        check_bounds(bounds)
+        check_choice("mode", mode, get_args(Mode))
+        if max_batch_size is None and strategy == "binary":
+            raise ValueError("strategy is 'binary', which needs max_batch_size; 'binsearch' does not")
+        settings = SearchSettings(
+            target_memory_fraction, min_batch_size, max_batch_size, steps_per_trial, strategy, tolerance,
+            multiple_of, memory_limit_gb, max_trials, timeout_minutes, objective, start, predict,
+        )  # fmt: skip
+        state = listed(state)
+        observer = observer or SearchLog(mode)
+        neighbours: Sequence[int] = ()
+        if control is not None:
+            bounds = _agreed_bounds(control, settings, mode, state, bounds or {})
+            neighbours = control.neighbours()
+            step = refusing_collectives(step, steps_per_trial, "the step")
+            make_batch = refusing_collectives(make_batch, steps_per_trial, "make_batch")
+        before_trial = stack.enter_context(silenced(() if control is None else state))
+
+        def finder_for(status: RankStatus, settings: SearchSettings) -> BatchSizeFinder:
+            return BatchSizeFinder(
+                step, make_batch, settings, state=state, mode=mode, device=device, bounds=bounds,
+                observer=_StatusObserver(mode, observer, status), neighbours=neighbours,
+                before_trial=before_trial,
+                predict=partial(predict_step, step, make_batch, state=state, mode=mode),
+            )  # fmt: skip
+
+        return search_on_ranks(finder_for, settings, control)
+
+
+_OF_ONE_RANK = "step, make_batch, state, device, observer, memory_limit_gb, bounds"
+"""Arguments that may differ between ranks."""
+
+
+def _agreed_bounds(
+    control: ControlPlane, settings: SearchSettings, mode: Mode, state: Sequence[Any],
+    bounds: Mapping[str, int],
+) -> dict[str, int]:  # fmt: skip
+    """Check that all ranks ask for the same and can step alone; of each upper bound, the lowest.
+
+    Raises:
+        AutoBatchError: `state` cannot step on one rank alone.
+        LinnaeusError: another rank has failed, or its arguments differ; on every rank.
+    """
+    shared = asdict(replace(settings, memory_limit_gb=None))
+    kinds = [type(part).__name__ for part in state]
+    check_equal(control, {"mode": mode, **shared, "the kinds of objects in state": kinds}, _OF_ONE_RANK)
+    lowest: dict[str, int] = {}
+    for name, bound in (item for each in control.gather(dict(bounds)) for item in each.items()):
+        lowest[name] = min(bound, lowest.get(name, bound))
+    check_silenceable(state)
+    return lowest
+
+
+class _StatusObserver(SearchObserver):
+    """Hands all on to an observer, and tells the status of this rank."""
+
+    def __init__(self, mode: Mode, observer: SearchObserver, status: RankStatus) -> None:
+        self._mode, self._observer, self._status = mode, observer, status
+
+    def search_started(self, limits: SearchLimits) -> None:
+        self._observer.search_started(limits)
+
+    def trial_started(self, size: int, purpose: Purpose) -> None:
+        self._status.update(doing(self._mode, size, purpose))
+        self._observer.trial_started(size, purpose)
+
+    def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
+        self._observer.trial_finished(trial, budget_bytes)
+
+    def size_timed(self, timing: Timing) -> None:
+        self._observer.size_timed(timing)
+
+
+def listed(state: Any) -> tuple[Any, ...]:
+    """The objects in `state`; modules and dictionaries can be iterated over too, but not to this end."""
+    if isinstance(state, nn.Module | Mapping | str) or not isinstance(state, Iterable):
+        raise TypeError(
+            f"state is {kind_of(state)}; it must be a sequence of all objects that the step changes, "
+            "such as state=(model, optimizer)"
+        )
+    return tuple(state)
 
 
 def predict_memory(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
-
-from linnaeus.autobatch.memory.device import GIB
 
 
 def kind_of(value: Any) -> str:
@@ -63,18 +60,6 @@ def check_number(name: str, value: Any, allowed: str, is_allowed: Callable[[floa
         raise TypeError(f"{name} is {value!r}; it must be a number {allowed}")
     if not is_allowed(float(value)):
         raise ValueError(f"{name} is {value}; it must be a number {allowed}")
-
-
-def check_fraction(value: Any) -> None:
-    """Check `target_memory_fraction`; errors as for `check_number`."""
-    check_number("target_memory_fraction", value, "in (0, 1]", lambda number: 0 < number <= 1)
-
-
-def check_memory_limit(value: Any) -> None:
-    """Check `memory_limit_gb`, which may be None; errors as for `check_number`."""
-    if value is not None:
-        allowed = "of GiB, above 0 and finite"
-        check_number("memory_limit_gb", value, allowed, lambda number: 0 < number * GIB < math.inf)
 
 
 def check_bounds(bounds: Any) -> None:

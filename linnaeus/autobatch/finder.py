@@ -13,23 +13,16 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from linnaeus.autobatch.arguments import (
-    UNBOUNDED,
-    check_bounds,
-    check_choice,
-    check_fraction,
-    check_memory_limit,
-    kind_of,
-)
+from linnaeus.autobatch.arguments import UNBOUNDED
 from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.device import GIB, device_memory
@@ -48,6 +41,7 @@ from linnaeus.autobatch.search import (
     find_largest,
     judged,
 )
+from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.snapshot import Snapshot
 from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import NEARLY_FULL, TrialRunner, existing_objects_frozen
@@ -73,6 +67,7 @@ class BatchSizeFinder:
     generators, modes and the allocator's cap are bit for bit what they were on entering.
 
     Args:
+        settings: of its searches; see `find` for those that one of them may have otherwise.
         batches_per_step: batches that one call of `step` takes; needed for samples per second.
         train_once: runs one training step before the first validation trial, so that validation is measured
             with everything that training keeps allocated. Without it, only optimizer state is allocated.
@@ -93,22 +88,17 @@ class BatchSizeFinder:
 
     Raises:
         AutoBatchError: the bounds leave no size to try.
-        ValueError: an argument out of its range.
     """
 
     def __init__(
         self,
         step: Callable[[Any], object],
         make_batch: Callable[[int], Any],
+        settings: SearchSettings,
         *,
-        state: Iterable[Any] = (),
+        state: Sequence[Any] = (),
         mode: Mode = "train",
         device: torch.device | str | None = None,
-        min_batch_size: int = 1,
-        max_batch_size: int | None = 512,
-        steps_per_trial: int = 2,
-        multiple_of: int = 1,
-        memory_limit_gb: float | None = None,
         bounds: Mapping[str, int] | None = None,
         batches_per_step: int = 1,
         train_once: Callable[[], object] | None = None,
@@ -119,11 +109,7 @@ class BatchSizeFinder:
         empties_cache: bool = False,
         neighbours: Sequence[int] = (),
     ) -> None:
-        check_choice("mode", mode, get_args(Mode))
-        check_memory_limit(memory_limit_gb)
-        check_bounds(bounds)
-        state = listed(state)
-        self.mode = mode
+        self.mode, self.settings = mode, settings
         try:
             self.memory = device_memory(_device(state, device))
         except NotImplementedError as error:
@@ -134,12 +120,11 @@ class BatchSizeFinder:
         self._outside_bytes = self._held_at_start = 0  # outside and inside the allocator at the start
         self._known: dict[int, TrialRecord] = {}
         self._names = names
-        self._min_batch_size, self._max_batch_size = min_batch_size, max_batch_size
-        largest = UNBOUNDED if max_batch_size is None else max_batch_size
-        self.min_size = smallest_size(state, mode, min_batch_size, largest)
+        largest = UNBOUNDED if settings.max_batch_size is None else settings.max_batch_size
+        self.min_size = smallest_size(state, mode, settings.min_batch_size, largest)
         self._bound, self._max_size = upper_bound(mode, self.min_size, largest, bounds or {}, names)
-        self._multiple_of = multiple_of
-        self._limit_bytes = None if memory_limit_gb is None else int(memory_limit_gb * GIB)
+        limit_gb = settings.memory_limit_gb
+        self._limit_bytes = None if limit_gb is None else int(limit_gb * GIB)
         self.total_bytes = min(self.memory.total_bytes, self._limit_bytes or self.memory.total_bytes)
         self._is_limited = self.total_bytes < self.memory.total_bytes
         self._batches_per_step = batches_per_step
@@ -147,10 +132,10 @@ class BatchSizeFinder:
         self._state = state
         self._make_runner = partial(
             TrialRunner, step, make_batch, state=state, memory=self.memory, budget_bytes=0,
-            num_steps=steps_per_trial, training=mode == "train", train_once=train_once,
+            num_steps=settings.steps_per_trial, training=mode == "train", train_once=train_once,
             before_trial=before_trial, names=names, empties_cache=empties_cache,
         )  # fmt: skip
-        self._predict = predict if self.memory.device.type == "cuda" else None
+        self._predict = predict if settings.predict and self.memory.device.type == "cuda" else None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -172,57 +157,51 @@ class BatchSizeFinder:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def find(
-        self,
-        target_memory_fraction: float = 0.8,
-        *,
-        strategy: str = "guided",
-        tolerance: float = 0.0,
-        max_trials: int = 25,
-        timeout_minutes: float = 60.0,
-        start: int | None = None,
-        confirm: bool = True,
-    ) -> AutoBatchResult:
-        """Find the largest size within a fraction of the device's memory.
+    def find(self, settings: SearchSettings | None = None, *, confirm: bool = True) -> AutoBatchResult:
+        """Find the largest size within a fraction of the device's memory, or the size of another objective.
 
         Args:
-            target_memory_fraction, strategy, tolerance, max_trials, timeout_minutes, start: as for
-                `auto_find_batch_size`.
+            settings: by default those of the finder. Others may differ in `target_memory_fraction`,
+                `strategy`, `tolerance`, `max_trials`, `timeout_minutes`, `objective` and `start`.
             confirm: read the budget again after the search; the size found has to fit it. No
                 trial for it begins later than `CONFIRMATION_GRACE_S` after the deadline.
 
         Raises:
             AutoBatchError: no size fits.
-            ValueError: an argument out of its range.
         """
-        check_fraction(target_memory_fraction)
-        self._warn_about_promise(target_memory_fraction)
+        settings = settings or self.settings
+        fraction, start, tolerance = settings.target_memory_fraction, settings.start, settings.tolerance
+        self._warn_about_promise(fraction)
         started = time.monotonic()
-        deadline = started + timeout_minutes * 60
+        deadline = started + settings.timeout_minutes * 60
         num_before = len(self.trials)
         before_bytes = self.budget_bytes
-        self._set_budget(self._first_budget(target_memory_fraction))
+        self._set_budget(self._first_budget(fraction))
         if self._runner.empties_cache:  # what nearly fills this budget has not emptied it under a larger one
             low, high = NEARLY_FULL * self.budget_bytes, NEARLY_FULL * before_bytes
             known = self._known.values()
             self._known = {each.size: each for each in known if not low < (each.peak_bytes or 0) <= high}
         self._outside_bytes, self._held_at_start = self.memory.outside(), self.held_bytes
-        self._observer.search_started(self._limits(target_memory_fraction))
-        predicted = self._predicted_start() if strategy == "guided" and start is None else None
-        found = self._search(
-            known=self._known.values(), strategy=strategy, tolerance=tolerance, max_trials=max_trials,
-            start=start if predicted is None else predicted.batch_size,
+        self._observer.search_started(self._limits(fraction))
+        predicted = self._predicted_start() if settings.strategy == "guided" and start is None else None
+        # Not `_search`: the fewer frames lie above a trial, the easier is its traceback to read.
+        found = find_largest(self._runner, **self._arguments(
+            known=self._known.values(), strategy=settings.strategy, tolerance=tolerance,
+            max_trials=settings.max_trials, start=start if predicted is None else predicted.batch_size,
             predicted=None if predicted is None else self._predictor.point(predicted),
             fixed_bytes=self.held_bytes, deadline_s=deadline - time.monotonic(),
-        )  # fmt: skip
+        ))  # fmt: skip
         if confirm:
             deadline += CONFIRMATION_GRACE_S
-            found = self._confirmed(found, target_memory_fraction, tolerance, deadline)
+            found = self._confirmed(found, fraction, tolerance, deadline)
         self._warn_about_growth()
-        result = self._result(found, target_memory_fraction, strategy, tolerance, num_before, started)
+        result = self._result(found, settings, num_before, started)
         if predicted is not None:
             peak_bytes = self._predictor.peak_bytes(result.batch_size, predicted.other_bytes)
             result = replace(result, prediction=replace(predicted, peak_bytes=peak_bytes))
+        if settings.objective == "throughput":
+            rest = settings.timeout_minutes - result.seconds / 60
+            result = self.prefer_throughput(result, timeout_minutes=rest)
         return result
 
     @property
@@ -275,7 +254,7 @@ class BatchSizeFinder:
         as far, until one fits; the search is then repeated between the two. What trials before the
         confirmation say counts only where the time runs out before a size has fitted.
         """
-        candidates, known = Candidates(self.min_size, newest.size, self._multiple_of), [newest]
+        candidates, known = Candidates(self.min_size, newest.size, self.settings.multiple_of), [newest]
         index = len(candidates) - 1
         step = max(1, int(tolerance * index))
         while not known[-1].fits(self.budget_bytes):
@@ -357,13 +336,13 @@ class BatchSizeFinder:
             )
 
     def _result(
-        self, found: SearchResult, fraction: float, strategy: str, tolerance: float, num_before: int,
-        started: float,
-    ) -> AutoBatchResult:  # fmt: skip
+        self, found: SearchResult, settings: SearchSettings, num_before: int, started: float
+    ) -> AutoBatchResult:
+        fraction = settings.target_memory_fraction
         if found.size is None:
             failure = NothingFits(
                 self.mode, self._limits(fraction), self.memory, self.trials, found.limited_by,
-                self._min_batch_size, self.held_bytes, self._snapshot.host_bytes, self._outside(),
+                settings.min_batch_size, self.held_bytes, self._snapshot.host_bytes, self._outside(),
                 self._names, self._predictor.peak_bytes(self.min_size, self._other_bytes),
             )  # fmt: skip
             raise AutoBatchError(str(failure))
@@ -381,21 +360,21 @@ class BatchSizeFinder:
             held_bytes=self.held_bytes,
             total_bytes=self.total_bytes,
             total_is_limit=self._is_limited,
-            strategy=strategy,
+            strategy=settings.strategy,
             seconds=time.monotonic() - started,
             trials=tuple(self.trials[num_before:]),
             within=found.within,
-            tolerance=tolerance,
-            multiple_of=self._multiple_of,
-            min_batch_size=self._min_batch_size,
-            max_batch_size=self._max_batch_size,
+            tolerance=settings.tolerance,
+            multiple_of=settings.multiple_of,
+            min_batch_size=settings.min_batch_size,
+            max_batch_size=settings.max_batch_size,
         )
 
     def prefer_throughput(self, result: AutoBatchResult, *, timeout_minutes: float = 60.0) -> AutoBatchResult:
         """Reduce the size found to the smallest one that is within 5 % of the best samples per second."""
         started = time.monotonic()
         self._set_budget(result.budget_bytes)
-        sizes = list(Candidates(self.min_size, result.batch_size, self._multiple_of))
+        sizes = list(Candidates(self.min_size, result.batch_size, self.settings.multiple_of))
         fast, medians = sizes_by_speed(self._time_steps, sizes, deadline_s=timeout_minutes * 60)
         num_before = len(self.trials)
         size = next(filter(self._fits_now, fast), result.batch_size)
@@ -441,14 +420,16 @@ class BatchSizeFinder:
     def _one_trial(self, size: int, purpose: Purpose = "trial") -> TrialRecord:
         return self._search(purpose, min_size=size, max_size=size, multiple_of=1).trials[0]
 
-    def _search(self, purpose: Purpose = "trial", **arguments: Any) -> SearchResult:
-        """`find_largest` under the budget of this finder and, unless given, within its bounds."""
-        own = {
+    def _search(self, purpose: Purpose = "trial", **others: Any) -> SearchResult:
+        return find_largest(self._runner, **self._arguments(purpose, **others))
+
+    def _arguments(self, purpose: Purpose = "trial", **others: Any) -> dict[str, Any]:
+        """Those of `find_largest`, under the budget of this finder and, unless given, within its bounds."""
+        return {
             "budget_bytes": self.budget_bytes, "min_size": self.min_size, "max_size": self._max_size,
-            "multiple_of": self._multiple_of, "clock": time.monotonic, "on_trial": self._record,
-            "on_start": lambda size: self._observer.trial_started(size, purpose),
+            "multiple_of": self.settings.multiple_of, "clock": time.monotonic, "on_trial": self._record,
+            "on_start": lambda size: self._observer.trial_started(size, purpose), **others,
         }  # fmt: skip
-        return find_largest(self._runner, **{**own, **arguments})
 
     def _record(self, trial: TrialRecord) -> None:
         self.trials.append(trial)
@@ -484,16 +465,6 @@ class BatchSizeFinder:
 def _warn_once(message: str) -> None:
     """Log a warning, but not the same one for each mode and for each of several searches."""
     logger.warning(message)
-
-
-def listed(state: Any) -> Sequence[Any]:
-    """The objects in `state`; modules and dictionaries can be iterated over too, but not to this end."""
-    if isinstance(state, nn.Module | Mapping | str) or not isinstance(state, Iterable):
-        raise TypeError(
-            f"state is {kind_of(state)}; it must be a sequence of all objects that the step changes, "
-            "such as state=(model, optimizer)"
-        )
-    return tuple(state)
 
 
 def _device(state: Sequence[Any], device: torch.device | str | None) -> torch.device:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.autobatch.search import TrialRecord
@@ -60,6 +61,16 @@ class SearchObserver:
 
     def size_timed(self, timing: Timing) -> None:
         """Steps of a size have been timed; its speed is 0 if it no longer fits."""
+
+
+def check_observer(observer: Any) -> None:
+    """Check that it is an observer, or None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(observer, SearchObserver | None):
+        raise TypeError(f"observer is {kind_of(observer)}; it must be a SearchObserver")
 
 
 class SearchLog(SearchObserver):

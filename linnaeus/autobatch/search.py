@@ -30,6 +30,7 @@ Any curve takes at most 2·log2(candidates) + 9 trials, and one more where a pre
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import math
 import operator
@@ -211,22 +212,14 @@ def find_largest(
         The best size seen to fit, with the trials.
 
     Raises:
-        ValueError: for an argument out of its range, or bounds without a candidate.
+        ValueError: the bounds leave no candidate.
     """
-    _check(min_size, max_size, multiple_of, strategy, max_trials)
-    if not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance is {tolerance}; it must lie in [0, 1)")
-    began = clock()
+    began, candidates = clock(), Candidates(min_size, max_size, multiple_of)
+    if not len(candidates):
+        raise ValueError(f"multiple_of is {multiple_of}; it has no multiple from {min_size} to {max_size}")
     if start is None and predicted is not None:
         start = predicted.size
-    search = _Search(
-        Candidates(min_size, max_size, multiple_of),
-        budget_bytes,
-        start,
-        fixed_bytes,
-        predicted,
-        tolerance,
-    )
+    search = _Search(candidates, budget_bytes, start, fixed_bytes, predicted, tolerance)
     search.absorb(known)
     stopped_by: LimitedBy = "memory"
     while not search.settled and (index := STRATEGIES[strategy](search)) is not None:
@@ -239,7 +232,10 @@ def find_largest(
         size = search.candidates[search.inside(index)]
         if on_start:
             on_start(size)
-        record = _try(measure, size, budget_bytes, clock)
+        tried, peak_bytes = clock(), None
+        with contextlib.suppress(OutOfMemory):
+            peak_bytes = measure(size)
+        record = TrialRecord(size, _status(peak_bytes, budget_bytes), peak_bytes, clock() - tried)
         search.add(record)
         if on_trial:
             on_trial(record)
@@ -273,30 +269,6 @@ def carry_over(
 def judged(trials: Iterable[TrialRecord], budget_bytes: int) -> tuple[TrialRecord, ...]:
     """The trials with the status that their peaks have under a budget."""
     return tuple(replace(trial, status=_status(trial.peak_bytes, budget_bytes)) for trial in trials)
-
-
-def _check(min_size: int, max_size: int, multiple_of: int, strategy: str, max_trials: int) -> None:
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}")
-    for name, value in (("min_size", min_size), ("multiple_of", multiple_of), ("max_trials", max_trials)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
-    if max_size < min_size:
-        raise ValueError(f"max_size is {max_size}; it must be at least min_size, {min_size}")
-    if not len(Candidates(min_size, max_size, multiple_of)):
-        raise ValueError(f"multiple_of is {multiple_of}; it has no multiple from {min_size} to {max_size}")
-
-
-def _try(
-    measure: Callable[[int], int], size: int, budget_bytes: int, clock: Callable[[], float]
-) -> TrialRecord:
-    began = clock()
-    peak_bytes: int | None
-    try:
-        peak_bytes = measure(size)
-    except OutOfMemory:
-        peak_bytes = None
-    return TrialRecord(size, _status(peak_bytes, budget_bytes), peak_bytes, clock() - began)
 
 
 def _status(peak_bytes: int | None, budget_bytes: int) -> Status:

@@ -142,7 +142,7 @@ class TrialRunner:
         self._memory.clean()
         graphs = num_compiled_graphs()
         try:
-            failure, peak_bytes = self._memory.isolate(partial(self._measure, size))
+            failure, peak_bytes = self._memory.isolate(partial(self._run, size))
         except Exception as error:
             if not self._has_drifted:
                 raise
@@ -176,11 +176,10 @@ class TrialRunner:
         """
         self._before_trial()
         self._memory.clean()
-        seconds: list[float] = []
-        failure = self._memory.isolate(partial(self._failure, partial(self._time_steps, size, seconds)))
+        failures, seconds = self._memory.isolate(partial(self._time_steps, size))
         self.clean()
-        if failure is not None:
-            raise OutOfMemory(failure)
+        if failures:
+            raise OutOfMemory(failures[0])
         return seconds
 
     def clean(self) -> None:
@@ -194,71 +193,73 @@ class TrialRunner:
         self._snapshot.restore_parts(with_optimizers=self._training, with_values=False)
         self._memory.clean()
 
-    def _measure(self, size: int) -> tuple[str | None, int]:
+    def _run(self, size: int) -> tuple[str | None, int]:
         """Run the trial under the cap; return why it failed (None if it did not), and the peak in bytes."""
         memory = self._memory
         if not self._is_prepared:
-            with memory.cap(memory.total_bytes):  # training may use more than validation
-                failure = self._failure(self._prepare_validation)
-            if failure is not None:
+            with memory.cap(memory.total_bytes), self._out_of_memory_caught() as failures:
+                self._prepare_validation()  # training may use more than validation
+            if failures:
                 raise AutoBatchError(
                     f"AutoBatch (val): the training before validation does not fit on {memory.device}, so no "
-                    f"validation size can be measured: {failure}. What helps: free memory on "
+                    f"validation size can be measured: {failures[0]}. What helps: free memory on "
                     f"{memory.device}; {self._names.smaller_training}."
                 )
         if memory.in_use() >= self.budget_bytes:
             return "the process holds the whole budget before the first sample", 0
         with memory.cap(self.budget_bytes):
-            failure = self._failure(partial(self._run, size), size)
+            with self._out_of_memory_caught(size) as failures:
+                if self._training and self._num_steps == 1:
+                    self._allocate_optimizer_state()
+                for module in self._modules:
+                    module.train(self._training)
+                is_timing_kernels = memory.device.type == "cuda" and torch.backends.cudnn.benchmark
+                for number in range(self._num_steps + is_timing_kernels):
+                    if number == int(is_timing_kernels):
+                        memory.reset_peak()
+                        self._num_retries = memory.num_retries()
+                    with _stepped(self._optimizers) as stepped:
+                        self._step(self._make_batch(size))
+                    if self._training and number == 0:
+                        for optimizer in self._optimizers:
+                            if optimizer not in stepped:
+                                step_with_zero_gradients(optimizer, memory.refused)
+                if self.empties_cache and memory.peak() > NEARLY_FULL * self.budget_bytes:
+                    empty_cache(memory.device)
+                    for _ in range(self._num_steps):
+                        self._step(self._make_batch(size))
+                synchronize(memory.device)  # errors of kernels belong to this trial
             peak_bytes = memory.peak() + memory.placement_bytes
-        if failure is None and memory.num_retries() > self._num_retries:
-            failure = "the allocator had to flush its cache"
-        return failure, peak_bytes
+        if not failures and memory.num_retries() > self._num_retries:
+            return "the allocator had to flush its cache", peak_bytes
+        return (failures[0] if failures else None), peak_bytes
 
-    def _time_steps(self, size: int, seconds: list[float]) -> None:
-        """Append the seconds of each step."""
-        for module in self._modules:
-            module.train(self._training)
-        self._step(self._make_batch(size))
-        while len(seconds) < MAX_TIMED_STEPS and (
-            len(seconds) < MIN_TIMED_STEPS or sum(seconds) < MIN_TIMED_S
-        ):
-            synchronize(self._memory.device)
-            began = time.perf_counter()
+    def _time_steps(self, size: int) -> tuple[list[str], list[float]]:
+        """Why the size no longer fits, if it does not, and the seconds of each step."""
+        seconds: list[float] = []
+        with self._out_of_memory_caught() as failures:
+            for module in self._modules:
+                module.train(self._training)
             self._step(self._make_batch(size))
-            synchronize(self._memory.device)
-            seconds.append(time.perf_counter() - began)
-
-    def _run(self, size: int) -> None:
-        """Run the trial's steps."""
-        if self._training and self._num_steps == 1:
-            self._allocate_optimizer_state()
-        for module in self._modules:
-            module.train(self._training)
-        is_timing_kernels = self._memory.device.type == "cuda" and torch.backends.cudnn.benchmark
-        for number in range(self._num_steps + is_timing_kernels):
-            if number == int(is_timing_kernels):
-                self._memory.reset_peak()
-                self._num_retries = self._memory.num_retries()
-            with _stepped(self._optimizers) as stepped:
+            while len(seconds) < MAX_TIMED_STEPS and (
+                len(seconds) < MIN_TIMED_STEPS or sum(seconds) < MIN_TIMED_S
+            ):
+                synchronize(self._memory.device)
+                began = time.perf_counter()
                 self._step(self._make_batch(size))
-            if self._training and number == 0:
-                for optimizer in self._optimizers:
-                    if optimizer not in stepped:
-                        step_with_zero_gradients(optimizer, self._memory.refused)
-        if self.empties_cache and self._memory.peak() > NEARLY_FULL * self.budget_bytes:
-            empty_cache(self._memory.device)
-            for _ in range(self._num_steps):
-                self._step(self._make_batch(size))
-        synchronize(self._memory.device)  # errors of kernels belong to this trial
+                synchronize(self._memory.device)
+                seconds.append(time.perf_counter() - began)
+        return failures, seconds
 
-    def _failure(self, work: Callable[[], object], size: int = 0) -> str | None:
-        """Call the function; return the first line of an out-of-memory error, None if there was none.
+    @contextlib.contextmanager
+    def _out_of_memory_caught(self, size: int = 0) -> Iterator[list[str]]:
+        """Catch an out-of-memory error inside the context; the list then has its first line.
 
         That a kernel takes no tensors of this size counts too, where a smaller size has fitted.
         """
+        failures: list[str] = []
         try:
-            work()
+            yield failures
         except Exception as error:
             message = str(error).partition("\n")[0] or type(error).__name__
             if not self._memory.refused(error):
@@ -266,8 +267,7 @@ class TrialRunner:
                     raise
                 logger.warning("warning: batch size %d fails where smaller ones fit: %s", size, message)
             release_frames(error)
-            return message
-        return None
+            failures.append(message)
 
     def _prepare_validation(self) -> None:
         """Allocate what training keeps: optimizer state, gradient buckets, state of the average."""

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.result import AutoBatchResult, Timing
 from linnaeus.autobatch.throughput import TOLERANCE
-from linnaeus.config.schema import AutoBatchConfig
 
 
-def find_largest(finder: BatchSizeFinder, fraction: float, config: AutoBatchConfig) -> AutoBatchResult:
+def find_largest(finder: BatchSizeFinder, fraction: float) -> AutoBatchResult:
     """The largest size within a fraction of the memory, searched as training would search it.
 
     Raises:
         AutoBatchError: nothing fits.
     """
     return finder.find(
-        fraction, strategy=config.STRATEGY, tolerance=config.TOLERANCE, max_trials=config.MAX_TRIALS,
-        timeout_minutes=config.TIMEOUT_MINUTES,
-    )  # fmt: skip
+        replace(finder.settings, target_memory_fraction=fraction, objective="memory", start=None)
+    )
 
 
 @dataclass

@@ -101,12 +101,7 @@ class File:
 
 
 def read_file(name: str, option: str = "--cfg") -> File:
-    """Read a configuration file.
-
-    Args:
-        name: the path as the user gave it.
-        option: what named the file, for messages.
-    """
+    """Read a configuration file; `option` is what named it, for messages."""
     file = File(name)
     try:
         text = FilePath(name).expanduser().read_text(encoding="utf-8-sig")

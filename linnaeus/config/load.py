@@ -77,12 +77,7 @@ def load_config(argv: Sequence[str], below: Sequence[Setting] = ()) -> LoadedCon
 
 
 def settings_of(nodes: Mapping[str, Any], origin: str) -> list[Setting]:
-    """The settings of a resolved configuration, such as a checkpoint holds, for `load_config`.
-
-    Args:
-        nodes: plain values by node.
-        origin: where they come from, for messages.
-    """
+    """The settings of the nodes of a resolved configuration; messages say that they come from `origin`."""
     return list(flatten((), _escape(dict(nodes)), origin))
 
 
@@ -156,11 +151,7 @@ _Dumper.ignore_aliases = lambda self, data: True  # type: ignore[method-assign]
 def to_yaml(config: Config, plan: Mapping[str, Any] | None = None) -> str:
     """The configuration as YAML, in the schema's order, with every value written out.
 
-    `--cfg` reads the text back to an equal configuration.
-
-    Args:
-        config: the configuration.
-        plan: the batch plan of the run, written below the configuration for people to read.
+    `--cfg` reads the text back to an equal configuration; the plan is written below it for people to read.
     """
     text = _dump(_escape(dataclasses.asdict(config)))
     if plan is not None:

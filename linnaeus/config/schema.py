@@ -12,17 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import PurePath
-from typing import Any
+from typing import Any, get_args
+
+from linnaeus.autobatch.search import STRATEGIES
+from linnaeus.autobatch.settings import Objective, SearchSettings
 
 PLUGGABLE = ("MODEL", "DATA.DATASET", "LOSS", "OPTIMIZER")
 """The nodes that a `_target_` may replace."""
 
-STRATEGIES = ("guided", "binary", "power", "binsearch")
-"""Names of the search strategies. They are those of `linnaeus.autobatch.search`; a test compares the two."""
-
 WEIGHT_FILES = (".csv", ".json", ".yaml", ".yml")
 """Endings of the files that LOSS.CLASS_WEIGHTS takes."""
 
+_SEARCH = SearchSettings()  # the defaults
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -222,22 +223,26 @@ class AutoBatchConfig:
         "${DATA.AUTOBATCH.ENABLED}", "search for the validation size, which replaces `DATA.BATCH_SIZE_VAL`"
     )
     TARGET_MEMORY_FRACTION: float = key(
-        0.8, "fraction of the device's total memory that all processes together may use", gt=0, le=1
-    )
+        _SEARCH.target_memory_fraction, "fraction of the device's total memory that all processes together "
+        "may use", gt=0, le=1,
+    )  # fmt: skip
     TARGET_MEMORY_FRACTION_VAL: float = key(
         "${DATA.AUTOBATCH.TARGET_MEMORY_FRACTION}", "TARGET_MEMORY_FRACTION of validation", gt=0, le=1
     )
-    MIN_BATCH_SIZE: int = key(1, "smallest batch size that the search may try", ge=1)
+    MIN_BATCH_SIZE: int = key(_SEARCH.min_batch_size, "smallest batch size that the search may try", ge=1)
     MIN_BATCH_SIZE_VAL: int = key("${DATA.AUTOBATCH.MIN_BATCH_SIZE}", "MIN_BATCH_SIZE of validation", ge=1)
-    MAX_BATCH_SIZE: int | None = key(512, "largest size tried; null: what data and memory allow", ge=1)
+    MAX_BATCH_SIZE: int | None = key(
+        _SEARCH.max_batch_size, "largest size tried; null: what data and memory allow", ge=1
+    )
     MAX_BATCH_SIZE_VAL: int | None = key(
         "${DATA.AUTOBATCH.MAX_BATCH_SIZE} * 2", "MAX_BATCH_SIZE of validation", ge=1
     )
     START: int | None = key(
-        None, "size to try first, such as that of another run; null: in a sweep that of its newest run", ge=1
-    )
-    START_VAL: int | None = key(None, "START of validation", ge=1)
-    STEPS_PER_TRIAL: int = key(2, "optimizer steps that one trial runs", ge=1)
+        _SEARCH.start, "size to try first, such as that of another run; null: in a sweep that of its newest "
+        "run", ge=1,
+    )  # fmt: skip
+    START_VAL: int | None = key(_SEARCH.start, "START of validation", ge=1)
+    STEPS_PER_TRIAL: int = key(_SEARCH.steps_per_trial, "optimizer steps that one trial runs", ge=1)
     STEPS_PER_TRIAL_VAL: int = key(
         "${DATA.AUTOBATCH.STEPS_PER_TRIAL}", "validation batches that one trial runs", ge=1
     )
@@ -247,30 +252,35 @@ class AutoBatchConfig:
     )  # fmt: skip
     LOG_LEVEL_VAL: str = key("${DATA.AUTOBATCH.LOG_LEVEL}", "LOG_LEVEL of validation", choices=_LOG_LEVELS)
     OBJECTIVE: str = key(
-        "memory", "`memory` finds the largest size that fits; `throughput` the smallest size within 5 % of "
-        "the highest number of images per second", choices=("memory", "throughput"),
+        _SEARCH.objective, "`memory` finds the largest size that fits; `throughput` the smallest size within "
+        "5 % of the highest number of images per second", choices=get_args(Objective),
     )  # fmt: skip
     STRATEGY: str = key(
-        "guided", "how sizes are chosen: `guided` by the memory measured, `binary` by bisection, `power` by "
-        "doubling, `binsearch` by doubling and then bisection", choices=STRATEGIES,
+        _SEARCH.strategy, "how sizes are chosen: `guided` by the memory measured, `binary` by bisection, "
+        "`power` by doubling, `binsearch` by doubling and then bisection", choices=tuple(STRATEGIES),
     )  # fmt: skip
     PREDICT: bool = key(
-        True, "on CUDA devices, `guided` starts from the size that a trace of the step predicts, and tries "
-        "fewer sizes",
+        _SEARCH.predict, "on CUDA devices, `guided` starts from the size that a trace of the step predicts, "
+        "and tries fewer sizes",
     )  # fmt: skip
     TOLERANCE: float = key(
-        0.01, "the search ends when the size found is proven to be within this fraction of the largest; "
-        "0 finds the largest", ge=0, lt=1,
+        _SEARCH.tolerance, "the search ends when the size found is proven to be within this fraction of the "
+        "largest; 0 finds the largest", ge=0, lt=1,
     )  # fmt: skip
-    MULTIPLE_OF: int = key(1, "above this, only its multiples are tried; below it, every size may be", ge=1)
-    MEMORY_LIMIT_GB: float | None = key(
-        None, "each process may hold TARGET_MEMORY_FRACTION of this at most, whatever others use",
-        unit="GiB", gt=0,
-    )  # fmt: skip
-    MAX_TRIALS: int = key(25, "trials after which the search ends with the largest size that fitted", ge=1)
-    TIMEOUT_MINUTES: float = key(
-        60.0, "deadline of the search, and how long the other ranks wait for it", unit="minutes", gt=0
+    MULTIPLE_OF: int = key(
+        _SEARCH.multiple_of, "above this, only its multiples are tried; below it, every size may be", ge=1
     )
+    MEMORY_LIMIT_GB: float | None = key(
+        _SEARCH.memory_limit_gb, "each process may hold TARGET_MEMORY_FRACTION of this at most, whatever "
+        "others use", unit="GiB", gt=0,
+    )  # fmt: skip
+    MAX_TRIALS: int = key(
+        _SEARCH.max_trials, "trials after which the search ends with the largest size that fitted", ge=1
+    )
+    TIMEOUT_MINUTES: float = key(
+        _SEARCH.timeout_minutes, "deadline of the search, and how long the other ranks wait for it",
+        unit="minutes", gt=0,
+    )  # fmt: skip
     NUM_SPEC_SAMPLES: int = key(
         32, "samples that are read to find the largest shape, which the trials use", ge=1
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -15,8 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import UNBOUNDED, check_count
 from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.observer import check_observer
 from linnaeus.autobatch.ranks.control import group_of_this_rank
-from linnaeus.autobatch.request import Request
+from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.split import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
 
 SET_BY_TRAINER = frozenset({"step", "make_batch", "state", "mode", "device", "bounds", "start", "group"})
@@ -81,12 +83,8 @@ def check_values(options: Mapping[str, Any]) -> None:
     Raises:
         TypeError, ValueError: a value of the wrong type, or out of its range.
     """
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(auto_find_batch_size).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and name != "group"
-    }
-    Request(int, int, **{**defaults, **options}).checked()
+    SearchSettings.of(options)
+    check_observer(options.get("observer"))
 
 
 def options_at_most(options: Mapping[str, Any], limit: int) -> dict[str, Any]:
@@ -100,16 +98,7 @@ def options_at_most(options: Mapping[str, Any], limit: int) -> dict[str, Any]:
         options: of the search that was asked for.
         limit: the size.
     """
-    multiple_of = options.get("multiple_of", 1)
-    return {
-        **options,
-        "min_batch_size": min(options.get("min_batch_size", 1), limit),
-        "max_batch_size": limit,
-        "start": limit,
-        "multiple_of": multiple_of if limit % multiple_of == 0 else 1,
-        "strategy": "guided",
-        "objective": "memory",
-    }
+    return {**options, **dataclasses.asdict(SearchSettings.of(options).at_most(limit))}
 
 
 def check_effective_batch(effective_batch_size: int, world_size: int) -> None:

@@ -13,7 +13,7 @@ from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.config.schema import DataConfig
 from linnaeus.dist import World
-from linnaeus.sizing.sizes import SizeSearch, find_sizes, run_on_every_rank
+from linnaeus.sizing.sizes import SizeSearch, find_sizes
 from linnaeus.training.out_of_memory import SizeOrigin
 from linnaeus.words import counted
 
@@ -92,9 +92,7 @@ def _configured_origin(mode: Mode, data: DataConfig) -> SizeOrigin:
 def find_planned_sizes(
     search: SizeSearch,
     plan_for: Callable[[int], BatchPlan],
-    batch_size: int,
-    *,
-    checkpoint: Mapping[str, Any] | None,
+    checkpoint: Mapping[str, Any] | None = None,
 ) -> PlannedSizes:
     """Find the batch sizes, make the plan, and run the planned micro-batch sizes that have not run yet.
 
@@ -104,7 +102,6 @@ def find_planned_sizes(
     Args:
         search: the search of this run.
         plan_for: makes the plan for a largest micro-batch size.
-        batch_size: used in place of a search where AutoBatch is not enabled for training.
         checkpoint: checkpoint of the run being resumed. Its sizes are tried first, and no larger one is.
 
     Raises:
@@ -123,7 +120,7 @@ def find_planned_sizes(
         logger.info("memory ran out before: micro-batches have at most %s", counted(limit, "sample"))
         # Training's size only gives the effective batch: its micro-batches are smaller.
         kept = {"train": earlier["train"]} if autobatch.ENABLED else {}
-        plan = plan_for(kept["train"].batch_size if kept else batch_size).limited(limit)
+        plan = plan_for(kept["train"].batch_size if kept else search.config.BATCH_SIZE).limited(limit)
         largest = max(stage.micro_batch_size for stage in plan.stages)
         without_train = dataclasses.replace(autobatch, ENABLED=False)
         config = dataclasses.replace(search.config, AUTOBATCH=without_train, BATCH_SIZE=largest)
@@ -133,7 +130,7 @@ def find_planned_sizes(
         if "train" in found:
             found["train"], plan = _planned(search, found["train"], plan_for)
         else:
-            plan = plan_for(batch_size)
+            plan = plan_for(search.config.BATCH_SIZE)
     return PlannedSizes(found, plan, limit)
 
 
@@ -146,7 +143,8 @@ def _planned(
         untried = {stage.micro_batch_size for stage in plan.stages} - _sizes_run(result, search.world)
         if not untried:
             return result, plan
-        result = run_on_every_rank(search, result, max(untried))
+        with search.on_ranks("train") as search_all:
+            result = search_all(found=result, size=max(untried))
 
 
 def _sizes_run(result: AutoBatchResult, world: World) -> set[int]:

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +21,9 @@ from linnaeus.autobatch.names import Names
 from linnaeus.autobatch.predict.prediction import Prediction
 from linnaeus.autobatch.predict.trace import Buckets
 from linnaeus.autobatch.predicted import predict_step
-from linnaeus.autobatch.ranks import protocol
-from linnaeus.autobatch.ranks.protocol import RankStatus, Work, exchange
+from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.result import AutoBatchResult, Mode
+from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.batching.sizes import micro_batches_held
 from linnaeus.config.schema import AutoBatchConfig, DataConfig, TrainConfig
 from linnaeus.console import StatusLine
@@ -36,7 +36,6 @@ from linnaeus.sizing.progress import SearchProgress
 from linnaeus.training.build import Assembly
 from linnaeus.training.metrics import MetricsMemory
 from linnaeus.training.noise_scale import GradientProbe
-from linnaeus.training.step import TrainStep
 
 LIMITS_VARIABLE = "LINNAEUS_MEMORY_LIMIT_GB"
 """Environment variable with one memory limit per rank, such as `2.0,1.5`, to test ranks of unequal memory."""
@@ -75,80 +74,75 @@ class SizeSearch:
     find_unused_parameters: bool = False
     console: Console | None = None
 
-    def run(
-        self, mode: Mode, status: RankStatus, at_most: int | None = None, trained_at: int | None = None
-    ) -> AutoBatchResult:
-        """Search one mode.
-
-        Args:
-            mode: `train` or `val`.
-            status: told each size that is tried.
-            at_most: a size chosen earlier; it is tried first, and no larger one is.
-            trained_at: for validation, the micro-batch size of training; see `BatchSizeFinder.train_once`.
-
-        Raises:
-            AutoBatchError: no size fits.
-        """
+    def settings(self, mode: Mode) -> SearchSettings:
+        """The settings of a mode's search, each from the key of its name."""
         config = self.config.AUTOBATCH
-        with self.finder(mode, status, at_most, trained_at) as finder:
-            result = finder.find(
-                _setting(config, "TARGET_MEMORY_FRACTION", mode),
-                strategy=config.STRATEGY if at_most is None else "guided",
-                tolerance=config.TOLERANCE,
-                max_trials=config.MAX_TRIALS,
-                timeout_minutes=config.TIMEOUT_MINUTES,
-                start=_setting(config, "START", mode) if at_most is None else at_most,
-            )
-            if config.OBJECTIVE == "throughput" and at_most is None:
-                rest = config.TIMEOUT_MINUTES - result.seconds / 60
-                result = finder.prefer_throughput(result, timeout_minutes=rest)
-        return result
+        names = (field.name for field in dataclasses.fields(SearchSettings))
+        values = {name: _setting(config, name.upper(), mode) for name in names}
+        if limits := os.environ.get(LIMITS_VARIABLE):
+            values["memory_limit_gb"] = float(limits.split(",")[self.world.rank])
+        return SearchSettings(**values)
 
     @contextmanager
     def finder(
-        self, mode: Mode, status: RankStatus, at_most: int | None = None, trained_at: int | None = None
+        self,
+        mode: Mode,
+        status: RankStatus,
+        settings: SearchSettings | None = None,
+        trained_at: int | None = None,
     ) -> Iterator[BatchSizeFinder]:
-        """The finder for one mode; arguments as for `run`."""
-        config = self.config.AUTOBATCH
+        """The finder for one mode, on this rank and without a collective.
+
+        Args:
+            mode: which step.
+            status: told each size that is tried.
+            settings: by default those of the configuration.
+            trained_at: for validation, the micro-batch size of training; see `BatchSizeFinder.train_once`.
+        """
         spec = self.spec(mode)
-        train_step = _TrialTrainStep(self)
-        num_batches = train_step.num_micro_batches if mode == "train" else 1
-        low, high = (_setting(config, f"{bound}_BATCH_SIZE", mode) for bound in ("MIN", "MAX"))
-        multiple_of = config.MULTIPLE_OF
-        if at_most is not None:  # it may come from splitting the effective batch, and so be no multiple
-            low, high = min(low, at_most), at_most
-            multiple_of = multiple_of if at_most % multiple_of == 0 else 1
+        training = _TrialTraining(self)
 
         def train_once() -> None:
-            train_step.discard_wrapper()
-            num_micro_batches = train_step.num_micro_batches
-            train_step(self._batches(self.spec("train"), trained_at or 1, num_batches=num_micro_batches))
+            training.discard_wrapper()
+            training.step(training.batches(self.spec("train"), trained_at or 1))
 
-        # The finder measures what training has left when validation is searched.
-        predict = partial(self.predict, mode, with_training=mode == "train")
-        with self._frozen_as_in_last_epoch(), log_level(config, mode), BatchSizeFinder(
-            train_step if mode == "train" else self._validate,
-            partial(self._batches, spec, num_batches=num_batches),
+        def validation_batch(size: int) -> Batch:
+            return next(self._batches(spec, size, num_batches=1))
+
+        is_training = mode == "train"
+        with self._frozen_as_in_last_epoch(), log_level(self.config.AUTOBATCH, mode), BatchSizeFinder(
+            training.step if is_training else self.assembly.validation_step,
+            partial(training.batches, spec) if is_training else validation_batch,
+            settings or self.settings(mode),
             state=self.assembly.state,
             mode=mode,
             device=self.world.device,
-            min_batch_size=low,
-            max_batch_size=high,
-            steps_per_trial=_setting(config, "STEPS_PER_TRIAL", mode),
-            multiple_of=multiple_of,
-            memory_limit_gb=_memory_limit_gb(config, self.world.rank),
             bounds=self._bounds(mode, spec),
-            batches_per_step=num_batches,
+            batches_per_step=training.num_micro_batches if is_training else 1,
             train_once=None if trained_at is None else train_once,
-            before_trial=train_step.discard_wrapper if mode == "train" else lambda: None,
+            before_trial=training.discard_wrapper if is_training else lambda: None,
             observer=SearchProgress(mode, status, self.console),
             names=keys(mode),
-            predict=predict if config.PREDICT and at_most is None else None,
+            # The finder measures what training has left when validation is searched.
+            predict=partial(self.predict, mode, with_training=is_training),
             empties_cache=True,  # before and after each validation
         ) as finder:  # fmt: skip
             yield finder
-        train_step.discard_wrapper()
+        training.discard_wrapper()
         gc.collect()  # frees the wrapper with its hooks on the parameters
+
+    @contextmanager
+    def on_ranks(self, mode: Mode, trained_at: int | None = None) -> Iterator[Callable[..., AutoBatchResult]]:
+        """`search_on_ranks` for one mode, with all but `found` and `size` given; every rank must enter it."""
+        self.world.warm_up_collectives()
+        with (
+            log_level(self.config.AUTOBATCH, mode) as is_shown,
+            StatusLine(self.console if is_shown else None) as line,
+        ):
+            yield partial(
+                search_on_ranks, partial(self.finder, mode, trained_at=trained_at), self.settings(mode),
+                self.world.control, show=line.update, names=keys(mode),
+            )  # fmt: skip
 
     def predict(self, mode: Mode, base_bytes: int = 0, *, with_training: bool = True) -> Prediction:
         """Predict the peak of a mode's step; the wrapper that it runs in is described by its buckets.
@@ -164,12 +158,11 @@ class SizeSearch:
         """
         alone = dataclasses.replace(self, world=World(torch.device("meta")), assembly=_on_meta(self.assembly))
         specs = {each: self.spec(each) for each in ("train", mode)}
-        train_step, validation_step = _TrialTrainStep(alone), alone.assembly.validation_step
+        training, validation_step = _TrialTraining(alone), alone.assembly.validation_step
 
         def train(size: int) -> None:
-            num_batches = train_step.num_micro_batches
-            train_step(alone._batches(specs["train"], size, num_batches=num_batches))
-            train_step.discard_wrapper()
+            training.step(training.batches(specs["train"], size))
+            training.discard_wrapper()
 
         def validate(size: int) -> None:
             validation_step(next(alone._batches(specs["val"], size, num_batches=1)))
@@ -210,9 +203,6 @@ class SizeSearch:
             dataset, collate, self.config.AUTOBATCH.NUM_SPEC_SAMPLES, self.seed, mix
         )
 
-    def _validate(self, batches: Iterator[Batch]) -> None:
-        self.assembly.validation_step(next(batches))
-
     def _bounds(self, mode: Mode, spec: BatchSpec) -> dict[str, int]:
         """Upper bounds of a mode's size beside device memory and MAX_BATCH_SIZE, by name."""
         bounds = max_batch_sizes(self.config, self.data, mode, self.world, tensor_bytes=spec.tensor_bytes)
@@ -224,10 +214,7 @@ class SizeSearch:
 
 
 def find_sizes(search: SizeSearch, earlier: Mapping[str, int] | None = None) -> dict[str, AutoBatchResult]:
-    """Search each mode that the configuration asks for on rank 0, then run the size found on every rank.
-
-    A rank where the size does not fit searches for its own, and all try again with the smallest. Every rank
-    must call this.
+    """Search each mode that the configuration asks for; see `search_on_ranks`. Every rank must call this.
 
     Args:
         search: the search of this run.
@@ -235,82 +222,29 @@ def find_sizes(search: SizeSearch, earlier: Mapping[str, int] | None = None) -> 
             larger one is.
 
     Raises:
-        LinnaeusError: the same on every rank; see `exchange`.
+        LinnaeusError: the same on every rank.
     """
     found: dict[str, AutoBatchResult] = {}
-    search.world.warm_up_collectives()
-    for mode in get_args(Mode):
-        if not _setting(search.config.AUTOBATCH, "ENABLED", mode):
-            continue
-        trained_at = _trained_at(search, found) if mode == "val" else None
-        size = (earlier or {}).get(mode)
-        if size is None:
-            found[mode] = _find(search, mode, trained_at)
-            continue
-        most = _setting(search.config.AUTOBATCH, "MAX_BATCH_SIZE", mode)
-        result = _find(search, mode, trained_at, min(size, most or size))
-        if result.batch_size == size:
-            result = dataclasses.replace(result, limited_by="checkpoint")
-        else:
-            logger.info(
-                "AutoBatch %s: the checkpoint's batch size %d is not kept, going on with %d (limited by %s)",
-                mode, size, result.batch_size, result.limited_by,
-            )  # fmt: skip
-        found[mode] = dataclasses.replace(result, max_batch_size=most)
+    config, modes = search.config.AUTOBATCH, get_args(Mode)
+    for mode in (mode for mode in modes if _setting(config, "ENABLED", mode)):
+        trained_at = None
+        if mode == "val":
+            trained_at = found["train"].batch_size if "train" in found else search.config.BATCH_SIZE
+        size, most = (earlier or {}).get(mode), _setting(config, "MAX_BATCH_SIZE", mode)
+        with search.on_ranks(mode, trained_at) as search_all:
+            result = search_all(size=None if size is None else min(size, most or size))
+        if size is not None:
+            is_kept = result.batch_size == size
+            limited_by = "checkpoint" if is_kept else result.limited_by
+            result = dataclasses.replace(result, limited_by=limited_by, max_batch_size=most)
+            if not is_kept:
+                logger.info(
+                    "AutoBatch %s: the checkpoint's batch size %d is not kept, going on with %d (limited by "
+                    "%s)", mode, size, result.batch_size, limited_by,
+                )  # fmt: skip
+        found[mode] = result
     search.assembly.metrics.reset()
     return found
-
-
-def find_evaluation_size(search: SizeSearch) -> AutoBatchResult:
-    """Search for the validation size where nothing is trained. Every rank must call this.
-
-    Raises:
-        LinnaeusError: the same on every rank; see `exchange`.
-    """
-    search.world.warm_up_collectives()
-    return _find(search, "val", None)
-
-
-def _find(
-    search: SizeSearch, mode: Mode, trained_at: int | None, at_most: int | None = None
-) -> AutoBatchResult:
-    """Search one mode on rank 0, then run the size found on every rank; see `SizeSearch.run`."""
-    result: AutoBatchResult = protocol.search_on_main(
-        partial(_exchange, search, mode),
-        search.world.rank,
-        partial(search.run, mode, at_most=at_most, trained_at=trained_at),
-    )
-    if search.world.is_distributed:
-        result = protocol.agreed(result, partial(run_on_every_rank, search, trained_at=trained_at))
-    return result
-
-
-def _trained_at(search: SizeSearch, found: Mapping[str, AutoBatchResult]) -> int:
-    return found["train"].batch_size if "train" in found else search.config.BATCH_SIZE
-
-
-def run_on_every_rank(
-    search: SizeSearch, result: AutoBatchResult, size: int, trained_at: int | None = None
-) -> AutoBatchResult:
-    """Run the size found, or one below it, on every rank. Every rank must call this.
-
-    Memory does not always grow with the size: a smaller size may not fit.
-
-    Returns:
-        The result with the new trials. If the size fits on every rank, it is among those that ran there; if
-        not, the largest size that fits on the rank with the smallest is the new batch size.
-
-    Raises:
-        LinnaeusError: the same on every rank; see `exchange`.
-    """
-    search.world.warm_up_collectives()
-    mode = result.mode
-
-    def run(status: RankStatus, size: int) -> AutoBatchResult:
-        return search.run(mode, status, size, trained_at)
-
-    with log_level(search.config.AUTOBATCH, mode):
-        return protocol.run_on_every_rank(partial(_exchange, search, mode), run, result, size)
 
 
 @contextmanager
@@ -324,46 +258,42 @@ def log_level(config: AutoBatchConfig, mode: Mode) -> Iterator[bool]:
         logger.setLevel(before)
 
 
-def _exchange(search: SizeSearch, mode: Mode, work: Work) -> list[Any]:
-    config = search.config.AUTOBATCH
-    with (
-        log_level(config, mode) as is_shown,
-        StatusLine(search.console if is_shown else None) as line,
-    ):
-        return exchange(
-            search.world.control, work, timeout_minutes=config.TIMEOUT_MINUTES, show=line.update,
-            names=keys(mode),
-        )  # fmt: skip
-
-
-class _TrialTrainStep:
+class _TrialTraining:
     """The training step as trials run it: in training's wrapper, over a process group of this rank alone.
 
-    The wrapper is made inside the trial, since its buckets belong to the peak.
+    The wrapper is made with the batches, inside the trial, since its buckets belong to the peak.
+
+    Attributes:
+        num_micro_batches: that a step takes.
+        step: takes what `batches` returns.
     """
 
     def __init__(self, search: SizeSearch) -> None:
         self.num_micro_batches = micro_batches_held(search.train)
         self._search = search
-        self._wrapped: TrainStep | None = None
+        self._train_step = dataclasses.replace(search.assembly.train_step)
+        self._is_wrapped = False
+        # No function of its own: the fewer frames lie above the model, the easier is a traceback to read.
+        self.step = partial(self._train_step, num_micro_batches=self.num_micro_batches)
 
     def discard_wrapper(self) -> None:
         """Let the next trial make its own: a wrapper is unusable after an error in the middle of a step."""
-        self._wrapped = None
+        self._train_step.model, self._train_step.probe = self._search.assembly.model, None
+        self._is_wrapped = False
 
-    def __call__(self, batches: Iterator[Batch]) -> None:
-        if self._wrapped is None:
-            search = self._search
-            model = wrap(
+    def batches(self, spec: BatchSpec, size: int) -> Iterator[Batch]:
+        """The micro-batches of one step."""
+        search, step = self._search, self._train_step
+        if not self._is_wrapped:
+            step.model = wrap(
                 search.assembly.model, search.world, single_rank=True,
                 find_unused_parameters=search.find_unused_parameters,
             )  # fmt: skip
-            self._wrapped = dataclasses.replace(
-                search.assembly.train_step, model=model, probe=self._probe(model)
-            )
-        if self._wrapped.probe is not None:
-            self._wrapped.probe.arm()  # a step that measures needs more memory than others
-        self._wrapped(batches, self.num_micro_batches)
+            step.probe = self._probe(step.model)
+            self._is_wrapped = True
+        if step.probe is not None:
+            step.probe.arm()  # a step that measures needs more memory than others
+        return search._batches(spec, size, num_batches=self.num_micro_batches)
 
     def _probe(self, model: nn.Module) -> GradientProbe | None:
         """A probe that measures as with all ranks, over the group of this rank alone."""
@@ -412,9 +342,6 @@ def keys(mode: Mode) -> Names:
 
 
 def _setting(config: AutoBatchConfig, name: str, mode: Mode) -> Any:
-    return getattr(config, name if mode == "train" else f"{name}_VAL")
-
-
-def _memory_limit_gb(config: AutoBatchConfig, rank: int) -> float | None:
-    limits = os.environ.get(LIMITS_VARIABLE)
-    return float(limits.split(",")[rank]) if limits else config.MEMORY_LIMIT_GB
+    """The value of a key, or that of its own key for validation if there is one."""
+    value = getattr(config, name)
+    return value if mode == "train" else getattr(config, f"{name}_VAL", value)

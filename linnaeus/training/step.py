@@ -93,20 +93,18 @@ class TrainStep:
             is_last = number == num_micro_batches
             probe_averages = self.probe is not None and self.probe.averages
             with nullcontext() if is_last and not probe_averages else self._no_sync():
-                # No name may hold the batch here: it must be freed before the next one is made.
-                total += self._backward(next(batches), number, num_micro_batches, num_samples)
+                batch = next(batches)
+                num_parts = num_micro_batches if num_samples is None else num_samples / batch_size(batch)
+                inputs, targets = self.precision.place(batch)
+                with self.precision.autocast():
+                    loss = self.criterion(self.model(inputs), targets) / num_parts
+                self.scaler.scale(loss).backward()
+                if self.probe is not None:
+                    self.probe.after_backward(number, num_micro_batches, batch_size(batch), num_parts)
+                total += loss.detach()
+                del batch, inputs, targets, loss  # freed before the next batch is made
         self._update()
         return total
-
-    def _backward(self, batch: Batch, number: int, num_micro_batches: int, num_samples: int | None) -> Tensor:
-        num_parts = num_micro_batches if num_samples is None else num_samples / batch_size(batch)
-        inputs, targets = self.precision.place(batch)
-        with self.precision.autocast():
-            loss = self.criterion(self.model(inputs), targets) / num_parts
-        self.scaler.scale(loss).backward()
-        if self.probe is not None:
-            self.probe.after_backward(number, num_micro_batches, batch_size(batch), num_parts)
-        return loss.detach()
 
     def _update(self) -> None:
         if self.clip_grad_norm is not None:

@@ -395,7 +395,7 @@ def a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(rank: int) -> N
             facts = Facts(max_micro_batch_size=size, world_size=2, num_samples=96, learning_rate=0.1)
             return plan_batches(search.train, OptimizerConfig(), ScheduleConfig(), facts)
 
-        sizes = find_planned_sizes(search, plan_for, 8, checkpoint=None)
+        sizes = find_planned_sizes(search, plan_for)
     train = sizes.found["train"]
     assert {24, 18, 12} <= {trial.size for trial in train.trials if trial.status == "fits"} or rank
     assert (train.ran_on_every_rank, sizes.plan.micro_batch_size) == ((24, 12), 12)

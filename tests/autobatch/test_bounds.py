@@ -10,12 +10,7 @@ from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
 from linnaeus.sizing import bounds
-from linnaeus.sizing.bounds import (
-    HOST_MEMORY_FRACTION,
-    largest_host_batch,
-    max_batch_sizes,
-    num_host_batches,
-)
+from linnaeus.sizing.bounds import HOST_MEMORY_FRACTION, largest_host_batch, max_batch_sizes, num_host_batches
 
 CONFIG = DataConfig(
     DATASET=DatasetConfig(NAME="synthetic", NUM_SAMPLES=100, NUM_SAMPLES_VAL=33), IMG_SIZE=8, NUM_WORKERS=0
@@ -32,16 +27,13 @@ def bounds_of(
 
 
 @pytest.mark.parametrize(
-    ("mode", "world_size", "expected"),
-    [("train", 3, 33), ("val", 2, 17), ("train", 200, 1)],
+    ("mode", "world_size", "expected"), [("train", 3, 33), ("val", 2, 17), ("train", 200, 1)]
 )
 def test_no_batch_is_larger_than_what_a_process_has(mode: Mode, world_size: int, expected: int) -> None:
     assert bounds_of(mode, world_size=world_size)["dataset"] == expected
 
 
-def test_host_memory_is_divided_by_batches_and_processes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_host_memory_is_divided_by_batches_and_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "_available_bytes", lambda num_workers: 10**6)
     for workers, held in [(0, 3), (4, 17)]:
         assert num_host_batches(workers, CONFIG.PREFETCH_FACTOR) == held

@@ -27,6 +27,7 @@ from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.result import PredictedStart, Timing
 from linnaeus.autobatch.search import TrialRecord
+from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.errors import AutoBatchError
 from linnaeus.sizing.sizes import keys
 from linnaeus.training.ema import Ema
@@ -141,11 +142,12 @@ def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bo
             held.append(make_batch(40))
         return make_batch(size)
 
-    limit_gb = room(150)["memory_limit_gb"]
-    with BatchSizeFinder(
-        plain_step, make_batch_and_keep, device="cpu", max_batch_size=300, memory_limit_gb=limit_gb
-    ) as finder:
-        result = finder.find(1.0, strategy="power", confirm=confirm)
+    settings = SearchSettings(
+        target_memory_fraction=1.0, max_batch_size=300, strategy="power", tolerance=0.0,
+        memory_limit_gb=room(150)["memory_limit_gb"],
+    )  # fmt: skip
+    with BatchSizeFinder(plain_step, make_batch_and_keep, settings, device="cpu") as finder:
+        result = finder.find(confirm=confirm)
         again = finder.measure(result.batch_size)
     assert result.limited_by == "memory"
     if confirm:
@@ -299,7 +301,8 @@ def test_training_that_does_not_fit_before_a_validation_is_named_as_the_cause() 
 
     def finder(num_bytes: int) -> BatchSizeFinder:
         return BatchSizeFinder(
-            lambda batch: sizes.append(len(batch)), make_batch, device="cpu", mode="val", max_batch_size=4,
+            lambda batch: sizes.append(len(batch)), make_batch, SearchSettings(max_batch_size=4),
+            device="cpu", mode="val",
             train_once=lambda: torch.empty(num_bytes, dtype=torch.uint8), names=keys("val"),
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ from linnaeus.autobatch.observer import SearchLimits, SearchLog
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Timing
 from linnaeus.autobatch.search import PredictedPoint, TrialRecord, find_largest
+from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.sizing.progress import SearchProgress
 from linnaeus.sizing.report import summary
 from linnaeus.sizing.sizes import keys
@@ -52,10 +53,10 @@ def on_a_card(tenants_bytes: int = 0, fraction: float = 1.0, **arguments: Any) -
 def in_a_run(mode: Any, train_once: Any = None) -> None:
     """A search as the framework makes it, so that messages name keys."""
     with FakeCuda(GIB).installed(), BatchSizeFinder(
-        step, make_batch, device="cuda", mode=mode, names=keys(mode), min_batch_size=600, max_batch_size=800,
-        memory_limit_gb=0.5, train_once=train_once,
+        step, make_batch, SearchSettings(0.9, 600, 800, memory_limit_gb=0.5), device="cuda", mode=mode,
+        names=keys(mode), train_once=train_once,
     ) as finder:  # fmt: skip
-        finder.find(0.9)
+        finder.find()
 
 
 def refuse() -> None:
@@ -100,14 +101,8 @@ def bad_arguments() -> Iterator[tuple[str, str]]:
             {"dataset": []}, {"dataset": [1], "length": "length"},
         ],
     )  # fmt: skip
-    yield from of_calls(
-        find_largest, {"measure": int, "budget_bytes": 1, "min_size": 1, "max_size": 64},
-        [
-            {"strategy": "guess"}, {"min_size": 0}, {"min_size": 9, "max_size": 8}, {"tolerance": 1.0},
-            {"tolerance": -0.01}, {"tolerance": math.nan}, {"max_trials": 0}, {"multiple_of": 0},
-            {"min_size": 9, "max_size": 15, "multiple_of": 8},
-        ],
-    )  # fmt: skip
+    bounds = {"min_size": 9, "max_size": 15, "multiple_of": 8}
+    yield "no multiple within the bounds", raised(find_largest, int, budget_bytes=1, **bounds)
     yield "a record without a size", raised(TrialRecord, 0, "fits", 1, 0.0)
     yield "a prediction that does not grow", raised(PredictedPoint, 1, 1, 0)
 

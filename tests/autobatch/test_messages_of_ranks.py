@@ -6,6 +6,8 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +17,14 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from linnaeus.autobatch import predict_memory
-from linnaeus.autobatch.ranks.control import SILENCE_LOOKS, Failure, agree_on_attempt
+from linnaeus.autobatch.ranks.control import SILENCE_LOOKS, ControlPlane, Failure, agree_on_attempt
 from linnaeus.autobatch.ranks.group import check_equal, members, together
-from linnaeus.autobatch.ranks.protocol import RankStatus, exchange, run_on_every_rank
+from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.ranks.single_rank import CollectivesRefused, check_silenceable
+from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.sizing.sizes import find_sizes, keys
 from tests.helpers.messages import Golden, error_of
-from tests.helpers.planes import Script, planes
+from tests.helpers.planes import Script, planes, ranks
 from tests.helpers.searches import OWN_DATA, OWN_MODEL, prepared, result
 
 
@@ -44,7 +47,7 @@ def of_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     messages["the failure of another rank"] = error_of(main.check)
     main, other = planes()
     main.update("train: trying batch size 128")
-    messages["a rank that never ends"] = error_of(exchange, other, lambda status: None, names=keys("train"))
+    messages["a rank that never ends"] = error_of(RankStatus(control=other).gather, None, names=keys("train"))
     main, other = planes()
     messages["a rank that has not begun its search"] = error_of(check_equal, main, {}, "")
     main, other = planes()
@@ -129,13 +132,16 @@ def test_messages_of_ranks(
         caplog.clear()
         return text
 
-    def of_all(work: Callable[[RankStatus], Any]) -> list[Any]:
-        return [result(16, (16, "fits")), result(8, (16, "oom"), (8, "fits"), rank=1)]
+    def fits_less(plane: ControlPlane) -> None:
+        verdicts = result(16, (16, "fits")), result(8, (16, "oom"), (8, "fits"), rank=1)
+        finder = SimpleNamespace(find=lambda: verdicts[plane.rank])
+        options: dict[str, Any] = {"found": result(16, (16, "fits")), "size": 16}
+        search_on_ranks(lambda *_: nullcontext(finder), SearchSettings(), plane, **options)  # type: ignore[arg-type]
 
     messages = {**of_ranks(monkeypatch), **of_groups(monkeypatch)}
     said()
-    run_on_every_rank(of_all, lambda status, size: result(size), result(16, (16, "fits")), 16)
-    messages["a rank that fits less"] = said()
+    ranks(fits_less, fits_less)
+    messages["a rank that fits less"] = next(line for line in said().splitlines() if "fits no more" in line)
     quiet = [f"DATA.AUTOBATCH.LOG_LEVEL{suffix}=ERROR" for suffix in ("", "_VAL")]
     find_sizes(prepared(OWN_MODEL, OWN_DATA, "DATA.AUTOBATCH.MAX_BATCH_SIZE=4", *quiet)[0], {"train": 9})
     messages["a checkpoint's size that is not kept"] = said()

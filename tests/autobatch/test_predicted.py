@@ -41,10 +41,7 @@ class Loop:
     """
 
     def __init__(
-        self,
-        kibibytes: int = 1024,
-        width: int = 64,
-        look: Callable[[Tensor], object] = lambda loss: None,
+        self, kibibytes: int = 1024, width: int = 64, look: Callable[[Tensor], object] = lambda loss: None
     ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(Means(), nn.Linear(64, width), nn.Linear(width, 10))

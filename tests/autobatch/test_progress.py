@@ -23,6 +23,7 @@ from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchObserver
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Timing
 from linnaeus.autobatch.search import TrialRecord
+from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.sizing.progress import SearchProgress
 from tests.helpers import consoles, forks
 from tests.helpers.ledger import limit_with_room_for
@@ -65,14 +66,16 @@ class Recorder(SearchObserver):
 @pytest.fixture(scope="module", autouse=True)
 def _modules_loaded() -> None:
     """Memory of the first search of a process does not count here."""
-    with BatchSizeFinder(step, make_batch, max_batch_size=2, device="cpu") as finder:
+    with BatchSizeFinder(step, make_batch, SearchSettings(max_batch_size=2), device="cpu") as finder:
         finder.find()
     freeze_what_is_there()
 
 
-def room(extra_mib: float) -> dict[str, Any]:
-    """Arguments that leave so much above what the process holds."""
-    return {"memory_limit_gb": limit_with_room_for(extra_mib), "device": "cpu"}
+def settings(extra_mib: float, **others: Any) -> SearchSettings:
+    """Settings that leave so much above what the process holds."""
+    return SearchSettings(
+        target_memory_fraction=1.0, tolerance=0.0, memory_limit_gb=limit_with_room_for(extra_mib), **others
+    )
 
 
 # --- events ---
@@ -81,8 +84,10 @@ def room(extra_mib: float) -> dict[str, Any]:
 @pytest.mark.usefixtures("few_timed_steps")
 def test_the_events_of_a_search_come_in_their_order() -> None:
     recorder = Recorder()
-    with BatchSizeFinder(step, make_batch, max_batch_size=300, observer=recorder, **room(150)) as finder:
-        result = finder.find(1.0)
+    with BatchSizeFinder(
+        step, make_batch, settings(150, max_batch_size=300), observer=recorder, device="cpu"
+    ) as finder:
+        result = finder.find()
         num_searched = len(recorder.events)
         timings = finder.prefer_throughput(result).timings
     warm_up, (name, limits), *events = recorder.events[:num_searched]

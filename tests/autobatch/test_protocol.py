@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ import torch
 
 from linnaeus.autobatch.ranks import protocol
 from linnaeus.autobatch.ranks.control import ControlPlane, Failure, ForeignFailureError
-from linnaeus.autobatch.ranks.protocol import RankStatus, agreed, exchange, run_on_every_rank, search_on_main
+from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.dist import RankEnded, World, errors_told_first
 from linnaeus.errors import AutoBatchError, LinnaeusError
 from linnaeus.sizing.sizes import keys
@@ -22,6 +25,14 @@ from tests.helpers.searches import result
 
 Work = Callable[[RankStatus], Any]
 CPU = torch.device("cpu")
+
+
+def exchange(
+    plane: ControlPlane | None, work: Work, show: Callable[[str], object] = lambda text: None, **options: Any
+) -> list[Any]:
+    """What all ranks return, when this one does its work."""
+    status = RankStatus(show, plane)
+    return status.gather(work(status), **options)
 
 
 def ranks(*works: Work) -> list[Any]:
@@ -52,6 +63,10 @@ def test_one_process_needs_no_control_plane() -> None:
     assert exchange(None, gives(7)) == [7]
     with pytest.raises(KeyError), errors_told_first(World(CPU)):
         exchange(None, raises(KeyError("a")))
+    finder, shown = Finder(result(16, (16, "fits")), result(6, (8, "oom"))), list[str]()
+    found = search_on_ranks(finder, SearchSettings(), None, show=shown.append)
+    assert search_on_ranks(finder, SearchSettings(), None, found=found, size=8).batch_size == 6
+    assert (finder.asked, found.batch_size, shown) == ([None, 8], 16, ["starting"])
 
 
 @pytest.mark.parametrize(
@@ -88,9 +103,9 @@ def test_what_a_rank_does_and_waits_for_can_be_shown() -> None:
     script(main, lambda: other.update("trying 128"), *pauses, lambda: other.gather(8))
     shown: list[str] = []
     assert exchange(main, gives(4), show=shown.append) == [4, 8]
-    assert shown[:2] == ["starting", "waiting"]
-    assert len(set(shown[2:])) == 1
-    assert shown[2].endswith("trying 128")
+    assert shown[0] == "waiting"
+    assert len(set(shown[1:])) == 1
+    assert shown[1].endswith("trying 128")
 
 
 def test_an_update_raises_the_failure_of_another_rank() -> None:
@@ -108,33 +123,51 @@ def test_an_update_raises_the_failure_of_another_rank() -> None:
 # --- a size for all ranks ---
 
 
+class Finder:
+    """Finds what a test says, and notes what it was asked for: the sizes tried first, where there is one."""
+
+    def __init__(self, *results: AutoBatchResult) -> None:
+        self.results = list(results)
+        self.asked: list[int | None] = []
+
+    @contextmanager
+    def __call__(self, status: RankStatus, settings: SearchSettings) -> Iterator[Any]:
+        self.asked.append(settings.start)
+        yield SimpleNamespace(find=partial(self.results.pop, 0))
+
+
+def search(finders: Sequence[Finder], **options: Any) -> list[AutoBatchResult]:
+    """What each rank gets when all search together."""
+
+    def one(plane: ControlPlane) -> AutoBatchResult:
+        return search_on_ranks(finders[plane.rank], SearchSettings(), plane, **options)
+
+    return planes.ranks(*[one] * len(finders))
+
+
 def test_the_size_of_all_is_one_that_has_run_on_every_rank() -> None:
-    """Rank 2 runs out of memory at 16, and rank 1 then at 12."""
-    rounds = [
-        [result(16, (16, "fits")), result(16, (16, "fits"), rank=1), result(12, (16, "oom"), rank=2)],
-        [result(12, (12, "fits")), result(8, (12, "oom"), rank=1), result(12, (12, "fits"), rank=2)],
-        [result(8, (8, "fits")), result(8, (8, "fits"), rank=1), result(8, (8, "fits"), rank=2)],
+    """Rank 2 runs out of memory at 16, and rank 1 then at 12. Only rank 0 searches at first."""
+    rounds = (
+        [(16, 9, "fits"), (16, 16, "fits"), (12, 12, "fits"), (8, 8, "fits")],
+        [(16, 16, "fits"), (8, 12, "oom"), (8, 8, "fits")],
+        [(12, 16, "oom"), (12, 12, "fits"), (8, 8, "fits")],
+    )
+    finders = [
+        Finder(*(result(size, trial, rank=rank) for size, *trial in each)) for rank, each in enumerate(rounds)
     ]
-    asked: list[int] = []
-
-    def of_all(work: Work) -> list[AutoBatchResult]:
-        work(RankStatus())
-        return rounds.pop(0)
-
-    run = partial(run_on_every_rank, of_all, lambda status, size: asked.append(size))
-    found = agreed(result(16, (9, "fits")), run)
-    assert asked == [16, 12, 8]
+    found, *same = search(finders)
+    assert same == [found, found]
+    assert [finder.asked for finder in finders] == [[None, 16, 12, 8], [16, 12, 8], [16, 12, 8]]
     assert (found.batch_size, found.ran_on_every_rank) == (8, (8,))
     assert [trial.size for trial in found.trials] == [9, 16, 12, 8], "those of rank 0"
     assert (found.held_bytes, found.budget_bytes) == (2, 20), "of rank 0"
     assert found.seconds == 1 + 3 * 3, "of the slowest rank"
 
 
-def test_only_rank_0_searches() -> None:
-    searched: list[str] = []
-
-    def of_rank(rank: int) -> Sequence[Any]:
-        return search_on_main(lambda work: [work(RankStatus(searched.append))], rank, lambda status: "found")
-
-    assert (of_rank(0), of_rank(1)) == ("found", None)
-    assert searched == ["waiting"]
+def test_a_size_that_is_planned_later_runs_once_on_every_rank() -> None:
+    earlier = result(16, (16, "fits"))
+    for fits, size in ((True, 16), (False, 6)):
+        finders = [Finder(result(8, (8, "fits"))), Finder(result(8 if fits else 6, (8, "oom"), rank=1))]
+        found, same = search(finders, found=earlier, size=8)
+        assert found == same
+        assert (found.batch_size, found.ran_on_every_rank) == (size, (8,) if fits else ())

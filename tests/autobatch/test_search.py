@@ -439,11 +439,7 @@ def benchmark() -> ModuleType:
 
 @pytest.mark.parametrize(
     ("mode", "mean", "p90", "beyond"),
-    [
-        ("exact", 5.6, 7, 0.05),
-        ("start within 10 %", 3.8, 5, 0.05),
-        ("strict cap", 7.0, 7, 0.05),
-    ],
+    [("exact", 5.6, 7, 0.05), ("start within 10 %", 3.8, 5, 0.05), ("strict cap", 7.0, 7, 0.05)],
 )
 def test_figures_on_measured_curves(
     benchmark: ModuleType, mode: str, mean: float, p90: int, beyond: float

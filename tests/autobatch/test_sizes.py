@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
+import threading
+import traceback
 from functools import partial
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
+from torch import Tensor
 
+import linnaeus
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.rng import rng_state
@@ -19,12 +25,13 @@ from linnaeus.config.load import load_config
 from linnaeus.config.schema import OptimizerConfig, ScheduleConfig
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
+from linnaeus.run import run
 from linnaeus.sizing.planning import PlannedSizes, find_planned_sizes
 from linnaeus.sizing.sizes import LIMITS_VARIABLE, SizeSearch, find_sizes, keys
 from tests.helpers.bits import bits
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.runs import SMALL
-from tests.helpers.searches import CPU, OWN_DATA, OWN_MODEL, SEEN, prepared
+from tests.helpers.searches import CPU, ON, OWN_DATA, OWN_MODEL, SEEN, Model, prepared
 
 BARE = [option for option in SMALL if not option.startswith("MODEL.")]
 
@@ -50,7 +57,7 @@ def entry(size: int, *trials: tuple[int, str, int]) -> dict[str, Any]:
 
 
 def planned_sizes(search: SizeSearch, **checkpoint: Any) -> PlannedSizes:
-    return find_planned_sizes(search, partial(plan_for, search), 8, checkpoint=checkpoint or None)
+    return find_planned_sizes(search, partial(plan_for, search), checkpoint)
 
 
 def sizes_tried(result: AutoBatchResult) -> list[int]:
@@ -58,8 +65,7 @@ def sizes_tried(result: AutoBatchResult) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("statuses", "tried"),
-    [([], True), (["fits", "over"], True), (["over", "fits"], False)],
+    ("statuses", "tried"), [([], True), (["fits", "over"], True), (["over", "fits"], False)]
 )
 def test_the_newest_trial_of_a_planned_size_decides_whether_it_is_tried_again(
     statuses: list[str], tried: bool, monkeypatch: pytest.MonkeyPatch
@@ -186,9 +192,9 @@ def test_each_rank_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     search, _ = prepared(OWN_MODEL, OWN_DATA)
     monkeypatch.setenv(LIMITS_VARIABLE, "0.01,1000")
     with pytest.raises(AutoBatchError):
-        search.run("train", RankStatus())
+        find_sizes(search)
     other = dataclasses.replace(search, world=World(CPU, rank=1))
-    assert other.run("train", RankStatus()).batch_size == 12
+    assert find_sizes(other)["train"].batch_size == 12
 
 
 def test_the_keys_that_messages_name_exist() -> None:
@@ -297,3 +303,27 @@ def test_trials_train_on_mixed_batches_and_validate_on_labels() -> None:
 def test_an_error_of_the_users_model_ends_the_search_with_that_error() -> None:
     with pytest.raises(ZeroDivisionError):
         find_sizes(prepared(OWN_MODEL, OWN_DATA, "MODEL.fails_at=5")[0])
+
+
+class Deep(Model):
+    """Notes the functions of the package that lie above its forward pass, outermost first."""
+
+    stacks: ClassVar[list[list[str]]] = []
+
+    def forward(self, images: Tensor) -> Any:
+        frames, main = sys._current_frames(), threading.main_thread().ident
+        threads = [frames[ident] for ident in dict.fromkeys((main, threading.get_ident())) if ident]
+        calls = [call for frame in threads for call in traceback.extract_stack(frame)]
+        package = str(Path(linnaeus.__file__).parent)
+        self.stacks.append([call.name for call in calls if call.filename.startswith(package)])
+        return super().forward(images)
+
+
+def test_ten_functions_lie_between_a_run_and_the_forward_pass_of_a_trial(tmp_path: Path) -> None:
+    """On the CPU, those of the thread that waits for the trial count too."""
+    argv = (ON, OWN_DATA, f"MODEL._target_={__name__}.Deep", f"EXPERIMENT.OUTPUT_DIR={tmp_path}")
+    run(load_config([*argv, "EXPERIMENT.DEVICE=cpu", "DATA.AUTOBATCH.MAX_BATCH_SIZE=2"]).config)
+    trials = [stack for stack in Deep.stacks if "find_largest" in stack]
+    assert {(stack[0], stack[-1]) for stack in trials} == {("run", "__call__")}
+    assert [stack for stack in trials if len(stack) > 10] == []
+    assert len(trials) < len(Deep.stacks), "it has trained too"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import runpy
 from types import SimpleNamespace
 
-from linnaeus.autobatch import search
-from linnaeus.config import schema
 from linnaeus.config.keys import KEYS, NODES, dotted
 from linnaeus.config.reference import reference
 from tests.helpers.forks import ROOT
@@ -47,7 +45,3 @@ def test_the_site_shows_the_keys_and_what_the_repository_says_beside_them() -> N
     assert headings[-len(TOP) :] == [f"## {name}" for name in TOP]
     assert shown.startswith(reference().partition("\n## ")[0])
     assert hook(text, other, None, None) == text
-
-
-def test_the_strategies_to_choose_from_are_those_of_the_search() -> None:
-    assert tuple(search.STRATEGIES) == schema.STRATEGIES

@@ -273,10 +273,7 @@ def multiply_wrongly(index: int) -> Tensor:
 
 
 def test_a_dead_worker_is_a_clear_error() -> None:
-    with (
-        loaders(bundle_of(Calls(8, die)), 1) as made,
-        pytest.raises(DataError, match=r"DATA\.NUM_WORKERS"),
-    ):
+    with loaders(bundle_of(Calls(8, die)), 1) as made, pytest.raises(DataError, match=r"DATA\.NUM_WORKERS"):
         epochs(made)
 
 

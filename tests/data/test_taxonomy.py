@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linnaeus.data.taxonomy import (
-    UNKNOWN,
-    LabelIndex,
-    Level,
-    Taxonomy,
-    UnknownClassError,
-    index_labels,
-)
+from linnaeus.data.taxonomy import UNKNOWN, LabelIndex, Level, Taxonomy, UnknownClassError, index_labels
 from linnaeus.errors import DataError
 
 NAMES = st.sampled_from(["a", "b", "c", "unknown"])

@@ -97,10 +97,7 @@ def test_every_form_of_an_image(birds: TrainedRun, photos: list[Path]) -> None:
     assert birds.predict(tensor[:1])[0].levels == birds.predict(grey)[0].levels != expected.levels
 
 
-@pytest.mark.parametrize(
-    "error",
-    [RuntimeError("no size"), TypeError("x"), torch.OutOfMemoryError("x")],
-)
+@pytest.mark.parametrize("error", [RuntimeError("no size"), TypeError("x"), torch.OutOfMemoryError("x")])
 def test_a_fault_of_the_program_is_no_unreadable_image(
     birds: TrainedRun, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

@@ -31,9 +31,7 @@ def test_the_cpu_of_another_system_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", [CudaMemory, AcceleratorMemory])
-def test_an_accelerator_counts_what_its_allocator_holds(
-    kind: Callable[[torch.device], DeviceMemory],
-) -> None:
+def test_an_accelerator_counts_what_its_allocator_holds(kind: Callable[[torch.device], DeviceMemory]) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     memory = kind(device)
     memory.clean()

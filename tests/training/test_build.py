@@ -17,10 +17,7 @@ from linnaeus.training.build import Assembly, assemble, plan_facts
 
 
 def assembled(
-    model_name: str = "test_resnet",
-    freeze: str = "none",
-    head: str = "independent",
-    **changes: Any,
+    model_name: str = "test_resnet", freeze: str = "none", head: str = "independent", **changes: Any
 ) -> Assembly:
     torch.manual_seed(0)
     model, loss = ModelConfig(NAME=model_name, FREEZE=freeze, HEAD=head), LossConfig()

@@ -32,8 +32,7 @@ class Unusual(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("AdamW", torch.optim.AdamW), ("sgd", torch.optim.SGD), ("lamb", object)],
+    ("name", "kind"), [("AdamW", torch.optim.AdamW), ("sgd", torch.optim.SGD), ("lamb", object)]
 )
 def test_optimizers_by_the_names_of_timm(name: str, kind: type) -> None:
     kwargs = {"momentum": 0.3} if name == "sgd" else {}

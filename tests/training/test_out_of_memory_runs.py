@@ -145,10 +145,7 @@ def assert_close_weights(folder: Path, other: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("rank", "from_step", "where"),
-    [
-        (1, 0, "forward"),
-        pytest.param(0, 4, "backward", marks=pytest.mark.slow),
-    ],
+    [(1, 0, "forward"), pytest.param(0, 4, "backward", marks=pytest.mark.slow)],
 )
 def test_ranks_end_with_a_checkpoint_and_the_next_attempt_goes_on_smaller(
     tmp_path: Path, rank: int, from_step: int, where: str

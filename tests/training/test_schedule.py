@@ -17,11 +17,7 @@ from linnaeus.training.schedule import Schedule, lr_factor
 NAMES = ("cosine", "linear", "constant")
 
 runs = st.fixed_dictionaries(
-    {
-        "total_steps": st.integers(1, 300),
-        "warmup_steps": st.integers(0, 300),
-        "min_fraction": st.floats(0, 1),
-    }
+    {"total_steps": st.integers(1, 300), "warmup_steps": st.integers(0, 300), "min_fraction": st.floats(0, 1)}
 ).map(lambda run: run | {"warmup_steps": min(run["warmup_steps"], run["total_steps"])})
 
 

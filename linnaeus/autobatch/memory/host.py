@@ -10,14 +10,14 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import torch
 
 from linnaeus.autobatch.memory.cgroups import MemoryPool, limited_cgroups
-from linnaeus.autobatch.memory.interface import DeviceMemory, T
+from linnaeus.autobatch.memory.interface import DeviceMemory
 from linnaeus.autobatch.memory.oom import is_ambiguous, is_out_of_memory
 from linnaeus.autobatch.memory.process import held_bytes, process_limits, status_bytes, untouched_bytes
 from linnaeus.autobatch.memory.storages import StorageTracer, num_compiled_graphs
@@ -36,7 +36,7 @@ _LITTLE = 16
 """Memory runs short where less than this part of it (a sixteenth) is left, or less than `_MARGIN_BYTES`."""
 
 
-class CpuMemory(DeviceMemory):
+class CpuMemory(WorkerThread, DeviceMemory):
     """Host memory of this process: what it held before, and the tensors that trials allocate. Linux only.
 
     Tensors are counted when operations allocate and free them, so that the peak of a step is exact and the
@@ -62,7 +62,6 @@ class CpuMemory(DeviceMemory):
         self._virtual_bytes = 0  # VmPeak when the cap was set
         self._live_at_reset = self._resident_at_reset = self._mapped_at_reset = 0
         self._grows_unseen = False
-        self._worker = WorkerThread()
         self.settle()
         self._is_warm = False  # the first steps load libraries and make kernels
 
@@ -161,15 +160,6 @@ class CpuMemory(DeviceMemory):
         return any(
             room_bytes < max(_MARGIN_BYTES, total_bytes // _LITTLE) for total_bytes, room_bytes in rooms
         )
-
-    def isolate(self, function: Callable[[], T], *, keeps_thread: bool = False) -> T:
-        """Call the function in another thread; see `WorkerThread` for the reason."""
-        worker = self._worker if keeps_thread else WorkerThread()
-        try:
-            return worker.call(function)
-        finally:
-            if not keeps_thread:
-                worker.close()
 
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,65 +17,59 @@ _DEFAULT_STACK_BYTES = 8 * 1024**2
 
 
 class WorkerThread:
-    """Calls functions in one thread of its own; after a call that raised, in a new one.
+    """Calls functions in a thread of their own, which is given up after a call that raised.
 
     When oneDNN's code generator (Xbyak) runs out of memory, it keeps the error in a thread-local variable
     and never clears it, so that the thread cannot create kernels any more.
     """
 
-    def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
+    _kept: ThreadPoolExecutor | None = None
 
-    def call(self, function: Callable[[], T]) -> T:
+    def isolate(self, function: Callable[[], T], *, keeps_thread: bool = False) -> T:
         """Call the function with this thread's torch modes and context variables, and wait for its end.
 
         An exception of this thread, such as Ctrl-C, is raised when the function has ended: nothing may be
         restored while a step still runs.
 
+        Args:
+            function: see `FailedAllocations.isolate`.
+            keeps_thread: the thread also serves the next such call, unless this one raises.
+
         Raises:
             MemoryError: there is no room for the stacks of a new thread's helpers.
             RuntimeError: a new thread cannot be started.
         """
-        modes, is_new = _thread_modes(), self._executor is None
-
-        def work() -> T:
-            if is_new:
-                _start_intra_op_threads()
-            with contextlib.ExitStack() as stack:
-                for mode in modes:
-                    stack.enter_context(mode)
-                return function()
-
+        executor = self._kept if keeps_thread else None
+        is_new, modes = executor is None, contextlib.ExitStack()
+        if executor is None:
+            _require_room_for_threads()
+            executor = ThreadPoolExecutor(1, thread_name_prefix="step")
+        interruption: BaseException | None = None
+        outcome: Future[T] | None = None
         try:
-            if self._executor is None:
-                _require_room_for_threads()
-                self._executor = ThreadPoolExecutor(1, thread_name_prefix="step")
-            return _wait_for(self._executor.submit(contextvars.copy_context().run, work))
+            executor.submit(_enter, modes, _thread_modes(), is_new).result()
+            outcome = executor.submit(contextvars.copy_context().run, function)
+            executor.submit(modes.close)  # as a work of its own, or tracebacks would have a frame for it
+            while not outcome.done():
+                try:
+                    outcome.exception()
+                except BaseException as error:
+                    interruption = error
+            if interruption is not None:
+                raise interruption
+            result = outcome.result()
         except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """End the thread, after the call that it is in."""
-        executor, self._executor = self._executor, None
-        if executor is not None:
+            if keeps_thread:
+                self._kept = None
             executor.shutdown()
-
-
-def _wait_for(outcome: Future[T]) -> T:
-    """The result of a call; an exception of this thread is raised only after the call has ended."""
-    interruption: BaseException | None = None
-    while not outcome.done():
-        try:
-            outcome.exception()
-        except BaseException as error:
-            interruption = error
-    if interruption is not None:
-        raise interruption
-    try:
-        return outcome.result()
-    finally:
-        del outcome  # or the error's traceback, this frame and the error would keep each other alive
+            raise
+        finally:
+            outcome = None  # or the error's traceback, this frame and the error would keep each other alive
+        if keeps_thread:
+            self._kept = executor
+        else:
+            executor.shutdown()
+        return result
 
 
 def _thread_modes() -> list[contextlib.AbstractContextManager[Any]]:
@@ -89,9 +83,17 @@ def _thread_modes() -> list[contextlib.AbstractContextManager[Any]]:
     return modes
 
 
-def _start_intra_op_threads() -> None:
-    """Make torch start its threads now: OpenMP ends the process when it cannot start one under a cap."""
-    torch.ones(1 << 20).add_(1)
+def _enter(
+    stack: contextlib.ExitStack, modes: Iterable[contextlib.AbstractContextManager[Any]], is_new: bool
+) -> None:
+    """Enter the modes in this thread; a new one first makes torch start its helpers.
+
+    OpenMP ends the process when it cannot start one of them under a cap.
+    """
+    if is_new:
+        torch.ones(1 << 20).add_(1)
+    for mode in modes:
+        stack.enter_context(mode)
 
 
 def _require_room_for_threads() -> None:

@@ -1,177 +1,153 @@
-"""Every rank does its own work and gets the results of all, while none waits in a collective.
+"""One batch size for all ranks: rank 0 searches, then all run what it found, and none waits in a collective.
 
-A search of several ranks consists of such exchanges: rank 0 searches, all run the size that it found, and if
-it does not fit everywhere, all run the size of the rank where the least fits, until one fits on all.
+If the size does not fit everywhere, all run the size of the rank where the least fits, until one fits on all.
+Between two rounds the ranks exchange their results through the store.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.finder import CONFIRMATION_GRACE_S
+from linnaeus.autobatch.finder import CONFIRMATION_GRACE_S, BatchSizeFinder
 from linnaeus.autobatch.names import ARGUMENTS, Names
 from linnaeus.autobatch.observer import gib
 from linnaeus.autobatch.ranks.control import ControlPlane, OverdueError
 from linnaeus.autobatch.result import AutoBatchResult
+from linnaeus.autobatch.settings import SearchSettings
 
 GRACE_S = CONFIRMATION_GRACE_S + 30.0
-"""Time that the others wait beyond the deadline of the work: a search finishes its last trial first."""
+"""Time that the others wait beyond the deadline of a search: it finishes its last trial first."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
 
-@dataclass(frozen=True)
 class RankStatus:
-    """Says what a rank is doing: `update` gets each new text, such as `train: trying batch size 128`."""
-
-    update: Callable[[str], None] = lambda text: None
-
-
-Work = Callable[[RankStatus], Any]
-"""What a rank does in an exchange."""
-Exchange = Callable[[Work], list[Any]]
-"""`exchange` with every argument bound except `work`."""
-
-
-def exchange(
-    control: ControlPlane | None,
-    work: Work,
-    *,
-    timeout_minutes: float = 60.0,
-    show: Callable[[str], None] = lambda text: None,
-    names: Names = ARGUMENTS,
-) -> list[Any]:
-    """Call `work` on every rank, wait for all ranks, and return their results.
-
-    Waiting uses neither the GPU nor a collective, so that no timeout of the process group applies. Every rank
-    must call this, in the same order as all that uses the control plane.
+    """Says what this rank does, and gives its results to the others.
 
     Args:
+        show: called with each new text, such as `train: trying batch size 128`, and with whom this rank waits
+            for.
         control: the control plane of the ranks; None if there are no others.
-        work: updates the status that it is given, uses no collective, and returns a picklable value. An
-            update raises the error of another rank.
-        timeout_minutes: after this time the work must end by itself; the others wait `GRACE_S` longer.
-        show: called with what this rank does, and with whom it waits for then.
+    """
+
+    def __init__(
+        self, show: Callable[[str], None] = lambda text: None, control: ControlPlane | None = None
+    ) -> None:
+        self._show, self._control = show, control
+
+    def update(self, text: str) -> None:
+        """Say what this rank does from now on.
+
+        Raises:
+            LinnaeusError: another rank has failed or died; with its message and exit code.
+        """
+        if self._control is not None:
+            self._control.update(text)
+            self._control.check()
+        self._show(text)
+
+    def gather(self, result: Any, *, timeout_minutes: float = 60.0, names: Names = ARGUMENTS) -> list[Any]:
+        """The results of all ranks, in rank order. Every rank must call this.
+
+        Waiting uses neither the GPU nor a collective, so that no timeout of the process group applies.
+
+        Args:
+            result: of this rank; picklable.
+            timeout_minutes: deadline of the others' work; they are waited for `GRACE_S` longer.
+            names: what messages call the settings.
+
+        Raises:
+            LinnaeusError: another rank has failed, has died or hangs; with its message and exit code.
+            AutoBatchError: another rank has not finished in time.
+        """
+        control = self._control
+        if control is None:
+            return [result]
+        self.update("waiting")
+        if control.rank != 0:  # rank 0 logs to the user's console
+            logger.info("waiting for rank %d and the others", control.name_of(0))
+        try:
+            return control.gather(
+                result, limit_s=timeout_minutes * 60 + GRACE_S,
+                on_wait=lambda rank, doing: self._show(f"waiting for rank {rank}: {doing}"),
+            )  # fmt: skip
+        except OverdueError as error:
+            raise AutoBatchError(
+                f"AutoBatch: rank {error.rank} has taken longer than {names.timeout_minutes} and "
+                f"{GRACE_S:.0f} s more (it is {error.doing}); raise the timeout or lower {names.max_trials}"
+            ) from None
+
+
+def search_on_ranks(
+    finder_for: Callable[[RankStatus, SearchSettings], AbstractContextManager[BatchSizeFinder]],
+    settings: SearchSettings,
+    control: ControlPlane | None,
+    *,
+    found: AutoBatchResult | None = None,
+    size: int | None = None,
+    show: Callable[[str], None] = lambda text: None,
+    names: Names = ARGUMENTS,
+) -> AutoBatchResult:
+    """Search on rank 0, then run the size found on every rank, until one fits on all. All must call this.
+
+    Args:
+        finder_for: makes the finder of this rank, whose trials use no collective, and which updates the
+            status.
+        settings: of the search, the same on every rank.
+        control: the control plane of the ranks; None if there are no others.
+        found: what an earlier call has returned: all run `size`, once, and look below it where it does not
+            fit. Memory does not always grow with the size: a smaller size may not fit either.
+        size: chosen earlier. It is tried first, and no larger one is.
+        show: see `RankStatus`.
         names: what messages call the settings.
 
     Returns:
-        The results in rank order.
+        The result with the trials of rank 0. If the last size run fits on every rank, it is among those that
+        ran there; if not, the largest size that fits on the rank with the smallest is the new batch size.
 
     Raises:
+        AutoBatchError: no size fits; another rank has not finished in time.
         LinnaeusError: another rank has failed, has died or hangs; with its message and exit code.
-        AutoBatchError: another rank has not finished in time.
     """
-
-    def tell(text: str) -> None:
-        if control is not None:
-            control.update(text)
-            control.check()
-        show(text)
-
-    def tell_waiting(rank: int, doing: str) -> None:
-        show(f"waiting for rank {rank}: {doing}")
-
-    status = RankStatus(tell)
-    status.update("starting")
-    result = work(status)
-    if control is None:
-        return [result]
-    status.update("waiting")
-    if control.rank != 0:  # rank 0 logs to the user's console
-        logger.info("waiting for rank %d and the others", control.name_of(0))
-    try:
-        return control.gather(result, limit_s=timeout_minutes * 60 + GRACE_S, on_wait=tell_waiting)
-    except OverdueError as error:
-        raise AutoBatchError(
-            f"AutoBatch: rank {error.rank} has taken longer than {names.timeout_minutes} and "
-            f"{GRACE_S:.0f} s more (it is {error.doing}); raise the timeout or lower {names.max_trials}"
-        ) from None
+    status, is_once = RankStatus(show, control), found is not None
+    while True:
+        status.update("starting")
+        verdict = None
+        if found is not None or control is None or control.rank == 0:
+            with finder_for(status, settings if size is None else settings.at_most(size)) as finder:
+                verdict = finder.find()
+        verdicts = status.gather(verdict, timeout_minutes=settings.timeout_minutes, names=names)
+        found = verdicts[0] if found is None or size is None else _joined(found, verdicts, size, control)
+        if control is None or is_once or size in found.ran_on_every_rank:
+            return found
+        size = found.batch_size
 
 
-def search_on_main(exchange_all: Exchange, rank: int, search: Callable[[RankStatus], AutoBatchResult]) -> Any:
-    """The result of rank 0's search, on every rank. Every rank must call this.
-
-    Args:
-        exchange_all: `exchange` of the ranks.
-        rank: this process.
-        search: called on rank 0.
-
-    Raises:
-        LinnaeusError: the same on every rank; see `exchange`.
-    """
-
-    def work(status: RankStatus) -> AutoBatchResult | None:
-        if rank == 0:
-            return search(status)
-        status.update("waiting")
-        return None
-
-    return exchange_all(work)[0]
-
-
-def agreed(
-    result: AutoBatchResult, run_everywhere: Callable[[AutoBatchResult, int], AutoBatchResult]
+def _joined(
+    found: AutoBatchResult, verdicts: Sequence[AutoBatchResult], size: int, control: ControlPlane | None
 ) -> AutoBatchResult:
-    """Run the size found on every rank, and then the smaller ones, until one fits on all of them.
-
-    Args:
-        result: the same on every rank.
-        run_everywhere: `run_on_every_rank` with all but the result and the size to run.
-    """
-    size = None
-    while result.batch_size != size:
-        size = result.batch_size
-        result = run_everywhere(result, size)
-    return result
-
-
-def run_on_every_rank(
-    exchange_all: Exchange,
-    run: Callable[[RankStatus, int], AutoBatchResult],
-    result: AutoBatchResult,
-    size: int,
-    name_of: Callable[[int], int] = lambda rank: rank,
-) -> AutoBatchResult:
-    """Run the size found, or one below it, on every rank. Every rank must call this.
-
-    Memory does not always grow with the size: a smaller size may not fit.
-
-    Args:
-        exchange_all: `exchange` of the ranks.
-        run: runs a size on this rank, and searches below it if it does not fit.
-        result: of the search; the same on every rank.
-        size: to run.
-        name_of: the number that messages give to a rank.
-
-    Returns:
-        The result with the new trials of rank 0. If the size fits on every rank, it is among those that ran
-        there; if not, the largest size that fits on the rank with the smallest is the new batch size.
-
-    Raises:
-        LinnaeusError: the same on every rank; see `exchange`.
-    """
-    verdicts: list[AutoBatchResult] = exchange_all(lambda status: run(status, size))
+    """The result, once every rank has run a size, or searched below it."""
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
-    before_bytes, own = result.held_bytes, verdicts[0]
-    result = dataclasses.replace(
-        result, trials=(*result.trials, *own.trials), held_bytes=own.held_bytes,
-        budget_bytes=own.budget_bytes, seconds=result.seconds + max(each.seconds for each in verdicts),
+    before_bytes, own = found.held_bytes, verdicts[0]
+    found = dataclasses.replace(
+        found, trials=(*found.trials, *own.trials), held_bytes=own.held_bytes,
+        budget_bytes=own.budget_bytes, seconds=found.seconds + max(each.seconds for each in verdicts),
     )  # fmt: skip
     if smallest.batch_size == size:
-        return dataclasses.replace(result, ran_on_every_rank=(*result.ran_on_every_rank, size))
-    if len(verdicts) > 1:
+        return dataclasses.replace(found, ran_on_every_rank=(*found.ran_on_every_rank, size))
+    if control is not None:
         logger.info(
-            "rank %d fits no more than %d (%s): %s", name_of(verdicts.index(smallest)),
-            smallest.batch_size, result.mode, _why(smallest, before_bytes),
+            "rank %d fits no more than %d (%s): %s", control.name_of(verdicts.index(smallest)),
+            smallest.batch_size, found.mode, _why(smallest, before_bytes),
         )  # fmt: skip
-    predicted = result.prediction and dataclasses.replace(result.prediction, peak_bytes=None)
+    predicted = found.prediction and dataclasses.replace(found.prediction, peak_bytes=None)
     return dataclasses.replace(
-        result, batch_size=smallest.batch_size, certified=smallest.certified, within=smallest.within,
+        found, batch_size=smallest.batch_size, certified=smallest.certified, within=smallest.within,
         limited_by=smallest.limited_by, prediction=predicted,
     )  # fmt: skip
 

@@ -6,18 +6,17 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.search import TrialRecord
+from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.commands.analyze.breakdown import Breakdown, break_down, counting
 from linnaeus.commands.analyze.options import Options
 from linnaeus.commands.analyze.results import Analysis, Row
 from linnaeus.commands.measure import Speeds, find_largest
-from linnaeus.config.schema import AutoBatchConfig
 from linnaeus.errors import AutoBatchError
 from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.training.state_bytes import StateBytes
@@ -63,7 +62,7 @@ def measure_mode(
                 row = Row(mode, fraction)
                 rows.append(row)
                 analysis.rows.append(row)
-                result = _find(finder, rows, num_fractions=len(fractions), config=search.config.AUTOBATCH)
+                result = _find(finder, rows, num_fractions=len(fractions))
                 if result is not None:
                     found.append(result)
                     row.breakdown = _breakdown(row, rows, state)
@@ -87,9 +86,7 @@ def _log(row: Row) -> None:
     )
 
 
-def _find(
-    finder: BatchSizeFinder, rows: Sequence[Row], *, num_fractions: int, config: AutoBatchConfig
-) -> AutoBatchResult | None:
+def _find(finder: BatchSizeFinder, rows: Sequence[Row], *, num_fractions: int) -> AutoBatchResult | None:
     """Search the fraction of the last row, and fill the row even when the search is interrupted."""
     row = rows[-1]
     num_before = len(finder.trials)
@@ -97,9 +94,9 @@ def _find(
     row.limited_by = "interrupted"
     try:
         if rows[0].budget_bytes is None:
-            result = find_largest(finder, row.memory_fraction, config)
+            result = find_largest(finder, row.memory_fraction)
         else:
-            result = _find_further(finder, rows, num_fractions, config)
+            result = _find_further(finder, rows, num_fractions)
         row.batch_size, row.certified = result.batch_size, result.certified
         row.limited_by = result.limited_by
     except AutoBatchError as error:
@@ -115,25 +112,23 @@ def _find(
     return result
 
 
-def _find_further(
-    finder: BatchSizeFinder, rows: Sequence[Row], num_fractions: int, config: AutoBatchConfig
-) -> AutoBatchResult:
+def _find_further(finder: BatchSizeFinder, rows: Sequence[Row], num_fractions: int) -> AutoBatchResult:
     """Search a fraction below the first, starting where the peaks measured so far predict its size.
 
     Certifying a size takes at least two trials, and many fractions should cost little more than one: so the
     size may remain uncertified.
     """
     first, *others, row = rows
-    find = partial(
-        finder.find, row.memory_fraction, tolerance=config.TOLERANCE,
-        timeout_minutes=config.TIMEOUT_MINUTES, confirm=False,
+    settings = replace(
+        finder.settings, target_memory_fraction=row.memory_fraction, strategy="guided", objective="memory",
+        start=None,
     )  # fmt: skip
     num_left = int(EXTRA_TRIALS * len(first.trials)) - sum(len(other.trials) for other in others)
     num_trials = max(1, math.ceil(num_left / (num_fractions - len(others) - 1)))
-    expected = start = _expected(finder, rows, config.MEMORY_LIMIT_GB)
+    expected = start = _expected(finder, rows, finder.settings.memory_limit_gb)
     num_before = len(finder.trials)
     try:
-        result = find(start=start, max_trials=1)
+        result = finder.find(replace(settings, start=start, max_trials=1), confirm=False)
         while result.limited_by == "max_trials":
             is_close = start is None or expected is None or result.batch_size >= CLOSE_FRACTION * expected
             if len(finder.trials) - num_before >= (num_trials if is_close else MAX_TRIALS_WHILE_FAR):
@@ -142,9 +137,9 @@ def _find_further(
                 start = None
             else:
                 start = result.batch_size + int(NEXT_START_FRACTION * (start - result.batch_size))
-            result = find(start=start, max_trials=1)
+            result = finder.find(replace(settings, start=start, max_trials=1), confirm=False)
     except AutoBatchError:  # nothing has fitted yet, and a row needs a size
-        result = find()
+        result = finder.find(replace(settings, max_trials=SearchSettings.max_trials), confirm=False)
     # The bound on trials here is not DATA.AUTOBATCH.MAX_TRIALS, so it must not be reported as that.
     return replace(result, limited_by="memory") if result.limited_by == "max_trials" else result
 

@@ -9,6 +9,7 @@ from typing import get_args
 
 from linnaeus.autobatch.predict.gpus import GIB, GPUS, Gpu, find_gpu
 from linnaeus.autobatch.result import Mode
+from linnaeus.autobatch.search import STRATEGIES
 from linnaeus.commands.options import (
     AUTOBATCH,
     CommandParser,
@@ -20,7 +21,7 @@ from linnaeus.commands.options import (
     read_request,
 )
 from linnaeus.config.keys import suggest
-from linnaeus.config.schema import STRATEGIES, Config
+from linnaeus.config.schema import Config
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 MOST_GIB = 1e6

@@ -49,7 +49,7 @@ from linnaeus.inference.trained import load_run
 from linnaeus.log import close_logging, set_up_logging
 from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import size_origin
-from linnaeus.sizing.sizes import SizeSearch, find_evaluation_size
+from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.training import fingerprint
 
 REPORT_S = 30.0
@@ -155,7 +155,8 @@ def _measure(session: Session, data: EvaluationData) -> tuple[Config, Outcome]:
             config.DATA, config.TRAIN, data.bundle, assembly, world, config.EXPERIMENT.SEED,
             console=session.console if world.is_main else None,
         )  # fmt: skip
-        found = find_evaluation_size(search)
+        with search.on_ranks("val") as search_all:
+            found = search_all()
         config = with_batch_sizes(config, val=found.batch_size)
         logger.info("AutoBatch: DATA.BATCH_SIZE_VAL %d", found.batch_size)
     size = config.DATA.BATCH_SIZE_VAL

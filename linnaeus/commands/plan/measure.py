@@ -47,7 +47,7 @@ class Measuring:
         """
         config = self.config.DATA.AUTOBATCH
         with search.finder("train", status) as finder:
-            largest = find_largest(finder, config.TARGET_MEMORY_FRACTION, config)
+            largest = find_largest(finder, config.TARGET_MEMORY_FRACTION)
             self.plan.search = largest.as_dict()
             speeds = Speeds()
             if sizes is None:

@@ -77,10 +77,7 @@ done
 def test_bash_gets_what_replaces_the_word_after_the_equals_sign(home: Path) -> None:
     """The command itself answers, in a process for each line."""
     run("bash")
-    expected = {
-        "linnaeus DATA.AUTOBATCH.STRATEGY=b": "binary binsearch",
-        "linnaeus --cfg ": "",
-    }
+    expected = {"linnaeus DATA.AUTOBATCH.STRATEGY=b": "binary binsearch", "linnaeus --cfg ": ""}
     done = subprocess.run(
         ["bash", "--norc", "-c", REPLIES, "bash", place("bash", os.environ)],
         input="\n".join(expected) + "\n", capture_output=True, text=True, check=True,

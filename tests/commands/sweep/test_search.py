@@ -141,13 +141,7 @@ def test_a_search_draws_near_to_the_best(
     assert (last < first) == draws_near
 
 
-@pytest.mark.parametrize(
-    ("metric", "values", "best"),
-    [
-        ("gain", (-0.5, -0.25), 1),
-        (None, (-0.5, -0.25), 0),
-    ],
-)
+@pytest.mark.parametrize(("metric", "values", "best"), [("gain", (-0.5, -0.25), 1), (None, (-0.5, -0.25), 0)])
 def test_the_best_value_keeps_its_sign(
     tmp_path: Path, plan_of: Callable[..., SearchPlan], metric: str | None, values: list[float], best: int
 ) -> None:

@@ -180,12 +180,7 @@ def test_a_killed_sweep_is_joined(run_in_child: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "search", "is_refused"),
-    [
-        ("config.yaml", False, True),
-        ("sweep.json", True, True),
-        (STUDY, False, True),
-        (STUDY, True, False),
-    ],
+    [("config.yaml", False, True), ("sweep.json", True, True), (STUDY, False, True), (STUDY, True, False)],
 )
 def test_runs_grids_and_searches_have_folders_of_their_own(
     tmp_path: Path, file: str, search: bool, is_refused: bool
