@@ -89,7 +89,8 @@ def autobatch(
             `min_batch_size`, or 2 for a model with BatchNorm.
         evaluation: find `per_device_eval_batch_size` too; by default where `eval_strategy` evaluates.
         eval_options: further or other arguments of `auto_find_batch_size`, for the search of evaluation.
-        length: where the lengths of samples are, as for `longest`; by default in a column `length`.
+        length: where the lengths of samples are, as for `longest`; by default what the collator gives tells
+            which samples are the largest.
         samples, eval_samples: samples to make batches of, in place of the longest of the datasets; they
             repeat where they are too few.
         options: further arguments of `auto_find_batch_size`.

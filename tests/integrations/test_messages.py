@@ -228,8 +228,7 @@ def transformers() -> dict[str, str]:
 
 def accelerate() -> dict[str, str]:
     return {
-        "accelerate: a rule": raised(lambda: decorator(reduce_batch_size_fn=int)(print)),
-        "accelerate: an objective": raised(lambda: decorator(objective="throughput")(print)),
+        "accelerate: a decorator": raised(lambda: decorator(starting_batch_size=8)(print)),
         "accelerate: no accelerator": raised(find_batch_size, [], None, None, None, None),
     }
 
