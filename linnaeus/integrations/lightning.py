@@ -145,7 +145,7 @@ class AutoBatch(Callback):  # type: ignore[misc]
         library = Library(trainer)
         if stage != "fit":
             library("utilities.rank_zero").rank_zero_info(
-                f"AutoBatch: {stage} keeps its batch size; only fit searches"
+                f"AutoBatch: {getattr(stage, 'value', stage)} keeps its batch size; only fit searches"
             )
             return
         vars(trainer.strategy).pop("_setup_model", None)  # an earlier fit may have ended before its search
@@ -233,6 +233,9 @@ class _Search:
         """Find the sizes; inside of `rehearsal`."""
         callback, trainer = self._callback, self._trainer
         self._look_at_loaders()
+        for mode, loaders in self._loaders.items():
+            for sized in loaders.sized if callback._make_batch[mode] is None else ():
+                sized.look()
         effective, bounds = callback._effective_batch_size, self._bounds("train")
         if effective is not None:
             self._check_effective_bounds(effective, bounds)

@@ -91,12 +91,18 @@ class SizedLoader:
         assert count is not None
         if self._is_fresh:
             return self.loader.collate_fn(self._fetched(count))
-        if self._is_iterable and not self._samples:
-            self._samples = self._streamed()
-        elif not self._is_iterable and len(self._samples) < min(count, len(self._order)):
+        self.look()
+        if not self._is_iterable and len(self._samples) < min(count, len(self._order)):
             self._samples = self._fetched(min(count, len(self._order)))
         # Shallow copies: a collate function may take items out of its samples.
         return self.loader.collate_fn([copy.copy(each) for each in islice(cycle(self._samples), count)])
+
+    def look(self) -> None:
+        """Look at the samples, before trials whose memory this is no part of."""
+        if not self._is_iterable:
+            self._order  # noqa: B018
+        elif not self._samples:
+            self._samples = self._streamed()
 
     @cached_property
     def _order(self) -> Sequence[int]:
@@ -111,7 +117,7 @@ class SizedLoader:
         return range(0, num_samples, step)[: num_samples if self._is_fresh else PROBED]
 
     def _fetched(self, count: int) -> list[Any]:
-        return list(self._readable.__getitems__([*islice(cycle(self._order), count)]))
+        return list(self._readable.__getitems__([*islice(cycle(self._order[:count]), count)]))
 
     @cached_property
     def _readable(self) -> Subset[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -352,12 +353,25 @@ def test_an_error_that_is_not_about_memory_is_raised_as_it_is_and_leaves_the_siz
     assert len(trainer.callbacks) == 1
 
 
-def test_nothing_is_searched_in_a_fast_run_nor_in_validation() -> None:
+def test_the_common_options_are_parameters() -> None:
+    expected = {
+        "target_memory_fraction",
+        "min_batch_size",
+        "max_batch_size",
+        "memory_limit_gb",
+        "multiple_of",
+    }
+    assert {*inspect.signature(AutoBatch).parameters} >= expected
+
+
+def test_nothing_is_searched_in_a_fast_run_nor_in_validation(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     module, callback = Net(), small()
     trainer = trainer_for([callback], fast_dev_run=True)
     trainer.fit(module)
     trainer_for([callback]).validate(module)
     assert (callback.batch_size, module.batch_size) == (None, 4)
+    assert "AutoBatch: validate " in caplog.text
 
 
 def test_the_search_is_not_seen_by_loggers_and_callbacks(tmp_path: Path) -> None:
