@@ -10,8 +10,7 @@ prints, with other numbers on another machine:
     epoch 3  loss 0.101  accuracy 0.94
     trained with batch size 232 per process
 
-Needs `pip install linnaeus[accelerate]`; the digits come with scikit-learn. Compare with accelerate's own
-`find_executable_batch_size`: only the decorator differs.
+Needs `pip install linnaeus[accelerate]`; the digits come with scikit-learn.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from linnaeus.integrations.accelerate import autobatch
+from linnaeus.integrations.accelerate import find_batch_size
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -43,6 +42,12 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
+def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Cross-entropy of images and labels."""
+    images, labels = batch
+    return nn.functional.cross_entropy(model(images), labels)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Train; returns the batch size of each process."""
     parser = argparse.ArgumentParser(description="Train on digits with accelerate.")
@@ -53,35 +58,31 @@ def main(argv: list[str] | None = None) -> int:
     accelerator = Accelerator(cpu=options.cpu)
     train_set, test_set = digits()
 
-    @autobatch(starting_batch_size=512, memory_limit_gb=options.memory_limit_gb)
-    def train(batch_size: int) -> None:
-        accelerator.free_memory()
-        torch.manual_seed(0)
-        model = network()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        loader = DataLoader(train_set, batch_size=batch_size, shuffle=True)
-        test_loader = DataLoader(test_set, batch_size=batch_size)
-        model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, test_loader)
-        for epoch in range(1, options.epochs + 1):
-            model.train()
-            for images, labels in loader:
-                loss = nn.functional.cross_entropy(model(images), labels)
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            accelerator.print(f"epoch {epoch}  loss {loss:.3f}  accuracy {accuracy(model, test_loader):.2f}")
-
-    def accuracy(model: nn.Module, loader: DataLoader) -> float:
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    batch_size = find_batch_size(
+        accelerator, model, optimizer, loss_of, train_set, memory_limit_gb=options.memory_limit_gb
+    )
+    loader = DataLoader(train_set, batch_size=batch_size, shuffle=True)
+    loader, test_loader = accelerator.prepare(loader, DataLoader(test_set, batch_size=batch_size))
+    for epoch in range(1, options.epochs + 1):
+        model.train()
+        for batch in loader:
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
         model.eval()
         right = []
         with torch.no_grad():
-            for images, labels in loader:
+            for images, labels in test_loader:
                 right.append(accelerator.gather_for_metrics(model(images).argmax(1) == labels))
-        return torch.cat(right).float().mean().item()
-
-    train()
-    accelerator.print(f"trained with batch size {train.batch_size} per process")
-    return train.batch_size
+        accuracy = torch.cat(right).float().mean().item()
+        accelerator.print(f"epoch {epoch}  loss {loss:.3f}  accuracy {accuracy:.2f}")
+    accelerator.print(f"trained with batch size {batch_size} per process")
+    return batch_size
 
 
 if __name__ == "__main__":

@@ -54,8 +54,10 @@ class Digits(LightningModule):
         self.log("accuracy", correct.mean(), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW with the rate of the hyperparameters."""
-        return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
+        """AdamW with a rate that grows with the root of the samples per optimizer step."""
+        trainer = self.trainer
+        samples = self.hparams["batch_size"] * trainer.accumulate_grad_batches * trainer.world_size
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"] * (samples / 64) ** 0.5)
 
     def train_dataloader(self) -> DataLoader[Sequence[Tensor]]:
         """Batches of the size in the hyperparameters, which AutoBatch sets."""
@@ -85,8 +87,6 @@ def main(argv: Sequence[str] | None = None) -> Trainer:
         max_batch_size=options.max_batch_size,
         memory_limit_gb=options.memory_limit_gb,
         effective_batch_size=options.effective_batch_size,
-        scale_lr="sqrt",
-        base_batch_size=64,
     )
     trainer = Trainer(
         accelerator=options.accelerator, devices=options.devices, max_epochs=options.epochs,

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import heapq
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from numbers import Integral
 from operator import itemgetter
 from typing import Any
 
 import torch
 
+from linnaeus.autobatch import nest
 from linnaeus.autobatch.arguments import check_count, kind_of
+from linnaeus.autobatch.attributes import is_array
 from linnaeus.autobatch.rng import rng_state, set_rng_state
 
 Length = str | Callable[[Any], int] | Sequence[int] | None
 
 STORED = ("length", "lengths")
 """Columns in which the samples' lengths are looked for."""
+PROBED = 64
+"""Samples whose batches tell whether samples differ in size."""
 NOTABLE_S = 5.0
 """Reading a dataset that takes longer is logged, with what would make it unnecessary."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
 
-def longest(dataset: Any, n: int, *, length: Length = None, read: Any = None) -> list[Any]:
+def longest(dataset: Any, n: int, *, length: Length = None) -> list[Any]:
     """The n longest samples of a dataset, the longest first; of equal ones, those that come first in it.
 
     Where lengths are stored, they are read instead of the samples: in a column `length` or `lengths` of a
@@ -40,36 +47,115 @@ def longest(dataset: Any, n: int, *, length: Length = None, read: Any = None) ->
     [{'input_ids': [1, 2]}]
     >>> longest(["ab", "c"], 5)
     ['ab', 'c', 'ab', 'c', 'ab']
-    >>> longest(["ab", "c"], 1, read=["the first", "the second"])
-    ['the first']
 
     Args:
         dataset: samples by index, or to be iterated over (to the end).
         n: how many samples; a dataset with fewer repeats.
         length: where the lengths are: the name of a column, a function of a sample, or one number for each
             sample in the dataset's order. By default a stored column, else `num_values` of each sample.
-        read: the same samples by the same index, in another form: these are given. Lengths are the dataset's.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or out of its range, an empty dataset, or a
             `length` that does not go with the dataset.
     """
     check_count("n", n)
-    cpu, length_of = torch.device("cpu"), length if callable(length) else num_values
-    random_state = rng_state(cpu)
-    try:
+    with _same_random_numbers():
         stored = stored_lengths(dataset, length)
-        if stored is None and read is not None:
-            stored = map(length_of, _samples(dataset))
         if stored is None:
-            samples = _longest_read(dataset, n, length_of)
+            samples = _longest_read(dataset, n, length if callable(length) else num_values)
         else:
-            samples = _longest_stored(dataset if read is None else read, n, stored)
-    finally:
-        set_rng_state(random_state, cpu)
+            samples = _longest_stored(dataset, n, stored)
     if not samples:
         raise ValueError("dataset is empty; it must have a sample")
     return list(islice(cycle(samples), n))
+
+
+def largest_first(
+    dataset: Any, collate: Callable[[list[Any]], Any], lengths: Sequence[Any] | None = None
+) -> torch.Tensor | None:
+    """The indices of a dataset's samples, those that make the largest batch first; shape (samples,).
+
+    The collate function gets up to `PROBED` samples, spread evenly, each twice in a batch of its own. Where
+    all these batches have the same shapes, there is no order: None. Else it goes by `lengths`, or by
+    `num_values` of every sample, if a probed batch is never smaller where that is larger; or else by the
+    batch of every sample, and the samples with most values in one of its tensors come first of all. The log
+    says which. Global random number generators on the CPU are left as they were.
+
+    >>> texts = ["a", "abcd", "ab"]
+    >>> largest_first(texts, lambda samples: torch.zeros(len(samples), max(map(len, samples)))).tolist()
+    [1, 2, 0]
+    >>> largest_first(texts, lambda samples: torch.zeros(len(samples), 8))
+
+    Args:
+        dataset: read by index.
+        collate: makes a batch of samples, with tensors or arrays.
+        lengths: one number for each sample, which may be about something else.
+
+    Raises:
+        ValueError: the dataset is empty.
+    """
+    num_samples = len(dataset)
+    if not num_samples:
+        raise ValueError("dataset is empty; it must have a sample")
+    with _same_random_numbers():
+        probed = [place * num_samples // PROBED for place in range(PROBED)]
+        probed, started = sorted(set(probed)), time.monotonic()
+        samples = [dataset[index] for index in probed]
+        values = [num_values(sample) for sample in samples]
+        shapes = [_batch_values(collate, sample) for sample in samples]
+        seconds = (time.monotonic() - started) / len(probed) * num_samples
+        if len(set(shapes)) == 1:
+            return None
+        text = "samples differ in size: trials use the largest of %d, by %s"
+        if lengths is not None and _follow([_integer(lengths[index]) for index in probed], shapes):
+            logger.info(text, num_samples, "the lengths that are stored")
+            return descending(lengths)
+        by_values = _follow(values, shapes)
+        kind = "values" if by_values else "batch"
+        logger.info(text, num_samples, f"the {kind} of each, read in about {seconds:.0f} s")
+        if by_values:
+            return descending(num_values(dataset[index]) for index in range(num_samples))
+        most: dict[int, tuple[int, int]] = {}  # values and sample, by the place of a tensor in the batch
+        totals = []
+        for index in range(num_samples):
+            found = _batch_values(collate, dataset[index])
+            totals.append(sum(found))
+            for place, number in enumerate(found):
+                most[place] = max(most.get(place, (-1, 0)), (number, -index))
+        worst = [-negative for _, negative in most.values()]
+        order = [*worst, *descending(totals).tolist()]
+        return torch.tensor(list(dict.fromkeys(order)))
+
+
+def _batch_values(collate: Callable[[list[Any]], Any], sample: Any) -> tuple[int, ...]:
+    """Values of each tensor and array in a batch of a sample and its copy; else the number of all leaves."""
+    leaves = list(nest.leaves(collate([copy.copy(sample), copy.copy(sample)])))
+    found = [num_values(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) or is_array(leaf)]
+    return tuple(found) or (len(leaves),)
+
+
+def _follow(lengths: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether no batch has fewer values in a tensor than one of a shorter sample; equal ones are the same."""
+    pairs = sorted(zip(lengths, shapes, strict=True))
+    return all(
+        a == b if short == long else len(a) == len(b) and all(map(operator.le, a, b))
+        for (short, a), (long, b) in pairwise(pairs)
+    )
+
+
+def descending(lengths: Iterable[Any]) -> torch.Tensor:
+    """The indices of these lengths, the largest first; of equal ones, in their order."""
+    return torch.tensor([_integer(number) for number in lengths]).argsort(descending=True, stable=True)
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    cpu = torch.device("cpu")
+    before = rng_state(cpu)
+    try:
+        yield
+    finally:
+        set_rng_state(before, cpu)
 
 
 def num_values(sample: Any) -> int:
@@ -97,7 +183,7 @@ def num_values(sample: Any) -> int:
     return 1
 
 
-def stored_lengths(dataset: Any, length: Length = None) -> Iterable[Any] | None:
+def stored_lengths(dataset: Any, length: Length = None) -> Sequence[Any] | None:
     """One length for each sample, without a look at the samples; None where there are none.
 
     Args:
@@ -127,7 +213,7 @@ def stored_lengths(dataset: Any, length: Length = None) -> Iterable[Any] | None:
         if inner is None:
             return None
         lengths = list(inner)
-        return (lengths[index] for index in dataset.indices)
+        return [lengths[index] for index in dataset.indices]
     if not isinstance(columns, list) or not hasattr(dataset, "__len__"):
         return None
     return next((dataset[name] for name in STORED if name in columns), None)

@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import inspect
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as torch_dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.autobatch.api import auto_find_batch_size
@@ -18,6 +18,7 @@ from linnaeus.autobatch.arguments import UNBOUNDED, check_count
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.observer import check_observer
 from linnaeus.autobatch.ranks.control import group_of_this_rank
+from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.autobatch.settings import SearchSettings
 from linnaeus.autobatch.split import MANY_ACCUMULATION_STEPS, Split, nearest, split_samples
 
@@ -99,6 +100,35 @@ def options_at_most(options: Mapping[str, Any], limit: int) -> dict[str, Any]:
         limit: the size.
     """
     return {**options, **dataclasses.asdict(SearchSettings.of(options).at_most(limit))}
+
+
+def find_size(
+    step: Callable[[Any], object],
+    make_batch: Callable[[int], Any],
+    options: Mapping[str, Any],
+    earlier: int | None,
+    **arguments: Any,
+) -> AutoBatchResult:
+    """Search; where an earlier run has used a size, run this once, and search below it only if it must be.
+
+    Args:
+        step, make_batch, arguments: as for `auto_find_batch_size`.
+        options: of the user, with `max_batch_size`.
+        earlier: size of the run that is resumed; the same on every rank.
+
+    Raises:
+        AutoBatchError: no size fits.
+    """
+    if earlier is not None:
+        options = options_at_most(options, min(earlier, options["max_batch_size"]))
+    result = auto_find_batch_size(step, make_batch, **{**arguments, **options})
+    if earlier is not None and result.batch_size < earlier:
+        logger.warning(
+            "AutoBatch (%s): the run that is resumed had batch size %d; going on with %d: %s",
+            result.mode, earlier, result.batch_size,
+            "that no longer fits" if result.limited_by == "memory" else f"limited by {result.limited_by}",
+        )  # fmt: skip
+    return result
 
 
 def check_effective_batch(effective_batch_size: int, world_size: int) -> None:
@@ -210,13 +240,17 @@ def split_effective_batch(
     return split
 
 
-def refill(container: Any, content: Any) -> None:
-    """Give a dictionary or a list, which others may hold too, this content."""
-    if isinstance(container, list):
-        container[:] = content
-        return
-    container.clear()
-    container.update(content)
+class SavedTensor:
+    """A tensor in an attribute, and its value, for `Contents`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._value = tensor, tensor.detach().clone()
+
+    def restore(self) -> None:
+        """Put the value back, in its shape."""
+        if self._tensor.shape != self._value.shape:
+            self._tensor.data = self._value.clone()
+        self._tensor.detach().copy_(self._value)
 
 
 @contextlib.contextmanager

@@ -11,29 +11,28 @@ size found, as it would with that size by hand.
 
 from __future__ import annotations
 
-import inspect
 import logging
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
-from linnaeus.autobatch.arguments import check_choice, check_count, kind_of
+from linnaeus.autobatch import AutoBatchResult
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.ranks.control import ControlPlane
-from linnaeus.autobatch.ranks.group import together
-from linnaeus.autobatch.split import Split, scale_factor
+from linnaeus.autobatch.ranks.group import of_main, together
 from linnaeus.integrations.common import (
     SET_BY_TRAINER,
     check_divisors,
     check_effective_batch,
     check_values,
     checked_options,
+    find_size,
     min_samples,
+    options_at_most,
     split_effective_batch,
 )
-from linnaeus.integrations.lightning_loaders import Epoch, Library, Loaders
+from linnaeus.integrations.lightning_loaders import Library, Loaders
 from linnaeus.integrations.lightning_steps import (
     TrainStep,
     ValidationStep,
@@ -47,9 +46,6 @@ try:
 except ImportError:
     from pytorch_lightning import Callback
 
-LR_NAMES = ("lr", "learning_rate")
-"""Attributes that hold the learning rate, in this order; Lightning's own finder looks for the same."""
-
 REFUSED = SET_BY_TRAINER | {"predict"}
 """Arguments of `auto_find_batch_size` that are no options here."""
 
@@ -58,15 +54,7 @@ _NOT_ALONE = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy")
 
 logger = logging.getLogger("linnaeus.autobatch")
 
-
-@dataclass
-class _Plan:
-    """What a run is to use. What it leaves alone is None."""
-
-    train: int
-    val: int | None = None
-    accumulation_steps: int | None = None
-    learning_rate: float | None = None
+Mode = Literal["train", "val"]
 
 
 class AutoBatch(Callback):  # type: ignore[misc]
@@ -77,6 +65,10 @@ class AutoBatch(Callback):  # type: ignore[misc]
     this size by hand.
 
     Args:
+        target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
+        min_batch_size, max_batch_size: bounds of the size per process, inclusive; None is no upper bound.
+        memory_limit_gb: GiB of a smaller device to search for; by default the device's own.
+        multiple_of: sizes from here on are multiples of it.
         batch_arg_name: attribute of the module, the data module or their `hparams` that the loaders take
             their batch size from.
         val_batch_arg_name: the attribute for validation, where it has its own. Where validation shares that
@@ -86,15 +78,9 @@ class AutoBatch(Callback):  # type: ignore[misc]
             {"max_batch_size": 2048}.
         effective_batch_size: samples per optimizer step over all processes. `accumulate_grad_batches` is set
             to what that takes, and the batch size to the largest that fits and divides it.
-        scale_lr: `linear` or `sqrt`: the learning rate times the effective batch size divided by
-            `base_batch_size`, or times the root of that. None leaves it alone.
-        base_batch_size: the effective batch size that the learning rate was tuned for.
-        lr_arg_name: attribute or hyperparameter that holds the learning rate; by default `lr`, else
-            `learning_rate`.
         make_batch: makes a training batch of n samples, on the host, in the place of samples of the loaders.
         make_val_batch: the same for validation.
-        **options: arguments of `auto_find_batch_size`: `target_memory_fraction`, `max_batch_size`,
-            `memory_limit_gb`, `strategy`, `max_trials` and others.
+        **options: further arguments of `auto_find_batch_size`: `strategy`, `max_trials` and others.
 
     Attributes:
         results: what the searches of the last `fit` have found, by mode: `train`, and `val` where it was
@@ -109,48 +95,41 @@ class AutoBatch(Callback):  # type: ignore[misc]
     def __init__(
         self,
         *,
+        target_memory_fraction: float = 0.8,
+        min_batch_size: int = 1,
+        max_batch_size: int | None = 512,
+        memory_limit_gb: float | None = None,
+        multiple_of: int = 1,
         batch_arg_name: str = "batch_size",
         val_batch_arg_name: str = "val_batch_size",
         val: bool = True,
         val_options: Mapping[str, Any] | None = None,
         effective_batch_size: int | None = None,
-        scale_lr: Literal["linear", "sqrt"] | None = None,
-        base_batch_size: int | None = None,
-        lr_arg_name: str | None = None,
         make_batch: Callable[[int], Any] | None = None,
         make_val_batch: Callable[[int], Any] | None = None,
         **options: Any,
     ) -> None:
-        names = {"batch_arg_name": batch_arg_name, "val_batch_arg_name": val_batch_arg_name}
-        functions = {"make_batch": make_batch, "make_val_batch": make_val_batch}
-        _check_types(names, str, "text, the name of an attribute")
-        _check_types({"lr_arg_name": lr_arg_name}, str | None, "text, the name of an attribute")
-        _check_types({"val": val}, bool, "True or False")
-        _check_types({"val_options": val_options}, Mapping | None, "a dictionary of options")
-        _check_types(functions, Callable | None, "a function that makes a batch of n samples")
         if val_options and not val:
             raise ValueError("val_options is given, but val is False: validation is not searched")
+        if dropped := {"scale_lr", "base_batch_size", "lr_arg_name"} & options.keys():
+            raise TypeError(
+                f"AutoBatch() takes no {min(dropped)!r}: scale the rate in configure_optimizers, where the "
+                "attribute has the size found, such as lr * (self.batch_size / 64) ** 0.5"
+            )
+        given = {
+            "target_memory_fraction": target_memory_fraction, "min_batch_size": min_batch_size,
+            "max_batch_size": max_batch_size, "memory_limit_gb": memory_limit_gb, "multiple_of": multiple_of,
+        }  # fmt: skip
         own = AutoBatch.__init__.__kwdefaults__ or {}
-        sizes = ("min_batch_size", "max_batch_size")
-        checked = checked_options("AutoBatch()", options, own=(*own, *sizes), refused=REFUSED)
+        checked = checked_options("AutoBatch()", {**given, **options}, own=own, refused=REFUSED)
         for_val = checked_options("val_options", val_options or {}, refused=REFUSED)
-        for name, count in (
-            ("effective_batch_size", effective_batch_size), ("base_batch_size", base_batch_size)
-        ):  # fmt: skip
-            if count is not None:
-                check_count(name, count)
+        if effective_batch_size is not None:
+            check_effective_batch(effective_batch_size, 1)
         check_values(checked)
-        if for_val:
-            _check_values_of_val({**checked, **for_val})
-        if scale_lr is None and base_batch_size is not None:
-            raise ValueError("base_batch_size is given, but scale_lr, which it is for, is not")
-        if scale_lr is not None:
-            check_choice("scale_lr", scale_lr, ("linear", "sqrt"))
-            if base_batch_size is None:
-                raise ValueError(
-                    f"scale_lr is {scale_lr!r}, which needs base_batch_size: the effective batch size that "
-                    "the learning rate was tuned for"
-                )
+        try:
+            check_values({**checked, **for_val})
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"val_options: {error}") from None
         self.results: dict[str, AutoBatchResult] = {}
         self.batch_size: int | None = None
         self.val_batch_size: int | None = None
@@ -158,22 +137,21 @@ class AutoBatch(Callback):  # type: ignore[misc]
         self._val = val
         self._options = {"train": checked, "val": {**checked, **for_val}}
         self._effective_batch_size = effective_batch_size
-        self._scale_lr = scale_lr
-        self._base_batch_size = base_batch_size
-        self._lr_arg_name = lr_arg_name
         self._make_batch = {"train": make_batch, "val": make_val_batch}
         self._earlier: dict[str, int] = {}  # sizes of the run that is resumed
-        self._lrs: tuple[float, float] | None = None  # the rate as configured, and as it was set
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Let the search run as soon as the strategy has put the module on its device."""
+        library = Library(trainer)
         if stage != "fit":
+            library("utilities.rank_zero").rank_zero_info(
+                f"AutoBatch: {getattr(stage, 'value', stage)} keeps its batch size; only fit searches"
+            )
             return
         vars(trainer.strategy).pop("_setup_model", None)  # an earlier fit may have ended before its search
         if trainer.fast_dev_run or trainer.limit_train_batches == 0:
             logger.info("AutoBatch: no search, because fast_dev_run is on or limit_train_batches is 0")
             return
-        library = Library(trainer)
         _check_strategy(library, trainer)
         strategy = trainer.strategy
         set_up_model = strategy._setup_model
@@ -188,117 +166,53 @@ class AutoBatch(Callback):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """The sizes, for checkpoints: a run that is resumed uses them again."""
         sizes = {"train": self.batch_size, "val": self.val_batch_size}
-        return {"sizes": {mode: size for mode, size in sizes.items() if size is not None}, "lrs": self._lrs}
+        return {"sizes": {mode: size for mode, size in sizes.items() if size is not None}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the sizes of the run that is resumed; they are used again unless they no longer fit."""
         self._earlier = dict(state_dict["sizes"])
-        self._lrs = state_dict["lrs"]
 
     def _find_sizes(self, library: Library, trainer: Any, module: Any) -> None:
+        started = time.monotonic()
         with together() as control:  # what one rank raises ends all of them
             search = _Search(self, control, library, trainer, module)
             with rehearsal(library, trainer):
-                plan = search.run()
+                search.run()
             self.results, self._earlier = search.results, {}
-            self.batch_size, self.val_batch_size = plan.train, plan.val
-            self._scale(plan, trainer, module)
-            search.apply(plan)
-        _say(library, plan, self.results)
-
-    def _scale(self, plan: _Plan, trainer: Any, module: Any) -> None:
-        """Add the learning rate to a plan, if it is to follow."""
-        if self._scale_lr is None:
-            return
-        assert self._base_batch_size is not None
-        rate = self._configured_lr(module)
-        steps = plan.accumulation_steps or trainer.accumulate_grad_batches
-        effective = plan.train * steps * trainer.world_size
-        plan.learning_rate = rate * scale_factor(self._scale_lr, effective, self._base_batch_size)
-        self._lrs = rate, plan.learning_rate
-
-    def _configured_lr(self, module: Any) -> float:
-        """The learning rate before any scaling: an earlier `fit` may have left the scaled one."""
-        present: float = _get(module, self.lr_name(module))
-        if self._lrs is not None and present == self._lrs[1]:
-            return self._lrs[0]
-        return present
-
-    def lr_name(self, module: Any) -> str:
-        """The attribute that holds the learning rate.
-
-        Raises:
-            AutoBatchError: there is none.
-        """
-        names = LR_NAMES if self._lr_arg_name is None else (self._lr_arg_name,)
-        for name in names:
-            if _holders(module, name):
-                return name
-        raise AutoBatchError(
-            f"AutoBatch: scale_lr is {self._scale_lr!r}, but neither {type(module).__name__} nor its data "
-            f"module nor their hparams have {' or '.join(names)}; let configure_optimizers take the rate "
-            "from such an attribute, and name it with lr_arg_name"
-        )
-
-
-def _check_types(arguments: Mapping[str, Any], kind: Any, allowed: str) -> None:
-    """Check arguments by name.
-
-    Raises:
-        TypeError: one is not of this kind.
-    """
-    for name, value in arguments.items():
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} is {kind_of(value)}; it must be {allowed}")
-
-
-def _check_values_of_val(options: Mapping[str, Any]) -> None:
-    """Check the values of options of validation, together with those of training that hold there too."""
-    try:
-        check_values(options)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"val_options: {error}") from None
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What the sizes depend on besides memory, of one rank; any two ranks may differ.
-
-    Attributes:
-        epochs: of each loader, by mode; `val` is missing where it is not searched.
-        earlier: sizes of the run that is resumed, by mode.
-    """
-
-    epochs: dict[str, list[Epoch]]
-    earlier: dict[str, int]
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What a search of a mode runs."""
-
-    mode: Literal["train", "val"]
-    step: Callable[[Any], object]
-    make_batch: Callable[[int], Any]
+            self.batch_size, self.val_batch_size = search.sizes["train"], search.sizes.get("val")
+            search.apply()
+        parts = [f"batch size {self.batch_size}"]
+        if search.accumulation_steps is not None:
+            parts.append(f"accumulate_grad_batches {search.accumulation_steps}")
+        if self.val_batch_size is not None:
+            parts.append(f"validation {self.val_batch_size}")
+        text = f"AutoBatch: {', '.join(parts)} ({time.monotonic() - started:.1f} s)"
+        library("utilities.rank_zero").rank_zero_info(text)
 
 
 class _Search:
-    """The searches of one `fit`. All that `run` decides follows from what every rank knows."""
+    """The searches of one `fit`.
+
+    Attributes:
+        results: of each mode that was searched.
+        sizes: by mode; `val` is missing where it shares that of training, or is not searched.
+        accumulation_steps: what `accumulate_grad_batches` becomes; None leaves it alone.
+    """
 
     def __init__(
         self, callback: AutoBatch, control: ControlPlane | None, library: Library, trainer: Any, module: Any
     ) -> None:
         self.results: dict[str, AutoBatchResult] = {}
+        self.sizes: dict[str, int] = {}
+        self.accumulation_steps: int | None = None
         self._callback = callback
-        self._control = control
         self._library = library
         self._trainer = trainer
         self._module = module
         self._averages = averages(trainer)
         self._options = {mode: dict(options) for mode, options in callback._options.items()}
         self._loaders: dict[str, Loaders] = {}
-        self._epochs: dict[str, list[Epoch]] = {}  # of the loaders of all ranks
-        self._earlier: dict[str, int] = {}
+        self._earlier: dict[str, int] = of_main(control, callback._earlier)
         self._follows: dict[str, str] = {}  # the attribute that a mode's loaders follow
         self._has_own_val = not trainer.fit_loop.epoch_loop.val_loop._data_source.is_module() or bool(
             _holders(module, callback._names["val"])
@@ -307,8 +221,6 @@ class _Search:
         _check_step(library, module)
         if callback._effective_batch_size is not None:
             _check_effective(callback._effective_batch_size, trainer, module)
-        if callback._scale_lr is not None:
-            callback.lr_name(module)
         is_module = trainer.fit_loop._data_source.is_module()
         if is_module and not _holders(module, size_name):
             raise AutoBatchError(
@@ -317,252 +229,61 @@ class _Search:
                 "another one with batch_arg_name, or hand the loaders to fit"
             )
 
-    def run(self) -> _Plan:
-        """The sizes found; inside of `rehearsal`."""
-        self._prepare()
-        effective, val = self._callback._effective_batch_size, None
-        train = self._training()
-        size = self._find(train, self._bounds(effective))
-        if "val" in self._epochs:
-            if self._has_own_val:
-                val = self._find(self._validation(), self._dataset_bound("val", min))
-            else:
-                size = self._fitting_validation(size)
+    def run(self) -> None:
+        """Find the sizes; inside of `rehearsal`."""
+        callback, trainer = self._callback, self._trainer
+        self._look_at_loaders()
+        for mode, loaders in self._loaders.items():
+            for sized in loaders.sized if callback._make_batch[mode] is None else ():
+                sized.look()
+        effective, bounds = callback._effective_batch_size, self._bounds("train")
         if effective is not None:
-            split = self._split(effective, size)
-            plan = _Plan(split.micro_batch_size, val, split.accumulation_steps)
-        else:
-            plan = _Plan(self._without_single_samples(train, size), val)
-        self._check_loaders(plan)
-        return plan
-
-    def _check_loaders(self, plan: _Plan) -> None:
-        """Check that hooks make loaders of the sizes that were measured.
-
-        Validation that shares its size with training may take less of it, such as all of a small dataset.
-        """
-        self._loaders["train"].check(plan.train, may_be_smaller=False)
+            self._check_effective_bounds(effective, bounds)
+            bounds["effective_batch"] = effective // trainer.world_size
+        is_accumulating = trainer.accumulate_grad_batches > 1 or effective is not None
+        num_batches = 2 if is_accumulating and self._module.automatic_optimization else 1
+        trainer.accumulate_grad_batches = num_batches
+        make = callback._make_batch["train"] or self._loaders["train"].batch
+        step = TrainStep(self._library, trainer, num_batches, self._averages)
+        size = self._find("train", step, lambda size: (make(size) for _ in range(num_batches)), bounds)
         if "val" in self._loaders:
-            size = plan.train if plan.val is None else plan.val
-            self._loaders["val"].check(size, may_be_smaller=plan.val is None)
+            val = ValidationStep(self._library, trainer, self._loaders["val"])
+            given = callback._make_batch["val"]
+            make_val = val.make_batch if given is None else lambda size: iter([(given(size), 0)])
+            if self._has_own_val:
+                self.sizes["val"] = self._find("val", val, make_val, self._bounds("val"))
+            else:
+                size = self._fitting_validation(size, val, make_val)
+        self.sizes["train"] = size if effective is None else self._split(effective, size)
+        self._loaders["train"].check(self.sizes["train"], may_be_smaller=False)
+        if "val" in self._loaders:  # which may take less of a size that it shares, such as all samples
+            val_size = self.sizes.get("val", self.sizes["train"])
+            self._loaders["val"].check(val_size, may_be_smaller=not self._has_own_val)
+        if self._loaders["train"].leaves_one(self.sizes["train"]) and min_samples(self._module) > 1:
+            raise AutoBatchError(
+                f"AutoBatch: batch size {self.sizes['train']} leaves a single sample for the last batch of "
+                "an epoch, and BatchNorm needs two; give the loader drop_last=True, or lower max_batch_size"
+            )
 
-    def _prepare(self) -> None:
-        """Look at the loaders of both modes, on all ranks."""
-        callback = self._callback
-        name = callback._names["train"]
+    def _look_at_loaders(self) -> None:
+        callback, name = self._callback, self._callback._names["train"]
         self._loaders["train"] = self._loaders_of("train", name)
         if not self._loaders["train"].follow:
             raise AutoBatchError(
                 f"AutoBatch: train_dataloader gives the same batch size whatever {name} is; let it take the "
                 f"size from self.{name}"
             )
-        if callback._val and self._trainer.enable_validation:
-            self._loaders["val"] = self._loaders_of(
-                "val", callback._names["val" if self._has_own_val else "train"]
-            )
-        own = _Facts({mode: loaders.epochs for mode, loaders in self._loaders.items()}, callback._earlier)
-        ranks: list[_Facts] = [own] if self._control is None else self._control.gather(own)
-        self._earlier = ranks[0].earlier
-        self._epochs["train"] = [epoch for rank in ranks for epoch in rank.epochs["train"]]
-        val = [epoch for rank in ranks for epoch in rank.epochs.get("val", ())]
-        if all("val" in rank.epochs for rank in ranks) and any(epoch.share is not None for epoch in val):
-            self._epochs["val"] = val
-        else:
-            self._loaders.pop("val", None)
-            self._follows.pop("val", None)
-        if "val" in self._epochs and not self._has_own_val:  # the limit of validation holds for both
-            sizes = [_largest(self._options[mode]) for mode in ("train", "val")]
+        if not callback._val or not self._trainer.enable_validation:
+            return
+        val = self._loaders_of("val", callback._names["val"] if self._has_own_val else name)
+        if not val.follow:
+            return
+        self._loaders["val"] = val
+        if not self._has_own_val:  # the limit of validation holds for both
+            sizes = [self._options[mode]["max_batch_size"] for mode in ("train", "val")]
             self._options["train"]["max_batch_size"] = min(sizes)
 
-    def apply(self, plan: _Plan) -> None:
-        """Set what the plan says on the module, the data module, the loaders and the trainer."""
-        sizes = {"train": plan.train, "val": plan.val if plan.val is not None else plan.train}
-        for mode, name in self._follows.items():
-            _set(self._module, name, sizes[mode], initial=True)
-        for mode, loaders in self._loaders.items():
-            if not loaders.source.is_module():
-                loaders.source.instance = loaders.rebuilt(sizes[mode])
-        if "train" not in self._follows:  # the module may use its own copy of the size
-            _set(self._module, self._callback._names["train"], plan.train, initial=True)
-        if plan.accumulation_steps is not None:
-            self._trainer.accumulate_grad_batches = plan.accumulation_steps
-        if plan.learning_rate is not None:
-            _set(self._module, self._callback.lr_name(self._module), plan.learning_rate, initial=True)
-
-    def _training(self) -> _Work:
-        """An optimizer step; of two micro-batches where gradients are accumulated."""
-        callback, trainer = self._callback, self._trainer
-        is_accumulating = trainer.accumulate_grad_batches > 1 or callback._effective_batch_size is not None
-        held = 2 if is_accumulating and self._module.automatic_optimization else 1
-        trainer.accumulate_grad_batches = held
-        make = callback._make_batch["train"] or self._loaders["train"].batch
-
-        def make_batches(size: int) -> Any:
-            self._set_size("train", size)
-            return (make(size) for _ in range(held))
-
-        return _Work("train", TrainStep(self._library, trainer, held, self._averages), make_batches)
-
-    def _validation(self) -> _Work:
-        """A batch of each loader."""
-        step = ValidationStep(self._library, self._trainer, self._loaders["val"])
-        given = self._callback._make_batch["val"]
-
-        def make_batches(size: int) -> Any:
-            self._set_size("val", size)
-            return iter([(given(size), 0)]) if given is not None else step.make_batch(size)
-
-        return _Work("val", step, make_batches)
-
-    def _bounds(self, effective: int | None) -> dict[str, int]:
-        """Upper bounds of the size in training, the same on every rank.
-
-        Raises:
-            AutoBatchError: the effective batch is larger than an epoch.
-        """
-        world_size, most = self._trainer.world_size, self._most("train", min)
-        if effective is None:
-            return self._dataset_bound("train", min)
-        if most is not None and effective > most * world_size:
-            raise AutoBatchError(
-                f"AutoBatch: effective_batch_size is {effective}, above what one epoch holds, "
-                f"{most * world_size} samples; lower it"
-            )
-        options, largest = self._options["train"], _largest(self._options["train"])
-        smallest = min(self._smallest("train"), largest)
-        check_divisors(effective, world_size, largest, smallest, options.get("multiple_of", 1))
-        return {"effective_batch": effective // world_size, **self._dataset_bound("train", min)}
-
-    def _dataset_bound(self, mode: str, among: Callable[[list[int]], int]) -> dict[str, int]:
-        most = self._most(mode, among)
-        return {} if most is None or self._callback._make_batch[mode] is not None else {"dataset": most}
-
-    def _most(self, mode: str, among: Callable[[list[int]], int]) -> int | None:
-        """The smallest or the largest of the sizes at which a loader of any rank still has a full batch.
-
-        None if there is no such limit: with `max`, if one of the loaders that follow the size has none.
-        """
-        limits = [epoch.most for epoch in self._epochs[mode] if epoch.share is not None]
-        known = [limit for limit in limits if limit is not None]
-        return among(known) if known and (among is min or len(known) == len(limits)) else None
-
-    def _fitting_validation(self, size: int) -> int:
-        """The size of training, or the largest below it with which validation, which shares it, fits."""
-        bound = self._dataset_bound("val", max)  # batches of a larger size do not become larger
-        asked = min(size, *bound.values()) if bound else size
-        fitting = self._at_most(self._validation(), asked, "max_batch_size" if asked == size else "dataset")
-        if fitting == asked:
-            return size
-        logger.warning(
-            "AutoBatch: validation fits at batch size %d only, and shares %s with training, which fits at "
-            "%d; give validation an attribute of its own (val_batch_arg_name)",
-            fitting, self._callback._names["train"], size,
-        )  # fmt: skip
-        return fitting
-
-    def _split(self, effective: int, size: int) -> Split:
-        """The largest micro-batch up to this size that divides the effective batch and suits BatchNorm."""
-        smallest = max(min(self._smallest("train"), size), min_samples(self._module))
-        world_size = self._trainer.world_size
-        multiple_of = self._options["train"].get("multiple_of", 1)
-        try:
-            split = split_effective_batch(effective, world_size, size, smallest, multiple_of)
-            while self._leaves_one(split.micro_batch_size):
-                lower = split.micro_batch_size - 1
-                split = split_effective_batch(effective, world_size, lower, smallest, multiple_of)
-        except AutoBatchError as error:
-            if min_samples(self._module) == 1:
-                raise
-            raise AutoBatchError(
-                f"{error}; BatchNorm needs two, also in the last batch of an epoch unless the loader has "
-                "drop_last=True"
-            ) from None
-        return split
-
-    def _without_single_samples(self, work: _Work, size: int) -> int:
-        """The largest size up to this one that leaves BatchNorm no single sample; it is run."""
-        while (lower := self._suiting_batchnorm(size)) < size:
-            size = self._at_most(work, lower, "last_batch")
-        return size
-
-    def _suiting_batchnorm(self, size: int) -> int:
-        """The largest size up to this one at which no rank's epoch ends with a single sample.
-
-        Raises:
-            AutoBatchError: that is below the smallest that is asked for.
-        """
-        if size == 1 or not self._leaves_one(size):
-            return size
-        smallest = max(min(self._smallest("train"), size), 2)
-        multiple = self._options["train"].get("multiple_of", 1)
-        for lower in range(size - 1, smallest - 1, -1):
-            if (lower < multiple or lower % multiple == 0) and not self._leaves_one(lower):
-                return lower
-        raise AutoBatchError(
-            f"AutoBatch: each batch size from {smallest} to {size} that may be used leaves a single sample "
-            "for the last batch of an epoch, and BatchNorm needs two; give the loader drop_last=True, or "
-            "lower min_batch_size"
-        )
-
-    def _leaves_one(self, size: int) -> bool:
-        """Whether there is BatchNorm, and on some rank the last batch of an epoch has a single sample."""
-        is_needed = min_samples(self._module) > 1
-        return is_needed and any(epoch.last_batch(size) == 1 for epoch in self._epochs["train"])
-
-    def _smallest(self, mode: str) -> int:
-        """The smallest size asked for that leaves two samples to loaders that take a fraction of it."""
-        least = max(epoch.least for epoch in self._epochs[mode])
-        asked: int = self._options[mode].get("min_batch_size", 1)
-        return max(asked, least)
-
-    def _find(self, work: _Work, bounds: dict[str, int]) -> int:
-        """The largest size within the bounds; the size of the run that is resumed if it still fits."""
-        options, earlier = self._options[work.mode], self._earlier.get(work.mode)
-        if earlier is None:
-            return self._search(work, bounds, {"min_batch_size": self._smallest(work.mode)})
-        limits = {"max_batch_size": options.get("max_batch_size", earlier), **bounds}
-        name = min(limits, key=lambda name: limits[name])
-        asked = min(earlier, limits[name])
-        size = self._at_most(work, asked, "max_batch_size")
-        if size < earlier:
-            why = "no longer fits" if asked == earlier else f"is above {name}, {asked}"
-            logger.warning(
-                "AutoBatch (%s): batch size %d of the run that is resumed %s; going on with %d",
-                work.mode, earlier, why, size,
-            )  # fmt: skip
-        return size
-
-    def _at_most(self, work: _Work, size: int, limited_by: str) -> int:
-        """Run a size, and search below it if it does not fit.
-
-        Args:
-            work: what to run.
-            size: at most `max_batch_size`, except in validation.
-            limited_by: what the result reports if the size fits.
-        """
-        options = {
-            "min_batch_size": min(self._smallest(work.mode), size), "max_batch_size": size, "start": size,
-            "strategy": "guided",
-        }  # fmt: skip
-        if size % self._options[work.mode].get("multiple_of", 1):
-            options["multiple_of"] = 1
-        if limited_by != "last_batch":
-            options["objective"] = "memory"  # the size is given, not to be chosen
-        if limited_by == "max_batch_size":
-            return self._search(work, {}, options)
-        # The lower of the two bounds is the one that the result names.
-        return self._search(work, {limited_by: size}, {**options, "max_batch_size": size + 1})
-
-    def _search(self, work: _Work, bounds: dict[str, int], options: dict[str, Any]) -> int:
-        result = auto_find_batch_size(
-            work.step, work.make_batch, state=trial_state(self._trainer, self._averages), mode=work.mode,
-            device=self._trainer.strategy.root_device, bounds=bounds, predict=False,
-            **{**self._options[work.mode], **options},
-        )  # fmt: skip
-        self.results[work.mode] = result
-        return result.batch_size
-
-    def _loaders_of(self, mode: str, name: str) -> Loaders:
+    def _loaders_of(self, mode: Mode, name: str) -> Loaders:
         loop = self._trainer.fit_loop
         source = (loop if mode == "train" else loop.epoch_loop.val_loop)._data_source
         if not source.is_module():
@@ -572,16 +293,87 @@ class _Search:
             self._follows[mode] = name
         return loaders
 
-    def _set_size(self, mode: str, size: int) -> None:
-        """The module may use the size in its steps; the rehearsal puts it back."""
-        if mode in self._follows:
-            _set(self._module, self._follows[mode], size)
+    def apply(self) -> None:
+        """Set what was found on the module, the data module, the loaders and the trainer."""
+        train = self.sizes["train"]
+        for mode, name in self._follows.items():
+            _set(self._module, name, self.sizes.get(mode, train), initial=True)
+        for mode, loaders in self._loaders.items():
+            if not loaders.source.is_module():
+                loaders.source.instance = loaders.rebuilt(self.sizes.get(mode, train))
+        if "train" not in self._follows:  # the module may use its own copy of the size
+            _set(self._module, self._callback._names["train"], train, initial=True)
+        if self.accumulation_steps is not None:
+            self._trainer.accumulate_grad_batches = self.accumulation_steps
 
+    def _bounds(self, mode: Mode) -> dict[str, int]:
+        """Upper bounds of the size besides memory, on this rank; the search takes the lowest of all ranks."""
+        loaders, bounds = self._loaders[mode], dict[str, int]()
+        is_given = self._callback._make_batch[mode] is not None
+        if (most := loaders.most) is not None and (not is_given or loaders.num_batches > 1):
+            bounds["dataset"] = most
+        val = self._loaders.get("val")
+        if mode == "train" and val is not None and not self._has_own_val and val.num_batches > 1:
+            bounds["limit_val_batches"] = val.most or bounds.get("dataset", 1)
+        return bounds
 
-def _largest(options: Mapping[str, Any]) -> int:
-    """The largest size that a search with these options tries."""
-    default = inspect.signature(auto_find_batch_size).parameters["max_batch_size"].default
-    return int(options.get("max_batch_size", default))
+    def _check_effective_bounds(self, effective: int, bounds: Mapping[str, int]) -> None:
+        """Check that an effective batch is no larger than an epoch, and that some size divides its parts."""
+        options, world_size = self._options["train"], self._trainer.world_size
+        if (most := bounds.get("dataset", effective) * world_size) < effective:
+            raise AutoBatchError(
+                f"AutoBatch: effective_batch_size is {effective}, above what one epoch holds, {most} "
+                "samples; lower it"
+            )
+        largest = options["max_batch_size"]
+        smallest = min(options["min_batch_size"], largest)
+        check_divisors(effective, world_size, largest, smallest, options["multiple_of"])
+
+    def _fitting_validation(self, size: int, step: Any, make_batch: Callable[[int], Any]) -> int:
+        """The size of training, or the largest below it with which validation, which shares it, fits."""
+        options = options_at_most(self._options["val"], size)
+        fitting = self._search("val", step, make_batch, {}, options)
+        if fitting < size:
+            logger.warning(
+                "AutoBatch: validation fits at batch size %d only, and shares %s with training, which fits "
+                "at %d; give validation an attribute of its own (val_batch_arg_name)",
+                fitting, self._callback._names["train"], size,
+            )  # fmt: skip
+        return fitting
+
+    def _split(self, effective: int, size: int) -> int:
+        """The largest micro-batch up to this size that divides the effective batch and suits BatchNorm."""
+        options = self._options["train"]
+        smallest = max(min(options["min_batch_size"], size), min_samples(self._module))
+        world_size, multiple_of = self._trainer.world_size, options["multiple_of"]
+        split = split_effective_batch(effective, world_size, size, smallest, multiple_of)
+        self.accumulation_steps = split.accumulation_steps
+        return split.micro_batch_size
+
+    def _find(
+        self, mode: Mode, step: Any, make_batch: Callable[[int], Any], bounds: Mapping[str, int]
+    ) -> int:
+        return self._search(mode, step, make_batch, bounds, self._options[mode], self._earlier.get(mode))
+
+    def _search(
+        self,
+        mode: Mode,
+        step: Any,
+        make_batch: Callable[[int], Any],
+        bounds: Mapping[str, int],
+        options: Mapping[str, Any],
+        earlier: int | None = None,
+    ) -> int:
+        def make(size: int) -> Any:
+            if mode in self._follows:  # the module may use the size in its steps; the rehearsal puts it back
+                _set(self._module, self._follows[mode], size)
+            return make_batch(size)
+
+        self.results[mode] = find_size(
+            step, make, options, earlier, state=trial_state(self._trainer, self._averages), mode=mode,
+            device=self._trainer.strategy.root_device, bounds=bounds, predict=False,
+        )  # fmt: skip
+        return self.results[mode].batch_size
 
 
 def _check_strategy(library: Library, trainer: Any) -> None:
@@ -600,7 +392,7 @@ def _check_step(library: Library, module: Any) -> None:
     is_param = library("utilities.signature_utils").is_param_in_hook_signature
     for name in ("training_step", "validation_step"):
         step = getattr(module, name)
-        if is_param(step, "dataloader_iter", explicit=True):
+        if callable(step) and is_param(step, "dataloader_iter", explicit=True):
             raise AutoBatchError(
                 f"AutoBatch: {name} of {type(module).__name__} takes dataloader_iter, and so reads its "
                 "batches by itself; let it take batch"
@@ -624,19 +416,6 @@ def _check_effective(effective: int, trainer: Any, module: Any) -> None:
         )
 
 
-def _say(library: Library, plan: _Plan, results: Mapping[str, AutoBatchResult]) -> None:
-    """Print what was found, as Lightning prints what it does."""
-    parts = [f"batch size {plan.train}"]
-    if plan.accumulation_steps is not None:
-        parts.append(f"accumulate_grad_batches {plan.accumulation_steps}")
-    if plan.val is not None:
-        parts.append(f"validation {plan.val}")
-    if plan.learning_rate is not None:
-        parts.append(f"learning rate {plan.learning_rate:.6g}")
-    seconds = sum(result.seconds for result in results.values())
-    library("utilities.rank_zero").rank_zero_info(f"AutoBatch: {', '.join(parts)} ({seconds:.1f} s)")
-
-
 def _holders(module: Any, name: str) -> list[Any]:
     """The module, the data module, and their hyperparameters, as far as they have the attribute."""
     owners = [module, getattr(module._trainer, "datamodule", None)]
@@ -644,11 +423,6 @@ def _holders(module: Any, name: str) -> list[Any]:
     return holders + [
         owner._hparams for owner in owners if owner is not None and name in getattr(owner, "hparams", {})
     ]
-
-
-def _get(module: Any, name: str) -> Any:
-    holder = _holders(module, name)[-1]
-    return holder[name] if isinstance(holder, dict) else getattr(holder, name)
 
 
 def _set(module: Any, name: str, value: Any, *, initial: bool = False) -> None:

@@ -11,9 +11,8 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from itertools import islice
+from functools import cached_property
+from itertools import cycle, islice
 from typing import Any
 
 from torch import Tensor
@@ -24,17 +23,17 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from linnaeus.autobatch.attributes import restore_of_generator
 from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.lengths import PROBED, largest_first, stored_lengths
 
-PROBES = (4, 8)
-"""Sizes with which a `*_dataloader` hook is called, to see which of its loaders follow the attribute."""
-POOL_SAMPLES = 64
-"""Samples that trials make batches from, spread over the dataset, where loading them is not measured. Where
-samples differ in length the longest need not be among them: `make_batch` gives those."""
+PROBE = 3
+"""Size with which a `*_dataloader` hook is called, to see which of its loaders follow the attribute."""
 MAX_OBJECTS = 10_000
 """Objects in which generators and counters are looked for; a warning says that there are more."""
 
@@ -57,140 +56,101 @@ class Library:
         return importlib.import_module(f"{self._root}.{name}")
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """What one rank takes of a loader in an epoch; every rank can know that of the others.
-
-    Attributes:
-        share: the loader's batch size divided by the size searched; None if it does not follow that.
-        num_samples: samples of this rank; None where that is not known.
-        keeps_rest: whether the samples left at the end make a smaller batch.
-    """
-
-    share: Fraction | None
-    num_samples: int | None
-    keeps_rest: bool
-
-    @property
-    def most(self) -> int | None:
-        """The largest size with a full batch; None if there is no limit.
-
-        >>> Epoch(Fraction(1, 2), 48, True).most
-        96
-        """
-        if self.share is None or self.num_samples is None:
-            return None
-        return max(1, math.floor(self.num_samples / self.share))
-
-    @property
-    def least(self) -> int:
-        """The smallest size that leaves it two samples, where it takes a fraction of it; else 1."""
-        return 1 if self.share is None or self.share >= 1 else math.ceil(2 / self.share)
-
-    def last_batch(self, size: int) -> int | None:
-        """Samples of the last batch; None where that is not known, or left out.
-
-        >>> Epoch(Fraction(1), 96, True).last_batch(19)
-        1
-        """
-        if self.share is None or self.num_samples is None or not self.keeps_rest:
-            return None
-        part = part_of(size, self.share)
-        return self.num_samples % part or part
-
-
-def part_of(size: int, share: Fraction) -> int:
-    """The batch size of a loader that takes this share of the size searched."""
-    return max(1, int(size * share))
-
-
 class SizedLoader:
-    """One loader, and the part of the batch size that it takes.
+    """One loader.
 
     Args:
         loader: batches samples of a dataset.
-        share: its batch size divided by the size searched; None if it does not follow that.
+        follows: whether it takes the size searched; else it has its own.
         searches_cpu: whether the memory searched is that of the host, in which samples are loaded.
     """
 
-    def __init__(self, loader: DataLoader[Any], share: Fraction | None, *, searches_cpu: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], *, follows: bool, searches_cpu: bool) -> None:
         self.loader = loader
-        self.share = share
-        self._is_fresh = searches_cpu and loader.num_workers == 0 and not self.is_iterable
+        self.follows = follows
+        self._is_iterable = isinstance(loader.dataset, IterableDataset)
+        self._is_fresh = searches_cpu and loader.num_workers == 0 and not self._is_iterable
         self._samples: list[Any] = []
 
-    @property
-    def is_iterable(self) -> bool:
-        """Whether its dataset gives samples in an order of its own."""
-        return isinstance(self.loader.dataset, IterableDataset)
-
-    def size(self, size: int) -> int:
-        """Its own batch size."""
-        assert self.loader.batch_size is not None
-        return self.loader.batch_size if self.share is None else part_of(size, self.share)
-
-    def epoch(self, num_ranks: int) -> Epoch:
-        """What this rank takes of it.
+    def num_samples(self, num_ranks: int) -> int | None:
+        """Samples of an epoch of this rank, where they limit the size; else None.
 
         Args:
             num_ranks: the ranks that Lightning divides the samples among.
         """
-        num_samples = None if self.share is None or self.is_iterable else self._num_samples(num_ranks)
-        return Epoch(self.share, num_samples, not self.loader.drop_last)
-
-    def _num_samples(self, num_ranks: int) -> int:
-        """Samples of each rank."""
+        if not self.follows or self._is_iterable:
+            return None
         sampler: Any = self.loader.sampler
-        num_samples = len(sampler) if hasattr(sampler, "__len__") else len(self._dataset)
+        dataset: Any = self.loader.dataset
+        num_samples = len(sampler) if hasattr(sampler, "__len__") else len(dataset)
         return num_samples if isinstance(sampler, DistributedSampler) else -(-num_samples // num_ranks)
 
     def batch(self, size: int) -> Any:
-        """A batch of real samples, made as the loader makes it."""
-        count = self.size(size)
+        """A batch of real samples, made as the loader makes it: of the largest where they differ in size."""
+        count = size if self.follows else self.loader.batch_size
+        assert count is not None
         if self._is_fresh:
             return self.loader.collate_fn(self._fetched(count))
-        if not self._samples:
-            self._samples = self._streamed() if self.is_iterable else self._fetched(POOL_SAMPLES)
+        self.look()
+        if not self._is_iterable and len(self._samples) < min(count, len(self._order)):
+            self._samples = self._fetched(min(count, len(self._order)))
         # Shallow copies: a collate function may take items out of its samples.
-        samples = [self._samples[index % len(self._samples)] for index in range(count)]
-        return self.loader.collate_fn([copy.copy(sample) for sample in samples])
+        return self.loader.collate_fn([copy.copy(each) for each in islice(cycle(self._samples), count)])
 
-    @property
-    def _dataset(self) -> Any:
-        return self.loader.dataset
+    def look(self) -> None:
+        """Look at the samples, before trials whose memory this is no part of."""
+        if not self._is_iterable:
+            self._order  # noqa: B018
+        elif not self._samples:
+            self._samples = self._streamed()
+
+    @cached_property
+    def _order(self) -> Sequence[int]:
+        """Positions of samples that batches are made of: the largest first, where they differ in size."""
+        num_samples = len(self._readable)
+        if not num_samples:
+            raise AutoBatchError("AutoBatch: a loader has no samples")
+        order = largest_first(self._readable, self.loader.collate_fn, stored_lengths(self._readable))
+        if order is not None:
+            return order  # type: ignore[return-value]
+        step = 1 if self._is_fresh else max(num_samples // PROBED, 1)  # any will do
+        return range(0, num_samples, step)[: num_samples if self._is_fresh else PROBED]
 
     def _fetched(self, count: int) -> list[Any]:
-        """So many samples, from the whole dataset; each more than once if there are fewer."""
-        indices = self._indices(count)
-        chosen = [indices[position % len(indices)] for position in range(count)]
-        if hasattr(self._dataset, "__getitems__") and self._dataset.__getitems__:
-            return list(self._dataset.__getitems__(chosen))
-        return [self._dataset[index] for index in chosen]
+        return list(self._readable.__getitems__([*islice(cycle(self._order[:count]), count)]))
 
-    def _indices(self, count: int) -> list[Any]:
+    @cached_property
+    def _readable(self) -> Subset[Any]:
+        """The dataset by position; by what the sampler gives, which need not be numbers, if it is unknown."""
         sampler: Any = self.loader.sampler
-        if not isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler):
-            found = list(islice(sampler, count))  # it may give other things than numbers
-        else:
-            length = len(self._dataset)
-            found = [position * length // min(count, length) for position in range(min(count, length))]
-        if not found:
-            raise AutoBatchError("AutoBatch: a loader has no samples")
-        return found
+        dataset: Any = self.loader.dataset
+        usual: Any = RandomSampler | SequentialSampler | WeightedRandomSampler | DistributedSampler
+        if isinstance(sampler, usual):
+            return Subset(dataset, range(len(dataset)))
+        count = len(sampler) if hasattr(sampler, "__len__") else PROBED
+        return Subset(dataset, list(islice(sampler, count)))
 
     def _streamed(self) -> list[Any]:
-        kind = type(self._dataset).__name__
+        kind = type(self.loader.dataset).__name__
+        remedy = "Give a function that makes the worst batch of n samples: AutoBatch(make_batch=...)"
         try:
-            dataset = copy.deepcopy(self._dataset)  # training still gets the samples that trials read
+            try:
+                dataset = copy.deepcopy(self.loader.dataset)  # training still gets what trials read
+            except RuntimeError:  # the first copy of one of Hugging Face fills a cache that it iterates over
+                dataset = copy.deepcopy(self.loader.dataset)
         except Exception as error:
             raise AutoBatchError(
                 f"AutoBatch: the iterable dataset {kind} cannot be copied ({error}), and reading from it "
-                "would take samples from training. Give a function that makes a batch of n samples: "
-                "AutoBatch(make_batch=...)"
+                f"would take samples from training. {remedy}"
             ) from None
-        samples = list(islice(iter(dataset), POOL_SAMPLES))
+        samples = list(islice(iter(dataset), PROBED))
         if not samples:
             raise AutoBatchError(f"AutoBatch: the iterable dataset {kind} has no samples")
+        if largest_first(samples, self.loader.collate_fn) is not None:
+            raise AutoBatchError(
+                f"AutoBatch: samples of the iterable dataset {kind} differ in size, and its largest are not "
+                f"known before its end. {remedy} (make_val_batch in validation)"
+            )
         return samples
 
 
@@ -221,42 +181,56 @@ class Loaders:
         self._where = f"{self.source.name}() of {type(self.source.instance).__name__}"
         if set_size is None:
             self._where = f"the {mode} loaders handed to fit"
-            self.combined, shares = self._request(), None
         else:
-            set_size(PROBES[0])
-            self.combined = self._request()
-            set_size(PROBES[1])
-            shares = self._shares(self._sizes(self.combined), self._sizes(self._request()))
-        if shares is None:
-            sizes = self._sizes(self.combined)
-            if len(set(sizes)) > 1:
-                raise AutoBatchError(
-                    f"AutoBatch: {self._where} have different batch sizes, {sizes}. Return them from a "
-                    f"{self.source.name} hook that makes them from self.{name}"
-                )
-            shares = [Fraction(1)] * len(sizes)
+            set_size(PROBE)
+        self.combined = self._request()
+        sizes = self._sizes(self.combined)
+        if set_size is None and len(set(sizes)) > 1:
+            raise AutoBatchError(
+                f"AutoBatch: {self._where} have different batch sizes, {sizes}. Return them from a "
+                f"{self.source.name} hook that makes them from self.{name}"
+            )
         searches_cpu = trainer.strategy.root_device.type == "cpu"
         self.sized = [
-            SizedLoader(loader, share, searches_cpu=searches_cpu)
-            for loader, share in zip(self.combined.flattened, shares, strict=True)
+            SizedLoader(loader, follows=set_size is None or size == PROBE, searches_cpu=searches_cpu)
+            for loader, size in zip(self.combined.flattened, sizes, strict=True)
         ]
+        self.check(PROBE + 1, may_be_smaller=False)
 
     @property
     def follow(self) -> bool:
         """Whether any of them follows the size."""
-        return any(sized.share is not None for sized in self.sized)
+        return any(sized.follows for sized in self.sized)
 
     @property
-    def epochs(self) -> list[Epoch]:
-        """What this rank takes of each."""
-        return [sized.epoch(self._num_ranks) for sized in self.sized]
+    def num_batches(self) -> int:
+        """The fewest batches of an epoch with which Lightning's limits leave one, and validation its turn."""
+        trainer, needed = self._trainer, 1
+        limit = trainer.limit_train_batches if self._mode == "train" else trainer.limit_val_batches
+        if self._mode == "train" and trainer.limit_val_batches and trainer.check_val_every_n_epoch:
+            needed = trainer.val_check_interval if isinstance(trainer.val_check_interval, int) else 1
+        if not isinstance(limit, float):
+            return needed
+        fewest = math.floor(needed / limit)  # Lightning rounds this share of the batches down
+        return next(number for number in range(fewest, fewest + 3) if int(number * limit) >= needed)
 
     @property
-    def _num_ranks(self) -> int:
-        """The ranks that Lightning divides the samples among."""
-        connector = self._trainer._accelerator_connector
-        is_divided = connector.is_distributed and connector.use_distributed_sampler
-        return int(self._trainer.world_size) if is_divided else 1
+    def most(self) -> int | None:
+        """The largest size with a full batch and `num_batches` of them; None if there is no limit."""
+        needed = self.num_batches
+        limits = []
+        for sized in self.sized:
+            if (num_samples := self._num_samples(sized)) is not None:
+                most = num_samples // needed
+                if needed > 1 and not sized.loader.drop_last:
+                    most = (num_samples - 1) // (needed - 1)
+                limits.append(max(most, 1))
+        return min(limits, default=None)
+
+    def leaves_one(self, size: int) -> bool:
+        """Whether the last batch of an epoch has a single sample."""
+        rests = (self._num_samples(sized) for sized in self.sized if not sized.loader.drop_last)
+        return size > 1 and any(rest is not None and rest % size == 1 for rest in rests)
 
     def batch(self, size: int) -> Any:
         """What the loaders of a training step give together: one batch, or the user's structure of them."""
@@ -264,26 +238,27 @@ class Loaders:
         return unflatten([sized.batch(size) for sized in self.sized], self.combined._spec)
 
     def check(self, size: int, *, may_be_smaller: bool) -> None:
-        """Check that loaders made by a hook have, at the size found, the sizes that were measured.
+        """Check that loaders made by a hook have, at this size, the sizes that are measured.
 
         Args:
-            size: what was found.
-            may_be_smaller: whether a loader may have fewer samples than were measured.
+            size: of the attribute.
+            may_be_smaller: whether a loader may have fewer samples than are measured.
 
         Raises:
-            AutoBatchError: one has another size: the hook limits or rounds what it takes.
+            AutoBatchError: one has another size: the hook divides, limits or rounds what it takes.
         """
         if self._set_size is None:
             return
         self._set_size(size)
         for sized, given in zip(self.sized, self._sizes(self._request()), strict=True):
-            expected = sized.size(size)
+            expected = size if sized.follows else sized.loader.batch_size or 0
             if given == expected or (may_be_smaller and given < expected):
                 continue
             raise AutoBatchError(
                 f"AutoBatch: {self._where} gives a loader of batch size {given} where {self._name} is "
-                f"{size}, not of {expected} as at {PROBES[0]} and {PROBES[1]}: it is neither proportional "
-                "nor fixed. Take the size as it is, and limit the search instead, such as with max_batch_size"
+                f"{size}, and of {sized.loader.batch_size} where it is {PROBE}: that is neither the size "
+                "itself nor fixed. Take the size as it is, and limit the search instead, such as with "
+                "max_batch_size"
             )
 
     def rebuilt(self, size: int) -> Any:
@@ -300,6 +275,11 @@ class Loaders:
         is_combined = isinstance(self.source.instance, type(self.combined))
         return combined if is_combined else combined.iterables
 
+    def _num_samples(self, sized: SizedLoader) -> int | None:
+        connector = self._trainer._accelerator_connector
+        is_divided = connector.is_distributed and connector.use_distributed_sampler
+        return sized.num_samples(int(self._trainer.world_size) if is_divided else 1)
+
     def _request(self) -> Any:
         given = self._library("trainer.connectors.data_connector")._request_dataloader(self.source)
         kind = self._library("utilities.combined_loader").CombinedLoader
@@ -312,18 +292,6 @@ class Loaders:
             if problem is not None:
                 raise AutoBatchError(f"AutoBatch: {self._where}: {problem}")
         return [loader.batch_size for loader in combined.flattened]
-
-    def _shares(self, small: Sequence[int], large: Sequence[int]) -> list[Fraction | None]:
-        shares = []
-        for before, after in zip(small, large, strict=True):
-            if after * PROBES[0] != before * PROBES[1] and after != before:
-                raise AutoBatchError(
-                    f"AutoBatch: {self._where} gives a loader of batch size {before} where the attribute is "
-                    f"{PROBES[0]}, and of {after} where it is {PROBES[1]}; its size must be a multiple or a "
-                    "fraction of the attribute, or fixed"
-                )
-            shares.append(None if before == after else Fraction(before, PROBES[0]))
-        return shares
 
 
 def _why_unsizable(loader: Any) -> str | None:

@@ -9,9 +9,7 @@ that the other ranks can wait.
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +17,10 @@ import torch.distributed as torch_dist
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from linnaeus.autobatch.contents import Contents
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.ranks.control import group_of_this_rank
 from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.integrations.common import refill
+from linnaeus.integrations.common import SavedTensor, group_of_this_process
 from linnaeus.integrations.lightning_loaders import DataState, Library, Loaders
 
 
@@ -159,17 +157,16 @@ def rehearsal(library: Library, trainer: Any) -> Iterator[None]:
         roots = [module, trainer.datamodule, *(loop._data_source.instance for loop in loops)]
         stack.callback(DataState(roots).restore)
         for holder in _hyperparameters(module, trainer.datamodule):
-            stack.callback(refill, holder, dict(holder))
-        for part in _bookkeepers(trainer):
-            stack.callback(_kept(library, part))
-        for name in ("optimizers", "lr_scheduler_configs"):
-            stack.callback(setattr, strategy, name, [])
+            stack.callback(holder.update, dict(holder))
+        stack.callback(Contents(_bookkeeping(library, trainer), (), SavedTensor).restore)
+        # Callbacks, loggers and the profiler see nothing.
+        trainer.callbacks, trainer.profiler = [], library("profilers").PassThroughProfiler()
+        trainer.loggers = [library("loggers.logger").DummyLogger()] if trainer.loggers else []
         with _nothing_fetched(library):
             strategy.setup_optimizers(trainer)
         _forget_loaders(trainer)
         if module.automatic_optimization:
             strategy.lr_scheduler_configs = []  # a schedule may end before the trials do
-        stack.enter_context(_unseen(library, trainer))
         stack.enter_context(_alone(trainer))
         yield
 
@@ -208,65 +205,31 @@ def _hyperparameters(*owners: Any) -> Iterator[MutableMapping[str, Any]]:
                 yield held
 
 
-def _bookkeepers(trainer: Any) -> list[Any]:
-    """What counts steps and holds logged values."""
+def _bookkeeping(library: Library, trainer: Any) -> Iterator[dict[str, Any]]:
+    """The attributes of the trainer, its strategy, and what counts steps and holds logged values."""
+    progress = library("loops.progress")._BaseProgress
     fit = trainer.fit_loop
     epoch = fit.epoch_loop
     loops = [fit, epoch, epoch.automatic_optimization, epoch.manual_optimization, epoch.val_loop]
-    return [*loops, trainer._logger_connector]
-
-
-def _kept(library: Library, part: Any) -> Callable[[], None]:
-    """Puts back the attributes of a loop or a connector, and what its counters count."""
-    progress = library("loops.progress")._BaseProgress
-    counters = {
-        name: (value, copy.deepcopy(value))
-        for name, value in vars(part).items()
-        if isinstance(value, progress | defaultdict)
-    }
-    attributes = {name: value.copy() if type(value) is dict else value for name, value in vars(part).items()}
-
-    def restore() -> None:
-        vars(part).clear()
-        vars(part).update(attributes)
-        for value, before in counters.values():
-            if isinstance(value, defaultdict):
-                refill(value, before)
-            else:
-                vars(value).update(vars(copy.deepcopy(before)))
-
-    return restore
-
-
-@contextlib.contextmanager
-def _unseen(library: Library, trainer: Any) -> Iterator[None]:
-    """Exchange all that shows a step to others: callbacks, loggers, the profiler; `should_stop` is kept."""
-    loggers = [library("loggers.logger").DummyLogger()] if trainer.loggers else []
-    exchanged = {
-        "callbacks": [], "loggers": loggers, "profiler": library("profilers").PassThroughProfiler(),
-        "accumulate_grad_batches": trainer.accumulate_grad_batches, "should_stop": trainer.should_stop,
-    }  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        for name, value in exchanged.items():
-            stack.callback(setattr, trainer, name, getattr(trainer, name))
-            setattr(trainer, name, value)
-        yield
+    waiting = [trainer, trainer.strategy, trainer._logger_connector, *loops]
+    for part in waiting:
+        yield vars(part)
+        waiting += [value for value in vars(part).values() if isinstance(value, progress)]
 
 
 @contextlib.contextmanager
 def _alone(trainer: Any) -> Iterator[None]:
-    """Let collectives of a step be this rank's own, and take up the memory that DDP will hold."""
+    """Let collectives of a step be this rank's own, and take up the memory that DDP will hold.
+
+    It adds attributes to the strategy, which `rehearsal` removes.
+    """
     if trainer.world_size == 1 or not torch_dist.is_initialized():
         yield
         return
     strategy, world_size = trainer.strategy, trainer.world_size
     with contextlib.ExitStack() as stack:
-        group = group_of_this_rank("gloo")
-        stack.callback(torch_dist.destroy_process_group, group)
+        strategy.own_group = stack.enter_context(group_of_this_process("gloo"))
         strategy.all_gather = lambda tensor, *_, **__: torch.stack([tensor] * world_size)
-        stack.callback(vars(strategy).pop, "all_gather")
-        strategy.own_group = group
-        stack.callback(vars(strategy).pop, "own_group")
         buckets = _bucket_stand_in(trainer)
         try:
             yield

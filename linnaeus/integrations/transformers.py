@@ -14,20 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from linnaeus.autobatch.api import auto_find_batch_size
 from linnaeus.autobatch.arguments import check_count, kind_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.lengths import Length
 from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.autobatch.ranks.group import of_main, together
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.split import split_samples
 from linnaeus.integrations.common import (
     check_divisors,
     check_effective_batch,
     checked_options,
+    find_size,
     min_samples,
-    options_at_most,
     search_options,
     split_effective_batch,
 )
@@ -60,7 +58,9 @@ def autobatch(
     target_memory_fraction: float = 0.8,
     *,
     min_batch_size: int = 1,
-    max_batch_size: int = 512,
+    max_batch_size: int | None = 512,
+    memory_limit_gb: float | None = None,
+    multiple_of: int = 1,
     effective_batch_size: int | None = None,
     evaluation: bool | None = None,
     eval_options: Mapping[str, Any] | None = None,
@@ -83,13 +83,16 @@ def autobatch(
         trainer: a `Trainer`, of a subclass of your own or of TRL's `SFTTrainer`, `DPOTrainer` or
             `RewardTrainer`.
         target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
-        min_batch_size, max_batch_size: bounds of the sizes per process, inclusive.
+        min_batch_size, max_batch_size: bounds of the sizes per process, inclusive; None is no upper bound.
+        memory_limit_gb: GiB of a smaller device to search for; by default the device's own.
+        multiple_of: sizes from here on are multiples of it.
         effective_batch_size: samples per optimizer step of all processes; the size becomes a divisor of it,
             and `gradient_accumulation_steps` follow. By default they stay as they are. No divisor is below
             `min_batch_size`, or 2 for a model with BatchNorm.
         evaluation: find `per_device_eval_batch_size` too; by default where `eval_strategy` evaluates.
         eval_options: further or other arguments of `auto_find_batch_size`, for the search of evaluation.
-        length: where the lengths of samples are, as for `longest`; by default in a column `length`.
+        length: where the lengths of samples are, as for `longest`; by default what the collator gives tells
+            which samples are the largest.
         samples, eval_samples: samples to make batches of, in place of the longest of the datasets; they
             repeat where they are too few.
         options: further arguments of `auto_find_batch_size`.
@@ -112,7 +115,8 @@ def autobatch(
     check_samples("eval_samples", eval_samples)
     given = {
         "target_memory_fraction": target_memory_fraction, "min_batch_size": min_batch_size,
-        "max_batch_size": max_batch_size, **options,
+        "max_batch_size": max_batch_size, "memory_limit_gb": memory_limit_gb, "multiple_of": multiple_of,
+        **options,
     }  # fmt: skip
     options = checked_options("autobatch()", given, own=[*_OWN, *search_options()])
     eval_options = {**options, **checked_options("eval_options", eval_options or {})}
@@ -120,10 +124,10 @@ def autobatch(
     if effective_batch_size is not None:
         world_size = trainer.accelerator.num_processes  # type: ignore[attr-defined]
         check_effective_batch(effective_batch_size, world_size)
-        check_count("multiple_of", options.get("multiple_of", 1))
+        check_count("multiple_of", multiple_of)
         check_divisors(
             effective_batch_size, world_size, options["max_batch_size"], options["min_batch_size"],
-            options.get("multiple_of", 1),
+            multiple_of,
         )  # fmt: skip
     by_mode: dict[Mode, dict[str, Any]] = {"train": options, "val": eval_options}
     search = _Search(trainer, by_mode, effective_batch_size, evaluation, length, samples, eval_samples)
@@ -269,30 +273,16 @@ class _Search:
     ) -> AutoBatchResult:
         """Search one mode; where an earlier run has used a size, run this, and search below if it must be."""
         options, is_training = self.options[mode], mode == "train"
-        if earlier is not None:
-            options = options_at_most(options, min(earlier, options["max_batch_size"]))
         bounds = self._bounds(data, is_training)
-        most = max(min([options["max_batch_size"], *bounds.values()]), 1)
         make_batch = rehearsal.batch_maker(
-            data.longest(most), data.collate, self._num_batches if is_training else lambda size: 1
+            data.longest(max(min([options["max_batch_size"], *bounds.values()]), 1)),
+            data.collate,
+            self._num_batches if is_training else lambda size: 1,
         )
-        result = auto_find_batch_size(
-            rehearsal.train if is_training else rehearsal.predict,
-            make_batch,
-            state=rehearsal.state,
-            mode=mode,
-            device=self.trainer.args.device,
-            bounds=bounds,
-            **options,
-        )
-        if earlier is not None and result.batch_size < earlier:
-            fits_not = result.limited_by == "memory"
-            logger.warning(
-                "AutoBatch: the run that is resumed had batch size %d; going on with %d: %s",
-                earlier, result.batch_size,
-                "that no longer fits" if fits_not else f"limited by {result.limited_by}",
-            )  # fmt: skip
-        return result
+        return find_size(
+            rehearsal.train if is_training else rehearsal.predict, make_batch, options, earlier,
+            state=rehearsal.state, mode=mode, device=self.trainer.args.device, bounds=bounds,
+        )  # fmt: skip
 
     def _bounds(self, data: TrialData, is_training: bool) -> dict[str, int]:
         """What limits the size beside memory: a batch cannot have more samples than there are.
@@ -329,18 +319,9 @@ class _Search:
             return size, int(trainer.args.gradient_accumulation_steps)
         split = split_effective_batch(
             self.effective_batch_size, trainer.accelerator.num_processes, size,
-            max(smallest, min_samples(trainer.model)),
+            max(smallest, min_samples(trainer.model)), self.options["train"]["multiple_of"],
         )  # fmt: skip
-        multiple_of = self.options["train"].get("multiple_of", 1)
-        if split.micro_batch_size % multiple_of == 0 or size < multiple_of:
-            return split.micro_batch_size, split.accumulation_steps
-        split = split_samples(split.samples_per_rank // multiple_of, size // multiple_of)
-        if split.micro_batch_size * multiple_of < smallest:
-            raise AutoBatchError(
-                f"AutoBatch: effective_batch_size is {self.effective_batch_size}, and {size} samples fit at "
-                f"once: no size from {smallest} up to that divides it and is a multiple of {multiple_of}"
-            )
-        return split.micro_batch_size * multiple_of, split.accumulation_steps
+        return split.micro_batch_size, split.accumulation_steps
 
 
 def size_in_checkpoint(folder: str) -> int | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle, islice
+from itertools import cycle, islice
 from typing import Any
+
+from torch import Tensor
+from torch.utils.data import ConcatDataset
 
 from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.lengths import Length, longest, num_values, stored_lengths
+from linnaeus.autobatch.lengths import Length, descending, largest_first, stored_lengths
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class TrialData:
     Attributes:
         collate: makes a batch of samples, as the trainer's loader does.
         num_samples: samples in the dataset; the largest of several. None where it is not known.
-        longest: the n longest samples.
+        longest: the n largest samples; any where all are alike.
     """
 
     collate: Callable[[list[Any]], Any]
@@ -78,13 +81,35 @@ def _data(
             f"come: autobatch(trainer, {argument}=[...])."
         )
 
-    def find(n: int) -> list[Any]:
-        found = [_longest_of(trainer, dataset, loader, n, length) for dataset, loader in pairs]
-        if len(found) == 1:
-            return found[0]
-        return sorted(chain(*found), key=length_of, reverse=True)[:n]
+    read = pairs[0][1].dataset if len(pairs) == 1 else ConcatDataset([loader.dataset for _, loader in pairs])
+    order = _order(trainer, [dataset for dataset, _ in pairs], read, collate, length)
+    indices = range(len(read)) if order is None else order
+    return TrialData(collate, num_samples, lambda n: [read[int(index)] for index in indices[:n]])
 
-    return TrialData(collate, num_samples, find)
+
+def _order(
+    trainer: Any, datasets: Sequence[Any], read: Any, collate: Callable[[list[Any]], Any], length: Length
+) -> Tensor | None:
+    """The samples' indices, the largest first; None where all are alike.
+
+    Args:
+        trainer: the trainer.
+        datasets: as the user gave them.
+        read: all of them, as the loaders read them: without the columns that the model does not take.
+        collate: the trainer's.
+        length: is trusted, if it is given.
+    """
+    if callable(length):
+        return descending(length(dataset[index]) for dataset in datasets for index in range(len(dataset)))
+    column = getattr(trainer.args, "length_column_name", None) if length is None else length
+    stored = []
+    for dataset in datasets:
+        has_column = length is not None or column in (getattr(dataset, "column_names", None) or ())
+        stored.append(stored_lengths(dataset, column if has_column else None))
+    known = [length for each in stored if each is not None for length in each]
+    if length is not None:
+        return descending(known)
+    return largest_first(read, collate, known if len(known) == len(read) else None)
 
 
 def check_samples(name: str, samples: Any) -> None:
@@ -122,64 +147,6 @@ def _check_batch(name: str, samples: list[Any], collate: Callable[[list[Any]], A
             raise AutoBatchError(f"{where}: {type(error).__name__}: {error}") from error
         if isinstance(batch, Mapping) and not batch:
             raise AutoBatchError(f"{where}: it has nothing that the model takes")
-
-
-def _longest_of(trainer: Any, dataset: Any, loader: Any, n: int, length: Length) -> list[Any]:
-    """The longest samples as the loader reads them: without the columns that the model does not take."""
-    read = loader.dataset
-    if length is None:
-        length = _known_lengths(trainer, dataset, loader)
-    if length is not None or stored_lengths(dataset) is not None:
-        return longest(dataset, n, length=length, read=read)
-    if _is_image(trainer, read[0]):  # a processor gives all images one size
-        return [read[index % len(read)] for index in range(n)]
-    found = longest(read, n, length=length_of)
-    if getattr(getattr(trainer.model, "config", None), "is_encoder_decoder", False):
-        # Both sides are padded on their own: the longest target may belong to another source.
-        found = [*longest(read, 1, length=_target_length), *found][:n]
-    return found
-
-
-def _known_lengths(trainer: Any, dataset: Any, loader: Any) -> Length:
-    """The column that the trainer's arguments name, or the lengths that a sampler has read already."""
-    column = getattr(trainer.args, "length_column_name", None)
-    if column in (getattr(dataset, "column_names", None) or ()):
-        return str(column)
-    sampler, seen = getattr(loader, "batch_sampler", None), 0
-    while sampler is not None and seen < 4:
-        lengths = getattr(sampler, "lengths", None)
-        if lengths is not None and len(lengths) == len(loader.dataset):
-            return list(map(int, lengths))
-        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-        seen += 1
-    return None
-
-
-def length_of(sample: Any) -> int:
-    """The tokens of a sample, of the longer of its two texts if it has a chosen and a rejected one.
-
-    >>> length_of({"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5, 6]})
-    5
-    >>> length_of({"input_ids": [1, 2, 3], "labels": [1, 2, 3]})
-    3
-    """
-    if not isinstance(sample, Mapping) or not any(str(name).startswith("chosen") for name in sample):
-        return num_values(sample)
-
-    def tokens(kind: str) -> int:
-        found = [value for name, value in sample.items() if str(name).startswith(kind)]
-        return max((len(value) for value in found if hasattr(value, "__len__")), default=0)
-
-    return tokens("prompt") + max(tokens("chosen"), tokens("rejected"))
-
-
-def _target_length(sample: Any) -> int:
-    return num_values(sample.get("labels", ())) if isinstance(sample, Mapping) else 0
-
-
-def _is_image(trainer: Any, sample: Any) -> bool:
-    name = getattr(trainer.model, "main_input_name", None)
-    return name == "pixel_values" and isinstance(sample, Mapping) and name in sample
 
 
 def _is_read_by_index(dataset: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from linnaeus.autobatch.contents import Contents
 from linnaeus.autobatch.optimizers import StrangerError
 from linnaeus.autobatch.rng import rng_state, set_rng_state
-from linnaeus.integrations.common import group_of_this_process, refill
-
-_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
-"""What an accelerator remembers of what it has prepared."""
+from linnaeus.integrations.common import SavedTensor, group_of_this_process
 
 
 class Rehearsal:
@@ -42,7 +39,7 @@ class Rehearsal:
         self._stack = contextlib.ExitStack()
         self._group: torch_dist.ProcessGroup | None = None
         self._prepared = self._wrapped = nn.Module()
-        self._between: _Kept | None = None
+        self._between: Contents | None = None
         self._modes: list[tuple[nn.Module, bool]] = []
         self.state: tuple[Any, ...] = ()
 
@@ -50,22 +47,22 @@ class Rehearsal:
         trainer, accelerator = self._trainer, self._accelerator
         with contextlib.ExitStack() as stack:
             stack.callback(set_rng_state, rng_state(trainer.args.device), trainer.args.device)
-            stack.enter_context(_silent(trainer))
-            stack.callback(_Kept(trainer).restore)
+            stack.callback(_kept(trainer).restore)
+            trainer.log = lambda *_, **__: None
+            trainer.callback_handler.call_event = lambda event, args, state, control, **_: control
             # Preparing sets attributes of the model itself: `forward` with autocast, and that it is prepared.
-            stack.callback(refill, vars(trainer.model), dict(vars(trainer.model)))
-            stack.callback(vars(accelerator).update, {name: list(vars(accelerator)[name]) for name in _LISTS})
-            gradients = accelerator.gradient_state
-            stack.callback(gradients._set_sync_gradients, gradients.sync_gradients)
+            stack.callback(vars(trainer.model).update, dict(vars(trainer.model)))
+            stack.callback(vars(trainer.model).clear)
             if accelerator.num_processes > 1:
                 self._group = stack.enter_context(group_of_this_process())
-                stack.enter_context(_one_process(accelerator))
+                for state in _accelerate_states():  # `gather` and the like return what they are given
+                    state["distributed_type"] = _accelerate("utils").DistributedType.NO
             self._prepared = accelerator.prepare_model(trainer.model, evaluation_mode=True)
             trainer.create_optimizer()
             modules, optimizers = held_by(trainer)
             self._modes = [(module, module.training) for module in modules.modules()]
             trainer.optimizer = accelerator.prepare_optimizer(trainer.optimizer, device_placement=False)
-            self._between = _Kept(trainer)
+            self._between = _kept(trainer)
             stack.callback(self._forget)
             self._forget()
             scaler = [] if accelerator.scaler is None else [accelerator.scaler]
@@ -204,69 +201,20 @@ def _datasets(trainer: Any) -> list[Any]:
     return [trainer.train_dataset, evaluation, *inside]
 
 
-class _Kept:
-    """What a trainer, its collator, its state and its control hold in attributes.
-
-    That is: plain values, containers and the tensors in them.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        parts = (trainer, trainer.data_collator, trainer.state, trainer.control)
-        owners = [owner for owner in parts if hasattr(owner, "__dict__")]
-        self._contents = Contents(map(vars, owners), set(map(id, _datasets(trainer))), _Tensor)
-
-    def restore(self) -> None:
-        self._contents.restore()
+def _kept(trainer: Any) -> Contents:
+    """What a trainer and what it works with hold in attributes, and accelerate for the whole process."""
+    accelerator = trainer.accelerator
+    parts = (
+        trainer, trainer.data_collator, trainer.state, trainer.control, trainer.callback_handler, accelerator,
+        accelerator.gradient_state,
+    )  # fmt: skip
+    owners = [vars(owner) for owner in parts if hasattr(owner, "__dict__")]
+    return Contents([*owners, *_accelerate_states()], set(map(id, _datasets(trainer))), SavedTensor)
 
 
-class _Tensor:
-    """A tensor in an attribute, and its value."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._value = tensor, tensor.detach().clone()
-
-    def restore(self) -> None:
-        if self._tensor.shape != self._value.shape:
-            self._tensor.data = self._value.clone()
-        self._tensor.detach().copy_(self._value)
-
-
-@contextlib.contextmanager
-def _silent(trainer: Any) -> Iterator[None]:
-    """Let `log` of a trainer do nothing, and call no callback for any event."""
-
-    def log(*arguments: Any, **options: Any) -> None:
-        return None
-
-    def call_event(event: str, args: Any, state: Any, control: Any, **options: Any) -> Any:
-        return control
-
-    places = [(vars(trainer), "log", log), (vars(trainer.callback_handler), "call_event", call_event)]
-    before = [attributes.get(name) for attributes, name, _ in places]
-    for attributes, name, function in places:
-        attributes[name] = function
-    try:
-        yield
-    finally:
-        for (attributes, name, _), own in zip(places, before, strict=True):
-            del attributes[name]
-            if own is not None:
-                attributes[name] = own
-
-
-@contextlib.contextmanager
-def _one_process(accelerator: Any) -> Iterator[None]:
-    """Let accelerate take itself for the only process: `gather` and the like return what they are given."""
-    states, kinds = _accelerate("state"), _accelerate("utils").DistributedType
-    shared = [states.PartialState._shared_state, states.AcceleratorState._shared_state]
-    before = [state["distributed_type"] for state in shared]
-    try:
-        for state in shared:
-            state["distributed_type"] = kinds.NO
-        yield
-    finally:
-        for state, kind in zip(shared, before, strict=True):
-            state["distributed_type"] = kind
+def _accelerate_states() -> list[dict[str, Any]]:
+    states = _accelerate("state")
+    return [states.PartialState._shared_state, states.AcceleratorState._shared_state]
 
 
 def _without_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

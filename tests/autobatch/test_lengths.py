@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from linnaeus.autobatch import longest
+from linnaeus.autobatch.lengths import PROBED, largest_first
 
 
 class Rows(Dataset[dict[str, Any]]):
@@ -110,8 +111,35 @@ def test_global_random_numbers_stay_where_they_were() -> None:
     assert draws() == after
 
 
-@pytest.mark.parametrize("length", [None, lambda row: len(row["input_ids"]), [3, 9, 4]])
-def test_samples_are_given_in_the_form_asked_for(length: Any) -> None:
-    dataset, read = Rows([3, 9, 4]), ["first", "second", "third"]
-    assert longest(dataset, 2, length=length, read=read) == ["second", "third"]
-    assert dataset.read == ([] if isinstance(length, list) else [0, 1, 2])
+def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest_row = max(len(sample["input_ids"]) for sample in samples)
+    return {"ids": torch.zeros(len(samples), longest_row), "labels": torch.zeros(len(samples))}
+
+
+def test_the_largest_come_first_where_batches_differ_in_size() -> None:
+    sizes = [3, 9, 4, 9] * 50
+    expected = sorted(range(200), key=lambda index: -sizes[index])
+    assert largest_first(Rows(sizes), padded).tolist() == expected
+    rows = Rows(sizes)
+    assert largest_first(rows, padded, lengths=sizes).tolist() == expected
+    assert len(rows.read) == PROBED
+    unrelated = [1, 2, 3, 4, 5] * 40
+    assert largest_first(Rows(sizes), padded, lengths=unrelated).tolist() == expected, "of something else"
+    rows = Rows(sizes)
+    assert largest_first(rows, lambda samples: torch.zeros(len(samples), 9), lengths=unrelated) is None
+    assert len(rows.read) == PROBED
+    with pytest.raises(ValueError, match="empty"):
+        largest_first([], padded)
+
+
+def test_what_the_collate_function_leaves_out_or_pads_on_its_own_is_seen() -> None:
+    texts = [{"text": "x" * (1 + index % 9), "note": "y" * (index * 7 % 200)} for index in range(100)]
+    found = largest_first(texts, lambda samples: torch.zeros(2, len(samples[0]["text"])))
+    assert len(texts[found[0]]["text"]) == 9
+
+    def sides(samples: list[tuple[int, int]]) -> list[torch.Tensor]:
+        return [torch.zeros(len(samples), max(side)) for side in zip(*samples, strict=True)]
+
+    pairs = [(index % 10, 50 - index % 10) for index in range(80)]
+    pairs[33], pairs[44] = (20, 0), (0, 60)
+    assert set(largest_first(pairs, sides)[:2].tolist()) == {33, 44}

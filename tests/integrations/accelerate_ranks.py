@@ -112,66 +112,6 @@ def compared(
     return {"size": size, "sizes": sorted(sizes), "same": same(found, expected)}
 
 
-def decorated(accelerator: Accelerator, **options: Any) -> tuple[int, dict[str, Any]]:
-    num_mib = 60 if accelerator.mixed_precision == "no" else 180  # each size makes kernels of its own
-
-    @autobatch(starting_batch_size=LARGEST, tolerance=0.1, memory_limit_gb=limit_gb(num_mib), **options)
-    def loop(batch_size: int) -> dict[str, Any]:
-        return train(accelerator, batch_size)
-
-    found = loop()
-    return loop.batch_size, found  # type: ignore[attr-defined]
-
-
-def accumulation() -> Any:
-    return compared({"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}, decorated)
-
-
-def split() -> Any:
-    return compared({"dataloader_config": DataLoaderConfiguration(split_batches=True)}, decorated)
-
-
-def split_unknown() -> Any:
-    """The function makes an accelerator that splits batches, and nothing said so."""
-    fresh()
-
-    @autobatch(starting_batch_size=8, memory_limit_gb=8.0)
-    def loop(batch_size: int) -> None:
-        options = DataLoaderConfiguration(split_batches=True)
-        train(Accelerator(cpu=True, dataloader_config=options), batch_size)
-
-    return attempt(lambda: loop())
-
-
-def not_restored() -> Any:
-    """The negative control."""
-    restore = snapshot.set_rng_state
-    snapshot.set_rng_state = lambda state, device: None  # type: ignore[attr-defined]
-    try:
-        return compared({}, decorated)
-    finally:
-        snapshot.set_rng_state = restore  # type: ignore[attr-defined]
-
-
-def given_parts() -> Any:
-    """Model, optimizer and scheduler are the arguments of the function."""
-    return compared({}, lambda accelerator: with_loop(accelerator, *parts()))
-
-
-def own_accelerator() -> Any:
-    """The function makes its own accelerator."""
-    return compared({}, lambda _: with_loop(None))
-
-
-def with_loop(accelerator: Accelerator | None, *arguments: Any) -> tuple[int, dict[str, Any]]:
-    @autobatch(starting_batch_size=LARGEST, tolerance=0.1, memory_limit_gb=limit_gb(60))
-    def loop(batch_size: int, *built: Any) -> dict[str, Any]:
-        return train(accelerator or Accelerator(cpu=True), batch_size, *built)
-
-    found = loop(*arguments)
-    return loop.batch_size, found  # type: ignore[attr-defined]
-
-
 def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -183,46 +123,42 @@ def find_first() -> Any:
         model, optimizer, scheduler = parts()
         prepared = accelerator.prepare(model, optimizer)
         size = find_batch_size(
-            accelerator, *prepared, loss_of, dataset(), tolerance=0.1, memory_limit_gb=limit_gb(60),
+            accelerator, *prepared, loss_of, dataset(), tolerance=0.1, memory_limit_gb=limit_gb(100),
+            max_batch_size=LARGEST,
         )  # fmt: skip
         accelerator.free_memory()
         return size, train(accelerator, size, model, optimizer, scheduler)
 
-    return compared({"gradient_accumulation_steps": 2}, run)
+    return compared({"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}, run)
 
 
-def gan() -> Any:
-    """Optimizer steps of each trial: five of the critic for each of the generator."""
-    accelerator, trials = fresh(), []
-
-    @autobatch(starting_batch_size=4, memory_limit_gb=8.0)
-    def loop(batch_size: int) -> None:
-        models = nn.Linear(4, 4), nn.Linear(4, 4)
-        critic, generator = (torch.optim.Adam(model.parameters()) for model in models)
-        prepared = accelerator.prepare(*models, critic, generator)
-        counts = {"critic": 0, "generator": 0}
-        trials.append(counts)
-        for number in range(60):
-            which = "generator" if number % 6 == 5 else "critic"
-            model, optimizer = (prepared[1], prepared[3]) if number % 6 == 5 else (prepared[0], prepared[2])
-            accelerator.backward(model(torch.ones(batch_size, 4)).sum())
-            counts[which] += 1  # its step may be the last
-            optimizer.step()
-            optimizer.zero_grad()
-
-    loop()
-    return trials
+def not_restored() -> Any:
+    """The negative control."""
+    restore = snapshot.set_rng_state
+    snapshot.set_rng_state = lambda state, device: None  # type: ignore[attr-defined]
+    try:
+        return find_first()
+    finally:
+        snapshot.set_rng_state = restore  # type: ignore[attr-defined]
 
 
-def one_fails_before() -> Any:
-    """A process fails before its search begins."""
-    accelerator = fresh()
+def lengths() -> Any:
+    """The lengths of the batches that trials ran, of samples that differ in it."""
+    accelerator, seen = fresh(), set[int]()
+    model, optimizer, _ = parts()
 
-    @autobatch(starting_batch_size=4, memory_limit_gb=8.0)
-    def loop(batch_size: int) -> None:
-        train(accelerator, batch_size)
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        seen.add(batch.shape[1])
+        return model(batch[:, :16]).sum()
 
-    return attempt(lambda: loop(*[1, 2][: accelerator.process_index * 2]))
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        longest = max(map(len, samples))
+        return torch.stack([nn.functional.pad(sample, (0, longest - len(sample))) for sample in samples])
+
+    samples = [torch.ones(16 + index % 3 + 40 * (index == 555)) for index in range(1000)]
+    search = {"collate_fn": collate, "memory_limit_gb": 8.0, "max_batch_size": 4}
+    find_batch_size(accelerator, *accelerator.prepare(model, optimizer), loss, samples, **search)
+    return sorted(seen)
 
 
 def attempt(function: Callable[[], Any]) -> Any:
@@ -232,30 +168,42 @@ def attempt(function: Callable[[], Any]) -> Any:
         return [type(error).__name__, str(error)]
 
 
+def attempted(data: Any = None, **options: Any) -> Any:
+    """The error of a search."""
+    accelerator = fresh(**options)
+    prepared = accelerator.prepare(*parts()[:2])
+    return attempt(lambda: find_batch_size(accelerator, *prepared, loss_of, data or dataset()))
+
+
+class Broken:
+    """A dataset that process 1 cannot read; with one process, none can."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if PartialState().process_index == PartialState().num_processes - 1:
+            raise KeyError("mine")
+        return dataset()[index]
+
+
 def errors() -> Any:
-    accelerator = fresh()
-
-    @autobatch(starting_batch_size=4, memory_limit_gb=8.0)
-    def loop(batch_size: int, a: int = 0) -> None:
-        train(accelerator, batch_size)
-
-    @autobatch(starting_batch_size=4096, memory_limit_gb=64.0)
-    def without_steps(batch_size: int) -> None:
-        if batch_size < 100:
-            train(accelerator, batch_size)
-
-    @autobatch(starting_batch_size=4, memory_limit_gb=8.0)
-    def broken(batch_size: int) -> None:
-        raise KeyError("mine")
-
-    outcomes = {
-        "size given": attempt(lambda: loop(8, 1)),
-        "no step": attempt(lambda: without_steps()),
-        "broken": attempt(lambda: broken()),
+    found = {
+        "broken": attempted(Broken()),
+        "split": attempted(dataloader_config=DataLoaderConfiguration(split_batches=True)),
+        "decorator": attempt(lambda: autobatch(starting_batch_size=8)),
+        "stream": attempted(iter(dataset())),
     }
-    AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
-    outcomes["sharded"] = attempt(lambda: loop())
-    return outcomes
+    kind = AcceleratorState._shared_state["distributed_type"]
+    accelerator = fresh()
+    accelerator.state.distributed_type = DistributedType.FSDP
+    try:
+        found["sharded"] = attempt(
+            lambda: find_batch_size(accelerator, nn.Linear(1, 1), None, loss_of, dataset())
+        )
+    finally:
+        accelerator.state.distributed_type = kind
+    return found
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -158,7 +158,7 @@ def unprepared() -> dict[str, Any]:
 
 def uneven_data() -> dict[str, Any]:
     """Each rank has data of its own, of another length."""
-    length = (37, 45)[RANK]
+    length = (37, 8)[RANK]
     return compared(
         lambda size: Bare(), lambda size: (DataLoader(data(length), size),), search=NO_VAL,
         use_distributed_sampler=False, limit_train_batches=1,

@@ -103,7 +103,7 @@ class InHyperparameters(Net):
         return DataLoader(data(), self.hparams.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> Any:
-        return DataLoader(data(NUM_VAL), 2 * self.hparams.batch_size)
+        return DataLoader(data(NUM_VAL), self.hparams.batch_size)
 
 
 class Bare(Net):
@@ -222,10 +222,10 @@ class Needy(Net):
 
 
 class Several(Net):
-    """Two training loaders, one of half the size, and two validation loaders, one of a fixed size."""
+    """Two training and two validation loaders, of which one has a fixed size."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch["all"]) + self.loss(batch["half"])
+        loss = self.loss(batch["all"]) + self.loss(batch["few"])
         self.log("loss", loss)
         return loss
 
@@ -233,8 +233,8 @@ class Several(Net):
         self.log("val_loss", self.loss(batch))
 
     def train_dataloader(self) -> Any:
-        half = DataLoader(data(40), max(1, self.batch_size // 2), shuffle=True)
-        return {"all": DataLoader(data(), self.batch_size, shuffle=True), "half": half}
+        few = DataLoader(data(40), 5, shuffle=True)
+        return {"all": DataLoader(data(), self.batch_size, shuffle=True), "few": few}
 
     def val_dataloader(self) -> Any:
         return [DataLoader(data(NUM_VAL), self.batch_size), DataLoader(data(8), 8)]

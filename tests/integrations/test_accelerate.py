@@ -15,8 +15,8 @@ from tests.helpers.runs import TORCHRUN
 
 PROGRAM = ("-m", "tests.integrations.accelerate_ranks")
 SCENARIOS = {
-    1: ("not_restored", "own_accelerator", "find_first", "errors", "gan"),
-    2: ("accumulation", "split", "split_unknown", "given_parts", "errors", "one_fails_before"),
+    1: ("not_restored", "find_first", "lengths", "errors"),
+    2: ("find_first", "errors"),
 }
 """By the number of processes."""
 
@@ -38,22 +38,15 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
     return found
 
 
-RUNS = ("own_accelerator", "find_first", "accumulation", "split", "given_parts")
-CASES = [
-    (num_processes, name) for num_processes, names in SCENARIOS.items() for name in names if name in RUNS
-]
-
-
-@pytest.mark.parametrize(("num_processes", "name"), CASES)
+@pytest.mark.parametrize("num_processes", SCENARIOS)
 def test_a_run_is_the_one_with_the_size_found_by_hand(
-    jobs: dict[int, list[Found]], num_processes: int, name: str
+    jobs: dict[int, list[Found]], num_processes: int
 ) -> None:
-    main, *others = (found[name] for found in jobs[num_processes])
+    main, *others = (found["find_first"] for found in jobs[num_processes])
     assert main["same"], main
     assert others == [main] * (num_processes - 1)
     assert 8 < main["size"] < 1024  # found, not a bound
-    share = num_processes if "split" in name else 1
-    assert main["sizes"] == [main["size"] // share]
+    assert main["sizes"] == [main["size"]]
 
 
 @pytest.mark.parametrize("num_processes", SCENARIOS)
@@ -67,15 +60,14 @@ def test_without_restored_generators_the_run_differs(jobs: dict[int, list[Found]
     assert not jobs[1][0]["not_restored"]["same"]
 
 
-def test_batches_that_are_split_unexpectedly_are_an_error(jobs: dict[int, list[Found]]) -> None:
-    for found in jobs[2]:
-        assert "split_batches=True" in found["split_unknown"][1]
+def test_batches_of_trials_hold_the_longest_samples(jobs: dict[int, list[Found]]) -> None:
+    assert jobs[1][0]["lengths"] == [56]
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "text"),
-    [("size given", "TypeError", "@autobatch"), ("no step", "AutoBatchError", "step"),
-     ("sharded", "AutoBatchError", "FSDP")],
+    [("decorator", "AutoBatchError", "find_batch_size"), ("sharded", "AutoBatchError", "FSDP"),
+     ("stream", "TypeError", "index")],
 )  # fmt: skip
 @pytest.mark.parametrize("num_processes", SCENARIOS)
 def test_what_cannot_be_searched_is_one_clear_error(
@@ -86,26 +78,18 @@ def test_what_cannot_be_searched_is_one_clear_error(
         assert text in found["errors"][name][1]
 
 
-def test_an_error_of_the_function_is_its_own(jobs: dict[int, list[Found]]) -> None:
+def test_split_batches_are_refused_where_they_are_split(jobs: dict[int, list[Found]]) -> None:
+    assert isinstance(jobs[1][0]["errors"]["split"], int)
+    for found in jobs[2]:
+        assert "split_batches" in found["errors"]["split"][1]
+
+
+def test_an_error_of_the_data_is_told_to_all(jobs: dict[int, list[Found]]) -> None:
     assert jobs[1][0]["errors"]["broken"] == ["KeyError", "'mine'"]
-    own, told = (found["errors"]["broken"] for found in jobs[2])
+    told, own = (found["errors"]["broken"] for found in jobs[2])
     assert own == ["KeyError", "'mine'"]
     assert told[0] == "AutoBatchError"
     assert told[1].endswith(": KeyError: 'mine'")
-
-
-def test_a_trial_lasts_until_every_optimizer_has_stepped(jobs: dict[int, list[Found]]) -> None:
-    *trials, run = jobs[1][0]["gan"]
-    assert run == {"critic": 50, "generator": 10}
-    assert trials
-    assert all(trial == {"critic": 10, "generator": 2} for trial in trials)
-
-
-def test_an_error_before_the_search_is_told_to_the_others(jobs: dict[int, list[Found]]) -> None:
-    other, failed = (found["one_fails_before"] for found in jobs[2])
-    assert failed[0] == "TypeError"
-    assert other[0] == "AutoBatchError"
-    assert other[1].endswith(f": TypeError: {failed[1]}")
 
 
 def test_the_example_learns_with_the_size_that_it_finds(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ pytest.importorskip("lightning")
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from linnaeus.errors import AutoBatchError
 from linnaeus.integrations.lightning import AutoBatch
 from tests.helpers.bits import differences
 from tests.helpers.ledger import Ledger, room
@@ -118,10 +120,10 @@ def test_validation_has_a_size_of_its_own_where_it_follows_and_is_asked_for() ->
 
 @pytest.mark.parametrize(
     ("num_samples", "drop_last", "found", "limited_by"),
-    [(9, False, 9, "dataset"), (41, False, 19, "last_batch"), (41, True, LARGE, "max_batch_size")],
+    [(9, False, 9, "dataset"), (41, True, LARGE, "max_batch_size")],
 )
 def test_the_data_bound_the_size(num_samples: int, drop_last: bool, found: int, limited_by: str) -> None:
-    """One more than the samples is never tried, and BatchNorm gets no last batch of one sample."""
+    """One more than the samples is never tried."""
     callback = small()
     fit(Bare(), DataLoader(data(num_samples), 4, drop_last=drop_last), callbacks=[callback])
     assert (callback.batch_size, callback.results["train"].limited_by) == (found, limited_by)
@@ -130,7 +132,7 @@ def test_the_data_bound_the_size(num_samples: int, drop_last: bool, found: int, 
 @pytest.mark.parametrize(
     ("options", "size", "steps"),
     [
-        ({"effective_batch_size": 76}, 4, 19),  # 19 would leave one sample of 96 in the last batch
+        ({"effective_batch_size": 72}, 18, 4),
         ({"effective_batch_size": 72, "multiple_of": 24, "max_batch_size": 50}, 24, 3),
     ],
 )
@@ -159,26 +161,106 @@ def test_batches_of_trials_may_be_made_by_a_function() -> None:
     assert callback.batch_size == LARGE
 
 
-# --- accumulation and the learning rate ---
+# --- accumulation ---
 
 
-def test_accumulation_and_the_learning_rate_follow_the_effective_batch() -> None:
-    callback = small(effective_batch_size=60, scale_lr="linear", base_batch_size=20)
-    searched = fit(Net(), callbacks=[callback])
-    by_hand = fit(Net(LARGE, lr=0.05 * (60 / 20)), accumulate_grad_batches=3)
+def test_accumulation_follows_the_effective_batch_and_a_second_fit_searches_again() -> None:
+    callback, module = small(effective_batch_size=60), Net()
+    searched = fit(module, callbacks=[callback])
+    by_hand = fit(Net(LARGE), accumulate_grad_batches=3)
     assert searched["accumulate"] == 3
     assert differences(searched, by_hand) == []
+    first = callback.results["train"]
+    fit(module, callbacks=[callback])
+    assert callback.results["train"] is not first
 
 
-def test_a_second_fit_searches_again_and_does_not_scale_the_learning_rate_again() -> None:
-    callback, module = small(effective_batch_size=40, scale_lr="linear", base_batch_size=20, val=False), Net()
-    trainer, results = trainer_for([callback]), []
-    for num_epochs in (2, 3):
-        trainer.fit_loop.max_epochs = num_epochs
-        trainer.fit(module)
-        results.append(callback.results["train"])
-        assert (module.batch_size, module.hparams.lr) == (LARGE, 0.1)
-    assert results[0] is not results[1]
+# --- samples that differ in length, and limits of Lightning ---
+
+
+class Plain(Net):
+    """Its schedule does not end with the run."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+class Texts(Net):
+    """Few of its texts are long."""
+
+    lengths = [5 + index % 4 for index in range(300)]  # noqa: RUF012
+    lengths[77] = lengths[203] = 60
+    seen: set[tuple[int, ...]] = set()  # noqa: RUF012
+    configure_optimizers = Plain.configure_optimizers
+
+    def __init__(self, batch_size: int = 4, num_workers: int = 0) -> None:
+        super().__init__(batch_size)
+        self.num_workers = num_workers
+
+    def make_loader(self, dataset: Any) -> Any:
+        return DataLoader(
+            dataset, self.batch_size, num_workers=self.num_workers,
+            collate_fn=lambda texts: torch.nn.utils.rnn.pad_sequence(texts, batch_first=True),
+        )  # fmt: skip
+
+    def train_dataloader(self) -> Any:
+        return self.make_loader([torch.ones(length) for length in self.lengths])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.add(tuple(batch.shape))
+        return self.net(batch[:, :1].expand(-1, 16)).sum()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_trials_run_the_longest_samples_and_the_log_says_so(
+    num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "linnaeus.autobatch")
+    module = Texts(num_workers=num_workers)
+    module.seen.clear()
+    fit(module, callbacks=[small(val=False)], max_epochs=1, limit_train_batches=1)
+    assert (LARGE, 60) in module.seen
+    assert "differ in size" in caplog.text
+
+
+class Lines(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([torch.ones(3), torch.ones(5)] * 20)
+
+
+def test_a_stream_of_samples_that_differ_is_refused() -> None:
+    class Streaming(Texts):
+        def train_dataloader(self) -> Any:
+            return self.make_loader(Lines())
+
+    with pytest.raises(AutoBatchError, match="make_batch"):
+        fit(Streaming(), callbacks=[small(val=False)])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"limit_train_batches": 0.2}, 23),  # 5 batches of 96, of which a fifth is one
+        ({"val_check_interval": 7}, 15),
+        ({"overfit_batches": 0.25}, 9),  # 4 batches of the 30 of validation, which shares the size
+        ({"limit_val_batches": 0.5}, 29),
+    ],
+)
+def test_limits_of_lightning_bound_the_size(options: dict[str, Any], expected: int) -> None:
+    callback = AutoBatch(max_batch_size=40, steps_per_trial=1)
+    fit(Net(), callbacks=[callback], **options)
+    assert callback.batch_size == expected
+    with pytest.raises(Exception, match="batches"):
+        fit(Net(expected + 1), **options)
+
+
+def test_a_module_without_a_validation_step_is_searched() -> None:
+    class NoValidation(Net):
+        validation_step = None
+
+    callback = small()
+    fit(NoValidation(), callbacks=[callback])
+    assert set(callback.results) == {"train"}
 
 
 # --- resumption ---
@@ -197,28 +279,19 @@ def checkpoint(folder: Path, module: Any = None, **options: Any) -> Path:
     return path
 
 
-class Plain(Net):
-    """Its schedule does not end with the run."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-
-
 @pytest.mark.usefixtures("few_timed_steps")
 def test_a_resumed_run_uses_the_size_of_the_earlier_one(tmp_path: Path) -> None:
-    """Whatever is fastest; the learning rate is not scaled again."""
-    scaling = {"scale_lr": "linear", "base_batch_size": 6}
-    path = checkpoint(tmp_path, max_batch_size=12, **scaling)
+    """Whatever is fastest."""
+    path = checkpoint(tmp_path, max_batch_size=12)
     saved = torch.load(path, weights_only=True)["callbacks"]["AutoBatch"]
     assert saved["sizes"] == {"train": 12}
-    callback = small(max_batch_size=60, objective="throughput", **scaling)
+    callback = small(max_batch_size=60, objective="throughput")
     module = Net.load_from_checkpoint(path, weights_only=False)
     resumed = fit(module, callbacks=[callback], ckpt=path)
     assert callback.batch_size == 12
     assert {trial.size for trial in callback.results["train"].trials} == {12}
     assert callback.results["train"].timings == ()
-    assert module.hparams.lr == 0.1
-    assert differences(resumed, fit(Net(12, lr=0.1), ckpt=path)) == []
+    assert differences(resumed, fit(Net(12), ckpt=path)) == []
 
 
 class FailsAbove(Plain):
@@ -280,12 +353,25 @@ def test_an_error_that_is_not_about_memory_is_raised_as_it_is_and_leaves_the_siz
     assert len(trainer.callbacks) == 1
 
 
-def test_nothing_is_searched_in_a_fast_run_nor_in_validation() -> None:
+def test_the_common_options_are_parameters() -> None:
+    expected = {
+        "target_memory_fraction",
+        "min_batch_size",
+        "max_batch_size",
+        "memory_limit_gb",
+        "multiple_of",
+    }
+    assert {*inspect.signature(AutoBatch).parameters} >= expected
+
+
+def test_nothing_is_searched_in_a_fast_run_nor_in_validation(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     module, callback = Net(), small()
     trainer = trainer_for([callback], fast_dev_run=True)
     trainer.fit(module)
     trainer_for([callback]).validate(module)
     assert (callback.batch_size, module.batch_size) == (None, 4)
+    assert "AutoBatch: validate " in caplog.text
 
 
 def test_the_search_is_not_seen_by_loggers_and_callbacks(tmp_path: Path) -> None:

@@ -73,6 +73,11 @@ class Capped(Net):
         return loader(min(16, self.batch_size))
 
 
+class Halved(Net):
+    def train_dataloader(self) -> Any:
+        return loader(self.batch_size // 2)
+
+
 class Growing(Net):
     def val_dataloader(self) -> Any:
         return DataLoader(data(NUM_VAL), self.batch_size + (self.batch_size > 16))
@@ -109,10 +114,9 @@ FITS: dict[str, Fit] = {
     "no loader": (Bare, ([data()[:4]],), {}),
     "unequal loaders": (Bare, ([loader(4), loader(8)],), {}),
     "an iterator": (Iterating, (), {}),
-    "no rate": (Net, (), {"scale_lr": "sqrt", "base_batch_size": 2, "lr_arg_name": "rate"}),
     "accumulation by hand": (Manual, (), {"effective_batch_size": 8}),
-    "a last batch of one": (Bare, (DataLoader(data(41), 4),), {"min_batch_size": 20}),
-    "an effective batch with a last batch of one": (Net, (), {"effective_batch_size": 19, "val": False}),
+    "a last batch of one": (Bare, (DataLoader(data(41), 4),), {}),
+    "half the size": (Halved, (), {}),
     "an effective batch below the smallest": (Net, (), {"effective_batch_size": 33, "min_batch_size": 12}),
     "an effective batch above an epoch": (Net, (), {"effective_batch_size": 97}),
     "a prime effective batch": (Net, (), {"effective_batch_size": 83}),
@@ -126,8 +130,7 @@ FITS: dict[str, Fit] = {
 }
 ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"max_batchsize": 3}, {"val_options": {"mode": "val"}}, {"start": 2}, {"predict": True},
-    {"scale_lr": "cubic", "base_batch_size": 1}, {"scale_lr": "linear"}, {"base_batch_size": 3},
-    {"val_options": 3}, {"make_batch": 3}, {"batch_arg_name": 3}, {"lr_arg_name": 3}, {"val": 3},
+    {"scale_lr": "linear"}, {"base_batch_size": 3}, {"max_batch_size": "4"},
     {"val": False, "val_options": {"tolerance": 0.1}}, {"target_memory_fraction": 2},
     {"min_batch_size": 5, "val_options": {"max_batch_size": 4}},
 )  # fmt: skip
@@ -228,8 +231,7 @@ def transformers() -> dict[str, str]:
 
 def accelerate() -> dict[str, str]:
     return {
-        "accelerate: a rule": raised(lambda: decorator(reduce_batch_size_fn=int)(print)),
-        "accelerate: an objective": raised(lambda: decorator(objective="throughput")(print)),
+        "accelerate: a decorator": raised(lambda: decorator(starting_batch_size=8)(print)),
         "accelerate: no accelerator": raised(find_batch_size, [], None, None, None, None),
     }
 

@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 import datasets
 from transformers import Trainer, TrainerCallback, ViTConfig, ViTForImageClassification
 
+from linnaeus.autobatch.lengths import PROBED
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import transformers_data, transformers_trial
 from linnaeus.integrations.transformers import autobatch, size_in_checkpoint
@@ -204,7 +205,7 @@ def test_trials_run_the_longest_samples_through_the_trainers_collator() -> None:
     made.data_collator = watched
     autobatch(made, **room(), effective_batch_size=None)
     made.train()
-    in_search, trials = batches[: num_in_search[0]], made.autobatch_results["train"].trials
+    in_search, trials = batches[PROBED : num_in_search[0]], made.autobatch_results["train"].trials
     in_training = batches[num_in_search[0] :]
     lengths = sorted((len(Text()[index]["input_ids"]) for index in range(len(Text()))), reverse=True)
     assert {len(batch) for batch in in_search} == {trial.size for trial in trials} | {1}, "1 warms up"
@@ -315,18 +316,40 @@ def test_stored_lengths_are_used() -> None:
         {"input_ids": [Text()[index]["input_ids"] for index in range(20)], "length": list(range(20)),
          "tokens": list(range(20, 0, -1))}
     )  # fmt: skip
-    column = transformers_data.training_data(made, None, None).longest(2)
-    assert column == [{"input_ids": Text()[index]["input_ids"]} for index in (19, 18)]
+    own = max(range(20), key=lambda index: len(table[index]["input_ids"]))
+    column = transformers_data.training_data(made, None, None).longest(1)
+    assert column == [{"input_ids": table[own]["input_ids"]}], "the column is about something else"
+    column = transformers_data.training_data(made, "length", None).longest(2)
+    assert column == [{"input_ids": table[index]["input_ids"]} for index in (19, 18)]
     for length in ("tokens", lambda row: -row["length"]):
         longest = transformers_data.training_data(made, length, None).longest(1)
         assert longest[0]["input_ids"] == table[0]["input_ids"]
 
 
-def test_an_image_counts_as_one_size_and_is_not_looked_for() -> None:
+def test_a_collator_that_tokenises_is_asked_for_the_sizes() -> None:
+    """Beside the texts stands a longer column; images are alike or not."""
+    rows = {
+        "text": ["x" * (1 + n % 50) for n in range(300)],
+        "note": ["y" * (n * 7 % 900) for n in range(300)],
+    }
+
+    def tokenised(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return {"input_ids": torch.zeros(len(samples), max(len(sample["text"]) for sample in samples))}
+
+    made = trainer(remove_unused_columns=False)
+    made.train_dataset, made.data_collator = datasets.Dataset.from_dict(rows), tokenised
+    found = transformers_data.training_data(made, None, None).longest(6)
+    assert [len(sample["text"]) for sample in found] == [50] * 6
+
+
+def test_the_largest_of_images_are_taken_if_they_differ_else_any() -> None:
     class Images(Rows):
+        sides = (16,)
+
         def __getitem__(self, index: int) -> dict[str, Any]:
             self.read.add(index)
-            return {"pixel_values": torch.full((3, 16, 16), float(index)), "labels": index % 3}
+            side = self.sides[index % len(self.sides)]
+            return {"pixel_values": torch.full((3, side, side), float(index)), "labels": index % 3}
 
     config = ViTConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=16,
@@ -334,9 +357,12 @@ def test_an_image_counts_as_one_size_and_is_not_looked_for() -> None:
     )  # fmt: skip
     images = Images()
     made = Trainer(ViTForImageClassification(config), hugging.arguments(), train_dataset=images)
+    transformers_data.training_data(made, None, None).longest(3)
+    assert len(images.read) <= PROBED + 3
+    images.sides = (16, 16, 48)
     samples = transformers_data.training_data(made, None, None).longest(3)
-    assert [float(sample["pixel_values"][0, 0, 0]) for sample in samples] == [0, 1, 2]
-    assert images.read == {0, 1, 2}
+    assert [float(sample["pixel_values"][0, 0, 0]) for sample in samples] == [2, 5, 8]
+    images.sides = (16,)
     made.train_dataset = torch.utils.data.Subset(images, range(5))
     autobatch(made, max_batch_size=16).train()
     assert made.args.per_device_train_batch_size == 5
