@@ -33,7 +33,7 @@ from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.analysis")
 ACCURACY = (
-    "compared with training steps of timm models in float32 with SGD on a card of 40 GB: median error 1.1 %, "
+    "compared with training steps of timm models in float32 with SGD on a card of 40 GB: median error 1.0 %, "
     "nine of ten within 5.9 %, 98 % need less than 1.15 times the prediction; see docs/prediction.md"
 )
 """How good predictions are; the figures are those of that page."""
