@@ -9,6 +9,9 @@ The result is multiplied by noise of 1 %, drawn once for each quarter octave of 
 then searches the sizes from 1 to 8192 with a budget of 80 % of a card of 40,000 MiB. A trial that needs more
 than the card has raises `OutOfMemory`.
 
+The last rows are searches of as many lines, without noise, whose peaks jump by 8 % at a size drawn from
+0.9 to 1 times the best one.
+
 With `--predict`, the guided search starts from what traces of each model predict
 (`benchmarks/prediction_accuracy.py`), beside the same search without it: at the size that is to need the
 budget, and with a strict cap, which is what a search meets on CUDA, at the size that starts a search there.
@@ -68,6 +71,12 @@ MODES = (
     Mode("start within 10 %", hint=0.1),
     Mode("strict cap", strict=True),
 )
+JUMP = 0.08
+JUMP_MODES = (
+    Mode("jump"),
+    Mode("jump, 0.01", tolerance=0.01),
+    Mode("jump, strict", strict=True),
+)
 PREDICTED_MODES = (
     Mode("exact"),
     Mode("multiple of 8", multiple_of=8),
@@ -93,10 +102,22 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Line:
+    """A line that jumps at one size: peak memory in bytes by batch size."""
+
+    fixed: float
+    per_sample: float
+    jumps_at: int
+
+    def __call__(self, size: int) -> int:
+        return int((self.fixed + self.per_sample * size) * (1 + JUMP * (size >= self.jumps_at)))
+
+
+@dataclass(frozen=True)
 class Case:
     """A curve to search, its best size (0: none fits), the size to start from, or what is predicted."""
 
-    curve: Curve
+    curve: Curve | Line
     best: int
     start: int | None
     predicted: PredictedPoint | None = None
@@ -132,7 +153,7 @@ def with_noise(model: str, points: Points, seed: int) -> Curve:
     return Curve(points, [1 + rng.gauss(0, NOISE) for _ in range(4 * MAX_SIZE.bit_length())])
 
 
-def best_size(curve: Curve, multiple_of: int) -> int:
+def best_size(curve: Callable[[int], int], multiple_of: int) -> int:
     best = 0
     for size in (*range(1, multiple_of), *range(multiple_of, MAX_SIZE + 1, multiple_of)):
         if curve(size) > BUDGET_MIB * MIB:
@@ -150,6 +171,15 @@ def make_cases(curves: dict[str, Points], seeds: Sequence[int], mode: Mode) -> l
             off = random.Random(f"start/{model}/{seed}").uniform(-1, 1)
             start = None if mode.hint is None else max(1, round(best * (1 + mode.hint * off)))
             cases.append(Case(curve, best, start))
+    return cases
+
+
+def jump_cases(number: int) -> list[Case]:
+    cases, rng, budget = [], random.Random("jump"), BUDGET_MIB * MIB
+    for _ in range(number):
+        best, fixed = int(2 ** rng.uniform(4, 11)), budget * rng.uniform(0.02, 0.3)
+        line = Line(fixed, (budget - fixed) / (best + 0.5), max(2, int(best * rng.uniform(0.9, 1))))
+        cases.append(Case(line, best_size(line, 1), None))
     return cases
 
 
@@ -300,6 +330,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = make_cases(curves, range(args.seeds), mode)
         for strategy in STRATEGIES:
             print(line(mode, strategy, summary([replay(case, mode, strategy) for case in cases])))
+    cases = jump_cases(len(curves))
+    for mode in JUMP_MODES:
+        print(line(mode, "guided", summary([replay(case, mode, "guided") for case in cases])))
     print(f"\n{LEGEND}")
     return 0
 

@@ -14,17 +14,18 @@ The guided strategy assumes that memory is nearly linear in the size: a fixed co
    the next closest peak that gives a plausible one; after a single trial, a tenth of the peak is taken as
    fixed cost.
 3. The next trial is where this line meets the budget, a little below it, because a size that fits leaves a
-   peak and one that runs out of memory leaves none, and at most four times the size that the line starts
-   from.
-4. If the line says that a size fits which has failed, the next trial lies below that size by a tenth of the
+   peak and one that runs out of memory leaves none. After a single trial it is at most four times as large.
+   While no size has left a peak, the next one is at most half as large.
+4. If the line says that a size fits which has failed, the next trial bisects the bracket where that size has
+   left a peak: the cost per sample jumps. Otherwise it lies below that size by an eighth of the
    bracket's width, and by twice as much after each further failure.
 5. After eight trials the line is given up in favour of doubling steps and bisection.
 6. With a predicted size and slope, the first trial is the predicted size, and steps too short to measure a
    slope use the predicted one, times the factor by which the predicted peak was wrong. If the first trial
-   leaves no peak, or the peaks contradict the prediction, the search goes on as if there had been none.
+   leaves no peak, or the peaks contradict the prediction, the search goes on without one.
 
 Close to the answer, the point where the line meets the budget is one of the two neighbours that certify it.
-Any curve takes at most 2·log2(candidates) + 9 trials, and one more where a prediction was wrong.
+Any curve takes at most 2·log2(candidates) + 9 trials.
 """
 
 from __future__ import annotations
@@ -46,15 +47,13 @@ FIRST_SIZE = 16
 """First size of a guided search without a hint: small enough to fit almost always, and large enough for the
 cost per sample to show in the peak beside the fixed cost."""
 GROWTH = 4
-"""A guided trial is at most this many times the size that its line starts from, because trials beyond the
-device's capacity come from extrapolating small peaks too far. While no size has left a peak, sizes are
-divided by it."""
+"""The second size is at most this many times the first, whose peak alone does not show the cost of a sample."""
 SHORT = 0.02
 """Fraction by which an upward step is shortened: twice the usual noise of a peak (1 %), so that most long
 steps end at a size that fits and so leaves a peak."""
-RETREAT = 0.1
+RETREAT = 0.125
 """Fraction of the bracket's width to step back from a size that failed although the line says it fits. The
-line is usually wrong by a few per cent of that width, so a tenth ends below the answer and close to it."""
+line is usually wrong by a few per cent of that width, so an eighth ends below the answer and close to it."""
 FIXED_FRACTION = 0.1
 """Fraction of a peak, less `fixed_bytes`, that is taken as fixed cost before a slope is measured."""
 NEAR = 0.1
@@ -317,7 +316,6 @@ class _Search:
         start: the size to start from; None without one.
         fixed_bytes: known part of every peak that does not depend on the size.
         predicted: the prediction; None without one, and once it is given up.
-        gave_up: whether a prediction has been given up.
         tolerance: how much larger the largest size may be than the answer, as a fraction of the answer.
         low: index of the largest candidate that was seen to fit; -1 without one.
         high: index of the smallest candidate above it that was seen not to fit; `len(candidates)` without
@@ -335,7 +333,6 @@ class _Search:
     high: int = 0
     peaks: dict[int, int] = field(default_factory=dict)
     trials: list[TrialRecord] = field(default_factory=list)
-    gave_up: bool = False
 
     def __post_init__(self) -> None:
         self.high = len(self.candidates)
@@ -410,7 +407,6 @@ class _Search:
         ends = {self.candidates[i] for i in (self.low, self.high) if 0 <= i < len(self.candidates)}
         near = {size for size, peak in self.peaks.items() if peak <= 2 * self.budget_bytes}
         self.peaks = {size: self.peaks[size] for size in ends & near}
-        self.gave_up = True
 
     @property
     def num_failed_again(self) -> int:
@@ -460,20 +456,12 @@ def _guided(search: _Search) -> int:
         return search.hint
     if search.predicted is not None and not search.prediction_holds:
         search.give_up_prediction()
-    num_guided = len(search.trials) - search.gave_up  # its first trial showed nothing else
-    if num_guided >= GUIDED_TRIALS:
-        doubled = search.low + 2 ** (num_guided - GUIDED_TRIALS)
-        return doubled if search.unbounded else _middle(search)
+    if (num_more := len(search.trials) - GUIDED_TRIALS) >= 0:
+        return search.low + 2**num_more if search.unbounded else _middle(search)
     if not search.peaks:
-        return search.candidates.nearest(_size_without_peaks(search))
+        first = FIRST_SIZE if search.unbounded else min(FIRST_SIZE, search.candidates[search.high] / 2)
+        return search.candidates.nearest(first)
     return _where_the_line_meets_the_budget(search)
-
-
-def _size_without_peaks(search: _Search) -> float:
-    if search.unbounded:
-        return FIRST_SIZE
-    smaller = search.candidates[search.high] / GROWTH
-    return min(smaller, FIRST_SIZE) if search.gave_up else smaller
 
 
 def _where_the_line_meets_the_budget(search: _Search) -> int:
@@ -482,11 +470,15 @@ def _where_the_line_meets_the_budget(search: _Search) -> int:
     slope = _slope(search, anchor)
     if slope is None:
         return _middle(search)
-    step, most = (search.budget_bytes - search.peaks[anchor]) / slope, (GROWTH - 1) * anchor
-    if not search.unbounded and anchor < candidates[high] <= anchor + min(step, most):
+    step = (search.budget_bytes - search.peaks[anchor]) / slope
+    if not search.unbounded and anchor < candidates[high] <= anchor + step:
+        if candidates[high] in search.peaks:
+            return _middle(search)
         return high - round(RETREAT * (1 << search.num_failed_again) * (high - search.low))
     if step > 0:
-        step = min((1 - SHORT) * step, most)
+        step *= 1 - SHORT
+    if len(search.peaks) == 1:
+        step = min(step, (GROWTH - 1) * anchor)
     return candidates.nearest(anchor + step)
 
 

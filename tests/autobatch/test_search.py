@@ -200,11 +200,11 @@ def test_on_a_rising_curve_the_largest_size_is_found(
 
 
 @given(curve=st.one_of(rising_curves(), unruly_curves()), capacity=capacities, max_size=st.integers(1, 8192))
-def test_guided_growth_is_at_most_fourfold(curve: Curve, capacity: float, max_size: int) -> None:
-    device = Device(curve, capacity)
-    result = find(device, max_size=max_size, max_trials=10**9)
-    for index, size in enumerate(sizes(result)[1:], start=1):
-        assert size <= GROWTH * max(sizes(result)[:index])
+def test_the_second_size_is_at_most_four_times_the_first(
+    curve: Curve, capacity: float, max_size: int
+) -> None:
+    found = sizes(find(Device(curve, capacity), max_size=max_size, max_trials=10**9))
+    assert len(found) == 1 or found[1] <= GROWTH * found[0]
 
 
 @given(
@@ -446,7 +446,7 @@ def test_figures_on_measured_curves(
 ) -> None:
     curves = benchmark.read_curves(benchmark.CURVES)
     chosen = next(each for each in benchmark.MODES if each.name == mode)
-    cases = benchmark.make_cases(curves, range(1), chosen)
+    cases = benchmark.make_cases(curves, range(3), chosen)
     row = benchmark.summary([benchmark.replay(case, chosen, "guided") for case in cases])
     assert len(curves) > 400
     assert row["mean"] <= mean
