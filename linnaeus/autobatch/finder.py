@@ -457,7 +457,7 @@ class BatchSizeFinder:
         return SearchLimits(
             min_size=self.min_size, max_size=self._max_size, budget_bytes=self.budget_bytes,
             target_memory_fraction=fraction, total_bytes=self.total_bytes, total_is_limit=self._is_limited,
-            total_name=last_part(self._names.memory_limit_gb) if self._is_limited else self.memory.total_name,
+            total_name=last_part(self._names.memory_limit_gb) if self._is_limited else "",
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What is asked of the memory of a device, of whatever kind."""
+"""What is asked of the memory of a device, of whatever kind. All figures are bytes."""
 
 from __future__ import annotations
 
@@ -24,35 +24,23 @@ class FailedAllocations(Protocol):
     def refused(self, error: BaseException) -> bool:
         """Whether an exception means that an allocation failed.
 
-        Libraries raise some errors for other reasons too: these count where there are signs that memory has
-        run short. Ask in the handler of the exception, and inside the cap if there is one.
+        Ask in the handler of the exception, and inside the cap if there is one: libraries raise some errors
+        for other reasons too, and the state of the memory tells.
         """
         return is_out_of_memory(error)
 
-    def isolate(self, function: Callable[[], T], *, keeps_thread: bool = False) -> T:
-        """Call the function so that running out of memory in it does not affect later calls.
-
-        Args:
-            function: takes no arguments.
-            keeps_thread: it raises if memory runs out. Where calls need a thread of their own, one thread
-                then serves all such calls up to one that raises.
-        """
-        return function()
-
 
 class DeviceMemory(FailedAllocations, Protocol):
-    """Memory of one device as the search sees it. All figures are bytes.
+    """Memory of one device as the search sees it.
 
     Attributes:
-        total_bytes: of the device, or the limit that the system sets for this process.
-        total_name: names that limit; empty without one.
-        placement_bytes: what a step may need beyond the peak of an equal step, because what it allocates is
-            placed otherwise between what training keeps.
+        total_bytes: memory of the device.
+        placement_bytes: fragmentation allowance: what a step may reserve beyond the peak of an equal step,
+            whose blocks lie otherwise between those that training keeps.
     """
 
     total_bytes: int
     placement_bytes: int = 0
-    total_name: str = ""
 
     def share(self, pids: Sequence[int]) -> None:
         """Divide the memory by the processes of this machine that train together, where they share it.
@@ -97,6 +85,10 @@ class DeviceMemory(FailedAllocations, Protocol):
 
     def cap(self, bytes_: int) -> contextlib.AbstractContextManager[None]:
         """Inside the context, an allocation that would take the process above `bytes_` fails."""
+
+    def isolate(self, function: Callable[[], T]) -> T:
+        """Call the function so that running out of memory in it does not affect later calls."""
+        return function()
 
     def caveats(self) -> list[str]:
         """Settings of the allocator under which a trial may reserve less than training, one sentence each."""
