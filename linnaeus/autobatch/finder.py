@@ -341,9 +341,9 @@ class BatchSizeFinder:
         fraction = settings.target_memory_fraction
         if found.size is None:
             failure = NothingFits(
-                self.mode, self._limits(fraction), self.memory, self.trials, found.limited_by,
-                settings.min_batch_size, self.held_bytes, self._snapshot.host_bytes, self._outside(),
-                self._names, self._predictor.peak_bytes(self.min_size, self._other_bytes),
+                self.mode, self._limits(fraction), self.memory.device, self.trials, found.limited_by,
+                settings.min_batch_size, self.held_bytes, self._outside(), self._names,
+                self._predictor.peak_bytes(self.min_size, self._other_bytes),
             )  # fmt: skip
             raise AutoBatchError(str(failure))
         self._warn_about_equal_peaks()

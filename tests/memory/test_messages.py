@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from linnaeus.autobatch.memory.device import GIB, CudaMemory, device_memory
+from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.memory.host import CpuMemory
 from linnaeus.autobatch.predict.allocator import AllocatorSettings
 from linnaeus.autobatch.predict.gpus import device_that_would_do, find_gpu
 from linnaeus.autobatch.predict.prediction import Prediction
 from linnaeus.autobatch.predict.trace import trace
-from tests.helpers.fake_cuda import DEVICE, FakeCuda
 from tests.helpers.messages import Golden, error_of
-from tests.memory.conftest import CPU, MIB, on_linux
+from tests.memory.conftest import CPU, on_linux
 
 
 def above_the_cap() -> str:
@@ -51,8 +50,6 @@ def test_messages(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
     found["a setting of the allocator"] = error_of(
         AllocatorSettings.from_environment, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:lots"}
     )
-    with FakeCuda(GIB, garbage_collection_threshold=0.6, max_split_bytes=64 * MIB).installed():
-        found["settings of the allocator"] = "\n".join(CudaMemory(DEVICE).caveats())
     monkeypatch.setattr(sys, "platform", "darwin")
     found["macOS"] = error_of(device_memory, CPU)
     golden("memory", found, TORCH=torch.__version__)

@@ -4,7 +4,7 @@ Each kind of device has a class with the methods of `DeviceMemory`:
 
 | | CUDA (and HIP) | CPU (Linux) | other accelerators |
 |---|---|---|---|
-| total | the card | machine or cgroup, divided by the ranks on this host; `ulimit` | the device |
+| total | the card | machine or cgroup, divided by the ranks on this host | the device |
 | peak | bytes reserved | resident set at `settle`, plus tensors allocated since | bytes reserved |
 | used outside | context, libraries, NCCL, other processes | other processes | as `get_memory_info` counts |
 | cap | `set_per_process_memory_fraction` | check after each operation, and `RLIMIT_DATA` | none |
@@ -176,21 +176,13 @@ class CudaMemory(AcceleratorMemory):
     def caveats(self) -> list[str]:
         """See `DeviceMemory.caveats`."""
         settings = self._settings()
-        threshold, split_bytes = (
-            settings.get(name, 0) for name in ("garbage_collection_threshold", "max_split_size")
-        )
-        found = []
-        if threshold > 0:
-            found.append(
-                f"garbage_collection_threshold is {threshold:g}: near the cap of a trial, the allocator "
-                "releases cached blocks that it keeps in training, which runs without that cap"
-            )
-        if 0 < split_bytes < self.total_bytes:
-            found.append(
-                f"max_split_size_mb is {split_bytes // 1024**2}: at the cap of a trial, the allocator "
-                "releases large cached blocks that it keeps in training, which runs without that cap"
-            )
-        return found
+        names = ("garbage_collection_threshold", "max_split_size")
+        return [
+            f"{name} is set: near the cap of a trial, the allocator releases cached blocks that it keeps in "
+            "training, which runs without that cap"
+            for name in names
+            if 0 < settings.get(name, 0) < self.total_bytes
+        ]
 
     def _free_and_total(self) -> tuple[int, int]:
         """Of memory shared with the host, the driver counts cached files as used, which give way."""

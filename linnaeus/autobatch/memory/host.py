@@ -143,19 +143,20 @@ class CpuMemory(DeviceMemory):
         """
         is_inference, has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         dtype, has_autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+        modes = contextlib.ExitStack()
 
-        def call() -> T:
-            with (
-                torch.inference_mode(is_inference),
-                torch.set_grad_enabled(has_grad),
-                torch.autocast("cpu", dtype, enabled=has_autocast),
-            ):
-                return function()
+        def prepare() -> None:
+            torch.ones(1 << 20)  # OpenMP starts its threads; under a cap, it may end the process instead
+            modes.enter_context(torch.inference_mode(is_inference))
+            modes.enter_context(torch.set_grad_enabled(has_grad))
+            modes.enter_context(torch.autocast("cpu", dtype, enabled=has_autocast))
 
         with ThreadPoolExecutor(1, thread_name_prefix="step") as executor:
-            # OpenMP ends the process if it cannot start its threads, so they start before there is a cap.
-            executor.submit(torch.ones, 1 << 20).result()
-            return executor.submit(contextvars.copy_context().run, call).result()
+            executor.submit(prepare).result()
+            try:
+                return executor.submit(contextvars.copy_context().run, function).result()
+            finally:
+                executor.submit(modes.close)
 
     def _allocated(self, number: int, num_bytes: int) -> None:
         with self._count_lock:
