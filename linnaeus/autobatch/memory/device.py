@@ -40,7 +40,14 @@ class UnmeasuredMemory(FailedAllocations):
         self.device = device
 
     def clean(self) -> None:
-        """Collect garbage and empty the allocator's cache."""
+        """Collect garbage and empty the allocator's cache.
+
+        What a failed backward pass held is released by torch's thread for the device, some time after the
+        error: a backward pass over nothing waits for this thread, and allocates nothing.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            nothing = torch.empty(0, device=self.device, requires_grad=True)
+            nothing.backward(torch.empty_like(nothing))
         gc.collect()
         empty_cache(self.device)
 
@@ -70,7 +77,14 @@ class AcceleratorMemory(DeviceMemory):
         return total - free - self.in_use()
 
     def clean(self) -> None:
-        """Collect garbage and empty the allocator's cache."""
+        """Collect garbage and empty the allocator's cache.
+
+        What a failed backward pass held is released by torch's thread for the device, some time after the
+        error: a backward pass over nothing waits for this thread, and allocates nothing.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            nothing = torch.empty(0, device=self.device, requires_grad=True)
+            nothing.backward(torch.empty_like(nothing))
         gc.collect()
         synchronize(self.device)
         empty_cache(self.device)
