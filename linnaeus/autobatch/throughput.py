@@ -24,7 +24,6 @@ def sizes_by_speed(
     candidates: Sequence[int],
     *,
     deadline_s: float = math.inf,
-    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[int], dict[int, float]]:
     """Time a few candidates and select those that are fast enough.
 
@@ -36,23 +35,22 @@ def sizes_by_speed(
         time_steps: runs some steps of a size and returns the seconds of each; infinity if it cannot run.
         candidates: the sizes that may be used, ascending. Only the largest is sure to be timed.
         deadline_s: no timing starts later than this many seconds after the call.
-        clock: seconds.
 
     Returns:
         The fast sizes, ascending, and the median seconds per step of every timed size.
     """
-    deadline = clock() + deadline_s
+    deadline = time.monotonic() + deadline_s
     largest = candidates[-1]
     seconds = {largest: statistics.median(time_steps(largest))}
     slow_in_a_row = 0
     for rung in rungs(candidates):
-        if slow_in_a_row == 2 or clock() >= deadline:
+        if slow_in_a_row == 2 or time.monotonic() >= deadline:
             break
         seconds[rung] = statistics.median(time_steps(rung))
         slow_in_a_row = 0 if rung in _fast(seconds) else slow_in_a_row + 1
     for _ in range(HALVINGS):
         size = _between(candidates, _fast(seconds), seconds)
-        if size is None or clock() >= deadline:
+        if size is None or time.monotonic() >= deadline:
             break
         seconds[size] = statistics.median(time_steps(size))
     return _fast(seconds), seconds

@@ -230,9 +230,7 @@ def _resident_bytes_of_ranks(num_ranks: int, pids: Sequence[int] = ()) -> int:
 class MemoryPool(NamedTuple):
     """Memory that this process allocates from: the machine's, or what a cgroup's limit allows.
 
-    Attributes:
-        total_bytes: size of the pool.
-        used_bytes: in use by all processes, without what the kernel can reclaim.
+    `used_bytes` are in use by all processes; what the kernel can reclaim is left out.
     """
 
     total_bytes: int
