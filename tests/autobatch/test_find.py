@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.memory.device import GIB, device_memory
+from linnaeus.autobatch.memory.host import CpuMemory
 from linnaeus.autobatch.result import PredictedStart, Timing
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.autobatch.settings import SearchSettings
@@ -154,6 +155,20 @@ def test_the_size_found_fits_what_the_process_holds_after_the_search(confirm: bo
         assert 45 <= result.batch_size <= 56, "two MiB a sample in 110 MiB"
     else:
         assert (again.status, result.batch_size) == ("oom", 64)
+
+
+def test_what_others_take_during_a_search_lowers_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, read = [0], CpuMemory.budget
+    monkeypatch.setattr(CpuMemory, "budget", lambda memory, *asked: read(memory, *asked) - taken[0])
+
+    def step(batch: Tensor) -> None:
+        plain_step(batch)
+        taken[0] = 60 * MIB if len(batch) > 16 else taken[0]
+
+    limit_gb = limit_with_room_for(160)
+    found = find_on_cpu(step, make_batch, target_memory_fraction=1.0, memory_limit_gb=limit_gb)
+    assert found.budget_bytes == int(limit_gb * GIB) - 60 * MIB
+    assert record_of(found, found.batch_size).peak_bytes <= found.budget_bytes
 
 
 @pytest.mark.parametrize("is_limited", [False, True])
