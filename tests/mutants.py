@@ -73,7 +73,7 @@ MUTANTS = (
         "the budget forgets what other processes hold", "autobatch/memory/device.py",
         "budget_bytes = int(fraction * self.total_bytes) - self.outside()",
         "budget_bytes = int(fraction * self.total_bytes)",
-        "tests/autobatch/test_find.py",
+        "tests/memory/test_device.py",
     ),
     Mutant(
         "a storage that grows in place is not counted", "autobatch/memory/storages.py",

@@ -341,9 +341,9 @@ class BatchSizeFinder:
         fraction = settings.target_memory_fraction
         if found.size is None:
             failure = NothingFits(
-                self.mode, self._limits(fraction), self.memory, self.trials, found.limited_by,
-                settings.min_batch_size, self.held_bytes, self._snapshot.host_bytes, self._outside(),
-                self._names, self._predictor.peak_bytes(self.min_size, self._other_bytes),
+                self.mode, self._limits(fraction), self.memory.device, self.trials, found.limited_by,
+                settings.min_batch_size, self.held_bytes, self._outside(), self._names,
+                self._predictor.peak_bytes(self.min_size, self._other_bytes),
             )  # fmt: skip
             raise AutoBatchError(str(failure))
         self._warn_about_equal_peaks()
@@ -457,7 +457,7 @@ class BatchSizeFinder:
         return SearchLimits(
             min_size=self.min_size, max_size=self._max_size, budget_bytes=self.budget_bytes,
             target_memory_fraction=fraction, total_bytes=self.total_bytes, total_is_limit=self._is_limited,
-            total_name=last_part(self._names.memory_limit_gb) if self._is_limited else self.memory.total_name,
+            total_name=last_part(self._names.memory_limit_gb) if self._is_limited else "",
         )  # fmt: skip
 
 

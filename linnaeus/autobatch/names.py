@@ -10,16 +10,8 @@ class Names:
     """Names of settings and remedies in messages; by default those of `auto_find_batch_size`.
 
     Attributes:
-        target_memory_fraction, memory_limit_gb, min_batch_size, max_batch_size, max_trials, timeout_minutes:
-            the settings of the same name.
-        sample_size: what to lower so that a sample needs less memory.
-        checkpointing: what to use so that fewer activations are kept.
-        half_precision: what to use so that activations are smaller.
-        model: what to choose smaller.
-        optimizer: what to choose another of.
-        batch_maker: what must return as many samples as it is asked for.
+        batch_maker: must return as many samples as it is asked for.
         smaller_training: how the training before a validation takes less memory.
-        without_search: how to train without a search.
     """
 
     target_memory_fraction: str = "target_memory_fraction"

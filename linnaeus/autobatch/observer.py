@@ -24,14 +24,12 @@ class SearchLimits:
     """What bounds a search.
 
     Attributes:
-        min_size: smallest size that may be tried.
-        max_size: largest size that may be tried.
+        min_size, max_size: smallest and largest size that may be tried.
         budget_bytes: what the process may hold on the device.
         target_memory_fraction: fraction of `total_bytes` that may be in use on the device.
         total_bytes: the device's memory, or the limit set for it.
         total_is_limit: whether `total_bytes` is the limit.
-        total_name: names the limit that `total_bytes` is: the one that was set, or the system's on this
-            process; empty where it is the device's memory.
+        total_name: name of that limit; empty where `total_bytes` is the device's memory.
     """
 
     min_size: int
@@ -64,39 +62,27 @@ class SearchObserver:
 
 
 def check_observer(observer: Any) -> None:
-    """Check that it is an observer, or None.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Raise TypeError unless it is an observer or None."""
     if not isinstance(observer, SearchObserver | None):
         raise TypeError(f"observer is {kind_of(observer)}; it must be a SearchObserver")
 
 
 class SearchLog(SearchObserver):
-    """Logs one line for each search, each trial that has ended and each size timed, at INFO.
-
-    Starts are logged at DEBUG, and so are further timings of a size, which settle close comparisons.
-
-    Args:
-        mode: begins every line.
+    """Logs one line for each search, each trial that has ended and each size timed.
 
     Attributes:
+        mode: begins every line.
+        extra: attributes of the log records of trials.
         num_trials: trials that have ended.
-        purpose: of the trial that was started last.
         note: marks the result of a confirmation; empty for other trials.
-        timed_sizes: sizes that have been timed.
     """
 
     extra: Mapping[str, Any] = {}
-    """Attributes of the log records of trials."""
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
         self.num_trials = 0
-        self.purpose: Purpose = "warm-up"
         self.note = ""
-        self.timed_sizes: set[int] = set()
         self._fraction: float | None = None
 
     def search_started(self, limits: SearchLimits) -> None:
@@ -111,13 +97,8 @@ class SearchLog(SearchObserver):
 
     def trial_started(self, size: int, purpose: Purpose) -> None:
         """Log the size at DEBUG."""
-        self.purpose = purpose
         self.note = "confirmation" if purpose == "confirmation" else ""
-        logger.debug("%s", self.doing(size))
-
-    def doing(self, size: int) -> str:
-        """Such as `train: trying batch size 128`."""
-        return doing(self.mode, size, self.purpose)
+        logger.debug("%s", doing(self.mode, size, purpose))
 
     def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
         """Log the result."""
@@ -131,12 +112,9 @@ class SearchLog(SearchObserver):
 
     def size_timed(self, timing: Timing) -> None:
         """Log the speed."""
-        is_new = timing.batch_size not in self.timed_sizes
-        self.timed_sizes.add(timing.batch_size)
-        logger.log(
-            logging.INFO if is_new or not timing.samples_per_s else logging.DEBUG,
-            "%s, timing: batch size %d: %s", self.mode, timing.batch_size, speed(timing), extra=self.extra,
-        )  # fmt: skip
+        logger.info(
+            "%s, timing: batch size %d: %s", self.mode, timing.batch_size, speed(timing), extra=self.extra
+        )
 
 
 def doing(mode: Mode, size: int, purpose: Purpose) -> str:

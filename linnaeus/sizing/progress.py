@@ -8,7 +8,7 @@ from contextlib import suppress
 from rich.console import Console
 from rich.text import Text
 
-from linnaeus.autobatch.observer import Purpose, SearchLog, gib, speed
+from linnaeus.autobatch.observer import Purpose, SearchLog, doing, gib, speed
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode, Timing
 from linnaeus.autobatch.search import TrialRecord
@@ -47,7 +47,7 @@ class SearchProgress(SearchLog):
         """Update the status."""
         super().trial_started(size, purpose)
         number = f", trial {self.num_trials + 1}" if purpose in ("trial", "confirmation") else ""
-        self._status.update(f"{self.doing(size)}{number}{self._so_far}")
+        self._status.update(f"{doing(self.mode, size, purpose)}{number}{self._so_far}")
 
     def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
         """Add a row."""
@@ -70,12 +70,10 @@ class SearchProgress(SearchLog):
         return f"{both} of {gib(budget_bytes)} GiB"
 
     def size_timed(self, timing: Timing) -> None:
-        """Add a row, unless the size has been timed before and still fits."""
-        is_new = timing.batch_size not in self.timed_sizes
+        """Add a row."""
         super().size_timed(timing)
-        if is_new or not timing.samples_per_s:
-            seconds = f"{timing.seconds_per_step:.3f}"
-            self._row("", timing.batch_size, "timed", "", "", seconds, speed(timing))
+        seconds = f"{timing.seconds_per_step:.3f}"
+        self._row("", timing.batch_size, "timed", "", "", seconds, speed(timing))
 
     def _row(self, *cells: object) -> None:
         if self._console is None:

@@ -10,8 +10,6 @@ from pathlib import Path
 import torch
 
 from linnaeus.autobatch.memory.device import GIB, device_memory
-from linnaeus.autobatch.memory.host import available_host_bytes
-from linnaeus.autobatch.memory.process import ProcessLimit, process_limits
 from linnaeus.config.schema import TrainConfig
 from linnaeus.dist import World
 from linnaeus.models.build import batchnorm_kind, has_gradient_checkpointing
@@ -101,16 +99,10 @@ def what_held_memory(assembly: Assembly, device: torch.device) -> str:
         return memory_sentence(
             state_bytes(assembly, device),
             held_bytes=memory.in_use(), outside_bytes=memory.outside(), total_bytes=memory.total_bytes,
-            is_cpu=device.type == "cpu", limit=_tightest_limit() if device.type == "cpu" else None,
+            is_cpu=device.type == "cpu",
         )  # fmt: skip
     except (MemoryError, RuntimeError, OSError, NotImplementedError) as error:
         return f"What held the memory is not known ({type(error).__name__})"
-
-
-def _tightest_limit() -> ProcessLimit | None:
-    """The limit on this process that leaves least, if the system has more available."""
-    limits = [limit for limit in process_limits() if limit.room_bytes < available_host_bytes()]
-    return min(limits, key=lambda limit: limit.room_bytes, default=None)
 
 
 def memory_sentence(
@@ -120,7 +112,6 @@ def memory_sentence(
     outside_bytes: int,
     total_bytes: int,
     is_cpu: bool,
-    limit: ProcessLimit | None = None,
 ) -> str:
     """The parts of the memory, the largest first; those that are below 0.01 GiB, without a figure.
 
@@ -134,7 +125,6 @@ def memory_sentence(
         outside_bytes: in use outside this process's allocator; on the CPU, by other processes.
         total_bytes: of the device.
         is_cpu: on the CPU, what the process holds includes its libraries.
-        limit: of the system on this process, where that ran out first.
     """  # noqa: E501
     parts = {_NAMES[name]: num_bytes for name, num_bytes in asdict(state).items() if num_bytes}
     activations = "activations, batch, libraries" if is_cpu else "activations and batch"
@@ -142,12 +132,8 @@ def memory_sentence(
     ordered = sorted(parts, key=lambda name: -parts[name])
     shown = ", ".join(f"{name} {_gib(parts[name])}" for name in ordered if parts[name] >= _NOTABLE_BYTES)
     small = ", ".join(name for name in ordered if parts[name] < _NOTABLE_BYTES)
-    of_total = "" if limit else f" of {_gib(total_bytes)}"
     small = f" ({small}: next to nothing)" if small else ""
-    held = f"This process held {_gib(held_bytes)}{of_total} GiB: {shown}{small}"
-    if limit is not None:
-        used, total = _gib(limit.used_bytes), _gib(limit.total_bytes)
-        return f"{held}. {limit.name} allows it {total} GiB, of which {used} counted as used"
+    held = f"This process held {_gib(held_bytes)} of {_gib(total_bytes)} GiB: {shown}{small}"
     outside = "Other processes" if is_cpu else "Outside its allocator (context, libraries, other processes)"
     return f"{held}. {outside}: {_gib(max(outside_bytes, 0))} GiB"
 

@@ -8,9 +8,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, repeat
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +39,6 @@ from linnaeus.training.step import TrainStep
 from linnaeus.training.step_guard import StepGuard
 from linnaeus.training.stop import StopAgreement
 
-T = TypeVar("T")
 logger = logging.getLogger("linnaeus.trainer")
 
 
@@ -132,7 +130,6 @@ class Trainer:
         self._micro_batch_limit: int | None = None  # of this process; that of an earlier one is in the plan
         splits = self.config.ON_OUT_OF_MEMORY == "split"
         self._memory = failed_allocations(self.world.device)
-        self._goes_on = splits and not self.world.is_distributed
         self._use(self.wrap(self.assembly.model))
         self._guard = StepGuard(self.assembly, self.world, self.train_step.probe, copies=splits)
         self.train_step = replace(self.train_step, before_update=self._guard.before_update)
@@ -297,7 +294,7 @@ class Trainer:
         try:
             with self._guard.step():
                 num_samples = sum(sizes) if len(set(sizes)) > 1 else None
-                loss = self._isolated(partial(self.train_step, batches, len(sizes), num_samples))
+                loss = self.train_step(batches, len(sizes), num_samples)
                 self.progress.step += 1
                 self.progress.samples += stage.effective_batch_size
                 self._num_images += stage.effective_batch_size
@@ -319,10 +316,6 @@ class Trainer:
             "of one sample, in which a channel has one value; take 2 or more, or a model without BatchNorm "
             "(MODEL.NAME)"
         )
-
-    def _isolated(self, function: Callable[[], T]) -> T:
-        """Call the function; in a thread that a failure cannot leave unusable, if others may follow one."""
-        return self._memory.isolate(function, keeps_thread=True) if self._goes_on else function()
 
     def _take_smaller(self, limit: int, text: str, stage: Stage) -> None:
         """Make the micro-batches of the rest of the run smaller, which changes the loader's sizes too."""
@@ -431,7 +424,7 @@ class Trainer:
         for batch in self.loaders.val:
             if self.stop.is_requested:
                 break
-            self._isolated(partial(step, batch))
+            step(batch)
             del batch  # or it would be held while the next one is loaded
         return metrics.compute(self.world, aborted=self.stop.is_requested)
 

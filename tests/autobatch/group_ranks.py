@@ -26,7 +26,7 @@ from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus.autobatch.memory.process import held_bytes
+from linnaeus.autobatch.memory.host import held_bytes
 from linnaeus.autobatch.ranks import control, group, single_rank
 from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.autobatch.ranks.group import of_main, together

@@ -1,4 +1,4 @@
-"""Searches that start from a prediction, on the stand-in for a CUDA device; and predictions on their own."""
+"""Searches that start from a prediction, on a CUDA device; and predictions on their own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size, predict_memory
-from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.predict.trace import UntraceableError
 from linnaeus.errors import AutoBatchError
 from tests.helpers.bits import bits
-from tests.helpers.fake_cuda import FakeCuda
 
-TOTAL, CONTEXT = 400 * MIB, 40 * MIB
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+needs_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a CUDA device")
 
 
 class Means(nn.Module):
@@ -44,7 +43,7 @@ class Loop:
         self, kibibytes: int = 1024, width: int = 64, look: Callable[[Tensor], object] = lambda loss: None
     ) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(Means(), nn.Linear(64, width), nn.Linear(width, 10))
+        self.model = nn.Sequential(Means(), nn.Linear(64, width), nn.Linear(width, 10)).to(DEVICE)
         self.model.calls = 0  # type: ignore[assignment]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
@@ -53,7 +52,7 @@ class Loop:
         self.num_elements = 256 * kibibytes
 
     def make_batch(self, n: int) -> Tensor:
-        return torch.zeros(n, self.num_elements)
+        return torch.zeros(n, self.num_elements, device=DEVICE)
 
     def step(self, batch: Tensor) -> None:
         self.model.calls += 1  # type: ignore[operator]
@@ -71,16 +70,8 @@ class Loop:
         return bits([parts, generators, self.model.calls, self.model.training])
 
 
-def search(loop: Loop, *, total: int = TOTAL, held: int = 0, **arguments: Any) -> AutoBatchResult:
-    cuda = FakeCuda(total, context_bytes=CONTEXT)
-    with cuda.installed(*loop.state[:2]):
-        other = torch.empty(held, dtype=torch.uint8)
-        arguments = {"max_batch_size": 4096, "tolerance": 0.0, **arguments}
-        result = auto_find_batch_size(
-            loop.step, loop.make_batch, state=loop.state, device="cuda", **arguments
-        )
-        del other
-    return result
+def search(loop: Loop, **arguments: Any) -> AutoBatchResult:
+    return auto_find_batch_size(loop.step, loop.make_batch, state=loop.state, tolerance=0.0, **arguments)
 
 
 def sizes(result: AutoBatchResult) -> list[int]:
@@ -90,6 +81,8 @@ def sizes(result: AutoBatchResult) -> list[int]:
 # --- where a search starts ---
 
 
+@pytest.mark.gpu
+@needs_gpu
 def test_the_file_holds_the_prediction_but_not_of_other_strategies_or_a_start_of_the_callers_own() -> None:
     result = search(Loop(kibibytes=1), max_batch_size=8)
     assert result.prediction is not None
@@ -109,6 +102,8 @@ def fail(loss: Tensor) -> None:
         raise KeyError("on_meta")
 
 
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize(("look", "reason"), [(Tensor.item, "item()"), (fail, "on_meta")])
 def test_a_step_that_cannot_be_traced_is_searched_as_without(
     look: Callable[[Tensor], object], reason: str, caplog: pytest.LogCaptureFixture
@@ -122,6 +117,8 @@ def test_a_step_that_cannot_be_traced_is_searched_as_without(
     assert loop.content() == alone.content()
 
 
+@pytest.mark.gpu
+@needs_gpu
 def test_a_search_with_a_prediction_leaves_everything_as_it_was() -> None:
     loop, untouched = Loop(kibibytes=1), Loop(kibibytes=1)
     before = loop.content()
@@ -131,7 +128,7 @@ def test_a_search_with_a_prediction_leaves_everything_as_it_was() -> None:
         torch.manual_seed(1)
         np.random.seed(1)
         for _ in range(3):
-            each.step(torch.ones(4, each.num_elements))
+            each.step(torch.ones(4, each.num_elements, device=DEVICE))
     assert loop.content() == untouched.content()
 
 

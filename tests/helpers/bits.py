@@ -13,7 +13,7 @@ def bits(value: Any) -> Any:
     """A copy that compares equal only if every bit does."""
     if isinstance(value, Tensor):
         dense = value.detach().to_dense().contiguous()
-        raw = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+        raw = dense.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
         return (str(value.dtype), tuple(value.shape), value.layout, raw)
     if isinstance(value, dict):
         return {name: bits(part) for name, part in value.items()}

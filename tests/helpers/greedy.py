@@ -144,7 +144,7 @@ def trainer_of(folder: Path, *argv: str, size: int = 16, val_size: int = 16) -> 
     sizes = [f"DATA.BATCH_SIZE={size}", f"DATA.BATCH_SIZE_VAL={val_size}"]
     config = load_config([*OPTIONS, *argv, *sizes]).config
     seed_all(0)
-    data, world = build_data(config.DATA, seed=0), World(torch.device("cpu"))
+    data, world = build_data(config.DATA, seed=0), World(torch.device(config.EXPERIMENT.DEVICE))
     assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
     checkpoints = CheckpointFolder(folder / "checkpoints")
     with building(

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from linnaeus.autobatch import snapshot
-from linnaeus.autobatch.memory.process import held_bytes
+from linnaeus.autobatch.memory.host import held_bytes
 from linnaeus.integrations.accelerate import autobatch, find_batch_size
 from linnaeus.utils.autobatch import auto_find_batch_size
 

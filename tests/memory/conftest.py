@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-import linnaeus.autobatch.memory.cgroups
+import linnaeus.autobatch.memory.host
 from linnaeus.autobatch.memory.host import CpuMemory, available_host_bytes
 from linnaeus.autobatch.trial import existing_objects_frozen
 
@@ -76,6 +76,6 @@ class Cgroups:
 def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cgroups:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     files = Cgroups(tmp_path)
-    monkeypatch.setattr(linnaeus.autobatch.memory.cgroups, "ROOT", files.root)
-    monkeypatch.setattr(linnaeus.autobatch.memory.cgroups, "MEMBERSHIP", files.membership)
+    monkeypatch.setattr(linnaeus.autobatch.memory.host, "CGROUPS", files.root)
+    monkeypatch.setattr(linnaeus.autobatch.memory.host, "MEMBERSHIP", files.membership)
     return files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,15 @@ def test_the_cpu_of_another_system_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(NotImplementedError, match=r"cpu.*darwin"):
         device_memory(CPU)
+
+
+def test_what_others_hold_is_no_part_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(
+        max_memory_reserved=None, memory_reserved=lambda device: 100, mem_get_info=lambda device: (600, 1000)
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "get_device_module", lambda device: card)
+    memory = AcceleratorMemory(torch.device("xpu"))
+    assert (memory.outside(), memory.budget(0.75, None), memory.budget(0.75, 400)) == (300, 450, 300)
 
 
 @pytest.mark.gpu

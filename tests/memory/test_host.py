@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import logging
 import mmap
 import resource
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from torch import nn
 
-from linnaeus.autobatch import auto_find_batch_size
 from linnaeus.autobatch.memory.device import GIB
-from linnaeus.autobatch.memory.host import CpuMemory, _pools
-from linnaeus.autobatch.memory.process import status_bytes
+from linnaeus.autobatch.memory.host import CpuMemory
+from linnaeus.autobatch.memory.oom import is_ambiguous
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
 from tests.helpers import forks
 from tests.helpers.ledger import resident_bytes
 from tests.helpers.runs import wait_until
-from tests.memory.conftest import CPU, MACHINE, MIB, Cgroups, on_linux, raised_from
+from tests.memory.conftest import CPU, MACHINE, MIB, Cgroups, on_linux
 
 pytestmark = on_linux
 NOISE = 8 * MIB  # what the rest of the process takes or gives back between two readings
@@ -46,6 +43,7 @@ def _idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_budget_is_the_fraction_of_a_group_less_what_others_use(
     cgroups: Cgroups, fraction: float
 ) -> None:
+    cgroups.memory()  # the first one loads libraries
     total, others = min(2 * GIB, MACHINE // 8), MACHINE  # so much that the machine itself never decides
     cgroups.join("0::/job")
     cgroups.v2("/job", total, used=others + resident_bytes() + 50 * MIB, inactive=50 * MIB)
@@ -292,84 +290,6 @@ def test_a_cap_never_raises_a_limit_of_the_process(memory: CpuMemory, limited: i
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == limited
 
 
-def test_a_limit_of_the_process_bounds_total_and_budget(limited: int) -> None:
-    memory = CpuMemory(CPU)
-    assert memory.total_bytes == limited
-    assert "ulimit -d" in memory.total_name
-    assert memory.budget(1.0, None) <= limited
-    room = limited - status_bytes("VmData")
-    assert memory.budget(1.0, None) - memory.in_use() <= room + NOISE
-    assert memory.budget(0.5, None) == pytest.approx(memory.budget(1.0, None) - limited / 2, abs=NOISE)
-    assert memory.outside() >= 0
-
-
-def test_without_a_limit_the_machine_or_its_group_is_the_total(memory: CpuMemory) -> None:
-    assert memory.total_name == ""
-    assert memory.total_bytes == min(pool.total_bytes for pool in _pools())
-
-
-def test_a_search_stays_within_a_limit_of_the_process(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    before, room = resource.getrlimit(resource.RLIMIT_DATA), 200 * MIB
-    resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + room, before[1]))
-    try:
-        with caplog.at_level(logging.INFO, "linnaeus.autobatch"):
-            result = auto_find_batch_size(
-                lambda batch: batch.sin().sum(), lambda size: torch.ones(size, 2 * MIB), mode="val",
-                device=CPU, target_memory_fraction=1.0,
-            )  # fmt: skip
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
-    assert 0 < result.batch_size * 16 * MIB <= room  # 8 for the batch, 8 for its sines
-    assert result.limited_by == "memory"
-    assert "RLIMIT_DATA" in caplog.text
-
-
-@pytest.mark.parametrize("in_thread", [True, False])
-def test_what_a_thread_of_the_step_computes_counts(
-    memory: CpuMemory, in_thread: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    def compute() -> None:
-        assert (allocate(50 * MIB) + 1).all()
-
-    with memory.cap(memory.in_use() + 2 * GIB):
-        for _ in range(2):
-            memory.reset_peak()
-            before = memory.in_use()
-            if in_thread:
-                thread = threading.Thread(target=compute)
-                thread.start()
-                thread.join()
-            else:
-                compute()
-            assert memory.peak() - before == pytest.approx(100 * MIB, abs=NOISE)
-    assert len(caplog.records) == in_thread, "it is said once that something allocates unseen"
-
-
-UNSPECIFIC = [
-    RuntimeError("could not create a primitive"),
-    RuntimeError("could not execute a primitive"),
-    RuntimeError("can't start new thread"),
-    SystemError("error return without exception set"),
-]
-
-
-def test_an_unspecific_error_counts_only_when_there_was_no_memory_left(memory: CpuMemory) -> None:
-    def refused() -> list[bool]:
-        return [memory.refused(raised_from(ValueError("in layer 3"), cause)) for cause in UNSPECIFIC]
-
-    assert not any(refused())
-    with memory.cap(memory.in_use() + 20 * MIB):
-        assert not any(refused())
-        assert len(b"\1" * (50 * MIB)) == 50 * MIB
-        assert not any(refused())
-        assert len(b"\1" * (101 * MIB)) == 101 * MIB  # given back by the time the question is asked
-        assert all(refused())
-        assert not memory.refused(RuntimeError("NaN"))
-    assert not any(refused())
-
-
 # -- a function by itself
 
 
@@ -377,24 +297,6 @@ def test_a_result_comes_back_from_another_thread(memory: CpuMemory) -> None:
     value: list[int] = []
     assert memory.isolate(lambda: value) is value
     assert memory.isolate(threading.get_ident) != threading.get_ident()
-
-
-def test_a_thread_that_is_kept_is_given_up_after_an_exception(memory: CpuMemory) -> None:
-    def identity() -> tuple[int, threading.Thread]:
-        return threading.get_native_id(), threading.current_thread()
-
-    def fail() -> None:
-        raise MemoryError
-
-    before = set(threading.enumerate())
-    first, thread = memory.isolate(identity, keeps_thread=True)
-    assert memory.isolate(identity, keeps_thread=True) == (first, thread)
-    assert memory.isolate(identity)[1] is not thread
-    with pytest.raises(MemoryError):
-        memory.isolate(fail, keeps_thread=True)
-    assert not thread.is_alive()
-    assert set(threading.enumerate()) <= before, "one of an earlier test may have ended"
-    assert memory.isolate(identity, keeps_thread=True)[1] is not thread
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
@@ -436,29 +338,15 @@ def test_the_state_of_torch_and_context_variables_are_as_outside(memory: CpuMemo
 
 def test_an_interruption_waits_for_the_function(memory: CpuMemory) -> None:
     """Whoever restores the model must not do so under a step that still runs."""
-    main = threading.main_thread().ident
-    assert main is not None
     events: list[str] = []
-
-    def waits() -> bool:
-        """Whether the main thread has started this one and waits for it to end."""
-        frame = sys._current_frames()[main]
-        return frame.f_code.co_name == "wait" and "start" not in callers(frame)
-
-    def callers(frame: FrameType | None) -> Iterator[str]:
-        while frame is not None:
-            yield frame.f_code.co_name
-            frame = frame.f_back
 
     def interrupt(number: int, frame: object) -> None:
         events.append("interrupted")
         raise KeyboardInterrupt
 
     def step() -> None:
-        for number in range(1, 3):
-            wait_until(waits)
-            signal.pthread_kill(main, signal.SIGINT)
-            wait_until(lambda number=number: len(events) >= number)  # type: ignore[misc]
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        wait_until(lambda: bool(events))
         events.append("done")
 
     before = signal.signal(signal.SIGINT, interrupt)
@@ -468,7 +356,7 @@ def test_an_interruption_waits_for_the_function(memory: CpuMemory) -> None:
         events.append("left")
     finally:
         signal.signal(signal.SIGINT, before)
-    assert events == ["interrupted", "interrupted", "done", "left"]
+    assert events == ["interrupted", "done", "left"]
 
 
 def test_convolutions_work_after_one_ran_out_of_memory(memory: CpuMemory) -> None:
@@ -490,7 +378,7 @@ def test_convolutions_work_after_one_ran_out_of_memory(memory: CpuMemory) -> Non
                 try:
                     convolve(channels)
                 except Exception as error:
-                    if not memory.refused(error):
+                    if not (is_ambiguous(error) or memory.refused(error)):
                         raise
                     refused += 1
         return refused

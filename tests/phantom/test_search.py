@@ -136,7 +136,7 @@ def test_any_other_error_at_a_large_size_ends_the_search() -> None:
 
 SETTINGS = """
 import torch
-from linnaeus.autobatch.memory.device import CudaMemory, UnmeasuredMemory, device_memory, failed_allocations
+from linnaeus.autobatch.memory.device import device_memory, failed_allocations
 device = torch.device("cuda", 0)
 try:
     print(type(device_memory(device)).__name__)
@@ -151,7 +151,7 @@ def test_an_allocator_without_statistics_is_refused_by_name(
 ) -> None:
     name = f"PYTORCH_NO_{backend}_MEMORY_CACHING"
     monkeypatch.setenv(name, "1")
-    assert on_phantoms("-c", SETTINGS).split() == [name, "UnmeasuredMemory"]
+    assert on_phantoms("-c", SETTINGS).split() == [name, "FailedAllocations"]
 
 
 FOREIGN = f"""
@@ -168,12 +168,12 @@ change_current_allocator(CUDAPluggableAllocator(library, "take", "give"))
 
 def test_an_allocator_that_is_not_torchs_is_refused(tmp_path: Path) -> None:
     shown = on_phantoms("-c", FOREIGN, str(tmp_path / "allocator.so"))
-    assert shown.split() == ["the", "UnmeasuredMemory"]
+    assert shown.split() == ["the", "FailedAllocations"]
 
 
 def test_the_allocator_of_the_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
-    assert on_phantoms("-c", SETTINGS).split() == ["the", "UnmeasuredMemory"]
+    assert on_phantoms("-c", SETTINGS).split() == ["the", "FailedAllocations"]
 
 
 INTEGRATED = """

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import linnaeus.training.trainer
-from linnaeus.autobatch.memory.device import GIB
-from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.training.trainer import Trainer
-from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.greedy import trainer_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def released_by_emptying() -> int:
@@ -46,8 +48,7 @@ def left_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
 def train(folder: Path, **instead: Any) -> None:
     """One epoch and its validation, with functions of the trainer's module replaced."""
     with (
-        FakeCuda(64 * GIB, scale=4096).installed(),
-        trainer_of(folder, "TRAIN.EPOCHS=1") as trainer,
+        trainer_of(folder, "TRAIN.EPOCHS=1", "EXPERIMENT.DEVICE=cuda", "DATA.IMG_SIZE=256") as trainer,
         pytest.MonkeyPatch.context() as patch,
     ):
         for name, function in instead.items():
@@ -67,4 +68,4 @@ def test_without_the_calls_blocks_would_stay(tmp_path: Path, left_bytes: dict[st
     calls: list[torch.device] = []
     train(tmp_path, empty_cache=calls.append)
     assert len(calls) == 2
-    assert min(left_bytes["begin"] + left_bytes["end"]) >= 2 * MIB
+    assert min(left_bytes["begin"] + left_bytes["end"]) >= 2 * 1024**2

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnaeus.autobatch.memory.process import ProcessLimit
 from linnaeus.autobatch.result import AutoBatchResult
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import plan_batches
@@ -67,7 +66,6 @@ def memory() -> dict[str, str]:
     """What held the memory, and where sizes come from."""
     state = StateBytes(parameters=1 << 28, buffers=100)
     parts = {"held_bytes": 1 << 30, "outside_bytes": 3 << 30, "total_bytes": 9 << 30, "is_cpu": True}
-    limit = ProcessLimit("RLIMIT_DATA (ulimit -d)", total_bytes=5 << 28, used_bytes=5 << 28)
     result = AutoBatchResult(
         "val", 8, certified=True, limited_by="memory", target_memory_fraction=0.7, budget_bytes=1 << 30,
         total_bytes=2 << 30, strategy="guided", seconds=1.0, trials=(),
@@ -77,7 +75,6 @@ def memory() -> dict[str, str]:
     origins = PlannedSizes({"val": result}, plan, "").origins(config.DATA)
     return {
         "memory": memory_sentence(state, **parts),  # type: ignore[arg-type]
-        "memory under a limit": memory_sentence(state, **parts, limit=limit),  # type: ignore[arg-type]
         **{f"size of {mode}": "\n".join([o.sentence, *o.alternatives]) for mode, o in origins.items()},
     }
 

@@ -1,19 +1,8 @@
-"""Memory of a device: how much there is, how much is in use, and a cap that makes its allocator refuse more.
-
-Each kind of device has a class with the methods of `DeviceMemory`:
-
-| | CUDA (and HIP) | CPU (Linux) | other accelerators |
-|---|---|---|---|
-| total | the card | machine or cgroup, divided by the ranks on this host; `ulimit` | the device |
-| peak | bytes reserved | resident set at `settle`, plus tensors allocated since | bytes reserved |
-| used outside | context, libraries, NCCL, other processes | other processes | as `get_memory_info` counts |
-| cap | `set_per_process_memory_fraction` | check after each operation, and `RLIMIT_DATA` | none |
-"""
+"""Memory of accelerators, and the choice of the class that measures a device."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import os
 import sys
@@ -24,6 +13,8 @@ import torch
 
 from linnaeus.autobatch.memory.host import CpuMemory, available_host_bytes
 from linnaeus.autobatch.memory.interface import DeviceMemory, FailedAllocations
+from linnaeus.autobatch.memory.interface import empty_cache as empty_cache
+from linnaeus.autobatch.memory.interface import synchronize as synchronize
 from linnaeus.autobatch.memory.oom import is_ambiguous, is_out_of_memory
 
 GIB = 1024**3
@@ -31,25 +22,6 @@ _LIBRARY_BYTES = GIB // 8
 SLACK = 0.25
 """Part of the budget that a trial's cap leaves for the largest request, with expandable segments. Where a
 single tensor takes more than that, the size found is too small, never too large."""
-
-
-class UnmeasuredMemory(FailedAllocations):
-    """A device whose memory cannot be measured."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def clean(self) -> None:
-        """Collect garbage and empty the allocator's cache.
-
-        What a failed backward pass held is released by torch's thread for the device, some time after the
-        error: a backward pass over nothing waits for this thread, and allocates nothing.
-        """
-        with torch.inference_mode(False), torch.enable_grad():
-            nothing = torch.empty(0, device=self.device, requires_grad=True)
-            nothing.backward(torch.empty_like(nothing))
-        gc.collect()
-        empty_cache(self.device)
 
 
 class AcceleratorMemory(DeviceMemory):
@@ -75,19 +47,6 @@ class AcceleratorMemory(DeviceMemory):
         """See `DeviceMemory.outside`."""
         free, total = self._free_and_total()
         return total - free - self.in_use()
-
-    def clean(self) -> None:
-        """Collect garbage and empty the allocator's cache.
-
-        What a failed backward pass held is released by torch's thread for the device, some time after the
-        error: a backward pass over nothing waits for this thread, and allocates nothing.
-        """
-        with torch.inference_mode(False), torch.enable_grad():
-            nothing = torch.empty(0, device=self.device, requires_grad=True)
-            nothing.backward(torch.empty_like(nothing))
-        gc.collect()
-        synchronize(self.device)
-        empty_cache(self.device)
 
     def reset_peak(self) -> None:
         """Set the allocator's peak to what it holds now."""
@@ -153,7 +112,7 @@ class CudaMemory(AcceleratorMemory):
         return min(super().budget(fraction, limit_bytes), self._allowed_bytes())
 
     def clean(self) -> None:
-        """See `AcceleratorMemory.clean`. What was refused before is not evidence for what comes."""
+        """See `FailedAllocations.clean`. What was refused before is not evidence for what comes."""
         super().clean()
         self._num_refusals = self._count("num_ooms")
 
@@ -190,21 +149,13 @@ class CudaMemory(AcceleratorMemory):
     def caveats(self) -> list[str]:
         """See `DeviceMemory.caveats`."""
         settings = self._settings()
-        threshold, split_bytes = (
-            settings.get(name, 0) for name in ("garbage_collection_threshold", "max_split_size")
-        )
-        found = []
-        if threshold > 0:
-            found.append(
-                f"garbage_collection_threshold is {threshold:g}: near the cap of a trial, the allocator "
-                "releases cached blocks that it keeps in training, which runs without that cap"
-            )
-        if 0 < split_bytes < self.total_bytes:
-            found.append(
-                f"max_split_size_mb is {split_bytes // 1024**2}: at the cap of a trial, the allocator "
-                "releases large cached blocks that it keeps in training, which runs without that cap"
-            )
-        return found
+        names = ("garbage_collection_threshold", "max_split_size")
+        return [
+            f"{name} is set: near the cap of a trial, the allocator releases cached blocks that it keeps in "
+            "training, which runs without that cap"
+            for name in names
+            if 0 < settings.get(name, 0) < self.total_bytes
+        ]
 
     def _free_and_total(self) -> tuple[int, int]:
         """Of memory shared with the host, the driver counts cached files as used, which give way."""
@@ -236,21 +187,6 @@ class CudaMemory(AcceleratorMemory):
         return int(torch.cuda.memory_stats(self.device).get(name, 0))
 
 
-def empty_cache(device: torch.device) -> None:
-    """Return the memory that the device's allocator keeps for reuse; the CPU's keeps none."""
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        (module if hasattr(module, "empty_cache") else torch.accelerator).empty_cache()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its queued work; the CPU queues none."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def device_memory(device: torch.device) -> DeviceMemory:
     """The memory of a device.
 
@@ -275,4 +211,4 @@ def failed_allocations(device: torch.device) -> FailedAllocations:
     try:
         return device_memory(device)
     except NotImplementedError:
-        return UnmeasuredMemory(device)
+        return FailedAllocations(device)

@@ -3,67 +3,57 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import gc
-import logging
 import math
-import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
 
-from linnaeus.autobatch.memory.cgroups import MemoryPool, limited_cgroups
-from linnaeus.autobatch.memory.interface import DeviceMemory
-from linnaeus.autobatch.memory.oom import is_ambiguous, is_out_of_memory
-from linnaeus.autobatch.memory.process import held_bytes, process_limits, status_bytes, untouched_bytes
+from linnaeus.autobatch.memory.interface import DeviceMemory, T
 from linnaeus.autobatch.memory.storages import StorageTracer, num_compiled_graphs
-from linnaeus.autobatch.memory.worker import WorkerThread
 
-logger = logging.getLogger("linnaeus.autobatch")
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+"""Names the cgroups of this process, one line `number:controllers:path` for each hierarchy."""
+
+_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2_FILES = ("memory.max", "memory.current", "inactive_file")
 _MIB = 1024**2
 _MARGIN_BYTES = 64 * _MIB
 _OVERHEAD = 2
 """The C library keeps freed blocks: processes grew by up to 1.7 times what their tensors grew by."""
-_UNSEEN = 4
-"""A process that grows by more than so many times what its tensors grew by allocates unseen. Without that, it
-grew by up to 3 times in a process that had trained other models before."""
-_KERNEL_BYTES = 4 * _MIB  # more than the code of any single oneDNN kernel
-_LITTLE = 16
-"""Memory runs short where less than this part of it (a sixteenth) is left, or less than `_MARGIN_BYTES`."""
 
 
-class CpuMemory(WorkerThread, DeviceMemory):
+class CpuMemory(DeviceMemory):
     """Host memory of this process: what it held before, and the tensors that trials allocate. Linux only.
 
     Tensors are counted when operations allocate and free them, so that the peak of a step is exact and the
-    same every time. What the C library keeps for later (see `_OVERHEAD`) is not counted: it depends on the
-    order of all earlier allocations. The cap is therefore twofold: an operation that takes the count above it
-    raises, and the system refuses to let the process grow beyond `_OVERHEAD` times the growth that the cap
-    allows, or beyond what is available.
+    same every time. Not counted: what the C library keeps for later (see `_OVERHEAD`), which depends on the
+    order of all earlier allocations, and what a thread allocates that the step has started. The cap is
+    therefore twofold: an operation that takes the count above it raises, and the system refuses to let the
+    process grow beyond `_OVERHEAD` times the growth that the cap allows, or beyond what is available.
 
-    Where memory is allocated unseen, the peak is that of the resident set: by code that `torch.compile` has
-    generated, or in a thread that the step has started, which shows in a process that grows far beyond the
-    count.
+    Code that `torch.compile` has generated allocates unseen: with it, the peak is that of the resident set.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._set_ranks(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._rank_pids: Sequence[int] = ()
+        self._set_ranks(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._tracer = StorageTracer(self._allocated, self._freed)
         self._count_lock = threading.RLock()  # garbage collection frees tensors in any thread
         self._live_bytes = self._peak_bytes = 0  # of the tensors that the tracer has seen
         self._cap_bytes = math.inf
-        self._headroom_bytes = math.inf  # growth of the process that the system allows under the cap
-        self._virtual_bytes = 0  # VmPeak when the cap was set
-        self._live_at_reset = self._resident_at_reset = self._mapped_at_reset = 0
-        self._grows_unseen = False
+        self._live_at_reset = self._resident_at_reset = 0
         self.settle()
-        self._is_warm = False  # the first steps load libraries and make kernels
 
     def share(self, pids: Sequence[int]) -> None:
         """See `DeviceMemory.share`. torchrun says how many there are; other launchers do not."""
@@ -72,29 +62,22 @@ class CpuMemory(WorkerThread, DeviceMemory):
             self._set_ranks(len(pids))
 
     def _set_ranks(self, num_ranks: int) -> None:
-        """Set the number of ranks that divide the memory, and the total that follows from it."""
         self._num_ranks = num_ranks
-        self.total_bytes, self.total_name = min(pool.total_bytes for pool in _pools()) // num_ranks, ""
-        for limit in process_limits():
-            if limit.total_bytes < self.total_bytes:
-                self.total_bytes, self.total_name = limit.total_bytes, limit.name
+        self.total_bytes = min(pool.total_bytes for pool in _pools()) // num_ranks
 
     def settle(self, excluded_bytes: int = 0) -> None:
         """See `DeviceMemory.settle`."""
         self._base_bytes = held_bytes() - self._live_bytes - excluded_bytes
-        self._is_warm = True
 
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """See `DeviceMemory.budget`. The ranks of one host divide its memory evenly.
 
-        `limit_bytes` limits this process alone: what other processes use is not subtracted from it. A limit
-        of the system on this process (`ulimit`) counts virtual memory, of which some was never touched.
+        `limit_bytes` limits this process alone: what other processes use is not subtracted from it.
         """
         ours = _resident_bytes_of_ranks(self._num_ranks, self._rank_pids)
         budgets = [
             (fraction * pool.total_bytes - (pool.used_bytes - ours)) / self._num_ranks for pool in _pools()
         ]
-        budgets += [fraction * limit.total_bytes - untouched_bytes(limit) for limit in process_limits()]
         if limit_bytes is not None:
             budgets.append(fraction * limit_bytes)
         return int(min(budgets))
@@ -110,56 +93,19 @@ class CpuMemory(WorkerThread, DeviceMemory):
         """Set the peak to what is in use now."""
         self._live_at_reset = self._peak_bytes = self._live_bytes
         self._resident_at_reset = status_bytes("VmRSS")
-        self._mapped_at_reset = _file_bytes()
         Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark of the resident set
 
     def peak(self) -> int:
         """Most bytes in use since `reset_peak`."""
-        grown_bytes = status_bytes("VmHWM") - self._resident_at_reset
-        self._compare_with_count(grown_bytes - max(_file_bytes() - self._mapped_at_reset, 0))
         peak_bytes = self._peak_bytes
-        if num_compiled_graphs() or self._grows_unseen:
+        if num_compiled_graphs():
+            grown_bytes = status_bytes("VmHWM") - self._resident_at_reset
             peak_bytes = max(peak_bytes, self._live_at_reset + grown_bytes)
         return self._base_bytes + peak_bytes
-
-    def _compare_with_count(self, grown_bytes: int) -> None:
-        """Notice that the process has grown far beyond the tensors counted; says so once."""
-        counted_bytes = self._peak_bytes - self._live_at_reset
-        is_far = grown_bytes > _UNSEEN * counted_bytes + _MARGIN_BYTES
-        if is_far and self._is_warm and not self._grows_unseen and not num_compiled_graphs():
-            self._grows_unseen = True
-            logger.warning(
-                "warning: the process grew by %.0f MiB and its tensors by %.0f MiB: something allocates "
-                "unseen, such as a thread that the step starts; from now on the resident set is measured, "
-                "which is less exact",
-                grown_bytes / _MIB, counted_bytes / _MIB,
-            )  # fmt: skip
 
     def in_use(self) -> int:
         """What the process held when `settle` was called, and the tensors that trials allocated since."""
         return self._base_bytes + self._live_bytes
-
-    def refused(self, error: BaseException) -> bool:
-        """See `DeviceMemory.refused`; also an ambiguous error, if memory had run short.
-
-        Under a cap, the process had grown up to it: the operation that failed has freed its memory by now,
-        hence the comparison with the peak. Without one, little is left while the error holds the step's
-        tensors.
-        """
-        if not is_ambiguous(error):
-            return is_out_of_memory(error)
-        if math.isinf(self._headroom_bytes):
-            return is_out_of_memory(error) or self._is_nearly_exhausted()
-        grown_bytes = status_bytes("VmPeak") - self._virtual_bytes
-        return is_out_of_memory(error) or grown_bytes + _KERNEL_BYTES > self._headroom_bytes
-
-    def _is_nearly_exhausted(self) -> bool:
-        """Whether the process is near a limit of its own, or the system has little left."""
-        rooms = [(limit.total_bytes, limit.room_bytes) for limit in process_limits()]
-        rooms += [(pool.total_bytes, pool.total_bytes - pool.used_bytes) for pool in _pools()]
-        return any(
-            room_bytes < max(_MARGIN_BYTES, total_bytes // _LITTLE) for total_bytes, room_bytes in rooms
-        )
 
     @contextlib.contextmanager
     def cap(self, bytes_: int) -> Iterator[None]:
@@ -171,25 +117,46 @@ class CpuMemory(WorkerThread, DeviceMemory):
         """
         import resource  # not on Windows
 
-        before = resource.getrlimit(resource.RLIMIT_DATA)
-        growth_bytes = max(bytes_ - self.in_use(), 0)
-        if not num_compiled_graphs() and not self._grows_unseen:
-            growth_bytes *= _OVERHEAD
+        before, outer_bytes = resource.getrlimit(resource.RLIMIT_DATA), self._cap_bytes
+        growth_bytes = max(bytes_ - self.in_use(), 0) * (1 if num_compiled_graphs() else _OVERHEAD)
         growth_bytes = min(growth_bytes, available_host_bytes() // self._num_ranks) + _MARGIN_BYTES
-        outer = self._cap_bytes, self._headroom_bytes, self._virtual_bytes
-        with _address_space_up_to_peak(), self._tracer:
-            growth_bytes = min([growth_bytes, *(limit.room_bytes for limit in process_limits())])
-            limit = status_bytes("VmData") + growth_bytes
-            if before[0] != resource.RLIM_INFINITY:
-                limit = min(limit, before[0])
-            self._cap_bytes, self._headroom_bytes = min(bytes_, self._cap_bytes), growth_bytes
-            self._virtual_bytes = status_bytes("VmPeak")
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
-            try:
+        limit_bytes = status_bytes("VmData") + growth_bytes
+        if before[0] != resource.RLIM_INFINITY:
+            limit_bytes = min(limit_bytes, before[0])
+        self._cap_bytes = min(bytes_, outer_bytes)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, before[1]))
+        try:
+            with self._tracer:
                 yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+            self._cap_bytes = outer_bytes
+
+    def isolate(self, function: Callable[[], T]) -> T:
+        """Call the function in a thread of its own, with this thread's torch modes and context variables.
+
+        When oneDNN's code generator (Xbyak) runs out of memory, it keeps the error in a thread-local variable
+        and never clears it, so that the thread cannot create kernels any more.
+
+        An exception of this thread, such as Ctrl-C, is raised when the function has ended: nothing may be
+        restored while a step still runs.
+        """
+        is_inference, has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        dtype, has_autocast = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+        modes = contextlib.ExitStack()
+
+        def prepare() -> None:
+            torch.ones(1 << 20)  # OpenMP starts its threads; under a cap, it may end the process instead
+            modes.enter_context(torch.inference_mode(is_inference))
+            modes.enter_context(torch.set_grad_enabled(has_grad))
+            modes.enter_context(torch.autocast("cpu", dtype, enabled=has_autocast))
+
+        with ThreadPoolExecutor(1, thread_name_prefix="step") as executor:
+            executor.submit(prepare).result()
+            try:
+                return executor.submit(contextvars.copy_context().run, function).result()
             finally:
-                resource.setrlimit(resource.RLIMIT_DATA, before)
-                self._cap_bytes, self._headroom_bytes, self._virtual_bytes = outer
+                executor.submit(modes.close)
 
     def _allocated(self, number: int, num_bytes: int) -> None:
         with self._count_lock:
@@ -211,18 +178,40 @@ def available_host_bytes() -> int:
     return max(0, min(pool.total_bytes - pool.used_bytes for pool in _pools()))
 
 
-def _file_bytes() -> int:
-    """Resident pages of files, such as the code of libraries, which are no data."""
-    return status_bytes("RssFile")
+def status_bytes(name: str) -> int:
+    """A line of `/proc/self/status`, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
 
 
-def _address_space_up_to_peak() -> contextlib.AbstractContextManager[object]:
-    """Reserve addresses until VmSize is above VmPeak: any growth then raises VmPeak."""
-    missing_bytes = status_bytes("VmPeak") - status_bytes("VmSize") + mmap.PAGESIZE
-    try:
-        return mmap.mmap(-1, missing_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
-    except OSError:  # addresses may be limited
-        return contextlib.nullcontext()
+class _MallocInfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc 2.33 and newer: `uordblks` is the eighth number, `hblkhd` the fifth."""
+
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
+
+
+_least_beside_bytes = math.inf
+
+
+def held_bytes() -> int:
+    """The resident set, without what the C library has come to keep of blocks that were freed.
+
+    For each thread that allocated it keeps up to 64 MiB that no call returns, and each search ends some
+    threads. So a search would find less room than the one before it. What is resident beside allocated
+    blocks and files is therefore taken to be the least that was ever seen.
+    """
+    global _least_beside_bytes
+    resident_bytes = status_bytes("VmRSS")
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return resident_bytes
+    libc.mallinfo2.restype = _MallocInfo
+    numbers = libc.mallinfo2().numbers
+    used_bytes: int = numbers[7] + numbers[4] + status_bytes("RssFile") + status_bytes("RssShmem")
+    _least_beside_bytes = min(_least_beside_bytes, resident_bytes - used_bytes)
+    return min(resident_bytes, used_bytes + int(_least_beside_bytes))
 
 
 def _resident_bytes_of_ranks(num_ranks: int, pids: Sequence[int] = ()) -> int:
@@ -238,7 +227,47 @@ def _resident_bytes_of_ranks(num_ranks: int, pids: Sequence[int] = ()) -> int:
     return total_bytes
 
 
+class MemoryPool(NamedTuple):
+    """Memory that this process allocates from: the machine's, or what a cgroup's limit allows.
+
+    `used_bytes` are in use by all processes; what the kernel can reclaim is left out.
+    """
+
+    total_bytes: int
+    used_bytes: int
+
+
 def _pools() -> list[MemoryPool]:
-    """The machine, and every cgroup around this process that has a limit."""
+    """The machine, and every cgroup around this process, of version 1 or 2, whose limit is below that."""
     machine = psutil.virtual_memory()
-    return [MemoryPool(machine.total, machine.total - machine.available), *limited_cgroups(machine.total)]
+    pools = [MemoryPool(machine.total, machine.total - machine.available)]
+    lines = []
+    with contextlib.suppress(OSError):
+        lines = MEMBERSHIP.read_text(errors="surrogateescape").splitlines()  # as Python decodes file names
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, separator, path = rest.partition(":")
+        if separator and not controllers:
+            base, files = CGROUPS, _V2_FILES
+        elif "memory" in controllers.split(","):
+            base, files = CGROUPS / "memory", _V1_FILES
+        else:
+            continue
+        folder = base / path.strip("/")
+        folders = (folder, *folder.parents)
+        found = (_read_pool(folder, *files) for folder in folders[: folders.index(base) + 1])
+        pools += [pool for pool in found if pool is not None and pool.total_bytes < machine.total]
+    return pools
+
+
+def _read_pool(folder: Path, limit_file: str, usage_file: str, reclaimable: str) -> MemoryPool | None:
+    """The pool of one cgroup; None where it has no limit or cannot be read."""
+    try:
+        limit_bytes = int((folder / limit_file).read_text())  # "max" means no limit
+        used_bytes = int((folder / usage_file).read_text())
+    except (OSError, ValueError):
+        return None
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = (folder / "memory.stat").read_text().splitlines()
+        used_bytes -= int(dict(line.split() for line in lines)[reclaimable])
+    return MemoryPool(limit_bytes, used_bytes)

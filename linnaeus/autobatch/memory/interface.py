@@ -1,10 +1,12 @@
-"""What is asked of the memory of a device, of whatever kind."""
+"""What is asked of the memory of a device, of whatever kind. All figures are bytes."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -13,46 +15,45 @@ from linnaeus.autobatch.memory.oom import is_out_of_memory
 T = TypeVar("T")
 
 
-class FailedAllocations(Protocol):
+class FailedAllocations:
     """What follows when memory of a device runs out."""
 
-    device: torch.device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def clean(self) -> None:
-        """Release all memory that no live object holds."""
+        """Release all memory that no live object holds.
+
+        What a failed backward pass held is released by torch's thread for the device, some time after the
+        error: a backward pass over nothing waits for this thread, and allocates nothing.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            nothing = torch.empty(0, device=self.device, requires_grad=True)
+            nothing.backward(torch.empty_like(nothing))
+        gc.collect()
+        synchronize(self.device)
+        empty_cache(self.device)
 
     def refused(self, error: BaseException) -> bool:
         """Whether an exception means that an allocation failed.
 
-        Libraries raise some errors for other reasons too: these count where there are signs that memory has
-        run short. Ask in the handler of the exception, and inside the cap if there is one.
+        Ask in the handler of the exception, and inside the cap if there is one: libraries raise some errors
+        for other reasons too, and the state of the memory tells.
         """
         return is_out_of_memory(error)
 
-    def isolate(self, function: Callable[[], T], *, keeps_thread: bool = False) -> T:
-        """Call the function so that running out of memory in it does not affect later calls.
 
-        Args:
-            function: takes no arguments.
-            keeps_thread: it raises if memory runs out. Where calls need a thread of their own, one thread
-                then serves all such calls up to one that raises.
-        """
-        return function()
-
-
-class DeviceMemory(FailedAllocations, Protocol):
-    """Memory of one device as the search sees it. All figures are bytes.
+class DeviceMemory(FailedAllocations, ABC):
+    """Memory of one device as the search sees it.
 
     Attributes:
-        total_bytes: of the device, or the limit that the system sets for this process.
-        total_name: names that limit; empty without one.
-        placement_bytes: what a step may need beyond the peak of an equal step, because what it allocates is
-            placed otherwise between what training keeps.
+        total_bytes: memory of the device.
+        placement_bytes: fragmentation allowance: what a step may reserve beyond the peak of an equal step,
+            whose blocks lie otherwise between those that training keeps.
     """
 
     total_bytes: int
     placement_bytes: int = 0
-    total_name: str = ""
 
     def share(self, pids: Sequence[int]) -> None:
         """Divide the memory by the processes of this machine that train together, where they share it.
@@ -60,8 +61,8 @@ class DeviceMemory(FailedAllocations, Protocol):
         Args:
             pids: their ids, this process's too.
         """
-        return None  # mypy takes a method without a statement for an abstract one
 
+    @abstractmethod
     def budget(self, fraction: float, limit_bytes: int | None) -> int:
         """What this process may hold now, given what is in use outside its allocator; may be negative.
 
@@ -76,18 +77,20 @@ class DeviceMemory(FailedAllocations, Protocol):
         Args:
             excluded_bytes: host memory that is not counted.
         """
-        return None
 
     def outside(self) -> int:
         """Memory in use outside this process's allocator: its context and libraries, and other processes."""
         return self.total_bytes - self.budget(1.0, None)
 
+    @abstractmethod
     def reset_peak(self) -> None:
         """Set the peak to what is in use now."""
 
+    @abstractmethod
     def peak(self) -> int:
         """Most memory in use since `reset_peak`."""
 
+    @abstractmethod
     def in_use(self) -> int:
         """Memory in use now, measured like the peak."""
 
@@ -95,9 +98,29 @@ class DeviceMemory(FailedAllocations, Protocol):
         """How often the allocator had to flush its cache to serve a request; 0 where it does not count."""
         return 0
 
+    @abstractmethod
     def cap(self, bytes_: int) -> contextlib.AbstractContextManager[None]:
         """Inside the context, an allocation that would take the process above `bytes_` fails."""
+
+    def isolate(self, function: Callable[[], T]) -> T:
+        """Call the function so that running out of memory in it does not affect later calls."""
+        return function()
 
     def caveats(self) -> list[str]:
         """Settings of the allocator under which a trial may reserve less than training, one sentence each."""
         return []
+
+
+def empty_cache(device: torch.device) -> None:
+    """Return the memory that the device's allocator keeps for reuse; the CPU's keeps none."""
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        (module if hasattr(module, "empty_cache") else torch.accelerator).empty_cache()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its queued work; the CPU queues none."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -39,8 +39,8 @@ _TOO_LARGE = re.compile(
 
 
 def exceeds_a_kernel(error: BaseException) -> bool:
-    """Whether a kernel says that its tensors are too large for it."""
-    return isinstance(error, RuntimeError) and _TOO_LARGE.search(str(error)) is not None
+    """Whether the size of a batch may be the cause: its tensors are too large, or the error is ambiguous."""
+    return is_ambiguous(error) or (isinstance(error, RuntimeError) and bool(_TOO_LARGE.search(str(error))))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
