@@ -28,8 +28,9 @@ import linnaeus.training.trainer
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.memory.device import CudaMemory, empty_cache
 from linnaeus.autobatch.memory.storages import StorageTracer
-from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings, Block, CachingAllocator, Refused
+from linnaeus.autobatch.predict.allocator import MIB, Block
 from linnaeus.autobatch.snapshot import Snapshot
+from tests.helpers.capped import CappedAllocator, Refused
 
 DEVICE = torch.device("cuda", 0)
 _FUNCTIONS = (
@@ -50,7 +51,7 @@ class FakeCuda:
         context_bytes: what the process holds outside its allocator from the start.
         tenants_bytes: what other processes hold at the start.
         fraction: `per_process_memory_fraction` of the allocator's settings.
-        max_split_bytes: `max_split_size_mb` of these settings, in bytes.
+        max_split_bytes: `max_split_size_mb` of these settings, in bytes; shown and not followed.
         garbage_collection_threshold: of these settings, shown and not followed.
         scale: bytes of the device that each byte of a CPU tensor takes. A small model then takes the memory
             of a large one, against which segments are as small as on a card.
@@ -74,8 +75,8 @@ class FakeCuda:
         self._scale = scale
         self.total_bytes, self.context_bytes, self.tenants_bytes = total_bytes, context_bytes, tenants_bytes
         self._threshold = garbage_collection_threshold
-        settings = AllocatorSettings(max_split_bytes)
-        self.allocator = CachingAllocator(settings, device_malloc=self._device_malloc)
+        self._max_split_bytes = max_split_bytes
+        self.allocator = CappedAllocator(lambda num_bytes: num_bytes <= self.free_bytes)
         self._blocks: dict[int, Block] = {}
         self._rng_state = torch.zeros(16, dtype=torch.uint8)
         self.set_per_process_memory_fraction(fraction)
@@ -139,9 +140,6 @@ class FakeCuda:
         block = self._blocks.pop(number, None)
         if block is not None:  # it is None for a storage without bytes, and for one that was refused
             self.allocator.free(block)
-
-    def _device_malloc(self, num_bytes: int) -> bool:
-        return num_bytes <= self.free_bytes
 
     def _message(self, segment_bytes: int) -> str:
         allocator = self.allocator
@@ -219,8 +217,7 @@ class FakeCuda:
 
     def _snapshot(self, device: Any = None) -> dict[str, Any]:
         """The allocator's settings, as `torch.cuda.memory._snapshot` has them."""
-        settings = self.allocator.settings
-        limit = settings.max_split_bytes
+        limit = self._max_split_bytes
         return {
             "allocator_settings": {
                 "max_split_size": -1 if limit is None else limit,

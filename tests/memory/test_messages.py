@@ -13,7 +13,6 @@ from torch import nn
 
 from linnaeus.autobatch.memory.device import GIB, CudaMemory, device_memory
 from linnaeus.autobatch.memory.host import CpuMemory
-from linnaeus.autobatch.predict.allocator import AllocatorSettings
 from linnaeus.autobatch.predict.gpus import device_that_would_do, find_gpu
 from linnaeus.autobatch.predict.prediction import Prediction
 from linnaeus.autobatch.predict.trace import trace
@@ -60,9 +59,6 @@ def test_messages(golden: Golden, monkeypatch: pytest.MonkeyPatch, caplog: pytes
     found = {**of_the_host(caplog), **of_traces()}
     found["a GPU of two sizes"] = error_of(find_gpu, "a100")
     found["a device that would do"] = device_that_would_do(24 * GIB, ", with nothing to spare")
-    found["a setting of the allocator"] = error_of(
-        AllocatorSettings.from_environment, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:lots"}
-    )
     with FakeCuda(GIB, garbage_collection_threshold=0.6, max_split_bytes=64 * MIB).installed():
         found["settings of the allocator"] = "\n".join(CudaMemory(DEVICE).caveats())
     monkeypatch.setattr(sys, "platform", "darwin")
