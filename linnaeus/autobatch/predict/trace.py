@@ -7,8 +7,8 @@
 ...     optimizer.step()
 ...     optimizer.zero_grad()
 >>> found = trace(step, lambda n: torch.empty(n, 1000), 8, state=(model, optimizer))
->>> found.live_peak_bytes() // 1000  # weight, gradient and batch
-835
+>>> [event.num_bytes for event in found.events if event.label == "state"]  # weight and bias
+[400000, 400]
 
 No data is computed and the model is not touched, so a trace of a large model takes a second and no memory.
 """
@@ -33,9 +33,8 @@ from torch.utils._pytree import tree_map_only
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.predict.cuda_paths import cuda_paths
-from linnaeus.autobatch.predict.events import Trace
 from linnaeus.autobatch.predict.meta_state import UntraceableError, state_on_meta
-from linnaeus.autobatch.predict.recorder import Recorder, untraceable
+from linnaeus.autobatch.predict.recorder import Event, Recorder, untraceable
 from linnaeus.autobatch.rng import preserved_generators
 
 __all__ = ["Buckets", "Trace", "UntraceableError", "trace"]
@@ -43,6 +42,19 @@ __all__ = ["Buckets", "Trace", "UntraceableError", "trace"]
 MIB = 1 << 20
 NUM_STEPS = 2
 """The first step allocates the optimizer's state, the second starts with it."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What two steps do to the memory of the device.
+
+    Attributes:
+        batch_size: of both steps.
+        events: in order, from the first tensor of the state on.
+    """
+
+    batch_size: int
+    events: tuple[Event, ...]
 
 
 @dataclass(frozen=True)
@@ -97,22 +109,21 @@ def trace(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_undisturbed())
         held = stack.enter_context(state_on_meta(state))
-        recorder.hold(held)
+        recorder.track(held, "state")  # in the order in which a device would allocate it
         stack.enter_context(cuda_paths())
         stack.enter_context(recorder)
         if buckets is not None:
-            _attach_buckets(_first_module(state), buckets)
+            _attach_buckets(state, buckets)
         if before is not None:
             with _naming_operations(recorder):
                 before()
             gc.collect(1)
             recorder.forget_what_was_released()
-        for number in range(NUM_STEPS):
-            recorder.mark(f"step {number}")
+        for _ in range(NUM_STEPS):
             with _naming_operations(recorder):
                 step(_placed(make_batch(n)))
             gc.collect(1)  # reference cycles are freed at the same place each time
-        recorder.mark("end")
+            recorder.events.append(Event("mark"))
     return Trace(n, tuple(recorder.events))
 
 
@@ -164,40 +175,29 @@ def _placed(batch: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t if t.is_meta else torch.empty_like(t, device="meta"), batch)
 
 
-def _first_module(state: Any) -> nn.Module:
-    for part in nest.leaves(state):
-        if isinstance(part, nn.Module):
-            return part
-    raise ValueError("gradient buckets need a module in `state`")
-
-
-def _attach_buckets(module: nn.Module, buckets: Buckets) -> None:
-    """Allocate DistributedDataParallel's flat buckets; with `as_view`, gradients become views of them."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+def _attach_buckets(state: Any, buckets: Buckets) -> None:
+    """Allocate the flat buckets around the first module; with `as_view`, gradients become views of them."""
+    module = next((part for part in nest.leaves(state) if isinstance(part, nn.Module)), None)
+    if module is None:
+        raise ValueError("gradient buckets need a module in `state`")
     groups: list[list[nn.Parameter]] = []
     filled_bytes = buckets.cap_bytes
-    for parameter in reversed(parameters):  # gradients come in about this order
-        num_bytes = parameter.numel() * parameter.element_size()
+    for parameter in reversed(list(module.parameters())):  # gradients come in about this order
+        if not parameter.requires_grad:
+            continue
         if filled_bytes >= buckets.cap_bytes or groups[-1][0].dtype != parameter.dtype:
             groups.append([])
             filled_bytes = 0
         groups[-1].append(parameter)
-        filled_bytes += num_bytes
+        filled_bytes += parameter.nbytes
     for group in groups:
-        num_elements = sum(parameter.numel() for parameter in group)
-        flat = torch.empty(num_elements, dtype=group[0].dtype, device="meta")
-        start = 0
-        for parameter in group:
-            view = flat[start : start + parameter.numel()].view_as(parameter)
-            start += parameter.numel()
-            parameter.register_post_accumulate_grad_hook(_use(view, as_view=buckets.as_view))
+        sizes = [parameter.numel() for parameter in group]
+        flat = torch.empty(sum(sizes), dtype=group[0].dtype, device="meta")
+        for parameter, part in zip(group, flat.split(sizes), strict=True):
+            view = part.view_as(parameter)
 
+            def use(parameter: Tensor, view: Tensor = view) -> None:
+                if buckets.as_view:  # otherwise the mean is copied back into the gradient
+                    parameter.grad = view
 
-def _use(view: Tensor, *, as_view: bool) -> Callable[[Tensor], None]:
-    def use(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if as_view:
-            parameter.grad = view
-        # Without a view, the mean is copied back into the gradient: nothing is allocated.
-
-    return use
+            parameter.register_post_accumulate_grad_hook(use)
