@@ -7,7 +7,7 @@ from collections.abc import Callable
 from linnaeus.autobatch.predict.allocator import Block, CachingAllocator
 
 
-class Refused(Exception):  # noqa: N818 - the device turns it into torch's error
+class Refused(Exception):
     """The allocator can serve a request neither from its cache nor with a new segment.
 
     Attributes:

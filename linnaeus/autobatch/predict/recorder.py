@@ -283,10 +283,8 @@ def _copying(*indices: int, unless: Callable[[Tensor], bool] = Tensor.is_contigu
         with recorder.holding("copy", *sizes):
             outputs = recorder.run(call)
             if unless is _is_matrix:
-                has_bias = (
-                    call.name == "addmm" and call.args[0].dim() == 1 and call.kwargs.get("beta", 1) == 1
-                )
-                recorder.use_blas(LT_WORKSPACE_BYTES if has_bias else BLAS_WORKSPACE_BYTES)
+                is_lt = call.name == "addmm" and call.args[0].dim() == 1 and call.kwargs.get("beta", 1) == 1
+                recorder.use_blas(LT_WORKSPACE_BYTES if is_lt else BLAS_WORKSPACE_BYTES)
         return outputs
 
     return run
