@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_the_slope_is_bytes_per_sample(prediction: Prediction) -> None:
 
 
 def test_the_margin_multiplies_the_peak(prediction: Prediction) -> None:
-    wide = Step().predicted(base_bytes=500 * MIB, margin=1.5)
+    wide = dataclasses.replace(prediction, margin=1.5)
     assert wide.safe_bytes(32) == int(1.5 * prediction.peak_bytes(32))
 
 

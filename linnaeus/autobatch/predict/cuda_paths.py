@@ -215,11 +215,8 @@ class _FusedRnn(torch.autograd.Function):
         steps = x.shape[0] * x.shape[1]
         copy = torch.empty_like(x) if batch_first else None
         output = x.new_empty((*x.shape[:2], num_directions * hidden))
-        reserve = (
-            x.new_empty(steps * num_directions * hidden * (gates + RNN_RESERVED))
-            if any(ctx.needs_input_grad)
-            else None
-        )
+        num_kept = steps * num_directions * hidden * (gates + RNN_RESERVED)
+        reserve = x.new_empty(num_kept) if any(ctx.needs_input_grad) else None
         ctx.batch_first = batch_first
         ctx.save_for_backward(x, output, reserve, *weights)
         del copy

@@ -89,21 +89,14 @@ class _Swap:
         """Children first, as `module.to(device)` does."""
         if isinstance(module, torch.jit.ScriptModule):
             raise UntraceableError("a TorchScript module holds its tensors where no trace reaches them")
-        self._keep(module.__dict__)
         for child in module.children():
             self.visit(child)
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = self.substitute(tensor)  # type: ignore[assignment]
-        self._attributes(vars(module), but=("_parameters", "_buffers", "_modules"))
+        self._attributes(vars(module))
 
-    def _attributes(self, attributes: dict[str, Any], but: tuple[str, ...] = ()) -> None:
+    def _attributes(self, attributes: dict[str, Any]) -> None:
         """Replace the tensors among the attributes of an object, and look into modules and optimizers."""
         self._keep(attributes)
         for name, value in list(attributes.items()):
-            if name in but:
-                continue
             parts = tree_leaves(value)
             if any(isinstance(part, Tensor) for part in parts):
                 attributes[name] = tree_map_only(Tensor, self.substitute, value)

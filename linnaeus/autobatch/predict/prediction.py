@@ -56,8 +56,8 @@ class Prediction:
 
     base_bytes: int
     settings: AllocatorSettings
-    margin: float
     _traces: tuple[Trace, Trace] = field(repr=False)
+    margin: float = MARGIN
     _peaks: dict[int, int] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -68,7 +68,6 @@ class Prediction:
         *,
         base_bytes: int | None = None,
         settings: AllocatorSettings | None = None,
-        margin: float = MARGIN,
     ) -> Prediction:
         """The prediction from two traces of the same step.
 
@@ -77,7 +76,6 @@ class Prediction:
             second: at a larger one.
             base_bytes: as the attribute; None measures it, or assumes one where there is no device.
             settings: None takes those of the environment.
-            margin: as the attribute.
 
         Raises:
             UntraceableError: the step does other things at the second size, so its peak at others is a guess.
@@ -93,7 +91,7 @@ class Prediction:
             )
         if base_bytes is None and (base_bytes := measured_base_bytes()) is None:
             base_bytes = ASSUMED_BASE_BYTES
-        return cls(base_bytes, settings or AllocatorSettings.from_environment(), margin, (first, second))
+        return cls(base_bytes, settings or AllocatorSettings.from_environment(), (first, second))
 
     def reserved_bytes(self, n: int) -> int:
         """Most bytes that the allocator reserves in a step with n samples.
@@ -117,8 +115,7 @@ class Prediction:
 
     def slope(self, n: int) -> float:
         """Bytes that one more sample takes, between n and 2n samples."""
-        other = max(2 * n, n + 1)
-        return (self.peak_bytes(other) - self.peak_bytes(n)) / (other - n)
+        return (self.peak_bytes(2 * n) - self.peak_bytes(n)) / n
 
     @property
     def is_constant(self) -> bool:
@@ -142,10 +139,8 @@ class Prediction:
         Raises:
             TypeError, ValueError: the limit is no number of bytes, or the range is empty.
         """
-        if not isinstance(limit_bytes, int | float):
+        if not isinstance(limit_bytes, int | float) or math.isnan(limit_bytes):
             raise TypeError(f"limit_bytes is {limit_bytes!r}; it must be a number of bytes")
-        if math.isnan(limit_bytes):
-            raise ValueError("limit_bytes is nan; it must be a number of bytes")
         if largest < smallest:
             raise ValueError(f"largest is {largest}; it must be at least smallest, {smallest}")
         need = self.safe_bytes if with_margin else self.peak_bytes
@@ -177,20 +172,14 @@ def predict(
     state: Any = (),
     buckets: Buckets | None = None,
     before: Callable[[], object] | None = None,
-    batch_sizes: tuple[int, int] = BATCH_SIZES,
     base_bytes: int | None = None,
     settings: AllocatorSettings | None = None,
-    margin: float = MARGIN,
 ) -> Prediction:
     """Trace a step twice and predict its peak; see `trace` and `Prediction.of` for arguments and errors."""
     first, second = (
-        trace(step, make_batch, n, state=state, buckets=buckets, before=before) for n in batch_sizes
+        trace(step, make_batch, n, state=state, buckets=buckets, before=before) for n in BATCH_SIZES
     )
-    return Prediction.of(first, second, base_bytes=base_bytes, settings=settings, margin=margin)
-
-
-_MAX_AIMED = 8
-"""Aimed steps before the range is halved instead."""
+    return Prediction.of(first, second, base_bytes=base_bytes, settings=settings)
 
 
 class _Sizes(Protocol):
@@ -203,7 +192,8 @@ class _Sizes(Protocol):
 def largest_within(candidates: _Sizes, budget: float, need: Callable[[int], float]) -> int | None:
     """The largest candidate that needs no more than the budget, where the next one needs more.
 
-    Needs are nearly a line in the size, so most steps aim where the line through the ends meets the budget.
+    Needs are nearly a line in the size, so eight steps aim where the line through the ends meets the budget
+    before the range is halved.
 
     >>> largest_within(range(1, 1000), 100, lambda size: 7 + 3 * size)
     31
@@ -217,7 +207,7 @@ def largest_within(candidates: _Sizes, budget: float, need: Callable[[int], floa
     while high - low > 1:
         below, above = need(candidates[low]), need(candidates[high])
         aim = low + int((high - low) * (budget - below) / (above - below))
-        middle = min(max(aim, low + 1), high - 1) if num_aimed < _MAX_AIMED else (low + high) // 2
+        middle = min(max(aim, low + 1), high - 1) if num_aimed < 8 else (low + high) // 2
         num_aimed += 1
         if need(candidates[middle]) <= budget:
             low = middle

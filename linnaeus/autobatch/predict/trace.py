@@ -107,7 +107,12 @@ def trace(
         importlib.import_module("torch._dynamo")  # older torch would do it within the trace, and fail there
     recorder = Recorder()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_undisturbed())
+        if gc.isenabled():  # only calls collect garbage
+            gc.disable()
+            stack.callback(gc.enable)
+        stack.enter_context(preserved_generators())
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         held = stack.enter_context(state_on_meta(state))
         recorder.track(held, "state")  # in the order in which a device would allocate it
         stack.enter_context(cuda_paths())
@@ -115,37 +120,19 @@ def trace(
         if buckets is not None:
             _attach_buckets(state, buckets)
         if before is not None:
-            with _naming_operations(recorder):
+            with _traced(recorder):
                 before()
-            gc.collect(1)
             recorder.forget_what_was_released()
         for _ in range(NUM_STEPS):
-            with _naming_operations(recorder):
-                step(_placed(make_batch(n)))
-            gc.collect(1)  # reference cycles are freed at the same place each time
+            with _traced(recorder):
+                step(tree_map_only(Tensor, _on_meta, make_batch(n)))
             recorder.events.append(Event("mark"))
     return Trace(n, tuple(recorder.events))
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Inside the context, only calls collect garbage and nothing is compiled; random states are restored."""
-    was_enabled = gc.isenabled()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(preserved_generators())
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        gc.disable()
-        try:
-            yield
-        finally:
-            if was_enabled:
-                gc.enable()
-
-
-@contextlib.contextmanager
-def _naming_operations(recorder: Recorder) -> Iterator[None]:
-    """Report errors of operations that have no implementation on `meta`, with the line that called them."""
+def _traced(recorder: Recorder) -> Iterator[None]:
+    """Name operations that have no implementation on `meta` in errors, with the line that called them."""
     try:
         yield
     except (NotImplementedError, RuntimeError, TypeError) as error:
@@ -154,6 +141,11 @@ def _naming_operations(recorder: Recorder) -> Iterator[None]:
         if found is None:
             raise
         raise UntraceableError(f"{found}{_place(error)}") from error
+    gc.collect(1)  # reference cycles are freed at the same place each time
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
 
 
 def _place(error: BaseException) -> str:
@@ -168,11 +160,6 @@ _NOT_THE_STEP = (
     f"{Path(__file__).parents[2]}{os.sep}",
     "<",
 )
-
-
-def _placed(batch: Any) -> Any:
-    """The batch on `meta`."""
-    return tree_map_only(Tensor, lambda t: t if t.is_meta else torch.empty_like(t, device="meta"), batch)
 
 
 def _attach_buckets(state: Any, buckets: Buckets) -> None:
