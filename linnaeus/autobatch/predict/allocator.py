@@ -35,11 +35,7 @@ SEGMENT_STEP_BYTES = 2 * MIB
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """The setting of the allocator that is followed; others are ignored.
-
-    Attributes:
-        expandable_segments: as the setting.
-    """
+    """The setting of the allocator that is followed; others are ignored."""
 
     expandable_segments: bool = False
 

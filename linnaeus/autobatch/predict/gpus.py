@@ -27,12 +27,7 @@ _LESS_THAN_NVIDIA_SMI = 0.6 * GIB
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device whose memory is known.
-
-    Attributes:
-        name: as it is typed, or the size, such as `24 GiB`.
-        total_bytes: that torch sees.
-    """
+    """A device: its name as it is typed, or a size such as `24 GiB`, and the bytes that torch sees."""
 
     name: str
     total_bytes: int

@@ -72,8 +72,7 @@ class Prediction:
         """The prediction from two traces of the same step.
 
         Args:
-            first: at one batch size.
-            second: at a larger one.
+            first, second: at two batch sizes, the smaller first.
             base_bytes: as the attribute; None measures it, or assumes one where there is no device.
             settings: None takes those of the environment.
 
@@ -176,10 +175,8 @@ def predict(
     settings: AllocatorSettings | None = None,
 ) -> Prediction:
     """Trace a step twice and predict its peak; see `trace` and `Prediction.of` for arguments and errors."""
-    first, second = (
-        trace(step, make_batch, n, state=state, buckets=buckets, before=before) for n in BATCH_SIZES
-    )
-    return Prediction.of(first, second, base_bytes=base_bytes, settings=settings)
+    traces = (trace(step, make_batch, n, state=state, buckets=buckets, before=before) for n in BATCH_SIZES)
+    return Prediction.of(*traces, base_bytes=base_bytes, settings=settings)
 
 
 class _Sizes(Protocol):

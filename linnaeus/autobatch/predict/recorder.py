@@ -76,12 +76,7 @@ class Call(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Records what operations on `meta` would allocate and release on a CUDA device.
-
-    Attributes:
-        events: so far.
-        last_operation: the name of the operation that ran last.
-    """
+    """Keeps the events so far, and the name of the operation that ran last."""
 
     supports_higher_order_operators = True
 

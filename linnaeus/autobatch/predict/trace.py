@@ -46,12 +46,7 @@ NUM_STEPS = 2
 
 @dataclass(frozen=True)
 class Trace:
-    """What two steps do to the memory of the device.
-
-    Attributes:
-        batch_size: of both steps.
-        events: in order, from the first tensor of the state on.
-    """
+    """What two steps of one batch size do to the memory of the device; first comes their state."""
 
     batch_size: int
     events: tuple[Event, ...]
@@ -59,12 +54,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Buckets:
-    """The gradient buckets of DistributedDataParallel.
-
-    Attributes:
-        cap_bytes: `bucket_cap_mb` in bytes.
-        as_view: `gradient_as_bucket_view`; without it gradients and buckets are both held.
-    """
+    """DistributedDataParallel's gradient buckets: `bucket_cap_mb` in bytes, and `gradient_as_bucket_view`."""
 
     cap_bytes: int = 25 * MIB
     as_view: bool = False
