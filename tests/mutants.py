@@ -158,7 +158,7 @@ MUTANTS = (
     ),
     Mutant(
         "a rank whose process has died is waited for", "autobatch/ranks/control.py",
-        "            for rank, doing in self.dead_neighbours():\n", "            for rank, doing in ():\n",
+        "            for rank, _ in self.dead_neighbours():\n", "            for rank, _ in ():\n",
         "tests/test_control.py",
     ),
 )  # fmt: skip

@@ -30,10 +30,6 @@ _open: dict[torch_dist.ProcessGroup, ControlPlane] = {}
 """The control planes of the groups that are together."""
 
 
-class AbsentError(AutoBatchError):
-    """A rank has not called in time."""
-
-
 def members(group: Group) -> torch_dist.ProcessGroup | None:
     """The process group to search with; None where this process searches alone.
 
@@ -108,7 +104,15 @@ def _joined(group: torch_dist.ProcessGroup) -> Iterator[ControlPlane]:
     store = torch_dist.PrefixStore(f"linnaeus/{_number(store, rank)}", store)
     name_of = partial(torch_dist.get_global_rank, group)
     with ControlPlane(store, rank, group.size(), name_of=name_of) as control, _telling(control):
-        _wait_for_arrivals(control, store)
+        try:
+            control.gather(None, limit_s=ARRIVAL_S)
+        except OverdueError as error:
+            store.set(_CLOSED, "")
+            raise AutoBatchError(
+                f"AutoBatch: rank {error.rank} has not called auto_find_batch_size within "
+                f"{ARRIVAL_S / 60:.3g} minutes of rank {name_of(rank)}: every rank of the group must; "
+                "group=False searches on this rank alone"
+            ) from None
         _open[group] = control
         try:
             yield control
@@ -116,18 +120,6 @@ def _joined(group: torch_dist.ProcessGroup) -> Iterator[ControlPlane]:
             del _open[group]
         control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
         control.collect(None)  # rank 0 leaves last: it may host the store
-
-
-def _wait_for_arrivals(control: ControlPlane, store: torch_dist.Store) -> None:
-    try:
-        control.gather(None, limit_s=ARRIVAL_S)
-    except OverdueError as error:
-        store.set(_CLOSED, "")
-        raise AbsentError(
-            f"AutoBatch: rank {error.rank} has not called auto_find_batch_size within {ARRIVAL_S / 60:.3g} "
-            f"minutes of rank {control.name_of(control.rank)}: every rank of the group must; group=False "
-            "searches on this rank alone"
-        ) from None
 
 
 @contextlib.contextmanager
@@ -140,7 +132,11 @@ def _telling(control: ControlPlane) -> Iterator[None]:
         ours.exit_code = error.exit_code
         raise ours from None
     except BaseException as error:
-        _tell(control, error)
+        failure = Failure(control.rank, f"{type(error).__name__}: {error}")
+        if isinstance(error, LinnaeusError):
+            failure = Failure(control.rank, str(error).removeprefix("AutoBatch: "), error.exit_code)
+        with contextlib.suppress(torch_dist.DistError):
+            control.fail(failure)  # where there is one already, this says that this rank knows of it
         if isinstance(error, torch_dist.DistError):
             raise AutoBatchError(
                 "AutoBatch: the store of the process group cannot be reached any more: the process that "
@@ -148,15 +144,6 @@ def _telling(control: ControlPlane) -> Iterator[None]:
                 f"({str(error).partition(chr(10))[0]})"
             ) from error
         raise
-
-
-def _tell(control: ControlPlane, error: BaseException) -> None:
-    is_known = isinstance(error, LinnaeusError)
-    message = str(error).removeprefix("AutoBatch: ") if is_known else f"{type(error).__name__}: {error}"
-    exit_code = error.exit_code if isinstance(error, LinnaeusError) else 1
-    with contextlib.suppress(torch_dist.DistError):
-        # Where there is a failure already, this says that this rank knows of it.
-        control.fail(Failure(control.rank, message, exit_code))
 
 
 def _number(store: torch_dist.Store, rank: int) -> int:

@@ -52,9 +52,7 @@ class RankStatus:
         self._show(text)
 
     def gather(self, result: Any, *, timeout_minutes: float = 60.0, names: Names = ARGUMENTS) -> list[Any]:
-        """The results of all ranks, in rank order. Every rank must call this.
-
-        Waiting uses neither the GPU nor a collective, so that no timeout of the process group applies.
+        """The results of all ranks, in rank order; without a collective. Every rank must call this.
 
         Args:
             result: of this rank; picklable.
@@ -62,8 +60,7 @@ class RankStatus:
             names: what messages call the settings.
 
         Raises:
-            LinnaeusError: another rank has failed, has died or hangs; with its message and exit code.
-            AutoBatchError: another rank has not finished in time.
+            LinnaeusError: another rank has failed, has died, hangs or has not finished in time.
         """
         control = self._control
         if control is None:
@@ -155,12 +152,12 @@ def _joined(
 def _why(verdict: AutoBatchResult, before_bytes: int) -> str:
     """Why a rank fits no larger size; `before_bytes` is what rank 0 held when it last ran the size."""
     budget, held, before = map(gib, (verdict.budget_bytes, verdict.held_bytes, before_bytes))
-    failed = [trial for trial in verdict.trials if trial.status != "fits"]
-    reason = f"its budget is {budget} GiB"
-    if failed:
-        trial = min(failed, key=lambda trial: trial.size)
-        ended = "ran out of memory" if trial.peak_bytes is None else f"takes {gib(trial.peak_bytes)} GiB"
-        reason = f"batch size {trial.size} {ended}, the budget is {budget} GiB"
+    ended = ""
+    for trial in sorted(verdict.trials, key=lambda each: each.size, reverse=True):
+        if trial.status != "fits":
+            how = "ran out of memory" if trial.peak_bytes is None else f"takes {gib(trial.peak_bytes)} GiB"
+            ended = f"batch size {trial.size} {how}, "
     return (
-        f"{reason}, and {held} GiB are held before the first sample (by rank 0 the last time: {before} GiB)"
+        f"{ended}the budget is {budget} GiB, and {held} GiB are held before the first sample (by rank 0 the "
+        f"last time: {before} GiB)"
     )
