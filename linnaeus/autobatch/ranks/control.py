@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 import torch.distributed as torch_dist
 
-from linnaeus.autobatch.errors import LinnaeusError
+from linnaeus.autobatch.errors import AutoBatchError, LinnaeusError
 
 BEAT_S = 1.0
 """Time between two heartbeats, and between two looks at those of others."""
@@ -50,6 +50,8 @@ ABANDON_LOOKS = 10
 
 _PART_BYTES = 1 << 20
 """Longer values are split: the store refuses those above 8 MiB."""
+
+OnWait = Callable[[int, str], object]
 
 logger = logging.getLogger("linnaeus.autobatch.ranks.control")
 
@@ -71,18 +73,19 @@ class ForeignFailureError(LinnaeusError):
         super().__init__(f"rank {name}: {failure.message}")
 
 
-class OverdueError(LinnaeusError):
-    """A rank lives but has not sent its value in time: its number in messages, and what it does."""
+class OverdueError(AutoBatchError):
+    """A rank lives but has not sent its value in time. Keeps its number in messages, and what it does."""
 
     def __init__(self, rank: int, doing: str) -> None:
         self.rank, self.doing = rank, doing
-        super().__init__(f"rank {rank} is overdue: {doing}")
+        super().__init__(f"AutoBatch: rank {rank} takes too long: it is {doing}")
 
 
 class ControlPlane:
     """Exchanges between ranks, each rank's heartbeat, and the first failure of the job.
 
-    Every rank calls `gather`, `collect` and `broadcast` in the same order. Use it as a context.
+    Every rank calls `gather`, `collect` and `broadcast` in the same order. These, and `check`, raise a
+    `ForeignFailureError` if another rank has failed or died. Use it as a context.
 
     Args:
         store: of the process group, with a prefix of this attempt's own.
@@ -209,11 +212,7 @@ class ControlPlane:
     # --- exchanges ---
 
     def gather(
-        self,
-        value: Any,
-        *,
-        limit_s: float | None = None,
-        on_wait: Callable[[int, str], None] = lambda rank, doing: None,
+        self, value: Any, *, limit_s: float | None = None, on_wait: OnWait = lambda *_: None
     ) -> list[Any]:
         """The values of all ranks, in rank order, on every rank. They must be picklable.
 
@@ -224,7 +223,6 @@ class ControlPlane:
                 waits for, and with what that one does.
 
         Raises:
-            LinnaeusError: another rank has failed; with its message and exit code.
             OverdueError: a rank takes longer than `limit_s`.
         """
         number = self._publish(value)
@@ -234,20 +232,12 @@ class ControlPlane:
         return values
 
     def collect(self, value: Any) -> list[Any] | None:
-        """The values of all ranks, in rank order, on rank 0; None on the others, which do not wait.
-
-        Raises:
-            LinnaeusError: another rank has failed; with its message and exit code.
-        """
+        """The values of all ranks, in rank order, on rank 0; None on the others, which do not wait."""
         number = self._publish(value)
         return None if self.rank else [self._wait_for(number, rank) for rank in range(self.world_size)]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. It must be picklable.
-
-        Raises:
-            LinnaeusError: another rank has failed; with its message and exit code.
-        """
+        """Rank 0's value, on every rank. It must be picklable."""
         if self.rank == 0:
             self._publish(value)
             return value
@@ -261,11 +251,7 @@ class ControlPlane:
         return number
 
     def _wait_for(
-        self,
-        number: int,
-        rank: int,
-        limit_s: float | None = None,
-        on_wait: Callable[[int, str], None] = lambda rank, doing: None,
+        self, number: int, rank: int, limit_s: float | None = None, on_wait: OnWait = lambda *_: None
     ) -> Any:
         key, name = f"value/{number}/{rank}", self.name_of(rank)
         started = looked = reported = self.clock.monotonic()
@@ -321,11 +307,7 @@ class ControlPlane:
         return [(rank, self._beat_of(rank).doing) for rank in range(self.world_size) if self._is_dead(rank)]
 
     def check(self) -> None:
-        """Raise the failure of another rank, if there is one: what this rank does is in vain then.
-
-        Raises:
-            LinnaeusError: another rank has failed or died; with its message and exit code.
-        """
+        """Raise the failure of another rank, if there is one: what this rank does is in vain then."""
         with contextlib.suppress(torch_dist.DistError):
             for rank, _ in self.dead_neighbours():
                 self._declare_dead(rank)
@@ -425,11 +407,7 @@ def group_of_this_rank(
 
 
 def first_difference(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, tuple[Any, Any]]] | None:
-    """The first rank whose facts differ from those of rank 0, and both values of each that does.
-
-    Args:
-        rows: the facts of each rank, by name.
-    """
+    """The first rank whose facts differ from those of rank 0, and both values of each that does."""
     for rank, row in enumerate(rows):
         different = {
             name: (value, row.get(name)) for name, value in rows[0].items() if row.get(name) != value

@@ -52,10 +52,10 @@ class RankStatus:
         self._show(text)
 
     def gather(self, result: Any, *, timeout_minutes: float = 60.0, names: Names = ARGUMENTS) -> list[Any]:
-        """The results of all ranks, in rank order; without a collective. Every rank must call this.
+        """The picklable results of all ranks, in rank order; without a collective. All must call this.
 
         Args:
-            result: of this rank; picklable.
+            result: of this rank.
             timeout_minutes: deadline of the others' work; they are waited for `GRACE_S` longer.
             names: what messages call the settings.
 
@@ -108,8 +108,8 @@ def search_on_ranks(
         ran there; if not, the largest size that fits on the rank with the smallest is the new batch size.
 
     Raises:
-        AutoBatchError: no size fits; another rank has not finished in time.
-        LinnaeusError: another rank has failed, has died or hangs; with its message and exit code.
+        AutoBatchError: no size fits.
+        LinnaeusError: see `RankStatus.gather`.
     """
     status, is_once = RankStatus(show, control), found is not None
     while True:
@@ -130,7 +130,7 @@ def _joined(
 ) -> AutoBatchResult:
     """The result, once every rank has run a size, or searched below it."""
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
-    before_bytes, own = found.held_bytes, verdicts[0]
+    own = verdicts[0]
     found = dataclasses.replace(
         found, trials=(*found.trials, *own.trials), held_bytes=own.held_bytes,
         budget_bytes=own.budget_bytes, seconds=found.seconds + max(each.seconds for each in verdicts),
@@ -139,25 +139,12 @@ def _joined(
         return dataclasses.replace(found, ran_on_every_rank=(*found.ran_on_every_rank, size))
     if control is not None:
         logger.info(
-            "rank %d fits no more than %d (%s): %s", control.name_of(verdicts.index(smallest)),
-            smallest.batch_size, found.mode, _why(smallest, before_bytes),
+            "rank %d fits no more than %d (%s): its budget is %s GiB, and %s GiB are held before the first "
+            "sample", control.name_of(verdicts.index(smallest)), smallest.batch_size, found.mode,
+            gib(smallest.budget_bytes), gib(smallest.held_bytes),
         )  # fmt: skip
     predicted = found.prediction and dataclasses.replace(found.prediction, peak_bytes=None)
     return dataclasses.replace(
         found, batch_size=smallest.batch_size, certified=smallest.certified, within=smallest.within,
         limited_by=smallest.limited_by, prediction=predicted,
     )  # fmt: skip
-
-
-def _why(verdict: AutoBatchResult, before_bytes: int) -> str:
-    """Why a rank fits no larger size; `before_bytes` is what rank 0 held when it last ran the size."""
-    budget, held, before = map(gib, (verdict.budget_bytes, verdict.held_bytes, before_bytes))
-    ended = ""
-    for trial in sorted(verdict.trials, key=lambda each: each.size, reverse=True):
-        if trial.status != "fits":
-            how = "ran out of memory" if trial.peak_bytes is None else f"takes {gib(trial.peak_bytes)} GiB"
-            ended = f"batch size {trial.size} {how}, "
-    return (
-        f"{ended}the budget is {budget} GiB, and {held} GiB are held before the first sample (by rank 0 the "
-        f"last time: {before} GiB)"
-    )

@@ -114,17 +114,13 @@ def _make_reducer(wrapper: DistributedDataParallel, group: Any, hooks: Sequence[
 
 
 class CollectivesRefused(TorchDispatchMode):
-    """Inside the mode, a collective of several ranks raises an error instead of waiting for ever.
+    """Inside the mode, a collective of several ranks raises an error, which says where, and does not wait."""
 
-    Args:
-        where: what runs inside, for the message.
-    """
+    supports_higher_order_operators = True
 
     def __init__(self, where: str = "the step") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._where = where
-
-    supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -165,13 +161,7 @@ def _num_ranks(namespace: str, args: tuple[Any, ...]) -> int:
 
 
 def refusing_collectives(function: Callable[[A], T], num_calls: int, where: str) -> Callable[[A], T]:
-    """The function, whose first calls refuse collectives; looking for them would slow down all.
-
-    Args:
-        function: the step, or what makes its batch.
-        num_calls: how many calls refuse them; later ones are not seen.
-        where: what the message calls the function.
-    """
+    """The function, whose first calls refuse collectives; looking for them would slow down all."""
     calls = iter(range(num_calls))
 
     def guarded(argument: A) -> T:
