@@ -13,20 +13,21 @@ from tests.helpers.capped import CappedAllocator, Refused
 
 
 class Watched(CachingAllocator):
-    """Keeps the sizes of its segments, in their order."""
+    """Keeps what it has taken from the device, in order; segments that are given back are taken out."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(AllocatorSettings(**settings))
-        self.segments: list[int] = []
+        self.taken: list[int] = []
 
     def reserve(self, num_bytes: int) -> None:
         super().reserve(num_bytes)
-        self.segments.append(num_bytes)
+        self.taken.append(num_bytes)
 
     def release(self, num_bytes: int) -> None:
         super().release(num_bytes)
-        if not self.settings.expandable_segments:
-            self.segments.remove(num_bytes)
+        while num_bytes:  # of expandable segments the last ones together
+            index = self.taken.index(num_bytes) if num_bytes in self.taken else -1
+            num_bytes -= self.taken.pop(index)
 
 
 @pytest.mark.parametrize(
@@ -50,63 +51,53 @@ def test_requests_are_rounded_to_blocks_of_segments(
     allocator = Watched()
     block = allocator.allocate(request_bytes)
     assert block.size == block_bytes
-    assert allocator.segments == [segment_bytes]
+    assert allocator.taken == [segment_bytes]
     assert allocator.reserved_bytes == segment_bytes
 
 
-def test_small_blocks_are_split_down_to_512_bytes() -> None:
+RULES = {
+    "small blocks share a segment": ("0.5 0.5 0.5 0.5 0.5", [2, 2]),
+    "a rest of one MiB is not split off": ("40 -0 39 1.5", [40, 20]),
+    "a larger one is": ("40 -0 38 1.5", [40]),
+    "the pools do not mix": ("64 -0 1 1.5", [64, 2]),
+    "the smallest block that fits is taken": ("40 30 -0 -1 25 40", [40, 30]),
+    "free neighbours merge": ("4 6 8 -0 -1 -2 20", [20]),
+    "in any order": ("4 6 8 -2 -0 -1 20", [20]),
+    "blocks of two segments do not merge": ("20 20 -0 -1 40", [20, 20, 40]),
+    "a segment with a block in use stays": ("4 6 32 -1 -2 empty", [20]),
+    "others are given back": ("4 6 32 -0 -1 -2 empty", []),
+    "sizes that alternate hold much": ("30 -0 40 -1 50 -2 60 -3", [30, 40, 50, 60]),
+}
+EXPANDABLE = {
+    "sizes that alternate hold less": ("30 -0 40 -1 50 -2 60 -3", [40, 20]),
+    "a segment grows by what its free end lacks": ("30 25 1 -0 31", [40, 20, 2, 40]),
+    "the free end is taken last": ("20 10 5 -0 4 20", [20, 20, 20]),
+    "the free end is given back": ("30 70 -1 empty", [40]),
+    "all of it": ("30 70 -1 -0 empty 1.5", [20]),
+}
+"""MiB that are allocated, or with a minus the number of what is freed; and what is taken from the device."""
+
+
+@pytest.mark.parametrize("rule", [*RULES, *EXPANDABLE])
+def test_rules(rule: str) -> None:
+    program, expected = {**RULES, **EXPANDABLE}[rule]
+    allocator, blocks = Watched(expandable_segments=rule in EXPANDABLE), list[Block]()
+    for word in program.split():
+        if word == "empty":
+            allocator.empty_cache()
+        elif word.startswith("-"):
+            allocator.free(blocks[int(word[1:])])
+        else:
+            blocks.append(allocator.allocate(int(float(word) * MIB)))
+    assert [num_bytes // MIB for num_bytes in allocator.taken] == expected
+
+
+def test_of_equal_blocks_the_first_is_taken() -> None:
     allocator = Watched()
-    blocks = [allocator.allocate(512) for _ in range(4096)]
-    assert allocator.segments == [2 * MIB]
-    assert len({block.address for block in blocks}) == 4096
-    allocator.allocate(1)
-    assert allocator.segments == [2 * MIB] * 2
-
-
-def test_a_large_block_is_split_only_where_more_than_one_mebibyte_remains() -> None:
-    for rest_bytes, is_split in ((MIB, False), (MIB + 512, True)):
-        allocator = Watched()
-        first = allocator.allocate(40 * MIB)
-        allocator.free(first)
-        assert allocator.allocate(40 * MIB - rest_bytes).size == 40 * MIB - (rest_bytes if is_split else 0)
-
-
-def test_the_pools_do_not_mix() -> None:
-    allocator = Watched()
-    allocator.free(allocator.allocate(64 * MIB))
-    allocator.allocate(MIB)
-    assert allocator.segments == [64 * MIB, 2 * MIB]
-    allocator.allocate(MIB + 512)
-    assert allocator.segments == [64 * MIB, 2 * MIB]
-
-
-def test_the_smallest_block_that_fits_is_taken_and_of_equal_ones_the_first() -> None:
-    allocator = Watched()
-    blocks = [allocator.allocate(mib * MIB) for mib in (40, 20, 30, 20)]
+    blocks = [allocator.allocate(20 * MIB) for _ in range(3)]
     for block in reversed(blocks):
         allocator.free(block)
-    assert allocator.allocate(20 * MIB).address == blocks[1].address
-    assert allocator.allocate(20 * MIB).address == blocks[3].address
-    assert allocator.allocate(20 * MIB).address == blocks[2].address
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)])
-def test_free_neighbours_merge_in_any_order(order: tuple[int, ...]) -> None:
-    allocator = Watched()
-    blocks = [allocator.allocate(mib * MIB) for mib in (4, 6, 8)]
-    assert allocator.segments == [20 * MIB]
-    for index in order:
-        allocator.free(blocks[index])
-    assert allocator.allocate(20 * MIB).size == 20 * MIB
-    assert allocator.segments == [20 * MIB]
-
-
-def test_blocks_of_two_segments_do_not_merge() -> None:
-    allocator = Watched()
-    for block in [allocator.allocate(20 * MIB) for _ in range(2)]:
-        allocator.free(block)
-    allocator.allocate(40 * MIB)
-    assert allocator.segments == [20 * MIB, 20 * MIB, 40 * MIB]
+    assert allocator.allocate(20 * MIB).address == blocks[0].address
 
 
 @pytest.mark.parametrize("capped", [False, True])
@@ -127,22 +118,10 @@ def test_a_cap_and_a_full_device_flush_the_cache_before_they_refuse(capped: bool
     assert allocator.allocate(2 * MIB).size == 2 * MIB, "a refusal leaves the allocator usable"
 
 
-def test_a_segment_with_a_block_in_use_stays_when_the_cache_is_emptied() -> None:
-    allocator = Watched()
-    first, second = allocator.allocate(4 * MIB), allocator.allocate(6 * MIB)
-    allocator.free(allocator.allocate(32 * MIB))
-    allocator.free(second)
-    allocator.empty_cache()
-    assert allocator.segments == [20 * MIB]
-    allocator.free(first)
-    allocator.empty_cache()
-    assert allocator.reserved_bytes == 0
-
-
 @pytest.mark.parametrize("expandable", [False, True])
 def test_any_sequence_keeps_the_books_in_order(expandable: bool) -> None:
     draw = random.Random(0)
-    allocator = Watched(expandable_segments=expandable)
+    allocator = CachingAllocator(AllocatorSettings(expandable))
     live: list[tuple[Block, int]] = []
     for number in range(3000):
         if live and draw.random() < 0.5:
@@ -162,51 +141,6 @@ def test_any_sequence_keeps_the_books_in_order(expandable: bool) -> None:
         allocator.free(block)
     allocator.empty_cache()
     assert allocator.reserved_bytes == 0
-
-
-def test_expandable_segments_grow_by_what_their_free_end_lacks() -> None:
-    allocator = Watched(expandable_segments=True)
-    first = allocator.allocate(30 * MIB)
-    assert (first.size, allocator.segments) == (30 * MIB, [40 * MIB])
-    allocator.allocate(25 * MIB)  # 10 MiB are there already
-    assert allocator.segments == [40 * MIB, 20 * MIB]
-    allocator.allocate(MIB)
-    assert allocator.segments == [40 * MIB, 20 * MIB, 2 * MIB]
-    allocator.free(first)
-    allocator.allocate(31 * MIB)  # does not fit in front
-    assert allocator.segments == [40 * MIB, 20 * MIB, 2 * MIB, 40 * MIB]
-
-
-def reserved_by_alternating_sizes(allocator: CachingAllocator) -> int:
-    """The peak of requests of which none fits into the block that the one before it has left."""
-    for mib in (30, 40, 50, 60):
-        allocator.free(allocator.allocate(mib * MIB))
-    return allocator.peak_reserved_bytes
-
-
-def test_expandable_segments_hold_less_where_sizes_alternate() -> None:
-    assert reserved_by_alternating_sizes(Watched()) == 180 * MIB
-    assert reserved_by_alternating_sizes(Watched(expandable_segments=True)) == 60 * MIB
-
-
-def test_the_free_end_of_an_expandable_segment_is_taken_last() -> None:
-    allocator = Watched(expandable_segments=True)
-    blocks = [allocator.allocate(mib * MIB) for mib in (20, 10, 5)]  # 5 MiB are free at the end
-    allocator.free(blocks[0])
-    assert allocator.allocate(4 * MIB).address == 0
-    assert sum(allocator.segments) == 40 * MIB
-
-
-def test_emptying_the_cache_trims_the_free_end_of_an_expandable_segment() -> None:
-    allocator = Watched(expandable_segments=True)
-    kept, last = allocator.allocate(30 * MIB), allocator.allocate(70 * MIB)
-    allocator.free(last)
-    allocator.empty_cache()
-    assert allocator.reserved_bytes == 40 * MIB
-    allocator.free(kept)
-    allocator.empty_cache()
-    assert allocator.reserved_bytes == 0
-    assert allocator.allocate(MIB + 1).address == 0
 
 
 def test_the_setting_is_read_as_torch_reads_it() -> None:
