@@ -106,17 +106,6 @@ def test_a_rank_that_takes_too_long_is_named_with_what_it_does() -> None:
 # --- failures ---
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_failure_reaches_every_rank_that_waits(failing: int) -> None:
-    works: list[Callable[[ControlPlane], Any]] = [lambda plane: plane.gather(None)] * 3
-    works[failing] = fail
-    outcomes = ranks(*works)
-    for other in {0, 1, 2} - {failing}:
-        assert isinstance(outcomes[other], ForeignFailureError)
-        assert outcomes[other].failure == Failure(failing, "broken", 7)
-        assert outcomes[other].exit_code == 7
-
-
 def test_messages_call_a_rank_by_its_name() -> None:
     """A group's ranks 0 and 1 may be the job's 2 and 3."""
     main, other = planes(name_of=lambda rank: rank + 2)

@@ -378,14 +378,6 @@ def run_of(rank: int, *argv: str, fault: str = "", **options: Any) -> Iterator[S
         plane.gather(None)  # no heartbeat ends before the others are done
 
 
-def one_rank_out_of_memory_lowers_the_size_for_all(rank: int) -> None:
-    options = "DATA.AUTOBATCH.MAX_BATCH_SIZE=16", "DATA.AUTOBATCH.ENABLED_VAL=False"
-    with run_of(rank, *options, fault="oom:1:forward") as search:
-        train = find_sizes(search)["train"]
-    assert (train.batch_size, train.limited_by, train.ran_on_every_rank) == (8, "memory", (8,))
-    assert (8, "fits") in [(trial.size, trial.status) for trial in train.trials]
-
-
 def a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank(rank: int) -> None:
     """Rank 0 tries 18 on its way to 24. 36 samples per rank would be 2 x 18, but rank 1 cannot run 18."""
     options = (
@@ -439,7 +431,6 @@ OF_TWO = (
     state_that_one_rank_refuses_is_named_before_any_collective,
     training_after_a_search_is_that_without_one, without_the_reducer_of_all_ranks_training_differs,
     a_wrapper_that_state_does_not_hold_is_silent_too, sync_batchnorm_normalises_over_one_rank_in_a_search,
-    one_rank_out_of_memory_lowers_the_size_for_all,
     a_planned_size_that_only_rank_0_has_run_is_run_on_every_rank,
     a_model_with_an_unused_branch_is_tried_as_it_is_trained,
 )  # fmt: skip

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linnaeus.autobatch.predict import recorder
 from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings
 from linnaeus.autobatch.predict.prediction import ASSUMED_BASE_BYTES, Prediction, predict, replay
 from linnaeus.autobatch.predict.recorder import Event, conv_workspace_bytes
@@ -67,13 +66,6 @@ def test_a_line_through_two_peaks_is_not(prediction: Prediction) -> None:
     """The control of the test above: sizes are rounded up, blocks are cut and left over."""
     first, second = (prediction.reserved_bytes(n) for n in (8, 16))
     assert any(prediction.reserved_bytes(n) != first + (second - first) * (n - 8) // 8 for n in (64, 1000))
-
-
-def test_without_the_workspaces_of_convolutions_less_is_predicted(
-    prediction: Prediction, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder, "conv_workspace_bytes", lambda *facts: 0)
-    assert Step().predicted(base_bytes=500 * MIB).peak_bytes(64) < prediction.peak_bytes(64)
 
 
 def test_the_largest_size_fits_and_the_next_one_does_not(prediction: Prediction) -> None:
@@ -153,14 +145,6 @@ def test_a_flush_gives_free_segments_back() -> None:
     release, flush = Event("release", 2), Event("flush")
     assert replay([held, freed, release, later], PLAIN).peak_reserved_bytes == (12 + 30 + 40) * MIB
     assert replay([held, freed, release, flush, later], PLAIN).peak_reserved_bytes == (12 + 40) * MIB
-
-
-def test_a_prediction_flushes_where_the_kernels_of_convolutions_are_timed(
-    prediction: Prediction, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    timed = Step().predicted(base_bytes=500 * MIB)
-    assert any(timed.peak_bytes(n) != prediction.peak_bytes(n) for n in (64, 1000))
 
 
 def test_each_convolution_of_cudnn_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
