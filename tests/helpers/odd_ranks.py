@@ -107,10 +107,15 @@ def watch(place: str) -> None:
 
 def main() -> int:
     update, write, save_result = World.update, checkpoint.write_atomically, run.save_result
-    look = control.ControlPlane._look_for_silence
+    look, tell = control.ControlPlane._look_for_silence, control.ControlPlane.update
 
     def watched_update(world: World, doing: str) -> None:
         update(world, doing)
+        if world.control is None:
+            watch(doing)
+
+    def watched_tell(plane: Any, doing: str) -> None:
+        tell(plane, doing)
         watch(doing)
 
     def watched_write(path: Path, fill: Any, **options: Any) -> None:
@@ -129,6 +134,7 @@ def main() -> int:
         _looks.append(None)
 
     World.update = watched_update  # type: ignore[method-assign]
+    control.ControlPlane.update = watched_tell  # type: ignore[method-assign]
     checkpoint.write_atomically = watched_write  # type: ignore[attr-defined]
     run.save_result = late_result  # type: ignore[attr-defined]
     control.ControlPlane._look_for_silence = counted_look  # type: ignore[method-assign]
