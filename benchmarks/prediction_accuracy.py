@@ -9,7 +9,7 @@ classes, at the model's own image size, on a card of 40 GB; the figure is the us
 timed its kernels (`torch.backends.cudnn.benchmark`), as timm's training script sets it: without that, models
 with large weights come out up to 12 % too low at small batches, and the spikes below have no explanation.
 
-The constants of `linnaeus.autobatch.predict.workspace` and of this file were fitted on the part `fit`: models
+The model of cuDNN's workspaces and the constants of this file were fitted on the part `fit`: models
 whose name has an even SHA-256. The part `held` is all others.
 
 A run counts as a spike, which no prediction sees, if cuDNN took, or timed, a kernel with a far larger
@@ -48,8 +48,8 @@ MiB. Fitted like the next constant: 1,700 has the smallest error of all runs, in
 
 LOADED_BATCHES = 4.5
 """Input batches of float32 on the device: timm's loader makes the next one, in 8 bits and in float32, on a
-stream of its own while the step runs. Fitted with the constants of linnaeus.autobatch.predict.workspace: 5
-has the smallest error of all runs, 4.5 of those that fill the card."""
+stream of its own while the step runs. Fitted: 5 has the smallest error of all runs, 4.5 of those that fill
+the card."""
 
 WEIGHT_DECAY = 1e-4
 """Its value plays no part, but that there is one: multi-tensor SGD then holds gradients with decay beside
@@ -83,7 +83,6 @@ class Outcome:
     runs: tuple[Run, ...]
     seconds: float
     problem: str = ""
-    is_paired: bool = True
 
 
 def is_fitted(model: str) -> bool:
@@ -131,11 +130,11 @@ def outcome_of(model: str, points: Points) -> Outcome:
     start, family = time.perf_counter(), family_of(model)
     try:
         elements, (first, second) = traces_of(model)
+        prediction = Prediction.of(first, second, base_bytes=BASE_BYTES, settings=AllocatorSettings())
     except (UntraceableError, RuntimeError) as error:
         return Outcome(model, family, (), time.perf_counter() - start, str(error).splitlines()[0])
-    prediction = Prediction.of(first, second, base_bytes=BASE_BYTES, settings=AllocatorSettings())
     runs = tuple(Run(model, n, mib, predicted_mib(prediction, n, elements)) for n, mib in points)
-    return Outcome(model, family, runs, time.perf_counter() - start, is_paired=prediction.is_paired)
+    return Outcome(model, family, runs, time.perf_counter() - start)
 
 
 def spikes(outcome: Outcome) -> set[Run]:
@@ -167,8 +166,6 @@ def reason(run: Run, outcome: Outcome) -> str:
     """As far as it can be told, why a run is far from its prediction."""
     if run in spikes(outcome):
         return "spike of cuDNN's: other sizes of this model are right"
-    if not outcome.is_paired:
-        return "its two traces differ: a line through their peaks"
     errors = [other.error for other in outcome.runs]
     if len(errors) > 1 and abs(errors[0]) > 2 * abs(errors[-1]):
         return "small batches only: something that does not grow with the batch"

@@ -257,9 +257,9 @@ def predicted_starts(model: str) -> Starts | None:
     warnings.simplefilter("ignore")
     try:
         num_elements, traces = traces_of(model)
+        prediction = Prediction.of(*traces, base_bytes=BASE_BYTES, settings=AllocatorSettings())
     except (UntraceableError, RuntimeError):
         return None
-    prediction = Prediction.of(*traces, base_bytes=BASE_BYTES, settings=AllocatorSettings())
 
     def needed_mib(size: int) -> float:
         return predicted_mib(prediction, size, num_elements)

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,9 +24,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch.ranks.control import (
+    REPORT_S,
     ControlPlane,
     Failure,
-    agree_on_attempt,
+    Keys,
     first_difference,
     group_of_this_rank,
 )
@@ -285,6 +287,65 @@ def join(device_name: str, config: DistConfig) -> Iterator[World]:
             control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
             control.collect(None)  # rank 0 leaves last: it may host the store
     torch_dist.destroy_process_group()
+
+
+def agree_on_attempt(
+    store: torch_dist.Store, rank: int, world_size: int, limit_s: float, clock: Any = time
+) -> str:
+    """A name that all ranks of this attempt have in common, and that no earlier attempt had.
+
+    The store may outlive an attempt that a launcher has restarted, and each node's launcher counts its
+    restarts for itself. So rank 0 makes up a name and tells it together with the calling card that each rank
+    has laid down; a rank takes the name as soon as its own card is among them, and says so.
+
+    Args:
+        store: of the process group.
+        rank, world_size: this process, and the number of ranks.
+        limit_s: how long to wait for ranks that have not started yet.
+        clock: has the functions `monotonic` and `sleep`.
+
+    Raises:
+        LinnaeusError: a rank has not come in time.
+    """
+    keys = Keys(torch_dist.PrefixStore("linnaeus", store))
+    card, started = uuid.uuid4().hex, clock.monotonic()
+
+    def wait_for(late: str) -> None:
+        if clock.monotonic() - started > limit_s:
+            raise LinnaeusError(
+                f"rank {late} has not started within {limit_s / 60:.3g} minutes; see whether its process "
+                "runs, or raise DIST.START_MINUTES"
+            )
+        clock.sleep(0.05)
+
+    if rank == 0:
+        return _found_attempt(keys, card, world_size, clock, wait_for)
+    keys.put(f"card/{rank}", card)
+    while True:
+        told: tuple[str, dict[int, str]] | None = keys.get("attempt")
+        if told is not None and told[1].get(rank) == card:
+            keys.put(f"joined/{told[0]}/{rank}", True)
+            return told[0]
+        wait_for("0")
+
+
+def _found_attempt(
+    keys: Keys, name: str, world_size: int, clock: Any, wait_for: Callable[[str], None]
+) -> str:
+    told: dict[int, str] = {}
+    reported = clock.monotonic()
+    while True:
+        cards = {rank: keys.get(f"card/{rank}") for rank in range(1, world_size)}
+        if cards != told:  # a card of an earlier attempt is replaced as soon as its rank has started anew
+            keys.put("attempt", (name, cards))
+            told = cards
+        late = ", ".join(str(rank) for rank in cards if not keys.exist([f"joined/{name}/{rank}"]))
+        if not late:
+            return name
+        if clock.monotonic() - reported > REPORT_S:
+            reported = clock.monotonic()
+            print(f"[rank 0] waiting for rank {late} to start", file=sys.stderr, flush=True)  # no log yet
+        wait_for(late)
 
 
 @contextmanager

@@ -22,9 +22,10 @@ from linnaeus.autobatch.ranks.control import (
     Failure,
     ForeignFailureError,
     OverdueError,
-    agree_on_attempt,
 )
+from linnaeus.dist import agree_on_attempt
 from linnaeus.errors import LinnaeusError
+from linnaeus.training.recovery import ask_main, serve_request
 from tests.helpers.planes import Script, nothing, planes, ranks, script
 from tests.helpers.threads import together
 
@@ -103,17 +104,6 @@ def test_a_rank_that_takes_too_long_is_named_with_what_it_does() -> None:
 
 
 # --- failures ---
-
-
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_failure_reaches_every_rank_that_waits(failing: int) -> None:
-    works: list[Callable[[ControlPlane], Any]] = [lambda plane: plane.gather(None)] * 3
-    works[failing] = fail
-    outcomes = ranks(*works)
-    for other in {0, 1, 2} - {failing}:
-        assert isinstance(outcomes[other], ForeignFailureError)
-        assert outcomes[other].failure == Failure(failing, "broken", 7)
-        assert outcomes[other].exit_code == 7
 
 
 def test_messages_call_a_rank_by_its_name() -> None:
@@ -214,7 +204,7 @@ def test_a_rank_whose_process_has_died_is_named(is_zombie: bool, monkeypatch: py
         main.check() if is_zombie else main.gather("next")
     assert not die_later.events
     assert caught.value.failure.rank == 1
-    assert other.ask_main(8, limit_s=10) is False
+    assert ask_main(other, 8, limit_s=10) is False
     process.communicate()
 
 
@@ -322,10 +312,10 @@ def answer(main: ControlPlane) -> None:
 def test_rank_0_does_what_other_ranks_ask_for_once() -> None:
     main, *others = planes(3)
     done: list[Any] = []
-    main.on_request = done.append
+    serve_request(main, done.append)
     for other in others:
         script(other, nothing, lambda: answer(main))
-        assert other.ask_main(8, limit_s=10) is True
+        assert ask_main(other, 8, limit_s=10) is True
     answer(main)
     assert done == [8]
 
@@ -336,16 +326,16 @@ def test_a_request_that_cannot_be_done_is_answered_so() -> None:
     def refuse(request: Any) -> None:
         raise OSError("the disk is full")
 
-    main.on_request = refuse
+    serve_request(main, refuse)
     script(other, lambda: answer(main))
-    assert other.ask_main(8, limit_s=10) is False
+    assert ask_main(other, 8, limit_s=10) is False
     assert other.clock.seconds < 10
 
 
 def test_a_request_is_not_waited_for_when_the_job_has_failed_or_beyond_the_limit() -> None:
     main, other = planes()
-    assert other.ask_main(8, limit_s=10) is False
+    assert ask_main(other, 8, limit_s=10) is False
     assert 10 <= (before := other.clock.seconds) < 11
     script(other, lambda: fail(main))
-    assert other.ask_main(8, limit_s=10) is False
+    assert ask_main(other, 8, limit_s=10) is False
     assert other.clock.seconds < before + 1

@@ -31,7 +31,7 @@ from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.ranks.single_rank import (
     check_silenceable,
     refusing_collectives,
-    silenced,
+    without_ddp_communication,
 )
 from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
 from linnaeus.autobatch.search import TrialRecord
@@ -135,7 +135,7 @@ def auto_find_batch_size(
             neighbours = control.neighbours()
             step = refusing_collectives(step, steps_per_trial, "the step")
             make_batch = refusing_collectives(make_batch, steps_per_trial, "make_batch")
-        before_trial = stack.enter_context(silenced(() if control is None else state))
+        before_trial = stack.enter_context(without_ddp_communication(() if control is None else state))
 
         def finder_for(status: RankStatus, settings: SearchSettings) -> BatchSizeFinder:
             return BatchSizeFinder(

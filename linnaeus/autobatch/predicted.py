@@ -47,7 +47,7 @@ def predict_step(
         base_bytes: in use beside the allocator; None measures it, or assumes it where there is no device.
 
     Raises:
-        UntraceableError: names the operation that needs values.
+        UntraceableError: names the operation that needs values, or the step differs at another batch size.
     """
     from linnaeus.autobatch.predict.prediction import (
         predict,  # it imports more of torch than a search without it needs
@@ -67,9 +67,7 @@ def predict_step(
         for module in modules:
             module.train(mode == "train")
 
-    found = predict(step, make_batch, state=state, buckets=buckets, base_bytes=base_bytes, before=prepare)
-    found.check_paired()
-    return found
+    return predict(step, make_batch, state=state, buckets=buckets, base_bytes=base_bytes, before=prepare)
 
 
 def moments_bytes(state: Sequence[Any]) -> int:

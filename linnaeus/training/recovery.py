@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from linnaeus.autobatch.ranks.control import ControlPlane, Keys
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.batching.stages import Stage
 from linnaeus.config.schema import TrainConfig
@@ -24,6 +27,8 @@ from linnaeus.training.out_of_memory import (
     write_snapshot,
 )
 from linnaeus.training.step_guard import Phase, StepGuard
+
+logger = logging.getLogger("linnaeus.training.recovery")
 
 CHECKPOINT_LIMIT_S = 600.0
 """How long a rank without memory waits for rank 0 to write the last checkpoint."""
@@ -167,7 +172,7 @@ class Recovery:
             is_saved = True
         else:
             assert self.world.control is not None
-            is_saved = self.world.control.ask_main(limit, limit_s=CHECKPOINT_LIMIT_S)
+            is_saved = ask_main(self.world.control, limit, limit_s=CHECKPOINT_LIMIT_S)
         outcome = (
             "all ranks end with a checkpoint. With TRAIN.AUTO_RESUME True the next attempt (torchrun "
             f"--max-restarts, or the same command again) takes micro-batches of at most {limit} and the same "
@@ -176,3 +181,51 @@ class Recovery:
             else "rank 0 could not save a checkpoint; the last one is kept"
         )
         raise OutOfMemoryError(f"{text}. TRAIN.ON_OUT_OF_MEMORY split: {outcome}") from error
+
+
+def ask_main(control: ControlPlane, request: Any, *, limit_s: float) -> bool:
+    """Ask rank 0 to do what it serves by `serve_request`, and wait until it is done; for another rank than 0.
+
+    Args:
+        control: the control plane of the ranks.
+        request: a small picklable value. If ranks ask at once, rank 0 gets one of their requests.
+        limit_s: how long to wait.
+
+    Returns:
+        Whether it was done: not if it failed, rank 0 died or the job has failed meanwhile.
+    """
+    control.keys.put_first("request", request)
+    deadline = control.clock.monotonic() + limit_s
+    while not control.keys.exist(["answer"]):
+        is_dead = any(rank == 0 for rank, _ in control.dead_neighbours())
+        if is_dead or control.failure is not None or control.clock.monotonic() > deadline:
+            return False
+        control.clock.sleep(0.05)
+    return bool(control.keys.get("answer"))
+
+
+def serve_request(control: ControlPlane, function: Callable[[Any], object]) -> None:
+    """On rank 0, do what another rank asks for, once.
+
+    It is done in a thread of its own: the main thread may wait in a collective for the rank that asks, and
+    the heartbeat has to go on.
+    """
+
+    def answer(request: Any) -> None:
+        is_done = False
+        try:
+            function(request)
+            is_done = True
+        except Exception:
+            logger.exception("what another rank has asked for could not be done")
+        finally:
+            control.keys.put("answer", is_done)
+
+    def look(keys: Keys) -> None:
+        request = keys.get("request")
+        if request is not None:
+            control.on_look = lambda keys: None
+            threading.Thread(target=answer, args=(request,), name="answer", daemon=True).start()
+
+    if control.rank == 0:
+        control.on_look = look

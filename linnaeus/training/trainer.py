@@ -32,7 +32,7 @@ from linnaeus.training.checkpoint import CheckpointFolder, TrainingState
 from linnaeus.training.loss_meter import LossMeter
 from linnaeus.training.metrics import headline
 from linnaeus.training.out_of_memory import SizeOrigin
-from linnaeus.training.recovery import Recovery
+from linnaeus.training.recovery import Recovery, serve_request
 from linnaeus.training.resume import restore_generators
 from linnaeus.training.schedule import Schedule
 from linnaeus.training.step import TrainStep
@@ -89,7 +89,7 @@ class Trainer:
     """The training loop. Everything it needs is built before and handed in.
 
     It changes what it trains, `progress`, and on running out of memory the sizes of the training loader. For
-    the time of a run it takes the requests of other ranks (`world.control.on_request`).
+    the time of a run it takes the requests of other ranks (`serve_request`).
 
     Attributes:
         config: the TRAIN node; how often to log, validate and save.
@@ -184,7 +184,7 @@ class Trainer:
 
     def _fit(self) -> FitResult:
         if self.config.ON_OUT_OF_MEMORY == "split" and self.world.control is not None:
-            self.world.control.on_request = self._recovery.save_before_step
+            serve_request(self.world.control, self._recovery.save_before_step)
         with self.stop.deferred(), self.progress_bar:
             while self.progress.epoch < self.plan.num_epochs:
                 self.train_epoch()

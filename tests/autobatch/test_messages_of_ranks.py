@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from linnaeus.autobatch import predict_memory
-from linnaeus.autobatch.ranks.control import SILENCE_LOOKS, ControlPlane, Failure, agree_on_attempt
+from linnaeus.autobatch.ranks.control import SILENCE_LOOKS, ControlPlane, Failure
 from linnaeus.autobatch.ranks.group import check_equal, members, together
 from linnaeus.autobatch.ranks.protocol import RankStatus, search_on_ranks
 from linnaeus.autobatch.ranks.single_rank import CollectivesRefused, check_silenceable
 from linnaeus.autobatch.settings import SearchSettings
+from linnaeus.dist import agree_on_attempt
 from linnaeus.sizing.sizes import find_sizes, keys
 from tests.helpers.messages import Golden, error_of
 from tests.helpers.planes import Script, planes, ranks

@@ -107,10 +107,15 @@ def watch(place: str) -> None:
 
 def main() -> int:
     update, write, save_result = World.update, checkpoint.write_atomically, run.save_result
-    look = control._Pulse._look_for_silence
+    look, tell = control.ControlPlane._look_for_silence, control.ControlPlane.update
 
     def watched_update(world: World, doing: str) -> None:
         update(world, doing)
+        if world.control is None:
+            watch(doing)
+
+    def watched_tell(plane: Any, doing: str) -> None:
+        tell(plane, doing)
         watch(doing)
 
     def watched_write(path: Path, fill: Any, **options: Any) -> None:
@@ -124,14 +129,15 @@ def main() -> int:
         outlast_silence("result")
         save_result(*arguments)
 
-    def counted_look(pulse: Any) -> None:
-        look(pulse)
+    def counted_look(plane: Any, keys: Any) -> None:
+        look(plane, keys)
         _looks.append(None)
 
     World.update = watched_update  # type: ignore[method-assign]
+    control.ControlPlane.update = watched_tell  # type: ignore[method-assign]
     checkpoint.write_atomically = watched_write  # type: ignore[attr-defined]
     run.save_result = late_result  # type: ignore[attr-defined]
-    control._Pulse._look_for_silence = counted_look  # type: ignore[method-assign]
+    control.ControlPlane._look_for_silence = counted_look  # type: ignore[method-assign]
     if os.environ.get("QUICK_BEATS"):
         control.BEAT_S = 0.1
         if "OUTLAST" not in os.environ and "SIGSTOP" not in os.environ.get("FAULT", ""):

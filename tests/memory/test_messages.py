@@ -11,7 +11,6 @@ from torch import nn
 
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.memory.host import CpuMemory
-from linnaeus.autobatch.predict.allocator import AllocatorSettings
 from linnaeus.autobatch.predict.gpus import device_that_would_do, find_gpu
 from linnaeus.autobatch.predict.prediction import Prediction
 from linnaeus.autobatch.predict.trace import trace
@@ -47,9 +46,6 @@ def test_messages(golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"above the cap": above_the_cap(), **of_traces()}
     found["a GPU of two sizes"] = error_of(find_gpu, "a100")
     found["a device that would do"] = device_that_would_do(24 * GIB, ", with nothing to spare")
-    found["a setting of the allocator"] = error_of(
-        AllocatorSettings.from_environment, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:lots"}
-    )
     monkeypatch.setattr(sys, "platform", "darwin")
     found["macOS"] = error_of(device_memory, CPU)
     golden("memory", found, TORCH=torch.__version__)

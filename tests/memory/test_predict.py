@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import random
 from typing import Any
 
@@ -10,21 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import linnaeus.autobatch.predict.prediction
 from linnaeus.autobatch.predict.allocator import MIB, AllocatorSettings
-from linnaeus.autobatch.predict.events import ConvFacts, Trace
-from linnaeus.autobatch.predict.prediction import (
-    ALLOCATE,
-    ASSUMED_BASE_BYTES,
-    FLUSH,
-    RELEASE,
-    Prediction,
-    _program,
-    predict,
-    replay,
-)
-from linnaeus.autobatch.predict.trace import trace
-from linnaeus.autobatch.predict.workspace import workspace_bytes
+from linnaeus.autobatch.predict.prediction import ASSUMED_BASE_BYTES, Prediction, predict, replay
+from linnaeus.autobatch.predict.recorder import Event, conv_workspace_bytes
+from linnaeus.autobatch.predict.trace import Trace, trace
 
 PLAIN = AllocatorSettings()
 
@@ -68,8 +57,7 @@ def prediction() -> Prediction:
 
 @pytest.mark.parametrize("n", [1, 13, 1000])
 def test_a_replay_at_any_size_is_that_of_a_trace_at_this_size(prediction: Prediction, n: int) -> None:
-    direct = replay(_program(Step().traced(n)), PLAIN)
-    assert prediction.is_paired
+    direct = replay(Step().traced(n).events, PLAIN)
     assert prediction.reserved_bytes(n) == direct.peak_reserved_bytes
     assert prediction.peak_bytes(n) == 500 * MIB + direct.peak_reserved_bytes
 
@@ -78,29 +66,6 @@ def test_a_line_through_two_peaks_is_not(prediction: Prediction) -> None:
     """The control of the test above: sizes are rounded up, blocks are cut and left over."""
     first, second = (prediction.reserved_bytes(n) for n in (8, 16))
     assert any(prediction.reserved_bytes(n) != first + (second - first) * (n - 8) // 8 for n in (64, 1000))
-
-
-def test_without_the_workspaces_of_convolutions_less_is_predicted(
-    prediction: Prediction, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linnaeus.autobatch.predict.prediction, "workspace_bytes", lambda facts: 0)
-    assert Step().predicted(base_bytes=500 * MIB).peak_bytes(64) < prediction.peak_bytes(64)
-
-
-def test_steps_with_other_events_at_another_size_are_predicted_by_a_line() -> None:
-    step = Step()
-
-    def in_parts(batch: Tensor) -> None:
-        for part in batch.split(4):
-            step.model(part).sum().backward()
-        step.optimizer.step()
-        step.optimizer.zero_grad()
-
-    traces = [trace(in_parts, make_batch, n, state=step.state) for n in (8, 16)]
-    found = Prediction.of(*traces, base_bytes=0, settings=PLAIN)
-    first, second = (replay(_program(each), PLAIN).peak_reserved_bytes for each in traces)
-    assert not found.is_paired
-    assert [found.peak_bytes(n) for n in (8, 16, 24)] == [first, second, 2 * second - first]
 
 
 def test_the_largest_size_fits_and_the_next_one_does_not(prediction: Prediction) -> None:
@@ -129,7 +94,7 @@ def test_the_slope_is_bytes_per_sample(prediction: Prediction) -> None:
 
 
 def test_the_margin_multiplies_the_peak(prediction: Prediction) -> None:
-    wide = Step().predicted(base_bytes=500 * MIB, margin=1.5)
+    wide = dataclasses.replace(prediction, margin=1.5)
     assert wide.safe_bytes(32) == int(1.5 * prediction.peak_bytes(32))
 
 
@@ -137,12 +102,11 @@ def test_the_base_is_assumed_without_a_device_and_measured_with_one(monkeypatch:
     traces = [Step().traced(n) for n in (8, 16)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assumed = Prediction.of(*traces, settings=PLAIN)
-    assert (assumed.base_bytes, assumed.is_base_measured) == (ASSUMED_BASE_BYTES, False)
+    assert assumed.base_bytes == ASSUMED_BASE_BYTES
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 * MIB, 100 * MIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 20 * MIB)
-    measured = Prediction.of(*traces, settings=PLAIN)
-    assert (measured.base_bytes, measured.is_base_measured) == (50 * MIB, True)
+    assert Prediction.of(*traces, settings=PLAIN).base_bytes == 50 * MIB
 
 
 def test_the_settings_of_the_environment_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,51 +118,33 @@ def test_the_settings_of_the_environment_count(monkeypatch: pytest.MonkeyPatch) 
     assert grown.reserved_bytes(301) < plain.reserved_bytes(301)
 
 
-def conv(
-    kind: str, channels: int, size: int, groups: int = 1, itemsize: int = 4, channels_last: bool = False
-) -> ConvFacts:
-    shape = (2, channels, 8, 8)
-    weight = channels, channels // groups, size, size
-    return ConvFacts(kind, shape, weight, shape, groups, (1, 1), itemsize, channels_last)
-
-
 @pytest.mark.parametrize(
-    ("facts", "times"),
+    ("kind", "size", "groups", "options", "times"),
     [
-        (conv("input", 4, 3), 1.0),
-        (conv("input", 4, 1), 0.0),
-        (conv("input", 4, 1, channels_last=True), 1.0),
-        (conv("weight", 8, 3, groups=2), 1.0),
+        ("input", 3, 1, {}, 1),
+        ("weight", 3, 1, {"dtype": torch.half}, 1),
+        ("input", 1, 1, {}, 0),
+        ("input", 1, 1, {"memory_format": torch.channels_last}, 1),
+        ("weight", 3, 2, {}, 1),
+        ("input", 3, 4, {}, None),
+        ("forward", 3, 1, {}, None),
     ],
 )
-def test_each_kind_of_convolution_has_its_workspace(facts: ConvFacts, times: float) -> None:
-    """So many copies of input and output, and the weight once where it is larger than 1x1."""
-    tensors = 2 * math.prod(facts.x)
-    weight = math.prod(facts.w) if facts.w[2] > 1 else 0
-    assert workspace_bytes(facts) == 4 * (times * tensors + weight)
-
-
-def test_workspaces_depend_on_kind_and_format() -> None:
-    assert workspace_bytes(conv("forward", 4, 3)) == 0
-    assert workspace_bytes(conv("input", 4, 3, groups=4)) == 0
-    assert workspace_bytes(conv("weight", 4, 3)) == 2 * workspace_bytes(conv("weight", 4, 3, itemsize=2)) > 0
-    assert workspace_bytes(conv("weight", 8, 3)) > 2 * workspace_bytes(conv("weight", 4, 3))
+def test_each_kind_of_convolution_has_its_workspace(
+    kind: str, size: int, groups: int, options: dict[str, Any], times: int | None
+) -> None:
+    """So many copies of input and output, and the weight once where it is larger than 1x1; or nothing."""
+    x, w = torch.empty(2, 4, 8, 8, device="meta"), torch.empty(4, 4 // groups, size, size, device="meta")
+    x, w = x.to(**options), w.to(**options)
+    elements = 0 if times is None else times * 2 * x.numel() + (size > 1) * w.numel()
+    assert conv_workspace_bytes(kind, x, w, x, groups) == x.element_size() * elements
 
 
 def test_a_flush_gives_free_segments_back() -> None:
-    held, freed, later = (ALLOCATE, 1, 12 * MIB), (ALLOCATE, 2, 30 * MIB), (ALLOCATE, 3, 40 * MIB)
-    release, flush = (RELEASE, 2, 0), (FLUSH, 0, 0)
+    held, freed, later = (Event("allocate", *each) for each in ((1, 12 * MIB), (2, 30 * MIB), (3, 40 * MIB)))
+    release, flush = Event("release", 2), Event("flush")
     assert replay([held, freed, release, later], PLAIN).peak_reserved_bytes == (12 + 30 + 40) * MIB
     assert replay([held, freed, release, flush, later], PLAIN).peak_reserved_bytes == (12 + 40) * MIB
-
-
-def test_a_prediction_flushes_where_the_kernels_of_convolutions_are_timed(
-    prediction: Prediction, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    timed = Step().predicted(base_bytes=500 * MIB)
-    assert timed.is_paired
-    assert any(timed.peak_bytes(n) != prediction.peak_bytes(n) for n in (64, 1000))
 
 
 def test_each_convolution_of_cudnn_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:

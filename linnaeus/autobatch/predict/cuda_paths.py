@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.amp.autocast_mode import autocast
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 
@@ -62,11 +62,15 @@ WIDEST = _names("""
 
 
 class CudaPaths(TorchFunctionMode):
-    """Takes the paths of CUDA for functions called on `meta` tensors, in forward and backward."""
+    """Takes the paths of CUDA for functions called on `meta` tensors, in forward and backward.
+
+    Attributes:
+        casts: parameters, and what autocast keeps of them in its own format until its region ends.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+        self.casts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -79,10 +83,6 @@ class CudaPaths(TorchFunctionMode):
             kwargs = {**kwargs, "device": on_meta(kwargs["device"])}
         route = ROUTES.get(name)
         return func(*args, **kwargs) if route is None else route(func, *args, **kwargs)
-
-    def forget_casts(self) -> None:
-        """Drop the parameters that autocast keeps in its own format; the end of an autocast region does."""
-        self._casts.clear()
 
     def _autocast(
         self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -97,7 +97,7 @@ class CudaPaths(TorchFunctionMode):
         if name in FLOAT32:
             dtype = torch.float32
         elif name in WIDEST:
-            if not any(t.dtype == torch.float32 for t in _eligible((args, kwargs))):
+            if not any(_is_eligible(t) and t.dtype == torch.float32 for t in tree_leaves((args, kwargs))):
                 return func, args, kwargs
             dtype = torch.float32
         args, kwargs = tree_map_only(Tensor, lambda tensor: self._cast(tensor, dtype), (args, kwargs))
@@ -112,9 +112,9 @@ class CudaPaths(TorchFunctionMode):
         )  # fmt: skip
         if not is_kept:
             return tensor.to(dtype)
-        if id(tensor) not in self._casts:
-            self._casts[id(tensor)] = tensor, tensor.to(dtype)
-        return self._casts[id(tensor)][1]
+        if id(tensor) not in self.casts:
+            self.casts[id(tensor)] = tensor, tensor.to(dtype)
+        return self.casts[id(tensor)][1]
 
 
 def on_meta(device: Any) -> Any:
@@ -127,10 +127,6 @@ def _is_eligible(tensor: Any) -> bool:
         isinstance(tensor, Tensor) and tensor.is_meta and tensor.is_floating_point()
         and tensor.dtype != torch.float64
     )  # fmt: skip
-
-
-def _eligible(nest: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(nest) if _is_eligible(leaf)]
 
 
 def _half_to_float(fused: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -154,13 +150,11 @@ def _cross_entropy(
     reduction: int = 1,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> Tensor:
+) -> Any:
     """Under autocast, the softmax keeps the logits' format, and its result is copied to float32."""
     is_half = _is_eligible(x) and x.dtype != torch.float32
-    result: Tensor
     if not (is_half and torch.is_autocast_enabled("cuda")) or target.is_floating_point():
-        result = func(x, target, weight, reduction, ignore_index, label_smoothing)
-        return result
+        return func(x, target, weight, reduction, ignore_index, label_smoothing)
     dim = min(1, x.dim() - 1)
     log = torch.log_softmax(x, dim, dtype=x.dtype)
     weight = None if weight is None else weight.float()
@@ -172,12 +166,9 @@ def _cross_entropy(
     return result
 
 
-def _dropout(func: Any, x: Tensor, p: float = 0.5, train: bool = True) -> Tensor:
-    if x.is_meta and train and 0 < p < 1 and x.numel():
-        result: Tensor = torch.native_dropout(x, p, True)[0]
-        return result
-    plain: Tensor = func(x, p, train)
-    return plain
+def _dropout(func: Any, x: Tensor, p: float = 0.5, train: bool = True) -> Any:
+    is_fused = x.is_meta and train and 0 < p < 1 and x.numel()
+    return torch.native_dropout(x, p, True)[0] if is_fused else func(x, p, train)
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -206,17 +197,12 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 def _rms_norm(
     func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
+) -> Any:
     """In one kernel since torch 2.9, where input and weight have one format."""
-    if (
-        not x.is_meta
-        or not hasattr(aten, "_fused_rms_norm")
-        or (weight is not None and weight.dtype != x.dtype)
-    ):
-        plain: Tensor = func(x, shape, weight, eps)
-        return plain
-    output: Tensor = _FusedRmsNorm.apply(x, len(shape), weight)
-    return output
+    is_one_format = weight is None or weight.dtype == x.dtype
+    if x.is_meta and is_one_format and hasattr(aten, "_fused_rms_norm"):
+        return _FusedRmsNorm.apply(x, len(shape), weight)
+    return func(x, shape, weight, eps)
 
 
 class _FusedRnn(torch.autograd.Function):
@@ -229,11 +215,8 @@ class _FusedRnn(torch.autograd.Function):
         steps = x.shape[0] * x.shape[1]
         copy = torch.empty_like(x) if batch_first else None
         output = x.new_empty((*x.shape[:2], num_directions * hidden))
-        reserve = (
-            x.new_empty(steps * num_directions * hidden * (gates + RNN_RESERVED))
-            if any(ctx.needs_input_grad)
-            else None
-        )
+        num_kept = steps * num_directions * hidden * (gates + RNN_RESERVED)
+        reserve = x.new_empty(num_kept) if any(ctx.needs_input_grad) else None
         ctx.batch_first = batch_first
         ctx.save_for_backward(x, output, reserve, *weights)
         del copy
@@ -283,14 +266,13 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     """Scaled dot-product attention by the kernel that CUDA chooses at compute capability 8.0 and above."""
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     is_fusable = (
         q.is_meta and q.dim() == k.dim() == v.dim() == 4 and all(t.stride(-1) == 1 for t in (q, k, v))
         and all(t.numel() for t in (q, k, v)) and (is_half or q.dtype == torch.float32)
     )  # fmt: skip
-    result: Tensor
     if is_fusable and is_half and attn_mask is None and q.shape[-1] == v.shape[-1] <= 256:
         heads, size = q.shape[1], q.shape[-1]
         if enable_gqa:
@@ -303,13 +285,11 @@ def _attention(
     if is_fusable and not enable_gqa and q.shape[-1] % alignment == v.shape[-1] % alignment == 0:
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
         bias = _bias(attn_mask, q, k)
-        result = aten._scaled_dot_product_efficient_attention(
+        return aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, needs_grad, dropout_p, is_causal, scale=scale
         )[0]
-        return result
     options = {"enable_gqa": True} if enable_gqa else {}
-    result = func(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, **options)
-    return result
+    return func(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, **options)
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -320,25 +300,15 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         mask = torch.zeros_like(mask, dtype=q.dtype)
     num_keys = k.shape[2]
     if num_keys % 8:
-        mask = torch.constant_pad_nd(mask.expand(*mask.shape[:-1], num_keys), (0, -num_keys % 8))[
-            ..., :num_keys
-        ]
+        padded = torch.constant_pad_nd(mask.expand(*mask.shape[:-1], num_keys), (0, -num_keys % 8))
+        mask = padded[..., :num_keys]
     return mask.expand(q.shape[0], q.shape[1], q.shape[2], num_keys)
 
 
-def _to(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _to(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[0], str | int | torch.device):
         args = (on_meta(args[0]), *args[1:])
-    result: Tensor = func(tensor, *args, **kwargs)
-    return result
-
-
-def _cuda(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return tensor.to("meta")
-
-
-def _pin_memory(func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return tensor
+    return func(tensor, *args, **kwargs)
 
 
 ROUTES: dict[str, Callable[..., Any]] = {
@@ -349,8 +319,8 @@ ROUTES: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "scaled_dot_product_attention": _attention,
     "to": _to,
-    "cuda": _cuda,
-    "pin_memory": _pin_memory,
+    "cuda": lambda func, tensor, *args, **kwargs: tensor.to("meta"),
+    "pin_memory": lambda func, tensor, *args, **kwargs: tensor,
 }
 """Functions that CUDA runs otherwise than `meta`."""
 
@@ -372,12 +342,8 @@ def cuda_paths() -> Iterator[CudaPaths]:
         yield paths
 
 
-def _never(*args: Any) -> bool:
-    return False
-
-
 _SEE_THROUGH: tuple[tuple[Any, str, Any], ...] = tuple(
-    (module, name, _never)
+    (module, name, lambda *args: False)
     for module in (torch.nn.functional, torch.functional, torch._tensor, torch.autograd)
     for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     if hasattr(module, name)
@@ -389,28 +355,16 @@ def _with_meta(supported: Callable[[], list[str]]) -> Callable[[], list[str]]:
     return lambda: [*supported(), "meta"]
 
 
-def _apply_optimizer(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """A scaler's step where no gradient is infinite; on `meta` there is no value to look at."""
-    return optimizer.step(*args, **kwargs)
-
-
-def _call_wrapped(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-    return wrapper.module(*args, **kwargs)
-
-
-def _checkpoint_device(*args: Any) -> str:
-    return "cuda"
-
-
 _DEVICES: tuple[tuple[Any, str, Any], ...] = (
     *(
         (module, name, _with_meta(getattr(torch.utils._foreach_utils, name)))
         for module in (torch.utils._foreach_utils, sys.modules[torch.optim.Optimizer.__module__])
         for name in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices")
     ),
-    (torch.amp.GradScaler, "_maybe_opt_step", _apply_optimizer),
-    (DistributedDataParallel, "forward", _call_wrapped),
-    (torch.utils.checkpoint, "_infer_device_type", _checkpoint_device),
+    # No gradient is infinite: on `meta` there is no value to look at.
+    (torch.amp.GradScaler, "_maybe_opt_step", lambda _, optimizer, state, *a, **kw: optimizer.step(*a, **kw)),
+    (DistributedDataParallel, "forward", lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs)),
+    (torch.utils.checkpoint, "_infer_device_type", lambda *args: "cuda"),
 )
 """Where torch asks for the kind of device, `meta` counts as CUDA; a wrapper needs no other rank."""
 
@@ -436,7 +390,7 @@ def _autocast_methods(paths: CudaPaths) -> Iterator[tuple[Any, str, Any]]:
     def leave(self: Any, *error: Any) -> Any:
         result = plain_exit(self, *error)
         if not torch.is_autocast_enabled("cuda"):
-            paths.forget_casts()
+            paths.casts.clear()
         return result
 
     yield autocast, "__init__", init

@@ -27,12 +27,7 @@ _LESS_THAN_NVIDIA_SMI = 0.6 * GIB
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device whose memory is known.
-
-    Attributes:
-        name: as it is typed, or the size, such as `24 GiB`.
-        total_bytes: that torch sees.
-    """
+    """A device: its name as it is typed, or a size such as `24 GiB`, and the bytes that torch sees."""
 
     name: str
     total_bytes: int
@@ -77,39 +72,21 @@ GPUS: dict[str, int] = {
 }
 """Bytes that torch sees, by the name that is typed."""
 
-ALIASES = {
-    "h100": "h100-80gb", "2080ti": "rtx-2080-ti", "3090": "rtx-3090", "4070": "rtx-4070", "4080": "rtx-4080",
-    "4090": "rtx-4090", "5090": "rtx-5090", "a5000": "rtx-a5000", "a6000": "rtx-a6000",
-    "6000ada": "rtx-6000-ada", "rtx6000adageneration": "rtx-6000-ada",
-}  # fmt: skip
-SEVERAL = {
-    "a100": ("a100-40gb", "a100-80gb"),
-    "v100": ("v100-16gb", "v100-32gb"),
-    "3080": ("rtx-3080-10gb", "rtx-3080-12gb"),
-    "rtx3080": ("rtx-3080-10gb", "rtx-3080-12gb"),
-}
-"""Names of which there are several sizes."""
-
 
 def find_gpu(name: str) -> Gpu:
-    """A GPU by its name; case, spaces, dashes and the maker's name do not matter.
+    """A GPU by its name; case, spaces, dashes, the maker's name and `RTX` do not matter.
 
     Raises:
         ValueError: several sizes have this name; the message names them.
         KeyError: no GPU of the table has it.
     """
     wanted = _plain(name)
-    if wanted in SEVERAL:
-        raise ValueError(f"{name!r} is of two sizes: give {' or '.join(SEVERAL[wanted])}")
-    names = {_plain(known): known for known in GPUS} | ALIASES
-    known = names[wanted]
-    return Gpu(known, GPUS[known])
-
-
-def smallest_gpu(num_bytes: float) -> Gpu | None:
-    """The GPU of the table with the least memory that is enough; None where none has so much."""
-    enough = [Gpu(name, total) for name, total in GPUS.items() if total >= num_bytes]
-    return min(enough, key=lambda gpu: gpu.total_bytes, default=None)
+    found = [known for known in GPUS if wanted in (_plain(known), _plain(re.sub("-[0-9]+gb$", "", known)))]
+    if len(found) > 1:
+        raise ValueError(f"{name!r} is of two sizes: give {' or '.join(found)}")
+    if not found:
+        raise KeyError(name)
+    return Gpu(found[0], GPUS[found[0]])
 
 
 def device_that_would_do(num_bytes: float, note: str = "") -> str:
@@ -124,12 +101,12 @@ def device_that_would_do(num_bytes: float, note: str = "") -> str:
         num_bytes: needed.
         note: what to know of this figure; follows it.
     """
-    gpu = smallest_gpu(num_bytes)
-    example = "" if gpu is None else f", such as {gpu.name}"
+    smallest = min((name for name in GPUS if GPUS[name] >= num_bytes), key=GPUS.__getitem__, default=None)
+    example = "" if smallest is None else f", such as {smallest}"
     return f"a device of {math.ceil(100 * num_bytes / GIB) / 100:.2f} GiB would do{note}{example}"
 
 
 def _plain(name: str) -> str:
     """`NVIDIA GeForce RTX 4090` and `rtx4090` are the same."""
     letters = re.sub("[^a-z0-9]", "", name.lower())
-    return re.sub("^(nvidia|geforce|tesla)+", "", letters)
+    return re.sub("^(nvidia|geforce|tesla|rtx)+", "", letters).removesuffix("generation")

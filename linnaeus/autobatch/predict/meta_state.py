@@ -36,11 +36,9 @@ def state_on_meta(state: Any) -> Iterator[list[Tensor]]:
         UntraceableError: it holds TorchScript modules, hooks on tensors, or parameters without a shape.
     """
     swap = _Swap()
-    try:
+    with swap.undo:
         swap.visit(state)
         yield swap.tensors
-    finally:
-        swap.undo()
 
 
 class _Swap:
@@ -48,107 +46,79 @@ class _Swap:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
+        self.undo = contextlib.ExitStack()  # one that fails keeps none of the others from running
         self._substitutes: dict[int, tuple[Tensor, Tensor]] = {}
         self._seen: dict[int, Any] = {}
-        self._kept: set[int] = set()
-        self._undo = contextlib.ExitStack()
+        self._kept: dict[int, Any] = {}
 
     def visit(self, part: Any) -> None:
         if id(part) in self._seen or part is None:
             return
         self._seen[id(part)] = part
-        if isinstance(part, nn.Module):
+        if isinstance(part, DistributedDataParallel):
+            self.visit(part.module)
+        elif isinstance(part, nn.Module):
             self._module(part)
         elif isinstance(part, torch.optim.Optimizer):
             self._optimizer(part)
-        elif isinstance(part, list | tuple | set | frozenset):
-            for item in part:
-                self.visit(item)
-        elif isinstance(part, dict):
-            for item in part.values():
+        elif isinstance(part, list | tuple | set | frozenset | dict):
+            for item in part.values() if isinstance(part, dict) else part:
                 self.visit(item)
         elif hasattr(part, "__dict__") and not isinstance(part, type):
-            self._keep(vars(part))
             self._attributes(vars(part))
 
-    def undo(self) -> None:
-        self._undo.close()  # one that fails keeps none of the others from running
-
-    def _keep(self, contents: dict[Any, Any]) -> None:
-        """Put the present entries of a dict back in the end."""
-        before = dict(contents)
-
-        def restore() -> None:
-            contents.clear()
-            contents.update(before)
-
-        self._undo.callback(restore)
-
-    def _keep_containers(self, value: Any) -> None:
-        """Put the contents of lists and dicts, and of those in them, back in the end.
+    def _keep(self, container: Any) -> None:
+        """Put the present contents of a dict or list, and of those in it, back in the end.
 
         A model caches tensors in them, and a scaler notes there what it has done in a step.
         """
-        if not isinstance(value, dict | list) or id(value) in self._kept:
+        if not isinstance(container, dict | list) or id(container) in self._kept:
             return
-        self._kept.add(id(value))
-        if isinstance(value, dict):
-            self._keep(value)
-        else:
-            before = list(value)
-            self._undo.callback(lambda: value.__setitem__(slice(None), before))
-        for part in list(value.values() if isinstance(value, dict) else value):
-            self._keep_containers(part)
+        self._kept[id(container)] = container
+        before = dict(container) if isinstance(container, dict) else list(container)
+
+        def restore() -> None:
+            container.clear()
+            container.update(before) if isinstance(container, dict) else container.extend(before)
+
+        self.undo.callback(restore)
+        for part in before.values() if isinstance(before, dict) else before:
+            self._keep(part)
 
     def _module(self, module: nn.Module) -> None:
         """Children first, as `module.to(device)` does."""
         if isinstance(module, torch.jit.ScriptModule):
             raise UntraceableError("a TorchScript module holds its tensors where no trace reaches them")
-        if isinstance(module, DistributedDataParallel):
-            self.visit(module.module)
-            return
-        for part in (module.__dict__, module._parameters, module._buffers, module._modules):
-            self._keep(part)
         for child in module.children():
             self.visit(child)
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = self.substitute(tensor)  # type: ignore[assignment]
-        self._attributes(vars(module), but=("_parameters", "_buffers", "_modules"))
+        self._attributes(vars(module))
 
-    def _attributes(self, attributes: dict[str, Any], but: tuple[str, ...] = ()) -> None:
+    def _attributes(self, attributes: dict[str, Any]) -> None:
         """Replace the tensors among the attributes of an object, and look into modules and optimizers."""
+        self._keep(attributes)
         for name, value in list(attributes.items()):
-            if name in but:
-                continue
-            self._keep_containers(value)
-            if isinstance(value, Tensor):
-                attributes[name] = self.substitute(value)
-            elif isinstance(value, nn.Module | torch.optim.Optimizer):
-                self.visit(value)
-            elif isinstance(value, list | tuple | dict) and value:
-                parts = tree_leaves(value)
-                if any(isinstance(part, Tensor) for part in parts):
-                    attributes[name] = tree_map_only(Tensor, self.substitute, value)
-                for part in parts:
-                    if isinstance(part, nn.Module | torch.optim.Optimizer):
-                        self.visit(part)
+            parts = tree_leaves(value)
+            if any(isinstance(part, Tensor) for part in parts):
+                attributes[name] = tree_map_only(Tensor, self.substitute, value)
+            for part in parts:
+                if isinstance(part, nn.Module | torch.optim.Optimizer):
+                    self.visit(part)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._keep(optimizer.__dict__)
         steps_on_device = any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+
+        def of_parameter(name: str, value: Any) -> Any:
+            if name == "step" and isinstance(value, Tensor) and value.is_cpu and not steps_on_device:
+                return value.clone()
+            return tree_map_only(Tensor, self.substitute, value)
+
         for group in optimizer.param_groups:
-            self._keep(group)
             group["params"] = [self.substitute(parameter) for parameter in group["params"]]
         state: defaultdict[Any, Any] = defaultdict(dict)
         for parameter, values in optimizer.state.items():
             key = self.substitute(parameter) if isinstance(parameter, Tensor) else parameter
-            state[key] = {
-                name: value.clone() if name == "step" and _is_on_host(value) and not steps_on_device
-                else tree_map_only(Tensor, self.substitute, value)
-                for name, value in values.items()
-            }  # fmt: skip
+            state[key] = {name: of_parameter(name, value) for name, value in values.items()}
         optimizer.state = state
 
     def substitute(self, tensor: Tensor) -> Tensor:
@@ -170,7 +140,3 @@ class _Swap:
         self._substitutes[id(substitute)] = substitute, substitute
         self.tensors.append(substitute)
         return substitute
-
-
-def _is_on_host(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "cpu"

@@ -1,6 +1,5 @@
 """Predict the peak GPU memory of a step at any batch size, without running it and without a GPU.
 
->>> from linnaeus.autobatch.predict.trace import trace
 >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.ReLU(), torch.nn.Flatten())
 >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 >>> def step(images):
@@ -27,28 +26,22 @@ otherwise pass what there is as `state`: it is put on `meta` meanwhile.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from linnaeus.autobatch.predict.allocator import AllocatorSettings, Block, CachingAllocator
-from linnaeus.autobatch.predict.events import ConvFacts
 from linnaeus.autobatch.predict.gpus import ASSUMED_BASE_BYTES
-from linnaeus.autobatch.predict.reductions import Reduction
+from linnaeus.autobatch.predict.recorder import Event
 from linnaeus.autobatch.predict.trace import Buckets, Trace, UntraceableError, trace
-from linnaeus.autobatch.predict.workspace import workspace_bytes
 
 BATCH_SIZES = (8, 16)
 """The batch sizes that are traced: large enough for kernels to take their usual path."""
 
 MARGIN = 1.15
 """Peak times this is at least the measured peak in 98 of 100 runs, see benchmarks/prediction_accuracy.py."""
-
-ALLOCATE, RELEASE, BORROW, FLUSH = 0, 1, 2, 3
-Program = list[tuple[int, int, "int | Reduction"]]
-"""Events: what to do, the number of the storage, and its bytes or the reduction that they follow from."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +52,12 @@ class Prediction:
         base_bytes: in use on the device beside the allocator: context, libraries, other processes.
         settings: of the allocator.
         margin: factor of `safe_bytes`.
-        is_paired: whether the two traces have the same events; if not, the peak is a line through theirs.
-        is_base_measured: whether the base was measured on a device.
     """
 
     base_bytes: int
     settings: AllocatorSettings
-    margin: float
-    is_paired: bool
-    is_base_measured: bool
-    _batch_sizes: tuple[int, int]
-    _programs: tuple[Program, Program] = field(repr=False)
+    _traces: tuple[Trace, Trace] = field(repr=False)
+    margin: float = MARGIN
     _peaks: dict[int, int] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -80,46 +68,29 @@ class Prediction:
         *,
         base_bytes: int | None = None,
         settings: AllocatorSettings | None = None,
-        margin: float = MARGIN,
     ) -> Prediction:
         """The prediction from two traces of the same step.
 
         Args:
-            first: at one batch size.
-            second: at a larger one.
+            first, second: at two batch sizes, the smaller first.
             base_bytes: as the attribute; None measures it, or assumes one where there is no device.
             settings: None takes those of the environment.
-            margin: as the attribute.
 
         Raises:
+            UntraceableError: the step does other things at the second size, so its peak at others is a guess.
             ValueError: the batch sizes are not in ascending order.
         """
-        if not first.batch_size < second.batch_size:
-            raise ValueError(f"traces at {first.batch_size} and {second.batch_size}: not in ascending order")
-        measured = measured_base_bytes() if base_bytes is None else base_bytes
-        programs = _program(first), _program(second)
-        return cls(
-            base_bytes=ASSUMED_BASE_BYTES if measured is None else measured,
-            settings=AllocatorSettings.from_environment() if settings is None else settings,
-            margin=margin,
-            is_paired=[event[:2] for event in programs[0]] == [event[:2] for event in programs[1]],
-            is_base_measured=base_bytes is None and measured is not None,
-            _batch_sizes=(first.batch_size, second.batch_size),
-            _programs=programs,
-        )
-
-    def check_paired(self) -> None:
-        """Check that the step does the same at both sizes: else its peak at others is a guess.
-
-        Raises:
-            UntraceableError: it does not.
-        """
-        if not self.is_paired:
-            low, high = self._batch_sizes
+        low, high = first.batch_size, second.batch_size
+        if not low < high:
+            raise ValueError(f"traces at {low} and {high}: not in ascending order")
+        if [event[:2] for event in first.events] != [event[:2] for event in second.events]:
             raise UntraceableError(
                 f"the step runs other operations with {high} samples than with {low}, such as a loop over "
                 "parts of the batch"
             )
+        if base_bytes is None and (base_bytes := measured_base_bytes()) is None:
+            base_bytes = ASSUMED_BASE_BYTES
+        return cls(base_bytes, settings or AllocatorSettings.from_environment(), (first, second))
 
     def reserved_bytes(self, n: int) -> int:
         """Most bytes that the allocator reserves in a step with n samples.
@@ -130,7 +101,7 @@ class Prediction:
         if not isinstance(n, int) or n < 1:
             raise ValueError(f"n is {n!r}; it must be a whole number of samples, at least 1")
         if n not in self._peaks:
-            self._peaks[n] = self._replayed(n) if self.is_paired else self._on_line(n)
+            self._peaks[n] = replay(self._events(n), self.settings).peak_reserved_bytes
         return self._peaks[n]
 
     def peak_bytes(self, n: int) -> int:
@@ -143,13 +114,13 @@ class Prediction:
 
     def slope(self, n: int) -> float:
         """Bytes that one more sample takes, between n and 2n samples."""
-        other = max(2 * n, n + 1)
-        return (self.peak_bytes(other) - self.peak_bytes(n)) / (other - n)
+        return (self.peak_bytes(2 * n) - self.peak_bytes(n)) / n
 
     @property
     def is_constant(self) -> bool:
         """Whether no event of the step depends on the batch size: `make_batch` may ignore it."""
-        return self._programs[0] == self._programs[1]
+        first, second = self._traces
+        return first.events == second.events
 
     def largest(
         self, limit_bytes: float, *, smallest: int = 1, largest: int = 1 << 20, with_margin: bool = False
@@ -167,39 +138,30 @@ class Prediction:
         Raises:
             TypeError, ValueError: the limit is no number of bytes, or the range is empty.
         """
-        if not isinstance(limit_bytes, int | float):
+        if not isinstance(limit_bytes, int | float) or math.isnan(limit_bytes):
             raise TypeError(f"limit_bytes is {limit_bytes!r}; it must be a number of bytes")
-        if math.isnan(limit_bytes):
-            raise ValueError("limit_bytes is nan; it must be a number of bytes")
         if largest < smallest:
             raise ValueError(f"largest is {largest}; it must be at least smallest, {smallest}")
         need = self.safe_bytes if with_margin else self.peak_bytes
         return largest_within(range(smallest, largest + 1), limit_bytes, need)
 
-    def _replayed(self, n: int) -> int:
-        (first, second), (low, high) = self._programs, self._batch_sizes
-        factor, span = n - low, high - low
+    def _events(self, n: int) -> Iterator[Event]:
+        """The events of a step with n samples."""
+        first, second = self._traces
+        factor, span = n - first.batch_size, second.batch_size - first.batch_size
 
         def between(size: int, other: int) -> int:
             return max(0, size + (other - size) * factor // span)
 
-        events: Program = []
-        for (kind, number, size), (_, _, other) in zip(first, second, strict=True):
-            if isinstance(size, Reduction) and isinstance(other, Reduction):
-                facts = size._replace(
-                    num_outputs=between(size.num_outputs, other.num_outputs),
-                    num_inputs=between(size.num_inputs, other.num_inputs),
+        for one, other in zip(first.events, second.events, strict=True):
+            reduction = one.reduction
+            if reduction is not None and other.reduction is not None:
+                reduction = reduction._replace(
+                    num_outputs=between(reduction.num_outputs, other.reduction.num_outputs),
+                    num_inputs=between(reduction.num_inputs, other.reduction.num_inputs),
                 )
-                events.append((kind, number, facts))
-            else:
-                assert isinstance(size, int) and isinstance(other, int)  # noqa: PT018
-                events.append((kind, number, between(size, other)))
-        return replay(events, self.settings).peak_reserved_bytes
-
-    def _on_line(self, n: int) -> int:
-        low, high = self._batch_sizes
-        first, second = (replay(program, self.settings).peak_reserved_bytes for program in self._programs)
-        return max(0, first + (second - first) * (n - low) // (high - low))
+            num_bytes = between(one.num_bytes, other.num_bytes)
+            yield Event(one.kind, one.storage, num_bytes, reduction=reduction)
 
 
 def predict(
@@ -209,20 +171,12 @@ def predict(
     state: Any = (),
     buckets: Buckets | None = None,
     before: Callable[[], object] | None = None,
-    batch_sizes: tuple[int, int] = BATCH_SIZES,
     base_bytes: int | None = None,
     settings: AllocatorSettings | None = None,
-    margin: float = MARGIN,
 ) -> Prediction:
     """Trace a step twice and predict its peak; see `trace` and `Prediction.of` for arguments and errors."""
-    first, second = (
-        trace(step, make_batch, n, state=state, buckets=buckets, before=before) for n in batch_sizes
-    )
-    return Prediction.of(first, second, base_bytes=base_bytes, settings=settings, margin=margin)
-
-
-_MAX_AIMED = 8
-"""Aimed steps before the range is halved instead."""
+    traces = (trace(step, make_batch, n, state=state, buckets=buckets, before=before) for n in BATCH_SIZES)
+    return Prediction.of(*traces, base_bytes=base_bytes, settings=settings)
 
 
 class _Sizes(Protocol):
@@ -235,7 +189,8 @@ class _Sizes(Protocol):
 def largest_within(candidates: _Sizes, budget: float, need: Callable[[int], float]) -> int | None:
     """The largest candidate that needs no more than the budget, where the next one needs more.
 
-    Needs are nearly a line in the size, so most steps aim where the line through the ends meets the budget.
+    Needs are nearly a line in the size, so eight steps aim where the line through the ends meets the budget
+    before the range is halved.
 
     >>> largest_within(range(1, 1000), 100, lambda size: 7 + 3 * size)
     31
@@ -249,7 +204,7 @@ def largest_within(candidates: _Sizes, budget: float, need: Callable[[int], floa
     while high - low > 1:
         below, above = need(candidates[low]), need(candidates[high])
         aim = low + int((high - low) * (budget - below) / (above - below))
-        middle = min(max(aim, low + 1), high - 1) if num_aimed < _MAX_AIMED else (low + high) // 2
+        middle = min(max(aim, low + 1), high - 1) if num_aimed < 8 else (low + high) // 2
         num_aimed += 1
         if need(candidates[middle]) <= budget:
             low = middle
@@ -258,43 +213,25 @@ def largest_within(candidates: _Sizes, budget: float, need: Callable[[int], floa
     return candidates[low]
 
 
-def replay(events: Program, settings: AllocatorSettings) -> CachingAllocator:
-    """The allocator after a program."""
+def replay(events: Iterable[Event], settings: AllocatorSettings) -> CachingAllocator:
+    """The allocator after these events."""
     allocator = CachingAllocator(settings)
-    allocate, free = allocator.allocate, allocator.free
     blocks: dict[int, Block] = {}
-    for kind, number, size in events:
-        num_bytes = size.scratch_bytes() if isinstance(size, Reduction) else size
-        if kind == RELEASE:
-            block = blocks.pop(number, None)
-            if block is not None:
-                free(block)
-        elif kind == FLUSH:
+    for kind, storage, num_bytes, _, reduction in events:
+        if reduction is not None:
+            num_bytes = reduction.scratch_bytes()
+        if kind == "release":
+            if storage in blocks:
+                allocator.free(blocks.pop(storage))
+        elif kind == "flush":
             allocator.empty_cache()
         elif num_bytes:
-            block = allocate(num_bytes)
-            if kind == ALLOCATE:
-                blocks[number] = block
+            block = allocator.allocate(num_bytes)
+            if kind == "allocate":
+                blocks[storage] = block
             else:
-                free(block)
+                allocator.free(block)
     return allocator
-
-
-def _program(found: Trace) -> Program:
-    """The events as `replay` takes them."""
-    program: Program = []
-    for event in found.events:
-        if event.kind == "allocate":
-            program.append((ALLOCATE, event.storage, event.num_bytes))
-        elif event.kind == "release":
-            program.append((RELEASE, event.storage, 0))
-        elif event.kind == "flush":
-            program.append((FLUSH, 0, 0))
-        elif event.kind == "workspace":
-            facts = event.facts
-            borrowed = workspace_bytes(facts) if isinstance(facts, ConvFacts) else facts or event.num_bytes
-            program.append((BORROW, 0, borrowed))
-    return program
 
 
 def measured_base_bytes() -> int | None:

@@ -1,21 +1,30 @@
-"""Records what operations on `meta` would allocate and release on a CUDA device."""
+"""Records what operations on `meta` would allocate and release on a CUDA device.
+
+Kernels of some operations hold memory beside their outputs, as they do in aten/src/ATen/native: copies of
+arguments that they cannot read as they are, workspaces of convolutions, sums in float32.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linnaeus.autobatch.memory.storages import accumulates_in_place, references_of_a_gradient
-from linnaeus.autobatch.predict.events import ConvFacts, Event
-from linnaeus.autobatch.predict.kernels import BLAS_WORKSPACE_BYTES, KERNELS
 from linnaeus.autobatch.predict.meta_state import UntraceableError
 from linnaeus.autobatch.predict.reductions import Reduction
+
+BLAS_WORKSPACE_BYTES = 8_519_680
+"""Workspace of cuBLAS: torch's default `:4096:2:16:8` up to compute capability 8.x."""
+LT_WORKSPACE_BYTES = 1 << 20
+"""Workspace of cuBLASLt, which adds the bias of a linear layer to the product."""
 
 _BORROWS_WORKSPACE = "2.15"
 """From this torch on, the workspace of cuBLAS is borrowed for each product; older torch keeps it."""
@@ -38,13 +47,36 @@ _WITHOUT_OUTPUT = frozenset({
 """Operations in place that allocate nothing, and that not every torch knows on `meta`."""
 
 
-class Recorder(TorchDispatchMode):
-    """Records what operations on `meta` would allocate and release on a CUDA device.
+class Event(NamedTuple):
+    """One thing that happens to memory.
 
     Attributes:
-        events: so far.
-        last_operation: the name of the operation that ran last.
+        kind: `allocate`, `release`, `borrow` (held within one operation), `flush` (the allocator gives its
+            free segments back) or `mark`.
+        storage: names the storage, in the order of allocation; 0 for other events.
+        num_bytes: of the storage, or borrowed.
+        label: of a mark; the operation that allocates.
+        reduction: what the borrowed bytes follow from instead.
     """
+
+    kind: str
+    storage: int = 0
+    num_bytes: int = 0
+    label: str = ""
+    reduction: Reduction | None = None
+
+
+class Call(NamedTuple):
+    """An operation and its arguments."""
+
+    name: str
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the events so far, and the name of the operation that ran last."""
 
     supports_higher_order_operators = True
 
@@ -55,22 +87,13 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
         self._num_allocated = 0
         self._has_blas = [False, False]
-        self._timed: set[ConvFacts] = set()
+        self._timed: set[Any] = set()
         references_of_a_gradient()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
         """True: `torch.compile` ignores this mode."""
         return True
-
-    def mark(self, label: str) -> None:
-        """Record a place between two steps."""
-        self.events.append(Event("mark", 0, 0, label))
-
-    def hold(self, tensors: list[Tensor]) -> None:
-        """Record the tensors of the state, in the order in which they are allocated."""
-        for tensor in tensors:
-            self.track(tensor, "state")
 
     def forget_what_was_released(self) -> None:
         """Keep of the events so far only the allocation of what is still held."""
@@ -79,13 +102,15 @@ class Recorder(TorchDispatchMode):
             event for event in self.events if event.kind == "allocate" and event.storage not in released
         ]
 
-    def track(self, tensor: Tensor, operation: str) -> None:
-        """Record the storage of an output, unless it is known."""
-        if not tensor.is_meta:
-            return
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._follow(storage, self.allocate(storage.nbytes(), operation))
+    def track(self, outputs: Any, operation: str) -> None:
+        """Record the storages of outputs that are new."""
+        if isinstance(outputs, list | tuple):
+            for output in outputs:
+                self.track(output, operation)
+        elif isinstance(outputs, Tensor) and outputs.is_meta:
+            storage = outputs.untyped_storage()
+            if storage._cdata not in self._known:
+                self._follow(storage, self.allocate(storage.nbytes(), operation))
 
     def allocate(self, num_bytes: int, operation: str) -> int:
         """Record bytes that an operation allocates; returns the storage that `release` takes."""
@@ -100,14 +125,22 @@ class Recorder(TorchDispatchMode):
         if storage:
             self.events.append(Event("release", storage))
 
+    @contextlib.contextmanager
+    def holding(self, operation: str, *sizes: int) -> Iterator[None]:
+        """Allocate bytes that an operation holds until it ends."""
+        storages = [self.allocate(num_bytes, operation) for num_bytes in sizes]
+        yield
+        for storage in storages:
+            self.release(storage)
+
     def borrow(self, num_bytes: int, operation: str) -> None:
         """Record bytes that an operation takes and returns at once, without another allocation in between."""
         if num_bytes:
-            self.events.append(Event("workspace", 0, num_bytes, operation))
+            self.events.append(Event("borrow", 0, num_bytes, operation))
 
-    def reduce(self, facts: Reduction) -> None:
+    def reduce(self, reduction: Reduction) -> None:
         """Record the scratch memory of a reduction."""
-        self.events.append(Event("workspace", 0, 0, "reduction", facts))
+        self.events.append(Event("borrow", label="reduction", reduction=reduction))
 
     def use_blas(self, num_bytes: int) -> None:
         """Record the workspace of cuBLAS.
@@ -123,20 +156,26 @@ class Recorder(TorchDispatchMode):
             self._has_blas[in_backward] = True
             self.allocate(BLAS_WORKSPACE_BYTES, "cublas")
 
-    def record_convolution(self, facts: ConvFacts) -> None:
+    def use_cudnn(self, kind: str, x: Tensor, w: Tensor, y: Tensor, groups: int, strides: list[int]) -> None:
         """Record the workspace of a convolution's kernel.
 
         With `torch.backends.cudnn.benchmark`, kernels are timed where a convolution runs for the first time;
         torch then gives the free segments back to the device (aten/src/ATen/native/cudnn/Conv_v8.cpp).
+        torch has kernels of its own for contiguous depthwise convolutions in float32.
         """
-        if torch.backends.cudnn.benchmark and facts.is_by_cudnn and facts not in self._timed:
+        is_last, item_bytes = _conv_format(x, w) is torch.channels_last, x.element_size()
+        facts = kind, x.shape, w.shape, y.shape, groups, tuple(strides), item_bytes, is_last
+        is_by_cudnn = not _is_depthwise(x, groups) or is_last or item_bytes < 4
+        if torch.backends.cudnn.benchmark and is_by_cudnn and facts not in self._timed:
             self._timed.add(facts)
-            self.events.append(Event("flush", 0, 0, "convolution"))
-        self.events.append(Event("workspace", 0, 0, "convolution", facts))
+            self.events.append(Event("flush", label="convolution"))
+        self.borrow(conv_workspace_bytes(kind, x, w, y, groups), "convolution")
 
-    def _forget(self, address: int) -> None:
-        _, recorded = self._known.pop(address)
-        self.release(recorded)
+    def run(self, call: Call) -> Any:
+        """Run an operation and record its outputs."""
+        outputs = call.func(*call.args, **call.kwargs)
+        self.track(outputs, call.name)
+        return outputs
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -147,43 +186,29 @@ class Recorder(TorchDispatchMode):
         name = func.__name__.partition(".")[0]
         self.last_operation = name
         inputs = [*_on_meta(args), *_on_meta(kwargs.values())]
-        self._leave_out_unrecorded(inputs)
-        is_meta = bool(inputs)
-        if is_meta and name in _NEEDS_VALUES:
+        for tensor in inputs:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._follow(storage, 0)  # it was there before the step and does not count
+        if inputs and name in _NEEDS_VALUES:
             raise UntraceableError(f"{name} ({_NEEDS_VALUES[name]}) needs the values of a tensor")
-        if is_meta and name in _WITHOUT_OUTPUT:
+        if inputs and name in _WITHOUT_OUTPUT:
             return args[0] if name == "_amp_update_scale_" else None
-        handler = KERNELS.get(name)
         with torch._C.DisableTorchFunction():
             try:
-                if handler is not None:
-                    return handler(self, name, func, args, kwargs)
-                outputs = func(*args, **kwargs)
+                return KERNELS.get(name, Recorder.run)(self, Call(name, func, args, kwargs))
             except (NotImplementedError, RuntimeError) as error:
                 if (found := untraceable(error, name)) is None:
                     raise
                 raise found from error
-            self.track_all(outputs, name)
-        return outputs
-
-    def track_all(self, outputs: Any, name: str) -> None:
-        """Record the storages of all outputs that are new."""
-        if isinstance(outputs, Tensor):
-            self.track(outputs, name)
-        elif isinstance(outputs, list | tuple):
-            for output in outputs:
-                self.track_all(output, name)
-
-    def _leave_out_unrecorded(self, inputs: Iterable[Tensor]) -> None:
-        """What nobody has recorded was there before the step: it does not count."""
-        for tensor in inputs:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._known:
-                self._follow(storage, 0)
 
     def _follow(self, storage: UntypedStorage, recorded: int) -> None:
         address = storage._cdata
         self._known[address] = weakref.ref(storage, lambda _: self._forget(address)), recorded
+
+    def _forget(self, address: int) -> None:
+        _, recorded = self._known.pop(address)
+        self.release(recorded)
 
 
 def untraceable(error: Exception, operation: str) -> UntraceableError | None:
@@ -222,3 +247,178 @@ def _on_meta(values: Iterable[Any]) -> Iterator[Tensor]:
                 yield value
         elif isinstance(value, list | tuple):
             yield from _on_meta(value)
+
+
+# --- kernels that hold memory beside their outputs ---
+
+Kernel = Callable[[Recorder, Call], Any]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether kernels read it as it is: contiguous, or channels-last."""
+    return tensor.is_contiguous() or (
+        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    """Whether cuBLAS takes its last two dimensions as they are: one of them is dense."""
+    if tensor.dim() < 2:
+        return True
+    (rows, columns), (row, column) = tensor.shape[-2:], tensor.stride()[-2:]
+    return (column == 1 and row >= max(1, columns)) or (row == 1 and column >= max(1, rows))
+
+
+def _copying(*indices: int, unless: Callable[[Tensor], bool] = Tensor.is_contiguous) -> Kernel:
+    """A kernel that copies those of its arguments that it cannot read, and holds the copies until it ends."""
+
+    def run(recorder: Recorder, call: Call) -> Any:
+        tensors = (call.args[index] for index in indices if index < len(call.args))
+        sizes = (each.nbytes for each in tensors if isinstance(each, Tensor) and not unless(each))
+        with recorder.holding("copy", *sizes):
+            outputs = recorder.run(call)
+            if unless is _is_matrix:
+                is_lt = call.name == "addmm" and call.args[0].dim() == 1 and call.kwargs.get("beta", 1) == 1
+                recorder.use_blas(LT_WORKSPACE_BYTES if is_lt else BLAS_WORKSPACE_BYTES)
+        return outputs
+
+    return run
+
+
+def _convolution(recorder: Recorder, call: Call) -> Tensor:
+    x, w = call.args[:2]
+    with _conv_copies(recorder, x, w):
+        y: Tensor = _in_format(call.func(*call.args, **call.kwargs), _conv_format(x, w))
+        recorder.track(y, call.name)
+        recorder.use_cudnn("forward", x, w, y, call.args[8], call.args[3])
+    return y
+
+
+def _convolution_backward(recorder: Recorder, call: Call) -> Any:
+    grad, x, w = call.args[:3]
+    with _conv_copies(recorder, x, w, grad):
+        layout = _conv_format(x, w)
+        outputs = tuple(_in_format(output, layout) for output in call.func(*call.args, **call.kwargs))
+        for kind, output in zip(("input", "weight", "bias"), outputs, strict=True):
+            if output is not None:
+                recorder.track(output, call.name)
+                if kind == "bias":
+                    recorder.reduce(Reduction.of(grad, (0, *range(2, grad.dim()))))
+                else:
+                    recorder.use_cudnn(kind, x, w, grad, call.args[9], call.args[4])
+    return outputs
+
+
+def _in_format(output: Any, layout: torch.memory_format) -> Any:
+    """The output of a convolution as cuDNN writes it; `meta` forgets the format of some."""
+    if output is None or output.dim() != 4 or output.is_contiguous(memory_format=layout):
+        return output
+    return torch.empty_like(output, memory_format=layout)
+
+
+def _conv_format(x: Tensor, w: Tensor) -> torch.memory_format:
+    def is_last(tensor: Tensor) -> bool:
+        last = tensor.is_contiguous(memory_format=torch.channels_last)
+        return last and not tensor.is_contiguous()
+
+    if x.dim() == 4 and (is_last(x) or is_last(w)):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+def _conv_copies(recorder: Recorder, *tensors: Tensor) -> contextlib.AbstractContextManager[None]:
+    layout = _conv_format(*tensors[:2])
+    strided = (tensor for tensor in tensors if not tensor.is_contiguous(memory_format=layout))
+    return recorder.holding("copy", *(tensor.nbytes for tensor in strided))
+
+
+def _is_depthwise(x: Tensor, groups: int) -> bool:
+    return 1 < groups == x.shape[1]
+
+
+def conv_workspace_bytes(kind: str, x: Tensor, w: Tensor, y: Tensor, groups: int) -> int:
+    """What the kernel of one convolution, or of one of its gradients, borrows.
+
+    cuDNN chooses its kernels by rules that are not public. This is a model: the kernel of a gradient reads
+    and writes copies of input, output and weight in another layout, unless it is a product of matrices;
+    forward passes and depthwise convolutions borrow nothing. Factors of these sizes that were fitted to the
+    part `fit` of benchmarks/data/memory_curves.csv (names with an even SHA-256) gained next to nothing. The
+    kernels that cuDNN times and does not take are left out.
+
+    Args:
+        kind: `forward`, `input` (its gradient) or `weight` (its gradient).
+        x, w, y: input (B, C, *size), weight and output.
+        groups: number of groups.
+    """
+    if kind == "forward" or _is_depthwise(x, groups):
+        return 0
+    is_larger = prod(w.shape[2:]) > 1  # than 1x1
+    is_product = not is_larger and groups == 1 and _conv_format(x, w) is not torch.channels_last
+    num_elements = (0 if is_product else x.numel() + y.numel()) + is_larger * w.numel()
+    return x.element_size() * num_elements
+
+
+def _reduction(recorder: Recorder, call: Call) -> Any:
+    output = recorder.run(call)
+    index = 2 if call.name == "linalg_vector_norm" else 1
+    is_given = len(call.args) > index and not isinstance(call.args[index], bool)
+    dims = call.args[index] if is_given else call.kwargs.get("dim")
+    recorder.reduce(Reduction.of(call.args[0], [dims] if isinstance(dims, int) else dims))
+    return output
+
+
+def _safe_softmax(recorder: Recorder, call: Call) -> Any:
+    """The softmax of attention without a fused kernel; it also holds an unmasked result and a mask."""
+    output = call.func(*call.args, **call.kwargs)
+    with recorder.holding("softmax", output.nbytes, output.numel()):
+        recorder.track(output, call.name)
+    return output
+
+
+def _efficient_backward(recorder: Recorder, call: Call) -> Any:
+    """Memory-efficient attention.
+
+    In float32, the product of output and its gradient is computed before the kernel; in shorter formats, the
+    kernel sums gradients in float32.
+    """
+    grad, query = call.args[:2]
+    if query.dtype == torch.float32:
+        recorder.release(recorder.allocate(grad.nbytes, "delta"))
+        return recorder.run(call)
+    with recorder.holding("gradients in float32", 4 * query.numel()):
+        return recorder.run(call)
+
+
+def _flash_backward(recorder: Recorder, call: Call) -> Any:
+    """Flash attention: the gradient of the query is summed in float32, its rows rounded up to 128."""
+    batch, heads, rows, size = call.args[1].shape
+    shape = batch, heads, -(-rows // 128) * 128, -(-size // 32) * 32
+    outputs = recorder.run(call)
+    recorder.release(recorder.allocate(4 * prod(shape), "gradient in float32"))
+    return outputs
+
+
+KERNELS: dict[str, Kernel] = {
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax"), _copying(0)),
+    **dict.fromkeys(
+        ("native_layer_norm_backward", "_fused_rms_norm_backward", "_softmax_backward_data",
+         "_log_softmax_backward_data"),
+        _copying(0, 1),
+    ),
+    **dict.fromkeys(
+        ("native_group_norm", "max_pool2d_with_indices", "avg_pool2d"), _copying(0, unless=_is_dense)
+    ),
+    **dict.fromkeys(
+        ("native_group_norm_backward", "avg_pool2d_backward"), _copying(0, 1, unless=_is_dense)
+    ),
+    **dict.fromkeys(("mm", "bmm"), _copying(0, 1, unless=_is_matrix)),
+    **dict.fromkeys(("addmm", "baddbmm"), _copying(1, 2, unless=_is_matrix)),
+    **dict.fromkeys(("mv", "addmv", "dot"), _copying(unless=_is_matrix)),
+    **dict.fromkeys(("sum", "mean", "linalg_vector_norm"), _reduction),
+    "_safe_softmax": _safe_softmax,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+}  # fmt: skip
+"""Operations whose kernels on CUDA hold memory beside their outputs."""

@@ -7,8 +7,8 @@
 ...     optimizer.step()
 ...     optimizer.zero_grad()
 >>> found = trace(step, lambda n: torch.empty(n, 1000), 8, state=(model, optimizer))
->>> found.live_peak_bytes() // 1000  # weight, gradient and batch
-835
+>>> [event.num_bytes for event in found.events if event.label == "state"]  # weight and bias
+[400000, 400]
 
 No data is computed and the model is not touched, so a trace of a large model takes a second and no memory.
 """
@@ -33,9 +33,8 @@ from torch.utils._pytree import tree_map_only
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.predict.cuda_paths import cuda_paths
-from linnaeus.autobatch.predict.events import Trace
 from linnaeus.autobatch.predict.meta_state import UntraceableError, state_on_meta
-from linnaeus.autobatch.predict.recorder import Recorder, untraceable
+from linnaeus.autobatch.predict.recorder import Event, Recorder, untraceable
 from linnaeus.autobatch.rng import preserved_generators
 
 __all__ = ["Buckets", "Trace", "UntraceableError", "trace"]
@@ -46,13 +45,16 @@ NUM_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Buckets:
-    """The gradient buckets of DistributedDataParallel.
+class Trace:
+    """What two steps of one batch size do to the memory of the device; first comes their state."""
 
-    Attributes:
-        cap_bytes: `bucket_cap_mb` in bytes.
-        as_view: `gradient_as_bucket_view`; without it gradients and buckets are both held.
-    """
+    batch_size: int
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """DistributedDataParallel's gradient buckets: `bucket_cap_mb` in bytes, and `gradient_as_bucket_view`."""
 
     cap_bytes: int = 25 * MIB
     as_view: bool = False
@@ -95,46 +97,32 @@ def trace(
         importlib.import_module("torch._dynamo")  # older torch would do it within the trace, and fail there
     recorder = Recorder()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_undisturbed())
+        if gc.isenabled():  # only calls collect garbage
+            gc.disable()
+            stack.callback(gc.enable)
+        stack.enter_context(preserved_generators())
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         held = stack.enter_context(state_on_meta(state))
-        recorder.hold(held)
+        recorder.track(held, "state")  # in the order in which a device would allocate it
         stack.enter_context(cuda_paths())
         stack.enter_context(recorder)
         if buckets is not None:
-            _attach_buckets(_first_module(state), buckets)
+            _attach_buckets(state, buckets)
         if before is not None:
-            with _naming_operations(recorder):
+            with _traced(recorder):
                 before()
-            gc.collect(1)
             recorder.forget_what_was_released()
-        for number in range(NUM_STEPS):
-            recorder.mark(f"step {number}")
-            with _naming_operations(recorder):
-                step(_placed(make_batch(n)))
-            gc.collect(1)  # reference cycles are freed at the same place each time
-        recorder.mark("end")
+        for _ in range(NUM_STEPS):
+            with _traced(recorder):
+                step(tree_map_only(Tensor, _on_meta, make_batch(n)))
+            recorder.events.append(Event("mark"))
     return Trace(n, tuple(recorder.events))
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Inside the context, only calls collect garbage and nothing is compiled; random states are restored."""
-    was_enabled = gc.isenabled()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(preserved_generators())
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        gc.disable()
-        try:
-            yield
-        finally:
-            if was_enabled:
-                gc.enable()
-
-
-@contextlib.contextmanager
-def _naming_operations(recorder: Recorder) -> Iterator[None]:
-    """Report errors of operations that have no implementation on `meta`, with the line that called them."""
+def _traced(recorder: Recorder) -> Iterator[None]:
+    """Name operations that have no implementation on `meta` in errors, with the line that called them."""
     try:
         yield
     except (NotImplementedError, RuntimeError, TypeError) as error:
@@ -143,6 +131,11 @@ def _naming_operations(recorder: Recorder) -> Iterator[None]:
         if found is None:
             raise
         raise UntraceableError(f"{found}{_place(error)}") from error
+    gc.collect(1)  # reference cycles are freed at the same place each time
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
 
 
 def _place(error: BaseException) -> str:
@@ -159,45 +152,29 @@ _NOT_THE_STEP = (
 )
 
 
-def _placed(batch: Any) -> Any:
-    """The batch on `meta`."""
-    return tree_map_only(Tensor, lambda t: t if t.is_meta else torch.empty_like(t, device="meta"), batch)
-
-
-def _first_module(state: Any) -> nn.Module:
-    for part in nest.leaves(state):
-        if isinstance(part, nn.Module):
-            return part
-    raise ValueError("gradient buckets need a module in `state`")
-
-
-def _attach_buckets(module: nn.Module, buckets: Buckets) -> None:
-    """Allocate DistributedDataParallel's flat buckets; with `as_view`, gradients become views of them."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+def _attach_buckets(state: Any, buckets: Buckets) -> None:
+    """Allocate the flat buckets around the first module; with `as_view`, gradients become views of them."""
+    module = next((part for part in nest.leaves(state) if isinstance(part, nn.Module)), None)
+    if module is None:
+        raise ValueError("gradient buckets need a module in `state`")
     groups: list[list[nn.Parameter]] = []
     filled_bytes = buckets.cap_bytes
-    for parameter in reversed(parameters):  # gradients come in about this order
-        num_bytes = parameter.numel() * parameter.element_size()
+    for parameter in reversed(list(module.parameters())):  # gradients come in about this order
+        if not parameter.requires_grad:
+            continue
         if filled_bytes >= buckets.cap_bytes or groups[-1][0].dtype != parameter.dtype:
             groups.append([])
             filled_bytes = 0
         groups[-1].append(parameter)
-        filled_bytes += num_bytes
+        filled_bytes += parameter.nbytes
     for group in groups:
-        num_elements = sum(parameter.numel() for parameter in group)
-        flat = torch.empty(num_elements, dtype=group[0].dtype, device="meta")
-        start = 0
-        for parameter in group:
-            view = flat[start : start + parameter.numel()].view_as(parameter)
-            start += parameter.numel()
-            parameter.register_post_accumulate_grad_hook(_use(view, as_view=buckets.as_view))
+        sizes = [parameter.numel() for parameter in group]
+        flat = torch.empty(sum(sizes), dtype=group[0].dtype, device="meta")
+        for parameter, part in zip(group, flat.split(sizes), strict=True):
+            view = part.view_as(parameter)
 
+            def use(parameter: Tensor, view: Tensor = view) -> None:
+                if buckets.as_view:  # otherwise the mean is copied back into the gradient
+                    parameter.grad = view
 
-def _use(view: Tensor, *, as_view: bool) -> Callable[[Tensor], None]:
-    def use(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if as_view:
-            parameter.grad = view
-        # Without a view, the mean is copied back into the gradient: nothing is allocated.
-
-    return use
+            parameter.register_post_accumulate_grad_hook(use)

@@ -3,8 +3,6 @@
     each rank                       store                       rank that waits
     heartbeat every second ───────▶ beat/<rank>: "trying 128"   looks whether the others still live
     its value of an exchange ─────▶ value/<number>/<rank> ────▶ returns the values of all
-    what rank 0 is to do, if ─────▶ request ──────────────────▶ rank 0 does it, in a thread
-    training cannot go on           answer  ◀────────────────── and says when it is done
     its error, if it ends ────────▶ failure ──────────────────▶ raises it
                                     read/<rank> ◀────────────── then the failed rank may exit
 
@@ -22,10 +20,8 @@ import logging
 import os
 import pickle
 import re
-import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,7 +31,7 @@ from typing import Any
 import psutil
 import torch.distributed as torch_dist
 
-from linnaeus.autobatch.errors import LinnaeusError
+from linnaeus.autobatch.errors import AutoBatchError, LinnaeusError
 
 BEAT_S = 1.0
 """Time between two heartbeats, and between two looks at those of others."""
@@ -55,18 +51,14 @@ ABANDON_LOOKS = 10
 _PART_BYTES = 1 << 20
 """Longer values are split: the store refuses those above 8 MiB."""
 
+OnWait = Callable[[int, str], object]
+
 logger = logging.getLogger("linnaeus.autobatch.ranks.control")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first error of the job.
-
-    Attributes:
-        rank: the rank that met it.
-        message: for the user, without the rank.
-        exit_code: of the process that met it.
-    """
+    """The first error of the job: the rank that met it, and the exit code of its process."""
 
     rank: int
     message: str
@@ -74,35 +66,26 @@ class Failure:
 
 
 class ForeignFailureError(LinnaeusError):
-    """The failure of another rank, as this one raises it.
-
-    Attributes:
-        failure: of that rank.
-        exit_code: of the process that met it.
-    """
+    """The failure of another rank, as this one raises it, with its exit code."""
 
     def __init__(self, failure: Failure, name: int) -> None:
         self.failure, self.exit_code = failure, failure.exit_code
         super().__init__(f"rank {name}: {failure.message}")
 
 
-class OverdueError(LinnaeusError):
-    """A rank lives but has not sent its value in time.
-
-    Attributes:
-        rank: that rank, by the number that messages give it.
-        doing: what it does, by its own account.
-    """
+class OverdueError(AutoBatchError):
+    """A rank lives but has not sent its value in time. Keeps its number in messages, and what it does."""
 
     def __init__(self, rank: int, doing: str) -> None:
         self.rank, self.doing = rank, doing
-        super().__init__(f"rank {rank} is overdue: {doing}")
+        super().__init__(f"AutoBatch: rank {rank} takes too long: it is {doing}")
 
 
 class ControlPlane:
     """Exchanges between ranks, each rank's heartbeat, and the first failure of the job.
 
-    Every rank calls `gather`, `collect` and `broadcast` in the same order. Use it as a context.
+    Every rank calls `gather`, `collect` and `broadcast` in the same order. These, and `check`, raise a
+    `ForeignFailureError` if another rank has failed or died. Use it as a context.
 
     Args:
         store: of the process group, with a prefix of this attempt's own.
@@ -115,11 +98,11 @@ class ControlPlane:
         clock: has the functions `monotonic` and `sleep`.
 
     Attributes:
+        keys: what the ranks have told.
         name_of, clock: as given.
         doing: what this rank does; part of its heartbeat.
         is_ending: whether this rank has met a failure and ends by itself.
-        on_request: on rank 0, called once with the first request of another rank, in a thread of its own: the
-            main thread may wait in a collective for that rank.
+        on_look: called with each look, in the thread of the heartbeat and with the keys for it.
     """
 
     def __init__(
@@ -133,47 +116,103 @@ class ControlPlane:
         name_of: Callable[[int], int] = lambda rank: rank,
         clock: Any = time,
     ) -> None:
-        self.rank = rank
+        self.rank, self.world_size = rank, world_size
         self.name_of, self.clock = name_of, clock
-        self.world_size = world_size
         self.doing = "starting"
         self.is_ending = False
-        self.on_request: Callable[[Any], object] | None = None
-        self._keys = _Keys(store)
+        self.on_look: Callable[[Keys], object] = lambda keys: None
+        self.keys = Keys(store)
         self._numbers = itertools.count()
         self._own_values: list[str] = []
-        # Over a connection of its own: a blocking call of the main thread must not delay the heartbeat.
-        self._pulse = _Pulse(_Keys(store.clone()), self, end_process, on_orphaned)
+        # The thread's connection is its own: a blocking call of the main thread must not delay the heartbeat.
+        self._pulse_keys = Keys(store.clone())
+        self._end_process, self._on_orphaned = end_process, on_orphaned
+        self._parent = os.getppid()
+        self._counts = itertools.count()
+        watched = range(1, world_size) if rank == 0 else range(1)
+        self._silent_looks = dict.fromkeys(watched, 0)
+        self._last_counts = dict.fromkeys(watched, -1)
+        self._looks_after_failure = 0
+        self._is_store_lost = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> ControlPlane:
-        self._pulse.start()
+        self._beat(self._pulse_keys)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pulse.stop()
+        self._closed.set()
+        self._thread.join()
+        self._pulse_keys = self.keys  # lets the thread's connection go
 
     @property
     def failure(self) -> Failure | None:
         """The first failure of the job, this rank's own included; None while there is none."""
-        found: Failure | None = self._keys.get("failure")
+        found: Failure | None = self.keys.get("failure")
         return found
 
-    def look(self) -> None:
-        """Send a heartbeat and look at those of others: a thread does so every `BEAT_S` seconds."""
-        self._pulse.look()
+    # --- heartbeat ---
 
     def update(self, doing: str) -> None:
         """Say what this rank does from now on."""
         self.doing = doing
         with contextlib.suppress(torch_dist.DistError):
-            self._pulse.beat(self._keys)
+            self._beat(self.keys)
+
+    def look(self) -> None:
+        """Send a heartbeat and look at those of others: a thread does so every `BEAT_S` seconds."""
+        if self._on_orphaned is not None and os.getppid() != self._parent:
+            self._on_orphaned()
+            self._on_orphaned = None
+        if self._is_store_lost:
+            return
+        try:
+            self._beat(self._pulse_keys)
+            self._look_at_others(self._pulse_keys)
+        except torch_dist.DistError:
+            # The process that hosts the store has ended: no rank can be heard any more. What training still
+            # does, such as a last checkpoint, needs no store.
+            self._is_store_lost = True
+
+    def _run(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            with contextlib.suppress(MemoryError):  # a trial's memory cap applies to this thread too
+                self.look()
+
+    def _beat(self, keys: Keys) -> None:
+        if not self._is_store_lost:
+            keys.put(f"beat/{self.rank}", _Beat(next(self._counts), self.doing, _namespace(), os.getpid()))
+
+    def _look_at_others(self, keys: Keys) -> None:
+        self.on_look(keys)
+        failure: Failure | None = keys.get("failure")
+        if failure is None:
+            self._look_for_silence(keys)
+            return
+        keys.put(f"read/{self.rank}", True)
+        self._looks_after_failure += 1
+        is_abandoned = not self.is_ending and self._looks_after_failure > ABANDON_LOOKS
+        if self._end_process is not None and is_abandoned:
+            self._end_process(failure)
+
+    def _look_for_silence(self, keys: Keys) -> None:
+        for rank, last_count in self._last_counts.items():
+            beat: _Beat | None = keys.get(f"beat/{rank}")
+            if beat is None:  # it has joined, but not begun its heartbeat
+                continue
+            self._silent_looks[rank] = self._silent_looks[rank] + 1 if beat.count == last_count else 0
+            self._last_counts[rank] = beat.count
+            if self._silent_looks[rank] >= SILENCE_LOOKS:
+                seconds, last = SILENCE_LOOKS * BEAT_S, f"last heard of: {beat.doing}, process {beat.pid}"
+                message = f"no sign of life for {seconds:.0f} s: it died or hangs ({last})"
+                keys.put_first("failure", Failure(rank, message))
+
+    # --- exchanges ---
 
     def gather(
-        self,
-        value: Any,
-        *,
-        limit_s: float | None = None,
-        on_wait: Callable[[int, str], None] = lambda rank, doing: None,
+        self, value: Any, *, limit_s: float | None = None, on_wait: OnWait = lambda *_: None
     ) -> list[Any]:
         """The values of all ranks, in rank order, on every rank. They must be picklable.
 
@@ -184,69 +223,60 @@ class ControlPlane:
                 waits for, and with what that one does.
 
         Raises:
-            LinnaeusError: another rank has failed; with its message and exit code.
             OverdueError: a rank takes longer than `limit_s`.
         """
         number = self._publish(value)
         values = [self._wait_for(number, rank, limit_s, on_wait) for rank in range(self.world_size)]
-        self._forget_before(number)
+        while len(self._own_values) > 1:  # all have sent this value after they read what came before it
+            self.keys.delete(self._own_values.pop(0))
         return values
 
     def collect(self, value: Any) -> list[Any] | None:
-        """The values of all ranks, in rank order, on rank 0; None on the others, which do not wait.
-
-        Raises:
-            LinnaeusError: another rank has failed; with its message and exit code.
-        """
+        """The values of all ranks, in rank order, on rank 0; None on the others, which do not wait."""
         number = self._publish(value)
-        if self.rank != 0:
-            return None
-        values = [self._wait_for(number, rank) for rank in range(self.world_size)]
-        for rank in range(self.world_size):
-            self._keys.delete(f"value/{number}/{rank}")
-        return values
+        return None if self.rank else [self._wait_for(number, rank) for rank in range(self.world_size)]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. It must be picklable.
-
-        Raises:
-            LinnaeusError: another rank has failed; with its message and exit code.
-        """
+        """Rank 0's value, on every rank. It must be picklable."""
         if self.rank == 0:
             self._publish(value)
             return value
         return self._wait_for(next(self._numbers), 0)
 
-    def ask_main(self, request: Any, *, limit_s: float) -> bool:
-        """Ask rank 0 to do what its `on_request` does, and wait until it is done; for another rank than 0.
+    def _publish(self, value: Any) -> int:
+        self._raise_failure()
+        number = next(self._numbers)
+        self._own_values.append(f"value/{number}/{self.rank}")
+        self.keys.put(self._own_values[-1], value)
+        return number
 
-        Args:
-            request: a small picklable value. If ranks ask at once, rank 0 gets one of their requests.
-            limit_s: how long to wait.
+    def _wait_for(
+        self, number: int, rank: int, limit_s: float | None = None, on_wait: OnWait = lambda *_: None
+    ) -> Any:
+        key, name = f"value/{number}/{rank}", self.name_of(rank)
+        started = looked = reported = self.clock.monotonic()
+        reported_doing = ""
+        while True:
+            has_failed = self.failure is not None  # read first: what a rank has sent before it failed counts
+            if self.keys.exist([key]):
+                return self.keys.get(key)
+            if has_failed:
+                self._raise_failure()
+            now = self.clock.monotonic()
+            if limit_s is not None and now - started > limit_s:
+                raise OverdueError(name, self._beat_of(rank).doing)
+            if now - looked > BEAT_S:
+                looked, doing = now, self._beat_of(rank).doing
+                if self._is_dead(rank) and not self.keys.exist([key]):
+                    self._declare_dead(rank)
+                    continue
+                on_wait(name, doing)
+                if now - reported > (REPORT_S if doing == reported_doing else min(CHANGE_S, REPORT_S)):
+                    reported, reported_doing = now, doing
+                    logger.info("waiting %.0f s for rank %d: %s", now - started, name, doing)
+            self.clock.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
 
-        Returns:
-            Whether it was done: not if it failed, rank 0 died or the job has failed meanwhile.
-        """
-        self._keys.put_first("request", request)
-        deadline = self.clock.monotonic() + limit_s
-        while not self._keys.exist(["answer"]):
-            is_dead = any(rank == 0 for rank, _ in self.dead_neighbours())
-            if is_dead or self.failure is not None or self.clock.monotonic() > deadline:
-                return False
-            self.clock.sleep(0.05)
-        return bool(self._keys.get("answer"))
-
-    def answer(self, request: Any) -> None:
-        """Do what another rank has asked for, and say so."""
-        is_done = False
-        try:
-            assert self.on_request is not None
-            self.on_request(request)
-            is_done = True
-        except Exception:
-            logger.exception("what another rank has asked for could not be done")
-        finally:
-            self._keys.put("answer", is_done)
+    # --- failures ---
 
     def fail(self, failure: Failure) -> Failure:
         """Publish a failure, unless there is one already, and return the first of the job.
@@ -255,8 +285,8 @@ class ControlPlane:
         exits.
         """
         self.is_ending = True
-        first: Failure = self._keys.put_first("failure", failure)
-        self._keys.put(f"read/{self.rank}", True)
+        first: Failure = self.keys.put_first("failure", failure)
+        self.keys.put(f"read/{self.rank}", True)
         deadline = self.clock.monotonic() + FAREWELL_S
         while self._has_readers() and self.clock.monotonic() < deadline:
             self.clock.sleep(0.05)
@@ -264,183 +294,97 @@ class ControlPlane:
 
     def _has_readers(self) -> bool:
         """Whether a rank has yet to read the failure; one that has died will not."""
-        dead = {rank for rank, _ in self.dead_neighbours()}
-        readers = [f"read/{rank}" for rank in range(self.world_size) if rank not in dead]
-        return not self._keys.exist(readers)
+        readers = [rank for rank in range(self.world_size) if not self._is_dead(rank)]
+        return not self.keys.exist([f"read/{rank}" for rank in readers])
 
     def neighbours(self) -> list[int]:
         """Process ids of the ranks on this machine that have begun their heartbeat, this one's included."""
-        beats = (self._keys.get(f"beat/{rank}") for rank in range(self.world_size))
-        return [beat.pid for beat in beats if beat is not None and beat.is_on_this_machine()]
+        beats = map(self._beat_of, range(self.world_size))
+        return [beat.pid for beat in beats if beat.is_on_this_machine()]
 
     def dead_neighbours(self) -> list[tuple[int, str]]:
         """Ranks of this machine whose process has ended without a failure, and what they were doing."""
-        others = (rank for rank in range(self.world_size) if rank != self.rank)
-        beats = ((rank, self._keys.get(f"beat/{rank}")) for rank in others)
-        return [(rank, beat.doing) for rank, beat in beats if beat is not None and beat.is_dead_neighbour()]
+        return [(rank, self._beat_of(rank).doing) for rank in range(self.world_size) if self._is_dead(rank)]
 
     def check(self) -> None:
-        """Raise the failure of another rank, if there is one: what this rank does is in vain then.
-
-        Raises:
-            LinnaeusError: another rank has failed or died; with its message and exit code.
-        """
+        """Raise the failure of another rank, if there is one: what this rank does is in vain then."""
         with contextlib.suppress(torch_dist.DistError):
-            for rank, doing in self.dead_neighbours():
-                self._declare_dead(rank, doing)
+            for rank, _ in self.dead_neighbours():
+                self._declare_dead(rank)
             self._raise_failure()
-
-    def _declare_dead(self, rank: int, doing: str) -> None:
-        self._keys.put_first("failure", Failure(rank, f"its process died ({doing}), so the job ends"))
-
-    def _publish(self, value: Any) -> int:
-        self._raise_failure()
-        number = next(self._numbers)
-        key = f"value/{number}/{self.rank}"
-        self._keys.put(key, value)
-        self._own_values.append(key)
-        return number
 
     def _raise_failure(self) -> None:
         if (failure := self.failure) is not None:
-            self._keys.put(f"read/{self.rank}", True)
+            self.keys.put(f"read/{self.rank}", True)
             raise ForeignFailureError(failure, self.name_of(failure.rank))
 
-    def _forget_before(self, number: int) -> None:
-        """Delete what every rank has read: all have sent their value of this exchange after the last one."""
-        while self._own_values and not self._own_values[0].startswith(f"value/{number}/"):
-            self._keys.delete(self._own_values.pop(0))
+    def _declare_dead(self, rank: int) -> None:
+        doing = self._beat_of(rank).doing
+        self.keys.put_first("failure", Failure(rank, f"its process died ({doing}), so the job ends"))
 
-    def _wait_for(
-        self,
-        number: int,
-        rank: int,
-        limit_s: float | None = None,
-        on_wait: Callable[[int, str], None] = lambda rank, doing: None,
-    ) -> Any:
-        key = f"value/{number}/{rank}"
-        started = looked = reported = self.clock.monotonic()
-        reported_doing = ""
-        while True:
-            has_failed = self.failure is not None  # read first: what a rank has sent before it failed counts
-            if self._keys.exist([key]):
-                return self._keys.get(key)
-            if has_failed:
-                self._raise_failure()
-            now = self.clock.monotonic()
-            if limit_s is not None and now - started > limit_s:
-                raise OverdueError(self.name_of(rank), self._doing_of(rank))
-            if now - looked > BEAT_S:
-                looked, doing = now, self._doing_of(rank)
-                if self._has_died_before(rank, key):
-                    self._declare_dead(rank, doing)
-                    continue
-                on_wait(self.name_of(rank), doing)
-                if now - reported > (REPORT_S if doing == reported_doing else min(CHANGE_S, REPORT_S)):
-                    reported, reported_doing = now, doing
-                    seconds, name = now - started, self.name_of(rank)
-                    logger.info("waiting %.0f s for rank %d: %s", seconds, name, doing)
-            self.clock.sleep(min(max(POLL_S[0], (now - started) / 4), POLL_S[1]))
-
-    def _has_died_before(self, rank: int, key: str) -> bool:
-        """Whether a rank's process has ended, and without a value for this key."""
-        beat: _Beat | None = self._keys.get(f"beat/{rank}")
-        return beat is not None and beat.is_dead_neighbour() and not self._keys.exist([key])
-
-    def _doing_of(self, rank: int) -> str:
-        beat: _Beat | None = self._keys.get(f"beat/{rank}")
-        return "starting" if beat is None else beat.doing
-
-
-class _Pulse:
-    """The thread of a control plane: sends the heartbeat and looks at those of others."""
-
-    def __init__(
-        self,
-        keys: _Keys,
-        plane: ControlPlane,
-        end_process: Callable[[Failure], object] | None,
-        on_orphaned: Callable[[], object] | None,
-    ) -> None:
-        self._keys = keys
-        self._plane = plane
-        self._end_process = end_process
-        self._on_orphaned = on_orphaned
-        self._parent = os.getppid()
-        self._closed = threading.Event()
-        self._counts = itertools.count()
-        watched = range(1, plane.world_size) if plane.rank == 0 else range(1)
-        self._silent_looks = dict.fromkeys(watched, 0)
-        self._last_counts = dict.fromkeys(watched, -1)
-        self._looks_after_failure = 0
-        self._is_store_lost = False
-        self._has_answered = False
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-
-    def start(self) -> None:
-        self.beat(self._keys)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._closed.set()
-        self._thread.join()
-        self._keys = self._plane._keys  # lets its own connection go
-
-    def _run(self) -> None:
-        while not self._closed.wait(BEAT_S):
-            with contextlib.suppress(MemoryError):  # a trial's memory cap applies to this thread too
-                self.look()
-
-    def look(self) -> None:
-        if self._on_orphaned is not None and os.getppid() != self._parent:
-            self._on_orphaned()
-            self._on_orphaned = None
-        if self._is_store_lost:
-            return
+    def _is_dead(self, rank: int) -> bool:
+        """Whether the process of a rank on this machine has ended."""
+        beat = self._beat_of(rank)
+        if rank == self.rank or not beat.is_on_this_machine():
+            return False
         try:
-            self.beat(self._keys)
-            self._look()
-        except torch_dist.DistError:
-            # The process that hosts the store has ended: no rank can be heard any more. What training still
-            # does, such as a last checkpoint, needs no store.
-            self._is_store_lost = True
+            return psutil.Process(beat.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
-    def beat(self, keys: _Keys) -> None:
-        if not self._is_store_lost:
-            beat = _Beat(next(self._counts), self._plane.doing, _namespace(), os.getpid())
-            keys.put(f"beat/{self._plane.rank}", beat)
+    def _beat_of(self, rank: int) -> _Beat:
+        return self.keys.get(f"beat/{rank}") or _Beat()
 
-    def _look(self) -> None:
-        self._look_for_request()
-        failure: Failure | None = self._keys.get("failure")
-        if failure is None:
-            self._look_for_silence()
-            return
-        self._keys.put(f"read/{self._plane.rank}", True)
-        self._looks_after_failure += 1
-        is_abandoned = not self._plane.is_ending and self._looks_after_failure > ABANDON_LOOKS
-        if self._end_process is not None and is_abandoned:
-            self._end_process(failure)
 
-    def _look_for_request(self) -> None:
-        if self._plane.rank != 0 or self._has_answered or self._plane.on_request is None:
-            return
-        request = self._keys.get("request")
-        if request is not None:  # the heartbeat goes on meanwhile
-            self._has_answered = True
-            threading.Thread(target=self._plane.answer, args=(request,), name="answer", daemon=True).start()
+@dataclass(frozen=True)
+class _Beat:
+    """One heartbeat. A PID is valid within one PID namespace of one boot."""
 
-    def _look_for_silence(self) -> None:
-        for rank, last_count in self._last_counts.items():
-            beat: _Beat | None = self._keys.get(f"beat/{rank}")
-            if beat is None:  # it has joined, but not begun its heartbeat
-                continue
-            self._silent_looks[rank] = self._silent_looks[rank] + 1 if beat.count == last_count else 0
-            self._last_counts[rank] = beat.count
-            if self._silent_looks[rank] >= SILENCE_LOOKS:
-                seconds, last = SILENCE_LOOKS * BEAT_S, f"last heard of: {beat.doing}, process {beat.pid}"
-                message = f"no sign of life for {seconds:.0f} s: it died or hangs ({last})"
-                self._keys.put_first("failure", Failure(rank, message))
+    count: int = -1
+    doing: str = "starting"
+    namespace: str = ""
+    pid: int = 0
+
+    def is_on_this_machine(self) -> bool:
+        return self.namespace == _namespace() != ""
+
+
+class Keys:
+    """Picklable values in a store; no read blocks."""
+
+    def __init__(self, store: torch_dist.Store) -> None:
+        self._store = store
+
+    def put(self, key: str, value: Any) -> None:
+        """Give a key a value."""
+        text = pickle.dumps(value).hex()
+        parts = [text[start : start + _PART_BYTES] for start in range(0, len(text), _PART_BYTES)]
+        for number, part in enumerate(parts[1:], start=1):
+            self._store.set(f"{key}/{number}", part)
+        self._store.set(key, f"{len(parts)}:{parts[0]}")  # last: now the value exists
+
+    def put_first(self, key: str, value: Any) -> Any:
+        """Put a small value unless the key has one; return what it has then."""
+        return self._value(key, self._store.compare_set(key, "", f"1:{pickle.dumps(value).hex()}"))
+
+    def get(self, key: str) -> Any:
+        """The value of a key; None if it has none."""
+        return self._value(key, self._store.get(key)) if self._store.check([key]) else None
+
+    def exist(self, keys: list[str]) -> bool:
+        """Whether all these keys have values."""
+        return bool(self._store.check(keys))
+
+    def delete(self, key: str) -> None:
+        """Delete a key that has a value."""
+        num_parts = int(self._store.get(key).partition(b":")[0])
+        for name in (key, *(f"{key}/{number}" for number in range(1, num_parts))):
+            self._store.delete_key(name)
+
+    def _value(self, key: str, first: bytes) -> Any:
+        num_parts, _, text = first.partition(b":")
+        rest = (self._store.get(f"{key}/{number}") for number in range(1, int(num_parts)))
+        return pickle.loads(bytes.fromhex(b"".join([text, *rest]).decode()))
 
 
 def group_of_this_rank(
@@ -463,11 +407,7 @@ def group_of_this_rank(
 
 
 def first_difference(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, tuple[Any, Any]]] | None:
-    """The first rank whose facts differ from those of rank 0, and both values of each that does.
-
-    Args:
-        rows: the facts of each rank, by name.
-    """
+    """The first rank whose facts differ from those of rank 0, and both values of each that does."""
     for rank, row in enumerate(rows):
         different = {
             name: (value, row.get(name)) for name, value in rows[0].items() if row.get(name) != value
@@ -475,123 +415,6 @@ def first_difference(rows: Sequence[Mapping[str, Any]]) -> tuple[int, dict[str, 
         if different:
             return rank, different
     return None
-
-
-@dataclass(frozen=True)
-class _Beat:
-    """One heartbeat. A PID is valid within one PID namespace of one boot."""
-
-    count: int
-    doing: str
-    namespace: str
-    pid: int
-
-    def is_on_this_machine(self) -> bool:
-        return self.namespace == _namespace() != ""
-
-    def is_dead_neighbour(self) -> bool:
-        if not self.is_on_this_machine():
-            return False
-        try:
-            return psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-
-class _Keys:
-    """Picklable values in a store; no read blocks."""
-
-    def __init__(self, store: torch_dist.Store) -> None:
-        self._store = store
-
-    def put(self, key: str, value: Any) -> None:
-        text = pickle.dumps(value).hex()
-        parts = [text[start : start + _PART_BYTES] for start in range(0, len(text), _PART_BYTES)]
-        for number, part in enumerate(parts[1:], start=1):
-            self._store.set(f"{key}/{number}", part)
-        self._store.set(key, f"{len(parts)}:{parts[0]}")  # last: now the value exists
-
-    def put_first(self, key: str, value: Any) -> Any:
-        """Put a small value unless the key has one; return what it has then."""
-        return self._value(key, self._store.compare_set(key, "", f"1:{pickle.dumps(value).hex()}"))
-
-    def get(self, key: str) -> Any:
-        """The value of a key; None if it has none."""
-        return self._value(key, self._store.get(key)) if self._store.check([key]) else None
-
-    def exist(self, keys: list[str]) -> bool:
-        """Whether all these keys have values."""
-        return bool(self._store.check(keys))
-
-    def delete(self, key: str) -> None:
-        if self._store.check([key]):
-            num_parts = int(self._store.get(key).partition(b":")[0])
-            for name in (key, *(f"{key}/{number}" for number in range(1, num_parts))):
-                self._store.delete_key(name)
-
-    def _value(self, key: str, first: bytes) -> Any:
-        num_parts, _, text = first.partition(b":")
-        rest = (self._store.get(f"{key}/{number}") for number in range(1, int(num_parts)))
-        return pickle.loads(bytes.fromhex(b"".join([text, *rest]).decode()))
-
-
-def agree_on_attempt(
-    store: torch_dist.Store, rank: int, world_size: int, limit_s: float, clock: Any = time
-) -> str:
-    """A name that all ranks of this attempt have in common, and that no earlier attempt had.
-
-    The store may outlive an attempt that a launcher has restarted, and each node's launcher counts its
-    restarts for itself. So rank 0 makes up a name and tells it together with the calling card that each rank
-    has laid down; a rank takes the name as soon as its own card is among them, and says so.
-
-    Args:
-        store: of the process group.
-        rank, world_size: this process, and the number of ranks.
-        limit_s: how long to wait for ranks that have not started yet.
-        clock: has the functions `monotonic` and `sleep`.
-
-    Raises:
-        LinnaeusError: a rank has not come in time.
-    """
-    keys = _Keys(torch_dist.PrefixStore("linnaeus", store))
-    card, started = uuid.uuid4().hex, clock.monotonic()
-
-    def wait_for(late: str) -> None:
-        if clock.monotonic() - started > limit_s:
-            raise LinnaeusError(
-                f"rank {late} has not started within {limit_s / 60:.3g} minutes; see whether its process "
-                "runs, or raise DIST.START_MINUTES"
-            )
-        clock.sleep(0.05)
-
-    if rank == 0:
-        return _found_attempt(keys, card, world_size, clock, wait_for)
-    keys.put(f"card/{rank}", card)
-    while True:
-        told: tuple[str, dict[int, str]] | None = keys.get("attempt")
-        if told is not None and told[1].get(rank) == card:
-            keys.put(f"joined/{told[0]}/{rank}", True)
-            return told[0]
-        wait_for("0")
-
-
-def _found_attempt(
-    keys: _Keys, name: str, world_size: int, clock: Any, wait_for: Callable[[str], None]
-) -> str:
-    told: dict[int, str] = {}
-    reported = clock.monotonic()
-    while True:
-        cards = {rank: keys.get(f"card/{rank}") for rank in range(1, world_size)}
-        if cards != told:  # a card of an earlier attempt is replaced as soon as its rank has started anew
-            keys.put("attempt", (name, cards))
-            told = cards
-        late = ", ".join(str(rank) for rank in cards if not keys.exist([f"joined/{name}/{rank}"]))
-        if not late:
-            return name
-        if clock.monotonic() - reported > REPORT_S:
-            reported = clock.monotonic()
-            print(f"[rank 0] waiting for rank {late} to start", file=sys.stderr, flush=True)  # no log yet
-        wait_for(late)
 
 
 @functools.cache

@@ -23,15 +23,8 @@ Group = torch_dist.ProcessGroup | Literal[False] | None
 ARRIVAL_S = 1800.0
 """How long the first ranks wait for the others to call: those may still load their data."""
 
-_CLOSED = "closed"
-"""Key set when the ranks gave up waiting for a late rank."""
-
 _open: dict[torch_dist.ProcessGroup, ControlPlane] = {}
 """The control planes of the groups that are together."""
-
-
-class AbsentError(AutoBatchError):
-    """A rank has not called in time."""
 
 
 def members(group: Group) -> torch_dist.ProcessGroup | None:
@@ -92,11 +85,7 @@ def together(group: Group = None) -> Iterator[ControlPlane | None]:
 
 
 def of_main(control: ControlPlane | None, value: Any) -> Any:
-    """Rank 0's value, on every rank, which must all call this; the value itself without a control plane.
-
-    Raises:
-        LinnaeusError: another rank has failed; with its message.
-    """
+    """Rank 0's value, on every rank, which must all call this; the value itself without a control plane."""
     return value if control is None else control.broadcast(value)
 
 
@@ -105,10 +94,18 @@ def _joined(group: torch_dist.ProcessGroup) -> Iterator[ControlPlane]:
     """A new control plane for a group, once all its ranks have come."""
     rank = group.rank()
     store = _store_of(group)
-    store = torch_dist.PrefixStore(f"linnaeus/{_number(store, rank)}", store)
+    number = store.add(f"linnaeus/searches/{rank}", 1)  # each rank counts its own calls
+    store = torch_dist.PrefixStore(f"linnaeus/{number}", store)
     name_of = partial(torch_dist.get_global_rank, group)
     with ControlPlane(store, rank, group.size(), name_of=name_of) as control, _telling(control):
-        _wait_for_arrivals(control, store)
+        try:
+            control.gather(None, limit_s=ARRIVAL_S)
+        except OverdueError as error:
+            raise AutoBatchError(
+                f"AutoBatch: rank {error.rank} has not called auto_find_batch_size within "
+                f"{ARRIVAL_S / 60:.3g} minutes of rank {name_of(rank)}: every rank of the group must; "
+                "group=False searches on this rank alone"
+            ) from None
         _open[group] = control
         try:
             yield control
@@ -116,18 +113,6 @@ def _joined(group: torch_dist.ProcessGroup) -> Iterator[ControlPlane]:
             del _open[group]
         control.broadcast(None)  # nobody's heartbeat ends before rank 0, which watches it, is done
         control.collect(None)  # rank 0 leaves last: it may host the store
-
-
-def _wait_for_arrivals(control: ControlPlane, store: torch_dist.Store) -> None:
-    try:
-        control.gather(None, limit_s=ARRIVAL_S)
-    except OverdueError as error:
-        store.set(_CLOSED, "")
-        raise AbsentError(
-            f"AutoBatch: rank {error.rank} has not called auto_find_batch_size within {ARRIVAL_S / 60:.3g} "
-            f"minutes of rank {control.name_of(control.rank)}: every rank of the group must; group=False "
-            "searches on this rank alone"
-        ) from None
 
 
 @contextlib.contextmanager
@@ -140,7 +125,11 @@ def _telling(control: ControlPlane) -> Iterator[None]:
         ours.exit_code = error.exit_code
         raise ours from None
     except BaseException as error:
-        _tell(control, error)
+        failure = Failure(control.rank, f"{type(error).__name__}: {error}")
+        if isinstance(error, LinnaeusError):
+            failure = Failure(control.rank, str(error).removeprefix("AutoBatch: "), error.exit_code)
+        with contextlib.suppress(torch_dist.DistError):
+            control.fail(failure)  # where there is one already, this says that this rank knows of it
         if isinstance(error, torch_dist.DistError):
             raise AutoBatchError(
                 "AutoBatch: the store of the process group cannot be reached any more: the process that "
@@ -150,45 +139,13 @@ def _telling(control: ControlPlane) -> Iterator[None]:
         raise
 
 
-def _tell(control: ControlPlane, error: BaseException) -> None:
-    is_known = isinstance(error, LinnaeusError)
-    message = str(error).removeprefix("AutoBatch: ") if is_known else f"{type(error).__name__}: {error}"
-    exit_code = error.exit_code if isinstance(error, LinnaeusError) else 1
-    with contextlib.suppress(torch_dist.DistError):
-        # Where there is a failure already, this says that this rank knows of it.
-        control.fail(Failure(control.rank, message, exit_code))
-
-
-def _number(store: torch_dist.Store, rank: int) -> int:
-    """The number of this search, the same on every rank, whatever became of earlier ones.
-
-    Each rank counts its own calls. A rank that arrives after the others gave up skips the closed search.
-    """
-    while True:
-        number = int(store.add(f"linnaeus/searches/{rank}", 1))
-        if not store.check([f"linnaeus/{number}/{_CLOSED}"]):
-            return number
-
-
 def check_equal(control: ControlPlane, facts: Mapping[str, Any], may_differ: str) -> None:
-    """Wait for all ranks, and compare facts that must be the same on all of them.
-
-    Args:
-        control: the ranks.
-        facts: values that can be compared and pickled, by their names.
-        may_differ: the arguments that need not be the same, for the message.
+    """Wait for all ranks, and compare facts that must be the same on all; by name, those that may differ.
 
     Raises:
         LinnaeusError: a rank has not called in time, or a fact differs; on every rank.
     """
-    try:
-        rows = control.gather(dict(facts), limit_s=ARRIVAL_S)
-    except OverdueError as error:
-        raise AutoBatchError(
-            f"AutoBatch: rank {error.rank} has come, but not begun its search within {ARRIVAL_S / 60:.3g} "
-            f"minutes of rank {control.name_of(control.rank)}"
-        ) from None
-    found = first_difference(rows)
+    found = first_difference(control.gather(dict(facts), limit_s=ARRIVAL_S))
     if found is not None:
         rank, different = found
         listed = "; ".join(f"{name} is {main!r} and {other!r}" for name, (main, other) in different.items())

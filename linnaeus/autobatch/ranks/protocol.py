@@ -52,18 +52,15 @@ class RankStatus:
         self._show(text)
 
     def gather(self, result: Any, *, timeout_minutes: float = 60.0, names: Names = ARGUMENTS) -> list[Any]:
-        """The results of all ranks, in rank order. Every rank must call this.
-
-        Waiting uses neither the GPU nor a collective, so that no timeout of the process group applies.
+        """The picklable results of all ranks, in rank order; without a collective. All must call this.
 
         Args:
-            result: of this rank; picklable.
+            result: of this rank.
             timeout_minutes: deadline of the others' work; they are waited for `GRACE_S` longer.
             names: what messages call the settings.
 
         Raises:
-            LinnaeusError: another rank has failed, has died or hangs; with its message and exit code.
-            AutoBatchError: another rank has not finished in time.
+            LinnaeusError: another rank has failed, has died, hangs or has not finished in time.
         """
         control = self._control
         if control is None:
@@ -111,8 +108,8 @@ def search_on_ranks(
         ran there; if not, the largest size that fits on the rank with the smallest is the new batch size.
 
     Raises:
-        AutoBatchError: no size fits; another rank has not finished in time.
-        LinnaeusError: another rank has failed, has died or hangs; with its message and exit code.
+        AutoBatchError: no size fits.
+        LinnaeusError: see `RankStatus.gather`.
     """
     status, is_once = RankStatus(show, control), found is not None
     while True:
@@ -133,7 +130,7 @@ def _joined(
 ) -> AutoBatchResult:
     """The result, once every rank has run a size, or searched below it."""
     smallest = min(verdicts, key=lambda verdict: verdict.batch_size)
-    before_bytes, own = found.held_bytes, verdicts[0]
+    own = verdicts[0]
     found = dataclasses.replace(
         found, trials=(*found.trials, *own.trials), held_bytes=own.held_bytes,
         budget_bytes=own.budget_bytes, seconds=found.seconds + max(each.seconds for each in verdicts),
@@ -142,25 +139,12 @@ def _joined(
         return dataclasses.replace(found, ran_on_every_rank=(*found.ran_on_every_rank, size))
     if control is not None:
         logger.info(
-            "rank %d fits no more than %d (%s): %s", control.name_of(verdicts.index(smallest)),
-            smallest.batch_size, found.mode, _why(smallest, before_bytes),
+            "rank %d fits no more than %d (%s): its budget is %s GiB, and %s GiB are held before the first "
+            "sample", control.name_of(verdicts.index(smallest)), smallest.batch_size, found.mode,
+            gib(smallest.budget_bytes), gib(smallest.held_bytes),
         )  # fmt: skip
     predicted = found.prediction and dataclasses.replace(found.prediction, peak_bytes=None)
     return dataclasses.replace(
         found, batch_size=smallest.batch_size, certified=smallest.certified, within=smallest.within,
         limited_by=smallest.limited_by, prediction=predicted,
     )  # fmt: skip
-
-
-def _why(verdict: AutoBatchResult, before_bytes: int) -> str:
-    """Why a rank fits no larger size; `before_bytes` is what rank 0 held when it last ran the size."""
-    budget, held, before = map(gib, (verdict.budget_bytes, verdict.held_bytes, before_bytes))
-    failed = [trial for trial in verdict.trials if trial.status != "fits"]
-    reason = f"its budget is {budget} GiB"
-    if failed:
-        trial = min(failed, key=lambda trial: trial.size)
-        ended = "ran out of memory" if trial.peak_bytes is None else f"takes {gib(trial.peak_bytes)} GiB"
-        reason = f"batch size {trial.size} {ended}, the budget is {budget} GiB"
-    return (
-        f"{reason}, and {held} GiB are held before the first sample (by rank 0 the last time: {before} GiB)"
-    )

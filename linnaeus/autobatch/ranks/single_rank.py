@@ -24,16 +24,11 @@ from linnaeus.autobatch.ranks.control import group_of_this_rank
 A = TypeVar("A")
 T = TypeVar("T")
 
-_SHARDED = {
-    "FullyShardedDataParallel": "gathers its parameters from all ranks in every step",
-    "FSDPModule": "gathers its parameters from all ranks in every step",
-    "DTensor": "is spread over the ranks",
-    "DeepSpeedEngine": "communicates in every step",
-    "ZeroRedundancyOptimizer": "sends its parameters to the other ranks in every step",
-    "DeepSpeedZeroOptimizer": "communicates in every step",
-    "DeepSpeedZeroOptimizer_Stage3": "communicates in every step",
-}
-"""Classes, by name, that no rank can use alone, and why. Their packages need not be installed."""
+_COMMUNICATING = frozenset({
+    "FullyShardedDataParallel", "FSDPModule", "DTensor", "DeepSpeedEngine", "ZeroRedundancyOptimizer",
+    "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3",
+})  # fmt: skip
+"""Classes, by name, that no rank can use alone. Their packages need not be installed."""
 
 
 def check_silenceable(state: Sequence[Any]) -> None:
@@ -42,13 +37,14 @@ def check_silenceable(state: Sequence[Any]) -> None:
     Raises:
         AutoBatchError: it cannot with one of the objects; names its class.
     """
-    for part in _parts(state):
-        for kind in type(part).__mro__:
-            if kind.__name__ in _SHARDED:
-                raise AutoBatchError(
-                    f"AutoBatch: {kind.__name__} in state {_SHARDED[kind.__name__]}, but only one rank steps "
-                    "during a search. Give a batch size of your own."
-                )
+    inside = [getattr(part, "optimizer", None) for part in state]  # of wrappers
+    parameters = (tensor for part in state for tensor in parameters_of(part))
+    for part in (*state, *inside, *_modules(state), *parameters):
+        for name in (kind.__name__ for kind in type(part).__mro__ if kind.__name__ in _COMMUNICATING):
+            raise AutoBatchError(
+                f"AutoBatch: {name} in state communicates in every step, but only one rank steps during a "
+                "search. Give a batch size of your own."
+            )
     for wrapper in _wrappers(state):
         has_builtin_hook = wrapper._get_ddp_logging_data().get("comm_hook") and not wrapper._comm_hooks
         options = {
@@ -65,7 +61,7 @@ def check_silenceable(state: Sequence[Any]) -> None:
 
 
 @contextlib.contextmanager
-def silenced(state: Sequence[Any]) -> Iterator[Callable[[], None]]:
+def without_ddp_communication(state: Sequence[Any]) -> Iterator[Callable[[], None]]:
     """Inside the context, this rank alone can run steps with what is in `state`.
 
     DistributedDataParallel and SyncBatchNorm work over a group of this rank alone, with the same buckets, but
@@ -80,11 +76,12 @@ def silenced(state: Sequence[Any]) -> Iterator[Callable[[], None]]:
     gc.collect()  # wrappers that nothing uses any more
     wrappers = _wrappers(state)
     norms = [module for module in _modules([*state, *wrappers]) if isinstance(module, nn.SyncBatchNorm)]
+    if not wrappers and not norms:
+        yield lambda: None
+        return
     with contextlib.ExitStack() as stack:
-        alone = None
-        if wrappers or norms:
-            alone = group_of_this_rank()
-            stack.callback(torch_dist.destroy_process_group, alone)
+        alone = group_of_this_rank()
+        stack.callback(torch_dist.destroy_process_group, alone)
         for wrapper in wrappers:
             stack.callback(_make_reducer, wrapper, wrapper.process_group, wrapper._comm_hooks)
         for norm in norms:
@@ -117,17 +114,13 @@ def _make_reducer(wrapper: DistributedDataParallel, group: Any, hooks: Sequence[
 
 
 class CollectivesRefused(TorchDispatchMode):
-    """Inside the mode, a collective of several ranks raises an error instead of waiting for ever.
+    """Inside the mode, a collective of several ranks raises an error, which says where, and does not wait."""
 
-    Args:
-        where: what runs inside, for the message.
-    """
+    supports_higher_order_operators = True
 
     def __init__(self, where: str = "the step") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._where = where
-
-    supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -168,13 +161,7 @@ def _num_ranks(namespace: str, args: tuple[Any, ...]) -> int:
 
 
 def refusing_collectives(function: Callable[[A], T], num_calls: int, where: str) -> Callable[[A], T]:
-    """The function, whose first calls refuse collectives; looking for them would slow down all.
-
-    Args:
-        function: the step, or what makes its batch.
-        num_calls: how many calls refuse them; later ones are not seen.
-        where: what the message calls the function.
-    """
+    """The function, whose first calls refuse collectives; looking for them would slow down all."""
     calls = iter(range(num_calls))
 
     def guarded(argument: A) -> T:
@@ -186,12 +173,6 @@ def refusing_collectives(function: Callable[[A], T], num_calls: int, where: str)
 
 def _modules(state: Sequence[Any]) -> list[nn.Module]:
     return [module for part in state if isinstance(part, nn.Module) for module in part.modules()]
-
-
-def _parts(state: Sequence[Any]) -> list[Any]:
-    """What is in `state`, with the modules and parameters in it and the optimizers inside of wrappers."""
-    inside = [getattr(part, "optimizer", None) for part in state]
-    return [*state, *inside, *_modules(state), *(tensor for part in state for tensor in parameters_of(part))]
 
 
 def _wrappers(state: Sequence[Any]) -> list[DistributedDataParallel]:
