@@ -23,7 +23,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.autobatch.arguments import UNBOUNDED
-from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.names import ARGUMENTS, Names, last_part
@@ -42,7 +41,7 @@ from linnaeus.autobatch.search import (
     judged,
 )
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.autobatch.snapshot import Snapshot, parameters_of
 from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import NEARLY_FULL, TrialRunner, existing_objects_frozen
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +71,24 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if "device" in state and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(state["device"], device)
+
+
+def restore_of_generator(value: Any) -> Callable[[], object] | None:
+    """Puts the state of a random number generator back; None for anything else."""
+    state: Any
+    write: Callable[[Any], object]
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        state, write = value.getstate(), value.setstate
+    elif isinstance(value, torch.Generator):
+        state, write = value.get_state().clone(), value.set_state
+    elif (np := numpy()) and isinstance(value, np.random.RandomState):
+        state, write = value.get_state(), value.set_state
+    elif np and isinstance(value, np.random.Generator):
+        state = copy.deepcopy(value.bit_generator.state)
+        write = partial(setattr, value.bit_generator, "state")
+    else:
+        return None
+    return lambda: write(copy.deepcopy(state))
 
 
 def derive_seed(*parts: int) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.device import empty_cache, synchronize
 from linnaeus.autobatch.memory.interface import DeviceMemory
@@ -22,7 +21,7 @@ from linnaeus.autobatch.memory.oom import exceeds_a_kernel
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
 from linnaeus.autobatch.names import ARGUMENTS, Names
 from linnaeus.autobatch.search import OutOfMemory
-from linnaeus.autobatch.snapshot import Snapshot, runs_hooks
+from linnaeus.autobatch.snapshot import Snapshot, parameters_of
 
 MIN_TIMED_STEPS = 5
 MAX_TIMED_STEPS = 50
@@ -332,7 +331,7 @@ def _stepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch
     """Collect the optimizers that take a step inside the context."""
     seen: list[torch.optim.Optimizer] = []
     with contextlib.ExitStack() as stack:
-        for optimizer in filter(runs_hooks, optimizers):
+        for optimizer in optimizers:
             handle = optimizer.register_step_post_hook(lambda stepped, *_: seen.append(stepped))
             stack.callback(handle.remove)
         yield seen

@@ -29,7 +29,7 @@ from linnaeus.sizing.sizes import keys
 from tests.helpers.consoles import terminal
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.messages import Golden, raised
-from tests.helpers.unrestorable import Forgetful, Helped, Hiding, Yielding
+from tests.helpers.unrestorable import Forgetful, Helped, Hiding
 
 MIB = 1024**2
 
@@ -109,7 +109,7 @@ def bad_arguments() -> Iterator[tuple[str, str]]:
 
 def optimizers() -> Iterator[tuple[str, str]]:
     search = partial(auto_find_batch_size, device="cpu", max_batch_size=4)
-    for kind in (Hiding, Yielding, Helped):
+    for kind in (Hiding, Helped):
         model = nn.Linear(2, 2)
         search_it = partial(search, step, make_batch, state=(model, kind(model.parameters())))
         yield f"optimizer {kind.__name__}", raised(search_it)
