@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import operator
+from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -44,21 +45,22 @@ def check_count(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
-def check_number(name: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]) -> None:
-    """Check that it is a real number in some range; a bool is none.
+_COMPARISONS = {
+    "gt": ("above", operator.gt), "ge": ("at least", operator.ge),
+    "lt": ("below", operator.lt), "le": ("at most", operator.le),
+}  # fmt: skip
 
-    Args:
-        name: the argument's name.
-        value: its value.
-        allowed: the range in words, such as `in (0, 1]`.
-        is_allowed: whether a number lies in it.
+
+def check_number(name: str, value: Any, **bounds: float) -> None:
+    """Check that it is a real number within `gt`, `ge`, `lt` and `le`; a bool is none.
 
     Raises:
         TypeError, ValueError: it is no number, or lies outside of the range.
     """
+    allowed = " and ".join(f"{_COMPARISONS[bound][0]} {limit}" for bound, limit in bounds.items())
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}; it must be a number {allowed}")
-    if not is_allowed(float(value)):
+    if not all(_COMPARISONS[bound][1](float(value), limit) for bound, limit in bounds.items()):
         raise ValueError(f"{name} is {value}; it must be a number {allowed}")
 
 

@@ -89,7 +89,7 @@ class TrialRunner:
         empties_cache: whether training empties the cache between its steps, as around a validation.
         snapshot: the copies of `state`.
         train_once: runs one training step, for validation. Without it, only optimizer state is allocated.
-        before_trial: called before each trial and each timing.
+        before_trial: called with the size before each trial and each timing.
         names: what messages call the settings.
     """
 
@@ -106,7 +106,7 @@ class TrialRunner:
         empties_cache: bool = False,
         snapshot: Snapshot,
         train_once: Callable[[], object] | None = None,
-        before_trial: Callable[[], object] = lambda: None,
+        before_trial: Callable[[int], object] = lambda size: None,
         names: Names = ARGUMENTS,
     ) -> None:
         self.budget_bytes = budget_bytes
@@ -137,7 +137,7 @@ class TrialRunner:
             OutOfMemory: the size did not fit under the budget.
             AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
         """
-        self._before_trial()
+        self._before_trial(size)
         self._memory.clean()
         graphs = num_compiled_graphs()
         try:
@@ -173,7 +173,7 @@ class TrialRunner:
         Raises:
             OutOfMemory: the size no longer fits.
         """
-        self._before_trial()
+        self._before_trial(size)
         self._memory.clean()
         failures, seconds = self._memory.isolate(partial(self._time_steps, size))
         self.clean()
