@@ -27,7 +27,7 @@ class SearchProgress(SearchLog):
 
     Args:
         mode: begins every line.
-        status: told each size that is tried, with the last peak and the best one.
+        status: told each size that is tried, with the last peak.
         console: rank 0's; None on the other ranks.
     """
 
@@ -40,8 +40,6 @@ class SearchProgress(SearchLog):
         self.extra = SHOWN_ELSEWHERE if is_shown else {}
         self._has_heading = False
         self._so_far = ""
-        self._best = "none"
-        self._best_size = 0
 
     def trial_started(self, size: int, purpose: Purpose) -> None:
         """Update the status."""
@@ -57,17 +55,8 @@ class SearchProgress(SearchLog):
             peak, of_budget = gib(trial.peak_bytes), f"{trial.peak_bytes / max(budget_bytes, 1):.1%}"
         seconds = f"{trial.seconds:.2f}"
         self._row(self.num_trials, trial.size, trial.status, peak, of_budget, seconds, self.note)
-        self._so_far = f" ({self._last_and_best(trial, budget_bytes)})"
-
-    def _last_and_best(self, trial: TrialRecord, budget_bytes: int) -> str:
-        peak = trial.status if trial.peak_bytes is None else gib(trial.peak_bytes)
-        result = f"{trial.size}: {peak}"
-        if trial.status == "fits" and trial.size >= self._best_size:
-            self._best, self._best_size = result, trial.size
-        elif trial.status != "fits" and trial.size <= self._best_size:  # it has fitted before
-            self._best, self._best_size = "none", 0
-        both = result if result == self._best else f"{result}, best {self._best}"
-        return f"{both} of {gib(budget_bytes)} GiB"
+        last = trial.status if trial.peak_bytes is None else f"{peak} of {gib(budget_bytes)} GiB"
+        self._so_far = f" ({trial.size}: {last})"
 
     def size_timed(self, timing: Timing) -> None:
         """Add a row, unless the size has been timed before and still fits."""
