@@ -260,33 +260,24 @@ class BatchSizeFinder:
             if newest.fits(self.budget_bytes):
                 break
             logger.info("batch size %d no longer fits: %s", found.size, self._outside())
-            found = self._search_below(newest, found, tolerance, deadline)
+            found = self._search_below(newest, tolerance, deadline)
             self._read_budget_again(fraction)
         return found
 
-    def _search_below(
-        self, newest: TrialRecord, found: SearchResult, tolerance: float, deadline: float
-    ) -> SearchResult:
-        """Find the largest size below one that no longer fits.
+    def _search_below(self, newest: TrialRecord, tolerance: float, deadline: float) -> SearchResult:
+        """Find the largest size below one that no longer fits, from a size a little below it.
 
-        Sizes are tried one candidate lower (or by the tolerance, if that is more), then twice and four times
-        as far, until one fits; the search is then repeated between the two. What trials before the
-        confirmation say counts only where the time runs out before a size has fitted.
+        What trials before the confirmation say counts only where the time runs out before a size has fitted.
         """
-        candidates, known = Candidates(self.min_size, newest.size, self.settings.multiple_of), [newest]
-        index = len(candidates) - 1
-        step = max(1, int(tolerance * index))
-        while not known[-1].fits(self.budget_bytes):
-            if index == 0:
-                return replace(found, size=None, limited_by="memory")
-            if time.monotonic() >= deadline:
-                return self._without_further_trials()
-            index, step = max(index - step, 0), 2 * step
-            known.append(self._one_trial(candidates[index], "confirmation"))
-        return self._search(
-            min_size=known[-1].size, max_size=newest.size, known=known, tolerance=tolerance,
-            deadline_s=deadline - time.monotonic(),
+        candidates = Candidates(self.min_size, newest.size, self.settings.multiple_of)
+        last = len(candidates) - 1
+        below = self._search(
+            "confirmation", max_size=newest.size, known=[newest], tolerance=tolerance,
+            start=candidates[max(last - max(1, int(tolerance * last)), 0)], deadline_s=deadline - time.monotonic(),
         )  # fmt: skip
+        if below.size is None and below.limited_by == "timeout":
+            return self._without_further_trials()
+        return below
 
     def _without_further_trials(self) -> SearchResult:
         """The largest size that fits according to its newest trial, with what has come to be held since."""
