@@ -64,19 +64,15 @@ class TrialRunner:
     Each trial starts with an empty cache and runs under a cap, so that the allocator itself refuses memory
     above the budget. By the end of a trial everything is allocated that training keeps allocated.
 
-    A training trial begins with the optimizer state of the snapshot, usually none. Missing state is allocated
-    where training allocates it: after the first backward pass, among the blocks that this pass has freed.
-    An optimizer that did not step there (the gradient scaler skipped it, or the step only accumulates) then
-    takes a step with zero gradients. Training trials of a single step allocate the state before they begin.
-    Where training empties the cache of an accelerator between its steps, a trial of several steps that nearly
-    fills the budget does so after them, and runs as many again: what training keeps lies between the gaps
-    that activations have left, so that it may reserve more.
+    A training trial begins with the optimizer state of the snapshot, usually none. An optimizer that has not
+    stepped by the end of the first step (a scaler skipped it, or the step only accumulates) then takes a step
+    with zero gradients; in trials of a single step it does so before. Where training empties the cache of an
+    accelerator between its steps, a trial that nearly fills the budget does so too, and repeats its steps:
+    what training keeps then lies between gaps of activations.
 
     With `torch.backends.cudnn.benchmark`, a first step is not counted: cuDNN times kernels in it, with
-    workspaces up to all that is free, and tries smaller ones where the cap refuses them.
-
-    The first validation trial begins with a training step and allocates all that training keeps. This stays
-    until the last trial, and the cache is emptied behind it, as it is in training before a validation.
+    workspaces up to all that is free. The first validation trial begins with a training step, and keeps what
+    training keeps until the last trial.
 
     Args:
         step: runs one full training or validation step on a batch.
@@ -128,10 +124,7 @@ class TrialRunner:
         self._num_retries = 0
 
     def __call__(self, size: int) -> int:
-        """Run one trial.
-
-        Returns:
-            Peak bytes that the process held on the device.
+        """Run one trial and return the peak: bytes that the process held on the device.
 
         Raises:
             OutOfMemory: the size did not fit under the budget.
@@ -165,10 +158,7 @@ class TrialRunner:
         return self._memory.in_use()
 
     def time(self, size: int) -> list[float]:
-        """Time several steps of a size that fits, after one warm-up step and without a cap.
-
-        Returns:
-            Seconds of each step.
+        """Seconds of each of several steps of a size that fits, after one warm-up step and without a cap.
 
         Raises:
             OutOfMemory: the size no longer fits.
@@ -295,13 +285,9 @@ def step_with_zero_gradients(
 ) -> None:
     """Make the optimizer allocate its state, by a step with zero gradients.
 
-    Present gradients are set to zero first, because they may be infinite (the gradient scaler skipped them)
-    and would turn the parameters into NaN. Parameters may still move, by weight decay. An optimizer that
-    needs sparse gradients or a closure fails here and is left alone: the trial's own steps make it allocate.
-
-    Args:
-        optimizer: the optimizer.
-        refused: tells whether an exception means that memory was refused; such an exception is raised on.
+    Gradients that a scaler has skipped may be infinite, so they are set to zero. An optimizer that needs
+    sparse gradients or a closure is left alone: the trial's own steps make it allocate. An exception that
+    means out of memory, by `refused`, is raised on.
     """
     trainable = _trainable(optimizer)
     without_gradient = [parameter for parameter in trainable if parameter.grad is None]
