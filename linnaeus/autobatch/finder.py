@@ -273,7 +273,8 @@ class BatchSizeFinder:
         last = len(candidates) - 1
         below = self._search(
             "confirmation", max_size=newest.size, known=[newest], tolerance=tolerance,
-            start=candidates[max(last - max(1, int(tolerance * last)), 0)], deadline_s=deadline - time.monotonic(),
+            start=candidates[max(last - max(1, int(tolerance * last)), 0)],
+            deadline_s=deadline - time.monotonic(),
         )  # fmt: skip
         if below.size is None and below.limited_by == "timeout":
             return self._without_further_trials()

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.memory.device import CudaMemory
-from linnaeus.autobatch.rng import seed_all
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
+from linnaeus.rng import seed_all
 from linnaeus.sizing.sizes import SizeSearch, find_sizes
 from linnaeus.training.build import Assembly, assemble
 from tests.helpers.runs import SMALL, Run
