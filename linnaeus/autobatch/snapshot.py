@@ -79,7 +79,7 @@ class Snapshot:
         self._device = device
         self._rng = rng_state(device)
         self._environment = dict(os.environ)
-        self._switches = {name: read() for name, (read, _) in _SWITCHES.items()}
+        self._switches = [read() for read, _ in _SWITCHES]
 
     def _inside(self, value: Any) -> list[dict[str, Any]]:
         """The containers of a module, an optimizer or a scaler, wherever one is found."""
@@ -135,9 +135,9 @@ class Snapshot:
 
     def restore(self) -> None:
         """Restore `state`, random number generators, switches of torch and environment variables."""
-        for name, (read, write) in _SWITCHES.items():
-            if read() != self._switches[name]:
-                write(self._switches[name])
+        for (read, write), before in zip(_SWITCHES, self._switches, strict=True):
+            if read() != before:
+                write(before)
         self.restore_parts()
         set_rng_state(self._rng, self._device)
         if dict(os.environ) != self._environment:
@@ -146,15 +146,15 @@ class Snapshot:
 
 
 _CUDNN = torch.backends.cudnn
-_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
-    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    **{
-        f"cudnn {name}": (partial(getattr, _CUDNN, name), partial(setattr, _CUDNN, name))
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    *(
+        (partial(getattr, _CUDNN, name), partial(setattr, _CUDNN, name))
         for name in ("enabled", "benchmark", "deterministic")
-    },
-}
+    ),
+)
 """Global switches of torch: a function that reads each, and one that writes it."""
 
 

@@ -32,7 +32,7 @@ from linnaeus.data.bundle import DataBundle
 from linnaeus.data.loader import num_workers
 from linnaeus.dist import World, wrap
 from linnaeus.sizing.bounds import max_batch_sizes
-from linnaeus.sizing.progress import SearchProgress
+from linnaeus.sizing.report import SearchProgress
 from linnaeus.training.build import Assembly
 from linnaeus.training.metrics import MetricsMemory
 from linnaeus.training.noise_scale import GradientProbe

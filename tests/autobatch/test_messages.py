@@ -23,8 +23,7 @@ from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Timing
 from linnaeus.autobatch.search import PredictedPoint, TrialRecord, find_largest
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.sizing.progress import SearchProgress
-from linnaeus.sizing.report import summary
+from linnaeus.sizing.report import SearchProgress, summary
 from linnaeus.sizing.sizes import keys
 from tests.helpers.consoles import terminal
 from tests.helpers.fake_cuda import FakeCuda
