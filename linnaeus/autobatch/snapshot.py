@@ -81,11 +81,11 @@ class Snapshot:
         self._environment = dict(os.environ)
         self._switches = [read() for read, _ in _SWITCHES]
 
-    def _inside(self, value: Any) -> list[dict[str, Any]]:
+    def _inside(self, value: Any) -> list[Any]:
         """The containers of a module, an optimizer or a scaler, wherever one is found."""
         if isinstance(value, nn.Module):
-            own = [module for module in value.modules() if not _mirrors_native_state(module)]
-            return [part for module in own for part in (module._parameters, module._buffers, vars(module))]
+            content = value._modules if _mirrors_native_state(value) else vars(value)
+            return [value._parameters, value._buffers, content]
         if is_optimizer(value):
             self.optimizers.append(value)
             return [vars(value)]
