@@ -19,7 +19,7 @@ from linnaeus.autobatch.observer import (
     SearchObserver,
     check_observer,
 )
-from linnaeus.autobatch.optimizers import strangers_refused
+from linnaeus.autobatch.optimizers import unlisted_optimizers_refused
 from linnaeus.autobatch.predicted import predict_step
 from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.autobatch.ranks.group import check_equal, together
@@ -87,7 +87,7 @@ def auto_find_batch_size(
             largest that fits on each. So `step` must do without collectives; DistributedDataParallel in
             `state` does without its own meanwhile. None is the default process group if one is initialised;
             False searches on this rank alone.
-        target_memory_fraction, ...: `SearchSettings` describes these, from here to `predict`.
+        target_memory_fraction and the others: settings of the search, as `SearchSettings` describes them.
 
     Raises:
         AutoBatchError: no size fits, `state` lacks an optimizer that the step uses, or something in it cannot
@@ -207,7 +207,7 @@ def predict_memory(
     state = listed(state)
     snapshot = Snapshot(state, torch.device("cpu"))
     try:
-        with strangers_refused(state, snapshot):
+        with unlisted_optimizers_refused(state, snapshot):
             buckets = Buckets.of(state)
             prediction = predict_step(
                 step, make_batch, state=state, mode=mode, buckets=buckets, base_bytes=None

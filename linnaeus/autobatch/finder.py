@@ -28,7 +28,7 @@ from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.names import ARGUMENTS, Names, last_part
 from linnaeus.autobatch.nothing_fits import NothingFits
 from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
-from linnaeus.autobatch.optimizers import check_restorable, strangers_refused
+from linnaeus.autobatch.optimizers import check_restorable, unlisted_optimizers_refused
 from linnaeus.autobatch.predicted import START_FRACTION, moments_bytes, traced
 from linnaeus.autobatch.result import AutoBatchResult, Mode, PredictedStart, Timing
 from linnaeus.autobatch.search import (
@@ -144,7 +144,7 @@ class BatchSizeFinder:
         with contextlib.ExitStack() as stack:
             self._snapshot = Snapshot(self._state, self.memory.device)
             self._moments_at_start = moments_bytes(self._state)
-            stack.enter_context(strangers_refused(self._state, self._snapshot))
+            stack.enter_context(unlisted_optimizers_refused(self._state, self._snapshot))
             stack.enter_context(existing_objects_frozen())
             self._runner = self._make_runner(snapshot=self._snapshot)
             stack.callback(self.memory.reset_peak)  # the last callback runs first

@@ -24,7 +24,7 @@ REHEARSED_STEPS = 2
 logger = logging.getLogger("linnaeus.autobatch")
 
 
-class StrangerError(AutoBatchError):
+class UnlistedOptimizerError(AutoBatchError):
     """A step uses an optimizer that is not in `state`.
 
     Attributes:
@@ -40,13 +40,13 @@ class StrangerError(AutoBatchError):
 
 
 @contextlib.contextmanager
-def strangers_refused(state: Sequence[Any], snapshot: Snapshot) -> Iterator[None]:
+def unlisted_optimizers_refused(state: Sequence[Any], snapshot: Snapshot) -> Iterator[None]:
     """Inside the context, no optimizer that was left out of `state`, and so of its snapshot, can step.
 
     An optimizer that a step makes for itself, over tensors of its own, is none of the caller's.
 
     Raises:
-        StrangerError: from within the step; it names the optimizer.
+        UnlistedOptimizerError: from within the step; it names the optimizer.
     """
     known = set(map(id, snapshot.optimizers))
     tensors = {id(parameter) for part in state for parameter in parameters_of(part)}
@@ -57,7 +57,7 @@ def strangers_refused(state: Sequence[Any], snapshot: Snapshot) -> Iterator[None
         if id(optimizer) in known:
             return
         if optimizer in existing or any(id(parameter) in tensors for parameter in parameters_of(optimizer)):
-            raise StrangerError(type(optimizer).__name__)
+            raise UnlistedOptimizerError(type(optimizer).__name__)
 
     handle = register_optimizer_step_pre_hook(refuse)
     try:

@@ -13,7 +13,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus.autobatch.optimizers import StrangerError
+from linnaeus.autobatch.optimizers import UnlistedOptimizerError
 from linnaeus.autobatch.rng import rng_state, set_rng_state
 from linnaeus.autobatch.snapshot import Contents
 from linnaeus.integrations.common import group_of_this_process
@@ -112,9 +112,9 @@ class Rehearsal:
     def _training_step(self, model: nn.Module, inputs: Any, num_items: Any) -> None:
         try:
             self._trainer.training_step(model, inputs, num_items)
-        except StrangerError as error:
+        except UnlistedOptimizerError as error:
             remedy = "Keep it in an attribute of the trainer, from before train() or from create_optimizer()"
-            raise StrangerError(error.optimizer, remedy) from None
+            raise UnlistedOptimizerError(error.optimizer, remedy) from None
 
     def _set_modes(self) -> None:
         """Give the modules beside the model their own modes: a search has put all in that of the model."""

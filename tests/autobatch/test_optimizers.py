@@ -17,7 +17,7 @@ from timm.optim import Lookahead
 from torch import Tensor, nn
 
 from linnaeus.autobatch import auto_find_batch_size
-from linnaeus.autobatch.optimizers import StrangerError
+from linnaeus.autobatch.optimizers import UnlistedOptimizerError
 from linnaeus.config.schema import OptimizerConfig
 from linnaeus.errors import AutoBatchError, ConfigError
 from linnaeus.training.optim import build_optimizer
@@ -297,7 +297,7 @@ def test_an_optimizer_that_was_left_out_of_state_is_named_before_it_steps(has_st
 
     before = bits((loop.model.state_dict(), other.state_dict(), second.state_dict()))
     state = (loop.model, loop.optimizer, other) if has_state else ()
-    with pytest.raises(StrangerError, match="Adagrad"):
+    with pytest.raises(UnlistedOptimizerError, match="Adagrad"):
         auto_find_batch_size(step, lambda n: torch.randn(n, 1, 4, 4), device="cpu", state=state)
     assert bits((loop.model.state_dict(), other.state_dict(), second.state_dict())) == before
     second.step()  # outside of the search it may
