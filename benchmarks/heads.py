@@ -19,13 +19,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from linnaeus.autobatch.rng import seed_all
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
+from linnaeus.rng import seed_all
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.losses import logits_per_level
 

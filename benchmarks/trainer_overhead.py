@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as functional
 
-from linnaeus.autobatch.rng import seed_all
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import plan_batches
 from linnaeus.config.load import load_config
@@ -31,6 +30,7 @@ from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.dist import World, resolve_device
 from linnaeus.log import MetricsFile
+from linnaeus.rng import seed_all
 from linnaeus.signals import StopRequest
 from linnaeus.tracking import Tracker
 from linnaeus.training.build import Assembly, assemble

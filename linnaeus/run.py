@@ -13,7 +13,6 @@ from typing import Any
 
 from rich.console import Console
 
-from linnaeus.autobatch.rng import seed_all, set_deterministic
 from linnaeus.batching.plan import BatchPlan, plan_batches
 from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.config.load import save_config, with_batch_sizes
@@ -28,6 +27,7 @@ from linnaeus.files import AUTOBATCH, CHECKPOINTS, write_text_atomically
 from linnaeus.log import MetricsFile, open_run_folder
 from linnaeus.models.normalisation import with_normalisation
 from linnaeus.models.spec import MODEL_FILE, ModelSpec
+from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import find_planned_sizes
 from linnaeus.sizing.report import device_environment, report_searches

@@ -45,13 +45,12 @@ MUTANTS = (
     ),
     Mutant(
         "one tensor of a model is not restored", "autobatch/snapshot.py",
-        "        for tensor in self._tensors:\n            tensor.restore()",
-        "        for tensor in self._tensors[1:]:\n            tensor.restore()",
+        "for tensor in self.tensors:", "for tensor in self.tensors[1:]:",
         "tests/autobatch/test_snapshot.py",
     ),
     Mutant(
-        "an optimizer's attributes are not restored", "autobatch/attributes.py",
-        "for name, restore in self._saved.items():", "for name, restore in ():",
+        "an optimizer's attributes are not restored", "autobatch/snapshot.py",
+        "            self._kept.restore(with_values=with_values)\n", "",
         "tests/autobatch/test_optimizers.py",
     ),
     Mutant(

@@ -18,7 +18,7 @@ from tests.helpers.forks import ROOT
 PACKAGE = ROOT / "linnaeus"
 
 ORDER = (
-    "autobatch", "integrations", "words", "errors", "files", "signals", "config", "batching", "dist",
+    "autobatch", "integrations", "rng", "words", "errors", "files", "signals", "config", "batching", "dist",
     "console", "log", "tracking", "data", "models", "training", "sizing", "inference",
     "run", "launchers", "commands", "main", "train",
 )  # fmt: skip

@@ -9,15 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from linnaeus.autobatch.rng import (
-    derive_seed,
-    preserved_generators,
-    rng_state,
-    seed_all,
-    seed_generators,
-    set_deterministic,
-    set_rng_state,
-)
+from linnaeus.autobatch.rng import preserved_generators, rng_state, set_rng_state
+from linnaeus.rng import derive_seed, seed_all, seed_generators, set_deterministic
 
 CPU = torch.device("cpu")
 

@@ -16,14 +16,10 @@ from torch.distributed import ProcessGroup
 from linnaeus.autobatch.arguments import check_bounds, check_choice, check_functions, kind_of
 from linnaeus.autobatch.finder import BatchSizeFinder
 from linnaeus.autobatch.observer import (
-    Purpose,
-    SearchLimits,
-    SearchLog,
     SearchObserver,
     check_observer,
-    doing,
 )
-from linnaeus.autobatch.optimizers import strangers_refused
+from linnaeus.autobatch.optimizers import unlisted_optimizers_refused
 from linnaeus.autobatch.predicted import predict_step
 from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.autobatch.ranks.group import check_equal, together
@@ -33,8 +29,7 @@ from linnaeus.autobatch.ranks.single_rank import (
     refusing_collectives,
     without_ddp_communication,
 )
-from linnaeus.autobatch.result import AutoBatchResult, Mode, Timing
-from linnaeus.autobatch.search import TrialRecord
+from linnaeus.autobatch.result import AutoBatchResult, Mode
 from linnaeus.autobatch.settings import Objective, SearchSettings
 from linnaeus.autobatch.snapshot import Snapshot
 
@@ -84,31 +79,15 @@ def auto_find_batch_size(
         mode: `train` or `val`; modules in `state` are put in the matching mode.
         device: the device whose memory counts. By default that of the first parameter in `state`, else
             torch's current accelerator, else the CPU.
-        target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
-        min_batch_size: smallest size tried, inclusive. With BatchNorm, training starts at 2.
-        max_batch_size: largest size tried, inclusive. None leaves it to memory and `bounds`.
-        steps_per_trial: steps that one trial runs.
-        strategy: `guided`, `binary`, `power` or `binsearch`.
-        tolerance: the search ends when the size found is proven to be within this fraction of the largest, in
-            [0, 1): a size that does not fit is known, and all that may fit are at most `1 + tolerance` times
-            the size found. Below `1 / tolerance` samples this is exact; 0 always is.
-        multiple_of: only multiples of this are tried; sizes below it stay exact.
-        memory_limit_gb: GiB; this process may hold the target fraction of it, whatever others use.
-        max_trials: most trials to run; the best size so far is used then.
-        timeout_minutes: deadline of the search; the best size so far is used then.
-        objective: `memory` for the largest size that fits, `throughput` for the smallest of those that fit
-            whose samples per second come within 5 % of the best.
         bounds: further upper bounds by the name that `limited_by` reports, such as {"dataset": 1437}. They
             may differ between ranks: the lowest of each name holds.
-        start: a size to try first, such as the answer of an earlier run.
         observer: told what the search does; by default a `SearchLog`, which logs a line for each trial.
-        predict: on a CUDA device, start a guided search without `start` at the size that calls of `step` on
-            tensors without data predict. Where these fail, the search starts from a small size.
         group: the ranks that search together; every one of them must call this, with the same arguments. Rank
             0 of the group searches while the others wait, then all run the size found, and all return the
             largest that fits on each. So `step` must do without collectives; DistributedDataParallel in
             `state` does without its own meanwhile. None is the default process group if one is initialised;
             False searches on this rank alone.
+        target_memory_fraction and the others: settings of the search, as `SearchSettings` describes them.
 
     Raises:
         AutoBatchError: no size fits, `state` lacks an optimizer that the step uses, or something in it cannot
@@ -128,20 +107,22 @@ def auto_find_batch_size(
             multiple_of, memory_limit_gb, max_trials, timeout_minutes, objective, start, predict,
         )  # fmt: skip
         state = listed(state)
-        observer = observer or SearchLog(mode)
         neighbours: Sequence[int] = ()
         if control is not None:
             bounds = _agreed_bounds(control, settings, mode, state, bounds or {})
             neighbours = control.neighbours()
             step = refusing_collectives(step, steps_per_trial, "the step")
             make_batch = refusing_collectives(make_batch, steps_per_trial, "make_batch")
-        before_trial = stack.enter_context(without_ddp_communication(() if control is None else state))
+        renew_wrappers = stack.enter_context(without_ddp_communication(() if control is None else state))
 
         def finder_for(status: RankStatus, settings: SearchSettings) -> BatchSizeFinder:
+            def before_trial(size: int) -> None:
+                status.update(f"{mode}: trying batch size {size}")
+                renew_wrappers()
+
             return BatchSizeFinder(
                 step, make_batch, settings, state=state, mode=mode, device=device, bounds=bounds,
-                observer=_StatusObserver(mode, observer, status), neighbours=neighbours,
-                before_trial=before_trial,
+                observer=observer, neighbours=neighbours, before_trial=before_trial,
                 predict=partial(predict_step, step, make_batch, state=state, mode=mode),
             )  # fmt: skip
 
@@ -170,26 +151,6 @@ def _agreed_bounds(
         lowest[name] = min(bound, lowest.get(name, bound))
     check_silenceable(state)
     return lowest
-
-
-class _StatusObserver(SearchObserver):
-    """Hands all on to an observer, and tells the status of this rank."""
-
-    def __init__(self, mode: Mode, observer: SearchObserver, status: RankStatus) -> None:
-        self._mode, self._observer, self._status = mode, observer, status
-
-    def search_started(self, limits: SearchLimits) -> None:
-        self._observer.search_started(limits)
-
-    def trial_started(self, size: int, purpose: Purpose) -> None:
-        self._status.update(doing(self._mode, size, purpose))
-        self._observer.trial_started(size, purpose)
-
-    def trial_finished(self, trial: TrialRecord, budget_bytes: int) -> None:
-        self._observer.trial_finished(trial, budget_bytes)
-
-    def size_timed(self, timing: Timing) -> None:
-        self._observer.size_timed(timing)
 
 
 def listed(state: Any) -> tuple[Any, ...]:
@@ -246,7 +207,7 @@ def predict_memory(
     state = listed(state)
     snapshot = Snapshot(state, torch.device("cpu"))
     try:
-        with strangers_refused(state, snapshot):
+        with unlisted_optimizers_refused(state, snapshot):
             buckets = Buckets.of(state)
             prediction = predict_step(
                 step, make_batch, state=state, mode=mode, buckets=buckets, base_bytes=None

@@ -1,8 +1,12 @@
-"""Checks of the arguments of a search; each error says what was given and what is allowed."""
+"""Checks of the arguments of a search.
+
+Each raises a TypeError or a ValueError that says what was given and what is allowed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import operator
+from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -24,50 +28,35 @@ UNBOUNDED = 2**31
 
 
 def check_integer(name: str, value: Any) -> None:
-    """Check that it is an integer; a bool is none.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Check that it is an integer; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} is {value!r}; it must be an integer")
 
 
 def check_count(name: str, value: Any) -> None:
-    """Check that it is an integer from 1 upwards.
-
-    Raises:
-        TypeError, ValueError: it is no integer, or is below 1.
-    """
+    """Check that it is an integer from 1 upwards."""
     check_integer(name, value)
     if value < 1:
         raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
-def check_number(name: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]) -> None:
-    """Check that it is a real number in some range; a bool is none.
+_COMPARISONS = {
+    "gt": ("above", operator.gt), "ge": ("at least", operator.ge),
+    "lt": ("below", operator.lt), "le": ("at most", operator.le),
+}  # fmt: skip
 
-    Args:
-        name: the argument's name.
-        value: its value.
-        allowed: the range in words, such as `in (0, 1]`.
-        is_allowed: whether a number lies in it.
 
-    Raises:
-        TypeError, ValueError: it is no number, or lies outside of the range.
-    """
+def check_number(name: str, value: Any, **bounds: float) -> None:
+    """Check that it is a real number within `gt`, `ge`, `lt` and `le`; a bool is none."""
+    allowed = " and ".join(f"{_COMPARISONS[bound][0]} {limit}" for bound, limit in bounds.items())
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}; it must be a number {allowed}")
-    if not is_allowed(float(value)):
+    if not all(_COMPARISONS[bound][1](float(value), limit) for bound, limit in bounds.items()):
         raise ValueError(f"{name} is {value}; it must be a number {allowed}")
 
 
 def check_bounds(bounds: Any) -> None:
-    """Check `bounds`, a dictionary of integers by name, or None.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Check `bounds`, a dictionary of integers by name, or None."""
     if bounds is None:
         return
     if not isinstance(bounds, Mapping):
@@ -79,21 +68,13 @@ def check_bounds(bounds: Any) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
-    """Check that it is one of the choices.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Check that it is one of the choices."""
     if value not in tuple(choices):
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
 
 
 def check_functions(step: Any, make_batch: Any) -> None:
-    """Check that `step` and `make_batch` can be called.
-
-    Raises:
-        TypeError: one of them cannot.
-    """
+    """Check that `step` and `make_batch` can be called."""
     for name, function in (("step", step), ("make_batch", make_batch)):
         if not callable(function):
             raise TypeError(f"{name} is {kind_of(function)}; it must be a function")

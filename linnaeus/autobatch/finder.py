@@ -23,18 +23,18 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.autobatch.arguments import UNBOUNDED
-from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.names import ARGUMENTS, Names, last_part
 from linnaeus.autobatch.nothing_fits import NothingFits
 from linnaeus.autobatch.observer import Purpose, SearchLimits, SearchLog, SearchObserver
-from linnaeus.autobatch.optimizers import check_restorable, strangers_refused
-from linnaeus.autobatch.predicted import StartPredictor, moments_bytes
+from linnaeus.autobatch.optimizers import check_restorable, unlisted_optimizers_refused
+from linnaeus.autobatch.predicted import START_FRACTION, moments_bytes, traced
 from linnaeus.autobatch.result import AutoBatchResult, Mode, PredictedStart, Timing
 from linnaeus.autobatch.search import (
     Candidates,
     OutOfMemory,
+    PredictedPoint,
     SearchResult,
     TrialRecord,
     carry_over,
@@ -42,7 +42,7 @@ from linnaeus.autobatch.search import (
     judged,
 )
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.autobatch.snapshot import Snapshot
+from linnaeus.autobatch.snapshot import Snapshot, parameters_of
 from linnaeus.autobatch.throughput import sizes_by_speed
 from linnaeus.autobatch.trial import NEARLY_FULL, TrialRunner, existing_objects_frozen
 
@@ -71,7 +71,7 @@ class BatchSizeFinder:
         batches_per_step: batches that one call of `step` takes; needed for samples per second.
         train_once: runs one training step before the first validation trial, so that validation is measured
             with everything that training keeps allocated. Without it, only optimizer state is allocated.
-        before_trial: called before each trial and each timing.
+        before_trial: called with the size before each trial and each timing.
         names: what messages call the settings.
         predict: gives the prediction of the step, for searches on CUDA devices to start from; see
             `predict_step`. None searches without one.
@@ -102,7 +102,7 @@ class BatchSizeFinder:
         bounds: Mapping[str, int] | None = None,
         batches_per_step: int = 1,
         train_once: Callable[[], object] | None = None,
-        before_trial: Callable[[], object] = lambda: None,
+        before_trial: Callable[[int], object] = lambda size: None,
         observer: SearchObserver | None = None,
         names: Names = ARGUMENTS,
         predict: Callable[[], Prediction] | None = None,
@@ -135,21 +135,22 @@ class BatchSizeFinder:
             num_steps=settings.steps_per_trial, training=mode == "train", train_once=train_once,
             before_trial=before_trial, names=names, empties_cache=empties_cache,
         )  # fmt: skip
-        self._predict = predict if settings.predict and self.memory.device.type == "cuda" else None
+        self._trace = predict if settings.predict and self.memory.device.type == "cuda" else None
+        self._prediction: Prediction | None = None
+        self._trace_seconds = 0.0
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             self._snapshot = Snapshot(self._state, self.memory.device)
             self._moments_at_start = moments_bytes(self._state)
-            stack.enter_context(strangers_refused(self._state, self._snapshot))
+            stack.enter_context(unlisted_optimizers_refused(self._state, self._snapshot))
             stack.enter_context(existing_objects_frozen())
             self._runner = self._make_runner(snapshot=self._snapshot)
             stack.callback(self.memory.reset_peak)  # the last callback runs first
             stack.callback(self._runner.clean)
             stack.callback(self._snapshot.restore)
             self._runner.clean()
-            self._predictor = StartPredictor(self._predict, self.mode)
             check_restorable(self._snapshot, self._names)
             self._stack = stack.pop_all()
         return self
@@ -188,7 +189,7 @@ class BatchSizeFinder:
         found = find_largest(self._runner, **self._arguments(
             known=self._known.values(), strategy=settings.strategy, tolerance=tolerance,
             max_trials=settings.max_trials, start=start if predicted is None else predicted.batch_size,
-            predicted=None if predicted is None else self._predictor.point(predicted),
+            predicted=None if predicted is None else self._point(predicted),
             fixed_bytes=self.held_bytes, deadline_s=deadline - time.monotonic(),
         ))  # fmt: skip
         if confirm:
@@ -197,7 +198,7 @@ class BatchSizeFinder:
         self._warn_about_growth()
         result = self._result(found, settings, num_before, started)
         if predicted is not None:
-            peak_bytes = self._predictor.peak_bytes(result.batch_size, predicted.other_bytes)
+            peak_bytes = self._predicted_bytes(result.batch_size, predicted.other_bytes)
             result = replace(result, prediction=replace(predicted, peak_bytes=peak_bytes))
         if settings.objective == "throughput":
             rest = settings.timeout_minutes - result.seconds / 60
@@ -212,14 +213,32 @@ class BatchSizeFinder:
         return max(other_bytes, 0) + self.memory.placement_bytes
 
     def _predicted_start(self) -> PredictedStart | None:
-        """Where the prediction says to start; None without one."""
-        found = self._predictor.start(self.budget_bytes, self._other_bytes, self.min_size, self._max_size)
-        if found is not None:
-            logger.info(
-                "AutoBatch %s: starting at batch size %d, as predicted (%.1f s)",
-                self.mode, found.batch_size, found.seconds,
-            )  # fmt: skip
-        return found
+        """Where the prediction says to start; None without one, and where nothing is predicted to fit."""
+        if self._trace is not None:  # the first search traces the step
+            self._prediction, self._trace_seconds = traced(self._trace, self.mode)
+            self._trace = None
+        if (prediction := self._prediction) is None:
+            return None
+        other_bytes, seconds = self._other_bytes, self._trace_seconds
+        limit_bytes = int(START_FRACTION * self.budget_bytes) - other_bytes
+        size = prediction.largest(limit_bytes, smallest=self.min_size, largest=self._max_size)
+        if size is None:
+            return None
+        logger.info(
+            "AutoBatch %s: starting at batch size %d, as predicted (%.1f s)", self.mode, size, seconds
+        )
+        return PredictedStart(size, max(prediction.slope(size), 0.0), other_bytes, round(seconds, 3))
+
+    def _predicted_bytes(self, size: int, other_bytes: int) -> int | None:
+        """What the process is predicted to hold at its peak; None where no search has asked for a start."""
+        return None if self._prediction is None else self._prediction.reserved_bytes(size) + other_bytes
+
+    def _point(self, start: PredictedStart) -> PredictedPoint | None:
+        """What a start says, for `find_largest`; None if one more sample is to need no memory."""
+        peak_bytes = self._predicted_bytes(start.batch_size, start.other_bytes)
+        if peak_bytes is None or not start.bytes_per_sample:
+            return None
+        return PredictedPoint(start.batch_size, peak_bytes, start.bytes_per_sample)
 
     def _confirmed(
         self, found: SearchResult, fraction: float, tolerance: float, deadline: float
@@ -241,33 +260,25 @@ class BatchSizeFinder:
             if newest.fits(self.budget_bytes):
                 break
             logger.info("batch size %d no longer fits: %s", found.size, self._outside())
-            found = self._search_below(newest, found, tolerance, deadline)
+            found = self._search_below(newest, tolerance, deadline)
             self._read_budget_again(fraction)
         return found
 
-    def _search_below(
-        self, newest: TrialRecord, found: SearchResult, tolerance: float, deadline: float
-    ) -> SearchResult:
-        """Find the largest size below one that no longer fits.
+    def _search_below(self, newest: TrialRecord, tolerance: float, deadline: float) -> SearchResult:
+        """Find the largest size below one that no longer fits, from a size a little below it.
 
-        Sizes are tried one candidate lower (or by the tolerance, if that is more), then twice and four times
-        as far, until one fits; the search is then repeated between the two. What trials before the
-        confirmation say counts only where the time runs out before a size has fitted.
+        What trials before the confirmation say counts only where the time runs out before a size has fitted.
         """
-        candidates, known = Candidates(self.min_size, newest.size, self.settings.multiple_of), [newest]
-        index = len(candidates) - 1
-        step = max(1, int(tolerance * index))
-        while not known[-1].fits(self.budget_bytes):
-            if index == 0:
-                return replace(found, size=None, limited_by="memory")
-            if time.monotonic() >= deadline:
-                return self._without_further_trials()
-            index, step = max(index - step, 0), 2 * step
-            known.append(self._one_trial(candidates[index], "confirmation"))
-        return self._search(
-            min_size=known[-1].size, max_size=newest.size, known=known, tolerance=tolerance,
+        candidates = Candidates(self.min_size, newest.size, self.settings.multiple_of)
+        last = len(candidates) - 1
+        below = self._search(
+            "confirmation", max_size=newest.size, known=[newest], tolerance=tolerance,
+            start=candidates[max(last - max(1, int(tolerance * last)), 0)],
             deadline_s=deadline - time.monotonic(),
         )  # fmt: skip
+        if below.size is None and below.limited_by == "timeout":
+            return self._without_further_trials()
+        return below
 
     def _without_further_trials(self) -> SearchResult:
         """The largest size that fits according to its newest trial, with what has come to be held since."""
@@ -343,7 +354,7 @@ class BatchSizeFinder:
             failure = NothingFits(
                 self.mode, self._limits(fraction), self.memory.device, self.trials, found.limited_by,
                 settings.min_batch_size, self.held_bytes, self._outside(), self._names,
-                self._predictor.peak_bytes(self.min_size, self._other_bytes),
+                self._predicted_bytes(self.min_size, self._other_bytes),
             )  # fmt: skip
             raise AutoBatchError(str(failure))
         self._warn_about_equal_peaks()

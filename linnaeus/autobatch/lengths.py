@@ -18,7 +18,6 @@ import torch
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.arguments import check_count, kind_of
-from linnaeus.autobatch.attributes import is_array
 from linnaeus.autobatch.rng import rng_state, set_rng_state
 
 Length = str | Callable[[Any], int] | Sequence[int] | None
@@ -130,7 +129,7 @@ def largest_first(
 def _batch_values(collate: Callable[[list[Any]], Any], sample: Any) -> tuple[int, ...]:
     """Values of each tensor and array in a batch of a sample and its copy; else the number of all leaves."""
     leaves = list(nest.leaves(collate([copy.copy(sample), copy.copy(sample)])))
-    found = [num_values(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) or is_array(leaf)]
+    found = [num_values(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) or nest.is_array(leaf)]
     return tuple(found) or (len(leaves),)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -39,6 +40,12 @@ def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
             return type(nest)(*values)
         return _rebuilt(nest, values)
     return function(nest)
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is an array of NumPy, which need not be installed."""
+    np = sys.modules.get("numpy")
+    return np is not None and isinstance(value, np.ndarray)
 
 
 def num_bytes(nest: Any) -> int:

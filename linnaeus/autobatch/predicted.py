@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from linnaeus.autobatch import nest
-from linnaeus.autobatch.result import Mode, PredictedStart
-from linnaeus.autobatch.search import PredictedPoint
+from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.trial import step_with_zero_gradients
 
 if TYPE_CHECKING:
@@ -77,66 +76,16 @@ def moments_bytes(state: Sequence[Any]) -> int:
     return sum(tensor.nbytes for entry in values for tensor in nest.tensors(entry))
 
 
-class StartPredictor:
-    """Predicts where the searches of one finder start. The step is traced once, when the first search asks.
-
-    The trace leaves random number generators as they were.
-
-    Args:
-        trace: gives the prediction for the allocator alone; None predicts nothing.
-        mode: begins the log line.
-    """
-
-    def __init__(self, trace: Callable[[], Prediction] | None, mode: Mode) -> None:
-        self._trace = trace
-        self._mode = mode
-        self._seconds = 0.0
-        self._prediction: Prediction | None = None
-
-    def start(
-        self, budget_bytes: int, other_bytes: int, min_size: int, max_size: int
-    ) -> PredictedStart | None:
-        """The size to try first, and the slope there; None without a prediction, or if nothing is to fit.
-
-        Args:
-            budget_bytes: what the process may hold on the device.
-            other_bytes: what it holds beside the state of the step.
-            min_size, max_size: bounds of the search.
-        """
-        if (prediction := self._predicted()) is None:
-            return None
-        limit_bytes = int(START_FRACTION * budget_bytes) - other_bytes
-        size = prediction.largest(limit_bytes, smallest=min_size, largest=max_size)
-        if size is None:
-            return None
-        slope = max(prediction.slope(size), 0.0)
-        return PredictedStart(size, slope, other_bytes, round(self._seconds, 3))
-
-    def point(self, start: PredictedStart) -> PredictedPoint | None:
-        """What `start` says, for `find_largest`; None if a sample more is to need no memory."""
-        peak_bytes = self.peak_bytes(start.batch_size, start.other_bytes)
-        if peak_bytes is None or not start.bytes_per_sample:
-            return None
-        return PredictedPoint(start.batch_size, peak_bytes, start.bytes_per_sample)
-
-    def peak_bytes(self, size: int, other_bytes: int) -> int | None:
-        """What the process is predicted to hold at its peak; None where no search has asked for a start."""
-        prediction = self._prediction
-        return None if prediction is None else prediction.reserved_bytes(size) + other_bytes
-
-    def _predicted(self) -> Prediction | None:
-        if self._trace is None:
-            return self._prediction
-        trace, self._trace = self._trace, None
-        began = time.monotonic()
-        try:
-            found = trace()
-            if found.is_constant:
-                raise ValueError("more samples are to need no more memory")
-            self._prediction = found
-        except Exception as error:  # of the caller's step too, which runs without its device here
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            logger.info("AutoBatch %s: no prediction, the search starts without one: %s", self._mode, reason)
-            logger.debug("%s", "".join(traceback.format_exception(error)))
-        self._seconds = time.monotonic() - began
-        return self._prediction
+def traced(trace: Callable[[], Prediction], mode: Mode) -> tuple[Prediction | None, float]:
+    """The prediction of a step for the allocator alone, None where it fails, and the seconds it took."""
+    began, found = time.monotonic(), None
+    try:
+        found = trace()
+        if found.is_constant:
+            raise ValueError("more samples are to need no more memory")
+    except Exception as error:  # of the caller's step too, which runs without its device here
+        found = None
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        logger.info("AutoBatch %s: no prediction, the search starts without one: %s", mode, reason)
+        logger.debug("%s", "".join(traceback.format_exception(error)))
+    return found, time.monotonic() - began

@@ -1,47 +1,23 @@
-"""Random number generators: seeding, saving and restoring the global ones; seeds of single samples."""
+"""Random number generators: their states, saved and put back."""
 
 from __future__ import annotations
 
-import os
+import copy
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 _CPU = torch.device("cpu")
-_MASK = (1 << 64) - 1
 
 
 def numpy() -> Any:
     """NumPy, if anything in this process has imported it: torch does where it is installed. Else None."""
     return sys.modules.get("numpy")
-
-
-def seed_all(seed: int) -> None:
-    """Seed the global generators of Python, NumPy and torch on every device."""
-    seed_generators(seed)
-    torch.manual_seed(seed)
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, NumPy and torch on the CPU; other devices are not touched."""
-    random.seed(seed)
-    if np := numpy():
-        np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
-
-
-def set_deterministic(enabled: bool) -> None:
-    """Let torch use deterministic kernels only, or any. Call it before CUDA is used.
-
-    cuBLAS reads the size of its workspace from the environment when it starts; a value that is there is kept.
-    """
-    if enabled:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(enabled)
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
@@ -71,21 +47,22 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state["device"], device)
 
 
-def derive_seed(*parts: int) -> int:
-    """A 64-bit seed from integers; similar inputs give unrelated seeds.
-
-    The mixing is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
-
-    >>> derive_seed(0, 1, 2) == derive_seed(0, 1, 2), derive_seed(0, 1, 2) == derive_seed(0, 2, 1)
-    (True, False)
-    """
-    state = 0
-    for part in parts:
-        state = (state + part + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state
+def restore_of_generator(value: Any) -> Callable[[], object] | None:
+    """Puts the state of a random number generator back; None for anything else."""
+    state: Any
+    write: Callable[[Any], object]
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        state, write = value.getstate(), value.setstate
+    elif isinstance(value, torch.Generator):
+        state, write = value.get_state().clone(), value.set_state
+    elif (np := numpy()) and isinstance(value, np.random.RandomState):
+        state, write = value.get_state(), value.set_state
+    elif np and isinstance(value, np.random.Generator):
+        state = copy.deepcopy(value.bit_generator.state)
+        write = partial(setattr, value.bit_generator, "state")
+    else:
+        return None
+    return lambda: write(copy.deepcopy(state))
 
 
 @contextmanager

@@ -47,7 +47,7 @@ FIRST_SIZE = 16
 """First size of a guided search without a hint: small enough to fit almost always, and large enough for the
 cost per sample to show in the peak beside the fixed cost."""
 GROWTH = 4
-"""The second size is at most this many times the first, whose peak alone does not show the cost of a sample."""
+"""The second size is at most this many times the first: one peak alone does not show the cost of a sample."""
 SHORT = 0.02
 """Fraction by which an upward step is shortened: twice the usual noise of a peak (1 %), so that most long
 steps end at a size that fits and so leaves a peak."""

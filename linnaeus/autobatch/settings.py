@@ -1,10 +1,11 @@
-"""The settings of a search: each with its default, and a check of what it may be. Free of torch."""
+"""The settings of a search: each with its default, its meaning, and what it may be. Free of torch."""
 
+# ruff: noqa: RUF009 (`_setting` is `dataclasses.field` with a sentence and bounds)
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from linnaeus.autobatch.arguments import check_choice, check_count, check_number
@@ -13,52 +14,71 @@ from linnaeus.autobatch.search import STRATEGIES
 Objective = Literal["memory", "throughput"]
 
 
+def _setting(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, **bounds: float) -> Any:
+    """Declare a setting: its default, one sentence, and the strings or the range that it may be in."""
+    return field(default=default, metadata={"doc": doc, "choices": choices, "bounds": bounds})
+
+
 @dataclass(frozen=True)
 class SearchSettings:
-    """How a batch size is searched. `auto_find_batch_size` describes each of the settings.
+    """How a batch size is searched. With BatchNorm, training starts at 2 samples.
 
     Raises:
         TypeError, ValueError: a setting of the wrong type, or out of its range.
     """
 
-    target_memory_fraction: float = 0.8
-    min_batch_size: int = 1
-    max_batch_size: int | None = 512
-    steps_per_trial: int = 2
-    strategy: str = "guided"
-    tolerance: float = 0.01
-    multiple_of: int = 1
-    memory_limit_gb: float | None = None
-    max_trials: int = 25
-    timeout_minutes: float = 60.0
-    objective: Objective = "memory"
-    start: int | None = None
-    predict: bool = True
+    target_memory_fraction: float = _setting(
+        0.8, "fraction of the device's total memory that all processes together may use", gt=0, le=1
+    )
+    min_batch_size: int = _setting(1, "smallest batch size that the search may try", ge=1)
+    max_batch_size: int | None = _setting(512, "largest size tried; None: what bounds and memory allow", ge=1)
+    steps_per_trial: int = _setting(2, "optimizer steps that one trial runs", ge=1)
+    strategy: str = _setting(
+        "guided", "how sizes are chosen: `guided` by the memory measured, `binary` by bisection, `power` by "
+        "doubling, `binsearch` by doubling and then bisection", choices=tuple(STRATEGIES),
+    )  # fmt: skip
+    tolerance: float = _setting(
+        0.01, "the search ends when the size found is proven to be within this fraction of the largest; 0 "
+        "finds the largest", ge=0, lt=1,
+    )  # fmt: skip
+    multiple_of: int = _setting(
+        1, "above this, only its multiples are tried; below it, every size may be", ge=1
+    )
+    memory_limit_gb: float | None = _setting(
+        None, "GiB; this process may hold the target fraction of it, whatever others use", gt=0, lt=math.inf
+    )
+    max_trials: int = _setting(
+        25, "trials after which the search ends with the largest size that fitted", ge=1
+    )
+    timeout_minutes: float = _setting(
+        60.0, "deadline of the search, and how long the other ranks wait for it", gt=0
+    )
+    objective: Objective = _setting(
+        "memory", "`memory` finds the largest size that fits; `throughput` the smallest size within 5 % of "
+        "the highest number of samples per second", choices=get_args(Objective),
+    )  # fmt: skip
+    start: int | None = _setting(None, "size to try first, such as the answer of an earlier run", ge=1)
+    predict: bool = _setting(
+        True, "on CUDA devices, `guided` starts from the size that a trace of the step predicts, and tries "
+        "fewer sizes"
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name in ("min_batch_size", "multiple_of", "steps_per_trial", "max_trials"):
-            check_count(name, getattr(self, name))
-        if self.max_batch_size is not None:
-            check_count("max_batch_size", self.max_batch_size)
-            if self.max_batch_size < self.min_batch_size:
-                raise ValueError(
-                    f"max_batch_size is {self.max_batch_size}; it must be at least min_batch_size, "
-                    f"{self.min_batch_size}"
-                )
-        if self.start is not None:
-            check_count("start", self.start)
-        fraction = self.target_memory_fraction
-        check_number("target_memory_fraction", fraction, "in (0, 1]", lambda number: 0 < number <= 1)
-        if self.memory_limit_gb is not None:
-            allowed, bytes_per_gb = "of GiB, above 0 and finite", 2**30
-            check_number(
-                "memory_limit_gb", self.memory_limit_gb, allowed,
-                lambda number: 0 < number * bytes_per_gb < math.inf,
-            )  # fmt: skip
-        check_number("tolerance", self.tolerance, "in [0, 1)", lambda number: 0 <= number < 1)
-        check_number("timeout_minutes", self.timeout_minutes, "above 0", lambda number: number > 0)
-        check_choice("strategy", self.strategy, STRATEGIES)
-        check_choice("objective", self.objective, get_args(Objective))
+        for each in fields(self):
+            value, kind, limits = getattr(self, each.name), str(each.type), each.metadata
+            if value is None and kind.endswith("None"):
+                continue
+            if limits["choices"]:
+                check_choice(each.name, value, limits["choices"])
+            elif kind.startswith("int"):
+                check_count(each.name, value)
+            elif kind.startswith("float"):
+                check_number(each.name, value, **limits["bounds"])
+        if self.max_batch_size is not None and self.max_batch_size < self.min_batch_size:
+            raise ValueError(
+                f"max_batch_size is {self.max_batch_size}; it must be at least min_batch_size, "
+                f"{self.min_batch_size}"
+            )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SearchSettings:

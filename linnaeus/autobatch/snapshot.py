@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -16,16 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.arguments import kind_of
-from linnaeus.autobatch.attributes import (
-    Attributes,
-    is_optimizer,
-    parameters_of,
-    restore_of_generator,
-    without,
-)
-from linnaeus.autobatch.contents import Contents
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.rng import rng_state, set_rng_state
+from linnaeus.autobatch.rng import restore_of_generator, rng_state, set_rng_state
 
 
 class Snapshot:
@@ -36,10 +28,13 @@ class Snapshot:
     Args:
         state: modules, optimizers, gradient scalers, averages: objects with `state_dict` and
             `load_state_dict`. Of modules, non-persistent buffers, gradients, modes, hooks, submodules and
-            plain attributes (see `Contents`) are saved too; of optimizers, the exact dtype of their state,
-            all attributes (see `Attributes`), the optimizers inside of them, and parameters that belong to
-            no module in `state`. Random number generators that are objects may be among them.
+            plain attributes are saved too; of optimizers, the exact dtype of their state, all attributes, and
+            the optimizers and parameters inside of them (see `Contents`). Random number generators that are
+            objects may be among them.
         device: its global random number generator is saved, beside those of the CPU.
+
+    Attributes:
+        optimizers: those in `state`, and those in attributes of these or of modules.
 
     Raises:
         AutoBatchError: a module in `state` has parameters without values (lazy layers).
@@ -47,31 +42,65 @@ class Snapshot:
     """
 
     def __init__(self, state: Iterable[Any], device: torch.device) -> None:
-        parts = [part for part in state if part is not None]
-        modules = (part for part in parts if isinstance(part, nn.Module))
-        in_modules = {id(tensor) for part in modules for tensor in (*part.parameters(), *part.buffers())}
-        self._parts = [_snapshot_of(part, in_modules) for part in parts]
+        self.optimizers: list[Any] = []
+        always: list[Any] = []
+        kept: list[Any] = []  # what training keeps allocated: a validation is measured beside it
+        modules: list[nn.Module] = []
+        self._others: list[_StateDictCopy] = []
+        for part in state:
+            if isinstance(part, nn.Module):
+                _check_initialized(part)
+                modules += part.modules()
+                always += [*part.parameters(), *part.buffers()]
+            elif is_optimizer(part):
+                kept.append(part)
+            elif isinstance(part, torch.amp.GradScaler):
+                always.append(vars(part))  # its state dict lacks the progress of an interrupted step
+            elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+                self._others.append(_StateDictCopy(part))
+            elif restore_of_generator(part) is not None:
+                always.append(part)
+            elif part is not None:
+                raise TypeError(
+                    f"state holds {kind_of(part)}, which has no state_dict and load_state_dict: "
+                    "give it both, or leave it out if no step changes it"
+                )
+        self._modes = [(module, module.training) for module in modules]
+        self._extra = [
+            (module, copy.deepcopy(module.get_extra_state()))
+            for module in modules
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
+        self._kinds = [(module, type(module)) for module in modules if not _mirrors_native_state(module)]
+        always += (part for module in modules for part in (module._parameters, module._buffers))
+        kept += (vars(module) for module, _ in self._kinds)
+        self._always = Contents(always)
+        self._kept = Contents(kept, self._always.seen, self._inside)
         self._device = device
         self._rng = rng_state(device)
         self._environment = dict(os.environ)
-        self._switches = {name: read() for name, (read, _) in _SWITCHES.items()}
+        self._switches = [read() for read, _ in _SWITCHES]
+
+    def _inside(self, value: Any) -> list[Any]:
+        """The containers of a module, an optimizer or a scaler, wherever one is found."""
+        if isinstance(value, nn.Module):
+            content = value._modules if _mirrors_native_state(value) else vars(value)
+            return [value._parameters, value._buffers, content]
+        if is_optimizer(value):
+            self.optimizers.append(value)
+            return [vars(value)]
+        return [vars(value)] if isinstance(value, torch.amp.GradScaler) else []
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the copies."""
-        return sum(_num_bytes(part.copies) for part in self._parts)
-
-    def attributes(self) -> list[tuple[Any, Attributes]]:
-        """The optimizers in `state` and inside of them, the outermost first, with their attributes."""
-        found = _optimizers_among(self._parts)
-        for part in found:
-            found += _optimizers_among(part.attributes.parts)
-        return [(part.optimizer, part.attributes) for part in found]
+        return nest.num_bytes(
+            [self._always.tensors, self._kept.tensors, [part.saved for part in self._others]]
+        )
 
     def stepping_optimizers(self) -> list[Any]:
-        """The optimizers of `state` that run torch's hooks when they step; of a wrapper, those inside it."""
-        found = [stepping for part in _optimizers_among(self._parts) for stepping in part.stepping()]
-        return list({id(optimizer): optimizer for optimizer in found}.values())
+        """The optimizers that run torch's hooks when they step: a wrapper may not, but those inside it do."""
+        return [part for part in self.optimizers if "_optimizer_load_state_dict_pre_hooks" in vars(part)]
 
     def check_restored(self) -> None:
         """Check, after `restore_parts`, that objects other than optimizers and modules are as before.
@@ -79,29 +108,36 @@ class Snapshot:
         Raises:
             AutoBatchError: names the type of one whose `load_state_dict` has left it different.
         """
-        for part in self._parts:
-            if isinstance(part, _StatefulSnapshot):
-                part.check_restored()
+        for part in self._others:
+            part.check_restored()
 
+    @torch.no_grad()
     def restore_parts(self, *, with_optimizers: bool = True, with_values: bool = True) -> None:
         """Restore `state`, or what of it the memory of a step depends on.
 
         Args:
             with_optimizers: whether what training keeps allocated goes: the optimizers' state, and what
                 modules keep in their attributes.
-            with_values: whether the parameters of modules get their values back.
+            with_values: whether parameters get their values back.
         """
-        for part in self._parts:
-            if isinstance(part, _ModuleSnapshot):
-                part.restore(with_attributes=with_optimizers, with_values=with_values)
-            elif with_optimizers or not isinstance(part, _OptimizerSnapshot):
-                part.restore()
+        self._always.restore(with_values=with_values)
+        if with_optimizers:
+            for module, kind in self._kinds:  # parametrizations replace it
+                if type(module) is not kind:
+                    module.__class__ = kind
+            self._kept.restore(with_values=with_values)
+        for part in self._others:
+            part.restore()
+        for module, extra in self._extra:
+            module.set_extra_state(copy.deepcopy(extra))
+        for module, training in self._modes:
+            module.training = training
 
     def restore(self) -> None:
         """Restore `state`, random number generators, switches of torch and environment variables."""
-        for name, (read, write) in _SWITCHES.items():
-            if read() != self._switches[name]:
-                write(self._switches[name])
+        for (read, write), before in zip(_SWITCHES, self._switches, strict=True):
+            if read() != before:
+                write(before)
         self.restore_parts()
         set_rng_state(self._rng, self._device)
         if dict(os.environ) != self._environment:
@@ -110,107 +146,32 @@ class Snapshot:
 
 
 _CUDNN = torch.backends.cudnn
-_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
-    "gradients": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    **{
-        f"cudnn {name}": (partial(getattr, _CUDNN, name), partial(setattr, _CUDNN, name))
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    *(
+        (partial(getattr, _CUDNN, name), partial(setattr, _CUDNN, name))
         for name in ("enabled", "benchmark", "deterministic")
-    },
-}
+    ),
+)
 """Global switches of torch: a function that reads each, and one that writes it."""
 
 
-_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Attributes of a tensor: None, or a dictionary of the hooks registered on it."""
+def is_optimizer(part: Any) -> bool:
+    """Whether it is an optimizer, or looks like one and has an optimizer inside."""
+    if isinstance(part, torch.optim.Optimizer | nn.Module):
+        return not isinstance(part, nn.Module)
+    looks_like_one = hasattr(type(part), "step") and hasattr(type(part), "zero_grad")  # no scheduler does
+    return looks_like_one and isinstance(getattr(part, "optimizer", None), torch.optim.Optimizer)
 
 
-class _TensorSnapshot:
-    """Value of a buffer or a gradient."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._device = tensor.device
-        self._value = _host_copy(tensor)
-        self.copies = [self._value]
-
-    def restore(self, *, with_value: bool = True) -> None:
-        if with_value or _differs(self._tensor, self._value, self._device):
-            _put_back(self._tensor, self._value, self._device)
-
-
-class _ParameterSnapshot(_TensorSnapshot):
-    """Value, gradient, `requires_grad` and hooks of a parameter."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        super().__init__(parameter)
-        self._gradient = parameter.grad
-        self._gradient_snapshot = None if parameter.grad is None else _TensorSnapshot(parameter.grad)
-        self._requires_grad = parameter.requires_grad
-        self._hooks = [dict(getattr(parameter, name) or {}) for name in _HOOKS_OF_TENSORS]
-        if self._gradient_snapshot is not None:
-            self.copies += self._gradient_snapshot.copies
-
-    def restore(self, *, with_value: bool = True) -> None:
-        self._tensor.grad = None  # torch checks it against the value that is put back
-        super().restore(with_value=with_value)
-        if self._gradient_snapshot is not None:
-            self._gradient_snapshot.restore()
-        self._tensor.grad = self._gradient
-        self._tensor.requires_grad_(self._requires_grad)
-        for name, hooks in zip(_HOOKS_OF_TENSORS, self._hooks, strict=True):
-            present = getattr(self._tensor, name) or {}
-            if present != hooks:  # the dictionary stays: autograd refers to it
-                present.clear()
-                present.update(hooks)
-
-
-class _ModuleSnapshot:
-    """Parameters, buffers, modes, extra state, hooks and attributes of a module and its submodules.
-
-    Args:
-        module: the module.
-        held: ids of the tensors that another snapshot already holds.
-    """
-
-    def __init__(self, module: nn.Module, held: Collection[int]) -> None:
-        _check_initialized(module)
-        submodules = list(module.modules())
-        self._modes = [(submodule, submodule.training) for submodule in submodules]
-        self._tensors: list[_TensorSnapshot] = [_ParameterSnapshot(tensor) for tensor in module.parameters()]
-        self._tensors += [_TensorSnapshot(buffer) for buffer in module.buffers()]
-        held = {*held, *map(id, module.parameters()), *map(id, module.buffers())}
-        registries = [part for each in submodules for part in (each._parameters, each._buffers)]
-        self._registries = Contents(registries, held, _tensor_in_attribute)
-        wrappers = {kind for kind in set(map(type, submodules)) if _mirrors_native_state(kind)}
-        own = [submodule for submodule in submodules if type(submodule) not in wrappers]
-        self._kinds = [(submodule, type(submodule)) for submodule in own]
-        self._attributes = Contents(map(vars, own), held.union(map(id, registries)), _tensor_in_attribute)
-        self._extra = [
-            (submodule, copy.deepcopy(submodule.get_extra_state()))
-            for submodule in submodules
-            if type(submodule).get_extra_state is not nn.Module.get_extra_state
-        ]
-        self.copies = (
-            [tensor.copies for tensor in [*self._tensors, *self._attributes.tensors]],
-            [state for _, state in self._extra],
-        )  # fmt: skip
-
-    @torch.no_grad()
-    def restore(self, *, with_attributes: bool = True, with_values: bool = True) -> None:
-        for tensor in self._tensors:  # buffers are small, and may steer what a step does
-            tensor.restore(with_value=with_values or type(tensor) is _TensorSnapshot)
-        self._registries.restore()
-        if with_attributes:
-            for submodule, kind in self._kinds:  # parametrizations replace it
-                if type(submodule) is not kind:
-                    submodule.__class__ = kind
-            self._attributes.restore()
-        for submodule, state in self._extra:
-            submodule.set_extra_state(copy.deepcopy(state))
-        for submodule, training in self._modes:
-            submodule.training = training
+def parameters_of(part: Any) -> list[Tensor]:
+    """The parameters of a module or an optimizer; nothing of anything else."""
+    if isinstance(part, nn.Module):
+        return list(part.parameters())
+    groups = getattr(part, "param_groups", ()) if is_optimizer(part) else ()
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _check_initialized(module: nn.Module) -> None:
@@ -224,246 +185,193 @@ def _check_initialized(module: nn.Module) -> None:
         )
 
 
-def _mirrors_native_state(kind: type[nn.Module]) -> bool:
+def _mirrors_native_state(module: nn.Module) -> bool:
     """Whether attributes stand for state outside Python: a wrapper's reducer, shards or compiled code."""
     native = ("torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.jit")
-    return any(base.__module__.startswith(native) for base in kind.__mro__)
+    return any(base.__module__.startswith(native) for base in type(module).__mro__)
 
 
-def _tensor_in_attribute(tensor: Tensor) -> _TensorSnapshot:
-    return _ParameterSnapshot(tensor) if tensor.is_leaf and tensor.requires_grad else _TensorSnapshot(tensor)
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_CONTAINERS = _MAPPINGS | {list, set, deque}
+"""Containers that can be emptied and filled. Subclasses of these may refuse that, and are left alone."""
 
 
-class _OptimizerSnapshot:
-    """State, options and attributes of an optimizer or of a wrapper of one, read and written directly.
+class Contents:
+    """Copies of containers, of those inside them, and of the tensors, arrays and generators in all of these.
 
-    `load_state_dict` is not used for the state because it casts it to the parameters' dtype. It is used for
-    further keys of the `state_dict` that the attributes alone do not put back.
+    Anything else stays in its place and is not looked into: it may be the whole program.
 
     Args:
-        optimizer: the optimizer.
-        held: ids of the parameters and optimizers that another snapshot already holds.
+        roots: the containers, or what else is saved.
+        held: ids of what is put back by others.
+        inside: the containers that belong to an object of another kind.
+
+    Attributes:
+        tensors: the copies of tensors.
+        seen: ids of all that is put back, by this or by others.
     """
 
-    def __init__(self, optimizer: Any, held: Collection[int]) -> None:
-        self.optimizer = optimizer
-        self._owns_groups = "param_groups" in vars(optimizer)  # a wrapper may hand out those inside it
-        groups = optimizer.param_groups if self._owns_groups else []
-        parameters = parameters_of(optimizer) if self._owns_groups else []
-        self._parameters = [
-            _ParameterSnapshot(parameter) for parameter in parameters if id(parameter) not in held
-        ]
-        state = optimizer.state if "state" in vars(optimizer) else {}
-        self._state = {parameter: _saved(entry) for parameter, entry in state.items()}
-        self._groups = [_saved(without(group, "params")) for group in groups]
-        held = {*held, id(optimizer), *map(id, parameters)}
-        self.attributes = Attributes(optimizer, held, partial(_part_of, held))
-        self._further = _saved(_further_keys(optimizer))
-        self.copies = (
-            [parameter.copies for parameter in self._parameters], self._state, self._groups,
-            [part.copies for part in self.attributes.parts], self._further,
-        )  # fmt: skip
+    def __init__(
+        self,
+        roots: Iterable[Any],
+        held: Collection[int] = (),
+        inside: Callable[[Any], Iterable[Any]] = lambda value: (),
+    ) -> None:
+        self.tensors: list[_TensorCopy] = []
+        self.seen = set(held)
+        self._containers: list[tuple[Any, Any]] = []
+        self._writes: list[Callable[[], object]] = []
+        waiting = deque(roots)
+        while waiting:
+            value = waiting.popleft()
+            kind = type(value)
+            if kind in _PLAIN or id(value) in self.seen:
+                continue
+            self.seen.add(id(value))
+            if kind in _CONTAINERS:
+                self._containers.append((value, value.copy()))
+                waiting.extend(value.values() if kind in _MAPPINGS else value)
+            elif isinstance(value, tuple):
+                waiting.extend(value)
+            elif isinstance(value, Tensor):
+                if not value.is_meta:
+                    learns = isinstance(value, nn.Parameter) or (value.is_leaf and value.requires_grad)
+                    self.tensors.append(_ParameterCopy(value) if learns else _TensorCopy(value))
+            elif nest.is_array(value) and value.flags.writeable:
+                self._writes.append(partial(operator.setitem, value, ..., value.copy()))
+            elif write := restore_of_generator(value):
+                self._writes.append(write)
+            else:
+                waiting.extend(inside(value))
 
-    def stepping(self) -> list[Any]:
-        """The optimizer, or those inside it if it is a wrapper that runs no hooks."""
-        inner = [] if runs_hooks(self.optimizer) else _optimizers_among(self.attributes.parts)
-        return [stepping for part in inner for stepping in part.stepping()] or [self.optimizer]
+    def restore(self, *, with_values: bool = True) -> None:
+        """Put back what differs: what was added goes, what was removed or replaced is the same again.
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        for parameter in self._parameters:
-            parameter.restore()
-        self.attributes.restore()
-        self._restore_state()
-        if self._further and not _is_same(self._further, _further_keys(self.optimizer)):
-            self.optimizer.load_state_dict({**self.optimizer.state_dict(), **_loaded(self._further)})
-            self._restore_state()
-
-    def _restore_state(self) -> None:
-        if "state" in vars(self.optimizer):
-            state = self.optimizer.state
-            for key in [key for key in state if key not in self._state]:
-                del state[key]
-            for key, saved in self._state.items():
-                state[key] = _loaded(saved, state.get(key))
-        if not self._owns_groups:
-            return
-        groups = self.optimizer.param_groups
-        del groups[len(self._groups) :]
-        for group, values in zip(groups, self._groups, strict=True):
-            for name in [name for name in group if name != "params" and name not in values]:
-                del group[name]
-            group.update({name: _loaded(value, group.get(name)) for name, value in values.items()})
+        Args:
+            with_values: whether parameters get their values back.
+        """
+        for container, content in self._containers:
+            if not _holds(container, content):
+                container.clear()
+                container.update(content) if hasattr(container, "update") else container.extend(content)
+        for tensor in self.tensors:
+            tensor.restore(with_value=with_values or not isinstance(tensor, _ParameterCopy))
+        for write in self._writes:
+            write()
 
 
-def _optimizers_among(parts: Iterable[Any]) -> list[_OptimizerSnapshot]:
-    return [part for part in parts if isinstance(part, _OptimizerSnapshot)]
+def _holds(container: Any, content: Any) -> bool:
+    """Whether a container holds the very objects that its copy holds, in the same order."""
+    if not content or len(container) != len(content):
+        return not container and not content
+    if isinstance(content, set):
+        return bool(container == content)
+    if isinstance(content, dict) and not all(map(operator.is_, container.values(), content.values())):
+        return False
+    return all(map(operator.is_, container, content))
 
 
-def runs_hooks(optimizer: Any) -> bool:
-    """Whether a step is sure to run hooks: not where a wrapper has left out `Optimizer.__init__`."""
-    return "_optimizer_load_state_dict_pre_hooks" in vars(optimizer)
+class _Value:
+    """The value of a tensor on the host.
+
+    Attributes:
+        on_host: the copy.
+        nbytes: bytes of the copy.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.on_host = tensor.detach().to("cpu", copy=True)
+        self._device = tensor.device
+        copied = self.on_host
+        parts = (copied._indices(), copied._values()) if copied.is_sparse else (copied,)
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    def on_device(self) -> Tensor:
+        """A new tensor with the value, where the tensor was."""
+        return self.on_host.to(self._device, copy=True)
 
 
-def _part_of(held: Collection[int], value: Any) -> Any:
-    """The snapshot of an attribute that is a tensor, a module or an optimizer."""
-    return _TensorSnapshot(value) if isinstance(value, Tensor) else _snapshot_of(value, held)
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes of a tensor: None, or a dictionary of the hooks registered on it."""
 
 
-def _further_keys(optimizer: Any) -> dict[str, Any]:
-    """What the `state_dict` has beside `state` and `param_groups`."""
-    if getattr(type(optimizer), "state_dict", None) in (None, torch.optim.Optimizer.state_dict):
-        return {}
-    return without(optimizer.state_dict(), "state", "param_groups")
+class _TensorCopy(_Value):
+    """A tensor and its value."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self.tensor = tensor
+
+    def restore(self, *, with_value: bool = True) -> None:
+        """Put the value back; into new memory where shape, dtype or device have changed."""
+        tensor, value = self.tensor, self.on_host
+        has_changed = (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, self._device)
+        if has_changed or (with_value and tensor.is_sparse):
+            tensor.data = self.on_device()
+        elif with_value:
+            if 0 in tensor.stride():  # expanded: several elements share memory
+                once = tuple(slice(None if stride else 1) for stride in tensor.stride())
+                tensor, value = tensor[once], value[once]
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.detach().copy_(value)
 
 
-class _ScalerSnapshot:
-    """All attributes of a gradient scaler; its state dict lacks the progress of an interrupted step."""
+class _ParameterCopy(_TensorCopy):
+    """A parameter and its value, its gradient, `requires_grad` and hooks."""
 
-    def __init__(self, scaler: torch.amp.GradScaler) -> None:
-        self._scaler = scaler
-        self.copies = copy.deepcopy(vars(scaler))
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__(parameter)
+        self._gradient = None if parameter.grad is None else _TensorCopy(parameter.grad)
+        self._requires_grad = parameter.requires_grad
+        self._hooks = [dict(getattr(parameter, name) or {}) for name in _HOOKS_OF_TENSORS]
+        if self._gradient is not None:
+            self.nbytes += self._gradient.nbytes
 
-    def restore(self) -> None:
-        vars(self._scaler).clear()
-        vars(self._scaler).update(copy.deepcopy(self.copies))
+    def restore(self, *, with_value: bool = True) -> None:
+        self.tensor.grad = None  # torch checks it against the value that is put back
+        super().restore(with_value=with_value)
+        if self._gradient is not None:
+            self._gradient.restore()
+            self.tensor.grad = self._gradient.tensor
+        self.tensor.requires_grad_(self._requires_grad)
+        for name, hooks in zip(_HOOKS_OF_TENSORS, self._hooks, strict=True):
+            present = getattr(self.tensor, name) or {}
+            if present != hooks:  # the dictionary stays: autograd refers to it
+                present.clear()
+                present.update(hooks)
 
 
-class _GeneratorSnapshot:
-    """State of a random number generator of torch, NumPy or Python."""
-
-    copies = ()
-
-    def __init__(self, restore: Callable[[], object]) -> None:
-        self.restore = restore
-
-
-class _StatefulSnapshot:
-    """Any other object with a state dict."""
+class _StateDictCopy:
+    """The state dict of any other object."""
 
     def __init__(self, part: Any) -> None:
         self._part = part
-        self.copies = _saved(part.state_dict())
+        self.saved = nest.map_leaves(_saved, part.state_dict())
 
     def check_restored(self) -> None:
-        if not _is_same(self.copies, self._part.state_dict()):
+        now = nest.map_leaves(_saved, self._part.state_dict())
+        differs = nest.structure(self.saved) != nest.structure(now)
+        if differs or not all(map(_is_same, nest.leaves(self.saved), nest.leaves(now))):
             raise AutoBatchError(
                 f"AutoBatch cannot restore the {type(self._part).__name__} in state after its trials: its "
                 "`load_state_dict` does not put back what its `state_dict` returned before."
             )
 
     def restore(self) -> None:
-        self._part.load_state_dict(_loaded(self.copies))
+        self._part.load_state_dict(nest.map_leaves(_loaded, self.saved))
 
 
-_PartSnapshot = (
-    _ModuleSnapshot | _OptimizerSnapshot | _ScalerSnapshot | _GeneratorSnapshot | _StatefulSnapshot
-)
+def _saved(leaf: Any) -> Any:
+    return _Value(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
 
-def _snapshot_of(part: Any, held: Collection[int]) -> _PartSnapshot:
-    if isinstance(part, nn.Module):
-        return _ModuleSnapshot(part, held)
-    if is_optimizer(part):
-        return _OptimizerSnapshot(part, held)
-    if isinstance(part, torch.amp.GradScaler):
-        return _ScalerSnapshot(part)
-    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-        return _StatefulSnapshot(part)
-    generator = restore_of_generator(part)
-    if generator is not None:
-        return _GeneratorSnapshot(generator)
-    raise TypeError(
-        f"state holds {kind_of(part)}, which has no state_dict and load_state_dict: "
-        "give it both, or leave it out if no step changes it"
-    )
+def _loaded(leaf: Any) -> Any:
+    return leaf.on_device() if isinstance(leaf, _Value) else copy.deepcopy(leaf)
 
 
-@dataclass(frozen=True)
-class _SavedTensor:
-    """A tensor's host copy, its device, and a weak reference to the tensor itself."""
-
-    value: Tensor
-    device: torch.device
-    original: weakref.ref[Tensor]
-
-
-def _saved(state: Any) -> Any:
-    """The nest with tensors as host copies and all else as deep copies."""
-
-    def save(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return _SavedTensor(_host_copy(leaf), leaf.device, weakref.ref(leaf))
-        return copy.deepcopy(leaf)
-
-    return nest.map_leaves(save, state)
-
-
-def _loaded(saved: Any, present: Any = None) -> Any:
-    """The nest that `_saved` copied. Tensors still in place are restored in place; all else is made anew.
-
-    Args:
-        saved: the result of `_saved`.
-        present: the nest that is in its place now.
-    """
-    if isinstance(saved, _SavedTensor):
-        value = saved.value
-        original = saved.original()
-        if original is None or original is not present:
-            return value.to(saved.device, copy=True)
-        _put_back(original, value, saved.device)
-        return original
-    if type(saved) is dict:
-        now = present if isinstance(present, dict) else {}
-        return {name: _loaded(value, now.get(name)) for name, value in saved.items()}
-    if isinstance(saved, Mapping | tuple | list):
-        return nest.map_leaves(_loaded, saved)
-    return copy.deepcopy(saved)
-
-
-def _is_same(saved: Any, present: Any) -> bool:
-    """Whether what `_saved` copied is there now, bit for bit. Objects other than plain values always are."""
-
-    def same(before: Any, now: Any) -> bool:
-        if isinstance(before, _SavedTensor):
-            value = before.value.to_dense()
-            return isinstance(now, Tensor) and nest.same(value, _host_copy(now).to_dense())
-        return not isinstance(before, bool | int | float | str | bytes | None) or nest.same(before, now)
-
-    if nest.map_leaves(lambda leaf: None, saved) != nest.map_leaves(lambda leaf: None, present):
-        return False
-    return all(map(same, nest.leaves(saved), nest.leaves(present)))
-
-
-def _num_bytes(saved: Any) -> int:
-    values = (leaf.value if isinstance(leaf, _SavedTensor) else leaf for leaf in nest.leaves(saved))
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    return sum(part.nbytes for tensor in tensors for part in _parts(tensor))
-
-
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that hold a tensor's values."""
-    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _differs(tensor: Tensor, value: Tensor, device: torch.device) -> bool:
-    return (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, device)
-
-
-def _put_back(tensor: Tensor, value: Tensor, device: torch.device) -> None:
-    """Write the value into the tensor; into new memory where shape, dtype or device have changed."""
-    if tensor.is_sparse or _differs(tensor, value, device):
-        tensor.data = value.to(device, copy=True)
-        return
-    if 0 in tensor.stride():  # expanded: several elements share memory
-        once = tuple(slice(None if stride else 1) for stride in tensor.stride())
-        tensor, value = tensor[once], value[once]
-    if tensor.is_inference():
-        with torch.inference_mode():
-            tensor.copy_(value)
-        return
-    tensor.detach().copy_(value)
+def _is_same(before: Any, now: Any) -> bool:
+    """Whether two leaves are equal. Objects other than tensors and plain values always are."""
+    if isinstance(before, _Value):
+        return nest.same(before.on_host, now.on_host)
+    return type(before) not in _PLAIN or nest.same(before, now)

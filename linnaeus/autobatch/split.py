@@ -1,8 +1,7 @@
-"""An effective batch: how each rank splits it into micro-batches, and how the learning rate follows it."""
+"""How each rank splits an effective batch into micro-batches."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,35 +47,3 @@ def nearest(size: int, largest: int, suits: Callable[[int], bool]) -> list[int]:
     below = next((other for other in range(min(size - 1, largest), 0, -1) if suits(other)), None)
     above = next((other for other in range(size + 1, largest + 1) if suits(other)), None)
     return [other for other in (below, above) if other is not None]
-
-
-def scale_factor(rule: str, effective_batch_size: int, base_batch_size: int) -> float:
-    """The factor of the learning rate or of the weight decay.
-
-    `linear`: k. A step of k times as many samples replaces k steps of SGD ("Accurate, Large Minibatch SGD",
-    Goyal et al. 2017, section 2.1).
-
-    `sqrt`: the square root of k. For the learning rate it keeps the noise of Adam and RMSprop alike ("On the
-    SDEs and Scaling Rules for Adaptive Gradient Algorithms", Malladi et al. 2022, definition 5.1; that rule
-    also changes the betas and epsilon, which are left alone here). The best weight decay is proportional to
-    the root of batch size / (samples × epochs) ("Decoupled Weight Decay Regularization", Loshchilov and
-    Hutter 2019, appendix B.1); with a learning rate that also grows by the root, the decay per epoch stays
-    the same.
-
-    `none`: 1.
-
-    Args:
-        rule: `none`, `linear` or `sqrt`.
-        effective_batch_size: samples per optimizer step over all ranks.
-        base_batch_size: the effective batch size that the learning rate was tuned for.
-
-    >>> [scale_factor(rule, 1024, 256) for rule in ("linear", "sqrt", "none")]
-    [4.0, 2.0, 1.0]
-    """
-    match rule:
-        case "linear":
-            return effective_batch_size / base_batch_size
-        case "sqrt":
-            return math.sqrt(effective_batch_size / base_batch_size)
-        case _:
-            return 1.0

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.memory.device import empty_cache, synchronize
 from linnaeus.autobatch.memory.interface import DeviceMemory
@@ -22,7 +21,7 @@ from linnaeus.autobatch.memory.oom import exceeds_a_kernel
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
 from linnaeus.autobatch.names import ARGUMENTS, Names
 from linnaeus.autobatch.search import OutOfMemory
-from linnaeus.autobatch.snapshot import Snapshot, runs_hooks
+from linnaeus.autobatch.snapshot import Snapshot, parameters_of
 
 MIN_TIMED_STEPS = 5
 MAX_TIMED_STEPS = 50
@@ -65,19 +64,15 @@ class TrialRunner:
     Each trial starts with an empty cache and runs under a cap, so that the allocator itself refuses memory
     above the budget. By the end of a trial everything is allocated that training keeps allocated.
 
-    A training trial begins with the optimizer state of the snapshot, usually none. Missing state is allocated
-    where training allocates it: after the first backward pass, among the blocks that this pass has freed.
-    An optimizer that did not step there (the gradient scaler skipped it, or the step only accumulates) then
-    takes a step with zero gradients. Training trials of a single step allocate the state before they begin.
-    Where training empties the cache of an accelerator between its steps, a trial of several steps that nearly
-    fills the budget does so after them, and runs as many again: what training keeps lies between the gaps
-    that activations have left, so that it may reserve more.
+    A training trial begins with the optimizer state of the snapshot, usually none. An optimizer that has not
+    stepped by the end of the first step (a scaler skipped it, or the step only accumulates) then takes a step
+    with zero gradients; in trials of a single step it does so before. Where training empties the cache of an
+    accelerator between its steps, a trial that nearly fills the budget does so too, and repeats its steps:
+    what training keeps then lies between gaps of activations.
 
     With `torch.backends.cudnn.benchmark`, a first step is not counted: cuDNN times kernels in it, with
-    workspaces up to all that is free, and tries smaller ones where the cap refuses them.
-
-    The first validation trial begins with a training step and allocates all that training keeps. This stays
-    until the last trial, and the cache is emptied behind it, as it is in training before a validation.
+    workspaces up to all that is free. The first validation trial begins with a training step, and keeps what
+    training keeps until the last trial.
 
     Args:
         step: runs one full training or validation step on a batch.
@@ -90,7 +85,7 @@ class TrialRunner:
         empties_cache: whether training empties the cache between its steps, as around a validation.
         snapshot: the copies of `state`.
         train_once: runs one training step, for validation. Without it, only optimizer state is allocated.
-        before_trial: called before each trial and each timing.
+        before_trial: called with the size before each trial and each timing.
         names: what messages call the settings.
     """
 
@@ -107,7 +102,7 @@ class TrialRunner:
         empties_cache: bool = False,
         snapshot: Snapshot,
         train_once: Callable[[], object] | None = None,
-        before_trial: Callable[[], object] = lambda: None,
+        before_trial: Callable[[int], object] = lambda size: None,
         names: Names = ARGUMENTS,
     ) -> None:
         self.budget_bytes = budget_bytes
@@ -129,16 +124,13 @@ class TrialRunner:
         self._num_retries = 0
 
     def __call__(self, size: int) -> int:
-        """Run one trial.
-
-        Returns:
-            Peak bytes that the process held on the device.
+        """Run one trial and return the peak: bytes that the process held on the device.
 
         Raises:
             OutOfMemory: the size did not fit under the budget.
             AutoBatchError: what training keeps in memory, and validation needs, does not fit on the device.
         """
-        self._before_trial()
+        self._before_trial(size)
         self._memory.clean()
         graphs = num_compiled_graphs()
         try:
@@ -166,15 +158,12 @@ class TrialRunner:
         return self._memory.in_use()
 
     def time(self, size: int) -> list[float]:
-        """Time several steps of a size that fits, after one warm-up step and without a cap.
-
-        Returns:
-            Seconds of each step.
+        """Seconds of each of several steps of a size that fits, after one warm-up step and without a cap.
 
         Raises:
             OutOfMemory: the size no longer fits.
         """
-        self._before_trial()
+        self._before_trial(size)
         self._memory.clean()
         failures, seconds = self._memory.isolate(partial(self._time_steps, size))
         self.clean()
@@ -296,13 +285,9 @@ def step_with_zero_gradients(
 ) -> None:
     """Make the optimizer allocate its state, by a step with zero gradients.
 
-    Present gradients are set to zero first, because they may be infinite (the gradient scaler skipped them)
-    and would turn the parameters into NaN. Parameters may still move, by weight decay. An optimizer that
-    needs sparse gradients or a closure fails here and is left alone: the trial's own steps make it allocate.
-
-    Args:
-        optimizer: the optimizer.
-        refused: tells whether an exception means that memory was refused; such an exception is raised on.
+    Gradients that a scaler has skipped may be infinite, so they are set to zero. An optimizer that needs
+    sparse gradients or a closure is left alone: the trial's own steps make it allocate. An exception that
+    means out of memory, by `refused`, is raised on.
     """
     trainable = _trainable(optimizer)
     without_gradient = [parameter for parameter in trainable if parameter.grad is None]
@@ -332,7 +317,7 @@ def _stepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch
     """Collect the optimizers that take a step inside the context."""
     seen: list[torch.optim.Optimizer] = []
     with contextlib.ExitStack() as stack:
-        for optimizer in filter(runs_hooks, optimizers):
+        for optimizer in optimizers:
             handle = optimizer.register_step_post_hook(lambda stepped, *_: seen.append(stepped))
             stack.callback(handle.remove)
         yield seen

@@ -7,13 +7,14 @@ loader, the optimizer, the schedule and the trainer take their numbers from the 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
-from linnaeus.autobatch.split import Split, scale_factor
+from linnaeus.autobatch.split import Split
 from linnaeus.batching.advice import plan_warnings
 from linnaeus.batching.facts import Facts
 from linnaeus.batching.sizes import keeps_rest, plan_epochs, unused_keys
@@ -360,3 +361,35 @@ def _warmup(
         f"({WARMUP_FRACTION:.0%} of training, at most {WARMUP_MAX_EPOCHS} epochs); "
         "SCHEDULE.WARMUP_STEPS sets another"
     ]
+
+
+def scale_factor(rule: str, effective_batch_size: int, base_batch_size: int) -> float:
+    """The factor of the learning rate or of the weight decay.
+
+    `linear`: k. A step of k times as many samples replaces k steps of SGD ("Accurate, Large Minibatch SGD",
+    Goyal et al. 2017, section 2.1).
+
+    `sqrt`: the square root of k. For the learning rate it keeps the noise of Adam and RMSprop alike ("On the
+    SDEs and Scaling Rules for Adaptive Gradient Algorithms", Malladi et al. 2022, definition 5.1; that rule
+    also changes the betas and epsilon, which are left alone here). The best weight decay is proportional to
+    the root of batch size / (samples × epochs) ("Decoupled Weight Decay Regularization", Loshchilov and
+    Hutter 2019, appendix B.1); with a learning rate that also grows by the root, the decay per epoch stays
+    the same.
+
+    `none`: 1.
+
+    Args:
+        rule: `none`, `linear` or `sqrt`.
+        effective_batch_size: samples per optimizer step over all ranks.
+        base_batch_size: the effective batch size that the learning rate was tuned for.
+
+    >>> [scale_factor(rule, 1024, 256) for rule in ("linear", "sqrt", "none")]
+    [4.0, 2.0, 1.0]
+    """
+    match rule:
+        case "linear":
+            return effective_batch_size / base_batch_size
+        case "sqrt":
+            return math.sqrt(effective_batch_size / base_batch_size)
+        case _:
+            return 1.0

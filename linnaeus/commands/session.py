@@ -12,7 +12,6 @@ from typing import TypeVar
 from rich.console import Console
 
 from linnaeus.autobatch.ranks.protocol import RankStatus
-from linnaeus.autobatch.rng import seed_all, set_deterministic
 from linnaeus.commands.environment import describe, device_sentence
 from linnaeus.commands.options import Options
 from linnaeus.commands.tables import Measurement
@@ -24,6 +23,7 @@ from linnaeus.dist import World, join
 from linnaeus.errors import EXIT_INTERRUPTED
 from linnaeus.log import close_logging, set_up_logging
 from linnaeus.models.normalisation import with_normalisation
+from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.sizing.sizes import SizeSearch, log_level
 from linnaeus.training.build import assemble
 

@@ -8,14 +8,14 @@ Nodes and keys are upper case and nested. A default that follows another key is 
 # ruff: noqa: RUF009 (`key` is `dataclasses.field` with a doc and checks)
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import PurePath
-from typing import Any, get_args
+from typing import Any
 
-from linnaeus.autobatch.search import STRATEGIES
-from linnaeus.autobatch.settings import Objective, SearchSettings
+from linnaeus.autobatch.settings import SearchSettings
 
 PLUGGABLE = ("MODEL", "DATA.DATASET", "LOSS", "OPTIMIZER")
 """The nodes that a `_target_` may replace."""
@@ -23,7 +23,6 @@ PLUGGABLE = ("MODEL", "DATA.DATASET", "LOSS", "OPTIMIZER")
 WEIGHT_FILES = (".csv", ".json", ".yaml", ".yml")
 """Endings of the files that LOSS.CLASS_WEIGHTS takes."""
 
-_SEARCH = SearchSettings()  # the defaults
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -50,6 +49,14 @@ def key(
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def _search_key(setting: str, doc: str | None = None, *, unit: str | None = None) -> Any:
+    """Declare the key of one of `SearchSettings`, by default with its sentence."""
+    declared = SearchSettings.__dataclass_fields__[setting]
+    bounds = {name: bound for name, bound in declared.metadata["bounds"].items() if math.isfinite(bound)}
+    choices = declared.metadata["choices"]
+    return key(declared.default, doc or declared.metadata["doc"], unit=unit, choices=choices, **bounds)
 
 
 def _image_size(value: Any) -> str | None:
@@ -222,27 +229,23 @@ class AutoBatchConfig:
     ENABLED_VAL: bool = key(
         "${DATA.AUTOBATCH.ENABLED}", "search for the validation size, which replaces `DATA.BATCH_SIZE_VAL`"
     )
-    TARGET_MEMORY_FRACTION: float = key(
-        _SEARCH.target_memory_fraction, "fraction of the device's total memory that all processes together "
-        "may use", gt=0, le=1,
-    )  # fmt: skip
+    TARGET_MEMORY_FRACTION: float = _search_key("target_memory_fraction")
     TARGET_MEMORY_FRACTION_VAL: float = key(
         "${DATA.AUTOBATCH.TARGET_MEMORY_FRACTION}", "TARGET_MEMORY_FRACTION of validation", gt=0, le=1
     )
-    MIN_BATCH_SIZE: int = key(_SEARCH.min_batch_size, "smallest batch size that the search may try", ge=1)
+    MIN_BATCH_SIZE: int = _search_key("min_batch_size")
     MIN_BATCH_SIZE_VAL: int = key("${DATA.AUTOBATCH.MIN_BATCH_SIZE}", "MIN_BATCH_SIZE of validation", ge=1)
-    MAX_BATCH_SIZE: int | None = key(
-        _SEARCH.max_batch_size, "largest size tried; null: what data and memory allow", ge=1
+    MAX_BATCH_SIZE: int | None = _search_key(
+        "max_batch_size", "largest size tried; null: what data and memory allow"
     )
     MAX_BATCH_SIZE_VAL: int | None = key(
         "${DATA.AUTOBATCH.MAX_BATCH_SIZE} * 2", "MAX_BATCH_SIZE of validation", ge=1
     )
-    START: int | None = key(
-        _SEARCH.start, "size to try first, such as that of another run; null: in a sweep that of its newest "
-        "run", ge=1,
-    )  # fmt: skip
-    START_VAL: int | None = key(_SEARCH.start, "START of validation", ge=1)
-    STEPS_PER_TRIAL: int = key(_SEARCH.steps_per_trial, "optimizer steps that one trial runs", ge=1)
+    START: int | None = _search_key(
+        "start", "size to try first, such as that of another run; null: in a sweep that of its newest run"
+    )
+    START_VAL: int | None = _search_key("start", "START of validation")
+    STEPS_PER_TRIAL: int = _search_key("steps_per_trial")
     STEPS_PER_TRIAL_VAL: int = key(
         "${DATA.AUTOBATCH.STEPS_PER_TRIAL}", "validation batches that one trial runs", ge=1
     )
@@ -251,36 +254,17 @@ class AutoBatchConfig:
         "none", choices=_LOG_LEVELS,
     )  # fmt: skip
     LOG_LEVEL_VAL: str = key("${DATA.AUTOBATCH.LOG_LEVEL}", "LOG_LEVEL of validation", choices=_LOG_LEVELS)
-    OBJECTIVE: str = key(
-        _SEARCH.objective, "`memory` finds the largest size that fits; `throughput` the smallest size within "
-        "5 % of the highest number of images per second", choices=get_args(Objective),
+    OBJECTIVE: str = _search_key("objective")
+    STRATEGY: str = _search_key("strategy")
+    PREDICT: bool = _search_key("predict")
+    TOLERANCE: float = _search_key("tolerance")
+    MULTIPLE_OF: int = _search_key("multiple_of")
+    MEMORY_LIMIT_GB: float | None = _search_key(
+        "memory_limit_gb", "each process may hold TARGET_MEMORY_FRACTION of this at most, whatever others "
+        "use", unit="GiB",
     )  # fmt: skip
-    STRATEGY: str = key(
-        _SEARCH.strategy, "how sizes are chosen: `guided` by the memory measured, `binary` by bisection, "
-        "`power` by doubling, `binsearch` by doubling and then bisection", choices=tuple(STRATEGIES),
-    )  # fmt: skip
-    PREDICT: bool = key(
-        _SEARCH.predict, "on CUDA devices, `guided` starts from the size that a trace of the step predicts, "
-        "and tries fewer sizes",
-    )  # fmt: skip
-    TOLERANCE: float = key(
-        _SEARCH.tolerance, "the search ends when the size found is proven to be within this fraction of the "
-        "largest; 0 finds the largest", ge=0, lt=1,
-    )  # fmt: skip
-    MULTIPLE_OF: int = key(
-        _SEARCH.multiple_of, "above this, only its multiples are tried; below it, every size may be", ge=1
-    )
-    MEMORY_LIMIT_GB: float | None = key(
-        _SEARCH.memory_limit_gb, "each process may hold TARGET_MEMORY_FRACTION of this at most, whatever "
-        "others use", unit="GiB", gt=0,
-    )  # fmt: skip
-    MAX_TRIALS: int = key(
-        _SEARCH.max_trials, "trials after which the search ends with the largest size that fitted", ge=1
-    )
-    TIMEOUT_MINUTES: float = key(
-        _SEARCH.timeout_minutes, "deadline of the search, and how long the other ranks wait for it",
-        unit="minutes", gt=0,
-    )  # fmt: skip
+    MAX_TRIALS: int = _search_key("max_trials")
+    TIMEOUT_MINUTES: float = _search_key("timeout_minutes", unit="minutes")
     NUM_SPEC_SAMPLES: int = key(
         32, "samples that are read to find the largest shape, which the trials use", ge=1
     )

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, get_worker_info
 
-from linnaeus.autobatch.rng import derive_seed, preserved_generators, seed_generators
+from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import Collate, DataBundle, collate_pairs, dataset_length, training_targets
@@ -34,6 +34,7 @@ from linnaeus.data.sampler import (
     ValSampler,
 )
 from linnaeus.errors import DataError
+from linnaeus.rng import derive_seed, seed_generators
 from linnaeus.signals import SIGNALS, blocked
 
 logger = logging.getLogger("linnaeus.data")

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
-from linnaeus.autobatch.rng import derive_seed
 from linnaeus.config.schema import DataConfig, DatasetConfig
 from linnaeus.data.bundle import DataBundle, as_size, collate_pairs
 from linnaeus.data.taxonomy import Level, Taxonomy
 from linnaeus.data.transforms import Transform, build_transforms, preprocessing_of
 from linnaeus.data.unknown import known_labels
 from linnaeus.errors import ConfigError
+from linnaeus.rng import derive_seed
 
 GRID = 4
 """A class is a pattern of GRID x GRID fields, interpolated to the size of the image."""

@@ -11,7 +11,7 @@ from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from linnaeus.autobatch.rng import preserved_generators, seed_generators
+from linnaeus.autobatch.rng import preserved_generators
 from linnaeus.config.instantiate import instantiate, locate, place_of
 from linnaeus.config.schema import DataConfig
 from linnaeus.data.batch import Batch
@@ -28,6 +28,7 @@ from linnaeus.data.target_labels import (
 from linnaeus.data.taxonomy import Taxonomy
 from linnaeus.data.transforms import Preprocessing, Transform, build_transforms, preprocessing_of
 from linnaeus.errors import DataError
+from linnaeus.rng import seed_generators
 
 _NUM_PROBED = 8
 _GREY_MODES = frozenset(("1", "L", "LA", "I", "I;16", "F"))

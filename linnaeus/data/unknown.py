@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linnaeus.autobatch.rng import derive_seed
 from linnaeus.data.taxonomy import UNKNOWN
+from linnaeus.rng import derive_seed
 
 _STREAM = 7
 """Keeps these random numbers apart from others that are derived from the index of a sample."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as torch_dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from linnaeus.autobatch.api import auto_find_batch_size
@@ -238,19 +238,6 @@ def split_effective_batch(
         raise AutoBatchError(f"AutoBatch: {text}, because a batch must have at least {smallest} samples")
     logger.warning("AutoBatch: %d accumulation steps are slow: %s", split.accumulation_steps, text)
     return split
-
-
-class SavedTensor:
-    """A tensor in an attribute, and its value, for `Contents`."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._value = tensor, tensor.detach().clone()
-
-    def restore(self) -> None:
-        """Put the value back, in its shape."""
-        if self._tensor.shape != self._value.shape:
-            self._tensor.data = self._value.clone()
-        self._tensor.detach().copy_(self._value)
 
 
 @contextlib.contextmanager

@@ -28,9 +28,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from linnaeus.autobatch.attributes import restore_of_generator
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.lengths import PROBED, largest_first, stored_lengths
+from linnaeus.autobatch.rng import restore_of_generator
 
 PROBE = 3
 """Size with which a `*_dataloader` hook is called, to see which of its loaders follow the attribute."""

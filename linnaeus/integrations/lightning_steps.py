@@ -17,10 +17,9 @@ import torch.distributed as torch_dist
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from linnaeus.autobatch.contents import Contents
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.snapshot import Snapshot
-from linnaeus.integrations.common import SavedTensor, group_of_this_process
+from linnaeus.autobatch.snapshot import Contents, Snapshot
+from linnaeus.integrations.common import group_of_this_process
 from linnaeus.integrations.lightning_loaders import DataState, Library, Loaders
 
 
@@ -158,7 +157,7 @@ def rehearsal(library: Library, trainer: Any) -> Iterator[None]:
         stack.callback(DataState(roots).restore)
         for holder in _hyperparameters(module, trainer.datamodule):
             stack.callback(holder.update, dict(holder))
-        stack.callback(Contents(_bookkeeping(library, trainer), (), SavedTensor).restore)
+        stack.callback(Contents(_bookkeeping(library, trainer)).restore)
         # Callbacks, loggers and the profiler see nothing.
         trainer.callbacks, trainer.profiler = [], library("profilers").PassThroughProfiler()
         trainer.loggers = [library("loggers.logger").DummyLogger()] if trainer.loggers else []

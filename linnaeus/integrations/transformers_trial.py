@@ -13,10 +13,10 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from linnaeus.autobatch.contents import Contents
-from linnaeus.autobatch.optimizers import StrangerError
+from linnaeus.autobatch.optimizers import UnlistedOptimizerError
 from linnaeus.autobatch.rng import rng_state, set_rng_state
-from linnaeus.integrations.common import SavedTensor, group_of_this_process
+from linnaeus.autobatch.snapshot import Contents
+from linnaeus.integrations.common import group_of_this_process
 
 
 class Rehearsal:
@@ -112,9 +112,9 @@ class Rehearsal:
     def _training_step(self, model: nn.Module, inputs: Any, num_items: Any) -> None:
         try:
             self._trainer.training_step(model, inputs, num_items)
-        except StrangerError as error:
+        except UnlistedOptimizerError as error:
             remedy = "Keep it in an attribute of the trainer, from before train() or from create_optimizer()"
-            raise StrangerError(error.optimizer, remedy) from None
+            raise UnlistedOptimizerError(error.optimizer, remedy) from None
 
     def _set_modes(self) -> None:
         """Give the modules beside the model their own modes: a search has put all in that of the model."""
@@ -209,7 +209,7 @@ def _kept(trainer: Any) -> Contents:
         accelerator.gradient_state,
     )  # fmt: skip
     owners = [vars(owner) for owner in parts if hasattr(owner, "__dict__")]
-    return Contents([*owners, *_accelerate_states()], set(map(id, _datasets(trainer))), SavedTensor)
+    return Contents([*owners, *_accelerate_states()], set(map(id, _datasets(trainer))))
 
 
 def _accelerate_states() -> list[dict[str, Any]]:

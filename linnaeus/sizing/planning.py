@@ -51,10 +51,6 @@ class PlannedSizes:
         }  # fmt: skip
 
 
-_SUFFIXES: dict[Mode, str] = {"train": "", "val": "_VAL"}
-_NAMES: dict[Mode, str] = {"train": "training", "val": "validation"}
-
-
 def size_origin(mode: Mode, data: DataConfig, found: AutoBatchResult | None) -> SizeOrigin:
     """Where a batch size comes from.
 
@@ -63,29 +59,23 @@ def size_origin(mode: Mode, data: DataConfig, found: AutoBatchResult | None) -> 
         data: holds the sizes in use.
         found: what AutoBatch found for the mode; None where it did not search.
     """
-    return _configured_origin(mode, data) if found is None else _found_origin(found)
-
-
-def _found_origin(result: AutoBatchResult) -> SizeOrigin:
-    fraction_key = f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION{_SUFFIXES[result.mode]}"
-    fraction, total_gib = result.target_memory_fraction, result.total_bytes / GIB
+    suffix = "_VAL" if mode == "val" else ""
+    if found is None:
+        step = "training" if mode == "train" else "validation"
+        return SizeOrigin(
+            getattr(data, f"BATCH_SIZE{suffix}"),
+            f"The size is DATA.BATCH_SIZE{suffix}, AutoBatch is off for {step}",
+            key=f"DATA.BATCH_SIZE{suffix}",
+            alternatives=(f"DATA.AUTOBATCH.ENABLED{suffix} True",),
+        )
+    fraction_key, fraction = f"DATA.AUTOBATCH.TARGET_MEMORY_FRACTION{suffix}", found.target_memory_fraction
     return SizeOrigin(
-        result.batch_size,
-        f"AutoBatch found {result.batch_size} within a budget of {result.budget_bytes / GIB:.2f} GiB "
-        f"({fraction:g} of {total_gib:.2f} GiB, less what was in use elsewhere then)",
-        key=f"DATA.AUTOBATCH.MAX_BATCH_SIZE{_SUFFIXES[result.mode]}",
+        found.batch_size,
+        f"AutoBatch found {found.batch_size} within a budget of {found.budget_bytes / GIB:.2f} GiB "
+        f"({fraction:g} of {found.total_bytes / GIB:.2f} GiB, less what was in use elsewhere then)",
+        key=f"DATA.AUTOBATCH.MAX_BATCH_SIZE{suffix}",
         # Where memory was not the limit, a little less of it gives the same size.
-        alternatives=(f"{fraction_key} below {fraction:g}",) if result.limited_by == "memory" else (),
-    )
-
-
-def _configured_origin(mode: Mode, data: DataConfig) -> SizeOrigin:
-    suffix = _SUFFIXES[mode]
-    return SizeOrigin(
-        getattr(data, f"BATCH_SIZE{suffix}"),
-        f"The size is DATA.BATCH_SIZE{suffix}, AutoBatch is off for {_NAMES[mode]}",
-        key=f"DATA.BATCH_SIZE{suffix}",
-        alternatives=(f"DATA.AUTOBATCH.ENABLED{suffix} True",),
+        alternatives=(f"{fraction_key} below {fraction:g}",) if found.limited_by == "memory" else (),
     )
 
 
@@ -107,31 +97,26 @@ def find_planned_sizes(
     Raises:
         LinnaeusError: the same on every rank.
     """
-    autobatch, content = search.config.AUTOBATCH, checkpoint or {}
+    content, batch_size = checkpoint or {}, search.config.BATCH_SIZE
     earlier = {
         mode: AutoBatchResult.from_dict(mode, entry) for mode, entry in content.get("autobatch", {}).items()
     }
     sizes = {mode: result.batch_size for mode, result in earlier.items()}
     limit = content.get("micro_batch_limit")
-    if limit is not None and autobatch.ENABLED:
-        # Without an earlier size there is nothing to split: the search finds what fits.
-        limit = min(limit, autobatch.MAX_BATCH_SIZE or limit) if "train" in earlier else None
-    if limit is not None:
-        logger.info("memory ran out before: micro-batches have at most %s", counted(limit, "sample"))
-        # Training's size only gives the effective batch: its micro-batches are smaller.
-        kept = {"train": earlier["train"]} if autobatch.ENABLED else {}
-        plan = plan_for(kept["train"].batch_size if kept else search.config.BATCH_SIZE).limited(limit)
-        largest = max(stage.micro_batch_size for stage in plan.stages)
-        without_train = dataclasses.replace(autobatch, ENABLED=False)
-        config = dataclasses.replace(search.config, AUTOBATCH=without_train, BATCH_SIZE=largest)
-        found = kept | find_sizes(dataclasses.replace(search, config=config), sizes)
-    else:
+    # Without an earlier size there is nothing to split: the search finds what fits.
+    if limit is None or (search.config.AUTOBATCH.ENABLED and "train" not in earlier):
         found = find_sizes(search, sizes)
         if "train" in found:
             found["train"], plan = _planned(search, found["train"], plan_for)
         else:
-            plan = plan_for(search.config.BATCH_SIZE)
-    return PlannedSizes(found, plan, limit)
+            plan = plan_for(batch_size)
+        return PlannedSizes(found, plan)
+    logger.info("memory ran out before: micro-batches have at most %s", counted(limit, "sample"))
+    config = dataclasses.replace(search.config, BATCH_SIZE=min(batch_size, limit))
+    found = find_sizes(dataclasses.replace(search, config=config), {**sizes, "train": limit})
+    if "train" in found:  # the size of the checkpoint only gives the effective batch
+        limit, batch_size, found["train"] = found["train"].batch_size, sizes["train"], earlier["train"]
+    return PlannedSizes(found, plan_for(batch_size).limited(limit), limit)
 
 
 def _planned(

@@ -32,7 +32,7 @@ from linnaeus.data.bundle import DataBundle
 from linnaeus.data.loader import num_workers
 from linnaeus.dist import World, wrap
 from linnaeus.sizing.bounds import max_batch_sizes
-from linnaeus.sizing.progress import SearchProgress
+from linnaeus.sizing.report import SearchProgress
 from linnaeus.training.build import Assembly
 from linnaeus.training.metrics import MetricsMemory
 from linnaeus.training.noise_scale import GradientProbe
@@ -120,7 +120,7 @@ class SizeSearch:
             bounds=self._bounds(mode, spec),
             batches_per_step=training.num_micro_batches if is_training else 1,
             train_once=None if trained_at is None else train_once,
-            before_trial=training.discard_wrapper if is_training else lambda: None,
+            before_trial=lambda size: training.discard_wrapper() if is_training else None,
             observer=SearchProgress(mode, status, self.console),
             names=keys(mode),
             # The finder measures what training has left when validation is searched.

@@ -10,10 +10,11 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from linnaeus.autobatch.rng import derive_seed, seed_all, set_rng_state
+from linnaeus.autobatch.rng import set_rng_state
 from linnaeus.config.schema import Config
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError
+from linnaeus.rng import derive_seed, seed_all
 from linnaeus.training.checkpoint import REMEDY, Checkpoint, CheckpointFolder, load_checkpoint
 
 logger = logging.getLogger("linnaeus.run")

@@ -19,12 +19,12 @@ import torch.distributed as torch_dist
 from linnaeus.autobatch.memory.device import CudaMemory
 from linnaeus.autobatch.predict.allocator import MIB
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.rng import seed_all
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
+from linnaeus.rng import seed_all
 from linnaeus.sizing.sizes import SizeSearch, find_sizes
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder, TrainingState

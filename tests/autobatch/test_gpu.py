@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,7 @@ from torch import Tensor, nn
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.memory.device import CudaMemory
-from linnaeus.autobatch.rng import seed_all
-from linnaeus.config.load import load_config
-from linnaeus.config.schema import Config
-from linnaeus.data.datasets import build_data
-from linnaeus.data.loader import build_loaders
-from linnaeus.dist import World
 from linnaeus.errors import AutoBatchError
-from linnaeus.sizing.sizes import SizeSearch, find_sizes
-from linnaeus.training.build import Assembly, assemble
 from tests.helpers.runs import SMALL, Run
 
 pytestmark = [
@@ -38,27 +29,6 @@ MIB = 1024**2
 NUM_STEPS = 20
 TOLERANCE = 1.02
 """Training may reach 2 % more than promised."""
-
-MODELS = {
-    "resnet": ("MODEL.NAME=resnet18", "DATA.IMG_SIZE=128"),
-    "vit": ("MODEL.NAME=vit_tiny_patch16_224", "DATA.IMG_SIZE=224"),
-    "swin": (
-        "MODEL.NAME=swin_tiny_patch4_window7_224",
-        "MODEL.KWARGS={embed_dim: 48, depths: [1,1,2,1], num_heads: [2,4,8,16], window_size: 4}",
-        "DATA.IMG_SIZE=128",
-    ),
-    "mobilenet": ("MODEL.NAME=mobilenetv3_small_100", "DATA.IMG_SIZE=160"),
-    "convnext": ("MODEL.NAME=test_convnext", "DATA.IMG_SIZE=160"),
-}
-SWITCHES = {
-    "plain": ("OPTIMIZER.NAME=adamw",),
-    "everything": (
-        "OPTIMIZER.NAME=sgd", "TRAIN.EMA.ENABLED=True", "TRAIN.ACCUMULATION_STEPS=2", "TRAIN.AMP=bf16",
-        "TRAIN.CHANNELS_LAST=True",
-    ),
-    "frozen": ("MODEL.FREEZE=backbone", "MODEL.HEAD=marginal"),
-    "mixed": ("DATA.AUGMENT.MIXUP=0.2", "DATA.AUGMENT.CUTMIX=1", "LOSS.NAME=bce", "TRAIN.AMP=bf16"),
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -114,44 +84,6 @@ class Loop:
             arguments.pop("step", self.step), self.make_batch, state=self.state,
             **{"max_batch_size": 1 << 16, **arguments},
         )  # fmt: skip
-
-
-def prepared(*argv: str) -> tuple[Config, Assembly]:
-    config = load_config([
-        "DATA.DATASET.NAME=synthetic", "DATA.DATASET.NUM_SAMPLES=100000", "DATA.AUTOBATCH.ENABLED=True",
-        "DATA.AUTOBATCH.ENABLED_VAL=False", "DATA.AUTOBATCH.MAX_BATCH_SIZE=4096", "EXPERIMENT.DEVICE=cuda",
-        *argv,
-    ]).config  # fmt: skip
-    seed_all(0)
-    data = build_data(config.DATA, seed=0)
-    return config, assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, World(GPU))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("switches", SWITCHES)
-def test_training_reserves_no_more_than_the_search_promised(model: str, switches: str) -> None:
-    config, assembly = prepared(*MODELS[model], *SWITCHES[switches])
-    config.DATA.AUTOBATCH.TARGET_MEMORY_FRACTION = room(1024)["target_memory_fraction"]
-    accumulation = config.TRAIN.ACCUMULATION_STEPS
-    data = build_data(config.DATA, seed=0)
-    found = find_sizes(SizeSearch(config.DATA, config.TRAIN, data, assembly, World(GPU), seed=0))["train"]
-    assert found.limited_by == "memory"
-    assert found.peak_bytes <= found.budget_bytes
-    config.DATA.DATASET.NUM_SAMPLES = NUM_STEPS * accumulation * found.batch_size
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(GPU)
-    assembly.model.train()
-    with build_loaders(
-        build_data(config.DATA, seed=0),
-        sizes=lambda epoch, skip: repeat(found.batch_size, NUM_STEPS * accumulation), batch_size_val=8,
-        data_config=config.DATA, seed=0, rank=0, world_size=1, device=GPU,
-    ) as loaders:  # fmt: skip
-        batches = iter(loaders.train)
-        for _ in range(NUM_STEPS):
-            assembly.train_step(batches, accumulation)
-    peak_bytes = torch.cuda.max_memory_reserved(GPU)
-    assert peak_bytes <= TOLERANCE * found.peak_bytes, f"{peak_bytes / found.peak_bytes - 1:+.2%} at {found}"
 
 
 def test_the_size_ran_within_the_budget_and_the_next_one_did_not() -> None:
@@ -343,24 +275,6 @@ def test_the_budget_counts_the_memory_of_other_processes() -> None:
     assert before - meanwhile >= 1024 * MIB, "its tensor, and its context on top"
     assert before - meanwhile <= 3 * 1024 * MIB
     assert memory.budget(0.9, None) == pytest.approx(before, abs=64 * MIB)
-
-
-def test_a_tenant_makes_the_size_smaller() -> None:
-    loop = Loop()
-    fraction = room(2560)
-    alone = loop.find(**fraction)
-    with subprocess.Popen(
-        [sys.executable, "-c", _TENANT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as tenant:
-        try:
-            assert tenant.stdout is not None
-            assert tenant.stdout.readline().strip() == "holding"
-            beside = loop.find(**fraction)
-        finally:
-            tenant.communicate()
-    assert alone.limited_by == beside.limited_by == "memory"
-    assert beside.budget_bytes <= alone.budget_bytes - 1024 * MIB
-    assert beside.batch_size < 0.75 * alone.batch_size
 
 
 # --- precision ---

@@ -25,13 +25,12 @@ from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Timing
 from linnaeus.autobatch.search import PredictedPoint, TrialRecord, find_largest
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.sizing.progress import SearchProgress
-from linnaeus.sizing.report import summary
+from linnaeus.sizing.report import SearchProgress, summary
 from linnaeus.sizing.sizes import keys
 from tests.helpers.consoles import terminal
 from tests.helpers.ledger import limit_with_room_for
 from tests.helpers.messages import Golden, raised
-from tests.helpers.unrestorable import Forgetful, Helped, Hiding, Yielding
+from tests.helpers.unrestorable import Forgetful, Helped, Hiding
 
 MIB = 1024**2
 
@@ -87,14 +86,11 @@ def bad_arguments() -> Iterator[tuple[str, str]]:
     yield from of_calls(
         auto_find_batch_size, {"step": step, "make_batch": make_batch, "device": "cpu"},
         [
-            {"target_memory_fraction": "0.8"}, {"target_memory_fraction": 0.0},
-            {"target_memory_fraction": 1.01}, {"tolerance": -0.01}, {"tolerance": 1.0}, {"tolerance": False},
-            {"memory_limit_gb": 0.0}, {"memory_limit_gb": math.inf}, {"memory_limit_gb": "4"},
-            {"timeout_minutes": 0}, {"timeout_minutes": math.nan}, {"mode": "test"}, {"strategy": "magic"},
-            {"objective": "speed"}, {"step": None}, {"step": 3}, {"make_batch": 3}, {"observer": print},
-            {"max_trials": 0}, {"max_trials": 2.5}, {"min_batch_size": 0}, {"max_batch_size": True},
-            {"multiple_of": 0}, {"steps_per_trial": 0}, {"start": 0}, {"bounds": [3]},
-            {"bounds": {"dataset": 3.5}}, {"bounds": {3: 4}}, {"state": nn.Identity()}, {"state": "model"},
+            {"target_memory_fraction": "0.8"}, {"target_memory_fraction": 1.01}, {"tolerance": 1.0},
+            {"memory_limit_gb": math.inf}, {"timeout_minutes": math.nan}, {"mode": "test"},
+            {"strategy": "magic"}, {"objective": "speed"}, {"step": 3}, {"observer": print},
+            {"max_trials": 0}, {"max_batch_size": True}, {"start": 0}, {"bounds": [3]},
+            {"bounds": {"dataset": 3.5}}, {"bounds": {3: 4}}, {"state": "model"},
             {"state": {"model": 1}}, {"state": (3,)}, {"min_batch_size": 20, "max_batch_size": 7},
             {"min_batch_size": 20, "bounds": {"dataset": 7}}, {"max_batch_size": None, "strategy": "binary"},
         ],
@@ -116,7 +112,7 @@ def bad_arguments() -> Iterator[tuple[str, str]]:
 
 def optimizers() -> Iterator[tuple[str, str]]:
     search = partial(auto_find_batch_size, device="cpu", max_batch_size=4)
-    for kind in (Hiding, Yielding, Helped):
+    for kind in (Hiding, Helped):
         model = nn.Linear(2, 2)
         search_it = partial(search, step, make_batch, state=(model, kind(model.parameters())))
         yield f"optimizer {kind.__name__}", raised(search_it)

@@ -18,11 +18,11 @@ import torch
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.rng import seed_all
 from linnaeus.config.load import load_config
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
+from linnaeus.rng import seed_all
 from linnaeus.sizing.sizes import SizeSearch, find_sizes
 from linnaeus.training.build import Assembly, assemble
 from linnaeus.training.checkpoint import CheckpointFolder

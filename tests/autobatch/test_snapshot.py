@@ -173,6 +173,7 @@ class Restless(nn.Module):
         self.array = np.zeros(3)
         self.generator = np.random.default_rng(0)
         self.torch_generator = torch.Generator().manual_seed(3)
+        self.hidden = [nn.Linear(1, 1)]  # its parameters are not this module's
         self.itself: list[Any] = [self]
         self.itself.append(self.itself)
         self.layer.register_forward_hook(print)
@@ -193,7 +194,7 @@ class Restless(nn.Module):
             "tensors": (id(self.last), bits(self.last), bits(self.slope), bits(self.slope.grad)),
             "array": (id(self.array), bits(self.array.tolist())),
             "generators": (str(self.generator.bit_generator.state), bits(self.torch_generator.get_state())),
-            "names": set(vars(self)), "itself": len(self.itself),
+            "names": set(vars(self)), "itself": len(self.itself), "hidden": bits_of_module(self.hidden[0]),
         }  # fmt: skip
 
 
@@ -216,6 +217,7 @@ CHANGES: dict[str, Callable[[Restless], object]] = {
     "array": lambda module: module.array.__setitem__(0, 5.0),
     "NumPy's generator": lambda module: module.generator.random(),
     "torch's generator": lambda module: torch.rand(1, generator=module.torch_generator),
+    "module in a list": lambda module: spoil(module.hidden[0]),
     "what refers to itself": lambda module: module.itself.clear(),
     "new attribute": lambda module: setattr(module, "left", torch.ones(4)),
     "attribute removed": lambda module: delattr(module, "name"),

@@ -121,7 +121,8 @@ def test_what_is_to_happen_before_a_trial_happens_before_each_trial_and_timing()
     done: list[object] = []
     runner = TrialRunner(
         lambda batch: done.append(len(batch)), samples, state=(), memory=CpuMemory(CPU), budget_bytes=1 << 50,
-        num_steps=2, training=True, snapshot=Snapshot((), CPU), before_trial=lambda: done.append("before"),
+        num_steps=2, training=True, snapshot=Snapshot((), CPU),
+        before_trial=lambda size: done.append("before"),
     )  # fmt: skip
     runner(1)
     runner(7)

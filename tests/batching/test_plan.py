@@ -12,8 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from linnaeus.autobatch.split import scale_factor
-from linnaeus.batching.plan import BatchPlan
+from linnaeus.batching.plan import BatchPlan, scale_factor
 from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.config.schema import BatchScheduleConfig, OptimizerConfig, TrainConfig
 from linnaeus.errors import ConfigError

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from linnaeus.autobatch.rng import derive_seed, seed_generators
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch
 from linnaeus.data.bundle import DataBundle, collate_pairs
@@ -24,6 +23,7 @@ from linnaeus.data.files import ImageFiles
 from linnaeus.data.loader import MOST_WORKERS, Loaders, build_loaders, num_workers
 from linnaeus.data.sampler import EpochSampler, Sizes
 from linnaeus.errors import DataError
+from linnaeus.rng import derive_seed, seed_generators
 
 CPU = torch.device("cpu")
 WORKERS = [0, 2]

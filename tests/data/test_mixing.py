@@ -8,13 +8,13 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from linnaeus.autobatch.rng import seed_all
 from linnaeus.config.schema import AugmentConfig, DataConfig, DatasetConfig
 from linnaeus.data.batch import Batch, BatchSpec
 from linnaeus.data.bundle import collate_pairs
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import Loaders, build_loaders
 from linnaeus.data.mixing import Mixing, mixed_epochs, soft_targets
+from linnaeus.rng import seed_all
 from tests.helpers.ledger import Ledger
 
 CPU = torch.device("cpu")

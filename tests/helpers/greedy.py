@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linnaeus.autobatch.rng import seed_all
 from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
+from linnaeus.rng import seed_all
 from linnaeus.sizing.planning import PlannedSizes
 from linnaeus.training.build import assemble
 from linnaeus.training.checkpoint import CheckpointFolder

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.rng import seed_all
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
 from linnaeus.dist import World
+from linnaeus.rng import seed_all
 from linnaeus.sizing.sizes import SizeSearch
 from linnaeus.training.build import Assembly, assemble
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,14 +26,6 @@ class Hiding(torch.optim.SGD):
         for group in self.param_groups:
             group["lr"] = self.next_rate()
         super().step(closure)
-
-
-class Yielding(torch.optim.SGD):
-    """Its rate comes from a generator, which cannot be copied."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.01)
-        self.rates = (0.1 / number for number in itertools.count(1))
 
 
 class Helped(torch.optim.SGD):

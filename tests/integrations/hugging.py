@@ -25,7 +25,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from linnaeus.autobatch import rng
+from linnaeus.autobatch.rng import rng_state
+from linnaeus.rng import seed_all
 
 NUM_SAMPLES, LONGEST, VOCABULARY = 200, 128, 128
 SIZES = {"n_positions": LONGEST, "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY}
@@ -100,7 +101,7 @@ def arguments(kind: type = TrainingArguments, **options: Any) -> Any:
 
 def trainer(kind: type = Trainer, callbacks: Any = None, **options: Any) -> Any:
     """A trainer of a small GPT-2 on `Text`."""
-    rng.seed_all(0)
+    seed_all(0)
     data = {"train_dataset": Text(), "eval_dataset": Text(), "data_collator": collate}
     return kind(model(), arguments(**options), callbacks=callbacks, **data)
 
@@ -110,7 +111,7 @@ def trl_trainer(name: str, **options: Any) -> Any:
     import datasets
     import trl
 
-    rng.seed_all(0)
+    seed_all(0)
     rows = [tokens(index) for index in range(NUM_SAMPLES)]
     others = [row[: len(row) // 2 + 4] for row in rows]
     data = {
@@ -136,7 +137,7 @@ class Calls(TrainerCallback):
         self.seen: list[Any] = []
 
     def _note(self, name: str, args: Any, state: Any) -> None:
-        random_state = rng.rng_state(torch.device("cpu"))
+        random_state = rng_state(torch.device("cpu"))
         numbers = [random_state["python"], random_state["numpy"][1].tolist(), random_state["torch"].tolist()]
         sizes = args.per_device_train_batch_size, args.per_device_eval_batch_size, state.train_batch_size
         self.seen.append((name, state.global_step, state.max_steps, sizes, hash(str(numbers))))

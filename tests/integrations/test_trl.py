@@ -12,7 +12,7 @@ pytest.importorskip("trl")
 import trl
 from transformers import Trainer
 
-from linnaeus.autobatch.contents import Contents
+from linnaeus.autobatch.snapshot import Contents
 from linnaeus.errors import AutoBatchError
 from linnaeus.integrations import transformers_trial
 from linnaeus.integrations.transformers import autobatch, check_supported
@@ -56,7 +56,7 @@ def test_training_is_that_of_the_size_given_by_hand(case: str) -> None:
 
 def test_metrics_of_trials_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(transformers_trial, "_kept", lambda made: Contents((), (), id))
+        patch.setattr(transformers_trial, "_kept", lambda made: Contents(()))
         found = trl_trainer("SFT")
         autobatch(found, max_batch_size=4, min_batch_size=4).train()
     ours = outcome(found)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from linnaeus.autobatch.rng import seed_all
 from linnaeus.config.load import load_config
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import build_loaders
 from linnaeus.dist import World
+from linnaeus.rng import seed_all
 from linnaeus.run import run
 from linnaeus.training.build import assemble
 from linnaeus.training.checkpoint import load_checkpoint

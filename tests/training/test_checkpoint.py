@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from linnaeus.autobatch.rng import rng_state, seed_all, set_rng_state
+from linnaeus.autobatch.rng import rng_state, set_rng_state
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError
+from linnaeus.rng import seed_all
 from linnaeus.signals import Interrupted, StopRequest
 from linnaeus.training.checkpoint import (
     ENTRIES,

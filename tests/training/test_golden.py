@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 
-from linnaeus.autobatch.rng import seed_all
 from linnaeus.config.schema import (
     AugmentConfig,
     DataConfig,
@@ -36,6 +35,7 @@ from linnaeus.data.batch import Batch
 from linnaeus.data.datasets import build_data
 from linnaeus.data.loader import BatchLoader, build_loaders
 from linnaeus.dist import World
+from linnaeus.rng import seed_all
 from linnaeus.training.build import assemble
 from linnaeus.training.schedule import Schedule
 

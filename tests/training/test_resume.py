@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from linnaeus.autobatch.rng import rng_state, seed_all
+from linnaeus.autobatch.rng import rng_state
 from linnaeus.config.schema import LossConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError
+from linnaeus.rng import seed_all
 from linnaeus.training.checkpoint import CheckpointFolder
 from linnaeus.training.resume import (
     changes_of,

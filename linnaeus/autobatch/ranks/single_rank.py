@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from linnaeus.autobatch.attributes import parameters_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.optimizers import subclasses
 from linnaeus.autobatch.ranks.control import group_of_this_rank
+from linnaeus.autobatch.snapshot import parameters_of
 
 A = TypeVar("A")
 T = TypeVar("T")

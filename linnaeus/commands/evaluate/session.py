@@ -17,7 +17,6 @@ from rich.console import Console
 
 from linnaeus import __version__
 from linnaeus.autobatch.result import AutoBatchResult
-from linnaeus.autobatch.rng import seed_all, set_deterministic
 from linnaeus.commands.evaluate.context import Session
 from linnaeus.commands.evaluate.describe import (
     compare_with_training,
@@ -47,6 +46,7 @@ from linnaeus.inference.evaluate import (
 from linnaeus.inference.figures import distance_of_mistakes, figures_of
 from linnaeus.inference.trained import load_run
 from linnaeus.log import close_logging, set_up_logging
+from linnaeus.rng import seed_all, set_deterministic
 from linnaeus.signals import StopRequest
 from linnaeus.sizing.planning import size_origin
 from linnaeus.sizing.sizes import SizeSearch
