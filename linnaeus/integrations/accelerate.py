@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import cycle, islice
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,19 +22,6 @@ from linnaeus.autobatch.ranks.group import together
 
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 _OWN = {"step", "make_batch", "mode", "device"}
-
-
-def autobatch(*_: Any, **__: Any) -> NoReturn:
-    """Refuse to be a decorator: the first batches of a loop need not be its largest.
-
-    Raises:
-        AutoBatchError: always; names `find_batch_size`.
-    """
-    raise AutoBatchError(
-        "AutoBatch decorates no function: the first batches of a loop need not be its largest. After "
-        "accelerator.prepare(model, optimizer), and before the loader, call find_batch_size(accelerator, "
-        "model, optimizer, loss_fn, dataset), and give the size to the loader"
-    )
 
 
 def find_batch_size(
@@ -82,7 +69,17 @@ def find_batch_size(
         raise TypeError(f"find_batch_size takes no {', '.join(sorted(taken))}: it makes its own")
     parts = [model, optimizer, accelerator.scaler, *state]
     with together(search.get("group")):  # what one process raises ends all of them
-        _check_processes(accelerator)
+        kind = str(accelerator.distributed_type).rpartition(".")[2]
+        if kind in _SHARDED:
+            raise AutoBatchError(
+                f"AutoBatch: with {kind} no process can take a step alone, as one does in a search; give a "
+                "batch size of your own"
+            )
+        if accelerator.split_batches and accelerator.num_processes > 1:
+            raise AutoBatchError(
+                "AutoBatch: with split_batches the loader's batch size is not that of a process; leave it "
+                "out, and give the loader the size of one process"
+            )
         order = largest_first(dataset, collate_fn, stored_lengths(dataset))
         num_batches = min(accelerator.gradient_accumulation_steps, 2)
 
@@ -102,22 +99,3 @@ def find_batch_size(
             **search,
         )  # fmt: skip
     return result.batch_size
-
-
-def _check_processes(accelerator: Accelerator) -> None:
-    """Check that one process can step alone, with the loader's batch size.
-
-    Raises:
-        AutoBatchError: it cannot.
-    """
-    kind = str(accelerator.distributed_type).rpartition(".")[2]
-    if kind in _SHARDED:
-        raise AutoBatchError(
-            f"AutoBatch: with {kind} no process can take a step alone, as one does in a search; give a batch "
-            "size of your own"
-        )
-    if accelerator.split_batches and accelerator.num_processes > 1:
-        raise AutoBatchError(
-            "AutoBatch: with split_batches the loader's batch size is not that of a process; leave it out, "
-            "and give the loader the size of one process"
-        )

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch.contents import Contents
 from linnaeus.autobatch.optimizers import StrangerError
+from linnaeus.autobatch.ranks.control import group_of_this_rank
 from linnaeus.autobatch.rng import rng_state, set_rng_state
-from linnaeus.integrations.common import SavedTensor, group_of_this_process
+from linnaeus.integrations.common import kept
 
 
 class Rehearsal:
@@ -54,7 +55,8 @@ class Rehearsal:
             stack.callback(vars(trainer.model).update, dict(vars(trainer.model)))
             stack.callback(vars(trainer.model).clear)
             if accelerator.num_processes > 1:
-                self._group = stack.enter_context(group_of_this_process())
+                self._group = group_of_this_rank()
+                stack.callback(torch_dist.destroy_process_group, self._group)
                 for state in _accelerate_states():  # `gather` and the like return what they are given
                     state["distributed_type"] = _accelerate("utils").DistributedType.NO
             self._prepared = accelerator.prepare_model(trainer.model, evaluation_mode=True)
@@ -209,7 +211,7 @@ def _kept(trainer: Any) -> Contents:
         accelerator.gradient_state,
     )  # fmt: skip
     owners = [vars(owner) for owner in parts if hasattr(owner, "__dict__")]
-    return Contents([*owners, *_accelerate_states()], set(map(id, _datasets(trainer))), SavedTensor)
+    return kept([*owners, *_accelerate_states()], _datasets(trainer))
 
 
 def _accelerate_states() -> list[dict[str, Any]]:

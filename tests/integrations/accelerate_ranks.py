@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from linnaeus.autobatch import snapshot
 from linnaeus.autobatch.memory.process import held_bytes
-from linnaeus.integrations.accelerate import autobatch, find_batch_size
+from linnaeus.integrations.accelerate import find_batch_size
 from linnaeus.utils.autobatch import auto_find_batch_size
 
 MIB = 2**20
@@ -191,7 +191,6 @@ def errors() -> Any:
     found = {
         "broken": attempted(Broken()),
         "split": attempted(dataloader_config=DataLoaderConfiguration(split_batches=True)),
-        "decorator": attempt(lambda: autobatch(starting_batch_size=8)),
         "stream": attempted(iter(dataset())),
     }
     kind = AcceleratorState._shared_state["distributed_type"]

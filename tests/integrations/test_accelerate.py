@@ -66,9 +66,8 @@ def test_batches_of_trials_hold_the_longest_samples(jobs: dict[int, list[Found]]
 
 @pytest.mark.parametrize(
     ("name", "kind", "text"),
-    [("decorator", "AutoBatchError", "find_batch_size"), ("sharded", "AutoBatchError", "FSDP"),
-     ("stream", "TypeError", "index")],
-)  # fmt: skip
+    [("sharded", "AutoBatchError", "FSDP"), ("stream", "TypeError", "index")],
+)
 @pytest.mark.parametrize("num_processes", SCENARIOS)
 def test_what_cannot_be_searched_is_one_clear_error(
     jobs: dict[int, list[Found]], num_processes: int, name: str, kind: str, text: str
