@@ -33,16 +33,15 @@ def longest(
 ) -> list[Any]:
     """The n longest samples of a dataset, the longest first; of equal ones, those that come first in it.
 
-    Stored lengths are read instead of the samples: a column `length` or `lengths` of a dataset with columns
-    (of Hugging Face's `datasets`), also through `torch.utils.data.Subset`. Else every sample is read, once,
-    and n of them are kept in memory. Global random number generators on the CPU stay as they were.
+    Stored lengths are read instead of the samples: a column `length` or `lengths` (of Hugging Face's
+    `datasets`), also through a `Subset`. Else every sample is read, once, and n of them are kept in memory.
 
     >>> longest(["ab", "abcd", "a", "abc"], 2)
     ['abcd', 'abc']
     >>> longest([{"input_ids": [5]}, {"input_ids": [1, 2]}], 1)
     [{'input_ids': [1, 2]}]
-    >>> longest(["ab", "c"], 5)
-    ['ab', 'c', 'ab', 'c', 'ab']
+    >>> longest(["ab", "c"], 3)
+    ['ab', 'c', 'ab']
 
     Args:
         dataset: samples by index, or to be iterated over (to the end).
@@ -87,7 +86,7 @@ def largest_first(
     >>> largest_first(texts, lambda samples: torch.zeros(len(samples), 8))
 
     Args:
-        dataset: read by index.
+        dataset: samples by index.
         collate: makes a batch of samples, with tensors or arrays.
         lengths: one number for each sample, which may be about something else.
 

@@ -64,22 +64,19 @@ class AutoBatch(Callback):  # type: ignore[misc]
         min_batch_size, max_batch_size: bounds of the size per process, inclusive; None is no upper bound.
         memory_limit_gb: GiB of a smaller device to search for; by default the device's own.
         multiple_of: sizes from here on are multiples of it.
-        batch_arg_name: attribute of the module, the data module or their `hparams` that the loaders take
-            their batch size from.
+        batch_arg_name: attribute of the module, the data module or their `hparams` that sizes the loaders.
         val_batch_arg_name: the attribute for validation, where it has its own. Where validation shares that
             of training, the size must fit in both.
         val: whether validation is searched too.
-        val_options: options of the search of validation that differ from those of training, such as
-            {"max_batch_size": 2048}.
+        val_options: options that differ in the search of validation, such as {"max_batch_size": 2048}.
         effective_batch_size: samples per optimizer step over all processes. `accumulate_grad_batches` is set
             to what that takes, and the batch size to the largest that fits and divides it.
-        make_batch: makes a training batch of n samples, on the host, in the place of samples of the loaders.
-        make_val_batch: the same for validation.
+        make_batch, make_val_batch: make a batch of n samples on the host, in the place of samples of the
+            loaders.
         **options: further arguments of `auto_find_batch_size`: `strategy`, `max_trials` and others.
 
     Attributes:
-        results: what the searches of the last `fit` have found, by mode: `train`, and `val` where it was
-            searched.
+        results: of the searches of the last `fit`, by mode: `train`, and `val` where it was searched.
         batch_size: the batch size of training; None before `fit`.
         val_batch_size: the batch size of validation where it was searched on its own, else None.
 

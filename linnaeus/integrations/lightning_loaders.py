@@ -56,18 +56,6 @@ class SizedLoader:
         self._is_fresh = searches_cpu and loader.num_workers == 0 and not self._is_iterable
         self._samples: list[Any] = []
 
-    def num_samples(self, num_ranks: int) -> int | None:
-        """Samples of an epoch of this rank, where they limit the size; else None.
-
-        Args:
-            num_ranks: the ranks that Lightning divides the samples among.
-        """
-        sampler: Any = self.loader.sampler
-        if not self.follows or self._is_iterable or not hasattr(sampler, "__len__"):
-            return None
-        num_samples = len(sampler)
-        return num_samples if isinstance(sampler, DistributedSampler) else -(-num_samples // num_ranks)
-
     def batch(self, size: int) -> Any:
         """A batch of real samples, made as the loader makes it: of the largest where they differ in size."""
         count = size if self.follows else self.loader.batch_size
@@ -267,9 +255,15 @@ class Loaders:
         self.source.instance = combined if is_combined else combined.iterables
 
     def _num_samples(self, sized: SizedLoader) -> int | None:
+        """Samples of an epoch of this rank, where they limit the size; else None."""
+        sampler: Any = sized.loader.sampler
         connector = self._trainer._accelerator_connector
+        is_endless = isinstance(sized.loader.dataset, IterableDataset) or not hasattr(sampler, "__len__")
+        if not sized.follows or is_endless:
+            return None
         is_divided = connector.is_distributed and connector.use_distributed_sampler
-        return sized.num_samples(int(self._trainer.world_size) if is_divided else 1)
+        is_whole = not is_divided or isinstance(sampler, DistributedSampler)
+        return -(-len(sampler) // (1 if is_whole else int(self._trainer.world_size)))
 
     def _request(self) -> Any:
         given = self._library("trainer.connectors.data_connector")._request_dataloader(self.source)
