@@ -326,19 +326,6 @@ def test_all_that_hold_the_size_get_it() -> None:
     assert module.hparams_initial.batch_size == LARGE
 
 
-@pytest.mark.parametrize(("strategy", "found"), [("power", 8), ("binsearch", 10), ("guided", 10)])
-def test_the_strategies_of_lightning_are_there(
-    strategy: str, found: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "linnaeus.autobatch")
-    module, callback = FailsAbove(), small(strategy=strategy, val=False)
-    fit(module, callbacks=[callback])
-    assert callback.batch_size == module.batch_size == found
-    assert set(module.sizes) <= {found, 96 % found}, "loaders follow"
-    trials = callback.results["train"].trials
-    assert all(f"trial {number}: " in caplog.text for number in range(1, len(trials) + 1))
-
-
 def test_an_error_that_is_not_about_memory_is_raised_as_it_is_and_leaves_the_size() -> None:
     class Broken(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -11,6 +13,7 @@ pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
 import torch
+from accelerate import Accelerator
 from lightning.pytorch import strategies
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
@@ -174,8 +177,14 @@ def transformers() -> dict[str, str]:
 
 
 def accelerate() -> dict[str, str]:
+    accelerator = Accelerator(cpu=True)
+    sharded = mock.Mock(Accelerator, distributed_type="DistributedType.FSDP", scaler=None)
+    search = partial(raised, find_batch_size)
     return {
-        "accelerate: no accelerator": raised(find_batch_size, [], None, None, None, None),
+        "accelerate: no accelerator": search([], None, None, None, None),
+        "accelerate: a stream": search(accelerator, None, None, None, iter([])),
+        "accelerate: an option of its own": search(accelerator, None, None, None, [], mode="val"),
+        "accelerate: FSDP": search(sharded, None, None, None, []),
     }
 
 
