@@ -105,8 +105,8 @@ def split_effective_batch(
 ) -> Split:
     """Split an effective batch with the largest micro-batch that fits and divides the part of each process.
 
-    >>> split_effective_batch(96, 2, 40)
-    Split(micro_batch_size=24, accumulation_steps=2)
+    >>> split_effective_batch(96, 2, 40), split_effective_batch(96, 2, 40, multiple_of=16)
+    (Split(micro_batch_size=24, accumulation_steps=2), Split(micro_batch_size=16, accumulation_steps=3))
 
     Args:
         effective_batch_size: samples per optimizer step of all processes.

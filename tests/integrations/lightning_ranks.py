@@ -1,17 +1,10 @@
-"""Cases of the Lightning callback on two ranks. `python -m tests.integrations.lightning_ranks FOLDER CASE...`
-
-runs the cases on one rank, which the environment describes, and writes what they return to FOLDER.
-"""
+"""Cases of the Lightning callback on two ranks, for `tests.helpers.processes`."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +26,7 @@ from tests.integrations.lightning_runs import (
     loader,
 )
 
-RANK = int(os.environ.get("LOCAL_RANK", "0"))
+RANK = 0
 NO_VAL = {"val": False}
 RANKS = {"devices": 2, "strategy": "ddp"}
 
@@ -97,15 +90,6 @@ def failing(module: type[Net]) -> dict[str, Any]:
     return {}
 
 
-class Killed(Net):
-    """Rank 1 is killed when it tries a size of at least 8."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if RANK == 1 and len(batch[0]) >= 8:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().training_step(batch, batch_idx)
-
-
 class NoData(Net):
     """Rank 1 cannot make its loaders."""
 
@@ -156,19 +140,15 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "unprepared": lambda: failing(
         NoData
     ),  # late: an error in a loader's hook leaves Lightning's patch on DataLoader
-    "killed": lambda: failing(Killed),
 }
 
 
-def main(folder: Path, names: list[str]) -> None:
+def work(rank: int, folder: str) -> dict[str, Any]:
+    """What each case gives."""
+    global RANK
+    RANK = rank
+    own = {"LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= own
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     fit(Net(), **RANKS)  # loads what later limits count on
-    found = {}
-    for name in names:
-        found[name] = CASES[name]()
-        (folder / f"rank{RANK}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    return {name: case() for name, case in CASES.items()}

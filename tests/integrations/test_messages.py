@@ -19,8 +19,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from transformers import Trainer
 
+from linnaeus.autobatch.split import Split
 from linnaeus.integrations.accelerate import find_batch_size
-from linnaeus.integrations.common import checked_options, split_effective_batch
+from linnaeus.integrations.common import checked_options, split_effective_batch, warn_of_many_steps
 from linnaeus.integrations.lightning import AutoBatch
 from linnaeus.integrations.transformers import autobatch
 from tests.helpers.messages import Golden, raised
@@ -30,8 +31,12 @@ from tests.integrations.lightning_runs import Bare, Manual, Net, data, fit, load
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def shared() -> dict[str, str]:
+def shared(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
+    warn_of_many_steps(Split(128, 32), 1, 128)
+    assert not caplog.records, "no other size takes fewer steps"
+    warn_of_many_steps(Split(1, 257), 2, 40)
     return {
+        "many steps": caplog.records[-1].message,
         "an unknown option": raised(checked_options, "val_options", {"size": 1}),
         "tolerance 2": raised(checked_options, "autobatch()", {"tolerance": 2}),
         "97 on 2 processes": raised(split_effective_batch, 97, 2, 512),
@@ -48,11 +53,6 @@ def shared() -> dict[str, str]:
 class Fixed(Net):
     def train_dataloader(self) -> Any:
         return loader(8)
-
-
-class Capped(Net):
-    def train_dataloader(self) -> Any:
-        return loader(min(16, self.batch_size))
 
 
 class Iterating(Net):
@@ -73,16 +73,13 @@ FITS: dict[str, Fit] = {
     "no attribute": (Net, (), {"batch_arg_name": "size"}),
     "an attribute that cannot be set": (NoSetter, (), {"batch_arg_name": "size"}),
     "a fixed size": (Fixed, (), {}),
-    "a limited size": (Capped, (), {}),
     "a batch sampler": (Bare, (sampled(),), {}),
     "batches of the dataset": (Bare, (DataLoader(data(), batch_size=None),), {}),
     "no loader": (Bare, ([data()[:4]],), {}),
-    "unequal loaders": (Bare, ([loader(4), loader(8)],), {}),
     "an iterator": (Iterating, (), {}),
     "accumulation by hand": (Manual, (), {"effective_batch_size": 8}),
     "a last batch of one": (Bare, (DataLoader(data(41), 4),), {}),
     "an effective batch below the smallest": (Net, (), {"effective_batch_size": 33, "min_batch_size": 12}),
-    "an effective batch above an epoch": (Net, (), {"effective_batch_size": 97}),
 }
 ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"max_batchsize": 3}, {"val_options": {"mode": "val"}}, {"predict": True}, {"max_batch_size": "4"},
@@ -188,5 +185,5 @@ def accelerate() -> dict[str, str]:
     }
 
 
-def test_messages(golden: Golden) -> None:
-    golden("integrations", {**shared(), **lightning(), **transformers(), **accelerate()})
+def test_messages(golden: Golden, caplog: pytest.LogCaptureFixture) -> None:
+    golden("integrations", {**shared(caplog), **lightning(), **transformers(), **accelerate()})
