@@ -73,7 +73,7 @@ def find_size(
         step, make_batch, arguments: as for `auto_find_batch_size`.
         options: of the user, with `max_batch_size`.
         known: a size, the same on every rank.
-        source: what has the known size, for a warning.
+        source: what has the known size, for the warning of a smaller one.
 
     Raises:
         AutoBatchError: no size fits.
@@ -84,8 +84,8 @@ def find_size(
     result = auto_find_batch_size(step, make_batch, **{**arguments, **options})
     if known is not None and result.batch_size < known:
         logger.warning(
-            "AutoBatch (%s): %s has batch size %d; going on with %d, limited by %s",
-            result.mode, source, known, result.batch_size, result.limited_by,
+            "AutoBatch (%s): going on with batch size %d, limited by %s, instead of %d, that of %s",
+            result.mode, result.batch_size, result.limited_by, known, source,
         )  # fmt: skip
     return result
 

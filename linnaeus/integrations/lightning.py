@@ -236,7 +236,7 @@ class _Search:
                 earlier = self._earlier.get("val")
                 self.sizes["val"] = self._find("val", step, make_val, val_bounds, earlier)
             else:
-                source = f"training, which shares {self._val_name} unless val_batch_arg_name names another,"
+                source = f"training, which shares {self._val_name}: val_batch_arg_name can name another"
                 size = self._find("val", step, make_val, {}, size, source)
         if effective is not None:
             split = self._split(effective, size, bounds.get("dataset"))
