@@ -295,7 +295,6 @@ def holders(trainer: Any, name: str) -> list[Any]:
 
 _LONG = 1000
 _PLAIN = (bool, int, float, str, bytes, type(None))
-_LIBRARIES = ("builtins", "lightning", "pytorch_lightning", "lightning_fabric")
 _OTHERS = ("_modules", "_parameters", "_buffers", "_iterator", "_trainer", "trainer")
 
 
@@ -332,7 +331,7 @@ def restore_of_data(roots: Iterable[Any]) -> Callable[[], None]:
 def _attributes_or_items(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, dict):
         return value
-    if isinstance(value, type) or type(value).__module__.partition(".")[0] in _LIBRARIES:
+    if isinstance(value, type) or type(value).__module__ == "builtins":  # functions, modules
         return None
     attributes = getattr(value, "__dict__", None)
     return attributes if isinstance(attributes, dict) else None
