@@ -32,12 +32,8 @@ from tests.helpers.ledger import Ledger, held_bytes, room
 from tests.integrations import hugging
 from tests.integrations.lightning_runs import Bare, Data, Manual, Net, data, fit
 
-Trained = tuple[Any, dict[str, Any]]  # the size, and what must have the same bits
-
 
 class Padded(Net):
-    """Its samples differ in length; few are long."""
-
     def train_dataloader(self) -> Any:
         return DataLoader(hugging.Text(), self.batch_size, shuffle=True, collate_fn=hugging.collate)
 
@@ -47,33 +43,27 @@ class Padded(Net):
 
 
 class WithSetup(Data):
-    def __init__(self, batch_size: int) -> None:
-        super().__init__(batch_size)
-        del self.dataset
-
     def setup(self, stage: str) -> None:
         self.dataset = data(300)
 
 
-def lightning(size: Any, search: Any, kind: Any = Net, module_of_data: Any = None, **options: Any) -> Trained:
-    module, given = kind(size), () if module_of_data is None else (module_of_data(size),)
+def lightning(size: Any, search: Any, kind: Any = Net, setup: Any = None, **options: Any) -> tuple[Any, Any]:
+    module, given = kind(size), (setup(size),) if setup else ()
     module.mib = 2.0  # of activations for each sample
     callbacks = [AutoBatch(**search, val=False)] if search else []
     found = fit(module, *given, callbacks=callbacks, limit_val_batches=0, **options)
     return (given[0] if given else module).batch_size, found
 
 
-def transformers(size: Any, search: Any, **options: Any) -> Trained:
+def transformers(size: Any, search: Any, **options: Any) -> tuple[Any, Any]:
     train, val = size if isinstance(size, tuple) else (size, size)
     sizes = {"per_device_train_batch_size": train, "per_device_eval_batch_size": val}
     made = hugging.trainer(**sizes, **options)
     (autobatch(made, **search) if search else made).train()
-    return (made.args.per_device_train_batch_size, made.args.per_device_eval_batch_size), hugging.outcome(
-        made
-    )
+    return tuple(getattr(made.args, name) for name in sizes), hugging.outcome(made)
 
 
-def loop(size: Any, search: Any, with_accelerate: bool) -> Trained:
+def loop(size: Any, search: Any, with_accelerate: bool) -> tuple[Any, Any]:
     rng.seed_all(0)
     model, rows, accelerator = hugging.model(), hugging.Text(), Accelerator(cpu=True)
     optimizer: Any = torch.optim.AdamW(model.parameters())
@@ -86,24 +76,22 @@ def loop(size: Any, search: Any, with_accelerate: bool) -> Trained:
         optimizer.zero_grad()
 
     if search and with_accelerate:
-        search |= {"collate_fn": hugging.collate}
-        loss = lambda model, batch: model(**batch).loss  # noqa: E731
-        size = find_batch_size(accelerator, model, optimizer, loss, rows, **search)
+        parts = (accelerator, model, optimizer, lambda model, batch: model(**batch).loss)
+        size = find_batch_size(*parts, rows, collate_fn=hugging.collate, **search)
     elif search:
         worst = longest(rows, 200)
-        search |= {"make_batch": lambda size: hugging.collate(worst[:size]), "state": (model, optimizer)}
-        size = auto_find_batch_size(step, **search).batch_size
+        own = {"make_batch": lambda size: hugging.collate(worst[:size]), "state": (model, optimizer)}
+        size = auto_find_batch_size(step, **own, **search).batch_size
     for batch in islice(DataLoader(rows, size, shuffle=True, collate_fn=hugging.collate), 4):
         step(batch)
-    state = {"weights": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.rand(3)}
-    return size, nest.map_leaves(lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf, state)
+    return size, {"parts": [model.state_dict(), optimizer.state_dict()], "random": torch.rand(3)}
 
 
-CASES: dict[str, Callable[[Any, Any], Trained]] = {
+CASES: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
     "Lightning, automatic": lightning,
     "Lightning, manual": partial(lightning, kind=Manual),
     "Lightning, accumulation": partial(lightning, accumulate_grad_batches=3),
-    "Lightning, data module": partial(lightning, kind=lambda size: Bare(), module_of_data=WithSetup),
+    "Lightning, data module": partial(lightning, kind=lambda size: Bare(), setup=WithSetup),
     "Lightning, lengths": partial(lightning, kind=Padded),
     "transformers, padding": transformers,
     "transformers, by length": partial(transformers, train_sampling_strategy="group_by_length"),
