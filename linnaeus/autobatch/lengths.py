@@ -7,7 +7,6 @@ import copy
 import heapq
 import logging
 import operator
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, islice, pairwise
 from numbers import Integral
@@ -17,35 +16,31 @@ from typing import Any
 import torch
 
 from linnaeus.autobatch import nest
-from linnaeus.autobatch.arguments import check_count, kind_of
+from linnaeus.autobatch.arguments import check_count
 from linnaeus.autobatch.rng import rng_state, set_rng_state
-
-Length = str | Callable[[Any], int] | Sequence[int] | None
 
 STORED = ("length", "lengths")
 """Columns in which the samples' lengths are looked for."""
 PROBED = 64
 """Samples whose batches tell whether samples differ in size."""
-NOTABLE_S = 5.0
-"""Reading a dataset that takes longer is logged, with what would make it unnecessary."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
 
-def longest(dataset: Any, n: int, *, length: Length = None) -> list[Any]:
+def longest(
+    dataset: Any, n: int, *, length: str | Callable[[Any], int] | Sequence[int] | None = None
+) -> list[Any]:
     """The n longest samples of a dataset, the longest first; of equal ones, those that come first in it.
 
-    Where lengths are stored, they are read instead of the samples: in a column `length` or `lengths` of a
-    dataset with columns (of Hugging Face's `datasets`), and through `torch.utils.data.Subset`. Else every
-    sample is read, once, of which no more than n are kept in memory. Global random number generators on the
-    CPU are left as they were.
+    Stored lengths are read instead of the samples: a column `length` or `lengths` (of Hugging Face's
+    `datasets`), also through a `Subset`. Else every sample is read, once, and n of them are kept in memory.
 
     >>> longest(["ab", "abcd", "a", "abc"], 2)
     ['abcd', 'abc']
     >>> longest([{"input_ids": [5]}, {"input_ids": [1, 2]}], 1)
     [{'input_ids': [1, 2]}]
-    >>> longest(["ab", "c"], 5)
-    ['ab', 'c', 'ab', 'c', 'ab']
+    >>> longest(["ab", "c"], 3)
+    ['ab', 'c', 'ab']
 
     Args:
         dataset: samples by index, or to be iterated over (to the end).
@@ -59,11 +54,15 @@ def longest(dataset: Any, n: int, *, length: Length = None) -> list[Any]:
     """
     check_count("n", n)
     with _same_random_numbers():
-        stored = stored_lengths(dataset, length)
-        if stored is None:
-            samples = _longest_read(dataset, n, length if callable(length) else num_values)
+        lengths = None if callable(length) else stored_lengths(dataset, length)
+        if lengths is None:
+            measure = length if callable(length) else num_values
+            # Not every dataset that is read by index says where it ends.
+            rows = dataset if hasattr(dataset, "__iter__") else map(dataset.__getitem__, range(len(dataset)))
+            measured = ((_integer(measure(sample)), sample) for sample in rows)
+            samples = [sample for _, sample in heapq.nlargest(n, measured, key=itemgetter(0))]
         else:
-            samples = _longest_stored(dataset, n, stored)
+            samples = [dataset[index] for index in _descending(lengths)[:n].tolist()]
     if not samples:
         raise ValueError("dataset is empty; it must have a sample")
     return list(islice(cycle(samples), n))
@@ -86,7 +85,7 @@ def largest_first(
     >>> largest_first(texts, lambda samples: torch.zeros(len(samples), 8))
 
     Args:
-        dataset: read by index.
+        dataset: samples by index.
         collate: makes a batch of samples, with tensors or arrays.
         lengths: one number for each sample, which may be about something else.
 
@@ -97,33 +96,24 @@ def largest_first(
     if not num_samples:
         raise ValueError("dataset is empty; it must have a sample")
     with _same_random_numbers():
-        probed = [place * num_samples // PROBED for place in range(PROBED)]
-        probed, started = sorted(set(probed)), time.monotonic()
+        probed = sorted({place * num_samples // PROBED for place in range(PROBED)})
         samples = [dataset[index] for index in probed]
         values = [num_values(sample) for sample in samples]
         shapes = [_batch_values(collate, sample) for sample in samples]
-        seconds = (time.monotonic() - started) / len(probed) * num_samples
         if len(set(shapes)) == 1:
             return None
         text = "samples differ in size: trials use the largest of %d, by %s"
         if lengths is not None and _follow([_integer(lengths[index]) for index in probed], shapes):
             logger.info(text, num_samples, "the lengths that are stored")
-            return descending(lengths)
-        by_values = _follow(values, shapes)
-        kind = "values" if by_values else "batch"
-        logger.info(text, num_samples, f"the {kind} of each, read in about {seconds:.0f} s")
-        if by_values:
-            return descending(num_values(dataset[index]) for index in range(num_samples))
-        most: dict[int, tuple[int, int]] = {}  # values and sample, by the place of a tensor in the batch
-        totals = []
-        for index in range(num_samples):
-            found = _batch_values(collate, dataset[index])
-            totals.append(sum(found))
-            for place, number in enumerate(found):
-                most[place] = max(most.get(place, (-1, 0)), (number, -index))
-        worst = [-negative for _, negative in most.values()]
-        order = [*worst, *descending(totals).tolist()]
-        return torch.tensor(list(dict.fromkeys(order)))
+            return _descending(lengths)
+        if _follow(values, shapes):
+            logger.info(text, num_samples, "the values of each, for which all are read")
+            return _descending(num_values(dataset[index]) for index in range(num_samples))
+        logger.info(text, num_samples, "the batch of each, for which all are read")
+        sizes = [_batch_values(collate, dataset[index]) for index in range(num_samples)]
+        # Of batches that differ in their number of tensors, those that all have are compared.
+        worst = [max(range(num_samples), key=each.__getitem__) for each in zip(*sizes, strict=False)]
+        return torch.tensor(list(dict.fromkeys([*worst, *_descending(map(sum, sizes)).tolist()])))
 
 
 def _batch_values(collate: Callable[[list[Any]], Any], sample: Any) -> tuple[int, ...]:
@@ -142,7 +132,7 @@ def _follow(lengths: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> bool:
     )
 
 
-def descending(lengths: Iterable[Any]) -> torch.Tensor:
+def _descending(lengths: Iterable[Any]) -> torch.Tensor:
     """The indices of these lengths, the largest first; of equal ones, in their order."""
     return torch.tensor([_integer(number) for number in lengths]).argsort(descending=True, stable=True)
 
@@ -160,102 +150,50 @@ def _same_random_numbers() -> Iterator[None]:
 def num_values(sample: Any) -> int:
     """The length of a sample: of `input_ids` in a dictionary, of a text, or else the values that it holds.
 
-    >>> num_values({"input_ids": [1, 2, 3], "labels": [0] * 9}), num_values("abc"), num_values(([1, 2], 7))
-    (3, 3, 3)
-    >>> num_values(torch.zeros(3, 4)), num_values({"prompt": [1, 2], "answer": [3]})
-    (12, 3)
+    >>> num_values({"input_ids": [1, 2, 3], "labels": [0] * 9}), num_values({"a": 5, "b": [1, 2]})
+    (3, 3)
     """
     if isinstance(sample, Mapping):
-        if "input_ids" in sample:
-            return num_values(sample["input_ids"])
-        return sum(map(num_values, sample.values()))
+        return sum(map(num_values, [sample["input_ids"]] if "input_ids" in sample else sample.values()))
     if isinstance(sample, str | bytes):
         return len(sample)
     if isinstance(sample, torch.Tensor):
         return sample.numel()
-    if isinstance(size := getattr(sample, "size", None), int):  # a NumPy array
-        return size
+    if nest.is_array(sample):
+        return int(sample.size)
     if isinstance(sample, list | tuple):
-        if sample and isinstance(sample[0], int | float):
-            return len(sample)
-        return sum(map(num_values, sample))
+        return len(sample) if sample and isinstance(sample[0], int | float) else sum(map(num_values, sample))
     return 1
 
 
-def stored_lengths(dataset: Any, length: Length = None) -> Sequence[Any] | None:
+def stored_lengths(dataset: Any, length: str | Sequence[int] | None = None) -> Sequence[Any] | None:
     """One length for each sample, without a look at the samples; None where there are none.
 
     Args:
         dataset, length: as for `longest`.
 
     Raises:
-        TypeError, ValueError: a `length` that does not go with the dataset.
+        ValueError: a `length` that does not go with the dataset.
     """
-    if callable(length):
-        return None
     columns = getattr(dataset, "column_names", None)
     if isinstance(length, str):
-        if not isinstance(columns, list) or length not in columns:
-            listed = ", ".join(map(repr, columns)) if isinstance(columns, list) else "unknown"
-            raise ValueError(f"length is {length!r}; the dataset's columns are {listed}")
+        if length not in (columns or ()):
+            raise ValueError(f"length is {length!r}; the dataset's columns are {columns or 'unknown'}")
         return dataset[length]  # type: ignore[no-any-return]
     if length is not None:
-        if not hasattr(length, "__len__"):
-            raise TypeError(
-                f"length is {kind_of(length)}; it must be a column's name, a function or a sequence"
-            )
-        if len(length) != len(dataset):
-            raise ValueError(f"length has {len(length)} entries; the dataset has {len(dataset)} samples")
+        if not hasattr(length, "__len__") or len(length) != len(dataset):
+            needed = f"a column's name, a function, or one number for each of the {len(dataset)} samples"
+            raise ValueError(f"length must be {needed}")
         return length
     if isinstance(dataset, torch.utils.data.Subset):
-        inner = stored_lengths(dataset.dataset, None)
-        if inner is None:
-            return None
-        lengths = list(inner)
-        return [lengths[index] for index in dataset.indices]
+        inner = stored_lengths(dataset.dataset)
+        return None if inner is None else [list(inner)[index] for index in dataset.indices]
     if not isinstance(columns, list) or not hasattr(dataset, "__len__"):
         return None
     return next((dataset[name] for name in STORED if name in columns), None)
-
-
-def _longest_stored(dataset: Any, n: int, lengths: Iterable[Any]) -> list[Any]:
-    """The n longest of the samples with these lengths; only they are read."""
-    if not hasattr(dataset, "__getitem__"):
-        raise TypeError(f"dataset is {kind_of(dataset)}; stored lengths need one that is read by index")
-    order = heapq.nlargest(n, ((_integer(number), -index) for index, number in enumerate(lengths)))
-    return [dataset[-negative] for _, negative in order]
 
 
 def _integer(number: Any) -> int:
     if isinstance(number, bool) or not isinstance(number, Integral | torch.Tensor):
         raise TypeError(f"length gives {number!r}; it must be an integer for each sample")
     return int(number)
-
-
-def _longest_read(dataset: Any, n: int, length: Callable[[Any], int]) -> list[Any]:
-    """The n longest of all samples, each of which is read."""
-    started, count = time.monotonic(), 0
-
-    def measured() -> Iterator[tuple[int, Any]]:
-        nonlocal count
-        for sample in _samples(dataset):
-            count += 1
-            yield _integer(length(sample)), sample
-
-    found = heapq.nlargest(n, measured(), key=itemgetter(0))
-    seconds = time.monotonic() - started
-    if seconds > NOTABLE_S:
-        logger.info(
-            "read %d samples in %.0f s to find the longest; a column `length` in the dataset saves this, "
-            "and so does the argument `length`",
-            count, seconds,
-        )  # fmt: skip
-    return [sample for _, sample in found]
-
-
-def _samples(dataset: Any) -> Iterator[Any]:
-    """Every sample, in order. Not every dataset that is read by index says where it ends."""
-    if hasattr(dataset, "__iter__"):
-        yield from dataset
-    else:
-        yield from (dataset[index] for index in range(len(dataset)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import cycle, islice
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -19,22 +19,10 @@ from linnaeus.autobatch.arguments import kind_of
 from linnaeus.autobatch.errors import AutoBatchError
 from linnaeus.autobatch.lengths import largest_first, stored_lengths
 from linnaeus.autobatch.ranks.group import together
+from linnaeus.integrations.common import checked_options
 
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TP")
 _OWN = {"step", "make_batch", "mode", "device"}
-
-
-def autobatch(*_: Any, **__: Any) -> NoReturn:
-    """Refuse to be a decorator: the first batches of a loop need not be its largest.
-
-    Raises:
-        AutoBatchError: always; names `find_batch_size`.
-    """
-    raise AutoBatchError(
-        "AutoBatch decorates no function: the first batches of a loop need not be its largest. After "
-        "accelerator.prepare(model, optimizer), and before the loader, call find_batch_size(accelerator, "
-        "model, optimizer, loss_fn, dataset), and give the size to the loader"
-    )
 
 
 def find_batch_size(
@@ -43,7 +31,12 @@ def find_batch_size(
     optimizer: Any,
     loss_fn: Callable[[Any, Any], torch.Tensor],
     dataset: Any,
+    target_memory_fraction: float = 0.8,
     *,
+    min_batch_size: int = 1,
+    max_batch_size: int | None = 512,
+    memory_limit_gb: float | None = None,
+    multiple_of: int = 1,
     collate_fn: Callable[[list[Any]], Any] = default_collate,
     state: Iterable[Any] = (),
     **search: Any,
@@ -60,6 +53,10 @@ def find_batch_size(
         loss_fn: the loss of a batch, from the model and the batch.
         dataset: read by index. Where the collate function gives batches of different shapes for its samples,
             a batch of n is made of the n largest: see `docs/accelerate.md`. Fewer samples than n repeat.
+        target_memory_fraction: fraction of the device's total memory that may be in use, in (0, 1].
+        min_batch_size, max_batch_size: bounds of the size, inclusive; None is no upper bound.
+        memory_limit_gb: GiB of a smaller device to search for; by default the device's own.
+        multiple_of: sizes from here on are multiples of it.
         collate_fn: the loader's.
         state: what else a step changes, as for `auto_find_batch_size`.
         search: further arguments of `auto_find_batch_size`.
@@ -78,11 +75,24 @@ def find_batch_size(
         raise TypeError(
             f"dataset is {kind_of(dataset)}, which is not read by index; give a list of its largest samples"
         )
-    if taken := _OWN & search.keys():
-        raise TypeError(f"find_batch_size takes no {', '.join(sorted(taken))}: it makes its own")
+    given = {
+        "target_memory_fraction": target_memory_fraction, "min_batch_size": min_batch_size,
+        "max_batch_size": max_batch_size, "memory_limit_gb": memory_limit_gb, "multiple_of": multiple_of,
+    }  # fmt: skip
+    search = checked_options("find_batch_size()", {**given, **search}, _OWN)
     parts = [model, optimizer, accelerator.scaler, *state]
     with together(search.get("group")):  # what one process raises ends all of them
-        _check_processes(accelerator)
+        kind = str(accelerator.distributed_type).rpartition(".")[2]
+        if kind in _SHARDED:
+            raise AutoBatchError(
+                f"AutoBatch: with {kind} no process can take a step alone, as one does in a search; give a "
+                "batch size of your own"
+            )
+        if accelerator.split_batches and accelerator.num_processes > 1:
+            raise AutoBatchError(
+                "AutoBatch: with split_batches the loader's batch size is not that of a process; leave it "
+                "out, and give the loader the size of one process"
+            )
         order = largest_first(dataset, collate_fn, stored_lengths(dataset))
         num_batches = min(accelerator.gradient_accumulation_steps, 2)
 
@@ -102,22 +112,3 @@ def find_batch_size(
             **search,
         )  # fmt: skip
     return result.batch_size
-
-
-def _check_processes(accelerator: Accelerator) -> None:
-    """Check that one process can step alone, with the loader's batch size.
-
-    Raises:
-        AutoBatchError: it cannot.
-    """
-    kind = str(accelerator.distributed_type).rpartition(".")[2]
-    if kind in _SHARDED:
-        raise AutoBatchError(
-            f"AutoBatch: with {kind} no process can take a step alone, as one does in a search; give a batch "
-            "size of your own"
-        )
-    if accelerator.split_batches and accelerator.num_processes > 1:
-        raise AutoBatchError(
-            "AutoBatch: with split_batches the loader's batch size is not that of a process; leave it out, "
-            "and give the loader the size of one process"
-        )

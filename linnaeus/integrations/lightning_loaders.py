@@ -5,27 +5,16 @@ Everything here that is named with an underscore is Lightning's own: it has no p
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
-import logging
 import math
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from linnaeus.autobatch.errors import AutoBatchError
@@ -34,13 +23,8 @@ from linnaeus.autobatch.rng import restore_of_generator
 
 PROBE = 3
 """Size with which a `*_dataloader` hook is called, to see which of its loaders follow the attribute."""
-MAX_OBJECTS = 10_000
-"""Objects in which generators and counters are looked for; a warning says that there are more."""
 
-_LONG = 1000
-_PLAIN = (bool, int, float, str, bytes, type(None))
-
-logger = logging.getLogger("linnaeus.autobatch")
+Mode = Literal["train", "val"]
 
 
 class Library:
@@ -72,86 +56,50 @@ class SizedLoader:
         self._is_fresh = searches_cpu and loader.num_workers == 0 and not self._is_iterable
         self._samples: list[Any] = []
 
-    def num_samples(self, num_ranks: int) -> int | None:
-        """Samples of an epoch of this rank, where they limit the size; else None.
-
-        Args:
-            num_ranks: the ranks that Lightning divides the samples among.
-        """
-        if not self.follows or self._is_iterable:
-            return None
-        sampler: Any = self.loader.sampler
-        dataset: Any = self.loader.dataset
-        num_samples = len(sampler) if hasattr(sampler, "__len__") else len(dataset)
-        return num_samples if isinstance(sampler, DistributedSampler) else -(-num_samples // num_ranks)
-
     def batch(self, size: int) -> Any:
         """A batch of real samples, made as the loader makes it: of the largest where they differ in size."""
         count = size if self.follows else self.loader.batch_size
         assert count is not None
-        if self._is_fresh:
-            return self.loader.collate_fn(self._fetched(count))
-        self.look()
-        if not self._is_iterable and len(self._samples) < min(count, len(self._order)):
-            self._samples = self._fetched(min(count, len(self._order)))
+        order = self.order[:count]
+        samples = self._samples
+        if len(samples) < len(order):
+            samples = [self._source[index] for index in order]
+        if not self._is_fresh:  # on the host, what the loader reads for each batch counts
+            self._samples = samples
         # Shallow copies: a collate function may take items out of its samples.
-        return self.loader.collate_fn([copy.copy(each) for each in islice(cycle(self._samples), count)])
-
-    def look(self) -> None:
-        """Look at the samples, before trials whose memory this is no part of."""
-        if not self._is_iterable:
-            self._order  # noqa: B018
-        elif not self._samples:
-            self._samples = self._streamed()
+        return self.loader.collate_fn([copy.copy(sample) for sample in islice(cycle(samples), count)])
 
     @cached_property
-    def _order(self) -> Sequence[int]:
-        """Positions of samples that batches are made of: the largest first, where they differ in size."""
-        num_samples = len(self._readable)
-        if not num_samples:
-            raise AutoBatchError("AutoBatch: a loader has no samples")
-        order = largest_first(self._readable, self.loader.collate_fn, stored_lengths(self._readable))
-        if order is not None:
-            return order  # type: ignore[return-value]
-        step = 1 if self._is_fresh else max(num_samples // PROBED, 1)  # any will do
-        return range(0, num_samples, step)[: num_samples if self._is_fresh else PROBED]
-
-    def _fetched(self, count: int) -> list[Any]:
-        return list(self._readable.__getitems__([*islice(cycle(self._order[:count]), count)]))
+    def order(self) -> Sequence[int]:
+        """Indices of samples that batches are made of: the largest first, where they differ in size."""
+        order = largest_first(self._source, self.loader.collate_fn, stored_lengths(self._source))
+        if order is None:  # any will do
+            return range(len(self._source))[: None if self._is_fresh else PROBED]
+        if self._is_iterable:
+            raise self._refusal("has samples that differ in size, the largest of which nobody knows")
+        return order.tolist()
 
     @cached_property
-    def _readable(self) -> Subset[Any]:
-        """The dataset by position; by what the sampler gives, which need not be numbers, if it is unknown."""
-        sampler: Any = self.loader.sampler
+    def _source(self) -> Any:
+        """What samples are read from by index: the dataset, or the first samples of a stream."""
         dataset: Any = self.loader.dataset
-        usual: Any = RandomSampler | SequentialSampler | WeightedRandomSampler | DistributedSampler
-        if isinstance(sampler, usual):
-            return Subset(dataset, range(len(dataset)))
-        count = len(sampler) if hasattr(sampler, "__len__") else PROBED
-        return Subset(dataset, list(islice(sampler, count)))
-
-    def _streamed(self) -> list[Any]:
-        kind = type(self.loader.dataset).__name__
-        remedy = "Give a function that makes the worst batch of n samples: AutoBatch(make_batch=...)"
-        try:
-            try:
-                dataset = copy.deepcopy(self.loader.dataset)  # training still gets what trials read
-            except RuntimeError:  # the first copy of one of Hugging Face fills a cache that it iterates over
-                dataset = copy.deepcopy(self.loader.dataset)
+        if not self._is_iterable:
+            if not hasattr(dataset, "__len__"):
+                raise self._refusal("has no length")
+            return dataset
+        try:  # a copy, so that training still gets what trials read
+            with contextlib.suppress(RuntimeError):  # one of Hugging Face fills a cache that it iterates over
+                copy.deepcopy(dataset)
+            stream = copy.deepcopy(dataset)
         except Exception as error:
-            raise AutoBatchError(
-                f"AutoBatch: the iterable dataset {kind} cannot be copied ({error}), and reading from it "
-                f"would take samples from training. {remedy}"
-            ) from None
-        samples = list(islice(iter(dataset), PROBED))
-        if not samples:
-            raise AutoBatchError(f"AutoBatch: the iterable dataset {kind} has no samples")
-        if largest_first(samples, self.loader.collate_fn) is not None:
-            raise AutoBatchError(
-                f"AutoBatch: samples of the iterable dataset {kind} differ in size, and its largest are not "
-                f"known before its end. {remedy} (make_val_batch in validation)"
-            )
-        return samples
+            raise self._refusal(f"cannot be copied ({error})") from None
+        return list(islice(stream, PROBED))
+
+    def _refusal(self, why: str) -> AutoBatchError:
+        return AutoBatchError(
+            f"AutoBatch: the dataset {type(self.loader.dataset).__name__} {why}. Give a function that makes "
+            "the worst batch of n samples: AutoBatch(make_batch=...), or make_val_batch"
+        )
 
 
 class Loaders:
@@ -161,38 +109,35 @@ class Loaders:
         library: the trainer's package.
         trainer: the trainer.
         mode: `train` or `val`.
-        set_size: sets the attribute that the loaders' sizes follow; None for loaders handed to `fit`.
-        name: the attribute's name, for messages.
+        name: the attribute that the loaders' sizes follow, unless they were handed to `fit`.
 
     Raises:
         AutoBatchError: a loader whose batch size cannot be set; the message names it.
     """
 
-    def __init__(
-        self, library: Library, trainer: Any, mode: str, set_size: Callable[[int], object] | None, name: str
-    ) -> None:
+    def __init__(self, library: Library, trainer: Any, mode: Mode, name: str) -> None:
         self._library = library
         self._trainer = trainer
         self._mode = mode
-        self._set_size = set_size
         self._name = name
-        loop = trainer.fit_loop if mode == "train" else trainer.fit_loop.epoch_loop.val_loop
-        self.source = loop._data_source
+        self.source = (
+            trainer.fit_loop if mode == "train" else trainer.fit_loop.epoch_loop.val_loop
+        )._data_source
+        self._is_given = not self.source.is_module()
         self._where = f"{self.source.name}() of {type(self.source.instance).__name__}"
-        if set_size is None:
+        if self._is_given:
             self._where = f"the {mode} loaders handed to fit"
-        else:
-            set_size(PROBE)
+        self.set_size(PROBE)
         self.combined = self._request()
         sizes = self._sizes(self.combined)
-        if set_size is None and len(set(sizes)) > 1:
+        if self._is_given and len(set(sizes)) > 1:
             raise AutoBatchError(
                 f"AutoBatch: {self._where} have different batch sizes, {sizes}. Return them from a "
                 f"{self.source.name} hook that makes them from self.{name}"
             )
         searches_cpu = trainer.strategy.root_device.type == "cpu"
         self.sized = [
-            SizedLoader(loader, follows=set_size is None or size == PROBE, searches_cpu=searches_cpu)
+            SizedLoader(loader, follows=self._is_given or size == PROBE, searches_cpu=searches_cpu)
             for loader, size in zip(self.combined.flattened, sizes, strict=True)
         ]
         self.check(PROBE + 1, may_be_smaller=False)
@@ -227,6 +172,11 @@ class Loaders:
                 limits.append(max(most, 1))
         return min(limits, default=None)
 
+    def look(self) -> None:
+        """Look at the samples now, because the memory that this takes is no part of a trial."""
+        for sized in self.sized:
+            sized.order  # noqa: B018
+
     def leaves_one(self, size: int) -> bool:
         """Whether the last batch of an epoch has a single sample."""
         rests = (self._num_samples(sized) for sized in self.sized if not sized.loader.drop_last)
@@ -236,6 +186,14 @@ class Loaders:
         """What the loaders of a training step give together: one batch, or the user's structure of them."""
         unflatten = self._library("utilities.combined_loader").tree_unflatten
         return unflatten([sized.batch(size) for sized in self.sized], self.combined._spec)
+
+    def numbered_batches(self, size: int) -> Iterator[tuple[Any, int]]:
+        """Batches of validation, made when they are asked for, each with the number of its loader."""
+        if self.combined._mode != "sequential":
+            yield self.batch(size), 0
+            return
+        for number, sized in enumerate(self.sized):
+            yield sized.batch(size), number
 
     def check(self, size: int, *, may_be_smaller: bool) -> None:
         """Check that loaders made by a hook have, at this size, the sizes that are measured.
@@ -247,9 +205,9 @@ class Loaders:
         Raises:
             AutoBatchError: one has another size: the hook divides, limits or rounds what it takes.
         """
-        if self._set_size is None:
+        if self._is_given:
             return
-        self._set_size(size)
+        self.set_size(size)
         for sized, given in zip(self.sized, self._sizes(self._request()), strict=True):
             expected = size if sized.follows else sized.loader.batch_size or 0
             if given == expected or (may_be_smaller and given < expected):
@@ -261,8 +219,29 @@ class Loaders:
                 "max_batch_size"
             )
 
-    def rebuilt(self, size: int) -> Any:
-        """The loaders handed to `fit`, with this size and else the same, in their structure."""
+    def set_size(self, size: int) -> None:
+        """Set the attribute wherever it is; also in the hyperparameters that loggers write down.
+
+        Raises:
+            AutoBatchError: it cannot be set.
+        """
+        for holder in holders(self._trainer, self._name):
+            if isinstance(holder, dict):
+                holder[self._name] = size
+                continue
+            try:
+                setattr(holder, self._name, size)
+            except AttributeError as error:
+                raise AutoBatchError(
+                    f"AutoBatch: {self._name} of {type(holder).__name__} cannot be set ({error}); make it an "
+                    "attribute"
+                ) from None
+
+    def apply(self, size: int) -> None:
+        """Set the attribute, and put new loaders of this size in the place of those handed to `fit`."""
+        self.set_size(size)
+        if not self._is_given:
+            return
         data = self._library("utilities.data")
         loaders = []
         for sized in self.sized:
@@ -273,12 +252,18 @@ class Loaders:
         combined = copy.copy(self.combined)
         combined.flattened = loaders
         is_combined = isinstance(self.source.instance, type(self.combined))
-        return combined if is_combined else combined.iterables
+        self.source.instance = combined if is_combined else combined.iterables
 
     def _num_samples(self, sized: SizedLoader) -> int | None:
+        """Samples of an epoch of this rank, where they limit the size; else None."""
+        sampler: Any = sized.loader.sampler
         connector = self._trainer._accelerator_connector
+        is_endless = isinstance(sized.loader.dataset, IterableDataset) or not hasattr(sampler, "__len__")
+        if not sized.follows or is_endless:
+            return None
         is_divided = connector.is_distributed and connector.use_distributed_sampler
-        return sized.num_samples(int(self._trainer.world_size) if is_divided else 1)
+        is_whole = not is_divided or isinstance(sampler, DistributedSampler)
+        return -(-len(sampler) // (1 if is_whole else int(self._trainer.world_size)))
 
     def _request(self) -> Any:
         given = self._library("trainer.connectors.data_connector")._request_dataloader(self.source)
@@ -288,98 +273,71 @@ class Loaders:
 
     def _sizes(self, combined: Any) -> list[int]:
         for loader in combined.flattened:
-            problem = _why_unsizable(loader)
-            if problem is not None:
-                raise AutoBatchError(f"AutoBatch: {self._where}: {problem}")
+            is_usual = isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler
+            if not is_usual or loader.batch_size is None:
+                raise AutoBatchError(
+                    f"AutoBatch: {self._where}: the batch size of this {type(loader).__name__} cannot be "
+                    "set; give a DataLoader with a batch_size, and a sampler in place of a batch_sampler"
+                )
         return [loader.batch_size for loader in combined.flattened]
 
 
-def _why_unsizable(loader: Any) -> str | None:
-    kind = type(loader).__name__
-    if not isinstance(loader, DataLoader):
-        return f"{kind} is no DataLoader, so its batch size cannot be set; wrap its dataset in a DataLoader"
-    sampler = loader.batch_sampler
-    if sampler is not None and (loader.batch_size is None or type(sampler) is not BatchSampler):
-        return (
-            f"the {kind} has a batch sampler of its own, {type(sampler).__name__}, whose batch "
-            "size cannot be set; give a sampler and a batch size in its place"
-        )
-    if loader.batch_size is None:
-        return (
-            f"the {kind} has batch_size=None: its dataset makes the batches, so their size cannot be set; "
-            "let the dataset give samples and the loader batch them"
-        )
-    return None
+def holders(trainer: Any, name: str) -> list[Any]:
+    """The module, the data module, and their hyperparameters, as far as they have the attribute."""
+    found: list[Any] = []
+    for owner in (trainer.lightning_module, trainer.datamodule):
+        if owner is not None and hasattr(owner, name):
+            found.append(owner)
+        hyperparameters = (getattr(owner, each, None) for each in ("_hparams", "_hparams_initial"))
+        found += [each for each in hyperparameters if each is not None and name in each]
+    return found
 
 
-class DataState:
-    """Random number generators and counters that datasets, samplers and loaders hold, put back by `restore`.
+_LONG = 1000
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_OTHERS = ("_modules", "_parameters", "_buffers", "_iterator", "_trainer", "trainer")
 
-    Tensors, arrays and long containers are data, and are not looked into. After `MAX_OBJECTS` objects it
-    stops with a warning.
+
+def restore_of_data(roots: Iterable[Any]) -> Callable[[], None]:
+    """Puts back random number generators and plain values that datasets, samplers and loaders hold.
+
+    Tensors, arrays and containers of `_LONG` entries and more are data, and are not looked into.
 
     Args:
-        roots: the objects to begin with; what their attributes hold is looked into as well.
+        roots: the objects to begin with; what their attributes and containers hold is looked into as well.
     """
-
-    def __init__(self, roots: Iterable[Any]) -> None:
-        self._restores: list[Callable[[], object]] = []
-        self._plain: list[tuple[dict[str, Any], set[str], dict[str, Any]]] = []
-        seen: set[int] = set()
-        waiting = list(roots)
-        while waiting and len(seen) < MAX_OBJECTS:
-            value = waiting.pop()
-            if id(value) in seen or isinstance(value, _PLAIN):
-                continue
-            seen.add(id(value))
-            waiting.extend(self._inside(value))
-        if waiting:
-            logger.warning(
-                "AutoBatch: the module, the data module and the loaders hold more than %d objects; random "
-                "number generators and counters beyond these are not put back after the search, so training "
-                "may differ from a run with the size by hand",
-                MAX_OBJECTS,
-            )
-
-    def _inside(self, value: Any) -> Iterator[Any]:
-        restore = restore_of_generator(value)
-        if restore is not None:
-            self._restores.append(restore)
-        elif isinstance(value, Mapping):
-            yield from value.values() if len(value) < _LONG else ()
+    restores: list[Callable[[], object]] = []
+    seen, waiting = set[int](), list(roots)
+    for value in waiting:
+        if id(value) in seen or isinstance(value, _PLAIN):
+            continue
+        seen.add(id(value))
+        if restore := restore_of_generator(value):
+            restores.append(restore)
         elif isinstance(value, list | tuple | set):
-            yield from value if len(value) < _LONG else ()
-        elif _is_data_object(value):
-            attributes = vars(value)
-            plain = {name: held for name, held in attributes.items() if isinstance(held, _PLAIN)}
-            self._plain.append((attributes, set(attributes), plain))
-            own = ("_modules", "_parameters", "_buffers", "_iterator", "_trainer", "trainer")
-            yield from (held for name, held in attributes.items() if name not in own)
+            waiting += value if len(value) < _LONG else ()
+        elif (content := _attributes_or_items(value)) is not None and len(content) < _LONG:
+            plain = {name: held for name, held in content.items() if isinstance(held, _PLAIN)}
+            restores.append(partial(_put_back, content, set(content), plain))
+            waiting += [held for name, held in content.items() if name not in _OTHERS]
 
-    def restore(self) -> None:
-        """Put all of them back."""
-        for attributes, names, plain in self._plain:
-            for name in [name for name in attributes if name not in names]:
-                if isinstance(attributes[name], _PLAIN):
-                    del attributes[name]
-            attributes.update(plain)
-        for restore in self._restores:
+    def restore_all() -> None:
+        for restore in restores:
             restore()
 
+    return restore_all
 
-def _is_data_object(value: Any) -> bool:
-    """Whether its attributes may hold generators; not a type, a function, a tensor or a part of Lightning."""
-    if isinstance(value, type | Tensor) or callable(getattr(value, "__code__", None)):
-        return False
-    if isinstance(value, Dataset | DataLoader):
-        return True
-    home = type(value).__module__.partition(".")[0]
-    is_library = home in (
-        "lightning",
-        "pytorch_lightning",
-        "lightning_fabric",
-        "numpy",
-        "builtins",
-        "weakref",
-    )
-    return not is_library and home not in sys.builtin_module_names and hasattr(value, "__dict__")
+
+def _attributes_or_items(value: Any) -> dict[Any, Any] | None:
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, type) or type(value).__module__ == "builtins":  # functions, modules
+        return None
+    attributes = getattr(value, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else None
+
+
+def _put_back(content: dict[Any, Any], names: set[Any], plain: dict[Any, Any]) -> None:
+    for name in [name for name, held in content.items() if name not in names and isinstance(held, _PLAIN)]:
+        del content[name]
+    content.update(plain)

@@ -9,7 +9,7 @@ that the other ranks can wait.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.ranks.control import group_of_this_rank
 from linnaeus.autobatch.snapshot import Contents, Snapshot
-from linnaeus.integrations.common import group_of_this_process
-from linnaeus.integrations.lightning_loaders import DataState, Library, Loaders
+from linnaeus.integrations.lightning_loaders import Library, Loaders, restore_of_data
 
 
-class TrainStep:
+def train_step(
+    library: Library, trainer: Any, num_batches: int, averages: Sequence[Any], batches: Iterator[Any]
+) -> None:
     """One optimizer step: `advance` on each of its micro-batches.
 
     Args:
@@ -31,27 +33,16 @@ class TrainStep:
         trainer: the trainer, with optimizers.
         num_batches: micro-batches of a step.
         averages: averaged models, updated after each optimizer step.
+        batches: are made when they are asked for.
     """
-
-    def __init__(self, library: Library, trainer: Any, num_batches: int, averages: Sequence[Any]) -> None:
-        self._library = library
-        self._trainer = trainer
-        self._num_batches = num_batches
-        self._averages = averages
-
-    def __call__(self, batches: Iterator[Any]) -> None:
-        """Run the step on batches that are made when they are asked for."""
-        with _own_world(self._trainer):
-            self._run(batches)
-
-    def _run(self, batches: Iterator[Any]) -> None:
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+    loop = trainer.fit_loop.epoch_loop
+    with _own_world(trainer):
         trainer.training = True
-        loop._results = self._library("trainer.connectors.logger_connector.result")._ResultCollection(True)
+        loop._results = library("trainer.connectors.logger_connector.result")._ResultCollection(True)
         loop.batch_progress.reset()
-        _call_hooks(self._library, trainer, "on_fit_start", "on_train_start", "on_train_epoch_start")
+        _call_hooks(library, trainer, "on_fit_start", "on_train_start", "on_train_epoch_start")
         fetcher = _Fetcher(batches)
-        for _ in range(self._num_batches):
+        for _ in range(num_batches):
             try:
                 loop.advance(fetcher)
             except StopIteration:
@@ -59,52 +50,35 @@ class TrainStep:
                     "AutoBatch: on_train_batch_start has returned -1, which ends the epoch, so no step can "
                     "be measured; return it only where trainer.global_step is above 0"
                 ) from None
-        for average in self._averages:
+        for average in averages:
             average.update_parameters(trainer.lightning_module)
 
 
-class ValidationStep:
+@torch.no_grad()
+def validation_step(
+    library: Library, trainer: Any, loaders: Loaders, batches: Iterator[tuple[Any, int]]
+) -> None:
     """One batch of each validation loader, or one batch of all where they are combined.
 
     Args:
         library: the trainer's package.
         trainer: the trainer.
         loaders: the loaders of validation.
+        batches: are made when they are asked for, each with the number of its loader.
     """
-
-    def __init__(self, library: Library, trainer: Any, loaders: Loaders) -> None:
-        self._library = library
-        self._trainer = trainer
-        self._loaders = loaders
-
-    def make_batch(self, size: int) -> Iterator[tuple[Any, int]]:
-        """Batches, made when they are asked for, each with the number of its loader."""
-        if self._loaders.combined._mode != "sequential":
-            yield self._loaders.batch(size), 0
-            return
-        for number, sized in enumerate(self._loaders.sized):
-            yield sized.batch(size), number
-
-    @torch.no_grad()
-    def __call__(self, batches: Iterator[tuple[Any, int]]) -> None:
-        """Run validation on the batches."""
-        with _own_world(self._trainer):
-            self._run(batches)
-
-    def _run(self, batches: Iterator[tuple[Any, int]]) -> None:
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop.val_loop
-        trainer.validating = True
-        try:
-            kind = self._library("trainer.connectors.logger_connector.result")._ResultCollection
-            loop._results = kind(False)
-            loop._combined_loader = self._loaders.combined
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    trainer.validating = True
+    try:
+        with _own_world(trainer):
+            loop._results = library("trainer.connectors.logger_connector.result")._ResultCollection(False)
+            loop._combined_loader = loaders.combined
             loop._data_fetcher = _Fetcher(iter(()))
-            _call_hooks(self._library, trainer, "on_validation_start", "on_validation_epoch_start")
+            _call_hooks(library, trainer, "on_validation_start", "on_validation_epoch_start")
             for batch, number in batches:
                 loop._evaluation_step(batch, 0, number, None)
                 del batch
-        finally:
-            trainer.training = True
+    finally:
+        trainer.training = True
 
 
 class _Fetcher:
@@ -149,21 +123,24 @@ def rehearsal(library: Library, trainer: Any) -> Iterator[None]:
     because setting up optimizers may load data.
     """
     strategy, module = trainer.strategy, trainer.lightning_module
+    loops = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
     with contextlib.ExitStack() as stack:
         # With the generators come the optimizers that the module keeps: those that training uses.
-        stack.callback(Snapshot(_own_optimizers(module), strategy.root_device).restore)
-        loops = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+        optimizers = [value for value in vars(module).values() if isinstance(value, Optimizer)]
+        stack.callback(Snapshot(optimizers, strategy.root_device).restore)
         roots = [module, trainer.datamodule, *(loop._data_source.instance for loop in loops)]
-        stack.callback(DataState(roots).restore)
-        for holder in _hyperparameters(module, trainer.datamodule):
-            stack.callback(holder.update, dict(holder))
+        stack.callback(restore_of_data(roots))
         stack.callback(Contents(_bookkeeping(library, trainer)).restore)
         # Callbacks, loggers and the profiler see nothing.
         trainer.callbacks, trainer.profiler = [], library("profilers").PassThroughProfiler()
         trainer.loggers = [library("loggers.logger").DummyLogger()] if trainer.loggers else []
         with _nothing_fetched(library):
             strategy.setup_optimizers(trainer)
-        _forget_loaders(trainer)
+        for loop in loops:  # forget the loaders that this has made, and end their workers
+            if loop._combined_loader is not None:
+                loop._combined_loader.reset()
+            loop._combined_loader = loop._data_fetcher = None
+        trainer.fit_loop.max_batches = float("inf")
         if module.automatic_optimization:
             strategy.lr_scheduler_configs = []  # a schedule may end before the trials do
         stack.enter_context(_alone(trainer))
@@ -180,28 +157,6 @@ def _nothing_fetched(library: Library) -> Iterator[None]:
         yield
     finally:
         fit_loop._select_data_fetcher = before
-
-
-def _forget_loaders(trainer: Any) -> None:
-    """Forget the loaders that setting up optimizers has made, and end their workers."""
-    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop):
-        if loop._combined_loader is not None:
-            loop._combined_loader.reset()
-        loop._combined_loader = loop._data_fetcher = None
-    trainer.fit_loop.max_batches = float("inf")
-
-
-def _own_optimizers(module: Any) -> list[Optimizer]:
-    """Optimizers that the module holds in attributes."""
-    return [value for value in vars(module).values() if isinstance(value, Optimizer)]
-
-
-def _hyperparameters(*owners: Any) -> Iterator[MutableMapping[str, Any]]:
-    for owner in owners:
-        for name in ("_hparams", "_hparams_initial"):
-            held = getattr(owner, name, None)
-            if isinstance(held, MutableMapping):
-                yield held
 
 
 def _bookkeeping(library: Library, trainer: Any) -> Iterator[dict[str, Any]]:
@@ -226,23 +181,18 @@ def _alone(trainer: Any) -> Iterator[None]:
         yield
         return
     strategy, world_size = trainer.strategy, trainer.world_size
-    with contextlib.ExitStack() as stack:
-        strategy.own_group = stack.enter_context(group_of_this_process("gloo"))
-        strategy.all_gather = lambda tensor, *_, **__: torch.stack([tensor] * world_size)
-        buckets = _bucket_stand_in(trainer)
-        try:
-            yield
-        finally:
-            del buckets
-
-
-def _bucket_stand_in(trainer: Any) -> torch.Tensor | None:
-    """Memory of the size of DDP's buckets, which exist beside the gradients unless these are views."""
-    if trainer.strategy._ddp_kwargs.get("gradient_as_bucket_view"):
-        return None
-    trained = [parameter for parameter in trainer.lightning_module.parameters() if parameter.requires_grad]
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-    return torch.ones(num_bytes, dtype=torch.uint8, device=trainer.strategy.root_device)
+    strategy.own_group = group_of_this_rank("gloo")
+    strategy.all_gather = lambda tensor, *_, **__: torch.stack([tensor] * world_size)
+    buckets = None
+    if not strategy._ddp_kwargs.get("gradient_as_bucket_view"):  # they are beside the gradients
+        trained = [each for each in trainer.lightning_module.parameters() if each.requires_grad]
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        buckets = torch.ones(num_bytes, dtype=torch.uint8, device=strategy.root_device)
+    try:
+        yield
+    finally:
+        del buckets
+        torch_dist.destroy_process_group(strategy.own_group)
 
 
 @contextlib.contextmanager

@@ -16,39 +16,25 @@ from typing import Any, TypeVar
 
 from linnaeus.autobatch.arguments import check_count, kind_of
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.lengths import Length
 from linnaeus.autobatch.ranks.control import ControlPlane
 from linnaeus.autobatch.ranks.group import of_main, together
 from linnaeus.autobatch.result import AutoBatchResult, Mode
+from linnaeus.autobatch.split import Split
 from linnaeus.integrations.common import (
-    check_divisors,
-    check_effective_batch,
     checked_options,
     find_size,
     min_samples,
-    search_options,
     split_effective_batch,
+    warn_of_many_steps,
 )
-from linnaeus.integrations.transformers_data import TrialData, check_samples, evaluation_data, training_data
+from linnaeus.integrations.transformers_data import TrialData, evaluation_data, training_data
 from linnaeus.integrations.transformers_trial import Rehearsal
 
 AnyTrainer = TypeVar("AnyTrainer")
 
 _LOOP = "_inner_training_loop"
-_OWN = ("effective_batch_size", "evaluation", "eval_options", "length", "samples", "eval_samples")
-"""Arguments of `autobatch` that are none of `auto_find_batch_size`."""
-_GENERATES = "its steps generate completions, whose length and memory no sample of the dataset shows"
-_REFUSED = {
-    "KTOTrainer": "it pairs the samples of its dataset for one batch size when it is built",
-    "GRPOTrainer": f"{_GENERATES}, and its batch size is tied to num_generations when its config is built",
-    "RLOOTrainer": f"{_GENERATES}, and its batch size is tied to num_generations when its config is built",
-    "OnlineDPOTrainer": _GENERATES,
-    "PPOTrainer": _GENERATES,
-    "GKDTrainer": _GENERATES,
-    "DistillationTrainer": _GENERATES,
-}
-"""Trainers of TRL that cannot be searched, and why."""
 _ACCEPTED = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "_BaseTrainer", "BaseTrainer")
+"""The trainers of TRL that can be searched: others generate, or pair samples for one batch size."""
 
 logger = logging.getLogger("linnaeus.autobatch")
 
@@ -64,7 +50,6 @@ def autobatch(
     effective_batch_size: int | None = None,
     evaluation: bool | None = None,
     eval_options: Mapping[str, Any] | None = None,
-    length: Length = None,
     samples: Sequence[Any] | None = None,
     eval_samples: Sequence[Any] | None = None,
     **options: Any,
@@ -91,66 +76,37 @@ def autobatch(
             `min_batch_size`, or 2 for a model with BatchNorm.
         evaluation: find `per_device_eval_batch_size` too; by default where `eval_strategy` evaluates.
         eval_options: further or other arguments of `auto_find_batch_size`, for the search of evaluation.
-        length: where the lengths of samples are, as for `longest`; by default what the collator gives tells
-            which samples are the largest.
-        samples, eval_samples: samples to make batches of, in place of the longest of the datasets; they
-            repeat where they are too few.
+        samples, eval_samples: samples to make batches of, such as `longest(dataset, 512)`, in place of those
+            of the datasets for which the collator gives the largest batches; they repeat where they are few.
         options: further arguments of `auto_find_batch_size`.
 
     Returns:
         The trainer.
 
     Raises:
-        AutoBatchError: the trainer cannot be searched, its processes cannot share `effective_batch_size`, or
-            no size within the bounds divides the part of each; in `train()`: no size fits, none that fits
-            divides the effective batch, an epoch has fewer samples, or no batch can be made of `samples`.
+        AutoBatchError: the trainer cannot be searched; in `train()`: no size fits, none within the bounds
+            divides the effective batch, or an epoch has fewer samples.
         TypeError, ValueError: an argument of the wrong type or out of its range.
     """
     if isinstance(trainer, type):
         raise TypeError(f"trainer is the class {trainer.__name__}; it must be an object of it")
     if not hasattr(trainer, _LOOP):
         raise TypeError(f"trainer is {kind_of(trainer)}; it must be a transformers.Trainer")
-    check_evaluation(trainer, evaluation, eval_options)
-    check_samples("samples", samples)
-    check_samples("eval_samples", eval_samples)
+    if evaluation and trainer.eval_dataset is None:  # type: ignore[attr-defined]
+        raise ValueError("evaluation is True, but the trainer has no eval_dataset to make batches of")
     given = {
         "target_memory_fraction": target_memory_fraction, "min_batch_size": min_batch_size,
         "max_batch_size": max_batch_size, "memory_limit_gb": memory_limit_gb, "multiple_of": multiple_of,
-        **options,
     }  # fmt: skip
-    options = checked_options("autobatch()", given, own=[*_OWN, *search_options()])
-    eval_options = {**options, **checked_options("eval_options", eval_options or {})}
+    options = checked_options("autobatch()", {**given, **options})
+    eval_options = checked_options("eval_options", {**options, **(eval_options or {})})
     check_supported(trainer)
     if effective_batch_size is not None:
-        world_size = trainer.accelerator.num_processes  # type: ignore[attr-defined]
-        check_effective_batch(effective_batch_size, world_size)
-        check_count("multiple_of", multiple_of)
-        check_divisors(
-            effective_batch_size, world_size, options["max_batch_size"], options["min_batch_size"],
-            multiple_of,
-        )  # fmt: skip
+        check_count("effective_batch_size", effective_batch_size)
     by_mode: dict[Mode, dict[str, Any]] = {"train": options, "val": eval_options}
-    search = _Search(trainer, by_mode, effective_batch_size, evaluation, length, samples, eval_samples)
+    search = _Search(trainer, by_mode, effective_batch_size, evaluation, samples, eval_samples)
     setattr(trainer, _LOOP, search)
     return trainer
-
-
-def check_evaluation(trainer: Any, evaluation: Any, eval_options: Any) -> None:
-    """Check what concerns evaluation among the arguments of `autobatch`.
-
-    Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: evaluation is asked for, and the trainer has nothing to evaluate.
-    """
-    if evaluation is not None and not isinstance(evaluation, bool):
-        raise TypeError(f"evaluation is {evaluation!r}; it must be True, False or None")
-    if eval_options is not None and not isinstance(eval_options, Mapping):
-        raise TypeError(
-            f"eval_options is {kind_of(eval_options)}; it must be a dictionary, such as "
-            "{'max_batch_size': 2048}"
-        )
-    if evaluation and trainer.eval_dataset is None:
-        raise ValueError("evaluation is True, but the trainer has no eval_dataset to make batches of")
 
 
 def check_supported(trainer: Any) -> None:
@@ -160,55 +116,37 @@ def check_supported(trainer: Any) -> None:
         AutoBatchError: it cannot; names what is in the way, and why.
         ValueError: `auto_find_batch_size` is set in its arguments.
     """
-    args, name = trainer.args, type(trainer).__name__
+    args, accelerator = trainer.args, trainer.accelerator
     if args.auto_find_batch_size:
         raise ValueError(
             "args.auto_find_batch_size is True: it shrinks the batch size after each crash, beside the "
             "search of autobatch(). Set auto_find_batch_size=False"
         )
-    for kind in type(trainer).__mro__:
-        if kind.__module__.partition(".")[0] == "trl" and kind.__name__ not in _ACCEPTED:
-            reason = _REFUSED.get(
-                kind.__name__, "only TRL's SFTTrainer, DPOTrainer and RewardTrainer are supported"
-            )
-            raise AutoBatchError(
-                f"AutoBatch cannot search the batch size of {kind.__name__}: {reason}. Set "
-                "per_device_train_batch_size by hand."
-            )
-    for what, is_there in _unsupported(trainer):
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.partition(".")[0] == "trl"]
+    refused = [kind.__name__ for kind in kinds if kind.__name__ not in _ACCEPTED]
+    optim = str(getattr(args.optim, "value", args.optim))
+    sizes = (getattr(trainer, f"get_{kind}_size", lambda: 1)() for kind in ("tp", "cp", "sp"))
+    strategy = getattr(args, "train_sampling_strategy", None)
+    is_split = accelerator.num_processes > 1 and accelerator.split_batches
+    sharded = getattr(trainer, "is_distributed_loading_by_transformers", False)
+    unsupported = {
+        f"TRL's {' '.join(refused)}; SFTTrainer, DPOTrainer and RewardTrainer can be searched": refused,
+        "DeepSpeed, whose steps communicate between the processes": trainer.is_deepspeed_enabled,
+        "FSDP, whose steps communicate between the processes": trainer.is_fsdp_enabled,
+        "tensor, context or sequence parallelism": any(size > 1 for size in sizes),
+        "a model sharded when it was loaded": sharded,
+        "a model on several devices (device_map)": trainer.is_model_parallel,
+        "DataParallel on several GPUs in one process; start it with torchrun": args.n_gpu > 1,
+        f"optim={optim!r}, which steps within the backward pass": "layerwise" in optim or "lomo" in optim,
+        "batch_rebalance, whose batches vary in size": strategy == "batch_rebalance",
+        "accelerator_config.split_batches over several processes": is_split,
+    }
+    for what, is_there in unsupported.items():
         if is_there:
             raise AutoBatchError(
-                f"AutoBatch cannot search the batch size of this {name} with {what}. Set "
+                f"AutoBatch cannot search the batch size of this {type(trainer).__name__} with {what}. Set "
                 "per_device_train_batch_size by hand."
             )
-
-
-def _unsupported(trainer: Any) -> list[tuple[str, bool]]:
-    """What a step on one rank alone cannot do, or its trial would not show; and whether it is there."""
-    args, accelerator = trainer.args, trainer.accelerator
-    optim = str(getattr(args.optim, "value", args.optim))
-    strategy = getattr(args, "train_sampling_strategy", None)
-    sizes = (getattr(trainer, f"get_{kind}_size", lambda: 1)() for kind in ("tp", "cp", "sp"))
-    return [
-        ("DeepSpeed, whose steps communicate between the processes", trainer.is_deepspeed_enabled),
-        ("FSDP, whose steps communicate between the processes", trainer.is_fsdp_enabled),
-        ("tensor, context or sequence parallelism", any(size > 1 for size in sizes)),
-        (
-            "a model sharded when it was loaded",
-            getattr(trainer, "is_distributed_loading_by_transformers", False),
-        ),
-        ("a model on several devices (device_map)", trainer.is_model_parallel),
-        ("DataParallel on several GPUs in one process; start it with torchrun", args.n_gpu > 1),
-        (f"optim={optim!r}, which steps within the backward pass", "layerwise" in optim or "lomo" in optim),
-        (
-            "train_sampling_strategy='batch_rebalance', whose batches vary in size",
-            strategy == "batch_rebalance",
-        ),
-        (
-            "accelerator_config.split_batches over several processes",
-            accelerator.num_processes > 1 and accelerator.split_batches,
-        ),
-    ]
 
 
 @dataclass
@@ -219,7 +157,6 @@ class _Search:
     options: Mapping[Mode, dict[str, Any]]
     effective_batch_size: int | None
     evaluation: bool | None
-    length: Length
     samples: Sequence[Any] | None
     eval_samples: Sequence[Any] | None
 
@@ -238,16 +175,19 @@ class _Search:
         # Not every machine need see the checkpoint's folder.
         earlier = of_main(control, None if checkpoint is None else size_in_checkpoint(checkpoint))
         with Rehearsal(trainer) as rehearsal:
-            data = training_data(trainer, self.length, self.samples)
+            data = training_data(trainer, self.samples)
             results["train"] = self._search(rehearsal, "train", data, earlier)
-        size, accumulation_steps = self._split(results["train"].batch_size)
+        size = results["train"].batch_size
+        if self.effective_batch_size is not None:
+            split = self._split(size, self._bounds("train", data))
+            warn_of_many_steps(split, trainer.accelerator.num_processes, size)
+            size, args.gradient_accumulation_steps = split.micro_batch_size, split.accumulation_steps
         trainer._train_batch_size = args.per_device_train_batch_size = size
-        args.gradient_accumulation_steps = accumulation_steps
         source = "as in the run that is resumed" if size == earlier else "found"
         logger.info("AutoBatch: per_device_train_batch_size is %d, %s", size, source)
         if self._evaluates:
             with Rehearsal(trainer) as rehearsal:
-                data = evaluation_data(trainer, self.length, self.eval_samples)
+                data = evaluation_data(trainer, self.eval_samples)
                 results["val"] = self._search(rehearsal, "val", data)
             args.per_device_eval_batch_size = results["val"].batch_size
             logger.info("AutoBatch: per_device_eval_batch_size is %d, found", results["val"].batch_size)
@@ -255,55 +195,45 @@ class _Search:
 
     @property
     def _evaluates(self) -> bool:
-        trainer = self.trainer
-        if self.evaluation is False or trainer.eval_dataset is None:
+        args = self.trainer.args
+        if self.evaluation is False or self.trainer.eval_dataset is None:
             return False
-        strategy = str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy))
-        evaluates = strategy != "no" or trainer.args.eval_on_start
-        generates = getattr(trainer.args, "predict_with_generate", False)
+        generates = getattr(args, "predict_with_generate", False)
         if self.evaluation and generates:
             raise AutoBatchError(
                 "AutoBatch cannot search per_device_eval_batch_size with predict_with_generate, whose memory "
                 "grows with what is generated. Give evaluation=False."
             )
-        return bool(self.evaluation or (evaluates and not generates))
+        strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+        return bool(self.evaluation or ((strategy != "no" or args.eval_on_start) and not generates))
 
     def _search(
         self, rehearsal: Rehearsal, mode: Mode, data: TrialData, earlier: int | None = None
     ) -> AutoBatchResult:
         """Search one mode; where an earlier run has used a size, run this, and search below if it must be."""
-        options, is_training = self.options[mode], mode == "train"
-        bounds = self._bounds(data, is_training)
-        make_batch = rehearsal.batch_maker(
-            data.longest(max(min([options["max_batch_size"], *bounds.values()]), 1)),
-            data.collate,
-            self._num_batches if is_training else lambda size: 1,
-        )
+        options, bounds = self.options[mode], self._bounds(mode, data)
+        step, num_batches = rehearsal.predict, lambda size: 1
+        if mode == "train":
+            step, num_batches = rehearsal.train, self._num_batches
+            if self.effective_batch_size is not None:
+                self._split(options["max_batch_size"], bounds)  # so that an error comes before the search
+                bounds["effective_batch"] = (
+                    self.effective_batch_size // self.trainer.accelerator.num_processes
+                )
+        samples = data.largest(max(min([options["max_batch_size"], *bounds.values()]), 1))
         return find_size(
-            rehearsal.train if is_training else rehearsal.predict, make_batch, options, earlier,
-            state=rehearsal.state, mode=mode, device=self.trainer.args.device, bounds=bounds,
+            step, rehearsal.batch_maker(samples, data.collate, num_batches), options, earlier,
+            "the run that is resumed", state=rehearsal.state, mode=mode, device=self.trainer.args.device,
+            bounds=bounds,
         )  # fmt: skip
 
-    def _bounds(self, data: TrialData, is_training: bool) -> dict[str, int]:
-        """What limits the size beside memory: a batch cannot have more samples than there are.
-
-        Raises:
-            AutoBatchError: the effective batch is larger than an epoch.
-        """
-        world_size, bounds = self.trainer.accelerator.num_processes, {}
-        if data.num_samples is not None:
-            whole, rest = divmod(data.num_samples, world_size)
-            is_dropped = is_training and self.trainer.args.dataloader_drop_last
-            bounds["dataset"] = whole if is_dropped else whole + bool(rest)
-        if is_training and self.effective_batch_size is not None:
-            most = bounds.get("dataset", self.effective_batch_size) * world_size
-            if self.effective_batch_size > most:
-                raise AutoBatchError(
-                    f"AutoBatch: effective_batch_size is {self.effective_batch_size}, above what one epoch "
-                    f"holds, {most} samples; lower it"
-                )
-            bounds["effective_batch"] = self.effective_batch_size // world_size
-        return bounds
+    def _bounds(self, mode: Mode, data: TrialData) -> dict[str, int]:
+        """What limits the size beside memory: a batch cannot have more samples than there are."""
+        if data.num_samples is None:
+            return {}
+        whole, rest = divmod(data.num_samples, self.trainer.accelerator.num_processes)
+        is_dropped = mode == "train" and self.trainer.args.dataloader_drop_last
+        return {"dataset": whole if is_dropped else whole + bool(rest)}
 
     def _num_batches(self, size: int) -> int:
         """Micro-batches of an optimizer step with this size."""
@@ -312,16 +242,15 @@ class _Search:
         samples_per_process = self.effective_batch_size // int(self.trainer.accelerator.num_processes)
         return -(-samples_per_process // size)
 
-    def _split(self, size: int) -> tuple[int, int]:
-        """The size and the accumulation steps that make up the effective batch exactly."""
-        trainer, smallest = self.trainer, min(self.options["train"]["min_batch_size"], size)
-        if self.effective_batch_size is None:
-            return size, int(trainer.args.gradient_accumulation_steps)
-        split = split_effective_batch(
-            self.effective_batch_size, trainer.accelerator.num_processes, size,
-            max(smallest, min_samples(trainer.model)), self.options["train"]["multiple_of"],
+    def _split(self, largest: int, bounds: Mapping[str, int]) -> Split:
+        """The largest size up to this one, and the accumulation steps, that make up the effective batch."""
+        options, world_size = self.options["train"], self.trainer.accelerator.num_processes
+        smallest = max(min(options["min_batch_size"], largest), min_samples(self.trainer.model))
+        assert self.effective_batch_size is not None
+        return split_effective_batch(
+            self.effective_batch_size, world_size, largest, smallest, options["multiple_of"],
+            bounds.get("dataset"),
         )  # fmt: skip
-        return split.micro_batch_size, split.accumulation_steps
 
 
 def size_in_checkpoint(folder: str) -> int | None:

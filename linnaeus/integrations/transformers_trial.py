@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, recursively_apply, send_to_device
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from linnaeus.autobatch.optimizers import UnlistedOptimizerError
+from linnaeus.autobatch.ranks.control import group_of_this_rank
 from linnaeus.autobatch.rng import rng_state, set_rng_state
 from linnaeus.autobatch.snapshot import Contents
-from linnaeus.integrations.common import group_of_this_process
+
+_PROCESS_STATES: list[dict[str, Any]] = [PartialState._shared_state, AcceleratorState._shared_state]
 
 
 class Rehearsal:
@@ -54,9 +57,10 @@ class Rehearsal:
             stack.callback(vars(trainer.model).update, dict(vars(trainer.model)))
             stack.callback(vars(trainer.model).clear)
             if accelerator.num_processes > 1:
-                self._group = stack.enter_context(group_of_this_process())
-                for state in _accelerate_states():  # `gather` and the like return what they are given
-                    state["distributed_type"] = _accelerate("utils").DistributedType.NO
+                self._group = group_of_this_rank()
+                stack.callback(torch_dist.destroy_process_group, self._group)
+                for state in _PROCESS_STATES:  # `gather` and the like return what they are given
+                    state["distributed_type"] = DistributedType.NO
             self._prepared = accelerator.prepare_model(trainer.model, evaluation_mode=True)
             trainer.create_optimizer()
             modules, optimizers = held_by(trainer)
@@ -102,7 +106,8 @@ class Rehearsal:
         for number in sorted({0, num_batches - 1}):
             is_last = number == num_batches - 1
             accelerator.gradient_state._set_sync_gradients(is_last)
-            with contextlib.nullcontext() if is_last else _without_sync(model):
+            is_alone = is_last or not isinstance(model, DistributedDataParallel)
+            with contextlib.nullcontext() if is_alone else model.no_sync():  # type: ignore[operator]
                 self._training_step(model, inputs[number], num_items)
         if trainer.args.max_grad_norm:
             accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
@@ -145,13 +150,12 @@ class Rehearsal:
             collate: makes a batch.
             num_batches: micro-batches of a step, for a batch size.
         """
-        operations, device = _accelerate("utils"), self._accelerator.device
 
         def make(size: int) -> list[Any]:
             ahead = collate([copy.copy(sample) for sample in samples[:size]])
             # Not `copy.deepcopy`, whose tensors a trial on the CPU does not count.
-            copies = (operations.recursively_apply(Tensor.clone, ahead) for _ in range(num_batches(size)))
-            return [operations.send_to_device(each, device) for each in copies] + [ahead]
+            copies = (recursively_apply(Tensor.clone, ahead) for _ in range(num_batches(size)))
+            return [send_to_device(each, self._accelerator.device) for each in copies] + [ahead]
 
         return make
 
@@ -209,17 +213,4 @@ def _kept(trainer: Any) -> Contents:
         accelerator.gradient_state,
     )  # fmt: skip
     owners = [vars(owner) for owner in parts if hasattr(owner, "__dict__")]
-    return Contents([*owners, *_accelerate_states()], set(map(id, _datasets(trainer))))
-
-
-def _accelerate_states() -> list[dict[str, Any]]:
-    states = _accelerate("state")
-    return [states.PartialState._shared_state, states.AcceleratorState._shared_state]
-
-
-def _without_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
-
-
-def _accelerate(name: str) -> Any:
-    return importlib.import_module(f"accelerate.{name}")
+    return Contents([*owners, *_PROCESS_STATES], set(map(id, _datasets(trainer))))

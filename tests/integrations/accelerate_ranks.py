@@ -1,30 +1,23 @@
-"""Training loops with accelerate on each process, as a program: what each scenario gave, as JSON.
-
-python -m tests.integrations.accelerate_ranks FOLDER SCENARIO...
-"""
+"""Training loops with accelerate on one rank and on two, for `tests.helpers.processes`."""
 
 from __future__ import annotations
 
-import json
-import sys
+import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator, DataLoaderConfiguration
+import torch.distributed as torch_dist
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from linnaeus.autobatch import snapshot
-from linnaeus.autobatch.memory.host import held_bytes
-from linnaeus.integrations.accelerate import autobatch, find_batch_size
+from linnaeus.integrations.accelerate import find_batch_size
 from linnaeus.utils.autobatch import auto_find_batch_size
+from tests.helpers.ledger import room
 
-MIB = 2**20
 WIDTH = 4096
 LARGEST = 1024
 
@@ -48,12 +41,6 @@ def dataset() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4096, 16, generator=generator)
     return TensorDataset(x, (x[:, 0].abs() * 2).long().clamp(max=3))
-
-
-def limit_gb(num_mib: float) -> float:
-    """So much beyond what this process holds; less on later ranks."""
-    rank = PartialState().process_index
-    return (held_bytes() + num_mib / (1 + 0.4 * rank) * MIB) / 2**30 / 0.8
 
 
 def fresh(**options: Any) -> Accelerator:
@@ -122,10 +109,8 @@ def find_first() -> Any:
     def run(accelerator: Accelerator) -> tuple[int, dict[str, Any]]:
         model, optimizer, scheduler = parts()
         prepared = accelerator.prepare(model, optimizer)
-        size = find_batch_size(
-            accelerator, *prepared, loss_of, dataset(), tolerance=0.1, memory_limit_gb=limit_gb(100),
-            max_batch_size=LARGEST,
-        )  # fmt: skip
+        search = room(100 / (1 + 0.4 * accelerator.process_index), max_batch_size=LARGEST, tolerance=0.1)
+        size = find_batch_size(accelerator, *prepared, loss_of, dataset(), **search)
         accelerator.free_memory()
         return size, train(accelerator, size, model, optimizer, scheduler)
 
@@ -161,22 +146,8 @@ def lengths() -> Any:
     return sorted(seen)
 
 
-def attempt(function: Callable[[], Any]) -> Any:
-    try:
-        return function()
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-
-
-def attempted(data: Any = None, **options: Any) -> Any:
-    """The error of a search."""
-    accelerator = fresh(**options)
-    prepared = accelerator.prepare(*parts()[:2])
-    return attempt(lambda: find_batch_size(accelerator, *prepared, loss_of, data or dataset()))
-
-
 class Broken:
-    """A dataset that process 1 cannot read; with one process, none can."""
+    """A dataset that the last process cannot read."""
 
     def __len__(self) -> int:
         return 8
@@ -187,39 +158,27 @@ class Broken:
         return dataset()[index]
 
 
-def errors() -> Any:
-    found = {
-        "broken": attempted(Broken()),
-        "split": attempted(dataloader_config=DataLoaderConfiguration(split_batches=True)),
-        "decorator": attempt(lambda: autobatch(starting_batch_size=8)),
-        "stream": attempted(iter(dataset())),
-    }
-    kind = AcceleratorState._shared_state["distributed_type"]
+def broken() -> str:
+    """The error of a search on a dataset that the last process cannot read."""
     accelerator = fresh()
-    accelerator.state.distributed_type = DistributedType.FSDP
     try:
-        found["sharded"] = attempt(
-            lambda: find_batch_size(accelerator, nn.Linear(1, 1), None, loss_of, dataset())
-        )
-    finally:
-        accelerator.state.distributed_type = kind
-    return found
+        find_batch_size(accelerator, *accelerator.prepare(*parts()[:2]), loss_of, Broken())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
-def main(folder: Path, names: list[str]) -> None:
-    accelerator = Accelerator(cpu=True)
-    rank = accelerator.process_index
-    torch.set_num_threads(1)
+def work(rank: int, folder: str) -> dict[str, Any]:
+    """Of two ranks if the environment says so, else of one."""
+    num_ranks = int(os.environ.get("NUM_RANKS", "1"))
+    if num_ranks > 1:
+        own, size = str(rank), str(num_ranks)
+        os.environ |= {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        store = torch_dist.FileStore(f"{folder}/store", num_ranks)
+        torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     auto_find_batch_size(lambda x: None, torch.ones, max_batch_size=2, memory_limit_gb=8.0, group=False)
     for precision in ("no", "bf16"):  # loads what training needs, so that limits are exact
         train(fresh(mixed_precision=precision), 8)
-    found: dict[str, Any] = {"num_processes": accelerator.num_processes}
-    for name in names:
-        found[name] = attempt(globals()[name])
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        found[f"{name}: processes"] = [PartialState().num_processes, world_size]
-        (folder / f"{rank}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    own = {} if num_ranks > 1 else {"not restored": not_restored(), "lengths": lengths()}
+    found = {"found": find_first(), "broken": broken(), **own}
+    return {**found, "processes": [fresh().num_processes, num_ranks]}

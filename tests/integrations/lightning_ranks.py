@@ -1,17 +1,10 @@
-"""Cases of the Lightning callback on two ranks. `python -m tests.integrations.lightning_ranks FOLDER CASE...`
-
-runs the cases on one rank, which the environment describes, and writes what they return to FOLDER.
-"""
+"""Cases of the Lightning callback on two ranks, for `tests.helpers.processes`."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +26,7 @@ from tests.integrations.lightning_runs import (
     loader,
 )
 
-RANK = int(os.environ.get("LOCAL_RANK", "0"))
+RANK = 0
 NO_VAL = {"val": False}
 RANKS = {"devices": 2, "strategy": "ddp"}
 
@@ -53,18 +46,6 @@ class Talkative(Net):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), sync_dist=True)
-
-
-class Partial(Net):
-    """In each second step a layer is not used."""
-
-    def __init__(self, batch_size: int = 4) -> None:
-        super().__init__(batch_size)
-        self.extra = torch.nn.Linear(4, 4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss + self.extra(torch.ones(4)).sum() if batch_idx % 2 else loss
 
 
 def compared(module: Callable[[int], Any], given: Callable[[int], Any], **options: Any) -> dict[str, Any]:
@@ -100,37 +81,25 @@ def both(size: int) -> tuple[Any, ...]:
     return loader(size, shuffle=True), DataLoader(data(NUM_VAL), size)
 
 
-def failing(fault: Callable[[], object], at: int, module: type[Net] = Net) -> dict[str, Any]:
-    """The error of a search in which this rank meets a fault when it tries a size of at least `at`."""
-
-    class Faulty(module):  # type: ignore[misc, valid-type]
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if len(batch[0]) >= at:
-                fault()
-            return super().training_step(batch, batch_idx)
-
-    callback = AutoBatch(max_batch_size=12, val=False)
+def failing(module: type[Net]) -> dict[str, Any]:
+    """The error of a search."""
     try:
-        fit(Faulty(), callbacks=[callback], **RANKS)
+        fit(module(), callbacks=[AutoBatch(max_batch_size=12, val=False)], **RANKS)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"size": callback.batch_size}
+    return {}
 
 
-def on_rank(rank: int, fault: Callable[[], object]) -> Callable[[], object]:
-    return fault if rank == RANK else lambda: None
+class NoData(Net):
+    """Rank 1 cannot make its loaders."""
 
+    def train_dataloader(self) -> Any:
+        if RANK == 1:
+            raise ZeroDivisionError("sample")
+        return super().train_dataloader()
 
-def break_down() -> None:
-    raise ZeroDivisionError("sample")
-
-
-def run_out_of_memory() -> None:
-    raise torch.OutOfMemoryError("out of memory")
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    def configure_optimizers(self) -> Any:  # estimated_stepping_batches has a barrier of Lightning's own
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 
 
 def unequal() -> dict[str, Any]:
@@ -139,21 +108,6 @@ def unequal() -> dict[str, Any]:
         nothing,
         search={**room(120 if RANK == 0 else 60), "max_batch_size": 90, "val": False},
     )
-
-
-def unprepared() -> dict[str, Any]:
-    """The error where rank 1 cannot make its loaders."""
-
-    class NoData(Net):
-        def train_dataloader(self) -> Any:
-            if RANK == 1:
-                break_down()
-            return super().train_dataloader()
-
-        def configure_optimizers(self) -> Any:  # estimated_stepping_batches has a barrier of Lightning's own
-            return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
-
-    return failing(lambda: None, 1, NoData)
 
 
 def uneven_data() -> dict[str, Any]:
@@ -180,26 +134,21 @@ def memory() -> dict[str, Any]:
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "loaders": lambda: compared(lambda size: Bare(), both),
     "collectives": lambda: compared(Talkative, nothing, search={"effective_batch_size": 48}),
-    "unused": lambda: compared(Partial, nothing, strategy="ddp_find_unused_parameters_true", search=NO_VAL),
     "unequal": unequal,
     "uneven_data": uneven_data,
-    "raises_in_the_run": lambda: failing(on_rank(1, break_down), 8),
-    "out_of_memory": lambda: failing(on_rank(1, run_out_of_memory), 9),
     "memory": memory,
-    "unprepared": unprepared,  # late: an error in a loader's hook leaves Lightning's patch on DataLoader
-    "killed": lambda: failing(on_rank(1, die), 8),
+    "unprepared": lambda: failing(
+        NoData
+    ),  # late: an error in a loader's hook leaves Lightning's patch on DataLoader
 }
 
 
-def main(folder: Path, names: list[str]) -> None:
+def work(rank: int, folder: str) -> dict[str, Any]:
+    """What each case gives."""
+    global RANK
+    RANK = rank
+    own = {"LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= own
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     fit(Net(), **RANKS)  # loads what later limits count on
-    found = {}
-    for name in names:
-        found[name] = CASES[name]()
-        (folder / f"rank{RANK}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    return {name: case() for name, case in CASES.items()}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
+import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -326,19 +326,6 @@ def test_all_that_hold_the_size_get_it() -> None:
     assert module.hparams_initial.batch_size == LARGE
 
 
-@pytest.mark.parametrize(("strategy", "found"), [("power", 8), ("binsearch", 10), ("guided", 10)])
-def test_the_strategies_of_lightning_are_there(
-    strategy: str, found: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "linnaeus.autobatch")
-    module, callback = FailsAbove(), small(strategy=strategy, val=False)
-    fit(module, callbacks=[callback])
-    assert callback.batch_size == module.batch_size == found
-    assert set(module.sizes) <= {found, 96 % found}, "loaders follow"
-    trials = callback.results["train"].trials
-    assert all(f"trial {number}: " in caplog.text for number in range(1, len(trials) + 1))
-
-
 def test_an_error_that_is_not_about_memory_is_raised_as_it_is_and_leaves_the_size() -> None:
     class Broken(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -353,15 +340,24 @@ def test_an_error_that_is_not_about_memory_is_raised_as_it_is_and_leaves_the_siz
     assert len(trainer.callbacks) == 1
 
 
-def test_the_common_options_are_parameters() -> None:
-    expected = {
-        "target_memory_fraction",
-        "min_batch_size",
-        "max_batch_size",
-        "memory_limit_gb",
-        "multiple_of",
-    }
-    assert {*inspect.signature(AutoBatch).parameters} >= expected
+def test_the_common_options_are_parameters_with_types_that_resolve() -> None:
+    """This is what LightningCLI reads."""
+    common = {"target_memory_fraction", "min_batch_size", "max_batch_size", "memory_limit_gb", "multiple_of"}
+    assert set(get_type_hints(AutoBatch.__init__)) >= common
+
+
+def test_lightnings_command_line_configures_the_callback(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    own = {"target_memory_fraction": 0.9, "max_batch_size": 20, "val_options": {"max_batch_size": 16}}
+    callback = {"class_path": "linnaeus.integrations.lightning.AutoBatch", "init_args": own}
+    config = tmp_path / "config.yaml"  # JSON is YAML
+    config.write_text(json.dumps({"trainer": {"accelerator": "cpu", "callbacks": [callback]}}))
+    cli = LightningCLI(Net, run=False, args=["--config", str(config)], save_config_callback=None)
+    (found,) = (each for each in cli.trainer.callbacks if isinstance(each, AutoBatch))
+    assert found._options["train"].items() >= {"target_memory_fraction": 0.9, "max_batch_size": 20}.items()
+    assert found._options["val"]["max_batch_size"] == 16
 
 
 def test_nothing_is_searched_in_a_fast_run_nor_in_validation(caplog: pytest.LogCaptureFixture) -> None:

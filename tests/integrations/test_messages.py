@@ -3,55 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
-import datasets
 import torch
+from accelerate import Accelerator
 from lightning.pytorch import strategies
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
-from transformers import Trainer, default_data_collator
+from transformers import Trainer
 
-from linnaeus.integrations.accelerate import autobatch as decorator
+from linnaeus.autobatch.split import Split
 from linnaeus.integrations.accelerate import find_batch_size
-from linnaeus.integrations.common import (
-    check_divisors,
-    check_effective_batch,
-    check_values,
-    checked_options,
-    split_effective_batch,
-)
+from linnaeus.integrations.common import checked_options, split_effective_batch, warn_of_many_steps
 from linnaeus.integrations.lightning import AutoBatch
 from linnaeus.integrations.transformers import autobatch
 from tests.helpers.messages import Golden, raised
 from tests.integrations.hugging import Text, collate, trainer
-from tests.integrations.lightning_runs import NUM_VAL, Bare, Manual, Net, data, fit, loader, trainer_for
+from tests.integrations.lightning_runs import Bare, Manual, Net, data, fit, loader, trainer_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def shared(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
-    split_effective_batch(514, 2, 40)
+    warn_of_many_steps(Split(128, 32), 1, 128)
+    assert not caplog.records, "no other size takes fewer steps"
+    warn_of_many_steps(Split(1, 257), 2, 40)
     return {
-        "an unknown option": raised(checked_options, "val_options", {"size": 1}, own=["length"]),
-        "an option of the integration": raised(checked_options, "val_options", {"bounds": {}}),
-        "a size of 0": raised(checked_options, "val_options", {"max_batch_size": 0}),
-        "a size that is text": raised(
-            checked_options, "autobatch()", {"max_batch_size": "4"}, own=["max_batch_size"]
-        ),
-        "tolerance 2": raised(check_values, {"tolerance": 2}),
-        "min above max": raised(check_values, {"min_batch_size": 600}),
-        "97 on 2 processes": raised(check_effective_batch, 97, 2),
-        "effective 0": raised(check_effective_batch, 0, 2),
+        "many steps": caplog.records[-1].message,
+        "an unknown option": raised(checked_options, "val_options", {"size": 1}),
+        "tolerance 2": raised(checked_options, "autobatch()", {"tolerance": 2}),
+        "97 on 2 processes": raised(split_effective_batch, 97, 2, 512),
+        "effective 0": raised(split_effective_batch, 0, 2, 512),
         "a prime and BatchNorm": raised(split_effective_batch, 257, 1, 40, smallest=2),
         "a multiple that does not divide": raised(split_effective_batch, 96, 2, 40, multiple_of=32),
-        "no divisor within the bounds": raised(check_divisors, 96, 2, 40, 25),
-        "many steps": caplog.records[-1].message,
+        "above an epoch": raised(split_effective_batch, 97, 1, 40, epoch=96),
     }
 
 
@@ -63,26 +55,6 @@ class Fixed(Net):
         return loader(8)
 
 
-class Odd(Net):
-    def train_dataloader(self) -> Any:
-        return loader(self.batch_size + 1)
-
-
-class Capped(Net):
-    def train_dataloader(self) -> Any:
-        return loader(min(16, self.batch_size))
-
-
-class Halved(Net):
-    def train_dataloader(self) -> Any:
-        return loader(self.batch_size // 2)
-
-
-class Growing(Net):
-    def val_dataloader(self) -> Any:
-        return DataLoader(data(NUM_VAL), self.batch_size + (self.batch_size > 16))
-
-
 class Iterating(Net):
     def training_step(self, dataloader_iter: Any) -> Any:
         return self.loss(next(dataloader_iter)[0])
@@ -92,12 +64,8 @@ class NoSetter(Net):
     size = property(lambda self: 4)
 
 
-class OwnSampler(BatchSampler):
-    pass
-
-
-def sampled(kind: type[BatchSampler]) -> DataLoader[Any]:
-    return DataLoader(data(), batch_sampler=kind(SequentialSampler(data()), 4, False))
+def sampled() -> DataLoader[Any]:
+    return DataLoader(data(), batch_sampler=BatchSampler(SequentialSampler(data()), 4, False))
 
 
 Fit = tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]]
@@ -105,33 +73,17 @@ FITS: dict[str, Fit] = {
     "no attribute": (Net, (), {"batch_arg_name": "size"}),
     "an attribute that cannot be set": (NoSetter, (), {"batch_arg_name": "size"}),
     "a fixed size": (Fixed, (), {}),
-    "an odd size": (Odd, (), {}),
-    "a limited size": (Capped, (), {}),
-    "a growing size": (Growing, (), {}),
-    "a plain batch sampler": (Bare, (sampled(BatchSampler),), {}),
-    "a batch sampler": (Bare, (sampled(OwnSampler),), {}),
+    "a batch sampler": (Bare, (sampled(),), {}),
     "batches of the dataset": (Bare, (DataLoader(data(), batch_size=None),), {}),
     "no loader": (Bare, ([data()[:4]],), {}),
-    "unequal loaders": (Bare, ([loader(4), loader(8)],), {}),
     "an iterator": (Iterating, (), {}),
     "accumulation by hand": (Manual, (), {"effective_batch_size": 8}),
     "a last batch of one": (Bare, (DataLoader(data(41), 4),), {}),
-    "half the size": (Halved, (), {}),
     "an effective batch below the smallest": (Net, (), {"effective_batch_size": 33, "min_batch_size": 12}),
-    "an effective batch above an epoch": (Net, (), {"effective_batch_size": 97}),
-    "a prime effective batch": (Net, (), {"effective_batch_size": 83}),
-    "bounds without a divisor": (
-        Net,
-        (),
-        {"effective_batch_size": 64, "min_batch_size": 33, "max_batch_size": 50},
-    ),
-    "an unknown strategy": (Net, (), {"strategy": "ball"}),
-    "no trials": (Net, (), {"max_trials": 0}),
 }
 ARGUMENTS: tuple[dict[str, Any], ...] = (
-    {"max_batchsize": 3}, {"val_options": {"mode": "val"}}, {"start": 2}, {"predict": True},
-    {"scale_lr": "linear"}, {"base_batch_size": 3}, {"max_batch_size": "4"},
-    {"val": False, "val_options": {"tolerance": 0.1}}, {"target_memory_fraction": 2},
+    {"max_batchsize": 3}, {"val_options": {"mode": "val"}}, {"predict": True}, {"max_batch_size": "4"},
+    {"val": False, "val_options": {"tolerance": 0.1}}, {"strategy": "ball"},
     {"min_batch_size": 5, "val_options": {"max_batch_size": 4}},
 )  # fmt: skip
 
@@ -158,7 +110,6 @@ def lightning() -> dict[str, str]:
            for name, (module, given, options) in FITS.items()},
         "Lightning: a schedule of accumulation": scheduled,
         "Lightning: FSDP": not_alone("FSDPStrategy"),
-        "Lightning: model parallel": not_alone("ModelParallelStrategy"),
     }  # fmt: skip
 
 
@@ -188,13 +139,10 @@ CHANGES: tuple[tuple[str, Any], ...] = (
     ("is_model_parallel", True), ("_n_gpu", 2), ("optim", "galore_adamw_layerwise"),
     ("train_sampling_strategy", "batch_rebalance"), ("eval_dataset", None),
 )  # fmt: skip
-GOOD, BAD = {"input_ids": [5, 6, 7]}, {"foo": 1}
 WRONG: tuple[dict[str, Any], ...] = (
-    {"max_size": 3}, {"make_batch": 3}, {"eval_options": {"length": "tokens"}}, {"effective_batch_size": 0},
-    {"eval_options": {"max_batch_size": 0}}, {"samples": []}, {"samples": 3}, {"samples": GOOD},
-    {"eval_samples": []}, {"eval_options": 3}, {"evaluation": "x"},
+    {"max_size": 3}, {"make_batch": 3}, {"effective_batch_size": 0}, {"eval_options": {"max_batch_size": 0}},
+    {"samples": []}, {"eval_samples": {"input_ids": [5]}, "evaluation": True},
     {"effective_batch_size": 64, "multiple_of": 24, "max_batch_size": 30}, {"effective_batch_size": 204},
-    {"samples": [GOOD, BAD]}, {"evaluation": True, "eval_samples": [BAD]},
 )  # fmt: skip
 
 
@@ -209,10 +157,8 @@ def changed(name: str, value: Any) -> str:
 
 
 def transformers() -> dict[str, str]:
-    stream, plain, generating, columns = (trainer() for _ in range(4))
-    columns.train_dataset = datasets.Dataset.from_dict({"input_ids": [[5]], "length": [1]})
+    stream, generating = trainer(), trainer()
     stream.train_dataset = (row for row in Subset(Text(), range(3)))
-    plain.data_collator = default_data_collator
     generating.args.predict_with_generate = True
     found = {
         **{str(options): raised(trained, trainer(), **options) for options in WRONG},
@@ -222,17 +168,20 @@ def transformers() -> dict[str, str]:
         "a loader of one's own": raised(trained, trainer(FixedLoader)),
         "an optimizer elsewhere": raised(trained, with_an_optimizer_elsewhere()),
         "a stream": raised(trained, stream),
-        "a length that is no column": raised(trained, columns, length="words"),
-        "samples of nothing": raised(trained, plain, samples=[BAD]),
         "generation": raised(trained, generating, evaluation=True),
     }
     return {f"transformers: {title}": text for title, text in found.items()}
 
 
 def accelerate() -> dict[str, str]:
+    accelerator = Accelerator(cpu=True)
+    sharded = mock.Mock(Accelerator, distributed_type="DistributedType.FSDP", scaler=None)
+    search = partial(raised, find_batch_size)
     return {
-        "accelerate: a decorator": raised(lambda: decorator(starting_batch_size=8)(print)),
-        "accelerate: no accelerator": raised(find_batch_size, [], None, None, None, None),
+        "accelerate: no accelerator": search([], None, None, None, None),
+        "accelerate: a stream": search(accelerator, None, None, None, iter([])),
+        "accelerate: an option of its own": search(accelerator, None, None, None, [], mode="val"),
+        "accelerate: FSDP": search(sharded, None, None, None, []),
     }
 
 

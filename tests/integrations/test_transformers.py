@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import datasets
-from transformers import Trainer, TrainerCallback, ViTConfig, ViTForImageClassification
+from transformers import Trainer, TrainerCallback
 
 from linnaeus.autobatch.lengths import PROBED
 from linnaeus.errors import AutoBatchError
@@ -231,8 +231,8 @@ def test_training_takes_no_more_memory_than_a_trial_of_its_size() -> None:
                 made.train()
             else:
                 with transformers_trial.Rehearsal(made) as rehearsal:
-                    data = transformers_data.training_data(made, None, None)
-                    make = rehearsal.batch_maker(data.longest(16), data.collate, lambda _: 4)
+                    data = transformers_data.training_data(made, None)
+                    make = rehearsal.batch_maker(data.largest(16), data.collate, lambda _: 4)
                     for _ in range(2):
                         rehearsal.train(make(16))
         peaks.append(ledger.peak_bytes)
@@ -293,77 +293,19 @@ def test_a_resumed_run_whose_size_is_no_longer_allowed_goes_on_with_a_smaller_on
     assert next(iter(search)).removesuffix("_size") in caplog.text
 
 
-class Rows(Text):
-    """Text that says which samples are read."""
-
-    def __init__(self) -> None:
-        self.read: set[int] = set()
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        self.read.add(index)
-        return super().__getitem__(index)
-
-
-def test_stored_lengths_are_used() -> None:
-    rows = Rows()
-    lengths = [len(Text()[index]["input_ids"]) for index in range(len(rows))]
+def test_stored_lengths_are_used_where_they_tell_the_size() -> None:
+    rows = [Text()[index]["input_ids"] for index in range(20)]
+    own = max(rows, key=len)
     made = trainer()
-    made.train_dataset = rows
-    data = transformers_data.training_data(made, lengths, None)
-    assert [len(sample["input_ids"]) for sample in data.longest(3)] == sorted(lengths)[:-4:-1]
-    assert len(rows.read) == 3
-    made.train_dataset = table = datasets.Dataset.from_dict(
-        {"input_ids": [Text()[index]["input_ids"] for index in range(20)], "length": list(range(20)),
-         "tokens": list(range(20, 0, -1))}
-    )  # fmt: skip
-    own = max(range(20), key=lambda index: len(table[index]["input_ids"]))
-    column = transformers_data.training_data(made, None, None).longest(1)
-    assert column == [{"input_ids": table[own]["input_ids"]}], "the column is about something else"
-    column = transformers_data.training_data(made, "length", None).longest(2)
-    assert column == [{"input_ids": table[index]["input_ids"]} for index in (19, 18)]
-    for length in ("tokens", lambda row: -row["length"]):
-        longest = transformers_data.training_data(made, length, None).longest(1)
-        assert longest[0]["input_ids"] == table[0]["input_ids"]
+    for lengths in (range(20), map(len, rows)):
+        table = datasets.Dataset.from_dict({"input_ids": rows, "length": list(lengths)})
+        made.train_dataset = table
+        assert transformers_data.training_data(made, None).largest(1) == [{"input_ids": own}]
 
 
-def test_a_collator_that_tokenises_is_asked_for_the_sizes() -> None:
-    """Beside the texts stands a longer column; images are alike or not."""
-    rows = {
-        "text": ["x" * (1 + n % 50) for n in range(300)],
-        "note": ["y" * (n * 7 % 900) for n in range(300)],
-    }
-
-    def tokenised(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        return {"input_ids": torch.zeros(len(samples), max(len(sample["text"]) for sample in samples))}
-
-    made = trainer(remove_unused_columns=False)
-    made.train_dataset, made.data_collator = datasets.Dataset.from_dict(rows), tokenised
-    found = transformers_data.training_data(made, None, None).longest(6)
-    assert [len(sample["text"]) for sample in found] == [50] * 6
-
-
-def test_the_largest_of_images_are_taken_if_they_differ_else_any() -> None:
-    class Images(Rows):
-        sides = (16,)
-
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            self.read.add(index)
-            side = self.sides[index % len(self.sides)]
-            return {"pixel_values": torch.full((3, side, side), float(index)), "labels": index % 3}
-
-    config = ViTConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=16,
-        patch_size=8, num_labels=3,
-    )  # fmt: skip
-    images = Images()
-    made = Trainer(ViTForImageClassification(config), hugging.arguments(), train_dataset=images)
-    transformers_data.training_data(made, None, None).longest(3)
-    assert len(images.read) <= PROBED + 3
-    images.sides = (16, 16, 48)
-    samples = transformers_data.training_data(made, None, None).longest(3)
-    assert [float(sample["pixel_values"][0, 0, 0]) for sample in samples] == [2, 5, 8]
-    images.sides = (16,)
-    made.train_dataset = torch.utils.data.Subset(images, range(5))
+def test_no_size_is_above_the_samples() -> None:
+    made = trainer()
+    made.train_dataset = torch.utils.data.Subset(Text(), range(5))
     autobatch(made, max_batch_size=16).train()
     assert made.args.per_device_train_batch_size == 5
     assert made.autobatch_results["train"].limited_by == "dataset"

@@ -67,8 +67,8 @@ def test_metrics_of_trials_that_stay_are_noticed(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "Reward"])
 def test_the_worst_batch_is_that_of_the_longest_texts(name: str) -> None:
-    data = training_data(trl_trainer(name), None, None)
-    batch = data.collate(data.longest(2))
+    data = training_data(trl_trainer(name), None)
+    batch = data.collate(data.largest(2))
     assert batch["input_ids"].shape[-1] == 128
     own = batch["attention_mask"].sum(-1)[:2].tolist()
     assert own == sorted(own, reverse=True)
