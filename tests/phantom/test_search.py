@@ -195,7 +195,7 @@ import torch
 from linnaeus.autobatch.memory.device import CudaMemory
 torch.zeros(1, device="cuda:0")
 memory = CudaMemory(torch.device("cuda", 1))
-with memory.cap(3_875_536_896):
+with memory.cap(1 << 30):
     print(torch.cuda.current_device(), round(torch.cuda.get_per_process_memory_fraction(0), 2),
           round(torch.cuda.get_per_process_memory_fraction(1), 2))
 print(torch.cuda.current_device())
