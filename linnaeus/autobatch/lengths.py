@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import heapq
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle, islice, pairwise
 from numbers import Integral
 from operator import itemgetter
@@ -17,7 +16,7 @@ import torch
 
 from linnaeus.autobatch import nest
 from linnaeus.autobatch.arguments import check_count
-from linnaeus.autobatch.rng import rng_state, set_rng_state
+from linnaeus.autobatch.rng import preserved_generators
 
 STORED = ("length", "lengths")
 """Columns in which the samples' lengths are looked for."""
@@ -53,7 +52,7 @@ def longest(
             `length` that does not go with the dataset.
     """
     check_count("n", n)
-    with _same_random_numbers():
+    with preserved_generators():
         lengths = None if callable(length) else stored_lengths(dataset, length)
         if lengths is None:
             measure = length if callable(length) else num_values
@@ -95,7 +94,7 @@ def largest_first(
     num_samples = len(dataset)
     if not num_samples:
         raise ValueError("dataset is empty; it must have a sample")
-    with _same_random_numbers():
+    with preserved_generators():
         probed = sorted({place * num_samples // PROBED for place in range(PROBED)})
         samples = [dataset[index] for index in probed]
         values = [num_values(sample) for sample in samples]
@@ -135,16 +134,6 @@ def _follow(lengths: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> bool:
 def _descending(lengths: Iterable[Any]) -> torch.Tensor:
     """The indices of these lengths, the largest first; of equal ones, in their order."""
     return torch.tensor([_integer(number) for number in lengths]).argsort(descending=True, stable=True)
-
-
-@contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    cpu = torch.device("cpu")
-    before = rng_state(cpu)
-    try:
-        yield
-    finally:
-        set_rng_state(before, cpu)
 
 
 def num_values(sample: Any) -> int:

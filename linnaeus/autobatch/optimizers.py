@@ -86,15 +86,12 @@ def check_restorable(snapshot: Snapshot, names: Names = ARGUMENTS) -> None:
     for optimizer in snapshot.stepping_optimizers():
         if type(optimizer).__module__.startswith("torch.optim."):
             continue
-        outcomes = []
-        for _ in range(2):
-            try:
-                outcomes.append(_rehearse(optimizer))
-            except Exception as error:
-                logger.debug("%s cannot be tried on its own: %s", type(optimizer).__name__, error)
-                outcomes.append([])
-            snapshot.restore()
-        if outcomes[0] != outcomes[1]:
+        try:
+            first, second = (_rehearse(optimizer, snapshot) for _ in range(2))
+        except Exception as error:
+            logger.debug("%s cannot be tried on its own: %s", type(optimizer).__name__, error)
+            continue
+        if first != second:
             raise AutoBatchError(
                 f"AutoBatch cannot restore the optimizer {type(optimizer).__name__} after its trials: put "
                 "back and stepped again, it does not do the same. Training would not be what it is without a "
@@ -105,21 +102,25 @@ def check_restorable(snapshot: Snapshot, names: Names = ARGUMENTS) -> None:
             )
 
 
-def _rehearse(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Take `REHEARSED_STEPS` steps with gradients made from the parameters, and describe the outcome."""
+def _rehearse(optimizer: torch.optim.Optimizer, snapshot: Snapshot) -> list[Any]:
+    """Take `REHEARSED_STEPS` steps with gradients made from the parameters; describe what they leave."""
     parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
-    for _ in range(REHEARSED_STEPS):
-        for parameter in parameters:
-            parameter.grad = parameter.detach() * 0.1 + 0.01
-        optimizer.step()
-    helpers = [getattr(value, "__dict__", None) for value in vars(optimizer).values()]
-    content = [parameters, list(optimizer.state.values()), optimizer.param_groups, helpers]
-    return [_fingerprint(leaf) for leaf in nest.leaves(content)]
+    try:
+        for _ in range(REHEARSED_STEPS):
+            for parameter in parameters:
+                parameter.grad = parameter.detach() * 0.1 + 0.01
+            optimizer.step()
+        return [_fingerprint(leaf) for leaf in nest.leaves([parameters, vars(optimizer)])]
+    finally:
+        snapshot.restore()
 
 
 def _fingerprint(leaf: Any) -> Any:
-    """A number of a tensor's bits, or a plain value; None for all else."""
+    """A number of a tensor's bits, or a plain value; of an object how it shows itself, and what it holds."""
     if isinstance(leaf, Tensor):
         bits = leaf.detach().to_dense().reshape(-1).view(torch.uint8)
         return leaf.dtype, leaf.shape, int(bits.sum(dtype=torch.int64))
-    return leaf if isinstance(leaf, bool | int | float | complex | str | bytes) else None
+    if isinstance(leaf, bool | int | float | complex | str | bytes | None):
+        return leaf
+    held = [part for part in nest.leaves(getattr(leaf, "__dict__", ())) if not hasattr(part, "__dict__")]
+    return repr(leaf), [part if isinstance(part, int | float | str) else repr(part) for part in held]

@@ -15,7 +15,7 @@ The guided strategy assumes that memory is nearly linear in the size: a fixed co
    fixed cost.
 3. The next trial is where this line meets the budget, a little below it, because a size that fits leaves a
    peak and one that runs out of memory leaves none. After a single trial it is at most four times as large.
-   While no size has left a peak, the next one is at most half as large.
+   While no size has left a peak, the next one is at most a quarter of it.
 4. If the line says that a size fits which has failed, the next trial bisects the bracket where that size has
    left a peak: the cost per sample jumps. Otherwise it lies below that size by an eighth of the
    bracket's width, and by twice as much after each further failure.
@@ -47,7 +47,8 @@ FIRST_SIZE = 16
 """First size of a guided search without a hint: small enough to fit almost always, and large enough for the
 cost per sample to show in the peak beside the fixed cost."""
 GROWTH = 4
-"""The second size is at most this many times the first: one peak alone does not show the cost of a sample."""
+"""The second size is at most this many times the first: one peak alone does not show the cost of a sample.
+While no size has left a peak, sizes are divided by it."""
 SHORT = 0.02
 """Fraction by which an upward step is shortened: twice the usual noise of a peak (1 %), so that most long
 steps end at a size that fits and so leaves a peak."""
@@ -459,7 +460,7 @@ def _guided(search: _Search) -> int:
     if (num_more := len(search.trials) - GUIDED_TRIALS) >= 0:
         return search.low + 2**num_more if search.unbounded else _middle(search)
     if not search.peaks:
-        first = FIRST_SIZE if search.unbounded else min(FIRST_SIZE, search.candidates[search.high] / 2)
+        first = FIRST_SIZE if search.unbounded else min(FIRST_SIZE, search.candidates[search.high] / GROWTH)
         return search.candidates.nearest(first)
     return _where_the_line_meets_the_budget(search)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -244,7 +246,33 @@ def test_wrappers_and_attributes_are_put_back_too(name: str) -> None:
 # --- what cannot be put back ---
 
 
-@pytest.mark.parametrize(("kind", "is_inside"), [(Hiding, False), (Helped, True)])
+class Counting(torch.optim.SGD):
+    """Counts its steps with an iterator that no step reads yet."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.numbers = itertools.count()
+
+    def step(self, closure: Any = None) -> Any:
+        next(self.numbers)
+        return super().step(closure)
+
+
+class Boxed(torch.optim.SGD):
+    """Counts its steps in an object that a list holds."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.boxes = [SimpleNamespace(number=0)]
+
+    def step(self, closure: Any = None) -> Any:
+        self.boxes[0].number += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_inside"), [(Hiding, False), (Helped, True), (Counting, False), (Boxed, False)]
+)
 def test_an_optimizer_that_cannot_be_put_back_is_refused_before_the_first_step(
     kind: Any, is_inside: bool
 ) -> None:

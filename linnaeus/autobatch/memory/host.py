@@ -10,7 +10,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,9 +153,13 @@ class CpuMemory(DeviceMemory):
 
         with ThreadPoolExecutor(1, thread_name_prefix="step") as executor:
             executor.submit(prepare).result()
+            future = executor.submit(contextvars.copy_context().run, function)
             try:
-                return executor.submit(contextvars.copy_context().run, function).result()
+                return future.result()
             finally:
+                while not future.done():  # each further Ctrl-C ends one wait
+                    with contextlib.suppress(KeyboardInterrupt):
+                        wait([future])
                 executor.submit(modes.close)
 
     def _allocated(self, number: int, num_bytes: int) -> None:
