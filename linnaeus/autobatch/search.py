@@ -66,8 +66,8 @@ TRUSTED = 0.15
 """A prediction is given up when a peak is further from it than this fraction of the budget."""
 MIN_STEEPNESS = 0.1
 """A slope below this fraction of peak/size is implausible: the two peaks differ by less than their noise, or
-lie on a plateau. While nothing less than `GROWTH` times as large has failed, this slope is used instead;
-otherwise the bracket is bisected."""
+lie on a plateau. While nothing less than `GROWTH` times as large has failed, the next size is at most that
+many times as large, and at most where this slope meets the budget; otherwise the bracket is bisected."""
 GUIDED_TRIALS = 8
 """Trials that follow the line. On measured curves one search in a hundred needs more."""
 
@@ -500,8 +500,9 @@ def _slope(search: _Search, anchor: int) -> float | None:
         return search.predicted_slope(anchor) or (1 - FIXED_FRACTION) * proportional
     slopes = ((search.peaks[size] - search.peaks[anchor]) / (size - anchor) for size in others)
     flattest = MIN_STEEPNESS * proportional
+    fourfold = (search.budget_bytes - search.peaks[anchor]) / ((GROWTH - 1) * anchor)
     is_far = search.unbounded or search.candidates[search.high] > GROWTH * anchor
-    return next((slope for slope in slopes if slope >= flattest), flattest if is_far else None)
+    return next((slope for slope in slopes if slope >= flattest), max(flattest, fourfold) if is_far else None)
 
 
 def _middle(search: _Search) -> int:
