@@ -221,8 +221,8 @@ def untraceable(error: Exception, operation: str) -> UntraceableError | None:
         return UntraceableError('formatting a tensor, as in f"{loss:.3f}", needs its value')
     if _MIXED.search(text):
         return UntraceableError(
-            f"{operation} got a tensor that is not in `state`: give every module, optimizer and tensor that "
-            f"the step uses ({text.rstrip('.')})"
+            f"{operation} got a tensor that is not in `state`, or that the step makes on the CPU: give every "
+            f"module, optimizer and tensor that the step uses ({text.rstrip('.')})"
         )
     if operation in _MAY_NEED_VALUES:
         return UntraceableError(f"{operation} ({_MAY_NEED_VALUES[operation]}) needs the values of a tensor")
@@ -232,7 +232,7 @@ def untraceable(error: Exception, operation: str) -> UntraceableError | None:
 _MISSING = re.compile(r"\bmeta\b|\bdata-dependent\b|Tensor\.__format__", re.IGNORECASE)
 """What torch says where an operation cannot run on `meta`; not metadata, nor a metaclass."""
 
-_MIXED = re.compile(r"device cpu is not on the expected device meta|two devices|devices, (meta|cpu)")
+_MIXED = re.compile(r"is not on the expected device|two devices|devices, (meta|cpu)")
 """What torch says of an operation on tensors of two devices."""
 
 _MAY_NEED_VALUES = {"index": "boolean indexing", "_to_copy": "`.cpu()`, `.numpy()` or `.tolist()`"}
