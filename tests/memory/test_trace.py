@@ -393,6 +393,7 @@ def test_the_state_is_left_as_it_was(fails: bool) -> None:
         (lambda loss: loss[None].unique(), "unique"),
         (lambda loss: loss.tolist(), "tolist|_local_scalar_dense"),
         (lambda loss: loss.detach().numpy(), "numpy"),
+        (lambda loss: functional.nll_loss(loss.repeat(2, 1), torch.tensor([0, 0])), "makes on the CPU"),
     ],
 )
 def test_what_needs_values_is_an_error_that_names_the_operation(
