@@ -10,7 +10,10 @@ Results above `LIMIT_BYTES`, results of larger tensors and of kernels that the C
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
+import functools
 import os
 import runpy
 import sys
@@ -172,15 +175,16 @@ def _seeded(seed: int | None, function: Callable[..., Any], *args: Any, **kwargs
         torch.default_generator.set_state(before)
 
 
-_library: Any = None
+_until_the_end = contextlib.ExitStack()
+atexit.register(_until_the_end.close)
 
 
+@functools.cache
 def enable() -> None:
     """Wrap the kernels, for good. Does nothing where the GPU is no phantom."""
-    global _library
-    if _library is not None or not is_on() or not torch.cuda.is_available():
+    if not is_on() or not torch.cuda.is_available():
         return
-    _library = library.Library("aten", "IMPL")
+    kernels = _until_the_end.enter_context(library._scoped_library("aten", "IMPL"))
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each name: that a kernel is replaced
@@ -192,9 +196,9 @@ def enable() -> None:
                 continue
             operation = getattr(getattr(aten, name), overload or "default")
             if name in DYNAMIC_SHAPES and overload in ("", "default", "Tensor"):
-                _library.impl(full_name, _with_dynamic_shape(operation), "CUDA")
+                kernels.impl(full_name, _with_dynamic_shape(operation), "CUDA")
             else:
-                _library.impl(full_name, _repeated(name, operation), "CUDA", with_keyset=True)
+                kernels.impl(full_name, _repeated(name, operation), "CUDA", with_keyset=True)
 
 
 def pytest_configure(config: Any) -> None:
