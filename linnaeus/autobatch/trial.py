@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from linnaeus.autobatch.errors import AutoBatchError
-from linnaeus.autobatch.memory.device import empty_cache, synchronize
-from linnaeus.autobatch.memory.interface import DeviceMemory
+from linnaeus.autobatch.memory.interface import DeviceMemory, empty_cache, synchronize
 from linnaeus.autobatch.memory.oom import exceeds_a_kernel
 from linnaeus.autobatch.memory.storages import num_compiled_graphs
 from linnaeus.autobatch.names import ARGUMENTS, Names

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from linnaeus.autobatch import nest
-from linnaeus.autobatch.memory.device import empty_cache
+from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.dist import World
 from linnaeus.errors import CheckpointError, first_line
 from linnaeus.files import link_or_copy, why_not_written, write_atomically

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linnaeus.autobatch.memory.device import synchronize
+from linnaeus.autobatch.memory.interface import synchronize
 from linnaeus.autobatch.rng import rng_state, set_rng_state
 from linnaeus.dist import World
 from linnaeus.errors import LinnaeusError

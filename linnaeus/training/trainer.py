@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from linnaeus.autobatch.memory.device import empty_cache, failed_allocations
+from linnaeus.autobatch.memory.device import failed_allocations
+from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.autobatch.rng import rng_state
 from linnaeus.batching.plan import BatchPlan
 from linnaeus.batching.stages import Stage

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from linnaeus.autobatch import AutoBatchResult, auto_find_batch_size
 from linnaeus.autobatch.finder import _warn_once
-from linnaeus.autobatch.memory.device import GIB, AcceleratorMemory, CudaMemory, device_memory, empty_cache
+from linnaeus.autobatch.memory.device import GIB, AcceleratorMemory, CudaMemory, device_memory
+from linnaeus.autobatch.memory.interface import empty_cache
 from linnaeus.autobatch.observer import SearchObserver
 from linnaeus.autobatch.search import TrialRecord
 from linnaeus.errors import AutoBatchError

@@ -145,13 +145,19 @@ except NotImplementedError as error:
 """
 
 
-@pytest.mark.parametrize("backend", ["HIP", "CUDA"])
-def test_an_allocator_without_statistics_is_refused_by_name(
-    backend: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("PYTORCH_NO_HIP_MEMORY_CACHING", "1", "PYTORCH_NO_HIP_MEMORY_CACHING"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", "the"),
+    ],
+)
+def test_an_allocator_that_is_not_counted_is_refused_by_name(
+    name: str, value: str, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = f"PYTORCH_NO_{backend}_MEMORY_CACHING"
-    monkeypatch.setenv(name, "1")
-    assert on_phantoms("-c", SETTINGS).split() == [name, "FailedAllocations"]
+    monkeypatch.setenv(name, value)
+    assert on_phantoms("-c", SETTINGS).split() == [word, "FailedAllocations"]
 
 
 FOREIGN = f"""
@@ -169,11 +175,6 @@ change_current_allocator(CUDAPluggableAllocator(library, "take", "give"))
 def test_an_allocator_that_is_not_torchs_is_refused(tmp_path: Path) -> None:
     shown = on_phantoms("-c", FOREIGN, str(tmp_path / "allocator.so"))
     assert shown.split() == ["the", "FailedAllocations"]
-
-
-def test_the_allocator_of_the_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
-    assert on_phantoms("-c", SETTINGS).split() == ["the", "FailedAllocations"]
 
 
 INTEGRATED = """

@@ -10,7 +10,6 @@ Results above `LIMIT_BYTES`, results of larger tensors and of kernels that the C
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import functools
@@ -176,7 +175,6 @@ def _seeded(seed: int | None, function: Callable[..., Any], *args: Any, **kwargs
 
 
 _until_the_end = contextlib.ExitStack()
-atexit.register(_until_the_end.close)
 
 
 @functools.cache

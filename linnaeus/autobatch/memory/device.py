@@ -13,8 +13,6 @@ import torch
 
 from linnaeus.autobatch.memory.host import CpuMemory, available_host_bytes
 from linnaeus.autobatch.memory.interface import DeviceMemory, FailedAllocations
-from linnaeus.autobatch.memory.interface import empty_cache as empty_cache
-from linnaeus.autobatch.memory.interface import synchronize as synchronize
 from linnaeus.autobatch.memory.oom import is_ambiguous, is_out_of_memory
 
 GIB = 1024**3

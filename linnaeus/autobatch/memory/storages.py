@@ -17,7 +17,21 @@ from torch.utils._pytree import tree_iter
 aten = torch.ops.aten
 
 
-class StorageTracer(TorchDispatchMode):
+class WatchingMode(TorchDispatchMode):
+    """A dispatch mode that only watches: `torch.compile` ignores it, and higher-order operators run in it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: `torch.compile` ignores this mode."""
+        return True
+
+
+class StorageTracer(WatchingMode):
     """Reports each storage that an operation allocates while the mode is on, and when it is freed.
 
     An operation runs first and is looked at afterwards: an output whose storage belongs to no input is new.
@@ -32,19 +46,12 @@ class StorageTracer(TorchDispatchMode):
         on_free: called with the same number and bytes, in whichever thread frees the storage.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, on_allocate: Callable[[int, int], None], on_free: Callable[[int, int], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._on_allocate, self._on_free = on_allocate, on_free
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], int, int]] = {}
         self._num_allocated = 0
         references_of_a_gradient()
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: `torch.compile` ignores this mode."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

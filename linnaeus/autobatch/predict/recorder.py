@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from linnaeus.autobatch.memory.storages import accumulates_in_place, references_of_a_gradient
+from linnaeus.autobatch.memory.storages import WatchingMode, accumulates_in_place, references_of_a_gradient
 from linnaeus.autobatch.predict.meta_state import UntraceableError
 from linnaeus.autobatch.predict.reductions import Reduction
 
@@ -75,13 +74,11 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(WatchingMode):
     """Keeps the events so far, and the name of the operation that ran last."""
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.events: list[Event] = []
         self.last_operation = "the start"
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
@@ -89,11 +86,6 @@ class Recorder(TorchDispatchMode):
         self._has_blas = [False, False]
         self._timed: set[Any] = set()
         references_of_a_gradient()
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: `torch.compile` ignores this mode."""
-        return True
 
     def forget_what_was_released(self) -> None:
         """Keep of the events so far only the allocation of what is still held."""

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from linnaeus.autobatch.errors import AutoBatchError
+from linnaeus.autobatch.memory.storages import WatchingMode
 from linnaeus.autobatch.optimizers import subclasses
 from linnaeus.autobatch.ranks.control import group_of_this_rank
 from linnaeus.autobatch.snapshot import parameters_of
@@ -113,19 +113,12 @@ def _make_reducer(wrapper: DistributedDataParallel, group: Any, hooks: Sequence[
         torch_dist._register_comm_hook(made.reducer, hook_state, hook)
 
 
-class CollectivesRefused(TorchDispatchMode):
+class CollectivesRefused(WatchingMode):
     """Inside the mode, a collective of several ranks raises an error, which says where, and does not wait."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, where: str = "the step") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._where = where
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """True: `torch.compile` ignores this mode."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
