@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from linnaeus.autobatch.memory.process import status_bytes
 from torch.utils.data import DataLoader
 
 from linnaeus import auto_find_batch_size, longest
-from linnaeus.autobatch import nest, rng
+from linnaeus.autobatch import nest
+from linnaeus.autobatch.memory.host import status_bytes
 from linnaeus.integrations.accelerate import find_batch_size
 from linnaeus.integrations.lightning import AutoBatch
 from linnaeus.integrations.transformers import autobatch
@@ -64,7 +64,7 @@ def transformers(size: Any, search: Any, **options: Any) -> tuple[Any, Any]:
 
 
 def loop(size: Any, search: Any, with_accelerate: bool) -> tuple[Any, Any]:
-    rng.seed_all(0)
+    torch.manual_seed(0)
     model, rows, accelerator = hugging.model(), hugging.Text(), Accelerator(cpu=True)
     optimizer: Any = torch.optim.AdamW(model.parameters())
     if with_accelerate:
