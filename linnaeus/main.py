@@ -1,7 +1,7 @@
 """The command line: `python -m linnaeus.main`, `python -m linnaeus.train` and `linnaeus`.
 
 Its first word may be one of `COMMANDS`; without such a word it trains. Each command is a package of
-`linnaeus.commands`:
+`linnaeus.cli`:
 
 * `options.read(argv)` checks the words after the command. It returns a text to print, such as the help, or
   the arguments of `session.run`. It does not import torch, so that mistakes are reported at once.
@@ -88,7 +88,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
         if launch.launcher == "slurm":
             print(_submit(launch, command, rest, request), end="")
             return 0
-        exit_code: int = import_module(f"linnaeus.commands.{command}.session").run(*request)
+        exit_code: int = import_module(f"linnaeus.cli.{command}.session").run(*request)
         return exit_code
     except LinnaeusError as error:
         print(error if rank is None else f"[rank {rank}] {error}", file=sys.stderr)
@@ -106,7 +106,7 @@ def console() -> int:
 
 
 def _split(tokens: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The package in `linnaeus.commands`, and its own tokens."""
+    """The package in `linnaeus.cli`, and its own tokens."""
     if tokens and tokens[0].partition("=")[0] in COMPLETION:
         return "completion", tokens
     command, rest = (tokens[0], tokens[1:]) if tokens and tokens[0] in COMMANDS else ("train", tokens)
@@ -120,7 +120,7 @@ def _read(command: str, tokens: Sequence[str]) -> str | tuple[object, ...]:
         return f"linnaeus {__version__}\n"
     if command == "train" and not {"-h", "--help"}.intersection(tokens):
         _check_first_word(tokens)
-    request: str | tuple[object, ...] = import_module(f"linnaeus.commands.{command}.options").read(tokens)
+    request: str | tuple[object, ...] = import_module(f"linnaeus.cli.{command}.options").read(tokens)
     return request
 
 

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "linnaeus"
 ORDER = (
     "autobatch", "integrations", "rng", "words", "errors", "files", "signals", "config", "batching", "dist",
     "console", "log", "tracking", "data", "models", "training", "sizing", "inference",
-    "run", "launchers", "commands", "main", "train",
+    "run", "launchers", "cli", "main", "train",
 )  # fmt: skip
 """A module imports from its own part and from those before it."""
 
@@ -66,13 +66,13 @@ def test_only_commands_import_the_command() -> None:
         for path in [*MODULES, *others]
         if own_parts(path) & {"run", "main"}
     }
-    assert importers <= {"linnaeus.commands.train.session", "linnaeus.train", "tools"}
+    assert importers <= {"linnaeus.cli.train.session", "linnaeus.train", "tools"}
 
 
 PURE = (
     "autobatch/search.py", "autobatch/throughput.py", "data/taxonomy.py", "errors.py", "autobatch/split.py",
     "batching/facts.py", "batching/stages.py", "batching/sizes.py", "batching/advice.py",
-    "batching/plan.py", "batching/summary.py", "commands/plan/arithmetic.py", "commands/duration.py",
+    "batching/plan.py", "batching/summary.py", "cli/plan/arithmetic.py", "cli/duration.py",
 )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from linnaeus.commands.analyze.options import read as analyze
-from linnaeus.commands.sweep.grid import read_grid
+from linnaeus.cli.analyze.options import read as analyze
+from linnaeus.cli.sweep.grid import read_grid
 from linnaeus.config.help import help_text
 from linnaeus.config.instantiate import call_target
 from linnaeus.config.keys import NODES

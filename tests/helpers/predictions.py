@@ -11,12 +11,12 @@ from linnaeus.autobatch.predict.gpus import GIB
 from linnaeus.autobatch.predict.prediction import MARGIN
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import Mode
-from linnaeus.commands.analyze.fitting import fill
-from linnaeus.commands.analyze.options import Options, read
-from linnaeus.commands.analyze.predict import world_of
-from linnaeus.commands.analyze.results import Predicted, Row
-from linnaeus.commands.analyze.traced import PredictedStep, build_on_meta, predicted_step
-from linnaeus.commands.session import Setup
+from linnaeus.cli.analyze.fitting import fill
+from linnaeus.cli.analyze.options import Options, read
+from linnaeus.cli.analyze.predict import world_of
+from linnaeus.cli.analyze.results import Predicted, Row
+from linnaeus.cli.analyze.traced import PredictedStep, build_on_meta, predicted_step
+from linnaeus.cli.session import Setup
 from linnaeus.config.schema import Config
 from linnaeus.data.datasets import build_data
 from tests.helpers.consoles import plain_console
@@ -24,19 +24,19 @@ from tests.helpers.runs import Outcome
 
 MIB = 1024**2
 BASE = 600 * MIB
-POINTS = ("DATA.DATASET._target_=tests.commands.tiny.Points", "DATA.DATASET.length=500")
-WIDE = ("MODEL._target_=tests.commands.tiny.Wide", *POINTS)
+POINTS = ("DATA.DATASET._target_=tests.cli.tiny.Points", "DATA.DATASET.length=500")
+WIDE = ("MODEL._target_=tests.cli.tiny.Wide", *POINTS)
 GROWING = (
-    "MODEL._target_=tests.commands.tiny.Growing", *POINTS, "DATA.DATASET.length=5000",
+    "MODEL._target_=tests.cli.tiny.Growing", *POINTS, "DATA.DATASET.length=5000",
     "DATA.AUTOBATCH.MAX_BATCH_SIZE=5000",
 )  # fmt: skip
 IMAGES = (
-    "MODEL._target_=tests.commands.tiny.Blocks", "DATA.DATASET.NAME=synthetic",
+    "MODEL._target_=tests.cli.tiny.Blocks", "DATA.DATASET.NAME=synthetic",
     "DATA.DATASET.NUM_SAMPLES=9999", "DATA.DATASET.NUM_SAMPLES_VAL=9999", "DATA.DATASET.NUM_CLASSES=[6]",
     "DATA.IMG_SIZE=64", "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=9999",
 )  # fmt: skip
 MEASURED = (
-    "MODEL._target_=tests.commands.tiny.Growing", *POINTS, "DATA.DATASET.length=5000",
+    "MODEL._target_=tests.cli.tiny.Growing", *POINTS, "DATA.DATASET.length=5000",
     "EXPERIMENT.DEVICE=cpu", "TRAIN.EMA.ENABLED=True",
 )  # fmt: skip
 NARROW = (*MEASURED, "MODEL.width=64")

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from linnaeus.commands.compare.results import Comparison
-from linnaeus.commands.sweep.folder import prepare
-from linnaeus.commands.sweep.options import PlannedRun, read
-from linnaeus.commands.sweep.source import Source
-from linnaeus.commands.sweep.stop import Stop
-from linnaeus.commands.sweep.watch import Watch
+from linnaeus.cli.compare.results import Comparison
+from linnaeus.cli.sweep.folder import prepare
+from linnaeus.cli.sweep.options import PlannedRun, read
+from linnaeus.cli.sweep.source import Source
+from linnaeus.cli.sweep.stop import Stop
+from linnaeus.cli.sweep.watch import Watch
 from linnaeus.console import make_console
 from linnaeus.launchers.interface import Job, Launcher, Task
 from linnaeus.launchers.record import write_slurm_record

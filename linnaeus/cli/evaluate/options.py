@@ -1,0 +1,229 @@
+"""The command line of `linnaeus evaluate`. Imports torch only where a lone checkpoint has to be read."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linnaeus.cli.options import CommandParser, check_files, read_plot
+from linnaeus.cli.run_options import CHECKPOINT_OPTION, read_choice
+from linnaeus.config.keys import KEYS, dotted
+from linnaeus.config.overrides import CommandLine, parse_command_line
+from linnaeus.config.schema import Config
+from linnaeus.errors import ConfigError, LinnaeusError
+from linnaeus.files import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from linnaeus.config.settings import Setting
+
+DESCRIPTION = """\
+Evaluates a trained run on labelled data, with its classes, its preprocessing and its validation step.
+
+RUN is a run's folder, or one of its checkpoints. Without overrides its own validation data is evaluated,
+which gives the figures that training has logged. DATA.DATASET names other data, whose classes are matched by
+name.
+"""
+_SETTABLE = (
+    "DATA.DATASET", "DATA.IMG_SIZE", "DATA.AUGMENT.CROP_FRACTION", "DATA.BATCH_SIZE_VAL", "DATA.NUM_WORKERS",
+    "DATA.PREFETCH_FACTOR", "DATA.PIN_MEMORY", "DATA.ON_BAD_IMAGE", "DATA.AUTOBATCH", "TRAIN.AMP",
+    "TRAIN.CHANNELS_LAST", "TRAIN.COMPILE", "TRAIN.DETERMINISTIC", "EXPERIMENT.DEVICE", "DIST",
+)  # fmt: skip
+"""Keys, and nodes of keys, that an evaluation may set."""
+_NOT_SEARCHED = ("DATA.AUTOBATCH.ENABLED=False", "DATA.AUTOBATCH.ENABLED_VAL=False")
+"""The run's size is used unless the command line asks for a search."""
+
+DETAILS = f"""\
+Keys that can be set, of DATA.AUTOBATCH those for validation; all others are those of the run:
+{textwrap.fill(", ".join(_SETTABLE), 106, initial_indent="  ", subsequent_indent="  ")}
+
+examples:
+  linnaeus evaluate runs/birds
+  linnaeus evaluate runs/birds DATA.DATASET.ROOT=/data/birds2026 --unknown skip
+  linnaeus evaluate runs/birds --checkpoint last DATA.DATASET.NAME=manifest DATA.DATASET.VAL=/data/test.csv
+  linnaeus evaluate runs/birds DATA.AUTOBATCH.ENABLED_VAL=True TRAIN.AMP=bf16 --plot birds.html
+  torchrun --nproc_per_node=4 -m linnaeus.main evaluate runs/birds
+
+exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of memory, 130 interrupted and
+143 terminated (nothing is written), 1 anything else
+"""
+
+
+@dataclass
+class Options:
+    """What to evaluate, and where the files go.
+
+    Attributes:
+        run: the run's folder, or a checkpoint.
+        checkpoint: `best`, `last` or a file of the run.
+        output: path of the files without their endings; None for a name in the run's folder.
+        plot: picture; None for `<output>.png`.
+        unknown: `error` or `skip`, for samples of classes that the run does not know.
+    """
+
+    run: Path = Path()
+    checkpoint: str = "best"
+    output: Path | None = None
+    plot: Path | None = None
+    unknown: str = "error"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The configuration of a run, and what an evaluation makes of it.
+
+    Attributes:
+        own: the run's.
+        config: with the overrides of the command line.
+    """
+
+    own: Config
+    config: Config
+
+
+def read(argv: Sequence[str]) -> str | tuple[Options, RunConfig]:
+    """Read the tokens after `evaluate`: a text to print, or the arguments of the session's `run`.
+
+    Raises:
+        ConfigError: lists everything that is wrong, with the options and in the configuration.
+    """
+    # Here and not above: the shell's completion reads the options, and does not wait for OmegaConf and YAML.
+    from linnaeus.config.load import load_config
+
+    options = Options()
+    rest, problems = PARSER.take(argv, options)
+    if {"-h", "--help"}.intersection(rest):
+        return PARSER.format_help()
+    tokens = _take_run(rest, options)
+    line = parse_command_line(tokens)
+    problems += _not_taken(line)
+    if problems:
+        raise ConfigError([*problems, *line.problems])
+    base, below = _base(options)
+    own = load_config([*base, *_NOT_SEARCHED], below).config
+    loaded = load_config([*base, *_NOT_SEARCHED, *_without_own_dataset(line, own), *tokens], below)
+    if loaded.print_config:
+        return loaded.text()
+    _check_files(options)
+    return options, RunConfig(own, loaded.config)
+
+
+def _take_run(tokens: Sequence[str], options: Options) -> list[str]:
+    """Take the run, which is the first word, out of a command line."""
+    if not tokens or tokens[0].startswith("-") or ("=" in tokens[0] and not Path(tokens[0]).exists()):
+        found = f", not {tokens[0]!r}" if tokens else ""
+        raise ConfigError(
+            f"RUN: name the folder of a run first{found}, such as: linnaeus evaluate runs/birds"
+        )
+    options.run = Path(tokens[0]).expanduser()
+    return list(tokens[1:])
+
+
+def _not_taken(line: CommandLine) -> list[str]:
+    """What the command line has that an evaluation does not take, as one sentence each."""
+    from linnaeus.config.settings import from_overrides
+
+    named = [*dict.fromkeys(name for name, _ in line.sources), *line.presets, *line.left_out]
+    problems = [
+        f"{name}: files and presets have no effect, as the configuration is the run's; set keys instead"
+        for name in named
+    ]
+    for setting in from_overrides(line.overrides):
+        key = dotted(setting.path)
+        if (*setting.path[:-1], f"{setting.path[-1]}_VAL") in KEYS:
+            problems.append(f"{key}: is for training; an evaluation takes {key}_VAL")
+        elif not _is_settable(key) and any(path[: len(setting.path)] == setting.path for path in KEYS):
+            problems.append(
+                f"{key}: belongs to the trained run and cannot be changed for an evaluation; leave it out"
+            )
+    return problems
+
+
+def _is_settable(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in _SETTABLE)
+
+
+def _base(options: Options) -> tuple[list[str], list[Setting]]:
+    """The run's configuration, as tokens that name its file or as the settings in its checkpoint."""
+    path = options.run
+    folder = path.parent.parent if path.is_file() and path.parent.name == CHECKPOINTS else path
+    file = folder / "config.yaml"
+    if file.is_file():
+        return ["--cfg", str(file)], []
+    content, name = _content(options)
+    from linnaeus.config.load import settings_of
+
+    nodes = content.get("config")
+    if not isinstance(nodes, Mapping):
+        raise ConfigError(f"{name}: holds no configuration, so it cannot be evaluated")
+    return [], settings_of(nodes, name)
+
+
+def _content(options: Options) -> tuple[Mapping[str, Any], str]:
+    from linnaeus.inference.trained import find_checkpoint_file
+    from linnaeus.training.checkpoint import load_checkpoint
+
+    try:
+        file = find_checkpoint_file(options.run, options.checkpoint)
+        return load_checkpoint(file, mmap=True), str(file)
+    except LinnaeusError as error:
+        raise ConfigError(f"RUN: {error}") from error
+
+
+def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
+    """Drops the run's dataset where the command line names one of another kind, by NAME or `_target_`.
+
+    The run's paths, columns and arguments do not belong to such data.
+    """
+    from linnaeus.config.settings import from_overrides
+    from linnaeus.config.values import Bare
+
+    dataset = own.DATA.DATASET
+    own_kind = dict(dataset) if isinstance(dataset, Mapping) else {"NAME": dataset.NAME}
+    named = {
+        setting.path[2]: setting.value.text if isinstance(setting.value, Bare) else setting.value
+        for setting in from_overrides(line.overrides)
+        if setting.path[:2] == ("DATA", "DATASET") and setting.path[2:] in (("NAME",), ("_target_",))
+    }
+    is_other = any(value is not None and value != own_kind.get(name) for name, value in named.items())
+    return ["~DATA.DATASET"] if is_other else []
+
+
+def _check_files(options: Options) -> None:
+    """Make the folder of the files, and make sure that they can be written.
+
+    Raises:
+        ConfigError: names each file that cannot be written.
+    """
+    output = options.output
+    if output is not None and not output.is_dir():
+        with suppress(OSError):  # the check says why
+            output.parent.mkdir(parents=True, exist_ok=True)
+        check_files({"--output": output.with_name(f"{output.name}.json"), "--plot": options.plot})
+    else:
+        check_files({"--plot": options.plot})
+
+
+def _read_output(text: str) -> Path:
+    path = Path(text).expanduser()
+    return path.with_suffix("") if path.suffix == ".json" else path
+
+
+PARSER = CommandParser(
+    "evaluate", description=DESCRIPTION, details=DETAILS, takes_run=True,
+    print_config="print the configuration of the evaluation, and exit",
+)  # fmt: skip
+PARSER.option(*CHECKPOINT_OPTION)
+PARSER.option(
+    "--output", "DIR/PREFIX", _read_output,
+    "beginning of the names of the files; default RUN/evaluations/<checkpoint>[_<data>]",
+)  # fmt: skip
+PARSER.option("--plot", "FILE", read_plot, "picture: .png, .svg or .html by its ending; default <output>.png")
+PARSER.option(
+    "--unknown", "error|skip", partial(read_choice, ("error", "skip")),
+    "samples of classes that the run does not know are an error, or are left out and counted; default error",
+)  # fmt: skip

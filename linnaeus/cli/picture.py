@@ -1,0 +1,201 @@
+"""The style of all pictures, and their files: PNG, SVG or an HTML page.
+
+One drawing serves all formats. Axes and text are middle grey on a transparent background, so that they can be
+read on white and on black; in the HTML file they follow the reader's colour scheme. Series have the colours
+of Okabe and Ito (Color Universal Design, 2008), which readers with any colour vision can tell apart.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from linnaeus.cli.tables import Figures
+from linnaeus.files import not_written, write_atomically, write_text_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK = "#7d7d7d"
+BLUE, GREEN, VERMILION, PURPLE = "#0072b2", "#009e73", "#d55e00", "#cc79a7"
+SERIES = (BLUE, VERMILION, GREEN, PURPLE, "#e69f00", "#56b4e9")
+"""Colours of series, in order."""
+PAGE = Path(__file__).with_name("page.html")
+CHARACTERS_PER_PANEL = 76
+"""Of a title, in the width of one panel."""
+LABELS_APART = 1.3
+"""Least factor between two batch sizes that both have a label."""
+_STYLE = {
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.labelsize": 11,
+    "font.size": 10,
+    "font.family": "sans-serif",
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "linnaeus",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+}
+
+
+@dataclass
+class Picture:
+    """A figure of panels, whose points say something on hover.
+
+    Attributes:
+        figure: the whole.
+        panels: rows of axes.
+        tips: the text of each point, by the id of its element.
+    """
+
+    figure: Figure
+    panels: list[list[Axes]]
+    tips: dict[str, str] = field(default_factory=dict)
+
+    def point(self, axes: Axes, x: float, y: float, marker: str, text: str, **style: Any) -> None:
+        """Draw one point, with the text that it says on hover."""
+        name = f"point-{len(self.tips)}"
+        self.tips[name] = text
+        axes.plot([x], [y], marker, **{"markersize": 6, "gid": name, "zorder": 4, **style})
+
+    def line(
+        self, axes: Axes, points: Sequence[tuple[int, float]], texts: Sequence[str], colour: str
+    ) -> None:
+        """Draw a line through points, each with its text."""
+        if points:
+            axes.plot(*zip(*points, strict=True), "-", color=colour, alpha=0.7, linewidth=1.6, zorder=3)
+        for (x, y), text in zip(points, texts, strict=True):
+            self.point(axes, x, y, "o", text, color=colour)
+
+    def speeds(
+        self, axes: Axes, points: Sequence[tuple[int, float]], *, title: str, prefix: str = ""
+    ) -> None:
+        """Draw a panel of samples per second against batch size; `prefix` begins the text of each point."""
+        decorate(axes, title, "batch size", "samples per second")
+        texts = [f"{prefix}batch size {size}: {speed:.4g} samples/s" for size, speed in points]
+        self.line(axes, points, texts, PURPLE)
+
+
+@contextmanager
+def drawing(
+    path: Path, title: str, figures: Figures, columns: Sequence[str], *, num_rows: int = 1,
+    num_columns: int = 2, panel_height: float = 4.8,
+) -> Iterator[Picture]:  # fmt: skip
+    """Draw a picture inside the context; it is written at its end, atomically.
+
+    Args:
+        path: ends in `.png`, `.svg` or `.html`, which is the format.
+        title: above the panels.
+        figures: the rows of the HTML page's table.
+        columns: of that table, in order.
+        num_rows: rows of panels.
+        num_columns: panels in a row.
+        panel_height: inches; a panel is 6.4 inches wide.
+
+    Raises:
+        LinnaeusError: the file cannot be written.
+    """
+    # Here and not above: matplotlib takes a second to import.
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_STYLE):
+        figure = Figure((6.4 * num_columns, panel_height * num_rows), layout="constrained")
+        lines = textwrap.fill(title, CHARACTERS_PER_PANEL * num_columns, break_on_hyphens=False)
+        figure.suptitle(lines, fontsize=11)
+        picture = Picture(figure, figure.subplots(num_rows, num_columns, squeeze=False).tolist())
+        yield picture
+        try:
+            if path.suffix.lower() == ".png":
+                write_atomically(path, lambda file: _save(figure, file, "png"))
+                return
+            text = _svg_text(picture)
+            if path.suffix.lower() == ".html":
+                text = _html_page(text, title, columns, figures.scalars())
+            write_text_atomically(path, text)
+        except OSError as error:
+            raise not_written(path, error) from error
+
+
+def decorate(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+    """Title, labels and grid of one panel."""
+    axes.set_title(title, loc="left")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(color=INK, alpha=0.25, linewidth=0.7)
+
+
+def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
+    """Scale an axis of batch sizes by powers of two. Where sizes lie close, not every one has a label.
+
+    Args:
+        axes: whose x axis it is.
+        sizes: ascending, at least one.
+    """
+    shown = [sizes[-1]]
+    for size in reversed(sizes):
+        if size * LABELS_APART <= shown[-1]:
+            shown.append(size)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(shown, [str(size) for size in shown])
+    axes.minorticks_off()
+    axes.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.3)
+
+
+def mark_size(axes: Axes, size: int, text: str, *, text_on_the_right: bool) -> None:
+    """Draw a dotted line at a size, with a text on one side of it."""
+    axes.axvline(size, color=GREEN, linewidth=1.6, linestyle=":", zorder=2)
+    axes.annotate(
+        text, (size, 0.04), xycoords=("data", "axes fraction"), xytext=(5, 0),
+        textcoords="offset points", color=GREEN, fontsize=12, fontweight="bold",
+        ha="left" if text_on_the_right else "right",
+    )  # fmt: skip
+
+
+def _svg_text(picture: Picture) -> str:
+    """SVG in which the text of each point is its title, which browsers show on hover."""
+    buffer = io.BytesIO()
+    _save(picture.figure, buffer, "svg")
+    text = buffer.getvalue().decode()
+    for name, tip in picture.tips.items():
+        text = text.replace(
+            f'<g id="{name}">', f'<g id="{name}" class="point"><title>{html.escape(tip)}</title>'
+        )
+    return text
+
+
+def _html_page(svg: str, title: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The picture and its figures in one file that needs nothing else; values appear on hover."""
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = "\n".join(
+        "<tr>" + "".join(f"<td>{html.escape(_cell(row[column]))}</td>" for column in columns) + "</tr>"
+        for row in rows
+    )
+    page = Template(PAGE.read_text(encoding="utf-8"))
+    return page.substitute(title=html.escape(title), svg=svg, head=head, body=body)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _save(figure: Figure, file: BinaryIO | io.BytesIO, kind: str) -> None:
+    metadata = {"Date": None} if kind == "svg" else None
+    figure.savefig(file, format=kind, dpi=120, transparent=True, metadata=metadata)

@@ -1,0 +1,216 @@
+"""Whole analyses through the command line, where memory really limits the size."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+
+from linnaeus.autobatch.result import Timing
+from linnaeus.cli.analyze.options import read
+from linnaeus.cli.measure import Speeds
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.ledger import held_bytes
+from tests.helpers.predictions import MEASURED, MIB, NARROW, SVG, content_of
+from tests.helpers.runs import Run
+
+
+def limit(room_mib: int) -> tuple[str, str]:
+    """Options for a device with so much more than this process holds."""
+    total = held_bytes() / MIB + 100 + room_mib  # 100: what libraries still load
+    return ("--memory-limit-gb", f"{total / 1024:.4f}")
+
+
+def test_everything_can_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    request = read(
+        [
+            "--fractions=0.8,0.5,0.8", "--modes", "val,train", "--output", "a.csv", "--plot=a.HTML",
+            "--steps", "3", "--min-bs=2", "--max-bs", "99", "--strategy", "binsearch",
+            "--memory-limit-gb", "1.5", "--remedies", "--throughput", "TRAIN.AMP", "bf16", "TRAIN.EPOCHS=7",
+        ]
+    )  # fmt: skip
+    assert not isinstance(request, str)
+    found, config = request
+    assert (found.fractions, found.modes) == ([0.5, 0.8], ["train", "val"])
+    assert (found.output, found.plot) == (Path("a.csv"), Path("a.HTML"))
+    assert (found.remedies, found.throughput, found.predict) == (True, True, False)
+    autobatch = config.DATA.AUTOBATCH
+    assert (autobatch.STEPS_PER_TRIAL, autobatch.STEPS_PER_TRIAL_VAL) == (3, 3)
+    assert (autobatch.MIN_BATCH_SIZE, autobatch.MIN_BATCH_SIZE_VAL) == (2, 2)
+    assert (autobatch.MAX_BATCH_SIZE, autobatch.MAX_BATCH_SIZE_VAL) == (99, 99)
+    assert (autobatch.STRATEGY, autobatch.MEMORY_LIMIT_GB) == ("binsearch", 1.5)
+    assert (config.TRAIN.AMP, config.TRAIN.EPOCHS) == ("bf16", 7)
+
+
+@pytest.mark.usefixtures("few_timed_steps")
+@pytest.mark.slow
+def test_many_fractions_cost_little_more_than_one(run: Run, tmp_path: Path) -> None:
+    fractions = [0.95, 0.98, 1.0]
+    outcome = run(
+        "analyze", *MEASURED, "MODEL.width=131072", "DATA.AUTOBATCH.TOLERANCE=0", "--fractions",
+        "0.95,0.98,1.0", "--steps", "1", *limit(80), "--plot", "sizes.html",
+    )  # fmt: skip
+    found = content_of(outcome, tmp_path / "batch_sizes.json")
+    assert [(row["mode"], row["memory_fraction"]) for row in found["results"]] == [
+        (mode, fraction) for mode in ("train", "val") for fraction in fractions
+    ]
+    for mode in ("train", "val"):
+        rows = [row for row in found["results"] if row["mode"] == mode]
+        counts = [len(row["trials"]) for row in rows]
+        assert counts[-1] >= 4, "the first search is a real one"
+        assert sum(counts) <= 1.6 * counts[-1]
+        sizes = [row["batch_size"] for row in rows]
+        assert sizes == sorted(sizes)
+        assert 8 <= sizes[0] < sizes[-1]
+        points = sorted({(t["batch_size"], t["peak_bytes"]) for row in rows for t in row["trials"]})
+        points = [point for point in points if point[1] is not None]
+        slope, start = np.polyfit(*zip(*points, strict=True), 1)
+        for row in rows:
+            assert (row["limited_by"], row["reason"]) == ("memory", None)
+            assert row["peak_bytes"] <= row["budget_bytes"]
+            assert (row["batch_size"], row["peak_bytes"]) in points, "every size has run"
+            assert row["batch_size"] >= 0.8 * (row["budget_bytes"] - start) / slope
+            assert row["samples_per_s"] > 0
+    assert found["results"][2]["certified"]
+    assert found["interrupted"] is False
+    check_breakdowns(found)
+    page = (tmp_path / "sizes.html").read_text()
+    assert not re.search(r"(src|href)=\"(?!#)", page), "nothing is loaded from elsewhere"
+    check_svg(page[page.index("<svg") : page.index("</svg>") + 6], found)
+
+
+def check_breakdowns(found: dict[str, Any]) -> None:
+    """AdamW on a model whose tensors are known: exact parts that add up to the peak."""
+    width_bytes = 4 * 2**17
+    for row in found["results"]:
+        parts = {name: part["bytes"] for name, part in row["breakdown"].items()}
+        percents = [part["percent"] for part in row["breakdown"].values()]
+        assert sum(parts.values()) == row["peak_bytes"]
+        assert sum(percents) == pytest.approx(100, abs=0.1)
+        parameters = width_bytes + 4 * (2 * 4 + 4)
+        assert parts["parameters"] == parameters
+        assert parts["buffers"] == width_bytes
+        assert parts["average"] == parameters + width_bytes
+        assert parts["gradients"] == (parameters if row["mode"] == "train" else 0)
+        assert parts["optimizer_state"] == pytest.approx(2 * parameters, abs=100)  # and a few step counters
+        assert parts["rest"] > 0
+        # Training keeps the outputs of sigmoid and tanh, and needs one or two gradients of that size.
+        copies = parts["activations"] / row["batch_size"] / width_bytes
+        assert (1.9 < copies < 5.1) if row["mode"] == "train" else (0.9 < copies < 3.1)
+
+
+def check_svg(text: str, found: dict[str, Any]) -> None:
+    """Every trial and every size chosen is a point that says its values."""
+    svg = ElementTree.fromstring(text)
+    points = [group for group in svg.iter(f"{SVG}g") if group.get("class") == "point"]
+    titles = [group.findtext(f"{SVG}title", "") for group in points]
+    for row in found["results"]:
+        for trial in row["trials"]:
+            peak = trial["peak_bytes"]
+            value = "" if peak is None else f"{peak / 1024**3:.3f}"
+            value_mib = "" if peak is None else f"{peak / MIB:.3f}"
+            of_size = [
+                title for title in titles if f"{row['mode']}, batch size {trial['batch_size']}: " in title
+            ]
+            assert any(value in title or value_mib in title for title in of_size)
+        labels = ["".join(text.itertext()).strip() for text in svg.iter(f"{SVG}text")]
+        assert {str(row["batch_size"]), f"{row['memory_fraction']:.0%}"} <= {*labels}
+
+
+@pytest.mark.usefixtures("few_timed_steps")
+def test_a_whole_analysis(run: Run, tmp_path: Path) -> None:
+    """One row for each mode and fraction, and remedies; two do not apply. One mode has no size to try."""
+    outcome = run(
+        "analyze", *NARROW, "--fractions", "0.8,0.9", "--max-bs", "2", "--remedies", "TRAIN.AMP=bf16",
+        "DATA.AUTOBATCH.MIN_BATCH_SIZE_VAL=6000", "DATA.AUTOBATCH.MAX_BATCH_SIZE_VAL=7000", "--plot", "a.svg",
+        *limit(2000),  # whatever else is in use on the machine
+    )  # fmt: skip
+    found = content_of(outcome, tmp_path / "batch_sizes.json")
+    rows = found["results"]
+    assert [(row["mode"], row["memory_fraction"], row["batch_size"]) for row in rows] == [
+        ("train", 0.8, 2), ("train", 0.9, 2), ("val", 0.8, None), ("val", 0.9, None),
+    ]  # fmt: skip
+    for row in rows[:2]:
+        assert row["limited_by"] == "max_batch_size"
+        assert 0 < row["peak_bytes"] <= row["budget_bytes"]
+        assert row["samples_per_s"] > 0
+        assert sum(part["bytes"] for part in row["breakdown"].values()) == row["peak_bytes"]
+        remedies = {remedy["name"]: remedy for remedy in row["remedies"]}
+        assert [*remedies] == ["bf16", "gradient_checkpointing", "accumulation"]
+        assert "TRAIN.AMP" in remedies["bf16"]["reason"]
+        assert remedies["gradient_checkpointing"]["reason"]
+        assert remedies["gradient_checkpointing"]["saved_bytes"] is None
+        measured = remedies["accumulation"]
+        assert (measured["reason"], measured["batch_size"]) == (None, 1)
+        assert measured["keys"] == {"TRAIN.ACCUMULATION_STEPS": 2}
+        assert measured["saved_bytes"] == measured["peak_bytes_before"] - measured["peak_bytes"]
+    assert sum(len(row["trials"]) for row in rows) <= 4
+    assert all("MIN_BATCH_SIZE_VAL" in row["reason"] for row in rows[2:])
+    environment = found["environment"]
+    expected = {
+        "device": "cpu", "torch": torch.__version__, "cuda": None, "driver": None,
+        "model": "tests.cli.tiny.Growing", "precision": "bf16 autocast over float32",
+        "optimizer": "AdamW", "image_size": None, "parameters": 64 + 12, "ema": True,
+    }  # fmt: skip
+    assert expected.items() <= environment.items()
+    assert environment["total_bytes"] > 2**30
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.svg", "batch_sizes.json"]
+
+
+def test_the_knee_is_the_smallest_fast_size_of_all_that_were_timed() -> None:
+    """Also of those that are timed after the knee was looked for: sizes of further fractions."""
+    speeds = Speeds({size: Timing(size, 1.0, rate) for size, rate in ((64, 96.0), (121, 100.0), (61, 97.0))})
+    assert speeds.knee is None, "sizes between were not looked for"
+    speeds.covers_knee = True
+    assert speeds.knee == 61
+    speeds.timings[61] = Timing(61, 1.0, 94.0)
+    assert speeds.knee == 64
+
+
+def test_ctrl_c_keeps_what_has_been_measured(run: Run, tmp_path: Path) -> None:
+    """The model sends the signal in the second trial that counts: two steps each, after two that warm up."""
+    outcome = run(
+        "analyze", *NARROW, "MODEL.interrupt_at=6", "--fractions", "0.5,0.9", "--max-bs", "500",
+        "--plot", "a.svg",
+    )  # fmt: skip
+    assert outcome.code == 130
+    found = json.loads((tmp_path / "batch_sizes.json").read_text())
+    assert found["interrupted"] is True
+    (row,) = found["results"]
+    assert (row["memory_fraction"], row["limited_by"], row["certified"]) == (0.9, "interrupted", False)
+    assert [trial["batch_size"] for trial in row["trials"]] == [16]
+    assert (row["batch_size"], row["peak_bytes"]) == (16, row["trials"][0]["peak_bytes"])
+    check_svg((tmp_path / "a.svg").read_text(), found)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("name", "argv", "file", "rows"),
+    [
+        ("analyze_batch_sizes", ["--fractions", "0.95"], "batch_sizes.json", "results"),
+        ("plan_batch_size", ["--sizes", "2"], "batch_plan.json", "sizes"),
+    ],
+)
+def test_the_tools_work_from_another_folder(
+    tmp_path: Path, name: str, argv: list[str], file: str, rows: str
+) -> None:
+    (tmp_path / "my_exp.yaml").write_text(
+        "MODEL: {NAME: test_resnet}\nDATA: {DATASET: {NAME: synthetic}, IMG_SIZE: 32}\n"
+        "EXPERIMENT: {DEVICE: cpu}\n"
+    )
+    tool = ROOT / f"tools/{name}.py"
+    done = forks.python(tool, "--cfg", "my_exp.yaml", *argv, "--max-bs", "4", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert len(json.loads((tmp_path / file).read_text())[rows]) == 2
+    # A new interpreter finds the package too.
+    subprocess.run([sys.executable, str(tool), "--help"], cwd=tmp_path, capture_output=True, check=True)

@@ -1,0 +1,290 @@
+"""Predicted analyses: the memory of GPUs that are not there, from steps that are traced."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from linnaeus.autobatch.memory.storages import StorageTracer
+from linnaeus.autobatch.predict.gpus import GIB, GPUS
+from linnaeus.autobatch.predict.prediction import MARGIN
+from linnaeus.cli.analyze.options import Options
+from linnaeus.cli.analyze.output import yaml_lines
+from linnaeus.cli.analyze.predict import predict_sizes, target_of
+from linnaeus.cli.analyze.results import Analysis
+from linnaeus.data.taxonomy import Level, Taxonomy
+from linnaeus.training.metrics import ClassificationMetrics, MetricsMemory
+from tests.helpers.predictions import (
+    BASE,
+    GROWING,
+    IMAGES,
+    MIB,
+    POINTS,
+    SVG,
+    WIDE,
+    content_of,
+    parsed,
+    predicted,
+    row_of,
+    setup_of,
+)  # fmt: skip
+from tests.helpers.runs import Run
+
+ROOT = Path(__file__).parents[3]
+
+
+def analysis_of(*argv: str) -> Analysis:
+    options, config = parsed(*argv)
+    analysis = Analysis()
+    predict_sizes(setup_of(options, config), options, target_of(options, config), analysis)
+    return analysis
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever joins takes the machine's device."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the machine's device is not to be used")
+
+    monkeypatch.setattr("linnaeus.cli.session.join", refuse)
+    monkeypatch.setattr("linnaeus.autobatch.memory.device.device_memory", refuse)
+
+
+@pytest.mark.usefixtures("no_device")
+def test_one_prediction_answers_for_several_devices(run: Run) -> None:
+    outcome = run(
+        "analyze", *IMAGES, "--predict", "--gpu", "H100,NVIDIA GeForce RTX 4090", "--device-memory-gb", "4",
+        "--fractions", "0.5,0.9", "--plot", "sizes.svg", "--max-bs", "400000",
+        "DATA.DATASET.NUM_SAMPLES=400000", "DATA.DATASET.NUM_SAMPLES_VAL=400000", "EXPERIMENT.DEVICE=cuda",
+        "TRAIN.GRADIENT_CHECKPOINTING=True",
+    )  # fmt: skip
+    found = content_of(outcome)
+    devices = ["h100-80gb", "rtx-4090", "4 GiB"]
+    rows = found["results"]
+    assert [(row["mode"], row["device"], row["memory_fraction"]) for row in rows] == [
+        (mode, device, part) for mode in ("train", "val") for device in devices for part in (0.5, 0.9)
+    ]
+    for row in rows:
+        total_bytes = GPUS.get(row["device"], 4 * GIB)
+        assert (row["predicted"], row["margin"], row["device_bytes"]) == (True, MARGIN, total_bytes)
+        assert (row["certified"], row["trials"], row["samples_per_s"]) == (False, [], None)
+        assert row["budget_bytes"] == int(row["memory_fraction"] * total_bytes)
+        assert BASE < row["peak_bytes"] <= row["budget_bytes"]
+        assert 0.8 * row["batch_size"] < row["safe_batch_size"] < row["batch_size"]
+        assert row["safe_peak_bytes"] * MARGIN <= row["budget_bytes"] + 1
+        parts = {name: part["bytes"] for name, part in row["breakdown"].items()}
+        assert sum(parts.values()) == row["peak_bytes"]
+        assert parts["optimizer_state"] == pytest.approx(2 * parts["parameters"], abs=1000)
+        assert parts["rest"] == BASE
+    for mode in ("train", "val"):
+        sizes = [row["batch_size"] for row in rows if row["mode"] == mode]
+        assert all(small < large for small, large in zip(sizes[::2], sizes[1::2], strict=True))
+        assert sizes[::2] == sorted(sizes[::2], reverse=True), "a larger device gives a larger size"
+        peaks = [point["peak_bytes"] for point in found["curves"][mode]]
+        assert peaks == sorted(peaks)
+    environment = found["environment"]
+    expected = {
+        "predicted": True, "base_bytes": BASE, "base": "assumed", "margin": MARGIN, "world_size": 1,
+        "gradient_checkpointing": True, "accumulation_steps": 1, "ema": False, "image_size": [64, 64],
+    }  # fmt: skip
+    assert expected.items() <= environment.items()
+    assert environment["not_compared"][1:] == ["AdamW", "gradient checkpointing", "validation"]
+    page = (ROOT / "docs/prediction.md").read_text().replace("\n", " ")
+    figures = re.findall(r"[\d.]+(?: %| GB| times)", environment["accuracy"])
+    assert len(figures) == 5
+    assert all(figure in page for figure in figures)
+    assert environment["devices"][2] == {"name": "4 GiB", "total_bytes": 4 * GIB}
+    titles = " ".join(
+        title.text or "" for title in ElementTree.parse("sizes.svg").getroot().iter(f"{SVG}title")
+    )
+    for row in rows:
+        assert f"batch size {row['safe_batch_size']}, {row['safe_peak_bytes'] / GIB:.3f}" in titles
+        assert f"batch size {row['batch_size']}, predicted {row['peak_bytes'] / GIB:.3f}" in titles
+
+
+def test_where_nothing_fits_at_all(run: Run) -> None:
+    outcome = run("analyze", *WIDE, "--predict", "--device-memory-gb", "0.3", "--modes", "train")
+    assert outcome.code == 3
+    assert "Traceback" not in outcome.err
+    rows = json.loads(Path("batch_sizes.json").read_text())["results"]
+    assert {row["batch_size"] for row in rows} == {None}
+
+
+def test_which_device_or_limit_would_do() -> None:
+    """The smallest size fits there with the margin, and with a hundredth of a GiB less it does not."""
+    for size_of, low in (({"fraction": 0.5}, 1.0), ({"fraction": 0.5, "gib": 16.0}, 0.01)):
+        name = "limit_gb" if "gib" in size_of else "gib"
+        row = row_of("train", *WIDE, **size_of, **{name: low})
+        assert (row.batch_size, row.safe_size) == (None, None)
+        assert row.reason is not None
+        needed = float(re.findall(r"\d+\.\d\d", row.reason.replace("15 %", ""))[-1])
+        assert row_of("train", *WIDE, **size_of, **{name: needed}).safe_size is not None
+        row = row_of("train", *WIDE, **size_of, **{name: needed - 0.01})
+        assert row.safe_size is None
+        if row.batch_size is not None:  # without the margin
+            assert f"{needed:.2f}" in row.notes[-1]
+            assert yaml_lines(Analysis(rows=[row], speeds={"train": Any})) == ""
+
+
+def test_tables_for_programs(tmp_path: Path) -> None:
+    found = analysis_of(
+        *GROWING, "--gpu", "t4,l4", "--device-memory-gb", "0.5", "--fractions", "0.5",
+        "DATA.DATASET.length=31", "DATA.AUTOBATCH.MIN_BATCH_SIZE_VAL=40",
+    )  # fmt: skip
+    found.save(tmp_path / "sizes.csv")
+    found.save(tmp_path / "sizes.jsonl")
+    tables: list[list[dict[str, Any]]] = [
+        list(csv.DictReader((tmp_path / "sizes.csv").read_text().splitlines())),
+        [json.loads(line) for line in (tmp_path / "sizes.jsonl").read_text().splitlines()],
+    ]
+    for rows in tables:
+        assert [(row["mode"], row["device"]) for row in rows] == [
+            (mode, device) for mode in ("train", "val") for device in ("t4", "l4", "0.5 GiB")
+        ]
+        assert [row["batch_size"] or None for row in rows[2:]] == [None] * 4
+        assert all("MIN_BATCH_SIZE_VAL" in row["reason"] for row in rows[3:])
+        assert rows[2]["reason"]
+        for row in rows[:2]:
+            assert int(row["safe_batch_size"]) == int(row["batch_size"]) == 31
+            assert (str(row["predicted"]), float(row["margin"]), row["reason"] or "") == ("True", MARGIN, "")
+            assert (row["precision"], row["optimizer"], row["base"]) == ("float32", "AdamW", "assumed")
+            assert int(row["base_bytes"]) == BASE
+
+
+@pytest.mark.parametrize(
+    ("argv", "size", "limited_by"),
+    [
+        ((*GROWING, "--max-bs", "6"), 6, "max_batch_size"),
+        ((*GROWING, "DATA.DATASET.length=64", "--world-size", "3"), 22, "dataset"),
+    ],
+)
+def test_bounds(argv: tuple[str, ...], size: int, limited_by: str) -> None:
+    row = row_of("val", *argv)
+    assert (row.batch_size, row.safe_size, row.limited_by) == (size, size, limited_by)
+    assert [str(size) in note for note in row.notes] == [True] * (limited_by == "dataset")
+
+
+def test_sizes_are_multiples_and_a_limit_counts_as_the_memory() -> None:
+    free = row_of("train", *GROWING, gib=24, fraction=0.8)
+    limited = row_of("train", *GROWING, "DATA.AUTOBATCH.MULTIPLE_OF=32", gib=24, fraction=0.8, limit_gb=2)
+    assert limited.batch_size is not None
+    assert limited.safe_size is not None
+    assert free.batch_size is not None
+    assert limited.batch_size % 32 == limited.safe_size % 32 == 0
+    assert limited.budget_bytes == BASE + int(0.8 * 2 * GIB)
+    assert (limited.peak_bytes or 0) <= limited.budget_bytes
+    assert limited.batch_size < free.batch_size / 5
+    assert (free.memory, limited.memory) == ("80% of 24 GiB", "80% of 2 GiB limit on 24 GiB")
+    above = row_of("train", *GROWING, gib=24, fraction=0.8, limit_gb=64)
+    assert (above.memory, above.budget_bytes) == (free.memory, free.budget_bytes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_without_options_it_is_this_machines_gpu() -> None:
+    _, config = parsed(*WIDE)
+    target = target_of(Options(), config)
+    (gpu,) = target.gpus
+    assert gpu.name == torch.cuda.get_device_name()
+    assert gpu.total_bytes == torch.cuda.mem_get_info()[1]
+    assert target.is_measured
+    assert 0 < target.base_bytes < gpu.total_bytes
+
+
+# Remedies.
+
+
+def test_remedies() -> None:
+    argv = ("--fractions", "0.9", "--modes", "train", "--max-bs", "64", "--remedies")
+    (row,) = analysis_of(*IMAGES, *argv, "OPTIMIZER.KWARGS.eps=1e-6").rows
+    remedies = {remedy.name: remedy for remedy in row.remedies}
+    assert [*remedies] == ["bf16", "gradient_checkpointing", "accumulation", "optimizer", "image_size"]
+    for remedy in remedies.values():
+        assert remedy.reason is None
+        assert remedy.peak_bytes_before == row.peak_bytes
+        assert (remedy.saved_bytes or 0) > (0 if remedy.name != "optimizer" else -1)
+    assert remedies["accumulation"].batch_size == 32
+    assert remedies["optimizer"].keys == {"OPTIMIZER.NAME": "sgd", "OPTIMIZER.KWARGS": {}}
+    assert remedies["image_size"].keys == {"DATA.IMG_SIZE": 32}
+    saved = {name: remedy.saved_percent or 0 for name, remedy in remedies.items()}
+    assert saved["image_size"] > saved["gradient_checkpointing"] / 2
+
+
+# What of a run is in its traces.
+
+WIDTH = 16 * MIB
+"""Bytes of one copy of the parameters, and of the buffers, of `Wide`."""
+
+
+@pytest.mark.parametrize(
+    ("argv", "num_bytes"),
+    [
+        (("TRAIN.EMA.ENABLED=True",), 2 * WIDTH),
+        (("OPTIMIZER.NAME=sgd",), -WIDTH),
+        (("TRAIN.AMP=fp16", "TRAIN.CLIP_GRAD_NORM=1"), 0),
+    ],
+)
+def test_what_is_held(argv: tuple[str, ...], num_bytes: int) -> None:
+    """Between the steps, by a model that is nearly all parameters: validation is a row of held tensors."""
+    plain, other = (predicted("val", *WIDE, *more).prediction.peak_bytes(1) for more in ((), argv))
+    assert other - plain == pytest.approx(num_bytes, abs=3 * MIB)
+
+
+def test_gradient_buckets_are_a_part() -> None:
+    alone, two = row_of("train", *WIDE).breakdown, row_of("train", *WIDE, "--world-size", "2").breakdown
+    assert alone is not None
+    assert two is not None
+    assert alone.buckets == 0
+    assert two.buckets == pytest.approx(WIDTH, abs=1000)
+    assert two.gradients == 0, "they are views of the buckets"
+    assert two.activations < 4 * WIDTH
+
+
+def test_what_metrics_hold() -> None:
+    """Against the metrics themselves, with the tensors that they allocate on the CPU."""
+    num_samples, num_classes = 256, 500
+    taxonomy = Taxonomy((Level("species", tuple(map(str, range(num_classes)))),))
+    metrics = ClassificationMetrics(taxonomy)
+    logits, labels = torch.randn(num_samples, num_classes), torch.zeros(num_samples, 1, dtype=torch.long)
+
+    def peak(update: Callable[..., None]) -> int:
+        live = [0]
+
+        def free(_: int, num_bytes: int) -> None:
+            live.append(live[-1] - num_bytes)
+
+        with StorageTracer(lambda _, num_bytes: live.append(live[-1] + num_bytes), free):
+            update(logits, labels, torch.tensor(1.0))
+        return max(live)
+
+    assert peak(MetricsMemory(metrics)) == pytest.approx(peak(metrics.update), rel=0.05)
+    few = ClassificationMetrics(Taxonomy((Level("species", tuple("abcde")),)))
+    assert peak(MetricsMemory(few)) < peak(MetricsMemory(metrics)) / 100, "five classes have no top-5"
+
+
+@pytest.mark.parametrize(
+    ("argv", "least", "most"),
+    [
+        (("TRAIN.AMP=bf16", "TRAIN.CHANNELS_LAST=True"), 0.4, 0.8),
+        (("TRAIN.COMPILE=True", "TRAIN.DETERMINISTIC=True"), 1.0, 1.0),
+    ],
+)
+def test_the_step_is_that_of_the_configuration(argv: tuple[str, ...], least: float, most: float) -> None:
+    """What 2048 samples reserve, against the plain configuration of the same model."""
+    plain, other = (predicted("train", *IMAGES, *more).prediction.reserved_bytes(2048) for more in ((), argv))
+    assert least <= other / plain <= most
+
+
+def test_a_model_that_needs_numbers_while_it_is_built() -> None:
+    argv = ("MODEL._target_=tests.cli.tiny.Numerate", *POINTS)
+    numerate, wide = (predicted("train", *each).prediction.peak_bytes(8) for each in (argv, WIDE))
+    assert numerate == wide

@@ -1,0 +1,217 @@
+"""Runs of all kinds side by side, from the files that they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import psutil
+import pytest
+
+from linnaeus.cli.compare.folders import find_runs, run_names
+from linnaeus.cli.compare.output import EXPENDABLE, print_runs
+from linnaeus.cli.compare.results import Comparison, Row, compared
+from linnaeus.cli.compare.runs import read_runs
+from linnaeus.cli.compare.session import sort_rows
+from linnaeus.errors import ConfigError
+from linnaeus.files import FolderLock, process_start
+from linnaeus.launchers.record import open_locked
+from tests.helpers.consoles import plain_console
+from tests.helpers.run_files import config_text, write_run
+from tests.helpers.runs import Run, wait_until
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def lines_with(text: str, *words: str) -> list[str]:
+    return [line for line in text.splitlines() if all(word in line for word in words)]
+
+
+def comparison(tmp_path: Path, *names: str, metric: str | None = None) -> Comparison:
+    return compared(read_runs([tmp_path / name for name in names]), names, metric)
+
+
+def table_of(runs: Comparison, width: int = 200) -> str:
+    console, output = plain_console()
+    console.width = width
+    print_runs(runs, console)
+    return output.getvalue()
+
+
+def test_runs_started_by_hand_side_by_side(run: Run, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/slow", "OPTIMIZER.LR=0.1")
+    write_run(tmp_path / "runs/fast", "OPTIMIZER.LR=0.2", "EXPERIMENT.SEED=1", values=(0.5, 0.875))
+    outcome = run("compare", "runs", "--output", "a.json", "--plot", "a.svg", "--sort", "metric")
+    assert (outcome.code, outcome.err) == (0, "")
+    [heading] = lines_with(outcome.out, "LR", "SEED")
+    assert "AMP" not in heading
+    first, second = lines_with(outcome.out, "finished")
+    assert [cell.strip() for cell in first.split("│")[1:-1]] == [
+        "fast", "1", "0.2", "8", "16", "0.5", "0.8750", "0.8750 @2", "12.5", "7", "finished",
+    ]  # fmt: skip
+    assert "slow" in second
+    assert "0.5000 │ 0.7500 @2" in second
+
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert content["differences"] == ["EXPERIMENT.SEED", "OPTIMIZER.LR"]
+    assert content["metric"] == "top1/kind"
+    entry = content["runs"][1]
+    assert entry["values"] == {"EXPERIMENT.SEED": "0", "OPTIMIZER.LR": "0.1"}
+    assert entry["best"]["top1/kind"] == {"value": 0.75, "epoch": 2}
+    assert entry["curve"] == [[1, 0.25], [2, 0.75], [3, 0.5]]
+    assert (entry["run"], entry["status"], entry["epoch"]) == ("slow", "finished", 3)
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    titles = " ".join(title.text or "" for title in root.iter(f"{SVG}title"))
+    assert all(word in titles for word in ("LR=0.1", "fast", "0.875", "slow", "12.5"))
+
+
+def test_runs_are_found_below_folders_by_patterns_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/lr/LR=10", "runs/lr/LR=2", "runs/other", "runs/lr/LR=2.earlier-1"):
+        write_run(Path(name))
+    Path("runs/conf").mkdir()
+    Path("runs/conf/config.yaml").write_text("TRAIN.EPOCHS: 3")  # somebody's, not a run's
+
+    def named(*names: str) -> list[str]:
+        return run_names(find_runs(names))
+
+    assert named("runs") == ["lr/LR=2", "lr/LR=10", "other"]
+    assert named("runs/other", "runs/*", "runs/lr/LR=2") == ["other", "lr/LR=2", "lr/LR=10"]
+    assert named("runs/lr/LR=2.earlier-1", "runs/lr") == ["LR=2.earlier-1", "LR=2", "LR=10"]
+    assert named("runs/other") == ["other"]
+
+
+def test_rows_are_sorted(tmp_path: Path) -> None:
+    runs = {"c": ("0.3", (0.1, 0.2, 0.3)), "a": ("0.1", (0.5, 0.1)), "b": ("0.2", (0.75,))}
+    for name, (rate, values) in runs.items():
+        write_run(tmp_path / name, f"OPTIMIZER.LR={rate}", values=values)
+    found = comparison(tmp_path, *runs)
+    for key, expected in (("metric", "bac"), ("-metric", "cab"), ("LR", "abc"), ("epoch", "bac")):
+        sort_rows(found, key)
+        assert [row.name for row in found.rows] == [*expected]
+    with pytest.raises(ConfigError, match="--sort"):
+        sort_rows(found, "lr")
+
+
+@pytest.mark.parametrize(
+    ("argv", "metric", "noted"),
+    [
+        ("DATA.DATASET.NAME=synthetic", None, "DATA.DATASET.NAME"),
+        ("DATA.DATASET.NUM_SAMPLES=9", None, None),
+        ("LOSS.LABEL_SMOOTHING=0.1", "loss", "LOSS.LABEL_SMOOTHING"),
+        ("LOSS.LABEL_SMOOTHING=0.1", "top1/kind", None),
+    ],
+)
+def test_metrics_of_different_data_or_losses_are_not_compared_silently(
+    tmp_path: Path, argv: str, metric: str | None, noted: str | None
+) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", argv)
+    notes = comparison(tmp_path, "a", "b", metric=metric).notes
+    assert [noted in note for note in notes if noted] == ([True] if noted else [])
+    assert bool(notes) == (noted is not None)
+
+
+def test_a_narrow_terminal_does_without_columns_but_not_without_the_metric(tmp_path: Path) -> None:
+    names = ("one-with-a-long-name", "another-with-a-long-name")
+    for name, rate in zip(names, ("0.1", "0.2"), strict=True):
+        write_run(tmp_path / name, f"OPTIMIZER.LR={rate}", "EXPERIMENT.SEED=1", warmup_steps=3)
+    read = comparison(tmp_path, *names)
+    assert all(heading in table_of(read, 200) for heading in EXPENDABLE)
+    narrow = table_of(read, 60)
+    assert "…" not in narrow
+    assert narrow.count("0.5000 │ 0.7500 @2 │") == 2
+    assert narrow.count("finished") == 2
+    assert "warm-up" not in narrow
+
+
+def status_of(folder: Path) -> str:
+    [run] = read_runs([folder])
+    return Row.of(run, {}).status
+
+
+def test_how_far_a_run_has_come(tmp_path: Path) -> None:
+    assert status_of(write_run(tmp_path / "done")) == "finished"
+    stopped = write_run(tmp_path / "stopped", finished=False)
+    assert status_of(stopped) == "interrupted"
+    assert status_of(write_run(tmp_path / "dead", finished=False, checkpoint=False)) == "failed"
+    lock = FolderLock(stopped)
+    assert status_of(stopped) == "running"
+    lock.release()
+    assert status_of(stopped) == "interrupted"
+    here, ended = socket.gethostname(), subprocess.Popen(["true"])
+    wait_until(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE)
+    (stopped / ".lock").write_text(f"process {ended.pid} on {here}")
+    assert status_of(stopped) == "interrupted", "it has ended, and nobody has asked how"
+    ended.wait()
+    for holder, expected in (
+        (f"process {os.getpid()} on {here}", "running"),
+        (f"process {ended.pid} on {here}", "interrupted"),
+        (f"process {os.getpid()} on elsewhere", "running?"),
+        ("", "interrupted"),
+    ):
+        (stopped / ".lock").write_text(holder)
+        assert status_of(stopped) == expected
+    start = int(process_start(os.getpid()))
+    for ticks, expected in ((start, "running"), (start - 1, "interrupted")):
+        (stopped / ".lock").write_text(f"process {os.getpid()} on {here}\n{ticks}\n")
+        os.utime(stopped / ".lock", (0, 0))  # the clock of a file server
+        assert status_of(stopped) == expected, "another process has the number now"
+
+
+def test_how_a_run_of_a_sweep_ended(tmp_path: Path) -> None:
+    outcomes = {"signal": (130, None), "failed": (1, "no-such-model"), "gone on": (130, None), "odd": None}
+    for name, outcome in outcomes.items():
+        folder = write_run(tmp_path / name, finished=name == "gone on")
+        content = {"exit_code": outcome[0], "seconds": 1.0, "reason": outcome[1]} if outcome else {"a": 1}
+        (folder / "outcome.json").write_text(json.dumps(content))
+    os.utime(tmp_path / "gone on/outcome.json", (0, 0))  # the result is of somebody who went on by hand
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "asked.yaml").write_text(config_text("OPTIMIZER.LR=0.5"))
+    found = comparison(tmp_path, *outcomes, "begun")
+    assert [row.status for row in found.rows] == [
+        "interrupted", "failed", "finished", "interrupted", "not run",
+    ]  # fmt: skip
+    assert "no-such-model" in table_of(found)
+    descriptor = open_locked(begun, {"launcher": "local", "host": socket.gethostname(), "slot": 0})
+    assert status_of(begun) == "running", "whoever runs it holds the lock"
+    os.close(descriptor)
+    assert status_of(begun) == "interrupted"
+    shutil.copytree(begun, tmp_path / "other")
+    for runs in (3, None, ["x"], [{"status": "pruned"}], [{"status": "pruned", "folder": 3}]):
+        (tmp_path / "sweep.json").write_text(json.dumps({"runs": runs}))
+        assert status_of(begun) == "interrupted", "the file is damaged"
+    (tmp_path / "sweep.json").write_text(json.dumps({"runs": [{"folder": "begun", "status": "pruned"}]}))
+    assert [status_of(begun), status_of(tmp_path / "other")] == ["pruned", "interrupted"]
+
+
+def test_the_status_of_a_sweep_is_the_comparison_of_its_runs(run: Run, tmp_path: Path) -> None:
+    folders = {rate: tmp_path / f"runs/rates/OPTIMIZER.LR={rate}" for rate in ("0.1", "0.2", "0.3", "0.4")}
+    for rate, folder in folders.items():
+        write_run(folder, f"OPTIMIZER.LR={rate}", finished=rate == "0.1")
+    stopped = {"exit_code": 130, "seconds": 1.0, "reason": "stopped by SIGINT"}
+    for rate in ("0.2", "0.3"):
+        (folders[rate] / "outcome.json").write_text(json.dumps(stopped))
+    entries = [
+        {"values": {"OPTIMIZER.LR": rate}, "folder": f"elsewhere/{folder.name}", "status": "pruned"}
+        for rate, folder in folders.items()
+    ]
+    del entries[1]["status"]
+    (tmp_path / "runs/rates/sweep.json").write_text(json.dumps({"runs": entries}))
+    record = {"launcher": "local", "host": "node7", "slot": 0, "supervisor": [12, 0.0]}
+    descriptor = open_locked(folders["0.4"], record)
+    status, compared = run("sweep", "--status", "runs/rates"), run("compare", "runs/rates")
+    os.close(descriptor)
+    assert (status.code, status.err, status.out) == (0, "", compared.out)
+    for rate, text in zip(folders, ("finished", "interrupted", "pruned", "running"), strict=True):
+        assert text in lines_with(status.out, f"│ {rate} ")[0]
+    assert lines_with(status.out, "0.2", "SIGINT")
+    assert lines_with(status.out, "0.4", "12", "node7")

@@ -1,0 +1,256 @@
+"""`linnaeus evaluate`: the figures that training has logged, other data, files, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from linnaeus.cli.evaluate.options import read
+from linnaeus.main import cli
+from tests.helpers.forks import ROOT, python
+from tests.helpers.runs import TORCHRUN, Run
+
+FOLDERS = ("cats/lion", "cats/lynx", "dogs/fox", "dogs/wolf")
+TINY = (
+    "EXPERIMENT.DEVICE=cpu", "EXPERIMENT.NAME=tiny", "TRAIN.EPOCHS=1", "DATA.BATCH_SIZE=4",
+    "DATA.BATCH_SIZE_VAL=5", "OPTIMIZER.LR=0.01",
+)  # fmt: skip
+BIRDS = (
+    *TINY, "MODEL._target_=tests.cli.tiny.TinyNet", "DATA.DATASET.NAME=imagefolder", "DATA.IMG_SIZE=8",
+    "DATA.AUGMENT.CROP_SCALE=[1,1]", "DATA.DATASET.ROOT=birds", "DATA.DATASET.VAL_FRACTION=0.3",
+    "TRAIN.EMA.ENABLED=True", "TRAIN.EMA.DECAY=0.8", "TRAIN.AMP=bf16",
+)  # fmt: skip
+
+
+def write_images(folder: Path, classes: Iterable[str], num_images: int, seed: int = 0) -> Path:
+    """Images of 8 x 8 pixels of noise around a colour of their class, in a folder for each class."""
+    generator = random.Random(seed)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        colour = random.Random(name).choices(range(256), k=3)
+        for number in range(num_images):
+            noise = bytes(
+                min(255, max(0, value + generator.randint(-120, 120))) for _ in range(64) for value in colour
+            )
+            Image.frombytes("RGB", (8, 8), noise).save(folder / name / f"{number}.png")
+    return folder
+
+
+def content_of(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def logged(run_folder: Path) -> dict[str, float]:
+    """The figures of the last validation."""
+    lines = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
+    *_, last = (line for line in lines if line["split"] == "val")
+    return {name: value for name, value in last.items() if name not in ("step", "epoch", "split", "time")}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which a run on folders of two ranks was trained, which has held samples out."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_images(folder / "birds", FOLDERS, 6)
+        assert cli(BIRDS) == 0
+    return folder
+
+
+@pytest.fixture
+def birds(trained: Path, run: Run, tmp_path: Path) -> Path:
+    """The run in a copy of that folder, where the test is."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "runs/tiny"
+
+
+def test_own_validation_data_gives_the_logged_figures_to_the_last_digit(run: Run, birds: Path) -> None:
+    """With the average of the weights, in bfloat16; of other weights it says otherwise."""
+    evaluate = ["evaluate", "runs/tiny", "--checkpoint", "last"]
+    outcome = run(*evaluate)
+    assert outcome.code == 0, outcome.err
+    found = content_of(birds / "evaluations/last.json")
+    assert found["metrics"] == logged(birds)
+    assert found["logged"] == {
+        "metrics": found["metrics"], "same": True, "unequal": [], "other_settings": [],
+    }  # fmt: skip
+    assert found["metrics"]["top1/level2"] == pytest.approx(found["levels"]["level2"]["top1"])
+    assert (found["data"]["part"], found["data"]["samples"]) == ("samples held out of training", 7)
+
+    content = torch.load(birds / "checkpoints/last.pt", weights_only=True)
+    content["state"]["ema"]["module"]["heads.1.bias"][3] += 5
+    torch.save(content, birds / "checkpoints/last.pt")
+    assert run(*evaluate, "TRAIN.AMP=off", "DATA.BATCH_SIZE_VAL=3").code == 0
+    changed = content_of(birds / "evaluations/last.json")["logged"]
+    assert not changed["same"]
+    assert {"top1/level2", "loss"} & {*changed["unequal"]}
+    assert "top1/level1" not in changed["unequal"]
+    assert [text.split()[0] for text in changed["other_settings"]] == ["DATA.BATCH_SIZE_VAL", "TRAIN.AMP"]
+
+
+RANKS = """
+import sys
+from linnaeus.main import cli
+train, own, other = ["train", *sys.argv[1:]], ["evaluate", "runs/tiny", "--checkpoint", "last"], []
+for argv in (train, own, [*own, "--output", "other", "DATA.BATCH_SIZE_VAL=2"]):
+    assert cli(argv) == 0
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.distributed
+def test_two_ranks_give_the_logged_figures(tmp_path: Path) -> None:
+    """Both start once, train and evaluate; another batch size gives the same counts and another mean loss."""
+    write_images(tmp_path / "birds", FOLDERS, 6)
+    (tmp_path / "ranks.py").write_text(RANKS)
+    argv = [*TORCHRUN, "--nproc_per_node=2", tmp_path / "ranks.py", *BIRDS]
+    outcome = python(*argv, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert outcome.code == 0, outcome.err
+    found = content_of(tmp_path / "runs/tiny/evaluations/last.json")
+    assert found["metrics"] == logged(tmp_path / "runs/tiny")
+    assert (found["logged"]["same"], found["logged"]["other_settings"]) == (True, [])
+    assert found["settings"]["processes"] == 2
+    other = content_of(tmp_path / "other.json")
+    assert [text.split()[0] for text in other["logged"]["other_settings"]] == ["DATA.BATCH_SIZE_VAL"]
+    assert other["classes"] == found["classes"]
+    samples = [row["samples"] for row in found["classes"] if row["level"] == "level2"]
+    assert sum(samples) == found["data"]["samples"]
+
+
+def test_other_data_needs_no_training_data(run: Run, birds: Path, tmp_path: Path) -> None:
+    """Fewer classes, in another folder, without the coarse rank; labels are those of the run."""
+    shutil.rmtree(tmp_path / "birds")
+    write_images(tmp_path / "new/val", ("wolf", "lynx"), 3, seed=1)
+    outcome = run("evaluate", "runs/tiny", "DATA.DATASET.ROOT=new", "--plot", "p.html")
+    assert outcome.code == 0, outcome.err
+    found = content_of(birds / "evaluations/best_new_val.json")
+    assert found["logged"] is None
+    samples = {row["class"]: row["samples"] for row in found["classes"]}
+    assert samples == {"cats": 3, "dogs": 3, "lion": 0, "lynx": 3, "fox": 0, "wolf": 3}
+    assert found["levels"]["level2"]["classes_with_samples"] == 2
+    with (birds / "evaluations/best_new_val_classes.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["recall"] for row in rows if row["samples"] == "0"] == ["", ""]
+    assert "lynx" in (tmp_path / "p.html").read_text()
+
+
+def test_unknown_classes_are_an_error_or_left_out(run: Run, birds: Path, tmp_path: Path) -> None:
+    rows = ["image,level1,level2", *(f"birds/{name}/0.png,{name.replace('/', ',')}" for name in FOLDERS)]
+    rows += [f"birds/cats/lion/{number}.png,cats,{name}" for number, name in enumerate(("puma", "puma", ""))]
+    (tmp_path / "test.csv").write_text("\n".join(rows))
+    command = ["evaluate", "runs/tiny", "DATA.DATASET.NAME=manifest", f"DATA.DATASET.VAL={tmp_path}/test.csv"]
+    outcome = run(*command)
+    assert outcome.code == 1
+    assert all(word in outcome.err for word in ("cats/puma", "line 6", "--unknown"))
+    assert run(*command, "--unknown", "skip").code == 0
+    found = content_of(birds / "evaluations/best_test.json")
+    assert (found["data"]["samples"], found["data"]["left_out"]) == (5, 2)
+    unlabelled = {name: level["unlabelled"] for name, level in found["levels"].items()}
+    assert unlabelled == {"level1": 0, "level2": 1}
+
+
+@pytest.mark.e2e
+def test_no_evaluation_replaces_one_of_other_data(run: Run, birds: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        write_images(tmp_path / name / "test" / "val", FOLDERS, 1, seed)
+    folder = birds / "evaluations"
+    for root, expected in (("a/test", 1), ("b/test", 2), ("a/test", 2)):
+        assert run("evaluate", "runs/tiny", f"DATA.DATASET.ROOT={root}").code == 0
+        assert len(list(folder.glob("*.json"))) == expected
+    assert run("evaluate", "runs/tiny", "--output", "mine/own").code == 0
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {
+        "own.json", "own_classes.csv", "own.png",
+    }  # fmt: skip
+    outcome = run("evaluate", "runs/tiny", "--output", "mine/own", "DATA.DATASET.ROOT=a/test")
+    assert outcome.code == 2
+    assert "own.json" in outcome.err
+
+
+def test_another_image_size_is_an_evaluation_of_its_own(run: Run, birds: Path) -> None:
+    outcome = run("evaluate", "runs/tiny", "DATA.IMG_SIZE=12")
+    assert outcome.code == 0, outcome.err
+    found = content_of(birds / "evaluations/best_12x12.json")
+    assert found["data"]["image_size"] == [12, 12]
+    assert any("(12, 12)" in text and "(8, 8)" in text for text in found["logged"]["other_settings"])
+    outcome = run("evaluate", "runs/tiny", "DATA.IMG_SIZE=2")  # smaller than the kernel
+    assert (outcome.code, "DATA.IMG_SIZE: " in outcome.err) == (2, True)
+
+
+def test_a_size_that_is_too_large_names_the_keys(run: Run, birds: Path, tmp_path: Path) -> None:
+    """The model takes 30 samples."""
+    write_images(tmp_path / "many", FOLDERS, 8)
+    evaluate = ["evaluate", "runs/tiny", "DATA.DATASET.ROOT=many", "DATA.DATASET.VAL=."]
+    outcome = run(*evaluate, "DATA.BATCH_SIZE_VAL=31", "--output", "large")
+    assert outcome.code == 3
+    assert "DATA.BATCH_SIZE_VAL" in outcome.err
+    assert "DATA.AUTOBATCH.ENABLED_VAL" in outcome.err
+    assert not (tmp_path / "large.json").exists()
+
+
+@pytest.mark.e2e
+def test_a_size_that_autobatch_finds_evaluates_as_the_same_size_set_by_hand(
+    run: Run, birds: Path, tmp_path: Path
+) -> None:
+    write_images(tmp_path / "many", FOLDERS, 10)
+    evaluate = ["evaluate", "runs/tiny", "DATA.DATASET.ROOT=many", "DATA.DATASET.VAL=.", "--output"]
+    outcome = run(*evaluate, "found", "DATA.AUTOBATCH.ENABLED_VAL=True")
+    assert outcome.code == 0, outcome.err
+    found = content_of(tmp_path / "found.json")
+    assert found["settings"]["batch_size_val"] == 30
+    assert run(*evaluate, "set", "DATA.BATCH_SIZE_VAL=30").code == 0
+    by_hand = content_of(tmp_path / "set.json")
+    for name in ("metrics", "levels", "classes", "settings"):
+        assert by_hand[name] == found[name]
+
+
+def test_a_run_without_classes_has_a_loss(run: Run, tmp_path: Path) -> None:
+    nodes = {
+        "DATA.DATASET": "tests.cli.tiny.Pairs",
+        "LOSS": "torch.nn.MSELoss",
+        "MODEL": "torch.nn.Linear",
+    }
+    targets = [f"{node}._target_={name}" for node, name in nodes.items()]
+    assert run(*TINY, *targets, "MODEL.in_features=3", "MODEL.out_features=3").code == 0
+    outcome = run("evaluate", "runs/tiny", "--checkpoint", "last")
+    assert outcome.code == 0, outcome.err
+    found = content_of(tmp_path / "runs/tiny/evaluations/last.json")
+    assert found["metrics"] == logged(tmp_path / "runs/tiny")
+    assert (found["logged"]["same"], found["levels"], found["classes"]) == (True, {}, [])
+
+
+@pytest.fixture
+def other_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The configuration of a run, beside a checkpoint."""
+    folder = tmp_path / "runs/tiny"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text("TRAIN: {EPOCHS: 2}\n")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("own", "typed", "kept"),
+    [
+        ("NAME: imagefolder", ["DATA.DATASET.NAME=imagefolder", "DATA.DATASET.ROOT=new"], True),
+        ("NAME: imagefolder", ["DATA.DATASET.NAME=manifest"], False),
+        ("_target_: own.Birds", ["DATA.DATASET._target_=own.Birds", "DATA.DATASET.year=2026"], True),
+        ("_target_: own.Birds", ["DATA.DATASET._target_=own.Other"], False),
+    ],
+)
+def test_a_dataset_of_another_kind_begins_with_the_defaults(
+    other_run: Path, own: str, typed: list[str], kept: bool
+) -> None:
+    argument = "TRAIN: mine.csv" if own.startswith("NAME") else "region: north"
+    (other_run / "config.yaml").write_text(f"DATA: {{DATASET: {{{own}, {argument}}}}}\n")
+    assert (argument in read(["runs/tiny", *typed, "--print-config"])) == kept

@@ -1,0 +1,152 @@
+"""`linnaeus predict` as a user runs it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from linnaeus.cli.predict import session
+from linnaeus.inference.trained import load_run
+from tests.helpers import forks
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import Run, wait_until
+from tests.helpers.trained import save_run, spec_of, write_images
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run and five photos, one of them damaged."""
+    save_run(tmp_path / "runs" / "birds", spec_of())
+    write_images(tmp_path / "photos", 5)
+    (tmp_path / "photos" / "002.png").write_text("no image")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+PHOTOS = [f"photos/00{number}.png" for number in (0, 1, 3, 4)]
+CPU = ("--device", "cpu")
+
+
+def test_a_table_of_all_and_what_is_left_out(desk: Path, run: Run) -> None:
+    outcome = run("predict", "runs/birds", "photos", "--output", "out.csv", "--top", "3", "--path", *CPU)
+    assert (outcome.code, outcome.out) == (0, "")
+    rows = list(csv.reader(io.StringIO((desk / "out.csv").read_text(), newline="")))
+    assert rows[0] == [
+        "path", "order_1", "order_1_probability", "order_2", "order_2_probability",
+        "species_1", "species_1_probability", "species_2", "species_2_probability",
+        "species_3", "species_3_probability",
+        "consistent_order", "consistent_species", "consistent_probability", "consistent_differs",
+    ]  # fmt: skip
+    assert [row[0] for row in rows[1:]] == PHOTOS
+    expected = load_run("runs/birds", device="cpu").predict(PHOTOS, top=3, path=True)
+    named = {name for row in rows[1:] for name in (row[5], row[7], row[9])}
+    assert named > {"Jynx\ntorquilla"} or named > {'Picus "viridis"'}, "names that need quotes"
+    for row, prediction in zip(rows[1:], expected, strict=True):
+        assert [row[5], row[7], row[9]] == [name for name, _ in prediction.levels["species"]]
+        assert [float(value) for value in row[6:11:2]] == pytest.approx(
+            [p for _, p in prediction.levels["species"]], rel=1e-4
+        )
+        assert prediction.path is not None
+        assert row[11:13] == list(prediction.path.classes.values())
+        assert row[14] == str(prediction.path.differs).lower()
+    assert "photos/002.png" in outcome.err
+    assert "photos/002.png" in (desk / "out.csv.skipped.csv").read_text()
+
+
+def test_text_and_json(desk: Path, run: Run) -> None:
+    outcome = run("predict", "runs/birds", *PHOTOS, "--top", "1", "--path", *CPU)
+    assert outcome.code == 0
+    blocks = re.findall(
+        r"^photos/\d+.png\n  order +.+ %\n  species +.+ %\n  path +.+ > .+ %.*\n", outcome.out, re.M
+    )
+    assert len(blocks) == 4
+    assert "\n".join(blocks).count("\n\n") == 3, "nothing else is printed"
+    expected = [item.as_dict() for item in load_run("runs/birds", device="cpu").predict(PHOTOS, path=True)]
+    for ending in ("json", "jsonl"):
+        assert run("predict", "runs/birds", *PHOTOS, "--path", "--output", f"out.{ending}", *CPU).code == 0
+        text = (desk / f"out.{ending}").read_text()
+        found = json.loads(text) if ending == "json" else [json.loads(line) for line in text.splitlines()]
+        assert found == expected
+
+
+def test_what_a_list_names(desk: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(b"photos/003.png\nmissing.jpg\nphotos/000.png\n"))
+    )
+    outcome = run("predict", "runs/birds", "-", "--output", "out.jsonl", "--batch-size", "1", *CPU)
+    paths = [json.loads(line)["path"] for line in (desk / "out.jsonl").read_text().splitlines()]
+    assert (outcome.code, paths) == (0, ["photos/003.png", "photos/000.png"])
+    assert "missing.jpg" in outcome.err
+
+
+def test_not_one_image_is_an_error_and_an_empty_list_is_not(
+    desk: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    outcome = run("predict", "runs/birds", "photos/002.png", "--output", "out.json", *CPU)
+    assert outcome.code == 1
+    assert json.loads((desk / "out.json").read_text()) == []
+    (desk / "out.json").write_text("of an earlier call")
+    outcome = run("predict", "runs/birds", "photos/002.png", "--output", "out.json", *CPU)
+    assert outcome.code == 1
+    assert (desk / "out.json").read_text() == "of an earlier call"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert run("predict", "runs/birds", "-", "--output", "out.json", *CPU).code == 0
+    assert json.loads((desk / "out.json").read_text()) == []
+    assert not list(desk.glob(".out.json.*"))
+
+
+def test_many_unreadable_images_do_not_fill_the_terminal(desk: Path, run: Run) -> None:
+    (desk / "bad").mkdir()
+    for number in range(session.NUM_NAMED + 30):
+        (desk / "bad" / f"{number}.jpg").touch()
+    outcome = run("predict", "runs/birds", "bad", "photos/000.png", "--output", "out.csv", *CPU)
+    assert outcome.code == 0
+    assert outcome.err.count(" bad/") == session.NUM_NAMED
+    assert len((desk / "out.csv.skipped.csv").read_text().splitlines()) == session.NUM_NAMED + 31
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_keeps_what_is_done(desk: Path, number: signal.Signals) -> None:
+    """The list of images is a pipe that stays open, so the command waits for more."""
+    pipe = desk / "list"
+    os.mkfifo(pipe)
+    argv = ["predict", "runs/birds", "-", "--output", "out.json", "--batch-size", "2", *CPU]
+    code = (
+        f"import sys; from linnaeus.main import cli; sys.stdin = open({str(pipe)!r}); sys.exit(cli({argv!r}))"
+    )
+
+    def has_begun() -> bool:
+        return any(path.stat().st_size > 1000 for path in desk.glob(".out.json.*"))
+
+    with (desk / "log").open("w") as log:
+        process = forks.start(["-c", code], cwd=desk, env={"PYTHONPATH": str(ROOT)}, stdout=log, stderr=log)
+        with pipe.open("w") as lines:
+            lines.write("photos/000.png\nphotos/001.png\n" * 100)
+            lines.flush()
+            wait_until(has_begun, process, desk / "log")
+            process.send_signal(number)
+            assert process.wait(60) == 128 + number
+    assert not (desk / "out.json").exists()
+    found = json.loads((desk / "out.json.partial").read_text())
+    assert {item["path"] for item in found} == {"photos/000.png", "photos/001.png"}
+    assert "out.json.partial" in (desk / "log").read_text()
+    assert not list(desk.glob(".out.json.*"))
+
+
+@pytest.mark.e2e
+def test_a_reader_that_has_gone_is_no_traceback(desk: Path) -> None:
+    command = (
+        "import os; from linnaeus.main import cli; r, w = os.pipe(); os.close(r); os.dup2(w, 1); "
+        "raise SystemExit(cli(['predict', 'runs/birds', 'photos', '--device', 'cpu']))"
+    )
+    outcome = forks.python("-c", command, cwd=desk, env={"PYTHONPATH": str(ROOT)})
+    assert outcome.code == session.PIPE_CLOSED
+    assert "Broken" not in outcome.err

@@ -1,0 +1,115 @@
+"""Lists on the command line, and the combinations that they make."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from linnaeus.cli.sweep.grid import Combination, read_grid
+from linnaeus.cli.sweep.options import read
+from linnaeus.config.load import load_config
+from linnaeus.config.sweep_values import sweep_values
+from linnaeus.errors import ConfigError
+
+VALUES = [
+    ("32,64,128", ["32", "64", "128"]),
+    ("choice(none,linear)", ["none", "linear"]),
+    ("range(0,0.4,0.1)", ["0", "0.1", "0.2", "0.3"]),
+    ("sort(3,1,2)", ["1", "2", "3"]),
+    ("tag(sizes, choice(1,2))", ["1", "2"]),
+    ("null,0.5", ["null", "0.5"]),
+    ("[2,6],[3,9]", ["[2,6]", "[3,9]"]),
+    ("${DATA.BATCH_SIZE},7", ["${DATA.BATCH_SIZE}", "7"]),
+    ("8,8,9", ["8", "9"]),
+    # one value
+    ("32", ["32"]),
+    ("'a,b'", ["'a,b'"]),
+    ("{a: 1, b: 2}", ["{a: 1, b: 2}"]),
+    ("runs (old)/x", ["runs (old)/x"]),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), VALUES, ids=[text for text, _ in VALUES])
+def test_values_of_a_text(text: str, expected: list[str]) -> None:
+    assert sweep_values(text) == expected
+
+
+def test_lists_that_cannot_be_run_through() -> None:
+    for text in ("32,64,", "glob(*)", "interval(1,2)", "range(1,2,0)", "range(2,1)", ",,", "a,b)"):
+        with pytest.raises(ValueError, match=re.escape(repr(text))):
+            sweep_values(text)
+    assert sorted(sweep_values("shuffle(1,2,3)")) == ["1", "2", "3"]
+
+
+def test_every_spelling_makes_the_same_grid() -> None:
+    def configs(*argv: str) -> list[tuple[int, float]]:
+        found = read_grid(argv)
+        assert found.problems == []
+        loaded = [load_config(one.argv).config for one in found.combinations]
+        return [(config.DATA.BATCH_SIZE, config.OPTIMIZER.LR) for config in loaded]
+
+    expected = [(32, 0.1), (32, 0.2), (64, 0.1), (64, 0.2)]
+    assert configs("DATA.BATCH_SIZE=32,64", "OPTIMIZER.LR=0.1,0.2") == expected
+    assert configs("DATA.BATCH_SIZE", "32,64", "--opts", "+OPTIMIZER.LR=choice(0.1,0.2)") == expected
+
+
+def test_values_reach_the_configuration_as_typed() -> None:
+    found = read_grid(["DATA.DATASET.NUM_CLASSES=[2,6],[3,9]", "EXPERIMENT.WANDB.GROUP='a,b',null"])
+    seen = [load_config(one.argv).config for one in found.combinations]
+    classes = [(one.DATA.DATASET.NUM_CLASSES, one.EXPERIMENT.WANDB.GROUP) for one in seen]
+    assert classes == [([2, 6], "a,b"), ([2, 6], None), ([3, 9], "a,b"), ([3, 9], None)]
+
+
+def test_a_key_set_again_is_not_swept() -> None:
+    found = read_grid(["DATA.BATCH_SIZE=32,64", "TRAIN.EPOCHS=1,2", "DATA.BATCH_SIZE=8"])
+    assert [one.title for one in found.combinations] == ["TRAIN.EPOCHS=1", "TRAIN.EPOCHS=2"]
+    assert {load_config(one.argv).config.DATA.BATCH_SIZE for one in found.combinations} == {8}
+
+
+def test_names_are_readable() -> None:
+    found = read_grid(["DATA.BATCH_SIZE=32,64", "MODEL.KWARGS.norm=/a/b,c"])
+    names = [one.name for one in found.combinations]
+    assert names[1] == "DATA.BATCH_SIZE=32,MODEL.KWARGS.norm=c"
+    assert re.fullmatch(r"DATA.BATCH_SIZE=32,MODEL.KWARGS.norm=-a-b-[0-9a-f]{8}", names[0])
+
+
+TEXTS = st.text(max_size=200)
+
+
+@given(st.tuples(TEXTS, TEXTS), st.tuples(TEXTS, TEXTS))
+def test_names_are_safe_and_tell_combinations_apart(a: tuple[str, str], b: tuple[str, str]) -> None:
+    names = [Combination({"A.X": one[0], "A.Y": one[1]}, ()).name for one in (a, b)]
+    for name in names:
+        assert re.fullmatch(r"[A-Za-z0-9_.,=+\[\]-]{1,120}", name)
+        assert name not in (".", "..")
+    joined = [f"A.X={one[0]},A.Y={one[1]}" for one in (a, b)]
+    assert (names[0] == names[1]) == (joined[0] == joined[1])
+
+
+def test_all_mistakes_of_all_combinations_are_listed_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(["DATA.BATCH_SIZE=0,8", "OPTIMIZER.LR=-1", "TRAIN.EPOCH=3", "--plot=x", "TRAIN.AMP=bf16,fp8"])
+    problems = caught.value.problems
+    assert len(problems) == 5
+    where = {problem.partition(":")[0]: problem.partition(" with ")[2] for problem in problems}
+    assert where == {
+        "--plot": "",
+        "TRAIN.EPOCH": "",  # in every combination
+        "OPTIMIZER.LR": "",
+        "DATA.BATCH_SIZE": "DATA.BATCH_SIZE=0 TRAIN.AMP=bf16",
+        "TRAIN.AMP": "DATA.BATCH_SIZE=0 TRAIN.AMP=fp8",
+    }
+
+
+def test_each_run_has_its_own_place() -> None:
+    request = read(["DATA.BATCH_SIZE=8,16", "EXPERIMENT.NAME=mine", "EXPERIMENT.OUTPUT_DIR=out"])
+    assert not isinstance(request, str)
+    _, runs = request
+    assert [str(run.folder) for run in runs] == [
+        "out/mine/DATA.BATCH_SIZE=8", "out/mine/DATA.BATCH_SIZE=16",
+    ]  # fmt: skip
+    assert [run.config.DATA.BATCH_SIZE for run in runs] == [8, 16]
+    assert all(run.config.TRAIN.AUTO_RESUME for run in runs)

@@ -1,0 +1,214 @@
+"""The command lines of all commands: what each takes, and the mistakes that all read alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linnaeus.cli.options import check_files
+from linnaeus.errors import ConfigError
+from linnaeus.launchers.options import split_launch_options
+from linnaeus.main import COMMANDS, cli
+from tests.helpers.forks import ROOT
+from tests.helpers.runs import Run
+
+EXPERIMENT = "DATA: {DATASET: {NAME: synthetic}}\n"
+MEASURING = ("analyze", "plan")
+OTHERS = ("compare", "evaluate", "export", "predict", "sweep")
+
+
+def module(command: str) -> Any:
+    return import_module(f"linnaeus.cli.{command}.options")
+
+
+def problems(command: str, *argv: str) -> list[str]:
+    """What is wrong with options alone."""
+    return list(module(command).PARSER.take(argv, module(command).Options())[1])
+
+
+def test_a_value_stands_behind_its_option_or_an_equals_sign() -> None:
+    [problem] = problems("analyze", "--steps", "0")
+    assert problem.startswith("--steps: ")
+    assert problems("analyze", "--steps=0") == [problem]
+
+
+@pytest.mark.parametrize("command", [*MEASURING, *OTHERS])
+def test_an_option_without_a_value_or_unknown_is_a_problem(command: str) -> None:
+    option = "--output" if command in ("predict", "export") else "--plot"
+    [problem] = problems(command, option)
+    assert problem.startswith(f"{option}: ")
+    [problem] = problems(command, f"{option}x")
+    assert option in problem.partition(":")[2], "the closest is named"
+
+
+@pytest.mark.parametrize("command", [*MEASURING, "sweep"])
+def test_mistakes_of_options_and_of_keys_are_listed_at_once(command: str) -> None:
+    argv = ["--plot", "a.b", "--foo", "DATA.BATCHSIZE=3", "TRAIN.EPOCHS=0", "EXPERIMENT.SEED=1,2"]
+    with pytest.raises(ConfigError) as caught:
+        module(command).read(argv if command == "sweep" else argv[:-1])
+    named = [problem.partition(":")[0] for problem in caught.value.problems]
+    assert sorted(named) == ["--foo", "--plot", "DATA.BATCHSIZE", "TRAIN.EPOCHS"]
+
+
+@pytest.mark.parametrize("command", [name for name in (*MEASURING, *OTHERS) if name != "export"])
+def test_files_are_looked_at_before_the_work(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of export, which makes the folders of its file."""
+    desk(tmp_path, monkeypatch)
+    option = "--output" if command == "predict" else "--plot"
+    ending = "csv" if command == "predict" else "png"
+    argv = {
+        "compare": ["runs"], "evaluate": ["runs/one"], "predict": ["runs/one", "photos"],
+        "sweep": ["TRAIN.EPOCHS=1,2"],
+    }.get(command, [])  # fmt: skip
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=rf"{option}: missing/a\.{ending}"):
+        module(command).read([*argv, option, f"missing/a.{ending}"])
+    assert sorted(tmp_path.rglob("*")) == before
+    assert module(command).read([*argv, option, f"a.{ending}"])
+
+
+def test_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "mine.csv").write_text("mine")
+    for path in (tmp_path / "folder.png", Path("/proc/a.json"), tmp_path / f"{'x' * 245}.json"):
+        with pytest.raises(ConfigError, match=f"--output: {re.escape(str(path))}"):
+            check_files({"--output": path, "--plot": None})
+    check_files({"--output": tmp_path / "mine.csv"})
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everything
+    with pytest.raises(ConfigError, match=r"mine\.csv"):
+        check_files({"--output": tmp_path / "mine.csv"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.png", "mine.csv"]
+
+
+def test_a_value_may_begin_with_a_dash() -> None:
+    options = module("analyze").Options()
+    assert module("analyze").PARSER.take(["--output", "-x.json"], options) == ([], [])
+    assert options.output == Path("-x.json")
+
+
+def test_the_later_of_an_option_and_an_override_wins() -> None:
+    def max_size(*argv: str) -> int:
+        return int(module("analyze").read(argv)[1].DATA.AUTOBATCH.MAX_BATCH_SIZE)
+
+    assert max_size("--max-bs", "8", "DATA.AUTOBATCH.MAX_BATCH_SIZE", "9") == 9
+    assert max_size("DATA.AUTOBATCH.MAX_BATCH_SIZE=9", "--max-bs", "8") == 8
+
+
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the folder with the files that the examples of the help name, and go there."""
+    (tmp_path / "my_exp.yaml").write_text(EXPERIMENT)
+    (tmp_path / "runs/my_exp").mkdir(parents=True)
+    (tmp_path / "runs/my_exp/sweep.json").touch()
+    for run in ("runs/one", "runs/other", "runs/lr1", "runs/birds"):
+        (tmp_path / run / "checkpoints").mkdir(parents=True)
+        (tmp_path / run / "checkpoints/best.pt").touch()
+        (tmp_path / run / "checkpoints/last.pt").touch()
+        (tmp_path / run / "config.yaml").write_text(EXPERIMENT)
+    (tmp_path / "photos").mkdir()
+    for image in ("photos/0.jpg", "a.jpg", "b.jpg"):
+        (tmp_path / image).touch()
+    monkeypatch.chdir(tmp_path)
+
+
+def words_of(example: str) -> list[str]:
+    """What stands behind the program in an example."""
+    words = shlex.split(example.rpartition("|")[2])
+    start = next(number for number, word in enumerate(words) if word.startswith("linnaeus"))
+    return words[start + 1 :] if words[start] != "linnaeus.train" else ["train", *words[start + 1 :]]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_names_every_option_and_its_examples_are_command_lines(
+    command: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk(tmp_path, monkeypatch)
+    outcome = run(command, "--help", "--cfg", "nowhere.yaml")
+    assert outcome.code == 0
+    if command != "train":
+        assert all(name in outcome.out for name in module(command).PARSER.names())
+    found = re.search(r"^examples:\n((?:  .+\n)+)", outcome.out, re.MULTILINE)
+    assert found is not None
+    lines = found[1].splitlines()
+    assert len(lines) >= 3
+    for line in lines:
+        first, *rest = words_of(line)
+        if command != "train":
+            assert first == command
+        elif first != "train":
+            rest = [first, *rest]
+        if command != "sweep":
+            _, rest, wrong = split_launch_options(rest)
+            assert wrong == [], line
+        assert module(command).read(rest), line
+    if COMMANDS[command]:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        words = words_of(lines[0])
+        outcome = run(*words)
+        assert outcome.code == 2
+        assert f"linnaeus.main {shlex.join(words)}" in outcome.err, "the command without torchrun"
+
+
+ALONE = (
+    "linnaeus.config.load", "linnaeus.batching.plan", "linnaeus.batching.summary", "linnaeus.main",
+    "linnaeus.autobatch.search",
+)  # fmt: skip
+WITHOUT_TORCH = """
+import importlib, json, sys
+from linnaeus.main import cli
+
+def loaded(*argvs):
+    codes = [cli(argv) for argv in argvs]
+    return codes, sorted(sys.modules)
+
+commands = json.loads(sys.argv[1])
+lines = ["linnaeus ", "linnaeus DATA.AUTOB", "linnaeus model=", *(f"linnaeus {name} --" for name in commands)]
+completing = loaded(*(["--complete", "bash", line, "="] for line in lines))
+reading = loaded(*([name, "--help"] for name in commands), *([name, "--foo"] for name in commands))
+comparing = loaded(["compare", "one"])
+importing = [
+    name for name in json.loads(sys.argv[2]) if importlib.import_module(name) and "torch" in sys.modules
+]
+print(json.dumps([completing, reading, comparing, importing]))
+"""
+
+
+def test_completion_help_mistakes_and_comparisons_wait_for_no_heavy_module(tmp_path: Path) -> None:
+    (tmp_path / "one/checkpoints").mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps([*COMMANDS]), json.dumps(ALONE)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    completing, reading, comparing, importing = json.loads(done.stdout.splitlines()[-1])
+    assert {*completing[0]} == {0}
+    heavy = {"torch", "matplotlib", "timm", "sklearn"}
+    assert not {*completing[1]} & {*heavy, "hydra", "omegaconf", "numpy", "yaml", "rich", "wandb"}
+    assert reading[0] == [0] * len(COMMANDS) + [2] * len(COMMANDS)
+    assert comparing[0] == [0]
+    assert not {*comparing[1]} & heavy
+    assert "argparse" in comparing[1], "the control"
+    assert importing == [], "these load torch"
+
+
+@pytest.mark.parametrize("command", [*MEASURING, "sweep", "evaluate"])
+def test_print_config(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    desk(tmp_path, monkeypatch)
+    before = sorted(tmp_path.rglob("*"))
+    argv = {"evaluate": ["runs/one"], "sweep": ["EXPERIMENT.SEED=1,2"]}.get(command, [])
+    assert cli([command, *argv, "DATA.BATCH_SIZE_VAL=7", "--print-config"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("BATCH_SIZE_VAL: 7\n") == (2 if command == "sweep" else 1)
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,31 @@
+"""Tables for programs."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from linnaeus.cli.tables import Figures
+
+
+class Names(Figures):
+    """A table of names."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def scalars(self) -> list[dict[str, Any]]:
+        return [{"name": name, "length": len(name)} for name in self.names]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"names": self.names}
+
+
+def test_any_text_comes_back_from_a_csv_file(tmp_path: Path) -> None:
+    names = ["a\rb", "a\nb", "a\r\nb", 'a,"b"', "a\r", "\n", "plain"]
+    Names(*names).save(tmp_path / "names.csv")
+    with (tmp_path / "names.csv").open(newline="") as file:
+        assert list(csv.DictReader(file)) == [{"name": name, "length": str(len(name))} for name in names]
+    Names("a", "b").save(tmp_path / "names.csv")
+    assert (tmp_path / "names.csv").read_bytes() == b"name,length\na,1\nb,1\n", "as other text files"
