@@ -11,8 +11,8 @@ import yaml
 from linnaeus.cli.compare.differences import flattened
 from linnaeus.cli.compare.history import numbers_in
 from linnaeus.cli.compare.results import PLANNED, Row
-from linnaeus.config.files import FastLoader
-from linnaeus.config.load import PLAN, unescape
+from linnaeus.config.load import FastLoader, unescape
+from linnaeus.config.tree import PLAN
 from linnaeus.files import ASKED, CHECKPOINTS, CONFIG, LOCK, OUTCOME, SWEEP, read_holder
 from linnaeus.launchers.interface import Job
 from linnaeus.launchers.jobs import active_jobs, lost_outcome

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from linnaeus.cli.options import CommandParser, check_files, read_plot
 from linnaeus.cli.run_options import CHECKPOINT_OPTION, read_choice
@@ -17,9 +17,6 @@ from linnaeus.config.overrides import CommandLine, parse_command_line
 from linnaeus.config.schema import Config
 from linnaeus.errors import ConfigError, LinnaeusError
 from linnaeus.files import CHECKPOINTS
-
-if TYPE_CHECKING:
-    from linnaeus.config.settings import Setting
 
 DESCRIPTION = """\
 Evaluates a trained run on labelled data, with its classes, its preprocessing and its validation step.
@@ -125,18 +122,18 @@ def _take_run(tokens: Sequence[str], options: Options) -> list[str]:
 
 def _not_taken(line: CommandLine) -> list[str]:
     """What the command line has that an evaluation does not take, as one sentence each."""
-    from linnaeus.config.settings import from_overrides
+    from linnaeus.config.tree import leaves, overridden
 
-    named = [*dict.fromkeys(name for name, _ in line.sources), *line.presets, *line.left_out]
+    named = [*dict.fromkeys(name for name, _ in line.sources), *line.groups]
     problems = [
         f"{name}: files and presets have no effect, as the configuration is the run's; set keys instead"
         for name in named
     ]
-    for setting in from_overrides(line.overrides):
-        key = dotted(setting.path)
-        if (*setting.path[:-1], f"{setting.path[-1]}_VAL") in KEYS:
+    for path in [leaf for start, tree in overridden(line.overrides) for leaf, _ in leaves(tree, start)]:
+        key = dotted(path)
+        if (*path[:-1], f"{path[-1]}_VAL") in KEYS:
             problems.append(f"{key}: is for training; an evaluation takes {key}_VAL")
-        elif not _is_settable(key) and any(path[: len(setting.path)] == setting.path for path in KEYS):
+        elif not _is_settable(key) and any(known[: len(path)] == path for known in KEYS):
             problems.append(
                 f"{key}: belongs to the trained run and cannot be changed for an evaluation; leave it out"
             )
@@ -147,13 +144,13 @@ def _is_settable(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in _SETTABLE)
 
 
-def _base(options: Options) -> tuple[list[str], list[Setting]]:
+def _base(options: Options) -> tuple[list[str], Mapping[Any, Any]]:
     """The run's configuration, as tokens that name its file or as the settings in its checkpoint."""
     path = options.run
     folder = path.parent.parent if path.is_file() and path.parent.name == CHECKPOINTS else path
     file = folder / "config.yaml"
     if file.is_file():
-        return ["--cfg", str(file)], []
+        return ["--cfg", str(file)], {}
     content, name = _content(options)
     from linnaeus.config.load import settings_of
 
@@ -179,15 +176,15 @@ def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
 
     The run's paths, columns and arguments do not belong to such data.
     """
-    from linnaeus.config.settings import from_overrides
-    from linnaeus.config.values import Bare
+    from linnaeus.config.tree import leaves, overridden
 
     dataset = own.DATA.DATASET
     own_kind = dict(dataset) if isinstance(dataset, Mapping) else {"NAME": dataset.NAME}
     named = {
-        setting.path[2]: setting.value.text if isinstance(setting.value, Bare) else setting.value
-        for setting in from_overrides(line.overrides)
-        if setting.path[:2] == ("DATA", "DATASET") and setting.path[2:] in (("NAME",), ("_target_",))
+        leaf[2]: setting.text
+        for path, tree in overridden(line.overrides)
+        for leaf, setting in leaves(tree, path)
+        if leaf in (("DATA", "DATASET", "NAME"), ("DATA", "DATASET", "_target_"))
     }
     is_other = any(value is not None and value != own_kind.get(name) for name, value in named.items())
     return ["~DATA.DATASET"] if is_other else []

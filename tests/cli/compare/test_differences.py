@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from linnaeus.cli.compare.differences import differing_keys, flattened, settings_of, shown
-from linnaeus.config.files import FastLoader
-from linnaeus.config.load import load_config, to_yaml
+from linnaeus.config.load import FastLoader, load_config, to_yaml
 
 
 def settings(*argv: str, without: tuple[str, ...] = ()) -> dict[str, Any]:
