@@ -124,7 +124,7 @@ def _hydra(files: Files) -> Iterator[None]:
 
 def compose(
     files: Files, names: Sequence[str], groups: Mapping[str, str | None]
-) -> tuple[Any, dict[str, str]]:
+) -> tuple[dict[Any, Any], dict[str, str]]:
     """Compose files and groups.
 
     Args:
@@ -157,7 +157,7 @@ def compose(
         tree = OmegaConf.to_container(config)
     assert isinstance(tree, dict)
     del tree["hydra"]
-    return Source.marks.replace(tree) if tree else {}, chosen
+    return {name: Source.marks.replace(child) for name, child in tree.items()}, chosen
 
 
 def _overrides(

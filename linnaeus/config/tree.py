@@ -8,7 +8,7 @@ Precedence, lowest first: presets and other files of a node's group that the com
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -79,31 +79,20 @@ def read_tree(line: CommandLine, below: Mapping[Any, Any]) -> Given:
     given = Given({})
     merge(given.tree, below)
     own = [expanded(name) for name in line.named("--config-dir")]
-    for name, folder in zip(line.named("--config-dir"), own, strict=True):
-        if not is_folder(folder):
-            what = "is a file, not a" if is_file(folder) else "no such"
-            given.problems.append(f"{name}: {what} folder (--config-dir)")
+    for folder in (folder for folder in own if not is_folder(folder)):
+        what = "is a file, not a" if is_file(folder) else "no such"
+        given.problems.append(f"{folder}: {what} folder (--config-dir)")
     files = Files([*own, *(expanded(name).parent for name in line.named("--cfg")), FOLDER])
-    roots = [_root(files, option, name, given) for option, name in line.sources if option != "--config-dir"]
-    names = list(dict.fromkeys(filter(None, reversed(roots))))[
-        ::-1
-    ]  # of a file named twice, the later counts
+    names: dict[str, None] = {}
+    for option, name in line.sources:
+        if option != "--config-dir" and (path := _root(files, option, name, given)) is not None:
+            names.pop(path, None)  # of a file named twice, the later one counts
+            names[path] = None
     groups = {group: name for group, name in line.groups.items() if _exists(group, name, files, given)}
-    given.is_complete = not any(file.problem for file in files.read.values())
-    if groups or any(files.read[name].defaults is not None or files.read[name].package for name in names):
-        from linnaeus.config.compose import compose  # here, because Hydra takes long to import
-
-        try:
-            tree, given.chosen = compose(files, names, groups)
-            merge(given.tree, tree)
-            given.warnings = _beaten(given.tree, files, names, line)
-        except Exception as error:  # Hydra raises errors of many kinds for a list that it cannot read
-            given.is_complete = False
-            if not any(file.problem for file in files.read.values()):
-                given.problems.append(_from_hydra(error, files))
-    if not given.tree:
-        for name in names:
-            merge(given.tree, files.read[name].tree)
+    tree = _composed(files, [*names], groups, given)
+    merge(given.tree, tree)
+    if given.is_complete:
+        given.warnings = _beaten(tree, files, names, line)
     given.tree.pop(PLAN, None)
     given.problems += [file.problem for file in files.read.values() if file.problem]
     for override in line.overrides:
@@ -111,6 +100,27 @@ def read_tree(line: CommandLine, below: Mapping[Any, Any]) -> Given:
         if problem and given.is_complete:
             given.problems.append(f"{override.key}: {problem} ({COMMAND_LINE})")
     return given
+
+
+def _composed(
+    files: Files, names: Sequence[str], groups: Mapping[str, str | None], given: Given
+) -> dict[Any, Any]:
+    """The tree of all files. Plain files just follow one another; all else is for Hydra to compose."""
+    given.is_complete = not any(file.problem for file in files.read.values())
+    if groups or any(files.read[name].defaults is not None or files.read[name].package for name in names):
+        from linnaeus.config.compose import compose  # here, because Hydra takes long to import
+
+        try:
+            tree, given.chosen = compose(files, names, groups)
+            return tree
+        except Exception as error:  # Hydra raises errors of many kinds for a list that it cannot read
+            given.is_complete = False
+            if not any(file.problem for file in files.read.values()):
+                given.problems.append(_from_hydra(error, files))
+    tree = {}
+    for name in names:
+        merge(tree, files.read[name].tree)
+    return tree
 
 
 def _root(files: Files, option: str, name: str, given: Given) -> str | None:
@@ -123,11 +133,7 @@ def _root(files: Files, option: str, name: str, given: Given) -> str | None:
     if files.get(name) is not None:
         return name
     there = names_in("", files.folders)
-    hint = (
-        f"there are {', '.join(there)}{suggest(name, there)}"
-        if there
-        else "--config-dir DIR says where it is"
-    )
+    hint = f"there are {', '.join(there)}{suggest(name, there)}" if there else "--config-dir says where it is"
     given.problems.append(f"{name}: no such file (--config-name); {hint}")
     return None
 
@@ -158,7 +164,7 @@ def sweep_hint(key: str, typed: str) -> str:
     return f"; to run with each of them: linnaeus sweep {key}={typed}" if is_sweep else ""
 
 
-def _beaten(tree: Any, files: Files, names: Sequence[str], line: CommandLine) -> list[str]:
+def _beaten(tree: Any, files: Files, names: Iterable[str], line: CommandLine) -> list[str]:
     """What to tell where `--cfg` files set keys that a choice of the command line sets otherwise."""
     typed = {f"{group}={name}" for group, name in line.presets.items()}
     keys = {override.key for override in line.overrides}
@@ -190,8 +196,8 @@ def _from_hydra(error: Exception, files: Files) -> str:
     text = " ".join(str(error).strip().partition("\n\n")[0].split()) or type(error).__name__
     for path, file in files.read.items():
         text = re.sub(rf"\b{re.escape(path)}\b(?!/)", lambda _, name=file.name: name, text)  # type: ignore[misc]
-    options = getattr(error, "options", None)
-    return f"defaults: {text}{f'; there are {chr(44).join(options)}' if options else ''}"
+    there = ", ".join(getattr(error, "options", None) or [])
+    return f"defaults: {text}" + (f"; there are {there}" if there else "")
 
 
 # The tree
