@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +22,6 @@ from linnaeus.launchers.interface import LaunchOptions
 from linnaeus.launchers.sbatch import KNOWN, problems_with
 
 AUTOBATCH = "DATA.AUTOBATCH"
-LAUNCHERS = ("local", "slurm")
 COMPLETION = 'eval "$(register-python-argcomplete linnaeus)"'
 """What a shell's start-up file needs for completion with TAB."""
 CHECKPOINT_OPTION = (
@@ -52,11 +50,6 @@ class _Option:
     takes: Callable[[str], bool] | None = None
     for_config: bool = False
     launches: bool = False
-
-    def texts(self, first: list[str], following: Sequence[str]) -> list[str]:
-        """The texts of its values: that behind `=`, and the words that follow."""
-        words = takewhile(self.takes, following) if self.takes else following[: 1 - len(first)]
-        return first if self.read is None else [*first, *takewhile(lambda word: not _is_option(word), words)]
 
     def apply(self, name: str, texts: list[str], options: object) -> list[str]:
         """Fill the attribute of an option; returns the words in its place. `ValueError` for a wrong value."""
@@ -122,7 +115,7 @@ class CommandParser(argparse.ArgumentParser):
             self._add(source, "--config-name", "-cn", metavar="NAME", text="a file of it, as with --cfg")
             self._add(flag, "--opts", text="may come before the keys; changes nothing")
         self.option(
-            "--launcher", "|".join(LAUNCHERS), partial(read_choice, LAUNCHERS),
+            "--launcher", "local|slurm", partial(read_choice, ("local", "slurm")),
             "where to run: this machine (default), or a job of SLURM", launches=True,
         )  # fmt: skip
         self.option(
@@ -191,11 +184,19 @@ class CommandParser(argparse.ArgumentParser):
             elif name in ("-h", "--help"):
                 return None
             else:
-                texts = option.texts([value] if has_value else [], argv[at:end])
+                texts = [value] if has_value else []
+                most = 0 if option.read is None else 1 if option.takes is None else end
+                for word in argv[at:end]:
+                    if len(texts) >= most or word.startswith("--") or word in self._options:
+                        break
+                    if option.takes is not None and not option.takes(word):
+                        break
+                    texts.append(word)
                 at += len(texts) - bool(has_value)
-                gathered[name] = gathered.get(name, []) + texts if option.takes else texts
+                if option.takes is not None:  # the option may stand twice
+                    texts = gathered[name] = gathered.get(name, []) + texts
                 try:
-                    words += option.apply(name, gathered[name], launch if option.launches else options)
+                    words += option.apply(name, texts, launch if option.launches else options)
                 except ValueError as error:
                     problems.append(f"{name}: {error}")
             if option is None or not option.launches:
@@ -336,11 +337,11 @@ def read_request(
     Raises:
         ConfigError: lists everything that is wrong, with the options and in the configuration.
     """
-    from linnaeus.config.load import load_config  # here: help does not wait for OmegaConf
-
     found = parser.words(argv, options)
     if found is None:
         return parser.format_help()
+    from linnaeus.config.load import load_config  # here: help does not wait for OmegaConf
+
     words, problems = found
     problems += check(options)
     try:

@@ -8,11 +8,11 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from linnaeus.cli.parser import CommandParser, add_run_options, check_files, read_count, read_table
 from linnaeus.cli.tables import UnixLines
@@ -141,11 +141,10 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
     predictor = trained.predictor(
         top=options.top, path=options.path, batch_size=options.batch_size, num_workers=options.workers
     )
-    names = columns(predictor.taxonomy.num_classes, top=options.top, path=options.path)
     unreadable = list[Unreadable]()
     with ExitStack() as stack:
         stack.callback(_list_unreadable, options.output, unreadable)
-        writer = stack.enter_context(open_writer(options.output, names, unreadable))
+        writer = stack.enter_context(open_writer(options.output, unreadable))
         # Between printed lines a bar would only get in the way.
         progress = stack.enter_context(
             Progress(
@@ -199,24 +198,23 @@ class Writer:
     Args:
         file: opened with `newline=""`.
         ending: .csv, .json (a list with an object per line) or .jsonl; empty for text for people.
-        columns: those of a CSV file.
 
     Attributes:
         number: predictions so far.
     """
 
-    def __init__(self, file: TextIO, ending: str, columns: Sequence[str]) -> None:
+    def __init__(self, file: TextIO, ending: str) -> None:
         self.file = file
         self.number = 0
         self._ending = ending
-        self._rows = csv.writer(UnixLines(file))
-        if ending == ".csv":
-            self._rows.writerow(columns)
 
     def write(self, prediction: Prediction) -> None:
         """Write one prediction."""
         if self._ending == ".csv":
-            self._rows.writerow(_row(prediction))
+            cells = _cells(prediction)
+            csv.writer(UnixLines(self.file)).writerows(
+                [cells.values()] if self.number else [cells, cells.values()]
+            )
         elif self._ending:
             content = prediction.as_dict()
             name = str(prediction.source).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
@@ -234,14 +232,17 @@ class Writer:
         self.file.flush()
 
 
-def _row(prediction: Prediction) -> list[Any]:
-    row: list[Any] = [str(prediction.source)]
-    for classes in prediction.levels.values():
-        for name, probability in classes:
-            row += [name, f"{probability:.6g}"]
+def _cells(prediction: Prediction) -> dict[str, str]:
+    """The row of a CSV file, by column; the best class of a level is number 1."""
+    cells = {"path": str(prediction.source)}
+    for level, classes in prediction.levels.items():
+        for number, (name, probability) in enumerate(classes, start=1):
+            cells |= {f"{level}_{number}": name, f"{level}_{number}_probability": f"{probability:.6g}"}
     if (path := prediction.path) is not None:
-        row += [*path.classes.values(), f"{path.probability:.6g}", str(path.differs).lower()]
-    return row
+        cells |= {f"consistent_{level}": name for level, name in path.classes.items()}
+        cells["consistent_probability"] = f"{path.probability:.6g}"
+        cells["consistent_differs"] = str(path.differs).lower()
+    return cells
 
 
 def _text(prediction: Prediction) -> str:
@@ -259,32 +260,8 @@ def _text(prediction: Prediction) -> str:
     return "\n".join([printable(str(prediction.source)), *lines, ""])
 
 
-def columns(num_classes: Mapping[str, int], *, top: int, path: bool) -> list[str]:
-    """The columns of a CSV file.
-
-    >>> columns({"genus": 2, "species": 9}, top=1, path=True)
-    ... # doctest: +NORMALIZE_WHITESPACE
-    ['path', 'genus_1', 'genus_1_probability', 'species_1', 'species_1_probability',
-     'consistent_genus', 'consistent_species', 'consistent_probability', 'consistent_differs']
-
-    Args:
-        num_classes: number of classes of each level, coarse to fine.
-        top: classes for each level; a level with fewer has fewer columns.
-        path: whether there is a consistent path.
-    """
-    names = ["path"]
-    for level, number in num_classes.items():
-        for rank in range(1, min(top, number) + 1):
-            names += [f"{level}_{rank}", f"{level}_{rank}_probability"]
-    if path:
-        names += [f"consistent_{name}" for name in [*num_classes, "probability", "differs"]]
-    return names
-
-
 @contextmanager
-def open_writer(
-    output: Path | None, columns: Sequence[str], unreadable: Sequence[Unreadable]
-) -> Iterator[Writer]:
+def open_writer(output: Path | None, unreadable: Sequence[Unreadable]) -> Iterator[Writer]:
     """A writer to a file, which appears once it is whole; or to standard output where `output` is None.
 
     Where all images were unreadable, no file is written. Where the context ends with an exception, the
@@ -294,14 +271,14 @@ def open_writer(
         LinnaeusError: the file cannot be written.
     """
     if output is None:
-        writer = Writer(sys.stdout, "", columns)
+        writer = Writer(sys.stdout, "")
         yield writer
         writer.end()
         return
     temporary = temporary_name(output)
     try:
         with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            writer = Writer(file, output.suffix.lower(), columns)
+            writer = Writer(file, output.suffix.lower())
             try:
                 yield writer
             finally:

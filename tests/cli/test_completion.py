@@ -67,11 +67,12 @@ def test_every_command_key_and_preset_is_offered(tmp_path: Path) -> None:
 
 
 def test_the_program_answers_the_shell(tmp_path: Path) -> None:
-    """As the line of `register-python-argcomplete` asks it in bash; it gets what replaces the text after `=`."""
+    """In bash, whose line of `register-python-argcomplete` asks for what replaces the text after `=`."""
     line = "linnaeus --cfg a.yaml DATA.AUTOBATCH.STRATEGY=b"
     asked = {
-        "_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"), "_ARGCOMPLETE_IFS": "\n",
-        "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": "\"'><=;|&(:",
+        "_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"),
+        "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line,
+        "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": "\"'><=;|&(:",
     }  # fmt: skip
     code = "from linnaeus.main import console; raise SystemExit(console())"
     env = {**os.environ, **asked, "PYTHONPATH": str(ROOT)}

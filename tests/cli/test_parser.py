@@ -94,7 +94,9 @@ def test_files_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_value_may_be_a_negative_number_or_follow_an_equals_sign() -> None:
     options, config = read("analyze", "MODEL.KWARGS.x", "-1e-3", "--output=-x.json")
     assert (options.output, config.MODEL.KWARGS) == (Path("-x.json"), {"x": -1e-3})
-    assert problems("analyze", "--output", "-x.json")[0].startswith("--output: ")
+    assert read("analyze", "--output", "-x.json")[0].output == Path("-x.json")
+    [problem] = problems("analyze", "--output", "--plot", "-x.png")
+    assert problem.startswith("--output: ")
 
 
 def test_the_later_of_an_option_and_an_override_wins() -> None:
