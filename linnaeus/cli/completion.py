@@ -81,7 +81,7 @@ def _candidates(words: Sequence[str], word: str) -> tuple[str, dict[str, str]]:
         return "", _values(words[-1])
     sign = word[: len(word) - len(word.lstrip("+~"))]
     end = "" if "~" in sign else "="
-    found = {} if words else {name: command.text for name, command in COMMANDS.items()}
+    found = {} if words else dict(COMMANDS)
     found |= {f"{sign}{group}{end}": "preset" for group in groups}
     return "", found | {f"{sign}{name}{end}": text for name, text in NAMES.items()}
 

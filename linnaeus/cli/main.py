@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 if find_spec("omegaconf") is None:
     raise SystemExit("linnaeus: training needs more than the search: pip install 'linnaeus[train]'")
@@ -30,42 +30,26 @@ from linnaeus.config.keys import suggest
 from linnaeus.errors import EXIT_INTERRUPTED, ConfigError, LinnaeusError
 from linnaeus.signals import Interrupted
 
-
-class Command(NamedTuple):
-    """What is said of a command.
-
-    Attributes:
-        text: what it does, for the help.
-        alone: why torchrun cannot run it; empty where it can.
-    """
-
-    text: str
-    alone: str = ""
-
-
 COMMANDS = {
-    "train": Command("train; the word may be left out, but `linnaeus` alone prints this text"),
-    "analyze": Command(
-        "memory, batch size and speed before a run", "the analysis measures one device in one process"
-    ),
-    "plan": Command(
-        "time, learning rate and warnings of a few batch sizes that fit",
-        "sizes are timed on one device in one process (see --world-size)",
-    ),
-    "sweep": Command(
-        "a run for each combination of values, compared", "a sweep starts a process for each run by itself"
-    ),
-    "compare": Command(
-        "runs side by side: what differs, metrics and learning curves",
-        "a comparison reads files in one process",
-    ),
-    "evaluate": Command("a trained run on labelled data: accuracy per rank and class, calibration"),
-    "predict": Command("classes of images, by a trained run", "prediction runs on one device in one process"),
-    "export": Command(
-        "a trained run as safetensors, ONNX, torch.export or timm files",
-        "an export is written by one process",
-    ),
+    "train": "train; the word may be left out, but `linnaeus` alone prints this text",
+    "analyze": "memory, batch size and speed before a run",
+    "plan": "time, learning rate and warnings of a few batch sizes that fit",
+    "sweep": "a run for each combination of values, compared",
+    "compare": "runs side by side: what differs, metrics and learning curves",
+    "evaluate": "a trained run on labelled data: accuracy per rank and class, calibration",
+    "predict": "classes of images, by a trained run",
+    "export": "a trained run as safetensors, ONNX, torch.export or timm files",
 }
+"""The commands, each with what it does."""
+ALONE = {
+    "analyze": "the analysis measures one device in one process",
+    "plan": "sizes are timed on one device in one process (see --world-size)",
+    "sweep": "a sweep starts a process for each run by itself",
+    "compare": "a comparison reads files in one process",
+    "predict": "prediction runs on one device in one process",
+    "export": "an export is written by one process",
+}
+"""Why torchrun cannot run a command; the others it can."""
 MULTIRUN = ("-m", "--multirun")
 """Hydra's names for a sweep."""
 LEAVE_AFTER_S = 3.0
@@ -94,9 +78,9 @@ def cli(argv: Sequence[str] | None = None) -> int:
             return 0
         launch = request[0].launch
         submits = launch.launcher == "slurm" and command != "sweep"  # which submits its runs
-        alone = "a job of SLURM starts torchrun by itself" if submits else COMMANDS[command].alone
+        alone = "a job of SLURM starts torchrun by itself" if submits else ALONE.get(command)
         if alone and rank is not None:
-            raise ConfigError(f"{alone}; run it without torchrun: linnaeus {shlex.join(tokens)}")
+            raise ConfigError(f"torchrun: {alone}; run it alone: linnaeus {shlex.join(tokens)}")
     except ConfigError as error:  # every rank has read the same command line
         if is_main:
             print(error, file=sys.stderr, flush=True)
@@ -111,8 +95,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
             if command == "train":
                 experiment = request[1].EXPERIMENT
                 folder = Path(experiment.OUTPUT_DIR) / experiment.NAME
-            with_torchrun = not COMMANDS[command].alone
-            print(submit_command(launch, command, launch.argv, with_torchrun, folder), end="")
+            print(submit_command(launch, command, launch.argv, command not in ALONE, folder), end="")
             return 0
         exit_code: int = part_of(command, "run")(*request)
         return exit_code

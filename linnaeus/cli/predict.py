@@ -185,11 +185,15 @@ def _list_unreadable(output: Path | None, images: Sequence[Unreadable]) -> None:
         return
     table = output.with_name(f"{output.name}.skipped.csv")
     table.unlink(missing_ok=True)
-    if images:
+    if not images:
+        return
+    rows = [["path", "reason"], *([image.source, image.reason] for image in images)]
+    try:
         with table.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            rows = [["path", "reason"], *([image.source, image.reason] for image in images)]
             csv.writer(UnixLines(file)).writerows(rows)
-        logger.info("what is left out is listed in %s", table)
+    except OSError as error:
+        raise not_written(table, error) from error
+    logger.info("what is left out is listed in %s", table)
 
 
 class Writer:

@@ -21,7 +21,7 @@ DESCRIPTION = f"""\
 Trains image classifiers from a configuration, with the largest batch size that is safe in memory.
 
 commands (linnaeus COMMAND --help):
-{_table({name: command.text for name, command in COMMANDS.items()})}
+{_table(COMMANDS)}
 """
 DETAILS = f"""\
 Keys can be set in four ways. A later one in this list wins, and of two overrides the last one:

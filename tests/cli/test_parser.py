@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from linnaeus.cli.main import COMMANDS, cli, part_of
+from linnaeus.cli.main import ALONE, COMMANDS, cli, part_of
 from linnaeus.cli.parser import check_files
 from linnaeus.errors import ConfigError
 from tests.helpers.forks import ROOT
@@ -146,7 +146,7 @@ def test_the_help_names_every_option_and_its_examples_are_command_lines(
         first, *rest = words_of(line)
         assert first == command
         assert read(command, *rest), line
-    if COMMANDS[command].alone:
+    if command in ALONE:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "2")
         words = words_of(lines[0])
@@ -155,7 +155,7 @@ def test_the_help_names_every_option_and_its_examples_are_command_lines(
         assert f"linnaeus {shlex.join(words)}" in outcome.err, "the command without torchrun"
 
 
-ALONE = (
+LIGHT = (
     "linnaeus.config.load", "linnaeus.batching.plan", "linnaeus.batching.summary", "linnaeus.main",
     "linnaeus.autobatch.search",
 )  # fmt: skip
@@ -184,7 +184,7 @@ print(json.dumps([completing, reading, comparing, importing]))
 def test_completion_help_mistakes_and_comparisons_wait_for_no_heavy_module(tmp_path: Path) -> None:
     (tmp_path / "one/checkpoints").mkdir(parents=True)
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, json.dumps([*COMMANDS]), json.dumps(ALONE)],
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps([*COMMANDS]), json.dumps(LIGHT)],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     completing, reading, comparing, importing = json.loads(done.stdout.splitlines()[-1])
