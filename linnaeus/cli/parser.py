@@ -122,7 +122,7 @@ class CommandParser(argparse.ArgumentParser):
             "--slurm", "KEY=VALUE ...", _read_sbatch, "options of sbatch, such as partition=gpu time=4:00:00",
             takes=_is_sbatch, launches=True,
         )  # fmt: skip
-        self._add(_Option(launches=True), "--dry-run", text="print the job script, and submit nothing")
+        self._add(_Option(launches=True), "--dry-run", text="print what would be started, and start nothing")
 
     def _add(self, option: _Option, *names: str, text: str, metavar: str | None = None) -> None:
         kind: dict[str, Any] = {"action": "store_true"} if option.read is None else {"metavar": metavar}
