@@ -205,7 +205,12 @@ class CommandParser(argparse.ArgumentParser):
         launch.argv += argv[end:]
         if self.takes_run:
             problems += self._take_run(words, options)
-        problems += self._check_launch(launch)
+        if launch.launcher == "slurm":
+            problems += problems_with(launch.slurm)
+        elif launch.slurm:
+            problems.append("--slurm: is for --launcher slurm, which is not given")
+        elif launch.dry_run and self.command != "sweep":
+            problems.append("--dry-run: shows the script of a job: give --launcher slurm too")
         vars(options)["launch"] = launch
         return words, problems
 
@@ -224,20 +229,12 @@ class CommandParser(argparse.ArgumentParser):
 
     def _take_run(self, words: list[str], options: object) -> list[str]:
         """Move the first word to `options.run`; returns the problem with it as a list of at most one."""
-        if not words or ("=" in words[0] and not Path(words[0]).exists()):
+        if not words or ((words[0].startswith("-") or "=" in words[0]) and not Path(words[0]).exists()):
             found = f", not {words[0]!r}" if words else ""
             return [f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"]
         path = Path(words.pop(0)).expanduser()
         vars(options)["run"] = path
         return [] if path.exists() else [f"RUN: there is no run or checkpoint {path}{suggest_path(path)}"]
-
-    def _check_launch(self, launch: LaunchOptions) -> list[str]:
-        if launch.launcher == "slurm":
-            return problems_with(launch.slurm)
-        problems = ["--slurm: is for --launcher slurm, which is not given"] if launch.slurm else []
-        if launch.dry_run and self.command != "sweep":
-            problems.append("--dry-run: shows the script of a job: give --launcher slurm too")
-        return problems
 
 
 def _is_option(token: str) -> bool:

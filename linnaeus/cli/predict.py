@@ -154,8 +154,9 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
             )
         )  # fmt: skip
         task = progress.add_task("predicting", total=None)
-        images = walk(options.images, _lines() if STDIN in options.images else ())
-        for found in stack.enter_context(closing(predictor.run(images))):
+        if STDIN in options.images:  # names of files may be no valid UTF-8
+            sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+        for found in stack.enter_context(closing(predictor.run(walk(options.images, sys.stdin)))):
             if not isinstance(found, Unreadable):
                 writer.write(found)
             else:
@@ -171,12 +172,6 @@ def _predict(trained: TrainedRun, options: Options, console: Console) -> int:
     is_written = writer.number > 0 or not unreadable
     logger.info("%s%s", total, f": {options.output.resolve()}" if options.output and is_written else "")
     return 0 if is_written else 1
-
-
-def _lines() -> Iterator[str]:
-    """The lines of standard input; names of files may be no valid UTF-8."""
-    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
-    yield from sys.stdin
 
 
 def _list_unreadable(output: Path | None, images: Sequence[Unreadable]) -> None:

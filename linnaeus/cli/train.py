@@ -44,6 +44,7 @@ examples:
   linnaeus train --cfg my_exp.yaml TRAIN.EPOCHS=5 TRAIN.AMP bf16
   linnaeus train model=resnet50 data=imagefolder DATA.DATASET.ROOT /data/birds
   linnaeus train --cfg my_exp.yaml --print-config
+  torchrun --nproc_per_node=4 -m linnaeus.main train --cfg my_exp.yaml
   linnaeus train --cfg my_exp.yaml --launcher slurm --slurm gpus-per-node=4 time=4:00:00
 
 exit codes: 0 done, 2 configuration, 3 no batch size fits, or out of memory, 130 interrupted, 1 anything else
