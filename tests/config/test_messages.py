@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from linnaeus.cli.train.options import read
+from linnaeus.cli.train import read
 from linnaeus.config.instantiate import call_target
 from linnaeus.config.load import load_config
 from linnaeus.errors import ConfigError

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from linnaeus.cli.options import check_files, read_plot, read_table
-from linnaeus.cli.run_options import RunCommandParser
+from linnaeus.cli.parser import CommandParser, check_files, read_plot, read_table
 from linnaeus.errors import ConfigError
 
 DESCRIPTION = """\
@@ -71,7 +70,9 @@ def read(argv: Sequence[str]) -> str | tuple[Options, list[Path]]:
     return options, folders
 
 
-PARSER = RunCommandParser("compare", words="RUN...", description=DESCRIPTION, details=DETAILS)
+PARSER = CommandParser(
+    "compare", words="RUN... [options]", description=DESCRIPTION, details=DETAILS, takes_overrides=False
+)
 PARSER.option(
     "--metric", "NAME", str,
     "validation metric that is compared; default: top-1 of the finest taxonomic rank, or the loss",

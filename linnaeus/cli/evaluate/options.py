@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from linnaeus.cli.options import CommandParser, check_files, read_plot
-from linnaeus.cli.run_options import CHECKPOINT_OPTION, read_choice
+from linnaeus.cli.parser import CHECKPOINT_OPTION, CommandParser, check_files, read_choice, read_plot
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.overrides import CommandLine, parse_command_line
 from linnaeus.config.schema import Config
@@ -92,10 +91,10 @@ def read(argv: Sequence[str]) -> str | tuple[Options, RunConfig]:
     from linnaeus.config.load import load_config
 
     options = Options()
-    rest, problems = PARSER.take(argv, options)
-    if {"-h", "--help"}.intersection(rest):
+    found = PARSER.words(argv, options)
+    if found is None:
         return PARSER.format_help()
-    tokens = _take_run(rest, options)
+    tokens, problems = found
     line = parse_command_line(tokens)
     problems += _not_taken(line)
     if problems:
@@ -107,17 +106,6 @@ def read(argv: Sequence[str]) -> str | tuple[Options, RunConfig]:
         return loaded.text()
     _check_files(options)
     return options, RunConfig(own, loaded.config)
-
-
-def _take_run(tokens: Sequence[str], options: Options) -> list[str]:
-    """Take the run, which is the first word, out of a command line."""
-    if not tokens or tokens[0].startswith("-") or ("=" in tokens[0] and not Path(tokens[0]).exists()):
-        found = f", not {tokens[0]!r}" if tokens else ""
-        raise ConfigError(
-            f"RUN: name the folder of a run first{found}, such as: linnaeus evaluate runs/birds"
-        )
-    options.run = Path(tokens[0]).expanduser()
-    return list(tokens[1:])
 
 
 def _not_taken(line: CommandLine) -> list[str]:

@@ -117,6 +117,8 @@ def _values(override: Override) -> list[str | None]:
     """The values of an override, one for each run; raises `ValueError` where they cannot be used."""
     if override.text is None or override.delete:
         return [override.text]
+    if "interval(" in override.text:
+        raise ValueError(f"{override.text!r} is for a search: add --search optuna --trials N")
     values = sweep_values(override.text)
     if len(values) > 1:
         check_may_be_swept(override.key)
