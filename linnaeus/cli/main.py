@@ -137,6 +137,7 @@ def _split(tokens: Sequence[str]) -> tuple[str, Sequence[str]]:
         return "sweep", [token for token in rest if token not in MULTIRUN]
     if command != "train" or {"-h", "--help", "--version"}.intersection(tokens):
         return command, rest
+    from linnaeus.config.aliases import alias
     from linnaeus.config.overrides import parse_command_line
     from linnaeus.config.presets import available
 
@@ -147,8 +148,11 @@ def _split(tokens: Sequence[str]) -> tuple[str, Sequence[str]]:
     word = tokens[0] if tokens else ""
     is_name = re.fullmatch(r"[A-Za-z][A-Za-z_-]*", word) and not word.isupper()
     if is_name and word not in ("train", *available()):
+        meaning = alias(word)
         raise ConfigError(
-            f"{word!r}: no such command{suggest(word.lower(), COMMANDS)}; commands are "
+            f"{word!r}: {meaning}"
+            if meaning
+            else f"{word!r}: no such command{suggest(word.lower(), COMMANDS)}; commands are "
             f"{', '.join(COMMANDS)}; settings are KEY VALUE, KEY=VALUE and group=preset"
         )
     return command, rest

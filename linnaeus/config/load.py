@@ -16,7 +16,7 @@ import yaml
 
 from linnaeus.config.keys import PLUGGABLE_PATHS, Path, dotted
 from linnaeus.config.origins import with_origins
-from linnaeus.config.overrides import CommandLine, parse_command_line
+from linnaeus.config.overrides import parse_command_line
 from linnaeus.config.resolve import Resolver
 from linnaeus.config.schema import Config
 from linnaeus.config.tree import PLAN, read_tree
@@ -30,15 +30,13 @@ class LoadedConfig:
     """A configuration, and what else the command line asks for.
 
     Attributes:
-        config: the resolved configuration; the defaults where help is asked for.
+        config: the resolved configuration.
         print_config: whether to print the configuration and exit.
-        show_help: whether to print the help and exit.
         settings: what each key is set to and where, if this is to be printed too.
     """
 
     config: Config
     print_config: bool = False
-    show_help: bool = False
     settings: Mapping[Path, Setting] | None = None
 
     def text(self) -> str:
@@ -58,8 +56,6 @@ def load_config(argv: Sequence[str], below: Mapping[Any, Any] | None = None) -> 
         ConfigError: lists all problems.
     """
     line = parse_command_line(argv)
-    if line.show_help:
-        line = CommandLine(show_help=True)
     try:
         given = read_tree(line, below or {})
         for warning in given.warnings:
@@ -75,7 +71,7 @@ def load_config(argv: Sequence[str], below: Mapping[Any, Any] | None = None) -> 
     if problems or resolved.config is None:
         raise ConfigError(problems)
     settings = resolved.settings if line.show_origins else None
-    return LoadedConfig(resolved.config, line.print_config, line.show_help, settings)
+    return LoadedConfig(resolved.config, line.print_config, settings)
 
 
 def settings_of(nodes: Mapping[str, Any], origin: str) -> Mapping[Any, Any]:

@@ -52,7 +52,6 @@ class CommandLine:
         sources: `--cfg`, `--config-dir` and `--config-name` with their values, in the order typed.
         print_config: `--print-config` was given, or `--origin`, which goes with it.
         show_origins: `--origin` was given.
-        show_help: `--help` or `-h` was given.
         stray: tokens that are nothing: the name of a command in a wrong place, for one.
         problems: one sentence for each unusable token.
     """
@@ -63,7 +62,6 @@ class CommandLine:
     sources: list[tuple[str, str]] = field(default_factory=list)
     print_config: bool = False
     show_origins: bool = False
-    show_help: bool = False
     stray: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -122,8 +120,6 @@ def _flag(line: CommandLine, token: str, tokens: deque[str]) -> None:
     elif name in ("--print-config", "--origin"):
         line.print_config = True
         line.show_origins |= name == "--origin"
-    elif name in ("--help", "-h"):
-        line.show_help = True
 
 
 def _source(line: CommandLine, name: str, value: str | None, tokens: deque[str]) -> None:

@@ -17,7 +17,16 @@ from linnaeus.config.aliases import alias
 from linnaeus.config.files import File, read_file
 from linnaeus.config.keys import KEYS, Path, Place, classify, dotted, suggest
 from linnaeus.config.overrides import CommandLine, Override
-from linnaeus.config.presets import FOLDER, available, expanded, find, is_file, is_folder, names_in
+from linnaeus.config.presets import (
+    EXPERIMENT,
+    FOLDER,
+    available,
+    expanded,
+    find,
+    is_file,
+    is_folder,
+    names_in,
+)
 from linnaeus.config.values import Bare, Setting, from_command_line, show, tree_of, untyped
 
 COMMAND_LINE = "command line"
@@ -144,7 +153,9 @@ def _exists(key: str, typed: str | None, files: Files, given: Given) -> bool:
     there = names_in(group, files.folders)
     if not there:
         groups = [*available(*files.folders)] if len(files.folders) > 1 else [*available()]
-        hint = alias(group) or f"groups are {', '.join(groups)}{suggest(group, groups)}"
+        hint = (
+            group != EXPERIMENT and alias(group)
+        ) or f"groups are {', '.join(groups)}{suggest(group, groups)}"
         given.problems.append(f"{group}: no such key or preset group ({COMMAND_LINE}); {hint}")
         return False
     names = [name.strip().strip("'\"") for name in (typed or "").strip("[]").split(",")]
