@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from linnaeus.cli.options import CommandParser
@@ -71,9 +72,18 @@ def read_choice(choices: Sequence[str], text: str) -> str:
 
 def check_run(path: str) -> list[str]:
     """Why there is no run or checkpoint of this name, as a list of at most one sentence."""
-    if Path(path).expanduser().exists():
+    run = Path(path).expanduser()
+    if run.exists():
         return []
-    return [f"RUN: there is no run or checkpoint {path}; name the folder of a run, such as runs/birds"]
+    remedy = suggest_path(run) or "; name the folder of a run, such as runs/birds"
+    return [f"RUN: there is no run or checkpoint {path}{remedy}"]
+
+
+def suggest_path(path: Path) -> str:
+    """`; did you mean X?` for what stands beside a missing path and is most like it; empty for nothing."""
+    names = [beside.name for beside in path.parent.glob("*")]
+    close = get_close_matches(path.name, names, 1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def refuse(problems: Sequence[str]) -> None:

@@ -18,11 +18,9 @@ from linnaeus.cli.analyze.output import show
 from linnaeus.cli.analyze.predict import target_of
 from linnaeus.cli.analyze.results import Analysis, Predicted, Remedy, Row
 from linnaeus.cli.compare import options as compare
-from linnaeus.cli.compare.output import print_runs
-from linnaeus.cli.compare.results import Row as RunRow
-from linnaeus.cli.compare.results import compared
-from linnaeus.cli.compare.runs import read_runs
-from linnaeus.cli.compare.session import sort_rows
+from linnaeus.cli.compare.runs import Row as RunRow
+from linnaeus.cli.compare.runs import compared, read_runs
+from linnaeus.cli.compare.session import print_runs, sort_rows
 from linnaeus.cli.completion import options as completion
 from linnaeus.cli.environment import device_sentence
 from linnaeus.cli.evaluate import options as evaluate
