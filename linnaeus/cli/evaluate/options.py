@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linnaeus.cli.options import CommandParser, check_files, read_plot
-from linnaeus.cli.run_options import CHECKPOINT_OPTION, read_choice
+from linnaeus.cli.run_options import CHECKPOINT_OPTION, check_run, read_choice, refuse
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.overrides import CommandLine, parse_command_line
 from linnaeus.config.schema import Config
@@ -55,14 +55,11 @@ exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of m
 
 @dataclass
 class Options:
-    """What to evaluate, and where the files go.
+    """What to evaluate, and where the files go, as the help says.
 
     Attributes:
         run: the run's folder, or a checkpoint.
-        checkpoint: `best`, `last` or a file of the run.
         output: path of the files without their endings; None for a name in the run's folder.
-        plot: picture; None for `<output>.png`.
-        unknown: `error` or `skip`, for samples of classes that the run does not know.
     """
 
     run: Path = Path()
@@ -74,12 +71,7 @@ class Options:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The configuration of a run, and what an evaluation makes of it.
-
-    Attributes:
-        own: the run's.
-        config: with the overrides of the command line.
-    """
+    """The configuration of a run, and that with the overrides of the command line."""
 
     own: Config
     config: Config
@@ -108,18 +100,25 @@ def read(argv: Sequence[str]) -> str | tuple[Options, RunConfig]:
     loaded = load_config([*base, *_NOT_SEARCHED, *_without_own_dataset(line, own), *tokens], below)
     if loaded.print_config:
         return loaded.text()
-    _check_files(options)
+    output = options.output
+    if output is not None and not output.is_dir():
+        with suppress(OSError):  # the check says why
+            output.parent.mkdir(parents=True, exist_ok=True)
+        output = output.with_name(f"{output.name}.json")
+    check_files({"--output": None if output is None or output.is_dir() else output, "--plot": options.plot})
     return options, RunConfig(own, loaded.config)
 
 
 def _take_run(tokens: Sequence[str], options: Options) -> list[str]:
     """Take the run, which is the first word, out of a command line."""
-    if not tokens or tokens[0].startswith("-") or ("=" in tokens[0] and not Path(tokens[0]).exists()):
-        found = f", not {tokens[0]!r}" if tokens else ""
+    word = tokens[0] if tokens else ""
+    if not word or word.startswith("-") or ("=" in word and not Path(word).exists()):
+        found = f", not {word!r}" if word else ""
         raise ConfigError(
             f"RUN: name the folder of a run first{found}, such as: linnaeus evaluate runs/birds"
         )
-    options.run = Path(tokens[0]).expanduser()
+    refuse(check_run(word))
+    options.run = Path(word).expanduser()
     return list(tokens[1:])
 
 
@@ -191,21 +190,6 @@ def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
     }
     is_other = any(value is not None and value != own_kind.get(name) for name, value in named.items())
     return ["~DATA.DATASET"] if is_other else []
-
-
-def _check_files(options: Options) -> None:
-    """Make the folder of the files, and make sure that they can be written.
-
-    Raises:
-        ConfigError: names each file that cannot be written.
-    """
-    output = options.output
-    if output is not None and not output.is_dir():
-        with suppress(OSError):  # the check says why
-            output.parent.mkdir(parents=True, exist_ok=True)
-        check_files({"--output": output.with_name(f"{output.name}.json"), "--plot": options.plot})
-    else:
-        check_files({"--plot": options.plot})
 
 
 def _read_output(text: str) -> Path:
