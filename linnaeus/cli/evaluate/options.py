@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linnaeus.cli.options import CommandParser, check_files, read_plot
-from linnaeus.cli.run_options import CHECKPOINT_OPTION, check_run, read_choice, refuse
+from linnaeus.cli.run_options import CHECKPOINT_OPTION, check_run, read_choice
 from linnaeus.config.keys import KEYS, dotted
 from linnaeus.config.overrides import CommandLine, parse_command_line
 from linnaeus.config.schema import Config
@@ -90,9 +89,13 @@ def read(argv: Sequence[str]) -> str | tuple[Options, RunConfig]:
     rest, problems = PARSER.take(argv, options)
     if {"-h", "--help"}.intersection(rest):
         return PARSER.format_help()
-    tokens = _take_run(rest, options)
+    if not rest or rest[0].startswith("-") or ("=" in rest[0] and not Path(rest[0]).exists()):
+        found = f", not {rest[0]!r}" if rest else ""
+        problem = f"RUN: name the folder of a run first{found}, such as: linnaeus evaluate runs/birds"
+        raise ConfigError([*problems, problem])
+    options.run, tokens = Path(rest[0]).expanduser(), rest[1:]
     line = parse_command_line(tokens)
-    problems += _not_taken(line)
+    problems += [*check_run(rest[0]), *_not_taken(line)]
     if problems:
         raise ConfigError([*problems, *line.problems])
     base, below = _base(options)
@@ -100,26 +103,8 @@ def read(argv: Sequence[str]) -> str | tuple[Options, RunConfig]:
     loaded = load_config([*base, *_NOT_SEARCHED, *_without_own_dataset(line, own), *tokens], below)
     if loaded.print_config:
         return loaded.text()
-    output = options.output
-    if output is not None and not output.is_dir():
-        with suppress(OSError):  # the check says why
-            output.parent.mkdir(parents=True, exist_ok=True)
-        output = output.with_name(f"{output.name}.json")
-    check_files({"--output": None if output is None or output.is_dir() else output, "--plot": options.plot})
+    check_files({"--plot": options.plot})
     return options, RunConfig(own, loaded.config)
-
-
-def _take_run(tokens: Sequence[str], options: Options) -> list[str]:
-    """Take the run, which is the first word, out of a command line."""
-    word = tokens[0] if tokens else ""
-    if not word or word.startswith("-") or ("=" in word and not Path(word).exists()):
-        found = f", not {word!r}" if word else ""
-        raise ConfigError(
-            f"RUN: name the folder of a run first{found}, such as: linnaeus evaluate runs/birds"
-        )
-    refuse(check_run(word))
-    options.run = Path(word).expanduser()
-    return list(tokens[1:])
 
 
 def _not_taken(line: CommandLine) -> list[str]:

@@ -8,8 +8,8 @@ import logging
 import math
 import platform
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,15 +78,15 @@ def run(options: Options, run_config: RunConfig) -> int:
     Raises:
         LinnaeusError: something that the user can mend; the message says how.
     """
-    config = run_config.config
+    config, console = run_config.config, make_console()
     set_deterministic(config.TRAIN.DETERMINISTIC)
     try:
         with (
             StopRequest().listening(),
             join(config.EXPERIMENT.DEVICE, config.DIST) as world,
-            _logging(world) as console,
             errors_told_first(world),
         ):
+            set_up_logging(None, rank=world.rank, console=console)
             world.check_equal(fingerprint.of_configuration(dataclasses.asdict(config)))
             seed_all(config.EXPERIMENT.SEED)
             world.update("reading the run")
@@ -94,17 +94,9 @@ def run(options: Options, run_config: RunConfig) -> int:
             _evaluate(Session(options, run_config, trained, world, console))
     except RankEnded as ended:
         ended.leave()
-    return 0
-
-
-@contextmanager
-def _logging(world: World) -> Iterator[Console]:
-    console = make_console()
-    set_up_logging(None, rank=world.rank, console=console)
-    try:
-        yield console
     finally:
         close_logging()
+    return 0
 
 
 def _evaluate(session: Session) -> None:
@@ -290,21 +282,20 @@ def _output(session: Session, data: EvaluationData, about_data: Mapping[str, Any
         ConfigError: `--output` names the files of such an evaluation, or they cannot be written.
     """
     wanted, trained = session.options.output, session.trained
-    if wanted is not None and not wanted.is_dir():
-        if (other := _other_data(wanted, about_data)) is not None:
+    is_file = wanted is not None and not wanted.is_dir()
+    folder = wanted or (trained.folder or trained.checkpoint.parent) / "evaluations"
+    stem = wanted if wanted is not None and is_file else folder / _name(session, data)
+    with suppress(OSError):  # the check says why
+        stem.parent.mkdir(parents=True, exist_ok=True)
+    path, number = stem, 1
+    while (other := _other_data(path, about_data)) is not None:
+        if is_file:
             raise ConfigError(
-                f"--output: {_file(wanted, '.json')} holds an evaluation of other data ({other}); choose "
+                f"--output: {_file(path, '.json')} holds an evaluation of other data ({other}); choose "
                 "another name, or remove the file"
             )
-        return wanted
-    folder = wanted or (trained.folder or trained.checkpoint.parent) / "evaluations"
-    with suppress(OSError):  # the check says why
-        folder.mkdir(parents=True, exist_ok=True)
-    name, number = _name(session, data), 1
-    path = folder / name
-    while _other_data(path, about_data) is not None:
         number += 1
-        path = folder / f"{name}_{number}"
+        path = stem.with_name(f"{stem.name}_{number}")
     check_files({"--output": _file(path, ".json")})
     return path
 
