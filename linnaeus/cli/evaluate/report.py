@@ -152,16 +152,35 @@ def show(evaluation: Evaluation, console: Console) -> None:
     if evaluation.levels:
         console.print(_levels_table(evaluation))
     finest = next((level for level in reversed(evaluation.levels) if level.num_samples), None)
-    if finest is not None and finest.worst(1):  # some are wrong
-        console.print(_worst_table(finest), _confusions_table(finest), sep="\n")
+    if finest is not None and (worst := finest.worst(NUM_SHOWN)):
+        name, classes, found = finest.level.name, finest.level.classes, finest.classes
+        rows = [
+            (
+                classes[n],
+                str(int(found.num_samples[n])),
+                f"{found.recall[n]:.4f}",
+                f"{found.precision[n]:.4f}".replace("nan", ""),
+            )
+            for n in worst
+        ]
+        headings = ["class", "samples", "recall", "precision"]
+        console.print(_table(f"Lowest recall: {name}", headings, rows))
+        rows = [
+            (each.true, each.predicted, str(each.samples), f"{each.share:.1%}")
+            for each in finest.confusions(NUM_SHOWN)
+        ]
+        headings = ["class", "taken for", "samples", "of the class"]
+        console.print(_table(f"Largest confusions: {name}", headings, rows, num_texts=2))
     for note in notes(evaluation):
         console.print(note, markup=False, soft_wrap=True)
 
 
-def _table(title: str, texts: Iterable[str], numbers: Iterable[str]) -> Table:
-    table = Table(*texts, title=title, title_justify="left")
-    for heading in numbers:
+def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1) -> Table:
+    table = Table(*headings[:num_texts], title=title, title_justify="left")
+    for heading in headings[num_texts:]:
         table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -174,29 +193,11 @@ def _levels_table(evaluation: Evaluation) -> Table:
     }  # fmt: skip
     if not any(level.num_unlabelled for level in evaluation.levels):
         del headings["unlabelled"]
-    table = _table(_data_title(evaluation), ["rank"], [heading for heading, _ in headings.values()])
+    rows = []
     for level in evaluation.levels:
         row = evaluation.level_row(level)
-        table.add_row(level.level.name, *(cell(row[name], form) for name, (_, form) in headings.items()))
-    return table
-
-
-def _worst_table(level: LevelFigures) -> Table:
-    table = _table(f"Lowest recall: {level.level.name}", ["class"], ["samples", "recall", "precision"])
-    classes = level.classes
-    for label in level.worst(NUM_SHOWN):
-        precision = "" if classes.precision[label].isnan() else f"{classes.precision[label]:.4f}"
-        samples = str(int(classes.num_samples[label]))
-        table.add_row(level.level.classes[label], samples, f"{classes.recall[label]:.4f}", precision)
-    return table
-
-
-def _confusions_table(level: LevelFigures) -> Table:
-    title = f"Largest confusions: {level.level.name}"
-    table = _table(title, ["class", "taken for"], ["samples", "of the class"])
-    for confusion in level.confusions(NUM_SHOWN):
-        table.add_row(confusion.true, confusion.predicted, str(confusion.samples), f"{confusion.share:.1%}")
-    return table
+        rows.append((level.level.name, *(cell(row[name], form) for name, (_, form) in headings.items())))
+    return _table(_data_title(evaluation), ["rank", *(heading for heading, _ in headings.values())], rows)
 
 
 def notes(evaluation: Evaluation) -> list[str]:
