@@ -37,14 +37,7 @@ _NOT_ENTERED = re.compile(rf"\.|{LOGS}$|{CHECKPOINTS}$|{BEFORE}$|wandb$|__pycach
 
 @dataclass
 class Options:
-    """What is compared, and where the figures go.
-
-    Attributes:
-        metric: name of a validation metric; None for the one that decides which checkpoint is best.
-        sort: what the rows are sorted by; None keeps the order of the folders.
-        output: file for programs; its ending says the format.
-        plot: picture.
-    """
+    """What is compared, and where the figures go, as the help says."""
 
     metric: str | None = None
     sort: str | None = None

@@ -85,7 +85,7 @@ def sort_rows(runs: Comparison, key: str) -> None:
     if name not in known:
         raise ConfigError(
             f"--sort: {name!r} is neither a metric, nor a column, nor a key in which the runs differ; "
-            f"{closest_of(wanted, ['metric', *known, *full])}"
+            f"{closest_of(wanted, [*known, *full])}"
         )
 
     is_metric = name in runs.metrics
@@ -203,23 +203,21 @@ def save_plot(runs: Comparison, path: Path) -> None:
     Runs without the metric are left out. Those that differ in the seed alone are one line, their mean.
     """
     metric = runs.metric
-    with_name = ["run"] if runs.rows[0].name else []
-    columns = [*with_name, *runs.keys, "status", "epoch", "effective_batch", "learning_rate"]
-    columns += [metric, f"best {metric}", "training_s"] if metric in runs.metrics else []
-    num_finished = len(runs.with_status("finished"))
-    title = f"{num_finished} of {counted(len(runs.rows), 'run')} finished"
+    measured = [metric, f"best {metric}"] if metric in runs.metrics else []
+    columns = [*(["run"] if runs.rows[0].name else []), *runs.keys, *measured, "training_s", "status"]
+    title = f"{len(runs.with_status('finished'))} of {counted(len(runs.rows), 'run')} finished"
     with drawing(path, title, runs, columns, num_columns=3, panel_height=5.6) as picture:
         [[left, middle, right]] = picture.panels
         _curves(left, [row for row in runs.rows if row.history.finite(metric)], metric)
-        measured = [row for row in runs.rows if row.value(metric) is not None]
+        rows = [row for row in runs.rows if row.value(metric) is not None]
         for panel, name, panel_title, unit in (
             (middle, metric, f"validation {metric}", metric),
             (right, "training_s", "training time", "seconds"),
         ):
-            label = _against_what_differs(panel, measured, name) if measured else ""
+            label = _against_what_differs(panel, rows, name) if rows else ""
             decorate(panel, panel_title, label, unit)
         _legend(middle)
-        if any(row.value("training_s") is not None for row in measured):
+        if any(row.value("training_s") is not None for row in rows):
             right.set_ylim(bottom=0)
 
 
