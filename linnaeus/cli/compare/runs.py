@@ -150,10 +150,6 @@ class History:
 
     points: dict[str, list[tuple[int, float | None]]] = field(default_factory=dict)
 
-    def last(self, metric: str) -> float | None:
-        """The value of the last validation; None without one."""
-        return self.points[metric][-1][1] if metric in self.points else None
-
     def finite(self, metric: str) -> list[tuple[int, float]]:
         """The points that can be drawn."""
         return [(epoch, value) for epoch, value in self.points.get(metric, []) if value is not None]
@@ -285,8 +281,9 @@ class Row:
         """A metric of the last validation, or `training_s`; None for a run without it."""
         if name == "training_s":
             return self.result.get(name)
-        values: Mapping[str, float | None] = self.result.get("metrics", {})
-        return values[name] if name in values else self.history.last(name)
+        points = self.history.points.get(name, [(0, None)])
+        value: float | None = self.result.get("metrics", {}).get(name, points[-1][1])
+        return value
 
     def scalars(self, metrics: Sequence[str]) -> dict[str, Any]:
         """The row of the table, with these metrics."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -100,16 +101,10 @@ def sort_rows(runs: Comparison, key: str) -> None:
 
 def _order(value: Any) -> tuple[float, str]:
     """Sorts numbers by their value, also those in texts, and other texts after them."""
-    number = _number(value)
-    return (math.inf, str(value)) if number is None else (number, "")
-
-
-def _number(value: Any) -> float | None:
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+    with suppress(ValueError):
+        if math.isfinite(number := float(value)):
+            return number, ""
+    return math.inf, str(value)
 
 
 # The table.
@@ -229,9 +224,11 @@ def _curves(axes: Axes, rows: Sequence[Row], metric: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     choose = min if is_smaller_better(metric) else max
     curves = [
-        (label if len(group) == 1 else f"{label} ({counted(len(group), 'seed')})", means)
+        (
+            label if len(group) == 1 else f"{label} ({counted(len(group), 'seed')})",
+            _at_places(point for row in group for point in row.history.finite(metric)),
+        )
         for label, group in _lines(rows, {SEED})
-        if (means := _at_places(point for row in group for point in row.history.finite(metric)))
     ]
     curves.sort(key=lambda curve: choose(map(fmean, curve[1].values())), reverse=choose is max)
     for number, (label, values) in enumerate(curves):
@@ -263,8 +260,8 @@ def _against_what_differs(axes: Axes, rows: Sequence[Row], name: str) -> str:
     texts = {row.folder: row.values[key] if key else row.title for row in rows}
     rows = [row for row in rows if texts[row.folder]]
     order = sorted({texts[row.folder] for row in rows}, key=_order)
-    numbers = [number for text in order if (number := _number(text)) is not None]
-    is_numeric = len(numbers) == len(order)
+    numbers = [_order(text)[0] for text in order]
+    is_numeric = all(map(math.isfinite, numbers))
     places = dict(zip(order, numbers if is_numeric else range(len(order)), strict=True))
 
     def points(group: Iterable[Row]) -> list[tuple[float, float]]:
