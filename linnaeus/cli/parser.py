@@ -234,7 +234,8 @@ class CommandParser(argparse.ArgumentParser):
             return [f"RUN: name the folder of a run first{found}: linnaeus {self.command} runs/birds"]
         path = Path(words.pop(0)).expanduser()
         vars(options)["run"] = path
-        return [] if path.exists() else [f"RUN: there is no run or checkpoint {path}{suggest_path(path)}"]
+        remedy = suggest_path(path) or "; name the folder of a run, such as runs/birds"
+        return [] if path.exists() else [f"RUN: there is no run or checkpoint {path}{remedy}"]
 
 
 def _is_option(token: str) -> bool:
@@ -259,14 +260,10 @@ def _read_local(text: str) -> str:
     return text
 
 
-def suggest_path(path: str | Path) -> str:
-    """`; did you mean X?` for the folder most like one that is not there; empty where none is like it."""
-    missing = Path(path)
-    there = next(folder for folder in missing.parents if folder.is_dir())
-    rest = missing.relative_to(there)
-    found = [folder for folder in there.glob("/".join("*" for _ in rest.parts)) if folder.is_dir()]
-    close = get_close_matches(str(rest), [str(folder.relative_to(there)) for folder in found], n=1)
-    return f"; did you mean {there / close[0]}?" if close else ""
+def suggest_path(path: Path) -> str:
+    """`; did you mean X?` for what stands beside a missing path and is most like it; empty for nothing."""
+    close = get_close_matches(path.name, [beside.name for beside in path.parent.glob("*")], 1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def add_run_options(parser: CommandParser) -> None:

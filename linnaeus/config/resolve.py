@@ -53,7 +53,7 @@ class Resolver:
         for name, child in tree.items():
             self._take((name,), child)
         for path in [*KEYS, *(path for path in self.settings if path not in KEYS)]:
-            is_there = path in self.settings or not any(path[: len(node)] == node for node in self._free)
+            is_there = path in self.settings or not self._is_free(path)
             if is_there and path not in self.wrong and (problem := self._problem(path)):
                 self.wrong[path] = problem
         self._check_bounds_of_sizes()
@@ -112,7 +112,8 @@ class Resolver:
 
     def _problem(self, path: Path) -> str | None:
         """What is wrong with a resolved value."""
-        key, setting, origin = KEYS.get(path), self.settings.get(path), self._origin(path)
+        key = None if self._is_free(path) else KEYS.get(path)
+        setting, origin = self.settings.get(path), self._origin(path)
         given = setting.text if setting else key.default if key else None
         try:
             value = self._typed
@@ -134,6 +135,9 @@ class Resolver:
             return f"{show(value)} is not one of {', '.join(key.choices)} ({origin}){hint}"
         wrong = _out_of_bounds(key, value) or (key.check(value) if key.check else None)
         return f"{show(value)} is not allowed: {wrong} ({origin})" if wrong else None
+
+    def _is_free(self, path: Path) -> bool:
+        return any(path[: len(node)] == node for node in self._free)
 
     def _origin(self, path: Path) -> str:
         return self.settings[path].origin if path in self.settings else "default"

@@ -19,14 +19,12 @@ from linnaeus.cli.analyze.output import show
 from linnaeus.cli.analyze.predict import target_of
 from linnaeus.cli.analyze.results import Analysis, Predicted, Remedy, Row
 from linnaeus.cli.compare import options as compare
-from linnaeus.cli.compare.output import print_runs
-from linnaeus.cli.compare.results import Row as RunRow
-from linnaeus.cli.compare.results import compared
-from linnaeus.cli.compare.runs import read_runs
-from linnaeus.cli.compare.session import sort_rows
+from linnaeus.cli.compare.runs import Row as RunRow
+from linnaeus.cli.compare.runs import compared, read_runs
+from linnaeus.cli.compare.session import print_runs, sort_rows
 from linnaeus.cli.environment import device_sentence
 from linnaeus.cli.evaluate import options as evaluate
-from linnaeus.cli.evaluate.results import Logged
+from linnaeus.cli.evaluate.report import compare_with_logged, logged_sentence
 from linnaeus.cli.measure import Speeds
 from linnaeus.cli.plan import options as plan
 from linnaeus.cli.plan.output import notes, results_table
@@ -191,11 +189,12 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     said["plans"] = output.getvalue()
 
     metrics = {"loss": 1.5, "top1/a": 0.5}
-    same = Logged.of(metrics, metrics, [])
-    other = Logged.of({"loss": 1.5, "consistent": 1.0}, metrics, ["TRAIN.AMP off (bf16 in the run)"])
-    changed = Logged.of({"loss": 1.25, "top1/a": 0.5}, metrics, [])
+    same = compare_with_logged(metrics, metrics, [])
+    other_settings = ["TRAIN.AMP off (bf16 in the run)"]
+    other = compare_with_logged({"loss": 1.5, "consistent": 1.0}, metrics, other_settings)
+    changed = compare_with_logged({"loss": 1.25, "top1/a": 0.5}, metrics, [])
     said["figures beside those of training"] = "\n".join(
-        each.sentence(metrics) for each in (same, other, changed)
+        logged_sentence(each, metrics) for each in (same, other, changed)
     )
     return said
 

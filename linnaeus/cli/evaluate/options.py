@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,14 +50,11 @@ exit codes: 0 done, 2 configuration or option, 3 no batch size fits, or out of m
 
 @dataclass
 class Options:
-    """What to evaluate, and where the files go.
+    """What to evaluate, and where the files go, as the help says.
 
     Attributes:
         run: the run's folder, or a checkpoint.
-        checkpoint: `best`, `last` or a file of the run.
         output: path of the files without their endings; None for a name in the run's folder.
-        plot: picture; None for `<output>.png`.
-        unknown: `error` or `skip`, for samples of classes that the run does not know.
     """
 
     run: Path = Path()
@@ -70,12 +66,7 @@ class Options:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The configuration of a run, and what an evaluation makes of it.
-
-    Attributes:
-        own: the run's.
-        config: with the overrides of the command line.
-    """
+    """The configuration of a run, and that with the overrides of the command line."""
 
     own: Config
     config: Config
@@ -104,7 +95,7 @@ def read(argv: Sequence[str]) -> str | tuple[Options, RunConfig]:
     loaded = load_config([*base, *_NOT_SEARCHED, *_without_own_dataset(line, own), *tokens], below)
     if loaded.print_config:
         return loaded.text()
-    _check_files(options)
+    check_files({"--plot": options.plot})
     return options, RunConfig(own, loaded.config)
 
 
@@ -176,21 +167,6 @@ def _without_own_dataset(line: CommandLine, own: Config) -> list[str]:
     }
     is_other = any(value is not None and value != own_kind.get(name) for name, value in named.items())
     return ["~DATA.DATASET"] if is_other else []
-
-
-def _check_files(options: Options) -> None:
-    """Make the folder of the files, and make sure that they can be written.
-
-    Raises:
-        ConfigError: names each file that cannot be written.
-    """
-    output = options.output
-    if output is not None and not output.is_dir():
-        with suppress(OSError):  # the check says why
-            output.parent.mkdir(parents=True, exist_ok=True)
-        check_files({"--output": output.with_name(f"{output.name}.json"), "--plot": options.plot})
-    else:
-        check_files({"--plot": options.plot})
 
 
 def _read_output(text: str) -> Path:
