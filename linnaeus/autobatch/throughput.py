@@ -11,7 +11,7 @@ import bisect
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 TOLERANCE = 0.05
 """A size is fast enough if its samples per second miss the best by no more than this fraction."""
@@ -47,18 +47,28 @@ def sizes_by_speed(
         if slow_in_a_row == 2 or time.monotonic() >= deadline:
             break
         seconds[rung] = statistics.median(time_steps(rung))
-        slow_in_a_row = 0 if rung in _fast(seconds) else slow_in_a_row + 1
+        slow_in_a_row = 0 if rung in fast_sizes(_rates(seconds)) else slow_in_a_row + 1
     for _ in range(HALVINGS):
-        size = _between(candidates, _fast(seconds), seconds)
+        size = _between(candidates, fast_sizes(_rates(seconds)), seconds)
         if size is None or time.monotonic() >= deadline:
             break
         seconds[size] = statistics.median(time_steps(size))
-    return _fast(seconds), seconds
+    return fast_sizes(_rates(seconds)), seconds
 
 
-def _fast(seconds: dict[int, float]) -> list[int]:
-    """The sizes within the tolerance, ascending."""
-    rates = {size: size / median for size, median in seconds.items()}
+def _rates(seconds: Mapping[int, float]) -> dict[int, float]:
+    return {size: size / median for size, median in seconds.items()}
+
+
+def fast_sizes(rates: Mapping[int, float]) -> list[int]:
+    """The sizes whose samples per second miss the best by no more than `TOLERANCE`, ascending.
+
+    >>> fast_sizes({32: 90.0, 64: 96.0, 128: 100.0, 256: 99.0})
+    [64, 128, 256]
+
+    Args:
+        rates: samples per second by size; at least one.
+    """
     threshold = (1 - TOLERANCE) * max(rates.values())
     return sorted(size for size, rate in rates.items() if rate >= threshold)
 

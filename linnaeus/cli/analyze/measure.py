@@ -1,220 +1,524 @@
-"""The searches of an analysis: one finder for each mode, which all fractions use."""
+"""Measures sizes and speeds: one search for each mode and fraction, timings, and the effect of remedies."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
 
 from linnaeus.autobatch.finder import BatchSizeFinder
-from linnaeus.autobatch.memory.device import GIB
+from linnaeus.autobatch.memory.device import GIB, device_memory
 from linnaeus.autobatch.ranks.protocol import RankStatus
 from linnaeus.autobatch.result import AutoBatchResult, Mode
-from linnaeus.autobatch.search import TrialRecord
+from linnaeus.autobatch.search import Candidates
 from linnaeus.autobatch.settings import SearchSettings
-from linnaeus.cli.analyze.breakdown import Breakdown, break_down, counting
+from linnaeus.autobatch.throughput import rungs
+from linnaeus.batching.facts import Facts
+from linnaeus.batching.plan import plan_batches
+from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.analyze.results import Analysis, Row
-from linnaeus.cli.measure import Speeds, find_largest
-from linnaeus.errors import AutoBatchError
+from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Remedy, Row, Speeds, TimedSize
+from linnaeus.config.instantiate import is_target
+from linnaeus.config.schema import Config
+from linnaeus.data.bundle import DataBundle, dataset_length
+from linnaeus.dist import World
+from linnaeus.errors import AutoBatchError, ConfigError, LinnaeusError
+from linnaeus.sizing.report import device_environment
 from linnaeus.sizing.sizes import SizeSearch
-from linnaeus.training.state_bytes import StateBytes
+from linnaeus.training.build import Assembly, assemble, plan_facts
+from linnaeus.training.state_bytes import StateBytes, state_bytes
 from linnaeus.words import counted
 
 logger = logging.getLogger("linnaeus.analysis")
-EXTRA_TRIALS = 0.6
-"""All further fractions together may run this many times the trials of the first, and each at least one."""
-CLOSE_FRACTION = 0.9
-"""A size found is close when it reaches this fraction of the expected size; otherwise more trials are run."""
-MAX_TRIALS_WHILE_FAR = 4
-"""Bound on the trials of one further fraction while its size is not close."""
-NEXT_START_FRACTION = 0.75
-"""Position of the next trial between the largest size that fits (0) and the one that failed (1)."""
-MARGIN = 0.06
-"""Fraction of the budget, less the memory held, that the first guess leaves free, because peaks are noisy."""
+FURTHER_TRIALS = 3
+FURTHER_TOLERANCE = 0.05
+"""Of the search of each fraction but the first: many fractions are to cost little more than one."""
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def measure_mode(
-    search: SizeSearch, mode: Mode, options: Options, analysis: Analysis, status: RankStatus
-) -> None:
-    """Search every fraction of one mode, the largest first, and time the sizes found.
+@dataclass(frozen=True)
+class Setup:
+    """What there is to measure with: a configuration, its data, and this process.
 
-    A fraction at which nothing fits gets a row with the reason.
-
-    Args:
-        search: steps, data and bounds of the run in question.
-        mode: which step.
-        options: the fractions, and whether further sizes are timed.
-        analysis: takes the rows and the speeds as they are measured.
+    Attributes:
         status: told what is being tried.
+        console: shows the trials.
     """
-    speeds = analysis.speeds[mode] = Speeds()
-    rows: list[Row] = []
-    fractions = sorted(options.fractions, reverse=True)
+
+    config: Config
+    data: DataBundle
+    world: World
+    status: RankStatus
+    console: Console
+
+    def search(self) -> SizeSearch:
+        """Build the model and its steps, and the searches of a run with them.
+
+        Raises:
+            ConfigError: a node that cannot be built.
+        """
+        config, data, world = self.config, self.data, self.world
+        assembly = assemble(config.MODEL, config.LOSS, config.OPTIMIZER, config.TRAIN, data, world)
+        return SizeSearch(
+            config.DATA, config.TRAIN, data, assembly, world, config.EXPERIMENT.SEED, console=self.console
+        )
+
+
+def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
+    """Search every mode and fraction, and time sizes."""
+    search, config = setup.search(), setup.config
+    plan = None
+    if options.throughput:
+        analysis.goal = goal = Goal(
+            dataset_length=options.dataset_length or dataset_length(setup.data.train),
+            epochs=config.TRAIN.EPOCHS,
+            world_size=options.world_size or 1,
+            noise_scale=options.noise_scale,
+            time_budget_s=options.time_budget,
+        )
+        facts = plan_facts(
+            search.assembly, config.MODEL, config.TRAIN,
+            max_micro_batch_size=config.DATA.AUTOBATCH.MAX_BATCH_SIZE or goal.dataset_length,
+            world_size=goal.world_size, num_samples=goal.dataset_length,
+        )  # fmt: skip
+        search = replace(search, max_samples_per_rank=max_samples_per_rank(config.TRAIN, facts))
+        plan = partial(planned, config, facts, goal)
+    analysis.environment = describe(config.MODEL, search)  # from now on there is something to write
+    logger.info("%s", device_sentence(analysis.environment))
+    for mode in options.modes:
+        _measure_mode(search, mode, options, analysis, setup.status, plan if mode == "train" else None)
+
+
+def _measure_mode(
+    search: SizeSearch, mode: Mode, options: Options, analysis: Analysis, status: RankStatus,
+    plan: Callable[[int], TimedSize] | None,
+) -> None:  # fmt: skip
+    """Search every fraction of one mode, the largest first. One at which nothing fits has the reason."""
+    rows = [Row(mode, fraction) for fraction in sorted(options.fractions, reverse=True)]
     try:
         with (
             counting(search.assembly, search.world.device) as state,
             search.finder(mode, status) as finder,
         ):
-            found: list[AutoBatchResult] = []
-            for fraction in fractions:
-                row = Row(mode, fraction)
-                rows.append(row)
+            largest = None
+            for number, row in enumerate(rows):
                 analysis.rows.append(row)
-                result = _find(finder, rows, num_fractions=len(fractions))
-                if result is not None:
-                    found.append(result)
-                    row.breakdown = _breakdown(row, rows, state)
-                _log(row)
-            if found:
-                _time(finder, found[0], rows, speeds, options, search.config.AUTOBATCH.TIMEOUT_MINUTES)
+                result = _find(finder, row, is_first=largest is None)
+                largest = largest or result
+                if row.peak_bytes is not None:
+                    tried = [each for each in rows[: number + 1] if _has_tried(each, row.batch_size)]
+                    row.breakdown = break_down(
+                        mode, state, peak_bytes=row.peak_bytes, held_bytes=tried[-1].held_bytes
+                    )
+                size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
+                logger.info("%s, %s: %s, %s", mode, row.memory, size, counted(len(row.trials), "trial"))
+            if largest is not None:
+                timer = Timer(finder, plan, Speeds())
+                if options.throughput:
+                    analysis.speeds[mode] = timer.speeds
+                    timer.time_sizes(largest, options.sizes, search.config.AUTOBATCH.TIMEOUT_MINUTES)
+                for row in rows:
+                    if row.batch_size is not None:
+                        row.samples_per_s = timer.rate(row.batch_size)
     except AutoBatchError as error:  # the bounds leave no size to try
-        for fraction in fractions:
-            analysis.rows.append(Row(mode, fraction, reason=str(error)))
-            _log(analysis.rows[-1])
+        analysis.rows += [replace(row, reason=str(error)) for row in rows]
 
 
-def _log(row: Row) -> None:
-    size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
-    logger.info(
-        "%s, %s of the memory: %s, %s",
-        row.mode,
-        f"{row.memory_fraction:.0%}",
-        size,
-        counted(len(row.trials), "trial"),
-    )
+def _has_tried(row: Row, size: int | None) -> bool:
+    return any(trial.size == size for trial in row.trials)
 
 
-def _find(finder: BatchSizeFinder, rows: Sequence[Row], *, num_fractions: int) -> AutoBatchResult | None:
-    """Search the fraction of the last row, and fill the row even when the search is interrupted."""
-    row = rows[-1]
+def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> AutoBatchResult | None:
+    """Search the fraction of a row, and fill the row even when the search is interrupted.
+
+    The first fraction is searched as training would search it, those below it with a few trials, which start
+    from what the earlier ones have shown. So their sizes may remain uncertified.
+    """
     num_before = len(finder.trials)
-    result = None
+    settings = replace(
+        finder.settings, target_memory_fraction=row.memory_fraction, objective="memory", start=None
+    )
     row.limited_by = "interrupted"
     try:
-        if rows[0].budget_bytes is None:
-            result = find_largest(finder, row.memory_fraction)
+        if is_first:
+            result = finder.find(settings)
         else:
-            result = _find_further(finder, rows, num_fractions)
-        row.batch_size, row.certified = result.batch_size, result.certified
-        row.limited_by = result.limited_by
+            result = _find_quickly(finder, settings)
+        row.batch_size, row.certified, row.limited_by = result.batch_size, result.certified, result.limited_by
     except AutoBatchError as error:
-        row.limited_by, row.reason = None, str(error)
+        row.limited_by, row.reason, result = None, str(error), None
     except KeyboardInterrupt:
-        row.batch_size = _largest_that_fitted(finder)
+        fitting = (trial.size for trial in finder.trials if trial.fits(finder.budget_bytes))
+        row.batch_size = max(fitting, default=None)
         raise
     finally:
-        row.budget_bytes = finder.budget_bytes or None
-        row.held_bytes = finder.held_bytes
+        row.budget_bytes, row.held_bytes = finder.budget_bytes or None, finder.held_bytes
         row.trials = tuple(finder.trials[num_before:])
-        row.peak_bytes = _peak(finder.trials, row.batch_size)
+        # Of the last trial of the size, which the search of an earlier fraction may have run.
+        peaks = [trial.peak_bytes for trial in finder.trials if trial.size == row.batch_size]
+        row.peak_bytes = peaks[-1] if peaks else None
     return result
 
 
-def _find_further(finder: BatchSizeFinder, rows: Sequence[Row], num_fractions: int) -> AutoBatchResult:
-    """Search a fraction below the first, starting where the peaks measured so far predict its size.
-
-    Certifying a size takes at least two trials, and many fractions should cost little more than one: so the
-    size may remain uncertified.
-    """
-    first, *others, row = rows
-    settings = replace(
-        finder.settings, target_memory_fraction=row.memory_fraction, strategy="guided", objective="memory",
-        start=None,
-    )  # fmt: skip
-    num_left = int(EXTRA_TRIALS * len(first.trials)) - sum(len(other.trials) for other in others)
-    num_trials = max(1, math.ceil(num_left / (num_fractions - len(others) - 1)))
-    expected = start = _expected(finder, rows, finder.settings.memory_limit_gb)
-    num_before = len(finder.trials)
+def _find_quickly(finder: BatchSizeFinder, settings: SearchSettings) -> AutoBatchResult:
+    quick = replace(settings, strategy="guided", tolerance=FURTHER_TOLERANCE, max_trials=FURTHER_TRIALS)
     try:
-        result = finder.find(replace(settings, start=start, max_trials=1), confirm=False)
-        while result.limited_by == "max_trials":
-            is_close = start is None or expected is None or result.batch_size >= CLOSE_FRACTION * expected
-            if len(finder.trials) - num_before >= (num_trials if is_close else MAX_TRIALS_WHILE_FAR):
-                break
-            if is_close or start is None:
-                start = None
-            else:
-                start = result.batch_size + int(NEXT_START_FRACTION * (start - result.batch_size))
-            result = finder.find(replace(settings, start=start, max_trials=1), confirm=False)
+        result = finder.find(quick, confirm=False)
     except AutoBatchError:  # nothing has fitted yet, and a row needs a size
-        result = finder.find(replace(settings, max_trials=SearchSettings.max_trials), confirm=False)
+        result = finder.find(replace(quick, max_trials=SearchSettings.max_trials), confirm=False)
     # The bound on trials here is not DATA.AUTOBATCH.MAX_TRIALS, so it must not be reported as that.
     return replace(result, limited_by="memory") if result.limited_by == "max_trials" else result
 
 
-def _expected(finder: BatchSizeFinder, rows: Sequence[Row], limit_gb: float | None) -> int | None:
-    """The size predicted for the last row; the memory held may have changed since the earlier trials."""
-    first, row = rows[0], rows[-1]
-    total_bytes = finder.memory.total_bytes if limit_gb is None else int(limit_gb * GIB)
-    total_bytes = min(total_bytes, finder.memory.total_bytes)
-    assert first.budget_bytes is not None
-    budget_bytes = first.budget_bytes - int((first.memory_fraction - row.memory_fraction) * total_bytes)
-    held_bytes = finder.held_bytes
-    points = [
-        (trial.size, trial.peak_bytes - other.held_bytes + held_bytes)
-        for other in rows
-        for trial in other.trials
-        if trial.peak_bytes is not None
-    ]
-    return where_budget_is_met(sorted(points), budget_bytes, held_bytes)
+@dataclass(frozen=True)
+class Timer:
+    """Times sizes of one mode, each once.
+
+    Attributes:
+        finder: has run the sizes.
+        plan: gives the run with a size at most, still without a speed; None in validation.
+        speeds: takes the sizes.
+        rates: samples per second of one process, by size; None where a size no longer fits.
+    """
+
+    finder: BatchSizeFinder
+    plan: Callable[[int], TimedSize] | None
+    speeds: Speeds
+    rates: dict[int, float | None] = field(default_factory=dict)
+
+    def rate(self, size: int) -> float | None:
+        """The speed of a size; None when it no longer fits, because something else takes memory now."""
+        if size not in self.rates:
+            timing = self.finder.time(size)
+            self.rates[size] = timing.samples_per_s if math.isfinite(timing.seconds_per_step) else None
+        return self.rates[size]
+
+    def time_sizes(
+        self, largest: AutoBatchResult, sizes: Sequence[int] | None, timeout_minutes: float
+    ) -> None:
+        """Time sizes, the largest first; without any named, until smaller ones only cost.
+
+        Args:
+            largest: the largest size that fits.
+            sizes: of training, to time beside it.
+            timeout_minutes: no further timing starts later, unless sizes are named.
+        """
+        finder, top = self.finder, largest.batch_size
+        if sizes is not None and self.plan is not None:
+            for size in sizes:
+                if not finder.min_size <= size <= top:
+                    bound = f"above {top}, the largest that fits (limited by {largest.limited_by})"
+                    if size < finder.min_size:
+                        bound = f"below {finder.min_size}, the smallest that training can take"
+                    self.speeds.left_out[size] = bound
+            for size in sorted({top, *sizes} - self.speeds.left_out.keys(), reverse=True):
+                self._add(size)
+            return
+        fast = finder.prefer_throughput(largest, timeout_minutes=timeout_minutes)
+        for timing in reversed(fast.timings):
+            fits = math.isfinite(timing.seconds_per_step)
+            self.rates[timing.batch_size] = timing.samples_per_s if fits else None
+            self._add(timing.batch_size)
+        # A smaller batch needs fewer samples to the same loss, and so may be worth its lower speed.
+        for rung in rungs(list(Candidates(finder.min_size, top, finder.settings.multiple_of))):
+            smallest = next(iter(self.speeds.ascending()), None)
+            if (
+                smallest is None
+                or smallest.relative_seconds is None
+                or smallest is not self.speeds.recommended
+            ):
+                break
+            if rung < smallest.batch_size:
+                self._add(rung)
+
+    def _add(self, size: int) -> None:
+        """Add the micro-batch size that training would choose if this is the largest that fits."""
+        run = TimedSize(size, 0.0) if self.plan is None else self.plan(size)
+        rate = self.rate(run.batch_size)
+        if rate is None:
+            self.speeds.left_out[run.batch_size] = "does not fit any more: something else takes memory now"
+            return
+        num_processes = 1 if run.goal is None else run.goal.world_size
+        self.speeds.sizes[run.batch_size] = replace(run, samples_per_s=rate * num_processes)
 
 
-def where_budget_is_met(points: Sequence[tuple[int, int]], budget_bytes: int, held_bytes: int) -> int | None:
-    """The size between two measured ones at which the peak comes close to the budget.
+def planned(config: Config, facts: Facts, goal: Goal, size: int) -> TimedSize:
+    """The run that the batch plan makes of the largest size that fits; its speed is still 0."""
+    try:
+        found = plan_batches(
+            config.TRAIN, config.OPTIMIZER, config.SCHEDULE, replace(facts, max_micro_batch_size=size)
+        )
+    except ConfigError as error:
+        return TimedSize(size, 0.0, goal, config.TRAIN.ACCUMULATION_STEPS, warnings=tuple(error.problems))
+    return TimedSize(
+        found.micro_batch_size, 0.0, goal, found.accumulation_steps, found.learning_rate, found.warmup_steps,
+        found.total_steps, found.warnings,
+    )  # fmt: skip
 
-    >>> where_budget_is_met([(10, 200), (110, 1200)], budget_bytes=700, held_bytes=100)
-    56
+
+@contextmanager
+def counting(assembly: Assembly, device: torch.device) -> Iterator[StateBytes]:
+    """Count bytes after each optimizer step inside the context, before the gradients are cleared."""
+    state = StateBytes()
+    handle = assembly.optimizer.register_step_post_hook(
+        lambda *_: vars(state).update(vars(state_bytes(assembly, device)))
+    )
+    try:
+        yield state
+    finally:
+        handle.remove()
+
+
+def break_down(
+    mode: Mode, state: StateBytes, *, peak_bytes: int, held_bytes: int, has_buckets: bool = False
+) -> Breakdown:
+    """Split a peak.
+
+    >>> parts = break_down("train", StateBytes(100, 4, 0, 100, 200), peak_bytes=1500, held_bytes=600)
+    >>> parts.activations, parts.rest
+    (600, 496)
 
     Args:
-        points: (size, peak in bytes), ascending.
-        budget_bytes: bytes that the process may hold.
-        held_bytes: bytes that it holds between trials.
-
-    Returns:
-        None when the budget does not lie between two peaks.
+        mode: a training trial allocates the optimizer state; in validation it is there from the start.
+        state: counted on the same model.
+        peak_bytes: peak of a trial.
+        held_bytes: bytes that the process held between the trials, without buckets.
+        has_buckets: whether the gradients are views of buckets, which then are held all the time.
     """
-    below = [point for point in points if point[1] <= budget_bytes]
-    above = [point for point in points if point[1] > budget_bytes]
-    if not below or not above:
-        return None
-    (low, low_bytes), (high, high_bytes) = max(below), min(above)
-    wanted_bytes = budget_bytes - MARGIN * (budget_bytes - held_bytes)
-    if low >= high or wanted_bytes <= low_bytes:
-        return None
-    return int(low + (high - low) * (wanted_bytes - low_bytes) / (high_bytes - low_bytes))
-
-
-def _largest_that_fitted(finder: BatchSizeFinder) -> int | None:
-    sizes = (trial.size for trial in finder.trials if trial.fits(finder.budget_bytes))
-    return max(sizes, default=None)
-
-
-def _peak(trials: Sequence[TrialRecord], size: int | None) -> int | None:
-    """Peak of the last trial of a size, which the search of an earlier fraction may have run."""
-    peaks = [trial.peak_bytes for trial in trials if trial.size == size and trial.peak_bytes is not None]
-    return peaks[-1] if peaks else None
-
-
-def _breakdown(row: Row, rows: Sequence[Row], state: StateBytes) -> Breakdown | None:
-    if row.peak_bytes is None:
-        return None
-    ran_in = next(
-        other for other in reversed(rows) if any(trial.size == row.batch_size for trial in other.trials)
+    resident = state.parameters + state.buffers + state.average
+    buckets = state.gradients if has_buckets else 0
+    gradients = state.gradients if mode == "train" and not has_buckets else 0
+    allocated = gradients + buckets + (state.optimizer_state if mode == "train" else 0)
+    if mode == "val":
+        resident += state.optimizer_state
+    return Breakdown(
+        **asdict(replace(state, gradients=gradients)),
+        buckets=buckets,
+        activations=peak_bytes - held_bytes - allocated,
+        rest=held_bytes - resident,
     )
-    return break_down(row.mode, state, peak_bytes=row.peak_bytes, held_bytes=ran_in.held_bytes)
 
 
-def _time(
-    finder: BatchSizeFinder, largest: AutoBatchResult, rows: Sequence[Row], speeds: Speeds, options: Options,
-    timeout_minutes: float,
-) -> None:  # fmt: skip
-    """Time the sizes found; with `--throughput` further ones up to the largest, for the knee."""
-    if options.throughput:
-        fast = speeds.find_knee(finder, largest, timeout_minutes)
-        row = next(row for row in rows if row.memory_fraction == largest.target_memory_fraction)
-        row.trials += fast.trials[len(largest.trials) :]
-    for row in rows:
-        if row.batch_size is not None and (timing := speeds.time(finder, row.batch_size)) is not None:
-            row.samples_per_s = timing.samples_per_s
+# Remedies. The unchanged configuration is measured again beside them, so that before and after come from the
+# same process in the same state: on the CPU a process does not give back all the memory that it has taken.
+
+
+@dataclass(frozen=True)
+class Change:
+    """One remedy for one mode.
+
+    Attributes:
+        name: as in `Remedy`.
+        keys: the changed keys with their new values.
+        obstacle: why the remedy does not apply; None where it does.
+        divisor: divides the micro-batch size.
+    """
+
+    name: str
+    keys: dict[str, Any]
+    obstacle: str | None
+    divisor: int = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A size under one configuration.
+
+    Attributes:
+        peak_bytes: its peak; None where there is none.
+        samples_per_s: its speed, where it was timed.
+        reason: why there is no peak.
+        largest: the largest size within the memory of a row, with the margin; None if measured.
+    """
+
+    peak_bytes: int | None = None
+    samples_per_s: float | None = None
+    reason: str | None = None
+    largest: Callable[[Row], int | None] | None = None
+
+
+Run = Callable[[Setup, Mode, Sequence[int]], Mapping[int, Outcome]]
+"""Finds the peaks of sizes of a mode under a configuration."""
+
+
+def try_remedies(
+    setup: Setup, analysis: Analysis, run: Run, changes: Callable[[Setup, Mode], Iterable[Change]]
+) -> None:
+    """Find the effect of each change at each size found, and add it to the rows as soon as it is known.
+
+    Args:
+        setup: with the unchanged configuration.
+        analysis: its rows take the remedies.
+        run: finds peaks.
+        changes: the changes to try.
+    """
+    for mode in analysis.modes:
+        rows = [row for row in analysis.sorted_rows(mode) if row.batch_size is not None]
+        peaks = {row.batch_size: row.peak_bytes for row in rows if row.batch_size is not None}
+        if not peaks:
+            continue
+        before: Mapping[int, Outcome] = {size: Outcome(peak) for size, peak in peaks.items()}
+        if analysis.margin is None:  # otherwise the same would be predicted again
+            logger.info("remedies, %s: measuring the configuration as it is again", mode)
+            before = run(setup, mode, sorted(peaks))
+        for change in changes(setup, mode):
+            after: Mapping[int, Outcome] = {}
+            if change.obstacle is None:
+                logger.info("remedies, %s: %s", mode, change.name)
+                setup.status.update(f"remedies, {mode}: {change.name}")
+                config = setup.config
+                for key, value in change.keys.items():
+                    node, name = key.split(".")
+                    config = replace(config, **{node: replace(getattr(config, node), **{name: value})})
+                sizes = [size // change.divisor for size in sorted(peaks) if size >= change.divisor]
+                after = run(replace(setup, config=config), mode, sizes)
+            skipped = Outcome(reason=change.obstacle or "a single sample cannot be halved")
+            for row in rows:
+                size = (row.batch_size or 0) // change.divisor
+                outcome = after.get(size, skipped)
+                row.remedies.append(
+                    Remedy(
+                        change.name,
+                        change.keys,
+                        size,
+                        before[row.batch_size or 0].peak_bytes,
+                        outcome.peak_bytes,
+                        outcome.samples_per_s,
+                        outcome.reason,
+                        None if outcome.largest is None else outcome.largest(row),
+                    )  # fmt: skip
+                )
+
+
+def common_changes(setup: Setup, mode: Mode) -> Iterator[Change]:
+    """The remedies, in order."""
+    train, device = setup.config.TRAIN, setup.world.device
+    obstacle = None if train.AMP == "off" else f"TRAIN.AMP is {train.AMP} already"
+    if obstacle is None and device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        obstacle = None if has_bf16 else f"{torch.cuda.get_device_name(device)} has no bf16"
+    yield Change("bf16", {"TRAIN.AMP": "bf16"}, obstacle)
+
+    obstacle = "TRAIN.GRADIENT_CHECKPOINTING is on already" if train.GRADIENT_CHECKPOINTING else None
+    if mode == "val":
+        obstacle = "validation keeps no activations for a backward pass"
+    yield Change("gradient_checkpointing", {"TRAIN.GRADIENT_CHECKPOINTING": True}, obstacle)
+
+    obstacle = "validation has no optimizer step to split" if mode == "val" else None
+    yield Change(
+        "accumulation", {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, obstacle, divisor=2
+    )
+
+
+def run_sizes(setup: Setup, mode: Mode, sizes: Sequence[int], *, timed: bool) -> dict[int, Outcome]:
+    """Measure sizes under a configuration. Where it cannot run, each size gets the reason."""
+    found: dict[int, Outcome] = {}
+    try:
+        with setup.search().finder(mode, setup.status) as finder:
+            for size in sizes:
+                peak_bytes = finder.measure(size).peak_bytes
+                if peak_bytes is None:
+                    found[size] = Outcome(reason=f"needs more than {finder.budget_bytes / GIB:.3f} GiB")
+                else:
+                    speed = finder.time(size).samples_per_s if timed else 0.0
+                    found[size] = Outcome(peak_bytes, speed or None)
+    except Exception as error:  # a user's model may not take every precision
+        logger.debug("a remedy failed", exc_info=True)
+        found |= dict.fromkeys(set(sizes) - found.keys(), Outcome(reason=why(error)))
+    gc.collect()
+    return found
+
+
+def why(error: Exception) -> str:
+    """Why a configuration cannot run, on one line."""
+    if isinstance(error, ConfigError):
+        return "; ".join(error.problems)
+    kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
+    return f"{kind}{str(error).partition(chr(10))[0]}"
+
+
+# The environment in which the figures hold.
+
+
+def describe(model_node: Any, search: SizeSearch) -> dict[str, Any]:
+    """Device, versions, and the settings that memory and speed depend on."""
+    device, autobatch = search.world.device, search.config.AUTOBATCH
+    driver = None
+    if device.type == "cuda" and DRIVER.exists():
+        found = re.search(r"Module.*?\s(\d+(?:\.\d+)+)", DRIVER.read_text())
+        driver = found and found[1]
+    return {
+        **device_environment(device),
+        "total_bytes": device_memory(device).total_bytes,
+        "driver": driver,
+        **run_settings(model_node, search),
+        "steps_per_trial": autobatch.STEPS_PER_TRIAL,
+        "strategy": autobatch.STRATEGY,
+    }
+
+
+def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
+    """The settings that memory depends on."""
+    train, taxonomy = search.train, search.data.taxonomy
+    parameters = list(search.assembly.model.parameters())
+    freezing = search.assembly.freezing
+    dtypes = ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in parameters}))
+    return {
+        "memory_limit_gb": search.config.AUTOBATCH.MEMORY_LIMIT_GB,
+        "model": str(model_node["_target_"] if is_target(model_node) else model_node.NAME),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "frozen_parameters": 0 if freezing.ends_within(train.EPOCHS) else freezing.num_elements,
+        "precision": dtypes if train.AMP == "off" else f"{train.AMP} autocast over {dtypes}",
+        "optimizer": type(search.assembly.optimizer).__name__,
+        "image_size": None if search.data.img_size is None else list(search.data.img_size),
+        "num_classes": None if taxonomy is None else list(taxonomy.num_classes.values()),
+        "gradient_checkpointing": train.GRADIENT_CHECKPOINTING,
+        "accumulation_steps": train.ACCUMULATION_STEPS,
+        "ema": train.EMA.ENABLED,
+    }
+
+
+def device_sentence(environment: Mapping[str, Any]) -> str:
+    """One line for people: the device, and the model that is measured on it."""
+    limit = environment["memory_limit_gb"]
+    return (
+        f"measured on {environment['device']} ({environment['device_name']}) with "
+        f"{environment['total_bytes'] / GIB:.1f} GiB{'' if limit is None else f', taken as {limit:g} GiB'}, "
+        f"torch {environment['torch']}; {settings_sentence(environment)}"
+    )
+
+
+def settings_sentence(environment: Mapping[str, Any]) -> str:
+    """What is run, for people: of `run_settings` all that memory depends on; what is off is left out.
+
+    >>> settings = {"model": "vit", "parameters": 5000, "frozen_parameters": 0, "image_size": [32, 32],
+    ...     "num_classes": [2, 6], "precision": "float32", "optimizer": "SGD", "gradient_checkpointing": True,
+    ...     "accumulation_steps": 1, "ema": True}
+    >>> settings_sentence(settings)
+    'vit, 5,000 parameters, 32×32 pixels, 2 + 6 classes, float32, SGD, gradient checkpointing, EMA'
+    """
+    size, classes = environment["image_size"], environment["num_classes"]
+    num_steps = environment["accumulation_steps"]
+    parts = {
+        environment["model"]: True,
+        f"{environment['parameters']:,} parameters": True,
+        f"{environment['frozen_parameters']:,} of them frozen": environment["frozen_parameters"] > 0,
+        f"{'×'.join(map(str, size or []))} pixels": size is not None,
+        f"{' + '.join(map(str, classes or []))} classes": classes is not None,
+        environment["precision"]: True,
+        environment["optimizer"]: True,
+        "gradient checkpointing": environment["gradient_checkpointing"],
+        f"{num_steps} accumulation steps": num_steps > 1,
+        "EMA": environment["ema"],
+    }
+    return ", ".join(part for part, applies in parts.items() if applies)

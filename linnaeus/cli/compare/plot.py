@@ -10,7 +10,7 @@ from linnaeus.cli.compare.differences import SEED
 from linnaeus.cli.compare.history import is_smaller_better
 from linnaeus.cli.compare.results import Comparison
 from linnaeus.cli.compare.series import Axis, Group, Mean, axis_of, groups_by, point_of
-from linnaeus.cli.picture import INK, SERIES, Picture, decorate, drawing, size_axis
+from linnaeus.cli.plots import INK, SERIES, Picture, decorate, drawing, size_axis
 from linnaeus.words import counted
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linnaeus.cli.evaluate.results import Evaluation
-from linnaeus.cli.picture import BLUE, INK, VERMILION, Picture, decorate, drawing
+from linnaeus.cli.plots import BLUE, INK, VERMILION, Picture, decorate, drawing
 from linnaeus.inference.figures import LevelFigures
 from linnaeus.inference.tally import NUM_BINS
 from linnaeus.words import counted

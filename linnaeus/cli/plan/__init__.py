@@ -1,1 +1,1 @@
-"""Which batch size is worth its time, before a long run: `linnaeus plan`."""
+"""Another name of `linnaeus analyze`, with speeds of training at the configured fraction: `linnaeus plan`."""
