@@ -157,7 +157,7 @@ def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
 
 
 def mark_size(axes: Axes, size: int, text: str) -> None:
-    """Draw a dotted line at a size, with a text on the side that has more room; the axes have their limits."""
+    """Draw a dotted line at a size, with a text on the side with more room; the limits are set."""
     axes.axvline(size, color=GREEN, linewidth=1.6, linestyle=":", zorder=2)
     place = axes.transAxes.inverted().transform(axes.transData.transform((size, 0)))[0]
     axes.annotate(

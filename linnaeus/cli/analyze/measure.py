@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from linnaeus.batching.facts import Facts
 from linnaeus.batching.plan import plan_batches
 from linnaeus.batching.sizes import max_samples_per_rank
 from linnaeus.cli.analyze.options import Options
-from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Remedy, Row, Speeds, TimedSize
+from linnaeus.cli.analyze.results import Analysis, Breakdown, Goal, Remedy, Row, Speeds, timed_size
 from linnaeus.config.instantiate import is_target
 from linnaeus.config.schema import Config
 from linnaeus.data.bundle import DataBundle, dataset_length
@@ -43,7 +41,6 @@ logger = logging.getLogger("linnaeus.analysis")
 FURTHER_TRIALS = 3
 FURTHER_TOLERANCE = 0.05
 """Of the search of each fraction but the first: many fractions are to cost little more than one."""
-DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def measure_sizes(setup: Setup, options: Options, analysis: Analysis) -> None:
 
 def _measure_mode(
     search: SizeSearch, mode: Mode, options: Options, analysis: Analysis, status: RankStatus,
-    plan: Callable[[int], TimedSize] | None,
+    plan: Callable[[int], dict[str, Any]] | None,
 ) -> None:  # fmt: skip
     """Search every fraction of one mode, the largest first. One at which nothing fits has the reason."""
     rows = [Row(mode, fraction) for fraction in sorted(options.fractions, reverse=True)]
@@ -150,10 +147,7 @@ def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> AutoBatchResu
     )
     row.limited_by = "interrupted"
     try:
-        if is_first:
-            result = finder.find(settings)
-        else:
-            result = _find_quickly(finder, settings)
+        result = finder.find(settings) if is_first else _find_quickly(finder, settings)
         row.batch_size, row.certified, row.limited_by = result.batch_size, result.certified, result.limited_by
     except AutoBatchError as error:
         row.limited_by, row.reason, result = None, str(error), None
@@ -186,13 +180,13 @@ class Timer:
 
     Attributes:
         finder: has run the sizes.
-        plan: gives the run with a size at most, still without a speed; None in validation.
+        plan: arguments of `timed_size` for the run with a size; None in validation.
         speeds: takes the sizes.
         rates: samples per second of one process, by size; None where a size no longer fits.
     """
 
     finder: BatchSizeFinder
-    plan: Callable[[int], TimedSize] | None
+    plan: Callable[[int], dict[str, Any]] | None
     speeds: Speeds
     rates: dict[int, float | None] = field(default_factory=dict)
 
@@ -243,27 +237,26 @@ class Timer:
 
     def _add(self, size: int) -> None:
         """Add the micro-batch size that training would choose if this is the largest that fits."""
-        run = TimedSize(size, 0.0) if self.plan is None else self.plan(size)
-        rate = self.rate(run.batch_size)
+        plan = {"batch_size": size} if self.plan is None else self.plan(size)
+        size = plan["batch_size"]
+        rate = self.rate(size)
         if rate is None:
-            self.speeds.left_out[run.batch_size] = "does not fit any more: something else takes memory now"
-            return
-        num_processes = 1 if run.goal is None else run.goal.world_size
-        self.speeds.sizes[run.batch_size] = replace(run, samples_per_s=rate * num_processes)
+            self.speeds.left_out[size] = "does not fit any more: something else takes memory now"
+        else:
+            self.speeds.sizes[size] = timed_size(rate=rate, **plan)
 
 
-def planned(config: Config, facts: Facts, goal: Goal, size: int) -> TimedSize:
-    """The run that the batch plan makes of the largest size that fits; its speed is still 0."""
+def planned(config: Config, facts: Facts, goal: Goal, size: int) -> dict[str, Any]:
+    """Arguments of `timed_size` for the run that the batch plan makes of the largest size that fits."""
+    plan: dict[str, Any] = {"batch_size": size, "accumulation_steps": config.TRAIN.ACCUMULATION_STEPS}
     try:
-        found = plan_batches(
-            config.TRAIN, config.OPTIMIZER, config.SCHEDULE, replace(facts, max_micro_batch_size=size)
-        )
+        facts = replace(facts, max_micro_batch_size=size)
+        found = plan_batches(config.TRAIN, config.OPTIMIZER, config.SCHEDULE, facts)
     except ConfigError as error:
-        return TimedSize(size, 0.0, goal, config.TRAIN.ACCUMULATION_STEPS, warnings=tuple(error.problems))
-    return TimedSize(
-        found.micro_batch_size, 0.0, goal, found.accumulation_steps, found.learning_rate, found.warmup_steps,
-        found.total_steps, found.warnings,
-    )  # fmt: skip
+        return {**plan, "goal": goal, "warnings": tuple(error.problems)}
+    names = ("accumulation_steps", "learning_rate", "warmup_steps", "total_steps", "warnings")
+    plan = {name: getattr(found, name) for name in names}
+    return {**plan, "goal": goal, "batch_size": found.micro_batch_size}
 
 
 @contextmanager
@@ -309,13 +302,13 @@ def break_down(
     )
 
 
-# Remedies. The unchanged configuration is measured again beside them, so that before and after come from the
-# same process in the same state: on the CPU a process does not give back all the memory that it has taken.
+# Remedies, at the sizes to paste. Measured ones have the unchanged configuration beside them, so that before
+# and after come from a process in the same state: on the CPU it does not give back all memory that it took.
 
 
 @dataclass(frozen=True)
 class Change:
-    """One remedy for one mode.
+    """A remedy.
 
     Attributes:
         name: as in `Remedy`.
@@ -330,49 +323,29 @@ class Change:
     divisor: int = 1
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A size under one configuration.
-
-    Attributes:
-        peak_bytes: its peak; None where there is none.
-        samples_per_s: its speed, where it was timed.
-        reason: why there is no peak.
-        largest: the largest size within the memory of a row, with the margin; None if measured.
-    """
-
-    peak_bytes: int | None = None
-    samples_per_s: float | None = None
-    reason: str | None = None
-    largest: Callable[[Row], int | None] | None = None
-
-
-Run = Callable[[Setup, Mode, Sequence[int]], Mapping[int, Outcome]]
-"""Finds the peaks of sizes of a mode under a configuration."""
+Run = Callable[[Setup, Sequence[Row], int], Sequence[dict[str, Any]]]
+"""Runs the sizes of rows of one mode, each divided by a number; gives attributes of `Remedy` for each row."""
 
 
 def try_remedies(
     setup: Setup, analysis: Analysis, run: Run, changes: Callable[[Setup, Mode], Iterable[Change]]
 ) -> None:
-    """Find the effect of each change at each size found, and add it to the rows as soon as it is known.
+    """Find the effect of each change at each size to paste, and add it to the rows as soon as it is known.
 
     Args:
         setup: with the unchanged configuration.
         analysis: its rows take the remedies.
-        run: finds peaks.
+        run: finds peaks. What it raises is the reason why there are none.
         changes: the changes to try.
     """
     for mode in analysis.modes:
-        rows = [row for row in analysis.sorted_rows(mode) if row.batch_size is not None]
-        peaks = {row.batch_size: row.peak_bytes for row in rows if row.batch_size is not None}
-        if not peaks:
-            continue
-        before: Mapping[int, Outcome] = {size: Outcome(peak) for size, peak in peaks.items()}
-        if analysis.margin is None:  # otherwise the same would be predicted again
+        rows = [row for row in analysis.chosen_rows() if row.mode == mode and row.batch_size is not None]
+        before = [row.peak_bytes for row in rows]
+        if rows and analysis.margin is None:  # otherwise the same would be predicted again
             logger.info("remedies, %s: measuring the configuration as it is again", mode)
-            before = run(setup, mode, sorted(peaks))
-        for change in changes(setup, mode):
-            after: Mapping[int, Outcome] = {}
+            before = [found.get("peak_bytes") for found in run(setup, rows, 1)]
+        for change in changes(setup, mode) if rows else ():
+            found: Sequence[dict[str, Any]] = [{"reason": change.obstacle}] * len(rows)
             if change.obstacle is None:
                 logger.info("remedies, %s: %s", mode, change.name)
                 setup.status.update(f"remedies, {mode}: {change.name}")
@@ -380,71 +353,49 @@ def try_remedies(
                 for key, value in change.keys.items():
                     node, name = key.split(".")
                     config = replace(config, **{node: replace(getattr(config, node), **{name: value})})
-                sizes = [size // change.divisor for size in sorted(peaks) if size >= change.divisor]
-                after = run(replace(setup, config=config), mode, sizes)
-            skipped = Outcome(reason=change.obstacle or "a single sample cannot be halved")
-            for row in rows:
+                try:
+                    found = run(replace(setup, config=config), rows, change.divisor)
+                except Exception as error:  # a user's model may not take every precision
+                    logger.debug("a remedy failed", exc_info=True)
+                    kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
+                    found = [{"reason": f"{kind}{' '.join(str(error).split())}"}] * len(rows)
+            for row, peak_bytes, effect in zip(rows, before, found, strict=True):
                 size = (row.batch_size or 0) // change.divisor
-                outcome = after.get(size, skipped)
-                row.remedies.append(
-                    Remedy(
-                        change.name,
-                        change.keys,
-                        size,
-                        before[row.batch_size or 0].peak_bytes,
-                        outcome.peak_bytes,
-                        outcome.samples_per_s,
-                        outcome.reason,
-                        None if outcome.largest is None else outcome.largest(row),
-                    )  # fmt: skip
-                )
+                row.remedies.append(Remedy(change.name, change.keys, size, peak_bytes, **effect))
 
 
 def common_changes(setup: Setup, mode: Mode) -> Iterator[Change]:
-    """The remedies, in order."""
+    """The remedies, in order; one alone saves memory in validation."""
     train, device = setup.config.TRAIN, setup.world.device
     obstacle = None if train.AMP == "off" else f"TRAIN.AMP is {train.AMP} already"
     if obstacle is None and device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         obstacle = None if has_bf16 else f"{torch.cuda.get_device_name(device)} has no bf16"
     yield Change("bf16", {"TRAIN.AMP": "bf16"}, obstacle)
-
-    obstacle = "TRAIN.GRADIENT_CHECKPOINTING is on already" if train.GRADIENT_CHECKPOINTING else None
-    if mode == "val":
-        obstacle = "validation keeps no activations for a backward pass"
-    yield Change("gradient_checkpointing", {"TRAIN.GRADIENT_CHECKPOINTING": True}, obstacle)
-
-    obstacle = "validation has no optimizer step to split" if mode == "val" else None
-    yield Change(
-        "accumulation", {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, obstacle, divisor=2
-    )
+    if mode == "train":
+        obstacle = "TRAIN.GRADIENT_CHECKPOINTING is on already" if train.GRADIENT_CHECKPOINTING else None
+        yield Change("gradient_checkpointing", {"TRAIN.GRADIENT_CHECKPOINTING": True}, obstacle)
+        yield Change(
+            "accumulation", {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, None, divisor=2
+        )
 
 
-def run_sizes(setup: Setup, mode: Mode, sizes: Sequence[int], *, timed: bool) -> dict[int, Outcome]:
-    """Measure sizes under a configuration. Where it cannot run, each size gets the reason."""
-    found: dict[int, Outcome] = {}
+def run_sizes(setup: Setup, rows: Sequence[Row], divisor: int, *, timed: bool) -> list[dict[str, Any]]:
+    """Measure the sizes of rows under a configuration."""
+    found = list[dict[str, Any]]()
     try:
-        with setup.search().finder(mode, setup.status) as finder:
-            for size in sizes:
+        with setup.search().finder(rows[0].mode, setup.status) as finder:
+            for row in rows:
+                size = max(1, (row.batch_size or 0) // divisor)
                 peak_bytes = finder.measure(size).peak_bytes
                 if peak_bytes is None:
-                    found[size] = Outcome(reason=f"needs more than {finder.budget_bytes / GIB:.3f} GiB")
+                    found.append({"reason": f"needs more than {finder.budget_bytes / GIB:.3f} GiB"})
                 else:
                     speed = finder.time(size).samples_per_s if timed else 0.0
-                    found[size] = Outcome(peak_bytes, speed or None)
-    except Exception as error:  # a user's model may not take every precision
-        logger.debug("a remedy failed", exc_info=True)
-        found |= dict.fromkeys(set(sizes) - found.keys(), Outcome(reason=why(error)))
-    gc.collect()
+                    found.append({"peak_bytes": peak_bytes, "samples_per_s": speed or None})
+    finally:
+        gc.collect()
     return found
-
-
-def why(error: Exception) -> str:
-    """Why a configuration cannot run, on one line."""
-    if isinstance(error, ConfigError):
-        return "; ".join(error.problems)
-    kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
-    return f"{kind}{str(error).partition(chr(10))[0]}"
 
 
 # The environment in which the figures hold.
@@ -453,14 +404,9 @@ def why(error: Exception) -> str:
 def describe(model_node: Any, search: SizeSearch) -> dict[str, Any]:
     """Device, versions, and the settings that memory and speed depend on."""
     device, autobatch = search.world.device, search.config.AUTOBATCH
-    driver = None
-    if device.type == "cuda" and DRIVER.exists():
-        found = re.search(r"Module.*?\s(\d+(?:\.\d+)+)", DRIVER.read_text())
-        driver = found and found[1]
     return {
         **device_environment(device),
         "total_bytes": device_memory(device).total_bytes,
-        "driver": driver,
         **run_settings(model_node, search),
         "steps_per_trial": autobatch.STEPS_PER_TRIAL,
         "strategy": autobatch.STRATEGY,
@@ -489,7 +435,7 @@ def run_settings(model_node: Any, search: SizeSearch) -> dict[str, Any]:
 
 
 def device_sentence(environment: Mapping[str, Any]) -> str:
-    """One line for people: the device, and the model that is measured on it."""
+    """For people: the device, and what is measured on it."""
     limit = environment["memory_limit_gb"]
     return (
         f"measured on {environment['device']} ({environment['device_name']}) with "
@@ -499,14 +445,7 @@ def device_sentence(environment: Mapping[str, Any]) -> str:
 
 
 def settings_sentence(environment: Mapping[str, Any]) -> str:
-    """What is run, for people: of `run_settings` all that memory depends on; what is off is left out.
-
-    >>> settings = {"model": "vit", "parameters": 5000, "frozen_parameters": 0, "image_size": [32, 32],
-    ...     "num_classes": [2, 6], "precision": "float32", "optimizer": "SGD", "gradient_checkpointing": True,
-    ...     "accumulation_steps": 1, "ema": True}
-    >>> settings_sentence(settings)
-    'vit, 5,000 parameters, 32×32 pixels, 2 + 6 classes, float32, SGD, gradient checkpointing, EMA'
-    """
+    """What is run, for people: of `run_settings` all that memory depends on; what is off is left out."""
     size, classes = environment["image_size"], environment["num_classes"]
     num_steps = environment["accumulation_steps"]
     parts = {

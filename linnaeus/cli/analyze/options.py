@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,13 +16,13 @@ from linnaeus.cli.options import (
     AUTOBATCH,
     CommandParser,
     MeasuringOptions,
+    add_measuring_options,
     read_count,
     read_fraction,
-    read_plot,
     read_positive,
     read_request,
-    read_table,
 )
+from linnaeus.cli.run_options import read_choice
 from linnaeus.cli.tables import read_duration
 from linnaeus.config.keys import suggest
 from linnaeus.config.schema import Config
@@ -58,21 +59,12 @@ exit codes: 0 done, 2 configuration or option, 3 nothing fits, 130 interrupted (
 
 @dataclass
 class Options(MeasuringOptions):
-    """What to measure, and where the figures go.
+    """What to measure, and where the figures go: the options of these names.
 
     Attributes:
-        fractions: of the device's memory, in (0, 1], ascending; empty for the configured one.
-        modes: which steps are measured.
-        throughput: whether sizes are timed, and the time of a run is predicted from that.
-        sizes: of training, to time beside the largest that fits; None for those around the fastest.
-        dataset_length: number of training samples; None for the configured dataset's.
-        noise_scale: gradient noise scale, in samples; None where it is not known.
-        time_budget: seconds that the run may take; None for no limit.
-        remedies: whether changes that may save memory are tried.
-        predict: whether memory is predicted without running the steps.
-        gpu: the GPUs to predict for, by name.
-        device_memory_gb: those to predict for, by memory.
-        world_size: processes of the run that is predicted.
+        fractions: ascending; empty for the configured one.
+        sizes: ascending; None for those around the fastest.
+        time_budget: seconds.
     """
 
     output: Path = Path("batch_sizes.json")
@@ -105,7 +97,7 @@ WITHOUT_PREDICT = {
 def read(argv: Sequence[str], options: Options | None = None) -> str | tuple[Options, Config]:
     """Read the tokens after `analyze`: a text to print, or the arguments of the session's `run`.
 
-    >>> options, config = read(["--fractions", "0.8,0.5", "--sizes=8,4", "--epochs", "3", "TRAIN.AMP", "bf16"])
+    >>> options, config = read(["--fractions", "0.8,0.5", "--sizes=8,4", "--epochs", "3"])
     >>> options.fractions, options.sizes, options.throughput, config.TRAIN.EPOCHS
     ([0.5, 0.8], [4, 8], True, 3)
 
@@ -145,10 +137,7 @@ def read_plan(argv: Sequence[str]) -> str | tuple[Options, Config]:
     Raises:
         ConfigError: as `read` does.
     """
-    argv = [
-        "--fractions" + token.removeprefix("--fraction") if token.partition("=")[0] == "--fraction" else token
-        for token in argv
-    ]
+    argv = [re.sub("^--fraction(?==|$)", "--fractions", token) for token in argv]
     return read(argv, Options(fractions=[], modes=["train"], throughput="--predict" not in argv))
 
 
@@ -161,82 +150,54 @@ def _sizes(text: str) -> list[int]:
 
 
 def read_gpus(text: str) -> list[Gpu]:
-    """GPUs by their names, with commas between them; `ValueError` for names that are not known."""
-    gpus, unknown, problems = list[Gpu](), list[str](), list[str]()
+    """GPUs by their names, with commas between them; `ValueError` for a name that is not known."""
+    gpus = []
     for name in map(str.strip, text.split(",")):
         try:
             gpus.append(find_gpu(name))
         except KeyError:
-            hint = suggest(name.lower(), GPUS).removeprefix("; ")
-            unknown.append(f"{name!r} ({hint})" if hint else repr(name))
-        except ValueError as error:
-            problems.append(str(error))
-    if unknown:
-        names = " and ".join([", ".join(unknown[:-1]), unknown[-1]] if unknown[1:] else unknown)
-        verb = "is not a GPU" if len(unknown) == 1 else "are no GPUs"
-        problems.append(
-            f"{names} {verb} of the list; known are {', '.join(GPUS)}; for others give --device-memory-gb"
-        )
-    if problems:
-        raise ValueError("; ".join(problems))
+            hint = suggest(name.lower(), GPUS)
+            raise ValueError(
+                f"{name!r} is not a GPU of the list{hint}; known are {', '.join(GPUS)}; for others give "
+                "--device-memory-gb"
+            ) from None
     return gpus
 
 
 def _memories(text: str) -> list[Gpu]:
-    sizes, problems = list[float](), list[str]()
-    for part in text.split(","):
-        try:
-            sizes.append(read_positive("number of GiB", part))
-        except ValueError as error:
-            problems.append(str(error))
-    problems += [f"{size:g} GiB is more than any device has" for size in sizes if size > MOST_GIB]
-    if problems:
-        raise ValueError("; ".join(problems))
+    sizes = [read_positive("number of GiB", part) for part in text.split(",")]
+    if max(sizes) > MOST_GIB:
+        raise ValueError(f"{max(sizes):g} GiB is more than any device has")
     return [Gpu(f"{size:g} GiB", int(size * GIB)) for size in sizes]
 
 
 def _modes(text: str) -> list[Mode]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in MODES:
-            hint = suggest(name, MODES)
-            raise ValueError(f"{name!r} is not a mode{hint}; give train, val or train,val")
+    names = {read_choice(MODES, name.strip()) for name in text.split(",")}
     return [mode for mode in MODES if mode in names]
 
 
-def _strategy(text: str) -> str:
-    if text not in STRATEGIES:
-        raise ValueError(f"{text!r} is not one of {', '.join(STRATEGIES)}{suggest(text, STRATEGIES)}")
-    return text
-
-
 PARSER = CommandParser(
-    "analyze", description=DESCRIPTION, details=DETAILS, tool="tools/analyze_batch_sizes.py",
+    "analyze", description=DESCRIPTION, details=DETAILS,
     print_config="print the configuration that would be measured, and exit",
 )  # fmt: skip
-
-
-def _keys(name: str) -> list[str]:
-    return [f"{AUTOBATCH}.{name}", f"{AUTOBATCH}.{name}_VAL"]
-
-
+SUFFIXES = ("", "_VAL")
+add_measuring_options(PARSER, output=Options.output, suffixes=SUFFIXES)
 PARSER.option(
     "--fractions", "F,F,...", _fractions,
     "fractions of the device's memory, each in (0, 1]; default 0.6,0.7,0.8,0.9",
 )  # fmt: skip
 PARSER.option("--modes", "M,M", _modes, "train, val or both; default train,val")
 PARSER.option(
-    "--output", "FILE", read_table, f".json, .jsonl or .csv by its ending; default {Options.output}"
-)
-PARSER.option("--plot", "FILE", read_plot, "also draw a picture: .png, .svg or .html by its ending")
-PARSER.option("--min-bs", "N", read_count, "smallest size tried", _keys("MIN_BATCH_SIZE"))
-PARSER.option("--max-bs", "N", read_count, "largest size tried", _keys("MAX_BATCH_SIZE"))
-PARSER.option(
-    "--memory-limit-gb", "X", partial(read_positive, "number of GiB"),
-    "each process may hold TARGET_MEMORY_FRACTION of this at most", [f"{AUTOBATCH}.MEMORY_LIMIT_GB"],
+    "--steps", "N", read_count, "steps that one trial runs",
+    [f"{AUTOBATCH}.STEPS_PER_TRIAL{suffix}" for suffix in SUFFIXES],
 )  # fmt: skip
-PARSER.option("--steps", "N", read_count, "steps that one trial runs", _keys("STEPS_PER_TRIAL"))
-PARSER.option("--strategy", "NAME", _strategy, f"one of {', '.join(STRATEGIES)}", [f"{AUTOBATCH}.STRATEGY"])
+PARSER.option(
+    "--strategy",
+    "NAME",
+    partial(read_choice, [*STRATEGIES]),
+    f"one of {', '.join(STRATEGIES)}",
+    [f"{AUTOBATCH}.STRATEGY"],
+)
 PARSER.switch(
     "--throughput", "time sizes, and predict the time of a run; the options up to --world-size imply it"
 )

@@ -25,14 +25,12 @@ from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.search import Candidates
 from linnaeus.cli.analyze.measure import (
     Change,
-    Outcome,
     Setup,
     break_down,
     common_changes,
     counting,
     run_settings,
     settings_sentence,
-    why,
 )
 from linnaeus.cli.analyze.options import Options
 from linnaeus.cli.analyze.results import Analysis, Predicted, Row
@@ -264,9 +262,6 @@ def fill(row: Row, step: PredictedStep, limit_gb: float | None) -> None:
         step.mode, state, peak_bytes=row.peak_bytes, has_buckets=step.has_buckets,
         held_bytes=held_bytes + (state.optimizer_state if step.mode == "val" else 0),
     )  # fmt: skip
-    if safe is None:
-        enough = _what_would_do(row, step)
-        row.note = f"{row.mode}, {row.memory}: no size fits with the margin; {enough}"
 
 
 def largest_size(step: PredictedStep, budget_bytes: int, need: Callable[[int], int]) -> int | None:
@@ -376,20 +371,18 @@ def _sentence(environment: dict[str, Any]) -> str:
 # Remedies.
 
 
-def trace_sizes(target: Target, setup: Setup, mode: Mode, sizes: Sequence[int]) -> dict[int, Outcome]:
-    """Predict sizes of a mode under a configuration. Where it cannot run, each size gets the reason."""
-    try:
-        config = setup.config  # perhaps with images of another size
-        setup = replace(setup, data=build_data(config.DATA, seed=config.EXPERIMENT.SEED))
-        step = predicted_step(build_on_meta(setup), mode, target.base_bytes)
-    except Exception as error:  # a user's model may not take every precision
-        logger.debug("a remedy failed", exc_info=True)
-        return dict.fromkeys(sizes, Outcome(reason=why(error)))
-
-    def largest(row: Row) -> int | None:
-        return largest_size(step, row.budget_bytes or 0, step.prediction.safe_bytes)
-
-    return {size: Outcome(step.prediction.peak_bytes(size), largest=largest) for size in sizes}
+def trace_sizes(target: Target, setup: Setup, rows: Sequence[Row], divisor: int) -> list[dict[str, Any]]:
+    """Predict the sizes of rows under a configuration, and which size would then fit."""
+    config = setup.config  # perhaps with images of another size
+    setup = replace(setup, data=build_data(config.DATA, seed=config.EXPERIMENT.SEED))
+    step = predicted_step(build_on_meta(setup), rows[0].mode, target.base_bytes)
+    return [
+        {
+            "peak_bytes": step.prediction.peak_bytes(max(1, (row.batch_size or 0) // divisor)),
+            "safe_batch_size": largest_size(step, row.budget_bytes or 0, step.prediction.safe_bytes),
+        }
+        for row in rows
+    ]
 
 
 def more_changes(setup: Setup, mode: Mode) -> Iterator[Change]:

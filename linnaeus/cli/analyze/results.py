@@ -71,17 +71,11 @@ class Remedy:
             return None
         return self.peak_bytes_before - self.peak_bytes
 
-    @property
-    def saved_percent(self) -> float | None:
-        """`saved_bytes` in percent of the peak without the change."""
-        if self.saved_bytes is None or not self.peak_bytes_before:
-            return None
-        return 100 * self.saved_bytes / self.peak_bytes_before
-
     def as_dict(self) -> dict[str, Any]:
         """The entry of a file."""
-        percent = None if self.saved_percent is None else round(self.saved_percent, 2)
-        return {**asdict(self), "saved_bytes": self.saved_bytes, "saved_percent": percent}
+        saved, before = self.saved_bytes, self.peak_bytes_before
+        percent = None if saved is None or not before else round(100 * saved / before, 2)
+        return {**asdict(self), "saved_bytes": saved, "saved_percent": percent}
 
 
 @dataclass(frozen=True)
@@ -119,7 +113,6 @@ class Row:
         samples_per_s: speed of one process at that size.
         trials: those run for this row; sizes measured for earlier rows are not repeated.
         reason: why there is no size.
-        note: what else to know of the size.
         breakdown: parts of the peak.
         remedies: at that size, with `--remedies`.
         predicted: what a predicted row has beside these; None for a measured one.
@@ -136,7 +129,6 @@ class Row:
     samples_per_s: float | None = None
     trials: tuple[TrialRecord, ...] = ()
     reason: str | None = None
-    note: str | None = None
     breakdown: Breakdown | None = None
     remedies: list[Remedy] = field(default_factory=list)
     predicted: Predicted | None = None
@@ -182,7 +174,6 @@ class Row:
             **self.figures(),
             "trials": [trial.as_dict() for trial in self.trials],
             "reason": self.reason,
-            "note": self.note,
             "breakdown": parts,
             "remedies": [remedy.as_dict() for remedy in self.remedies],
         }
@@ -214,65 +205,65 @@ class TimedSize:
     Attributes:
         batch_size: micro-batch size: samples per process and forward pass.
         samples_per_s: of all processes, if they do not wait for each other.
-        goal: the run; None in validation.
-        accumulation_steps: micro-batches per optimizer step.
-        learning_rate: its peak; None where the configuration allows no run with this size.
+        effective_batch: samples per optimizer step over all processes.
+        seconds_per_step: of one optimizer step, or of one batch of validation.
+        epoch_s, run_s: seconds of an epoch and of all epochs; None in validation.
+        in_time: whether the run ends within the time budget; None without one.
+        relative_steps, relative_samples, relative_seconds: to the same loss, as multiples of S_min; None
+            without a noise scale.
+        learning_rate: its peak; None in validation and where the configuration allows no run with this size.
         warmup_steps, total_steps: optimizer steps; None where the learning rate is.
         warnings: those of the batch plan, or why there is none.
     """
 
     batch_size: int
     samples_per_s: float
-    goal: Goal | None = None
-    accumulation_steps: int = 1
+    accumulation_steps: int
+    effective_batch: int
+    seconds_per_step: float
+    epoch_s: float | None = None
+    run_s: float | None = None
+    in_time: bool | None = None
+    relative_steps: float | None = None
+    relative_samples: float | None = None
+    relative_seconds: float | None = None
     learning_rate: float | None = None
     warmup_steps: int | None = None
     total_steps: int | None = None
     warnings: tuple[str, ...] = ()
 
-    @property
-    def effective_batch(self) -> int:
-        """Samples per optimizer step over all processes."""
-        return self.batch_size * self.accumulation_steps * (1 if self.goal is None else self.goal.world_size)
 
-    @property
-    def seconds_per_step(self) -> float:
-        """Seconds of one optimizer step, or of one batch of validation."""
-        return self.effective_batch / self.samples_per_s
+def timed_size(
+    batch_size: int, rate: float, goal: Goal | None = None, accumulation_steps: int = 1, **plan: Any
+) -> TimedSize:
+    """What follows from the speed of a size.
 
-    @property
-    def epoch_s(self) -> float | None:
-        """Seconds of one epoch."""
-        return None if self.goal is None else self.goal.dataset_length / self.samples_per_s
+    >>> size = timed_size(100, 200.0, Goal(50_000, epochs=2, noise_scale=300))
+    >>> size.seconds_per_step, size.epoch_s, size.relative_steps, size.relative_seconds
+    (0.5, 250.0, 4.0, 2.0)
 
-    @property
-    def run_s(self) -> float | None:
-        """Seconds of all epochs."""
-        return None if self.goal is None or self.epoch_s is None else self.epoch_s * self.goal.epochs
-
-    @property
-    def in_time(self) -> bool | None:
-        """Whether the run ends within the time budget; None without one."""
-        if self.run_s is None or self.goal is None or self.goal.time_budget_s is None:
-            return None
-        return self.run_s <= self.goal.time_budget_s
-
-    @property
-    def relative_samples(self) -> float | None:
-        """Samples to the same loss, as a multiple of S_min: B + B_noise; None without a noise scale."""
-        if self.goal is None or self.goal.noise_scale is None:
-            return None
-        return self.effective_batch + self.goal.noise_scale
-
-    @property
-    def relative_steps(self) -> float | None:
-        """Optimizer steps to the same loss, as a multiple of S_min: 1 + B_noise / B."""
-        return None if self.relative_samples is None else self.relative_samples / self.effective_batch
-
-    @property
-    def relative_seconds(self) -> float | None:
-        """Seconds to the same loss, as a multiple of S_min."""
-        return None if self.relative_samples is None else self.relative_samples / self.samples_per_s
+    Args:
+        batch_size: micro-batch size.
+        rate: samples per second of one process.
+        goal: the run; None in validation.
+        accumulation_steps: micro-batches per optimizer step.
+        plan: the attributes that the batch plan decides.
+    """
+    if goal is None:
+        return TimedSize(batch_size, rate, 1, batch_size, batch_size / rate)
+    rate *= goal.world_size
+    batch = batch_size * accumulation_steps * goal.world_size
+    epoch_s = goal.dataset_length / rate
+    run_s = epoch_s * goal.epochs
+    scale, limit_s = goal.noise_scale, goal.time_budget_s
+    return TimedSize(
+        batch_size, rate, accumulation_steps, batch, batch / rate, epoch_s, run_s,
+        in_time=None if limit_s is None else run_s <= limit_s,
+        relative_steps=None if scale is None else 1 + scale / batch,
+        relative_samples=None if scale is None else batch + scale,
+        relative_seconds=None if scale is None else (batch + scale) / rate,
+        **plan,
+    )  # fmt: skip
 
 
 @dataclass
@@ -305,32 +296,21 @@ class Speeds:
     def recommended(self) -> TimedSize:
         """The size with the least time to the same loss; without a noise scale, the smallest fast one."""
         sizes = self.ascending()
-        sizes = [each for each in sizes if each.goal is None or each.learning_rate is not None] or sizes
+        sizes = [each for each in sizes if each.learning_rate is not None] or sizes
         if sizes[0].relative_seconds is not None:
             return min(sizes, key=lambda each: each.relative_seconds or math.inf)
         return self.sizes[fast_sizes({each.batch_size: each.samples_per_s for each in sizes})[0]]
 
     def figures(self, size: TimedSize) -> dict[str, Any]:
         """The entries of a size in all files."""
-        best, seconds = self.recommended.relative_seconds, size.relative_seconds
+        figures = asdict(size)
+        best, seconds = self.recommended.relative_seconds, figures.pop("relative_seconds")
+        marks = (mark for mark in ("largest", "fastest", "recommended") if getattr(self, mark) is size)
         return {
-            "batch_size": size.batch_size,
+            **figures,
             "samples_per_s": round(size.samples_per_s, 3),
-            "accumulation_steps": size.accumulation_steps,
-            "effective_batch": size.effective_batch,
-            "seconds_per_step": size.seconds_per_step,
-            "epoch_s": size.epoch_s,
-            "run_s": size.run_s,
-            "in_time": size.in_time,
-            "relative_steps": size.relative_steps,
-            "relative_samples": size.relative_samples,
             "relative_time": None if best is None or seconds is None else seconds / best,
-            "learning_rate": size.learning_rate,
-            "warmup_steps": size.warmup_steps,
-            "total_steps": size.total_steps,
-            "marks": " ".join(
-                mark for mark in ("largest", "fastest", "recommended") if getattr(self, mark) is size
-            ),
+            "marks": " ".join(marks),
             "warnings": " ".join(size.warnings),
         }
 

@@ -39,10 +39,12 @@ def run(options: Options, config: Config) -> int:
         LinnaeusError: something else that the user can mend; the message says how.
     """
     analysis = Analysis(fraction=config.DATA.AUTOBATCH.TARGET_MEMORY_FRACTION)
-    joining: AbstractContextManager[World] = join(config.EXPERIMENT.DEVICE, config.DIST)
+    joining: AbstractContextManager[World]
     find: Callable[[Setup, Options, Analysis], None] = measure_sizes
     remedies = partial(run_sizes, timed=options.throughput), common_changes
-    if options.predict:
+    if not options.predict:
+        joining = join(config.EXPERIMENT.DEVICE, config.DIST)
+    else:
         target, joining = target_of(options, config), nullcontext(world_of(options))
         find, remedies = partial(predict_sizes, target), (partial(trace_sizes, target), more_changes)
     console = make_console()
