@@ -294,9 +294,13 @@ class Speeds:
 
     @property
     def recommended(self) -> TimedSize:
-        """The size with the least time to the same loss; without a noise scale, the smallest fast one."""
+        """The size with the least time to the same loss; without a noise scale, the smallest fast one.
+
+        Sizes with which the configuration allows no run, or none in time, count where there are no others.
+        """
         sizes = self.ascending()
         sizes = [each for each in sizes if each.learning_rate is not None] or sizes
+        sizes = [each for each in sizes if each.in_time is not False] or sizes
         if sizes[0].relative_seconds is not None:
             return min(sizes, key=lambda each: each.relative_seconds or math.inf)
         return self.sizes[fast_sizes({each.batch_size: each.samples_per_s for each in sizes})[0]]

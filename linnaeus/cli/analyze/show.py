@@ -177,12 +177,7 @@ def _speed_notes(mode: Mode, speeds: Speeds, goal: Goal | None) -> list[str]:
         )
     found += [f"batch size {best.batch_size}: {warning}" for warning in best.warnings]
     if best.in_time is False:
-        in_time = ", ".join(str(size.batch_size) for size in speeds.ascending() if size.in_time)
-        remedy = "no size does; lower TRAIN.EPOCHS or take more processes"
-        found.append(
-            f"the run does not end in time with the recommended size; "
-            f"{f'it does with {in_time}' if in_time else remedy}"
-        )
+        found.append("no size ends the run in time: lower TRAIN.EPOCHS or take more processes")
     return [*found, f"recommended: DATA.{KEYS[mode]}={best.batch_size}, {why}"]
 
 

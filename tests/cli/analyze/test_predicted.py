@@ -17,8 +17,8 @@ import torch
 from linnaeus.autobatch.memory.storages import StorageTracer
 from linnaeus.autobatch.predict.gpus import GIB, GPUS
 from linnaeus.autobatch.predict.prediction import MARGIN
-from linnaeus.cli.analyze.options import Options
 from linnaeus.cli.analyze.measure import try_remedies
+from linnaeus.cli.analyze.options import Options
 from linnaeus.cli.analyze.predict import more_changes, predict_sizes, target_of, trace_sizes
 from linnaeus.cli.analyze.results import Analysis
 from linnaeus.cli.analyze.show import yaml_blocks

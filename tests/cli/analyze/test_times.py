@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -44,6 +45,12 @@ def test_with_a_noise_scale_the_least_time_to_the_same_loss_is_recommended() -> 
     expected = [1032 / 640, 1064 / 980, 1128 / 1000, 1256 / 990]
     assert relative == pytest.approx([value / (1064 / 980) for value in expected])
     assert [row["relative_steps"] for row in found["timings"]] == [32.25, 16.625, 8.8125, 4.90625]
+
+
+def test_a_size_that_ends_in_time_is_recommended() -> None:
+    goal = Goal(dataset_length=10_000, epochs=9, time_budget_s=91)
+    assert speeds_of(goal).recommended.batch_size == 128, "64 takes 91.8 s"
+    assert speeds_of(replace(goal, time_budget_s=9)).recommended.batch_size == 64, "where none does"
 
 
 def test_processes_add_up() -> None:
