@@ -108,15 +108,12 @@ def _measure_mode(
             search.finder(mode, status) as finder,
         ):
             largest = None
-            for number, row in enumerate(rows):
+            for row in rows:
                 analysis.rows.append(row)
-                result = _find(finder, row, is_first=largest is None)
-                largest = largest or result
+                largest = _find(finder, row, is_first=largest is None) or largest
                 if row.peak_bytes is not None:
-                    tried = [each for each in rows[: number + 1] if _has_tried(each, row.batch_size)]
-                    row.breakdown = break_down(
-                        mode, state, peak_bytes=row.peak_bytes, held_bytes=tried[-1].held_bytes
-                    )
+                    held_bytes = finder.held_bytes
+                    row.breakdown = break_down(mode, state, peak_bytes=row.peak_bytes, held_bytes=held_bytes)
                 size = "nothing fits" if row.batch_size is None else f"batch size {row.batch_size}"
                 logger.info("%s, %s: %s, %s", mode, row.memory, size, counted(len(row.trials), "trial"))
             if largest is not None:
@@ -129,10 +126,6 @@ def _measure_mode(
                         row.samples_per_s = timer.rate(row.batch_size)
     except AutoBatchError as error:  # the bounds leave no size to try
         analysis.rows += [replace(row, reason=str(error)) for row in rows]
-
-
-def _has_tried(row: Row, size: int | None) -> bool:
-    return any(trial.size == size for trial in row.trials)
 
 
 def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> AutoBatchResult | None:
@@ -156,7 +149,7 @@ def _find(finder: BatchSizeFinder, row: Row, *, is_first: bool) -> AutoBatchResu
         row.batch_size = max(fitting, default=None)
         raise
     finally:
-        row.budget_bytes, row.held_bytes = finder.budget_bytes or None, finder.held_bytes
+        row.budget_bytes = finder.budget_bytes or None
         row.trials = tuple(finder.trials[num_before:])
         # Of the last trial of the size, which the search of an earlier fraction may have run.
         peaks = [trial.peak_bytes for trial in finder.trials if trial.size == row.batch_size]
@@ -224,16 +217,12 @@ class Timer:
             self.rates[timing.batch_size] = timing.samples_per_s if fits else None
             self._add(timing.batch_size)
         # A smaller batch needs fewer samples to the same loss, and so may be worth its lower speed.
-        for rung in rungs(list(Candidates(finder.min_size, top, finder.settings.multiple_of))):
-            smallest = next(iter(self.speeds.ascending()), None)
-            if (
-                smallest is None
-                or smallest.relative_seconds is None
-                or smallest is not self.speeds.recommended
-            ):
-                break
-            if rung < smallest.batch_size:
-                self._add(rung)
+        if self.speeds.sizes and self.speeds.recommended.relative_seconds is not None:
+            for rung in rungs(list(Candidates(finder.min_size, top, finder.settings.multiple_of))):
+                if self.speeds.recommended.batch_size > min(self.speeds.sizes):
+                    break
+                if rung < min(self.speeds.sizes):
+                    self._add(rung)
 
     def _add(self, size: int) -> None:
         """Add the micro-batch size that training would choose if this is the largest that fits."""

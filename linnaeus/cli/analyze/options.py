@@ -39,7 +39,7 @@ predicted. `linnaeus plan` is `linnaeus analyze --throughput --modes train` at t
 DETAILS = """\
 Only the training and validation steps are timed: loading and the exchange between processes come on top. The
 recommended size is the smallest within 5 % of the best samples per second; with a noise scale, the size with
-the least predicted time to the same loss.
+the least predicted time to the same loss; with a time budget, one of those that end in time.
 
 Overrides are those of training (`linnaeus train --help`). Of an option and an override that set the same key,
 the one further right wins.

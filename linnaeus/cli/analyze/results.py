@@ -109,7 +109,6 @@ class Row:
         limited_by: as in `AutoBatchResult`, and `interrupted`.
         peak_bytes: peak of a trial at that size; if predicted, that of the device, with its base.
         budget_bytes: bytes that the process may hold; if predicted, bytes of the device that may be in use.
-        held_bytes: bytes that the process held between the trials.
         samples_per_s: speed of one process at that size.
         trials: those run for this row; sizes measured for earlier rows are not repeated.
         reason: why there is no size.
@@ -125,7 +124,6 @@ class Row:
     limited_by: str | None = None
     peak_bytes: int | None = None
     budget_bytes: int | None = None
-    held_bytes: int = 0
     samples_per_s: float | None = None
     trials: tuple[TrialRecord, ...] = ()
     reason: str | None = None
