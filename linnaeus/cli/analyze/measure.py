@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -110,7 +110,8 @@ def _measure_mode(
             largest = None
             for row in rows:
                 analysis.rows.append(row)
-                largest = _find(finder, row, is_first=largest is None) or largest
+                found = _find(finder, row, is_first=largest is None)
+                largest = largest or found
                 if row.peak_bytes is not None:
                     held_bytes = finder.held_bytes
                     row.breakdown = break_down(mode, state, peak_bytes=row.peak_bytes, held_bytes=held_bytes)
@@ -295,20 +296,11 @@ def break_down(
 # and after come from a process in the same state: on the CPU it does not give back all memory that it took.
 
 
-@dataclass(frozen=True)
-class Change:
-    """A remedy.
-
-    Attributes:
-        name: as in `Remedy`.
-        keys: the changed keys with their new values.
-        obstacle: why the remedy does not apply; None where it does.
-        divisor: divides the micro-batch size.
-    """
+class Change(NamedTuple):
+    """A remedy: its name in `Remedy`, keys with their new values, and what divides the micro-batch size."""
 
     name: str
     keys: dict[str, Any]
-    obstacle: str | None
     divisor: int = 1
 
 
@@ -334,39 +326,34 @@ def try_remedies(
             logger.info("remedies, %s: measuring the configuration as it is again", mode)
             before = [found.get("peak_bytes") for found in run(setup, rows, 1)]
         for change in changes(setup, mode) if rows else ():
-            found: Sequence[dict[str, Any]] = [{"reason": change.obstacle}] * len(rows)
-            if change.obstacle is None:
-                logger.info("remedies, %s: %s", mode, change.name)
-                setup.status.update(f"remedies, {mode}: {change.name}")
-                config = setup.config
-                for key, value in change.keys.items():
-                    node, name = key.split(".")
-                    config = replace(config, **{node: replace(getattr(config, node), **{name: value})})
-                try:
-                    found = run(replace(setup, config=config), rows, change.divisor)
-                except Exception as error:  # a user's model may not take every precision
-                    logger.debug("a remedy failed", exc_info=True)
-                    kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
-                    found = [{"reason": f"{kind}{' '.join(str(error).split())}"}] * len(rows)
+            logger.info("remedies, %s: %s", mode, change.name)
+            setup.status.update(f"remedies, {mode}: {change.name}")
+            config = setup.config
+            for key, value in change.keys.items():
+                node, name = key.split(".")
+                config = replace(config, **{node: replace(getattr(config, node), **{name: value})})
+            try:
+                found = run(replace(setup, config=config), rows, change.divisor)
+            except Exception as error:  # a user's model may not take every precision
+                logger.debug("a remedy failed", exc_info=True)
+                kind = "" if isinstance(error, LinnaeusError) else f"{type(error).__name__}: "
+                found = [{"reason": f"{kind}{' '.join(str(error).split())}"}] * len(rows)
             for row, peak_bytes, effect in zip(rows, before, found, strict=True):
-                size = (row.batch_size or 0) // change.divisor
+                size = max(1, (row.batch_size or 0) // change.divisor)
                 row.remedies.append(Remedy(change.name, change.keys, size, peak_bytes, **effect))
 
 
 def common_changes(setup: Setup, mode: Mode) -> Iterator[Change]:
-    """The remedies, in order; one alone saves memory in validation."""
+    """The remedies that change something, in order; bf16 alone saves memory in validation."""
     train, device = setup.config.TRAIN, setup.world.device
-    obstacle = None if train.AMP == "off" else f"TRAIN.AMP is {train.AMP} already"
-    if obstacle is None and device.type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        obstacle = None if has_bf16 else f"{torch.cuda.get_device_name(device)} has no bf16"
-    yield Change("bf16", {"TRAIN.AMP": "bf16"}, obstacle)
+    if train.AMP == "off" and (
+        device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        yield Change("bf16", {"TRAIN.AMP": "bf16"})
+    if mode == "train" and not train.GRADIENT_CHECKPOINTING:
+        yield Change("gradient_checkpointing", {"TRAIN.GRADIENT_CHECKPOINTING": True})
     if mode == "train":
-        obstacle = "TRAIN.GRADIENT_CHECKPOINTING is on already" if train.GRADIENT_CHECKPOINTING else None
-        yield Change("gradient_checkpointing", {"TRAIN.GRADIENT_CHECKPOINTING": True}, obstacle)
-        yield Change(
-            "accumulation", {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, None, divisor=2
-        )
+        yield Change("accumulation", {"TRAIN.ACCUMULATION_STEPS": 2 * train.ACCUMULATION_STEPS}, 2)
 
 
 def run_sizes(setup: Setup, rows: Sequence[Row], divisor: int, *, timed: bool) -> list[dict[str, Any]]:

@@ -115,7 +115,19 @@ def predict_sizes(target: Target, setup: Setup, options: Options, analysis: Anal
         ConfigError: a node that cannot be built, or a step that cannot be traced.
     """
     search = build_on_meta(setup)
-    environment = _environment(setup, search, target)
+    environment = {
+        "predicted": True,
+        "devices": [{"name": gpu.name, "total_bytes": gpu.total_bytes} for gpu in target.gpus],
+        "base_bytes": target.base_bytes,
+        "base": target.base,
+        "margin": MARGIN,
+        "accuracy": ACCURACY,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "world_size": setup.world.world_size,
+        **run_settings(setup.config.MODEL, search),
+    }
     environment["not_compared"] = _not_compared(setup.config, environment, options.modes)
     logger.info("%s", _sentence(environment))
     if environment["not_compared"]:
@@ -281,30 +293,23 @@ def largest_size(step: PredictedStep, budget_bytes: int, need: Callable[[int], i
 
 
 def _why_nothing_fits(row: Row, step: PredictedStep) -> str:
+    """What the smallest size takes, and with which device or limit it fits with the margin."""
     assert row.predicted is not None
     assert row.budget_bytes is not None
-    size, base_bytes = step.candidates[0], step.prediction.base_bytes
-    limit_gb = row.predicted.memory_limit_gb
-    origin = row.memory
+    prediction, size, limit_gb = step.prediction, step.candidates[0], row.predicted.memory_limit_gb
+    base_bytes, safe_bytes = prediction.base_bytes, prediction.safe_bytes(size)
+    origin, note = row.memory, f", with the margin of {100 * (prediction.margin - 1):.3g} %"
+    remedy = device_that_would_do(safe_bytes / row.memory_fraction, note)
     if limit_gb is not None:
         origin = f"{row.memory_fraction:.0%} of DATA.AUTOBATCH.MEMORY_LIMIT_GB, {limit_gb:g} GiB"
+        if safe_bytes <= row.memory_fraction * row.predicted.device_bytes:
+            limit = (safe_bytes - base_bytes) / row.memory_fraction / GIB
+            remedy = f"a limit of {math.ceil(100 * limit) / 100:.2f} GiB would do{note}"
     return (
         f"prediction ({row.mode}): no batch size fits. The budget is {row.budget_bytes / GIB:.2f} GiB, "
-        f"{origin}; batch size {size} takes {step.prediction.peak_bytes(size) / GIB:.2f} GiB, of which "
-        f"{base_bytes / GIB:.2f} GiB are in use beside the allocator; {_what_would_do(row, step)}"
+        f"{origin}; batch size {size} takes {prediction.peak_bytes(size) / GIB:.2f} GiB, of which "
+        f"{base_bytes / GIB:.2f} GiB are in use beside the allocator; {remedy}"
     )
-
-
-def _what_would_do(row: Row, step: PredictedStep) -> str:
-    """The device or the limit with which the smallest size fits with the margin."""
-    assert row.predicted is not None
-    prediction = step.prediction
-    safe_bytes = prediction.safe_bytes(step.candidates[0])
-    note = f", with the margin of {100 * (prediction.margin - 1):.3g} %"
-    if row.predicted.memory_limit_gb is None or safe_bytes > row.memory_fraction * row.predicted.device_bytes:
-        return device_that_would_do(safe_bytes / row.memory_fraction, note)
-    limit = (safe_bytes - prediction.base_bytes) / row.memory_fraction / GIB
-    return f"a limit of {math.ceil(100 * limit) / 100:.2f} GiB would do{note}"
 
 
 def _curve(step: PredictedStep, rows: Sequence[Row]) -> list[tuple[int, int]]:
@@ -318,22 +323,6 @@ def _curve(step: PredictedStep, rows: Sequence[Row]) -> list[tuple[int, int]]:
 
 
 # What the figures hold for.
-
-
-def _environment(setup: Setup, search: SizeSearch, target: Target) -> dict[str, Any]:
-    return {
-        "predicted": True,
-        "devices": [{"name": gpu.name, "total_bytes": gpu.total_bytes} for gpu in target.gpus],
-        "base_bytes": target.base_bytes,
-        "base": target.base,
-        "margin": MARGIN,
-        "accuracy": ACCURACY,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "world_size": setup.world.world_size,
-        **run_settings(setup.config.MODEL, search),
-    }
 
 
 def _not_compared(config: Config, environment: dict[str, Any], modes: Sequence[Mode]) -> list[str]:
@@ -390,18 +379,11 @@ def more_changes(setup: Setup, mode: Mode) -> Iterator[Change]:
     yield from common_changes(setup, mode)
 
     optimizer = setup.config.OPTIMIZER
-    obstacle = None
-    if is_target(optimizer):
-        obstacle = f"OPTIMIZER is a class of your own, {optimizer['_target_']}"
-    elif optimizer.NAME.lower() in ("sgd", "nesterov", "momentum"):
-        obstacle = f"OPTIMIZER.NAME is {optimizer.NAME} already"
-    # The arguments of another optimizer are not those of SGD.
-    keys = {"OPTIMIZER.NAME": "sgd", **({} if obstacle or not optimizer.KWARGS else {"OPTIMIZER.KWARGS": {}})}
-    yield Change("optimizer", keys, obstacle)
-
+    if not is_target(optimizer) and optimizer.NAME.lower() not in ("sgd", "nesterov", "momentum"):
+        # The arguments of another optimizer are not those of SGD.
+        more: dict[str, Any] = {"OPTIMIZER.KWARGS": {}} if optimizer.KWARGS else {}
+        yield Change("optimizer", {"OPTIMIZER.NAME": "sgd", **more})
     # Of each side, the next smaller multiple of 32 pixels: 192 of 224, 288 of 300.
     sides: Any = [(side - 1) // ALIGNED_PIXELS * ALIGNED_PIXELS for side in setup.data.img_size or [0]]
-    if min(sides) < ALIGNED_PIXELS:
-        yield Change("image_size", {"DATA.IMG_SIZE": None}, "there is no smaller image to try")
-    else:
-        yield Change("image_size", {"DATA.IMG_SIZE": sides[0] if len({*sides}) == 1 else sides}, None)
+    if min(sides) >= ALIGNED_PIXELS:
+        yield Change("image_size", {"DATA.IMG_SIZE": sides[0] if len({*sides}) == 1 else sides})
