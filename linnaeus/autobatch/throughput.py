@@ -58,7 +58,7 @@ def sizes_by_speed(
 
 
 def fast_sizes(rates: Mapping[int, float]) -> list[int]:
-    """The sizes, ascending, whose samples per second are within the tolerance of the best; of at least one."""
+    """The sizes, ascending, whose samples per second are within the tolerance of the best."""
     threshold = (1 - TOLERANCE) * max(rates.values())
     return sorted(size for size, rate in rates.items() if rate >= threshold)
 

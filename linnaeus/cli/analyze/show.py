@@ -15,6 +15,7 @@ from rich.table import Table
 from linnaeus.autobatch.memory.device import GIB
 from linnaeus.autobatch.result import Mode
 from linnaeus.autobatch.throughput import TOLERANCE
+from linnaeus.cli.analyze.measure import settings_sentence
 from linnaeus.cli.analyze.results import Analysis, Goal, Remedy, Row, Speeds, TimedSize
 from linnaeus.cli.plots import (
     BLUE,
@@ -265,16 +266,13 @@ def save_plot(analysis: Analysis, path: Path) -> None:
 
 
 def _headline(analysis: Analysis) -> str:
-    environment = analysis.environment
-    size = "×".join(map(str, environment["image_size"] or []))
-    model = environment["model"] + (f", {size} pixels" if size else "")
-    limit, margin = environment["memory_limit_gb"], analysis.margin
-    if margin is not None:
-        device = f"predicted for {', '.join(analysis.devices)}"
-    else:
-        device = f"{environment['device']} with {limit or environment['total_bytes'] / GIB:.3g} GiB"
-    text = f"{model}, {environment['precision']}, {environment['optimizer']}, {device}"
-    if (goal := analysis.goal) is not None:
+    environment, goal = analysis.environment, analysis.goal
+    device = f"predicted for {', '.join(analysis.devices)}"
+    if analysis.margin is None:
+        gib = environment["memory_limit_gb"] or environment["total_bytes"] / GIB
+        device = f"{environment['device']} with {gib:.3g} GiB"
+    text = f"{settings_sentence(environment)}; {device}"
+    if goal is not None:
         text += f"; {counted(goal.epochs, 'epoch')} of {goal.dataset_length:,} samples"
         text += "" if goal.world_size == 1 else f", {goal.world_size} processes"
         text += "" if goal.noise_scale is None else f", noise scale {goal.noise_scale:g}"
