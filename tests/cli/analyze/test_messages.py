@@ -25,7 +25,7 @@ LINES: dict[str, tuple[Any, list[str]]] = {
         "--fractions=0,nan", "--fractions=1.5", "--fractions=0.5,nan", "--fractions=half", "--modes=tset",
         "--output=a", "--plot=a.pdf", "--steps=0", "--strategy=guide", "--memory-limit-gb=inf",
         "--memory-limit-gb=-1", "--max-bs=1.5", "--gpu=t4,rtx409", "--gpu=a100", "--device-memory-gb=8,24GB",
-        "--device-memory-gb=9e9", "--throughput=1", "--foo", "DATA.BATCHSIZE=3",
+        "--throughput=1", "--foo", "DATA.BATCHSIZE=3",
     ]),
     "values of options of a run": (read_plan, [
         "--sizes=8,0", "--noise-scale=-1", "--time-budget=2", "--world-size=1.5", "--fraction=2",
