@@ -93,7 +93,7 @@ def sizes_table(analysis: Analysis) -> Table:
             if row is None:
                 cells += [""] * (3 if margin is None else 2)
             elif margin is None:
-                cells += [_size(row.batch_size), _gib(row.peak_bytes), cell(row.samples_per_s, ".4g")]
+                cells += [_size(row.batch_size), _gib(row.peak_bytes), cell(row.samples_per_s, ",.1f")]
             else:
                 cells += [_size(row.safe_size), _size(row.batch_size)]
         table.add_row(*([] if margin is None else [device]), *cells)
@@ -154,7 +154,7 @@ def _cells(size: TimedSize, speeds: Speeds) -> dict[str, str]:
     return {
         "batch size": str(size.batch_size),
         "effective": str(size.effective_batch),
-        "samples/s": f"{size.samples_per_s:.4g}",
+        "samples/s": f"{size.samples_per_s:,.1f}",
         "epoch": "" if size.epoch_s is None else show_duration(size.epoch_s),
         "run": "" if size.run_s is None else show_duration(size.run_s),
         "in time": "" if size.in_time is None else "yes" if size.in_time else "no",
@@ -203,7 +203,7 @@ def remedies_table(analysis: Analysis) -> Table:
         cells = [str(row.batch_size), _gib(remedy.peak_bytes_before), _gib(remedy.peak_bytes)]
         cells.append("" if saved is None or not before else f"{saved / before:.1%}")
         gains = [f"{_size(other.safe_batch_size)} in {place.memory}" for place, other in each]
-        gain = cell(remedy.samples_per_s, ".4g") if row.predicted is None else "\n".join(gains)
+        gain = cell(remedy.samples_per_s, ",.1f") if row.predicted is None else "\n".join(gains)
         table.add_row(mode, keys, *cells, gain)
     return table
 
